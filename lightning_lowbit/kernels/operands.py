@@ -29,6 +29,8 @@ from lightning_lowbit.quant.operand import (
 )
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.shard import amax_of as plain_amax
+from lightning_lowbit.quant.transforms import Hadamard, rotated_shape
+from lightning_lowbit.quant.transforms import rotate as plain_rotate
 
 
 def quantize_operand(
@@ -39,17 +41,21 @@ def quantize_operand(
     amax: Tensor | None = None,
     dtype: torch.dtype | None = None,
     shard: Shard | None = None,
+    rotation: Tensor | None = None,
 ) -> Operand:
     """Quantizes one operand of a GEMM, as :func:`lightning_lowbit.quant.quantize_operand`, by the fastest code.
+
+    With ``rotation``, the signs of a Hadamard transform (:meth:`Hadamard.diagonal`), the operand is that of
+    ``rotate(x, rotation, dim)``, to the bit, and ``amax`` and ``shard`` are those of this matrix.
 
     Examples:
         >>> quantize_operand(torch.randn(4, 64), Cast("e2m1", Scale("e4m3", 16)), dim=1).values.shape
         torch.Size([4, 64])
     """
-    if not torch.compiler.is_compiling() and (made := _by_kernel(x, cast.spec, dim, key, amax, dtype, shard)):
+    if not torch.compiler.is_compiling() and (made := _by_kernel(x, cast.spec, dim, key, amax, dtype, shard, rotation)):
         return made
     dtype, spec = dtype or operand_dtype(x.dtype, cast), None if shard is None else shard.spec
-    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype, spec)
+    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype, spec, rotation)
     return Operand(values, factor if has_factor(cast) else None)
 
 
@@ -61,6 +67,7 @@ def _by_kernel(
     amax: Tensor | None,
     dtype: torch.dtype | None,
     shard: Shard | None,
+    rotation: Tensor | None,
 ) -> Operand | None:
     """The operand where a kernel makes it; None where none does, or where the plain code refuses the arguments."""
     chosen = current_backend()
@@ -68,10 +75,10 @@ def _by_kernel(
         return None
     if x.is_cpu and chosen in ("auto", "cpp"):
         plan = cpu.plan_of(spec, dim, x.dtype, dtype)
-        if plan is not None and cpu.takes(x, plan, key, amax, shard):
-            return cpu.quantize(x, plan, key, amax, shard)
+        if plan is not None and cpu.takes(x, plan, key, amax, shard, rotation):
+            return cpu.quantize(x, plan, key, amax, shard, rotation)
     elif chosen == "triton" or (chosen == "auto" and x.is_cuda):
-        return _by_triton(x, Cast.from_spec(spec), dim, key, amax, dtype, shard)
+        return _by_triton(x, Cast.from_spec(spec), dim, key, amax, dtype, shard, rotation)
     return None
 
 
@@ -83,34 +90,45 @@ def _by_triton(
     amax: Tensor | None,
     dtype: torch.dtype | None,
     shard: Shard | None,
+    rotation: Tensor | None,
 ) -> Operand | None:
     dtype, tile = dtype or operand_dtype(x.dtype, cast), tile_of(cast, dim, 2)
     is_cut = not stands_alone(cast, dim, amax, shard)
     is_regular = are_regular(cast.draws, cast.scale.needs_amax, key, amax, x.device)
     if gpu.covers(cast, x, dtype, is_cut) is not None or x.numel() == 0 or not is_regular:
         return None
-    if not _agrees(cast.spec, dim, x.dtype, dtype, x.device):
+    size, shape = 0 if rotation is None else len(rotation), x.shape
+    if rotation is not None:
+        shape = rotated_shape(x.shape, rotation, dim)
+        if gpu.rotates(cast, dim) is not None or not gpu.are_signs(rotation, x):
+            return None
+    if not _agrees(cast.spec, dim, x.dtype, dtype, x.device, size):
         return None
-    offset = None if shard is None or key is None else shard.offset(x.shape, tile, x.device)
-    values, factor = gpu.quantize_operand(x, cast, dim, key, amax, dtype, offset)
+    offset = None if shard is None or key is None else shard.offset(shape, tile, x.device)
+    values, factor = gpu.quantize_operand(x, cast, dim, key, amax, dtype, offset, rotation)
     return Operand(values, factor if has_factor(cast) else None)
 
 
 @cache
-def _agrees(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the Triton kernel of a cast equals the plain code on a sample: asked once per device; warns if not."""
+def _agrees(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, device: torch.device, size: int = 0) -> bool:
+    """Whether the Triton kernel of a cast equals the plain code on a sample, rotated in groups of ``size`` unless it is
+    0: asked once per device; warns if not."""
     cast, generator = Cast.from_spec(spec), torch.Generator("cpu").manual_seed(0)
     normal, exponents = torch.randn(2, 64, 160, generator=generator, device="cpu")
     sample = normal * (4 * exponents).exp()
     sample, key = sample.to(device, source), torch.tensor(0x5DEECE66D, device=device)
+    signs = Hadamard(size).diagonal(None, device) if size else None
     with torch.no_grad(), backend("eager"):
-        plain = plain_operand(sample, cast.spec, dim, key, None, dtype, None)
-    found = gpu.quantize_operand(sample, cast, dim, key, None, dtype)
+        turned = sample if signs is None else plain_rotate(sample, signs, dim)
+        plain = plain_operand(turned, cast.spec, dim, key, None, dtype, None)
+    found = gpu.quantize_operand(sample, cast, dim, key, None, dtype, None, signs)
     compared = 1 + has_factor(cast)
     return found_equal(cast, device, plain[:compared], found[:compared])
 
 
-def found_equal(cast: Cast, device: torch.device, expected: tuple[Tensor, ...], found: tuple[Tensor, ...]) -> bool:
+def found_equal(
+    cast: Cast | str, device: torch.device, expected: tuple[Tensor, ...], found: tuple[Tensor, ...]
+) -> bool:
     """Whether a kernel's results are those of the plain code; warns if not."""
     if all(torch.equal(a.float(), b.float()) for a, b in zip(expected, found, strict=True)):
         return True
@@ -122,19 +140,49 @@ def found_equal(cast: Cast, device: torch.device, expected: tuple[Tensor, ...], 
     return False
 
 
-@opaque(fake_operand)
-def _quantize_operand(
-    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, shard: str | None
+def _fake_operand(
+    x: Tensor,
+    spec: str,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    dtype: torch.dtype,
+    shard: str | None,
+    rotation: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    made = _by_kernel(x, spec, dim, key, amax, dtype, None if shard is None else Shard.from_spec(shard))
+    x = x if rotation is None else x.new_empty(rotated_shape(x.shape, rotation, dim))
+    return fake_operand(x, spec, dim, key, amax, dtype, shard)
+
+
+@opaque(_fake_operand)
+def _quantize_operand(
+    x: Tensor,
+    spec: str,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    dtype: torch.dtype,
+    shard: str | None,
+    rotation: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    part = None if shard is None else Shard.from_spec(shard)
+    made = _by_kernel(x, spec, dim, key, amax, dtype, part, rotation)
+    if made is None and rotation is not None:
+        x = rotate(x, rotation, dim)
+        made = _by_kernel(x, spec, dim, key, amax, dtype, part, None)
     if made is None:
         return plain_operand(x, spec, dim, key, amax, dtype, shard)
     shape = () if made.factor is not None else factor_shape(x, Cast.from_spec(spec), dim)
     return made.values, x.new_empty(shape, dtype=torch.float32) if made.factor is None else made.factor
 
 
-def coverage(casts: Iterable[Cast], device: torch.device | str = "cpu") -> dict[Cast, str]:
+def coverage(
+    casts: Iterable[Cast], device: torch.device | str = "cpu", rotated_along: int | None = None
+) -> dict[Cast, str]:
     """Which implementation serves each cast on a device, in words: the name of a backend, or why it is plain code.
+
+    ``rotated_along`` asks for operands with a Hadamard transform along dimension 0 or 1. Where a kernel of its own
+    rotates them before, the reason stands behind the name.
 
     Examples:
         >>> coverage([Cast("e2m1", Scale("e4m3", 16)), Cast("e3m0", Scale("e8m0", 32))]).values()
@@ -144,25 +192,64 @@ def coverage(casts: Iterable[Cast], device: torch.device | str = "cpu") -> dict[
     for cast in casts:
         if torch.device(device).type == "cpu":
             name, why = "cpp", cpu.obstacle(cast) or (None if library() else "the C++ kernels cannot be built")
+            apart = cpu.rotates(cast)
         else:
             sample = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
             name, why = "triton", gpu.covers(cast, sample, operand_dtype(sample.dtype, cast))
+            apart = gpu.rotates(cast, rotated_along or 0)
+        if rotated_along is not None and apart is not None:
+            name += f", rotated before: {apart}"
         found[cast] = name if why is None else f"plain code: {why}"
     return found
 
 
-def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
-    """max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code."""
-    return plain_amax(x, shard) if shard is not None else _amax(x)
+def amax_of(x: Tensor, shard: Shard | None = None, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
+    """max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code; with ``rotation`` that of
+    ``rotate(x, rotation, dim)``."""
+    if shard is None:
+        return _amax(x, rotation, dim)
+    return plain_amax(x if rotation is None else rotate(x, rotation, dim), shard)
 
 
-@opaque(lambda x: x.new_empty((), dtype=torch.float32))
-def _amax(x: Tensor) -> Tensor:
-    if type(x) not in (Tensor, Parameter):
-        return plain_amax(x)
-    if x.is_cpu and current_backend() in ("auto", "cpp") and cpu.measures(x):
-        return cpu.amax_of(x)
-    by_triton = current_backend() == "triton" or (current_backend() == "auto" and x.is_cuda)
-    if by_triton and x.numel() and x.dim() == 2 and gpu.obstacle(x.device) is None:
-        return gpu.amax_of(x)
-    return plain_amax(x)
+@opaque(lambda x, rotation=None, dim=1: x.new_empty((), dtype=torch.float32))
+def _amax(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
+    if _is_measured(x, rotation):
+        return cpu.amax_of(x, rotation, dim)
+    if _is_measured_by_triton(x, rotation):
+        return gpu.amax_of(x, rotation, dim)
+    return plain_amax(x if rotation is None else rotate(x, rotation, dim))
+
+
+def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
+    """A matrix as :func:`lightning_lowbit.quant.rotate` has it, by the fastest code."""
+    if not inverse and not torch.compiler.is_compiling() and _is_measured(x, signs):
+        return cpu.rotate(x, signs, dim)
+    if not inverse and not torch.compiler.is_compiling() and _is_measured_by_triton(x, signs):
+        return gpu.rotate(x, signs, dim)
+    return plain_rotate(x, signs, dim, inverse)
+
+
+def _is_measured(x: Tensor, rotation: Tensor | None) -> bool:
+    """Whether the C++ kernels measure or rotate a tensor."""
+    is_here = type(x) in (Tensor, Parameter) and x.is_cpu and current_backend() in ("auto", "cpp")
+    return is_here and (rotation is None or cpu.are_signs(rotation)) and cpu.measures(x)
+
+
+def _is_measured_by_triton(x: Tensor, rotation: Tensor | None) -> bool:
+    """The same of the Triton kernels, and a matrix."""
+    chosen = current_backend() == "triton" or (current_backend() == "auto" and x.is_cuda)
+    if not chosen or type(x) not in (Tensor, Parameter) or x.numel() == 0 or x.dim() != 2:
+        return False
+    if gpu.obstacle(x.device) is not None:
+        return False
+    return rotation is None or (gpu.are_signs(rotation, x) and _rotates_equally(len(rotation), x.dtype, x.device))
+
+
+@cache
+def _rotates_equally(size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the Triton kernel rotates a sample as the plain code does: asked once per device; warns if not."""
+    sample = torch.randn(64, 160, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(device, dtype)
+    signs = Hadamard(size).diagonal(None, device)
+    expected = tuple(plain_rotate(sample, signs, dim) for dim in (0, 1))
+    found = tuple(gpu.rotate(sample, signs, dim) for dim in (0, 1))
+    return found_equal(f"Hadamard transforms of {size}", device, expected, found)

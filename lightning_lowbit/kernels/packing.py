@@ -10,12 +10,13 @@ from torch.nn import Parameter
 from lightning_lowbit.compilation import backend, current_backend, opaque
 from lightning_lowbit.kernels.cpu import codes as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
-from lightning_lowbit.kernels.operands import found_equal
+from lightning_lowbit.kernels.operands import found_equal, rotate
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand, are_regular, factor_shape, has_factor, operand_dtype, stands_alone
 from lightning_lowbit.quant.packed import packed_bytes, plain_pack, unpack_, unpacked_factor
 from lightning_lowbit.quant.shard import Shard
+from lightning_lowbit.quant.transforms import rotated_shape
 
 
 class Packed(NamedTuple):
@@ -33,6 +34,7 @@ def pack_operand(
     key: Tensor | None = None,
     amax: Tensor | None = None,
     shard: Shard | None = None,
+    rotation: Tensor | None = None,
 ) -> Packed:
     """Quantizes one operand of a GEMM, as :func:`quantize_operand` with the same arguments, and packs it.
 
@@ -40,7 +42,8 @@ def pack_operand(
         >>> pack_operand(torch.randn(4, 64), Cast("e2m1", Scale("e4m3", 16)), dim=1).data.numel()
         144
     """
-    return Packed(*_pack_operand(x, cast.spec, dim, key, amax, None if shard is None else shard.spec))
+    spec = None if shard is None else shard.spec
+    return Packed(*_pack_operand(x, cast.spec, dim, key, amax, spec, rotation))
 
 
 def unpack_operand(
@@ -59,9 +62,16 @@ def unpack_operand(
 
 
 def _fake_pack(
-    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, shard: str | None
+    x: Tensor,
+    spec: str,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    shard: str | None,
+    rotation: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     cast = Cast.from_spec(spec)
+    x = x if rotation is None else x.new_empty(rotated_shape(x.shape, rotation, dim))
     data = x.new_empty(packed_bytes(x.shape[0], x.shape[1], cast, dim), dtype=torch.uint8)
     shape = factor_shape(x, cast, dim) if cast.scale.two_level == "row" else ()
     return data, x.new_empty(shape, dtype=torch.float32)
@@ -69,14 +79,22 @@ def _fake_pack(
 
 @opaque(_fake_pack)
 def _pack_operand(
-    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, shard: str | None
+    x: Tensor,
+    spec: str,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    shard: str | None,
+    rotation: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     part, made = None if shard is None else Shard.from_spec(shard), None
-    if type(x) in (Tensor, Parameter):
-        if x.is_cpu and current_backend() in ("auto", "cpp"):
-            made = cpu.pack(x, spec, dim, key, amax, part)
-        elif current_backend() == "triton" or (current_backend() == "auto" and x.is_cuda):
-            made = _pack_by_triton(x, Cast.from_spec(spec), dim, key, amax, part)
+    by_kernel = type(x) in (Tensor, Parameter)
+    if by_kernel and x.is_cpu and current_backend() in ("auto", "cpp"):
+        made = cpu.pack(x, spec, dim, key, amax, part, rotation)
+    if made is None and rotation is not None:
+        return _pack_operand(rotate(x, rotation, dim), spec, dim, key, amax, shard)
+    if by_kernel and (current_backend() == "triton" or (current_backend() == "auto" and x.is_cuda)):
+        made = _pack_by_triton(x, Cast.from_spec(spec), dim, key, amax, part)
     return plain_pack(x, spec, dim, key, amax, shard) if made is None else made
 
 

@@ -10,9 +10,9 @@ from lightning_lowbit.kernels import Packed
 from lightning_lowbit.nn.calls import keys_of_parts
 from lightning_lowbit.nn.gemm import matmul, no_autocast
 from lightning_lowbit.nn.layers.patches import patches, patches_for_wgrad
+from lightning_lowbit.nn.layers.source import Source
 from lightning_lowbit.nn.operands import (
     Settings,
-    Source,
     amax_for,
     frozen_weight,
     keeps_weight_operand,

@@ -1,22 +1,23 @@
 """The operands of a layer's GEMMs: what each is made from, and by which cast."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels import Packed, amax_of, pack_operand, quantize_operand, unpack_operand
+from lightning_lowbit.kernels import Packed, amax_of, pack_operand, quantize_operand, rotate, unpack_operand
 from lightning_lowbit.nn.calls import keys_of_part
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.gemm import mean_times
 from lightning_lowbit.nn.layers.frozen import Frozen
+from lightning_lowbit.nn.layers.source import Source
 from lightning_lowbit.nn.layers.window import Window
 from lightning_lowbit.nn.native.operand import BlockOperand, block_operand, unpacked_block_operand
 from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.nn.watch import amax_in_force, stage_
-from lightning_lowbit.quant import Cast, Operand, blend, rotate, split_mean, through_rounding
+from lightning_lowbit.quant import Cast, Operand, blend, split_mean, through_rounding
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
 
@@ -128,15 +129,6 @@ class Settings(NamedTuple):
         return quantized.decoded(tensor.dtype) if isinstance(quantized, BlockOperand) else quantized
 
 
-class Source(NamedTuple):
-    """The source of an operand, ``values * factor``; ``values`` is None for a tensor that is not needed."""
-
-    values: Any
-    amax: Tensor | None = None
-    factor: Tensor | None = None
-    is_operand: bool = False
-
-
 def prequantized_weight(w: Tensor, prequantized: PrequantizedWeight, settings: Settings) -> Source:
     cast = settings.casts.fprop_w
     assert isinstance(cast, Cast)
@@ -160,25 +152,20 @@ def operands(
     if gemm in casts.subtract_mean:
         left, right, bias = _split_means(names, left, right, casts, bias)
     if gemm in casts.hadamard:
-        transform = _transform(gemm, settings, left.values.device)
-        left, right = (_rotated(*pair, transform, settings) for pair in zip(names, (left, right), strict=True))
+        signs = _transform(gemm, settings, left.values.device)
+        left, right = (
+            source.rotated(name, signs, getattr(settings.shards, name[-1]))
+            for name, source in zip(names, (left, right), strict=True)
+        )
     return _operand(names[0], left, settings), _operand(names[1], right, settings), bias
-
-
-def _rotated(name: str, source: Source, transform: Tensor, settings: Settings) -> Source:
-    """An operand with rotated groups along the contraction axis; one process must hold a whole group."""
-    if source.is_operand:  # it was rotated before
-        return source
-    shard = getattr(settings.shards, name[-1])
-    if shard is not None and shard.dim == CONTRACTION[name]:
-        shard.check(source.values.shape, len(transform), "groups of a Hadamard transform, of")
-    return Source(rotate(source.values, transform, CONTRACTION[name]))
 
 
 def _operand(name: str, source: Source, settings: Settings) -> Operand | BlockOperand:
     if settings.native and settings.takes_codes(name):
-        return _codes(name, source, settings)
+        return _codes(name, source.turned(name), settings)
     cast, i, sums = getattr(settings.casts, name), INDEX[name], settings.operand_sums
+    if sums is not None or settings.blend is not None or not isinstance(cast, Cast):
+        source = source.turned(name)
     if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": the operand of that GEMM
         if source.is_operand and sums is not None and name in settings.casts.plan.shared:
             sums[i].copy_(sums[INDEX[SHARED[name]]])
@@ -186,7 +173,7 @@ def _operand(name: str, source: Source, settings: Settings) -> Operand | BlockOp
     key = None if settings.keys is None else settings.keys[i]
     amax, dtype = _scale_amax(name, source, settings), settings.dtype_of(name, cast)
     dim, shard = CONTRACTION[name], settings.shard_of(name)
-    quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard)
+    quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard, source.rotation)
     if sums is not None:
         _record(sums[i], source.values, quantized, cast, dim, amax, shard)
     return quantized if settings.blend is None else blend(source.values, quantized, settings.blend, settings.exact)
@@ -227,10 +214,12 @@ def pack_for_backward(name: str, source: Source, settings: Settings) -> Packed:
     """An operand as codes and scales, for the backward pass."""
     cast, i, sums = getattr(settings.casts, name), INDEX[name], settings.operand_sums
     if GEMM[name] in settings.casts.hadamard:
-        source = _rotated(name, source, _transform(GEMM[name], settings, source.values.device), settings)
+        signs = _transform(GEMM[name], settings, source.values.device)
+        source = source.rotated(name, signs, getattr(settings.shards, name[-1]))
+        source = source if sums is None else source.turned(name)
     key = None if settings.keys is None else settings.keys[i]
     amax, dim, shard = _scale_amax(name, source, settings), CONTRACTION[name], settings.shard_of(name)
-    packed = pack_operand(source.values, cast, dim, key, amax, shard)
+    packed = pack_operand(source.values, cast, dim, key, amax, shard, source.rotation)
     if sums is not None:
         quantized = unpack_operand(packed, cast, dim, source.values.shape, source.values.dtype)
         _record(sums[i], source.values, quantized, cast, dim, amax, shard)
@@ -281,7 +270,9 @@ def _scale_amax(name: str, source: Source, settings: Settings) -> Tensor | None:
     plan = settings.casts.plan
     if name not in plan.delayed:
         return source.amax if name in plan.scaled_by_amax else None
-    own = amax_of(source.values, settings.shard_of(name)) if source.amax is None else source.amax
+    own = source.amax
+    if own is None:
+        own = amax_of(source.values, settings.shard_of(name), source.rotation, CONTRACTION[name])
     if settings.staged is not None:  # an operand that another GEMM reuses is staged for both
         reusing = [other for other, quantized in SHARED.items() if quantized == name and settings.reuses(other)]
         for operand in (name, *reusing):
@@ -309,9 +300,9 @@ def _split_means(
 
 
 def _transform(gemm: str, settings: Settings, device: torch.device) -> Tensor:
-    """The rotation of a GEMM. Signs come from the key of its second operand, so that ranks agree for a weight."""
+    """The signs of the rotation of a GEMM, from the key of its second operand, so that ranks agree for a weight."""
     i = INDEX[OPERANDS_OF[gemm][1]]
-    return settings.casts.hadamard[gemm].matrix(None if settings.keys is None else settings.keys[i], device)
+    return settings.casts.hadamard[gemm].diagonal(None if settings.keys is None else settings.keys[i], device)
 
 
 def through_rounding_of(name: str, gradient: Tensor, source: Source, settings: Settings) -> Tensor:
@@ -326,7 +317,7 @@ def through_rounding_of(name: str, gradient: Tensor, source: Source, settings: S
     amax, shard = _scale_amax(name, source, settings), settings.shard_of(name)
     through = through_rounding(quantized, casts.surrogate[name], source.values, cast, 1, amax, shard)
     if is_rotated:
-        through = rotate(through, transform.t(), 1)[:, : gradient.shape[1]]
+        through = rotate(through, transform, 1, inverse=True)[:, : gradient.shape[1]]
     if settings.blend is None:
         return through
     wide = torch.promote_types(gradient.dtype, torch.float32)  # in bfloat16 a λ of 0.999 is 1

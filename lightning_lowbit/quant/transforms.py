@@ -9,7 +9,8 @@ Hadamard  A random rotation spreads an outlier over its group. It is a property 
 
               A · B  =  (A T) (Tᵀ B)      T = diag(±1) · H / √n, orthogonal, for each n along the contraction axis
 
-          H is Sylvester's matrix, [[H, H], [H, -H]] recursively from [[1]].
+          H is Sylvester's matrix, [[H, H], [H, -H]] recursively from [[1]]. :func:`rotate` sums in an order of its own,
+          which a matrix product would leave to the library, so that all devices get the same bits.
 """
 
 import math
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.compilation import opaque, within_cast
+from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.rounding import mix_key, uniform
 from lightning_lowbit.quant.scales import binary_exponent, block_amax, power_of_two
 
@@ -89,27 +90,19 @@ class Hadamard:
             raise ValueError(f"Hadamard.size is one of {', '.join(map(str, SIZES))}; got {self.size!r}.")
         choose("signs of a Hadamard transform", self.signs, ("fixed", "keyed"))
 
-    def matrix(self, key: Tensor | None, device: torch.device) -> Tensor:
-        """T: float32 ``[size, size]``; a ValueError for keyed signs without ``key`` (int64, one element)."""
+    def diagonal(self, key: Tensor | None, device: torch.device) -> Tensor:
+        """The signs of T: float32 ``[size]``; a ValueError for keyed signs without ``key`` (int64, one element)."""
         if self.signs == "fixed":
-            return _matrix(None, self.size, device)
+            return _signs(None, self.size, device)
         if key is None:
             raise ValueError(
                 "Keyed signs of a Hadamard transform need a key. In a layer, keys are set by the plugin, as in "
                 "Trainer(plugins=[FP4Precision()]), or by lightning_lowbit.nn.LayerKeys in a loop of your own."
             )
-        return _matrix(key, self.size, device)
+        return _signs(key, self.size, device)
 
     def __str__(self) -> str:
         return f"{self.size}" + ("~" if self.signs == "keyed" else "")
-
-
-@cache
-def _sylvester(size: int, device: torch.device) -> Tensor:
-    matrix = torch.ones(1, 1, device=device)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / math.sqrt(size)
 
 
 @cache
@@ -117,31 +110,64 @@ def _fixed_signs(size: int, device: torch.device) -> Tensor:  # cached, because 
     return torch.tensor(_SIGNS, dtype=torch.float32, device=device).repeat(size // len(_SIGNS))
 
 
-@opaque(lambda key, size, device: torch.empty(size, size, device=device))
-def _matrix(key: Tensor | None, size: int, device: torch.device) -> Tensor:
-    """T as a new tensor: compiled code may reuse its memory."""
+@opaque(lambda key, size, device: torch.empty(size, device=device))
+def _signs(key: Tensor | None, size: int, device: torch.device) -> Tensor:
+    """The signs as a new tensor: compiled code may reuse its memory."""
     if key is None:
-        signs = _fixed_signs(size, device)
-    else:
-        index = torch.arange(size, dtype=torch.int32, device=device)
-        signs = torch.where(uniform(index, mix_key(key.reshape(()) ^ _SALT)) < 0.5, -1.0, 1.0)
-    return signs[:, None] * _sylvester(size, device)
+        return _fixed_signs(size, device).clone()
+    index = torch.arange(size, dtype=torch.int32, device=device)
+    return torch.where(uniform(index, mix_key(key.reshape(()) ^ _SALT)) < 0.5, -1.0, 1.0)
 
 
-def _padded(x: Tensor, transform: Tensor, dim: int) -> Tensor:
-    padding = -x.shape[dim] % len(transform)
-    return F.pad(x, (0, padding) if dim == 1 else (0, 0, 0, padding))
+def rotated_shape(shape: torch.Size, signs: Tensor, dim: int) -> torch.Size:
+    """The shape of a matrix that :func:`rotate` has padded to whole groups."""
+    return torch.Size(n + -n % len(signs) if i == dim else n for i, n in enumerate(shape))
 
 
-@opaque(lambda x, transform, dim: x.new_empty(_padded(x, transform, dim).shape))
-def rotate(x: Tensor, transform: Tensor, dim: int) -> Tensor:
-    """Multiplies each group along ``dim`` (0 or 1) of a matrix by T, float32 ``[n, n]``; its transpose rotates back.
+def rotation_factors(size: int) -> tuple[float, float]:
+    """What elements are multiplied by before and after the sums of :func:`rotate`; the product is 1/√size."""
+    exponent = size.bit_length() - 1
+    return 2.0 ** -(exponent // 2), math.sqrt(0.5) if exponent % 2 else 1.0
 
-    Computed in float32 and rounded once to the dtype of ``x``. The result is zero-padded along ``dim`` to whole groups,
-    because padding takes part in the rotation.
+
+@opaque(lambda x, signs, dim, inverse=False: x.new_empty(rotated_shape(x.shape, signs, dim)))
+def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
+    """Multiplies each group along ``dim`` (0 or 1) of a matrix by T, or by its inverse, the transpose.
+
+    Computed in float32, in an order that decides the last bit, and rounded once to the dtype of ``x``:
+
+        x = x * (sign * 2^-e)               e = floor(log2(n) / 2): exact, but for subnormal numbers
+        a, b = a + b, a - b                 of elements 1 apart, then 2, 4, ... and n/2 apart
+        x = x * fl(√½)                      where n is 32 or 128
+
+    The inverse multiplies by the signs after that. The result is zero-padded along ``dim`` to whole groups, because
+    padding takes part in the rotation.
+
+    Args:
+        x: ``[rows, columns]``.
+        signs: ±1, float32 ``[n]``, those of :meth:`Hadamard.diagonal`.
+
+    Examples:
+        >>> rotate(torch.eye(16)[:1], torch.ones(16), dim=1).unique()
+        tensor([0.2500])
     """
-    x, size = _padded(x, transform, dim).contiguous(), len(transform)
-    with within_cast():
-        if dim == 1:
-            return (x.float().reshape(-1, size) @ transform).to(x.dtype).reshape(x.shape)
-        return (transform.t() @ x.float().reshape(len(x) // size, size, x.shape[1])).to(x.dtype).reshape(x.shape)
+    size, shape = len(signs), rotated_shape(x.shape, signs, dim)
+    if shape != x.shape:
+        x = F.pad(x, (0, shape[1] - x.shape[1], 0, shape[0] - x.shape[0]))
+    before, after = rotation_factors(size)
+    by = signs.unsqueeze(1)
+    # Elements of a group lie along the second last axis, and along the last one what has the same sign.
+    groups = x.detach().reshape(-1, size).t() if dim == 1 else x.detach().reshape(shape[0] // size, size, shape[1])
+    groups = (groups.float() * (before if inverse else by * before)).contiguous()
+    other, apart = torch.empty_like(groups), 1
+    while apart < size:
+        pairs = (*groups.shape[:-2], size // (2 * apart), 2, apart * groups.shape[-1])
+        (a, b), (total, difference) = groups.view(pairs).unbind(-2), other.view(pairs).unbind(-2)
+        torch.add(a, b, out=total)
+        torch.sub(a, b, out=difference)
+        groups, other, apart = other, groups, 2 * apart
+    if after != 1:
+        groups *= after
+    if inverse:
+        groups *= by
+    return (groups.t() if dim == 1 else groups).to(x.dtype).reshape(shape)

@@ -2,19 +2,20 @@
 
     python -m tests.benchmarks.casts [--casts nvfp4] [--shape 2048 1376] [--rounds 30] [--threads 2] [--json FILE]
 
-All in one run, in interleaved rounds, medians. The amax is given, as layers give it.
+All in one run, in interleaved rounds, medians. The amax is given, as layers give it, except for rotated operands.
 """
 
 import argparse
 import statistics
 import time
+from functools import partial
 
 import torch
 
 from lightning_lowbit import LinearCasts
-from lightning_lowbit.kernels import amax_of, backend, quantize_operand
+from lightning_lowbit.kernels import amax_of, backend, quantize_operand, rotate
 from lightning_lowbit.nn import PRESETS
-from lightning_lowbit.nn.plan import CONTRACTION, OPERANDS
+from lightning_lowbit.nn.plan import CONTRACTION, GEMM, OPERANDS
 from lightning_lowbit.quant import Cast
 from tests.benchmarks.environment import describe, keep_large_blocks, save
 
@@ -28,9 +29,16 @@ def measurements(casts: LinearCasts, x: torch.Tensor) -> dict[str, dict[str, obj
     calls["amax"] = {name: lambda: amax_of(x) for name in ("eager", "cpp")}
     for operand in OPERANDS:
         if isinstance(cast := getattr(casts, operand), Cast):
-            amax = amax_of(x) if cast.scale.needs_amax else None
-            call = lambda cast=cast, dim=CONTRACTION[operand], amax=amax: quantize_operand(x, cast, dim, key, amax)  # noqa: E731
+            rotation, given = casts.hadamard.get(GEMM[operand]), None
+            signs = None if rotation is None else rotation.diagonal(key, x.device)
+            if cast.scale.needs_amax and rotation is None:
+                given = amax_of(x)
+            call = partial(quantize_operand, x, cast, CONTRACTION[operand], key, given, rotation=signs)
             calls[operand] = dict.fromkeys(BACKENDS, call)
+            if signs is not None:
+                calls[f"{operand}, of that the rotation"] = dict.fromkeys(
+                    ("eager", "cpp"), partial(rotate, x, signs, CONTRACTION[operand])
+                )
     return calls
 
 

@@ -87,12 +87,12 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launch_of(cast: Cast, dim: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
-    """The launch that casts a matrix of ``SHAPE`` whose amax is known."""
+def launch_of(cast: Cast, dim: int, dtype: torch.dtype = torch.bfloat16, size: int = 0) -> Launch:
+    """The launch that casts a matrix of ``SHAPE`` whose amax is known, rotated in groups of ``size`` unless it is 0."""
     x, key = meta(*SHAPE, dtype=dtype), meta(dtype=torch.int64)
     sums = meta(launches.SUMS, dtype=torch.float64) if cast.scale.statistic == "absmean" else None
     operand = gpu._empty(x, cast, dim, operand_dtype(dtype, cast))
-    return launches.of_cast(x, cast, dim, key, meta(), None, sums, *operand)
+    return launches.of_cast(x, cast, dim, key, meta(), None, sums, *operand, meta(size) if size else None)
 
 
 def layout_of(cast: Cast, block: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
@@ -124,6 +124,7 @@ def every_launch(presets: list[str]) -> Iterator[tuple[str, Launch]]:
         for cast, dim in casts_of([name]):
             yield f"{cast} along {('columns', 'rows')[dim]}, for native GEMMs", layout_of(cast, block, dim)
     x, product = meta(*SHAPE, dtype=torch.bfloat16), meta(*SHAPE)
+    yield from rotated_launches(x)
     yield "amax", launches.of_amax(x, meta())
     yield "mean", launches.of_sums(x, meta(launches.SUMS, dtype=torch.float64))
     yield "factors and bias", launches.of_finish(product, [meta(), meta()], meta(SHAPE[1]), x)
@@ -133,6 +134,14 @@ def every_launch(presets: list[str]) -> Iterator[tuple[str, Launch]]:
     operands = tuple(gpu._empty(x, cast, dim, x.dtype) for cast, dim in zip(pair, (1, 0), strict=True))
     keys = (None, meta(dtype=torch.int64))
     yield f"{pair[0]} along rows and {pair[1]} along columns", launches.of_both(x, pair, keys, meta(), operands)
+
+
+def rotated_launches(x: Tensor) -> Iterator[tuple[str, Launch]]:
+    """What layers with Hadamard transforms launch."""
+    blocks = [(cast, dim) for cast, dim in casts_of(["nvfp4-nvidia"]) if cast.scale.block == 16]
+    yield from ((f"{cast}, dim {dim}, rotated by 16", launch_of(cast, dim, size=16)) for cast, dim in blocks)
+    yield from ((f"amax rotated by 16, dim {dim}", launches.of_amax(x, meta(), meta(16), dim)) for dim in (0, 1))
+    yield "rotation by 128, dim 0", launches.of_rotation(x, meta(128), 0, x)
 
 
 def bytes_per_element(launch: Launch) -> tuple[float, float]:
@@ -183,7 +192,8 @@ def code_of(launch: Launch, arch: int) -> Code:
     width, instructions, half_rate = launch.arguments["x"].itemsize, 0.0, 0.0
     for body in _executed(_tool("nvdisasm", "-c", launch, arch)):
         loaded = sum(_loaded(name, modifiers) for name, modifiers in body) / width
-        elements = loaded if launch.kernel in ("cast_rows", "measure") else _tile_elements(launch) / (32 * launch.warps)
+        loops = launch.kernel in ("cast_rows", "measure") and "ROTATION" not in launch.constants  # which loads signs
+        elements = loaded if loops else _tile_elements(launch) / (32 * launch.warps)
         instructions += len(body) / elements
         half_rate += sum(_HALF_RATE.match(name) is not None for name, _ in body) / elements
     return resources_of(launch, arch)._replace(instructions=instructions, half_rate=half_rate)

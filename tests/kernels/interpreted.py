@@ -17,6 +17,7 @@ from lightning_lowbit import Cast, compilation
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.layout import plain_lay_out, repeated, taken_apart
 from lightning_lowbit.nn.gemm import _finish
+from lightning_lowbit.quant import Hadamard, rotate
 from lightning_lowbit.quant.operand import operand_dtype, plain_operand
 from lightning_lowbit.quant.packed import pack, unpack_
 from lightning_lowbit.quant.shard import amax_of
@@ -127,6 +128,26 @@ def differences_of_layout(cases: list[tuple[Case, int]]) -> list[str]:
         if x.isfinite().all():
             bytes_ = [tuple(tensor.view(torch.uint8) for tensor in made[:2]) for made in (found, expected)]
             texts += _unequal(*bytes_, f"bytes of {where}")
+    return texts
+
+
+def differences_of_rotation(cases: list[tuple[Case, int]]) -> list[str]:
+    """Where the kernels make others of rotated groups than the plain code: values, amaxes, and rotated matrices."""
+    texts = []
+    for (cast, dim, x, amax, _, number), size in cases:
+        key, given = torch.tensor(number), None if amax is None else torch.tensor(amax)
+        signs = Hadamard(size, "keyed").diagonal(key, x.device)
+        where = f"{cast}, dim {dim}, {describe(x)}, rotated by {size}"
+        if (reason := gpu.covers(cast, x, dtype := operand_dtype(x.dtype, cast)) or gpu.rotates(cast, dim)) is not None:
+            texts.append(f"not covered: {reason}, {where}")
+            continue
+        rotated = rotate(x, signs, dim)
+        with compilation.backend("eager"):
+            expected = plain_operand(rotated, cast.spec, dim, key, given, dtype, None)
+        found = gpu.quantize_operand(x, cast, dim, key, given, dtype, None, signs)
+        texts += _unequal(found, expected, where)
+        texts += _unequal((gpu.rotate(x, signs, dim),), (rotated,), f"rotation alone: {where}")
+        texts += _unequal((gpu.amax_of(x, signs, dim),), (amax_of(rotated).abs(),), f"amax: {where}")
     return texts
 
 

@@ -1,5 +1,6 @@
 """The Triton kernels in Triton's interpreter, which runs them on CPUs, against the plain code: equal to the bit."""
 
+import itertools
 import random
 import subprocess
 import sys
@@ -135,8 +136,8 @@ def test_what_is_not_a_number_zero_or_subnormal(run):
 
 
 def test_no_elements(run):
-    kinds = (NVFP4, STOCHASTIC, Cast("int8", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor")))
-    cases = [Case(cast, dim, torch.randn(shape)) for cast in kinds for dim in (0, 1) for shape in ((0, 5), (5, 0))]
+    casts = (NVFP4, STOCHASTIC, Cast("int8", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor")))
+    cases = [Case(cast, dim, torch.randn(shape)) for cast in casts for dim in (0, 1) for shape in ((0, 5), (5, 0))]
     cases.append(Case(Cast("ternary", Scale("fp32", "tensor", statistic="absmean")), 1, torch.randn(0, 5)))
     assert run(interpreted.differences, cases) == []
 
@@ -242,10 +243,18 @@ def test_rare_scales(run):
         for dim in (0, 1)
         for rows, columns in ((19, 150), (150, 19))
     ]
-    x = torch.full((40, 48), 1e-7)
-    x.view(-1)[: 5 * len(NANOS) : 5] = torch.tensor(NANOS)
-    cases += [Case(cast, 1, x) for cast in casts]
-    assert run(interpreted.differences, cases) == []
+    (x := torch.full((40, 48), 1e-7)).view(-1)[: 5 * len(NANOS) : 5] = torch.tensor(NANOS)
+    assert run(interpreted.differences, cases + [Case(cast, 1, x) for cast in casts]) == []
+
+
+def test_rotated_operands(run):
+    """All sizes along both axes, in tiles, with tails, strides, a NaN and given amaxes."""
+    cases, kinds = [], [NVFP4, STOCHASTIC, NVFP4_TILES, *casts_of("mxfp4-rht")]
+    for number, (cast, size, dim) in enumerate(itertools.product(kinds, (16, 32, 64, 128), (0, 1))):
+        x = sample(*((33, 70), (140, 19), (16, 256))[number % 3], DTYPES[number % 3], number)
+        x[3, 5], amax = torch.nan, 3.0 if cast.scale.needs_amax and number % 5 == 0 else None
+        cases.append((Case(cast, dim, x.t().contiguous().t() if number % 2 else x, amax), size))
+    assert run(interpreted.differences_of_rotation, cases) == []
 
 
 @pytest.mark.slow

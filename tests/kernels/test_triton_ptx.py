@@ -138,6 +138,11 @@ def test_packed_operands():
             assert interpreted.differences_of_layout([(Case(cast, dim, sample(48, 272)), block)]) == []
 
 
+def test_rotated_operands():
+    for cast, size, dim in ((NVFP4, 16, 0), (NVFP4.replace(rounding="stochastic"), 128, 1), (NVFP4_TILES, 32, 0)):
+        assert interpreted.differences_of_rotation([(Case(cast, dim, sample(40, 144)), size)]) == []
+
+
 def test_what_stands_behind_gemms():
     product, vectors = sample(48, 272, torch.float32), (torch.randn(48, 1), torch.randn(1, 272))
     cases = [

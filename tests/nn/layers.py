@@ -157,6 +157,11 @@ def rotation(transform: Hadamard, key: int) -> Tensor:
     return torch.tensor(signs, dtype=torch.float64)[:, None] * torch.tensor(matrix, dtype=torch.float64) / math.sqrt(n)
 
 
+def signs_of(transform: Tensor) -> Tensor:
+    """The signs of a rotation: the first column of H is ones."""
+    return transform[:, 0].sign().float()
+
+
 @dataclass
 class Definition:
     """What a layer computes, float64.
@@ -247,7 +252,7 @@ def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] 
                     sides[name] = split_mean(sides[name])[0]
         for name, tensor in sides.items():
             if gemm in transforms:
-                tensor = rotate(tensor, transforms[gemm].float(), CONTRACTION[name])
+                tensor = rotate(tensor, signs_of(transforms[gemm]), CONTRACTION[name])
             cast = getattr(casts, name)
             if isinstance(cast, Cast):
                 quantized = quantize(tensor, cast, CONTRACTION[name], keys[name], in_force(cast, remembered))
@@ -266,7 +271,7 @@ def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] 
         back = torch.eye(tensor.shape[1], dtype=torch.float64)
         if "fprop" in transforms:
             n = casts.hadamard["fprop"].size
-            tensor = rotate(tensor, transforms["fprop"].float(), 1)
+            tensor = rotate(tensor, signs_of(transforms["fprop"]), 1)
             back = torch.block_diag(*[transforms["fprop"]] * (tensor.shape[1] // n))[: back.shape[0]]
         cast = getattr(casts, name)
         factor = surrogate_factor(kind, tensor, cast, 1, in_force(cast, remembered)).double()

@@ -18,7 +18,7 @@ from lightning_lowbit.kernels import pack_operand
 from lightning_lowbit.quant.shard import Shard
 from tests.nn.native.stand_in import StandIn
 
-KEY, ROTATION = torch.tensor(12345), torch.eye(16)
+KEY, SIGNS = torch.tensor(12345), torch.ones(16)
 BLOCKS = Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic").spec
 ROWS = Cast("int8", Scale("fp32", "row")).spec
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -72,8 +72,8 @@ def operands(x: Tensor) -> list[Any]:
 
 # By operator, the arguments to try for a matrix [40, 24], which may lie in memory in any way.
 ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
-    "_matrix": lambda x: product((None, KEY), (16, 64), (x.device,)),
-    "rotate": lambda x: [*product((x,), (ROTATION, ROTATION.t()), (0, 1)), (x[:32], ROTATION, 0)],
+    "_signs": lambda x: product((None, KEY), (16, 64), (x.device,)),
+    "rotate": lambda x: [*product((x,), (SIGNS,), (0, 1), (False, True)), (x[:32], SIGNS, 0)],
     "split_mean": lambda x: [(x,)],
     "_quantize_operand": operands,
     "plain_operand": operands,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert
 from lightning_lowbit.nn import OPERANDS, LayerKeys
-from lightning_lowbit.quant import Hadamard, surrogate_factor
+from lightning_lowbit.quant import Hadamard, rotate, surrogate_factor
 from tests.nn.layers import GEMMS, RESULTS, every, layer_like, run, spied, value
 from tests.tables import each
 
@@ -122,12 +122,13 @@ def test_a_surrogate_acts_in_the_rotated_space() -> None:
     original.weight.data = torch.randn(8, 16, generator=generator)
     x, g = torch.randn(6, 16, generator=generator), torch.randn(6, 8, generator=generator)
     casts = LinearCasts(fprop_w=SATURATING, hadamard={"fprop": 16})
-    transform = Hadamard(16).matrix(None, torch.device("cpu"))
+    signs = Hadamard(16).diagonal(None, torch.device("cpu"))
+    transform, turned = rotate(torch.eye(16), signs, 1), rotate(original.weight.detach(), signs, 1)
     straight = run(layer_like(original, casts), x, g)["weight"]
     assert straight is not None
     for kind in ("trust", "dge"):
         found = run(layer_like(original, casts.replace(surrogate={"fprop_w": kind})), x, g)["weight"]
-        factor = surrogate_factor(kind, original.weight.detach() @ transform, SATURATING, 1)
+        factor = surrogate_factor(kind, turned, SATURATING, 1)
         expected = ((straight @ transform) * factor) @ transform.t()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}")
         assert not torch.allclose(expected, straight * surrogate_factor(kind, original.weight.detach(), SATURATING, 1))
@@ -197,9 +198,7 @@ def test_signs_of_the_gemms_differ() -> None:
     """Three GEMMs of a layer do not share their signs, and signs do not share their bits with rounding."""
     layer: Any = layer_like(nn.Linear(16, 16), every(NEAREST, hadamard=KEYED))
     device = torch.device("cpu")
-    signs = [
-        Hadamard(128, "keyed").matrix(layer.keys[OPERANDS.index(names[1])], device)[:, 0] for names in GEMMS.values()
-    ]
+    signs = [Hadamard(128, "keyed").diagonal(layer.keys[OPERANDS.index(names[1])], device) for names in GEMMS.values()]
     for i in range(3):
         assert not torch.equal(signs[i], signs[i - 1])
         assert 0.2 < (signs[i] > 0).float().mean() < 0.8, "signs are not balanced"

@@ -17,14 +17,14 @@ CPU = torch.device("cpu")
 KEYS = mix_key(torch.arange(2000))
 
 
-def matrix(size: int, key: int | None = None) -> Tensor:
+def signs_of(size: int, key: int | None = None) -> Tensor:
     keyed = {} if key is None else {"signs": "keyed"}
-    return Hadamard(size, **keyed).matrix(None if key is None else torch.tensor(key), CPU)
+    return Hadamard(size, **keyed).diagonal(None if key is None else torch.tensor(key), CPU)
 
 
-def signs_of(transform: Tensor) -> Tensor:
-    """The first column of H is ones: that of T is the signs / sqrt(n)."""
-    return transform[:, 0].sign()
+def matrix(size: int, key: int | None = None) -> Tensor:
+    """T: what the unit vectors are rotated to."""
+    return rotate(torch.eye(size), signs_of(size, key), 1)
 
 
 def hadamard(size: int) -> np.ndarray:
@@ -35,11 +35,11 @@ def hadamard(size: int) -> np.ndarray:
 @each("key", [None, 5])
 @each("size", SIZES)
 def test_matrix(size: int, key: int | None) -> None:
-    transform = matrix(size, key)
-    assert transform.dtype == torch.float32
-    expected = signs_of(transform)[:, None].numpy() * hadamard(size) / size**0.5
+    transform, signs = matrix(size, key), signs_of(size, key)
+    assert signs.dtype == transform.dtype == torch.float32
+    expected = signs[:, None].numpy() * hadamard(size) / size**0.5
     np.testing.assert_allclose(transform, expected, rtol=1e-7, err_msg=f"{size} is not diag(signs) H / sqrt(n)")
-    unsigned = transform * signs_of(transform)[:, None]
+    unsigned = transform * signs[:, None]
     same(unsigned, unsigned.t(), f"H of {size} is not symmetric")
     product = transform.double() @ transform.double().t()
     torch.testing.assert_close(product, torch.eye(size).double(), rtol=0, atol=1e-6)
@@ -50,17 +50,17 @@ def test_matrix(size: int, key: int | None) -> None:
 def test_larger_groups_repeat_the_fixed_signs() -> None:
     expected = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
     for size in SIZES:
-        assert signs_of(matrix(size)).tolist() == expected * (size // 16), f"fixed signs of {size}"
+        assert signs_of(size).tolist() == expected * (size // 16), f"fixed signs of {size}"
 
 
 @each("key", [None, 5])
 @each("size", SIZES)
 def test_cancels_between_operands(size: int, key: int | None) -> None:
     """(A T)(T' B) = A B, whatever part of a group the contraction axis fills."""
-    transform = matrix(size, key)
+    signs = signs_of(size, key)
     for contraction in (size, 2 * size, size + 1, 3, 2 * size - 5):
         a, b = torch.randn(7, contraction), torch.randn(contraction, 5)
-        found = rotate(a, transform, 1).double() @ rotate(b, transform, 0).double()
+        found = rotate(a, signs, 1).double() @ rotate(b, signs, 0).double()
         error = (found - a.double() @ b.double()).abs().max() / contraction**0.5
         assert error < 2e-6, f"{size}, contraction over {contraction}: off by {error:.1e}"
 
@@ -69,21 +69,37 @@ def test_cancels_between_operands(size: int, key: int | None) -> None:
 @each("size", SIZES)
 def test_rotate(size: int, dim: int) -> None:
     """Each group times T; zeros fill the last group and take part."""
-    transform, length = matrix(size), 2 * size - 3
+    transform, signs, length = matrix(size), signs_of(size), 2 * size - 3
     x = torch.randn(length, 5) if dim == 0 else torch.randn(5, length)
     before = x.clone()
-    found = rotate(x, transform, dim)
+    found = rotate(x, signs, dim)
     padded = torch.zeros(2 * size, 5)
     padded[:length] = x if dim == 0 else x.t()
     expected = torch.cat([transform.double().t() @ group.double() for group in padded.split(size)])
     expected = expected if dim == 0 else expected.t()
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
     same(x, before, "the input was changed")
-    other = rotate(x.t(), transform, 1 - dim)
-    torch.testing.assert_close(other.t(), found, rtol=0, atol=1e-6)
-    back = rotate(found, transform.t(), dim)
+    same(rotate(x.t(), signs, 1 - dim).t(), found, f"{size}: rows and columns differ")
+    back = rotate(found, signs, dim, inverse=True)
     torch.testing.assert_close(back.narrow(dim, 0, length), x, rtol=0, atol=2e-6)
     assert back.narrow(dim, length, 3).abs().max() < 2e-6, "rotated back, the padding is not zero"
+
+
+@each("dim", [0, 1])
+@each("size", SIZES)
+def test_the_order_of_sums_is_fixed(size: int, dim: int) -> None:
+    """Number by number: neighbors 1 apart, then 2, 4, ...; powers of two first, and what is left of 1/sqrt(n) last."""
+    x, signs = torch.randn(2 * size, 3), signs_of(size, 5)
+    early, late = {16: (0.25, 1), 32: (0.25, 0.5**0.5), 64: (0.125, 1), 128: (0.125, 0.5**0.5)}[size]
+    expected = torch.empty_like(x)
+    for group, column in itertools.product(range(2), range(3)):
+        rows = slice(group * size, (group + 1) * size)
+        values = list(x[rows, column].numpy() * signs.numpy() * np.float32(early))
+        for h in (1 << i for i in range(size.bit_length() - 1)):
+            values = [values[i - h] - values[i] if i & h else values[i] + values[i + h] for i in range(size)]
+        expected[rows, column] = torch.from_numpy(np.array(values) * np.float32(late))
+    found = rotate(x if dim == 0 else x.t(), signs, dim)
+    same(found if dim == 0 else found.t(), expected, f"{size} along {dim}")
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -93,7 +109,7 @@ def test_bfloat16_is_rounded_once(size: int, dim: int) -> None:
     x = torch.randint(-255, 256, (size, size)).bfloat16()
     transform = matrix(size).double()
     exact = transform.t() @ x.double() if dim == 0 else x.double() @ transform
-    found = rotate(x, matrix(size), dim)
+    found = rotate(x, signs_of(size), dim)
     assert found.dtype == torch.bfloat16
     same(found, exact.float().bfloat16(), f"{size} along {dim}")
     assert (found.double() != exact).any(), "the test needs sums that are rounded"
@@ -102,7 +118,7 @@ def test_bfloat16_is_rounded_once(size: int, dim: int) -> None:
 @each("dim", [0, 1])
 @each("shape", [(0, 8), (8, 0), (0, 16), (16, 0), (0, 0)])
 def test_empty(shape: tuple[int, int], dim: int) -> None:
-    found = rotate(torch.empty(shape), matrix(16), dim)
+    found = rotate(torch.empty(shape), signs_of(16), dim)
     expected = list(shape)
     expected[dim] = -(-shape[dim] // 16) * 16
     assert list(found.shape) == expected
@@ -111,7 +127,7 @@ def test_empty(shape: tuple[int, int], dim: int) -> None:
 def test_what_is_not_finite_stays_in_its_group() -> None:
     x = torch.randn(4, 48)
     x[1, 20], x[2, 40] = torch.inf, torch.nan
-    found = rotate(x, matrix(16), 1)
+    found = rotate(x, signs_of(16), 1)
     assert not found[1, 16:32].isfinite().any(), "an infinity became finite"
     assert found[2, 32:].isnan().all(), "a NaN became finite"
     found[1, 16:32] = found[2, 32:] = 0
@@ -123,21 +139,21 @@ def test_what_is_not_finite_stays_in_its_group() -> None:
 
 def test_keyed_signs_need_a_key() -> None:
     with pytest.raises(ValueError, match="Keyed signs of a Hadamard transform need a key.*LayerKeys"):
-        Hadamard(signs="keyed").matrix(None, CPU)
-    same(Hadamard().matrix(torch.tensor(3), CPU), matrix(16), "fixed signs with a key")
+        Hadamard(signs="keyed").diagonal(None, CPU)
+    same(Hadamard().diagonal(torch.tensor(3), CPU), signs_of(16), "fixed signs with a key")
 
 
 def test_keyed_signs_are_a_function_of_the_key() -> None:
     key = KEYS[0]
-    same(Hadamard(16, "keyed").matrix(key, CPU), matrix(16, int(key)), "the same key twice")
-    same(Hadamard(16, "keyed").matrix(key.reshape(1), CPU), matrix(16, int(key)), "a key of one element")
-    patterns = {tuple(signs_of(matrix(128, int(key))).tolist()) for key in KEYS[:200]}
+    same(Hadamard(16, "keyed").diagonal(key, CPU), signs_of(16, int(key)), "the same key twice")
+    same(Hadamard(16, "keyed").diagonal(key.reshape(1), CPU), signs_of(16, int(key)), "a key of one element")
+    patterns = {tuple(signs_of(128, int(key)).tolist()) for key in KEYS[:200]}
     assert len(patterns) == 200, "keys share their signs"
 
 
 def test_keyed_signs_are_balanced() -> None:
     """Every sign, every pair and every pattern of four neighbors, over keys as layers have them."""
-    signs = torch.stack([signs_of(matrix(16, int(key))) for key in KEYS])
+    signs = torch.stack([signs_of(16, int(key)) for key in KEYS])
     assert set(signs.unique().tolist()) == {-1, 1}
     z = signs.sum(0) / len(KEYS) ** 0.5
     assert z.abs().max() < 4, f"sign {z.abs().argmax()} leans to one side: z = {z.abs().max():.1f}"
@@ -156,7 +172,7 @@ def test_keyed_signs_are_balanced() -> None:
 
 def test_keyed_signs_are_not_the_bits_of_stochastic_rounding() -> None:
     """Both come from the key of an operand; neither the raw key nor the element index may tie them together."""
-    signs = torch.stack([signs_of(matrix(16, int(key))) for key in KEYS])
+    signs = torch.stack([signs_of(16, int(key)) for key in KEYS])
     index = torch.arange(64, dtype=torch.int32)
     for name, keys in (("key", KEYS), ("mixed key", mix_key(KEYS))):
         draws = torch.stack([uniform(index, key) for key in keys]) - 0.5

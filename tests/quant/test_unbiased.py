@@ -158,8 +158,8 @@ def test_zeros_and_what_is_not_finite() -> None:
 def rotated(x: Tensor, cast: Cast, key: int) -> Tensor:
     """Quantized after a random rotation of groups of 128, and rotated back."""
     signs, bits = mix_key(torch.tensor(2 * key)), mix_key(torch.tensor(2 * key + 1))
-    transform = Hadamard(128, "keyed").matrix(signs, x.device)
-    return rotate(quantize(rotate(x, transform, 1), cast, 1, bits).dequantize(), transform.t(), 1)
+    signs = Hadamard(128, "keyed").diagonal(signs, x.device)
+    return rotate(quantize(rotate(x, signs, 1), cast, 1, bits).dequantize(), signs, 1, inverse=True)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ class Reference:
             flat = heads.transpose(0, 1).reshape(rows, n * columns)
         gemm, i = name.partition("_")[0], OPERANDS.index(name)
         if gemm in self.casts.hadamard:
-            flat, amax = rotate(flat, self.casts.hadamard[gemm].matrix(None, flat.device), contracted), None
+            flat, amax = rotate(flat, self.casts.hadamard[gemm].diagonal(None, flat.device), contracted), None
         amax = amax if cast.scale.needs_amax else None
         made = quantize_operand(flat.contiguous(), cast, contracted, self.keys[product, i], amax)
         values = made.values.float() if made.factor is None else made.values.float() * made.factor

@@ -128,7 +128,7 @@ def operand(weight: Tensor, candidate: Candidate) -> Tensor:
     if candidate.hadamard is None:
         return weight
     any_key = torch.zeros(1, dtype=torch.int64)  # for random signs
-    return rotate(weight, candidate.hadamard.matrix(any_key, weight.device), 1)
+    return rotate(weight, candidate.hadamard.diagonal(any_key, weight.device), 1)
 
 
 def matrices(path: Path) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 import ctypes
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand, are_regular, has_factor, is_rounded, operand_dtype, stands_alone
 from lightning_lowbit.quant.scales import e8m0_rule, fp32_numerator
 from lightning_lowbit.quant.shard import Shard
+from lightning_lowbit.quant.transforms import rotated_shape
 
 # The numbers of dtypes in source/casts.cpp.
 INPUTS = {torch.float32: 0, torch.bfloat16: 1}
@@ -62,6 +63,12 @@ class _Output(ctypes.Structure):
     ]
 
 
+class _Rotation(ctypes.Structure):
+    """``Rotation`` of source/rotation.h."""
+
+    _fields_ = [("signs", ctypes.c_void_p), ("size", ctypes.c_int32), ("dim", ctypes.c_int32)]
+
+
 class Plan(NamedTuple):
     """A cast along one dimension, from one dtype to another, as the kernels take it.
 
@@ -71,6 +78,7 @@ class Plan(NamedTuple):
         cast, dim, tile: the cast, the dimension of its blocks, and its tile.
         has_factor, factor_dim: whether there is a factor, and the dimension along which it varies; None for a 0-d one.
         draws, needs_amax: whether the cast needs a key, and the amax of the tensor.
+        rotates: whether the kernels rotate the matrix, too.
     """
 
     settings: ctypes.Structure
@@ -85,6 +93,7 @@ class Plan(NamedTuple):
     factor_dim: int | None
     draws: bool
     needs_amax: bool
+    rotates: bool
 
 
 @cache
@@ -97,6 +106,13 @@ def obstacle(cast: Cast) -> str | None:
     if cast.scale.statistic == "absmean" and cast.scale.block != "tensor":
         return "means of blocks"
     return None
+
+
+def rotates(cast: Cast) -> str | None:
+    """Why the kernels do not rotate what they cast, in words; None where they do."""
+    if cast.scale.two_level == "row":
+        return "second levels per row"
+    return "the mean of a tensor" if cast.scale.block == "tensor" and cast.scale.statistic != "absmax" else None
 
 
 @cache
@@ -149,25 +165,47 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
         factor_dim,
         cast.draws,
         scale.needs_amax,
+        rotates(cast) is None,
     )
 
 
-def takes(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None) -> bool:
+def takes(
+    x: Tensor,
+    plan: Plan,
+    key: Tensor | None,
+    amax: Tensor | None,
+    shard: Shard | None,
+    rotation: Tensor | None = None,
+) -> bool:
     """Whether the kernels take these arguments: not empty matrices, nor those that share statistics with other
     processes, nor anything that the plain code refuses."""
     if not are_regular(plan.draws, plan.needs_amax, key, amax, x.device):
         return False
+    if rotation is not None and not (plan.rotates and are_signs(rotation)):
+        return False
     return x.numel() > 0 and stands_alone(plan.cast, plan.dim, amax, shard)
 
 
-def quantize(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None) -> Operand:
+def are_signs(rotation: Tensor) -> bool:
+    """Whether the kernels read the signs of a rotation."""
+    return type(rotation) is Tensor and rotation.is_cpu and rotation.dtype == torch.float32 and rotation.is_contiguous()
+
+
+def quantize(
+    x: Tensor,
+    plan: Plan,
+    key: Tensor | None,
+    amax: Tensor | None,
+    shard: Shard | None,
+    rotation: Tensor | None = None,
+) -> Operand:
     """The operand of :func:`lightning_lowbit.quant.quantize_operand`, from arguments that the kernels take."""
-    x, (rows, columns) = x.contiguous(), x.shape
+    x, (rows, columns) = x.contiguous(), x.shape if rotation is None else rotated_shape(x.shape, rotation, plan.dim)
     values, factor = x.new_empty((rows, columns), dtype=plan.dtype), None
     if plan.has_factor:
         shape = {None: (), 0: (rows, 1), 1: (1, columns)}[plan.factor_dim]
         factor = x.new_empty(shape, dtype=torch.float32)
-    write(x, plan, key, amax, shard, values, factor, plan.to_dtype, Codes())
+    write(x, plan, key, amax, shard, values, factor, plan.to_dtype, Codes(), rotation)
     return Operand(values, factor)
 
 
@@ -181,12 +219,13 @@ def write(
     factor: Tensor | None,
     to_dtype: int,
     codes: Codes,
+    rotation: Tensor | None = None,
 ) -> None:
     """Writes what a cast gives to ``values`` and ``factor``; ``to_dtype`` is the kernels' number of a dtype."""
-    (rows, columns), side = x.shape, plan.tile[1]
-    all_columns, first = columns + (-columns % side if side else 0), 0
+    shape, side = x.shape if rotation is None else rotated_shape(x.shape, rotation, plan.dim), plan.tile[1]
+    all_columns, first = shape[1] + (-shape[1] % side if side else 0), 0
     if shard is not None:
-        _, all_columns, first = shard.place(x.shape, plan.tile)
+        _, all_columns, first = shard.place(shape, plan.tile)
     key_address = key.data_ptr() if plan.draws and key is not None else None
     factor_address = None if factor is None else factor.data_ptr()
     output = _Output(values.data_ptr(), factor_address, key_address, to_dtype, all_columns, first, codes)
@@ -194,8 +233,8 @@ def write(
     kernels.lowbit_cast(  # type: ignore[union-attr]
         x.data_ptr(),
         plan.from_dtype,
-        rows,
-        columns,
+        *x.shape,
+        _turn(rotation, plan.dim),
         amax_address,
         plan.address,
         ctypes.byref(output),
@@ -208,9 +247,25 @@ def measures(x: Tensor) -> bool:
     return x.dtype in INPUTS and x.numel() > 0 and library() is not None
 
 
-def amax_of(x: Tensor) -> Tensor:
-    """max|x| of a float32 or bfloat16 tensor: 0-d float32; not finite if an element is not."""
+def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
+    """max|x| of a float32 or bfloat16 tensor, of a rotated one a matrix: 0-d float32; not finite if an element is
+    not."""
     x, result = x.contiguous(), x.new_empty((), dtype=torch.float32)
-    kernels, dtype = library(), INPUTS[x.dtype]
-    kernels.lowbit_amax(x.data_ptr(), dtype, x.numel(), result.data_ptr(), torch.get_num_threads())  # type: ignore[union-attr]
+    shape = x.shape if x.dim() == 2 else (1, x.numel())
+    kernels, dtype, turn = library(), INPUTS[x.dtype], _turn(rotation, dim)
+    kernels.lowbit_amax(x.data_ptr(), dtype, *shape, turn, result.data_ptr(), torch.get_num_threads())  # type: ignore[union-attr]
     return result
+
+
+def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor:
+    """A matrix that :func:`measures` takes, as :func:`lightning_lowbit.quant.rotate` has it."""
+    x, result = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim))
+    kernels, dtype, turn = library(), INPUTS[x.dtype], _turn(rotation, dim)
+    kernels.lowbit_rotate(x.data_ptr(), dtype, *x.shape, turn, result.data_ptr(), torch.get_num_threads())  # type: ignore[union-attr]
+    return result
+
+
+def _turn(rotation: Tensor | None, dim: int) -> Any:
+    if rotation is None:
+        return None
+    return ctypes.byref(_Rotation(rotation.data_ptr(), rotation.numel(), 0 if dim in (0, -2) else 1))

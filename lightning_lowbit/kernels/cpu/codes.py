@@ -13,6 +13,7 @@ from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import factor_shape
 from lightning_lowbit.quant.packed import packed_bytes, per_byte
 from lightning_lowbit.quant.shard import Shard
+from lightning_lowbit.quant.transforms import rotated_shape
 
 _CODINGS = {"sign-magnitude": 0, "twos-complement": 1, "offset": 2}
 _SCALES = {"e8m0": 4, "fp32": 5, "bf16": 6, "fp16": 7}  # all others: 3
@@ -25,16 +26,23 @@ def covers(cast: Cast, columns: int) -> bool:
 
 
 def pack(
-    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, shard: Shard | None
+    x: Tensor,
+    spec: str,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    shard: Shard | None,
+    rotation: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """The result of :func:`lightning_lowbit.quant.packed.pack`; None for what the kernels do not take."""
     plan, cast = casts.plan_of(spec, dim, x.dtype, torch.float32), Cast.from_spec(spec)
-    if plan is None or not covers(cast, x.shape[1]) or not casts.takes(x, plan, key, amax, shard):
+    shape = x.shape if rotation is None else rotated_shape(x.shape, rotation, dim)
+    if plan is None or not covers(cast, shape[1]) or not casts.takes(x, plan, key, amax, shard, rotation):
         return None
-    x, (rows, columns) = x.contiguous(), x.shape
+    x, (rows, columns) = x.contiguous(), shape
     data = x.new_empty(packed_bytes(rows, columns, cast, dim), dtype=torch.uint8)
     factor = x.new_empty(factor_shape(x, cast, dim) if cast.scale.two_level == "row" else (), dtype=torch.float32)
-    casts.write(x, plan, key, amax, shard, data, factor, 3, _codes(cast, data, rows * columns))
+    casts.write(x, plan, key, amax, shard, data, factor, 3, _codes(cast, data, rows * columns), rotation)
     return data, factor
 
 

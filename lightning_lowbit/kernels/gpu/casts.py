@@ -20,6 +20,7 @@ from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.packed import packed_bytes, per_byte
 from lightning_lowbit.quant.scaling import rounding_key
+from lightning_lowbit.quant.transforms import rotated_shape
 
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _OUTPUTS = (*_INPUTS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -85,6 +86,7 @@ def quantize_operand(
     amax: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     offset: Tensor | None = None,
+    rotation: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The values and the factor of an operand in one launch; an amax or a mean that is to be measured takes one more.
 
@@ -92,21 +94,22 @@ def quantize_operand(
         x: ``[rows, columns]``, of any strides.
         cast, dim, key, amax, dtype: as in :func:`lightning_lowbit.quant.quantize_operand`.
         offset: int32 ``[3]``, that of :meth:`Shard.offset`, for a shard whose elements round stochastically.
+        rotation: the signs of a Hadamard transform that :func:`rotates` covers, float32 ``[n]``.
 
     Returns:
         ``elements * scales`` in ``dtype``, contiguous (with scales per row or tensor, the elements alone), and the
         factor: float32, 0-d, ``[rows, 1]`` or ``[1, columns]``.
     """
     if cast.scale.needs_amax:
-        amax = amax_of(x) if amax is None else amax.float()
+        amax = amax_of(x, rotation, dim) if amax is None else amax.float()
     elif cast.scale.two_level == "row":
         amax = torch.linalg.vector_norm(x, torch.inf, dim % 2, dtype=torch.float32)
     sums = None
     if cast.scale.block == "tensor" and cast.scale.statistic == "absmean":
         sums = torch.empty(launches.SUMS, dtype=torch.float64, device=x.device)
         run(launches.of_sums(x, sums))
-    operand = _empty(x, cast, dim, dtype)
-    run(launches.of_cast(x, cast, dim, rounding_key(cast, key, x.device), amax, offset, sums, *operand))
+    operand = _empty(x if rotation is None else _rotated(x, rotation, dim), cast, dim, dtype)
+    run(launches.of_cast(x, cast, dim, rounding_key(cast, key, x.device), amax, offset, sums, *operand, rotation))
     return operand
 
 
@@ -193,11 +196,41 @@ def _empty(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> tuple[Tensor,
     return torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(shape, device=x.device)
 
 
-def amax_of(x: Tensor) -> Tensor:
-    """max|x| of a matrix: 0-d float32, 0 without elements, not finite if ``x`` is not."""
+def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
+    """max|x| of a matrix, or of the rotated one: 0-d float32, 0 without elements, not finite if ``x`` is not."""
     amax = torch.zeros((), device=x.device)
-    run(launches.of_amax(x, amax))
+    run(launches.of_amax(x, amax, rotation, dim))
     return amax
+
+
+def are_signs(rotation: Tensor, x: Tensor) -> bool:
+    """Whether the kernels read the signs of a rotation of a matrix, and its dtype."""
+    is_there = type(rotation) is Tensor and rotation.device == x.device and rotation.is_contiguous()
+    return is_there and rotation.dtype == torch.float32 and x.dtype in _INPUTS and x.numel() < 2**30
+
+
+def rotates(cast: Cast, dim: int) -> str | None:
+    """Why :func:`quantize_operand` does not rotate as well, in words; None where it does."""
+    scale = cast.scale
+    if not scale.per_block or scale.two_level == "row":
+        return "scales of rows or tensors"
+    if scale.correction is not None:  # a rotation of its own is predicted to be faster
+        return "corrected groups"
+    sides = tile_of(cast, dim, 2)
+    if sides != launches.padded_sides(sides) or sides[0] * sides[1] > 256:
+        return "blocks that are not of 1, 2, 4, ... or 256 elements"
+    return None
+
+
+def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor:
+    """A matrix as :func:`lightning_lowbit.quant.rotate` has it, in one launch."""
+    values = _rotated(x, rotation, dim)
+    run(launches.of_rotation(x, rotation, dim, values))
+    return values
+
+
+def _rotated(x: Tensor, rotation: Tensor, dim: int) -> Tensor:
+    return torch.empty(rotated_shape(x.shape, rotation, dim), dtype=x.dtype, device=x.device)
 
 
 def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -251,7 +284,7 @@ def compiled_for(launch: Launch) -> dict[str, Any]:
     constants = {
         name: names[value] if isinstance(value, torch.dtype) else value for name, value in launch.constants.items()
     }
-    narrows = any(name.startswith("DTYPE") for name in constants)
+    narrows = any(name.startswith(("DTYPE", "ROTATION")) for name in constants)
     return {**constants, "INTERPRETED": interpreted} if narrows else constants
 
 

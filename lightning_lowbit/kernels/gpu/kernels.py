@@ -27,7 +27,15 @@ from lightning_lowbit.kernels.gpu.scales import (
     tensor_scales,
     zero_points,
 )
-from lightning_lowbit.kernels.gpu.tiles import block_places, first_index, load_elements, round_at, tile_places
+from lightning_lowbit.kernels.gpu.tiles import (
+    block_places,
+    first_index,
+    load_elements,
+    load_rotated,
+    round_at,
+    tile_places,
+)
+from lightning_lowbit.kernels.gpu.tiles import rotate as rotate
 
 
 @triton.jit
@@ -49,8 +57,12 @@ def cast_blocks(
     PADDED: tl.constexpr,
     BLOCKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    signs=None,
+    given_rows=None,
+    given_columns=None,
+    ROTATION: tl.constexpr = None,
 ):
-    """Scales per block of ``SIDES``, of which a program has ``BLOCKS``."""
+    """Scales per block of ``SIDES``, of which a program has ``BLOCKS``; with ``signs`` of the rotated matrix."""
     down, right, row, column = block_places(columns, SIDES, PADDED, BLOCKS)
     is_row, is_column = row < rows, column < columns
     if SIDES[0] != PADDED[0]:
@@ -58,7 +70,11 @@ def cast_blocks(
     if SIDES[1] != PADDED[1]:
         is_column &= tl.arange(0, PADDED[1])[None, None, None, :] < SIDES[1]
     mask = is_row & is_column
-    elements = load_elements(x, row, column, row_stride, column_stride, mask)
+    if signs is None:
+        elements = load_elements(x, row, column, row_stride, column_stride, mask)
+    else:
+        mask_given = (row < given_rows) & (column < given_columns)
+        elements = load_rotated(x, row, column, row_stride, column_stride, mask_given, signs, ROTATION, INTERPRETED)
 
     if CAST.by_row and SIDES[0] == 1:
         line = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]
@@ -201,14 +217,24 @@ def measure(
     row_stride,
     column_stride,
     TILE: tl.constexpr,
+    signs=None,
+    given_rows=None,
+    given_columns=None,
+    ROTATION: tl.constexpr = None,
+    INTERPRETED: tl.constexpr = False,
 ):
-    """The amax (its bits, by an atomic maximum) or the partial sums of magnitudes, one per program."""
+    """The amax (its bits, by an atomic maximum), with ``signs`` that of the rotated matrix; or the partial sums of
+    magnitudes, one per program."""
     across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
     peaks = tl.zeros(TILE, tl.int32)
     total = tl.zeros(TILE, tl.float64)
     for tile in range(tl.program_id(0), tl.cdiv(rows, TILE[0]) * across, tl.num_programs(0)):
         row, column, mask = tile_places(tile, rows, columns, TILE)
-        elements = load_elements(x, row, column, row_stride, column_stride, mask)
+        if signs is None:
+            elements = load_elements(x, row, column, row_stride, column_stride, mask)
+        else:
+            mask = (row < given_rows) & (column < given_columns)
+            elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION, INTERPRETED)
         if sums is None:
             peaks = tl.maximum(peaks, magnitude_bits(elements))
         else:

@@ -15,6 +15,7 @@ from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import is_rounded
 from lightning_lowbit.quant.packed import per_byte
+from lightning_lowbit.quant.transforms import rotated_shape, rotation_factors
 
 LARGEST_BLOCK = 1024  # elements: a block lies in the registers of one program
 SUMS = 256  # programs that measure a mean
@@ -40,8 +41,10 @@ def of_cast(
     sums: Tensor | None,
     values: Tensor,
     factor: Tensor,
+    rotation: Tensor | None = None,
 ) -> Launch:
-    """Writes the operand ``values`` and its ``factor``; ``sums`` are those of :func:`of_sums`."""
+    """Writes the operand ``values`` and its ``factor``; ``sums`` are those of :func:`of_sums`. With ``rotation``, signs
+    of a Hadamard transform, the matrix is rotated before."""
     tile = tile_of(cast, dim, x.dim())
     if not cast.draws:
         key = offset = None
@@ -67,11 +70,16 @@ def of_cast(
             "cast_rows", max(_counts(x, size)[1 - axis], 1), arguments, {**constants, "AXIS": axis, "TILE": size}
         )
     padded, is_light = padded_sides(tile), cast.rounding == "nearest" and cast.scale.four_over_six is None
+    is_light &= rotation is None
     rows, columns, warps = _block_tile(x, padded, is_light)
     if group := cast.scale.correction:  # whole groups in a program
         rows, columns, warps = (group, 2048 // group, 4) if tile[1] == 1 else (2048 // group, group, 4)
+    if rotation is not None:
+        rows, columns = _whole_groups(rows, columns, rotation, dim)
+        arguments |= _layout(x, rotation, dim)
+        constants["ROTATION"] = _rotation(rotation, dim)
     blocks = rows // padded[0], columns // padded[1]
-    programs = _programs(x, (tile[0] * blocks[0], tile[1] * blocks[1]))
+    programs = _programs(values, (tile[0] * blocks[0], tile[1] * blocks[1]))
     through = x.dtype if is_rounded(x.dtype, cast) else values.dtype
     constants |= {"THROUGH": through, "SIDES": tile, "PADDED": padded, "BLOCKS": blocks}
     return Launch("cast_blocks", programs, arguments, constants, warps)
@@ -182,11 +190,36 @@ def packed_codes(shape: torch.Size, cast: Cast) -> int:
     return shape[0] * shape[1] // per_byte(cast.format)
 
 
-def of_amax(x: Tensor, amax: Tensor) -> Launch:
-    """Raises ``amax`` (float32, 0-d, 0 before) to max|x|."""
+def of_amax(x: Tensor, amax: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Launch:
+    """Raises ``amax`` (float32, 0-d, 0 before) to max|x|, or to that of the rotated matrix."""
     size = _tile(x)
-    arguments = {"x": x, "amax": amax.view(torch.int32), "sums": None, **_layout(x)}
-    return Launch("measure", min(_programs(x, size), 1024), arguments, {"TILE": size})
+    arguments = {"x": x, "amax": amax.view(torch.int32), "sums": None, **_layout(x, rotation, dim)}
+    if rotation is None:
+        return Launch("measure", min(_programs(x, size), 1024), arguments, {"TILE": size})
+    size = _whole_groups(*size, rotation, dim)
+    programs = -(-arguments["rows"] // size[0]) * -(-arguments["columns"] // size[1])
+    return Launch("measure", min(programs, 1024), arguments, {"TILE": size, "ROTATION": _rotation(rotation, dim)})
+
+
+def of_rotation(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> Launch:
+    """Writes the rotated matrix."""
+    size = _whole_groups(*_tile(x), rotation, dim)
+    arguments = {"x": x, "values": values, **_layout(x, rotation, dim)}
+    return Launch("rotate", _programs(values, size), arguments, {"TILE": size, "ROTATION": _rotation(rotation, dim)})
+
+
+def _rotation(signs: Tensor, dim: int) -> tuple[int, int, float, float]:
+    """The axis, the size of groups, and the factors of a rotation."""
+    return (dim, len(signs), *rotation_factors(len(signs)))
+
+
+def _whole_groups(rows: int, columns: int, rotation: Tensor, dim: int) -> tuple[int, int]:
+    """Sides of a program that holds whole groups, with as many elements unless a side would be less than 1."""
+    size, sides = len(rotation), [rows, columns]
+    more = max(size // sides[dim], 1)
+    sides[dim] *= more
+    sides[1 - dim] = max(sides[1 - dim] // more, 1)
+    return sides[0], sides[1]
 
 
 def of_sums(x: Tensor, sums: Tensor) -> Launch:
@@ -247,8 +280,14 @@ def _block_tile(x: Tensor, block: Tile, is_light: bool) -> tuple[int, int, int]:
     return rows, columns, 4
 
 
-def _layout(x: Tensor) -> dict[str, int]:
-    return {"rows": x.shape[0], "columns": x.shape[1], "row_stride": x.stride(0), "column_stride": x.stride(1)}
+def _layout(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> dict[str, Any]:
+    """Sizes and strides; with a rotation the sizes are those of the rotated matrix, and those in memory come after."""
+    strides = {"row_stride": x.stride(0), "column_stride": x.stride(1)}
+    if rotation is None:
+        return {"rows": x.shape[0], "columns": x.shape[1], **strides}
+    rows, columns = rotated_shape(x.shape, rotation, dim)
+    given = {"signs": rotation, "given_rows": x.shape[0], "given_columns": x.shape[1]}
+    return {"rows": rows, "columns": columns, **strides, **given}
 
 
 def _counts(x: Tensor, size: tuple[int, int]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ Blocks are ``[blocks, rows of a block, blocks, columns of a block]``. What lies 
 import triton
 import triton.language as tl
 
-from lightning_lowbit.kernels.gpu.device import halves, place_of, widen
+from lightning_lowbit.kernels.gpu.device import bits_of, float_of, halves, narrow, place_of, widen
 from lightning_lowbit.kernels.gpu.scales import round_elements
 
 
@@ -49,9 +49,69 @@ def load_elements(x, row, column, row_stride, column_stride, mask):
 
 
 @triton.jit
+def load_rotated(
+    x, row, column, row_stride, column_stride, mask, signs, ROTATION: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Elements with groups rotated as :func:`lightning_lowbit.quant.rotate` has them, rounded to the dtype of ``x``.
+
+    They are those of a tile of whole groups, or of blocks in it whose sides are powers of two. ``ROTATION`` holds the
+    axis of groups, their size, and what is multiplied before and after.
+    """
+    elements = load_elements(x, row, column, row_stride, column_stride, mask)
+    place = row if ROTATION[0] == 0 else column
+    values = elements * (tl.load(signs + place % ROTATION[1]) * ROTATION[2])
+    if len(elements.shape) == 2:
+        COLUMNS: tl.constexpr = elements.shape[1]
+    else:
+        COLUMNS: tl.constexpr = elements.shape[2] * elements.shape[3]
+    APART: tl.constexpr = COLUMNS if ROTATION[0] == 0 else 1
+    values = _add_and_subtract(values, APART, APART * ROTATION[1])
+    if ROTATION[3] != 1.0:
+        values = values * ROTATION[3]
+    return widen(narrow(values, x.dtype.element_ty, INTERPRETED))
+
+
+@triton.jit
+def _add_and_subtract(values, APART: tl.constexpr, END: tl.constexpr):
+    """Sums and differences of elements ``APART`` from each other in memory order, then twice as far, up to ``END``."""
+    if APART == END:
+        return values
+    else:
+        pairs = tl.reshape(values, (values.numel // (2 * APART), 2, APART))
+        is_first = tl.arange(0, 2)[None, :, None] == 0
+        word = bits_of(pairs)
+        other = float_of(tl.sum(word, 1, keep_dims=True) - word)  # the sum of two integers less one is the other one
+        both = tl.where(is_first, pairs + other, other - pairs)
+        return _add_and_subtract(tl.reshape(both, values.shape), 2 * APART, END)
+
+
+@triton.jit
 def round_at(elements, scales, by, zeros, row, column, key, offset, width, CAST: tl.constexpr):
     """:func:`round_elements` of elements at places of a matrix whose rows count ``width`` random numbers."""
     low, high = halves(key, CAST)
     stride, first = place_of(offset, width)
     index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
     return round_elements(elements, scales, by, zeros, index, low, high, CAST)
+
+
+@triton.jit
+def rotate(
+    x,
+    values,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    signs,
+    given_rows,
+    given_columns,
+    TILE: tl.constexpr,
+    ROTATION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A rotated matrix in the dtype of ``x``."""
+    row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
+    mask_given = (row < given_rows) & (column < given_columns)
+    elements = load_rotated(x, row, column, row_stride, column_stride, mask_given, signs, ROTATION, INTERPRETED)
+    result = narrow(elements, x.dtype.element_ty, INTERPRETED)
+    tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)

@@ -99,11 +99,9 @@ def _quantized(
     if not isinstance(cast, Cast):
         return Operand(x)
     if GEMM[name] in casts.hadamard:  # signs come from the key of the second operand, so that both agree
-        signs = None if settings.keys is None else settings.keys[INDEX[OPERANDS_OF[GEMM[name]][1]]]
-        x, amax = (
-            rotate(x, casts.hadamard[GEMM[name]].matrix(signs, x.device), dim),
-            None,
-        )  # not that of what is rotated
+        of_signs = None if settings.keys is None else settings.keys[INDEX[OPERANDS_OF[GEMM[name]][1]]]
+        signs = casts.hadamard[GEMM[name]].diagonal(of_signs, x.device)
+        x, amax = rotate(x, signs, dim), None  # not that of what is rotated
     key = None if settings.keys is None else settings.keys[i]
     amax = amax if cast.scale.needs_amax else None
     wide = torch.float32 if settings.exact else None

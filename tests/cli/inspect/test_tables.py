@@ -134,7 +134,7 @@ def test_slices_make_no_difference(preset, monkeypatch):
     weight = torch.randn(70, 96) * torch.randn(70, 1).exp()
     whole = weight.bfloat16()
     if "fprop" in casts.hadamard:
-        whole = rotate(whole, casts.hadamard["fprop"].matrix(None, whole.device), 1)
+        whole = rotate(whole, casts.hadamard["fprop"].diagonal(None, whole.device), 1)
     expected = cast_statistics(whole, casts.fprop_w, key=0).floats()
     assert command.measure(weight, candidate).floats() == pytest.approx(expected, rel=1e-9)
     monkeypatch.setattr(command, "_SLICE", 96 * 20)

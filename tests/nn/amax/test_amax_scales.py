@@ -24,7 +24,7 @@ from tests.nn.amax.histories import (
     same_states,
     single,
 )
-from tests.nn.layers import CONTRACTION, GEMMS, every, layer_like, rotation, run, spied, value
+from tests.nn.layers import CONTRACTION, GEMMS, every, layer_like, rotation, run, signs_of, spied, value
 from tests.tables import each
 
 
@@ -218,7 +218,7 @@ def test_amaxes_are_those_of_the_transformed_tensor(monkeypatch: pytest.MonkeyPa
             tensor = split_mean(tensor)[0]
         if gemm in casts.hadamard:
             matrix = rotation(casts.hadamard[gemm], int(layer.keys[OPERANDS.index(GEMMS[gemm][1])]))
-            tensor = rotate(tensor, matrix.float(), CONTRACTION[operand])
+            tensor = rotate(tensor, signs_of(matrix), CONTRACTION[operand])
         return tensor
 
     expected: dict[str, list[float]] = {f"/{operand}": [] for operand in OPERANDS}
@@ -284,11 +284,11 @@ def test_surrogates_take_the_amax_of_the_forward_pass(kind: str, hadamard: dict[
             ("fprop_x", "x", filled((TOKENS, IN), amax)),
             ("fprop_w", "weight", layer.weight.detach()),
         ):
-            gradient, turn = expected[name], torch.eye(IN)
+            gradient, turn, turned = expected[name], torch.eye(IN), tensor
             assert gradient is not None
             if hadamard:
-                turn = torch.block_diag(*[rotation(layer.casts.hadamard["fprop"], 0).float()] * (IN // 16))
-            turned = tensor @ turn
+                group = rotation(layer.casts.hadamard["fprop"], 0)
+                turn, turned = torch.block_diag(*[group.float()] * (IN // 16)), rotate(tensor, signs_of(group), 1)
             given = in_force[operand] if step else amax_of(turned)
             factor = surrogate_factor(kind, turned, E4M3, 1, given)
             wanted = ((gradient @ turn) * factor) @ turn.t()

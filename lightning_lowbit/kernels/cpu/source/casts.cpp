@@ -4,6 +4,8 @@
 // reduced over each tile, become scales, and the elements are read again and rounded. Threads share no rectangle, and no
 // result depends on their number.
 
+#include <numeric>
+
 #include "codes.h"
 #include "scales.h"
 
@@ -42,7 +44,7 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const Plan &plan,
     for (int i = 0; i < kLanes; i++) lane[i] = i;
     for (int64_t row = 0; row < strip.rows; row++) {
         const In *x = strip.x + row * strip.stride;
-        const int64_t start = (strip.row + row) * strip.stride + strip.column;
+        const int64_t start = (strip.row + row) * strip.matrix_columns + strip.column;
         Out *values = kCodes ? nullptr : (Out *)output.values + start;
         U32 index = lane + (uint32_t(strip.row + row) * uint32_t(output.all_columns) +
                             uint32_t(strip.column + output.first));
@@ -91,8 +93,8 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const Plan &plan,
 // The codes of the scales of a strip.
 template <class In>
 void put_scales(const Strip<In> &strip, const Scales &scales, const Plan &plan, const Codes &codes) {
-    const int64_t width = plan.tile_columns ? plan.tile_columns : strip.stride;
-    const int64_t across = (strip.stride + width - 1) / width, blocks = (strip.columns + width - 1) / width;
+    const int64_t width = plan.tile_columns ? plan.tile_columns : strip.matrix_columns;
+    const int64_t across = (strip.matrix_columns + width - 1) / width, blocks = (strip.columns + width - 1) / width;
     const int64_t first = (plan.tile_rows ? strip.row / plan.tile_rows * across : 0) + strip.column / width;
     if (scales.columns_per_entry == width && codes.scale_coding == kUnsigned) {
         for (int64_t at = 0; at < blocks; at += kLanes)
@@ -146,17 +148,17 @@ void cast_strip(const Strip<In> &strip, const Plan &plan, const Output &output, 
 }
 
 template <class In>
-void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, const Plan &plan, const Output &output,
-              int threads) {
+void cast_all(const Matrix<In> &x, const float *amax, const Plan &plan, const Output &output, int threads) {
+    const int64_t rows = x.rows, columns = x.columns;
     const bool is_tensor = plan.statistic != kBlockMax, by_column = plan.two_level == kOfRows && plan.tile_columns == 1;
     int64_t count = plan.two_level != kOfRows ? 1 : by_column ? columns : rows;
     std::vector<float> peaks(count + kLanes), encodes(count + kLanes), decodes(count + kLanes);
     if (amax)
         peaks[0] = *amax;
     else if (plan.two_level == kOfRows)
-        (by_column ? peaks_of_columns<In> : peaks_of_rows<In>)(x, rows, columns, peaks.data(), threads);
+        (by_column ? peaks_of_columns<In> : peaks_of_rows<In>)(x.x, rows, columns, peaks.data(), threads);
     else if (plan.two_level || plan.statistic == kTensorMax)
-        peaks[0] = amax_of(x, rows * columns, threads);
+        peaks[0] = amax_of(x, threads);
     for (int64_t at = 0; at < count; at += kLanes) {
         Level level = level_of(load(peaks.data() + at), plan);
         store(encodes.data() + at, level.encode);
@@ -169,7 +171,7 @@ void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, con
     }
     float encode = 1.0f, stored = 1.0f;
     if (is_tensor) {
-        float statistic = plan.statistic == kTensorMax ? peaks[0] : mean_of(x, rows, columns, threads);
+        float statistic = plan.statistic == kTensorMax ? peaks[0] : mean_of(x.x, rows, columns, threads);
         U32 random = draws.at(0, 0, 0);
         F32 scales = scales_of(all(statistic), all(encodes[0]), plan, plan.stochastic_scales ? &random : nullptr);
         encode = encode_factor(scales, {all(encodes[0]), all(decodes[0])}, plan)[0];
@@ -185,7 +187,11 @@ void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, con
     int64_t side = is_tensor ? 1 : plan.tile_columns ? plan.tile_columns : columns;
     int64_t step = is_tensor ? 8 : plan.tile_rows ? plan.tile_rows : rows;
     if (plan.correction) (plan.tile_columns == 1 ? step : side) = plan.correction;
-    int64_t height = step > 1 ? step : 8, width = ((step > 64 ? 64 : kPanel) + side - 1) / side * side;
+    int64_t height = step, whole = side;
+    if (x.is_rotated() && x.rotation.dim) whole = std::lcm(side, x.rotation.size);
+    if (x.is_rotated() && !x.rotation.dim) height = std::lcm(step, x.rotation.size);
+    int64_t width = ((height > 64 ? 64 : kPanel) + whole - 1) / whole * whole;
+    if (height == 1) height = 8;
     int64_t down = (rows + height - 1) / height, across = (columns + width - 1) / width;
     auto cast = output.dtype == 0   ? cast_strip<In, float>
                 : output.dtype == 1 ? cast_strip<In, BF16>
@@ -195,9 +201,11 @@ void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, con
     for (int64_t part = 0; part < down * across; part++) {
         int64_t left = part % across * width, top = part / across * height;
         int64_t bottom = top + height < rows ? top + height : rows;
+        int64_t there = left + width < columns ? width : columns - left, stride;
+        const In *values = x.read(top, left, bottom - top, there, stride);
         for (int64_t row = top; row < bottom; row += step) {
-            Strip<In> strip = {x + row * columns + left, columns, row + step < bottom ? step : bottom - row,
-                               left + width < columns ? width : columns - left, row, left};
+            Strip<In> strip = {values + (row - top) * stride, stride, row + step < bottom ? step : bottom - row, there,
+                               row, left, columns};
             int64_t place = plan.two_level != kOfRows ? 0 : by_column ? left : row;
             Levels levels = {encodes.data() + place, decodes.data() + place, by_column};
             cast(strip, plan, output, levels, draws, is_tensor ? &of_tensor : nullptr);
@@ -207,16 +215,38 @@ void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, con
 
 }  // namespace
 
-// Casts a contiguous matrix [rows, columns], float where `dtype` is 0 and bfloat16 where it is 1. `amax` may be null.
-EXPORT void lowbit_cast(const void *x, int32_t dtype, int64_t rows, int64_t columns, const float *amax,
-                        const Plan *plan, const Output *output, int32_t threads) {
+// Calls body with a contiguous matrix [rows, columns], float where `dtype` is 0 and bfloat16 where it is 1.
+template <class Body>
+void of_matrix(const void *x, int32_t dtype, int64_t rows, int64_t columns, const Rotation *rotation, Body body) {
     if (dtype == 0)
-        cast_all((const float *)x, rows, columns, amax, *plan, *output, threads);
+        body(Matrix<float>((const float *)x, rows, columns, rotation));
     else
-        cast_all((const BF16 *)x, rows, columns, amax, *plan, *output, threads);
+        body(Matrix<BF16>((const BF16 *)x, rows, columns, rotation));
 }
 
-// The largest magnitude of `count` contiguous elements; infinite or NaN if one of them is.
-EXPORT void lowbit_amax(const void *x, int32_t dtype, int64_t count, float *result, int32_t threads) {
-    *result = dtype == 0 ? amax_of((const float *)x, count, threads) : amax_of((const BF16 *)x, count, threads);
+// Casts a matrix, which is rotated before unless `rotation` is null. `amax` may be null.
+EXPORT void lowbit_cast(const void *x, int32_t dtype, int64_t rows, int64_t columns, const Rotation *rotation,
+                        const float *amax, const Plan *plan, const Output *output, int32_t threads) {
+    of_matrix(x, dtype, rows, columns, rotation,
+              [&](const auto &matrix) { cast_all(matrix, amax, *plan, *output, threads); });
+}
+
+// The largest magnitude of a matrix; infinite or NaN if an element is.
+EXPORT void lowbit_amax(const void *x, int32_t dtype, int64_t rows, int64_t columns, const Rotation *rotation,
+                        float *result, int32_t threads) {
+    of_matrix(x, dtype, rows, columns, rotation, [&](const auto &matrix) { *result = amax_of(matrix, threads); });
+}
+
+// Writes a rotated matrix, zero-padded to whole groups, in the type of `x`.
+EXPORT void lowbit_rotate(const void *x, int32_t dtype, int64_t rows, int64_t columns, const Rotation *rotation,
+                          void *result, int32_t threads) {
+    of_matrix(x, dtype, rows, columns, rotation, [&](const auto &matrix) {
+        auto target = (std::remove_const_t<std::remove_pointer_t<decltype(matrix.x)>> *)result;
+        for_rectangles(matrix, threads, [&](int64_t, int64_t top, int64_t left, int64_t height, int64_t width) {
+            int64_t stride;
+            auto values = matrix.read(top, left, height, width, stride);
+            for (int64_t row = 0; row < height; row++)
+                memcpy(target + (top + row) * matrix.columns + left, values + row * stride, width * sizeof *target);
+        });
+    });
 }

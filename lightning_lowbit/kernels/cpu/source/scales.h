@@ -4,29 +4,23 @@
 #include <type_traits>
 #include <vector>
 
-#include "peaks.h"
+#include "rotation.h"
 #include "rounding.h"
 
 namespace {
 
-template <class T>
-T *buffer(size_t size, int which) {
-    static thread_local std::vector<T> buffers[5];
-    if (buffers[which].size() < size + kLanes) buffers[which].resize(size + kLanes);
-    return buffers[which].data();
-}
-
-// Part of a matrix in whole tiles: one tile high, `columns` wide.
+// Part of a matrix in whole tiles: one tile high, `columns` wide. In memory its rows begin `stride` apart.
 template <class In>
 struct Strip {
     const In *x;
-    int64_t stride, rows, columns, row, column;
+    int64_t stride, rows, columns, row, column, matrix_columns;
 
     int count(int64_t at) const { return int(columns - at < kLanes ? columns - at : kLanes); }
 
     // Of tiles over each other, those that begin `top` rows below.
     Strip part(int64_t top, int64_t height) const {
-        return {x + top * stride, stride, rows - top < height ? rows - top : height, columns, row + top, column};
+        return {x + top * stride, stride, rows - top < height ? rows - top : height, columns, row + top, column,
+                matrix_columns};
     }
 };
 
