@@ -67,10 +67,8 @@ def _by_kernel(
     if type(x) not in (Tensor, Parameter):  # FakeTensor and other subclasses have no memory of their own
         return None
     if x.is_cpu and chosen in ("auto", "cpp"):
-        plan = cpu.plan_of(spec, dim, x.dtype, dtype)
-        if plan is not None and cpu.takes(x, plan, key, amax, shard):
-            return cpu.quantize(x, plan, key, amax, shard)
-    elif chosen == "triton" or (chosen == "auto" and x.is_cuda):
+        return cpu.quantize(x, spec, dim, key, amax, dtype, shard)
+    if chosen == "triton" or (chosen == "auto" and x.is_cuda):
         return _by_triton(x, Cast.from_spec(spec), dim, key, amax, dtype, shard)
     return None
 
@@ -151,18 +149,16 @@ def coverage(casts: Iterable[Cast], device: torch.device | str = "cpu") -> dict[
     return found
 
 
-def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
-    """max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code."""
-    return plain_amax(x, shard) if shard is not None else _amax(x)
-
-
-@opaque(lambda x: x.new_empty((), dtype=torch.float32))
-def _amax(x: Tensor) -> Tensor:
-    if type(x) not in (Tensor, Parameter):
-        return plain_amax(x)
-    if x.is_cpu and current_backend() in ("auto", "cpp") and cpu.measures(x):
-        return cpu.amax_of(x)
-    by_triton = current_backend() == "triton" or (current_backend() == "auto" and x.is_cuda)
+@opaque(lambda x, shard=None: x.new_empty((), dtype=torch.float32))
+def amax_of(x: Tensor, shard: str | None = None) -> Tensor:
+    """max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code; ``shard`` is the spec of one."""
+    chosen = current_backend()
+    if shard is not None or type(x) not in (Tensor, Parameter):
+        return plain_amax(x, None if shard is None else Shard.from_spec(shard))
+    if x.is_cpu and chosen in ("auto", "cpp"):
+        made = cpu.amax_of(x)
+        return plain_amax(x) if made is None else made
+    by_triton = chosen == "triton" or (chosen == "auto" and x.is_cuda)
     if by_triton and x.numel() and x.dim() == 2 and gpu.obstacle(x.device) is None:
         return gpu.amax_of(x)
     return plain_amax(x)

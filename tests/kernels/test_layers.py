@@ -19,17 +19,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def results(casts, name):
-    """Output and gradients of a layer in the casts of a preset, by one implementation."""
+    """Output, gradients and staged amaxes of a layer in the casts of a preset, by one implementation."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 48))
     x = torch.randn(40, 70, requires_grad=True)
     LayerKeys(convert(model, casts)).fill_(0)
-    AmaxHistories(model).to_(torch.device("cpu"))
+    histories = AmaxHistories(model)
+    histories.to_(torch.device("cpu"))
     with backend(name):
         with torch.autocast("cpu", torch.bfloat16):
             y = model(x)
         y.float().square().sum().backward()
-    return y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())
+    return y.detach(), x.grad, *(parameter.grad for parameter in model.parameters()), *histories.staged
 
 
 def compare(name):

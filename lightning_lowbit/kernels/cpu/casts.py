@@ -1,6 +1,7 @@
 """Casts by the C++ kernels; they equal :func:`lightning_lowbit.quant.quantize_operand` to the bit."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -11,7 +12,15 @@ from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.quant.blocks import Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import Operand, are_regular, has_factor, is_rounded, operand_dtype, stands_alone
+from lightning_lowbit.quant.operand import (
+    Operand,
+    are_regular,
+    factor_shape,
+    has_factor,
+    is_rounded,
+    operand_dtype,
+    stands_alone,
+)
 from lightning_lowbit.quant.scales import e8m0_rule, fp32_numerator
 from lightning_lowbit.quant.shard import Shard
 
@@ -52,6 +61,9 @@ class Codes(ctypes.Structure):
     _fields_ = [("scales", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("coding", "scale_coding", "bits"))]
 
 
+_NO_CODES = Codes()
+
+
 class _Output(ctypes.Structure):
     """``Output`` of source/casts.cpp."""
 
@@ -69,7 +81,7 @@ class Plan(NamedTuple):
         settings, address: the structure that the kernels read.
         from_dtype, to_dtype: the kernels' numbers of the dtypes.
         cast, dim, tile: the cast, the dimension of its blocks, and its tile.
-        has_factor, factor_dim: whether there is a factor, and the dimension along which it varies; None for a 0-d one.
+        has_factor: whether there is a factor.
         draws, needs_amax: whether the cast needs a key, and the amax of the tensor.
     """
 
@@ -82,7 +94,6 @@ class Plan(NamedTuple):
     dim: int
     tile: Tile
     has_factor: bool
-    factor_dim: int | None
     draws: bool
     needs_amax: bool
 
@@ -133,8 +144,6 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
         factor=scale.factor,
         size=fp32_numerator(cast) if scale.format == "fp32" else 0.0,
     )
-    by_row = scale.block == "row" or scale.two_level == "row"
-    factor_dim = None if not by_row else 1 if dim in (0, -2) else 0
     address = ctypes.addressof(settings)
     return Plan(
         settings,
@@ -146,7 +155,6 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
         dim,
         tile,
         has_factor(cast),
-        factor_dim,
         cast.draws,
         scale.needs_amax,
     )
@@ -155,19 +163,29 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
 def takes(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None) -> bool:
     """Whether the kernels take these arguments: not empty matrices, nor those that share statistics with other
     processes, nor anything that the plain code refuses."""
-    if not are_regular(plan.draws, plan.needs_amax, key, amax, x.device):
+    is_given = plan.draws or amax is not None  # else there is nothing to check
+    if is_given and not are_regular(plan.draws, plan.needs_amax, key, amax, x.device):
         return False
-    return x.numel() > 0 and stands_alone(plan.cast, plan.dim, amax, shard)
+    return x.numel() > 0 and (shard is None or stands_alone(plan.cast, plan.dim, amax, shard))
 
 
-def quantize(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None) -> Operand:
-    """The operand of :func:`lightning_lowbit.quant.quantize_operand`, from arguments that the kernels take."""
-    x, (rows, columns) = x.contiguous(), x.shape
-    values, factor = x.new_empty((rows, columns), dtype=plan.dtype), None
-    if plan.has_factor:
-        shape = {None: (), 0: (rows, 1), 1: (1, columns)}[plan.factor_dim]
-        factor = x.new_empty(shape, dtype=torch.float32)
-    write(x, plan, key, amax, shard, values, factor, plan.to_dtype, Codes())
+def quantize(
+    x: Tensor,
+    spec: str,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    dtype: torch.dtype | None,
+    shard: Shard | None,
+) -> Operand | None:
+    """The operand of :func:`lightning_lowbit.quant.quantize_operand`; None for what the kernels do not take."""
+    plan = plan_of(spec, dim, x.dtype, dtype)
+    if plan is None or not takes(x, plan, key, amax, shard):
+        return None
+    x = x.contiguous()
+    values = torch.empty_like(x, dtype=plan.dtype, memory_format=torch.contiguous_format)
+    factor = x.new_empty(factor_shape(x, plan.cast, dim), dtype=torch.float32) if plan.has_factor else None
+    write(x, plan, key, amax, shard, values, factor, plan.to_dtype)
     return Operand(values, factor)
 
 
@@ -180,7 +198,7 @@ def write(
     values: Tensor,
     factor: Tensor | None,
     to_dtype: int,
-    codes: Codes,
+    codes: Codes = _NO_CODES,
 ) -> None:
     """Writes what a cast gives to ``values`` and ``factor``; ``to_dtype`` is the kernels' number of a dtype."""
     (rows, columns), side = x.shape, plan.tile[1]
@@ -203,14 +221,21 @@ def write(
     )
 
 
-def measures(x: Tensor) -> bool:
-    """Whether the kernels measure the amax of a tensor."""
-    return x.dtype in INPUTS and x.numel() > 0 and library() is not None
-
-
-def amax_of(x: Tensor) -> Tensor:
-    """max|x| of a float32 or bfloat16 tensor: 0-d float32; not finite if an element is not."""
+def amax_of(x: Tensor) -> Tensor | None:
+    """max|x| of a float32 or bfloat16 tensor: 0-d float32, not finite if an element is not; None for all others."""
+    dtype, kernels, count = INPUTS.get(x.dtype), library(), x.numel()
+    if dtype is None or kernels is None or count == 0:
+        return None
     x, result = x.contiguous(), x.new_empty((), dtype=torch.float32)
-    kernels, dtype = library(), INPUTS[x.dtype]
-    kernels.lowbit_amax(x.data_ptr(), dtype, x.numel(), result.data_ptr(), torch.get_num_threads())  # type: ignore[union-attr]
+    kernels.lowbit_amax(x.data_ptr(), dtype, count, result.data_ptr(), torch.get_num_threads())
+    return result
+
+
+def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
+    """:func:`lightning_lowbit.kernels.delayed.delayed_amax` on a CPU; None where no kernel does it."""
+    if (kernels := library()) is None:
+        return None
+    result, force = torch.empty_like(own), in_force.data_ptr() + places[0] * in_force.itemsize
+    bits, record = sum(1 << place for place in places), None if staged is None else staged.data_ptr()
+    kernels.lowbit_delayed_amax(own.data_ptr(), force, record, bits, result.data_ptr())
     return result

@@ -6,6 +6,7 @@ Triton's interpreter, on tensors of CPUs, as tests do.
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -198,6 +199,13 @@ def amax_of(x: Tensor) -> Tensor:
     amax = torch.zeros((), device=x.device)
     _run(launches.of_amax(x, amax))
     return amax
+
+
+def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor:
+    """:func:`lightning_lowbit.kernels.delayed.delayed_amax` on a GPU."""
+    result = torch.empty_like(own)
+    _run(launches.of_delay(own, in_force[places[0]], staged, places, result))
+    return result
 
 
 def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
