@@ -4,6 +4,7 @@ The plain code of :mod:`lightning_lowbit.quant` is the specification, and serves
 """
 
 from lightning_lowbit.compilation import backend
+from lightning_lowbit.kernels.delayed import delayed_amax
 from lightning_lowbit.kernels.native import lay_out_operand, lay_out_packed
 from lightning_lowbit.kernels.operands import amax_of, coverage, quantize_operand, rotate
 from lightning_lowbit.kernels.packing import Packed, pack_operand, unpack_operand
@@ -13,6 +14,7 @@ __all__ = [
     "amax_of",
     "backend",
     "coverage",
+    "delayed_amax",
     "lay_out_operand",
     "lay_out_packed",
     "pack_operand",

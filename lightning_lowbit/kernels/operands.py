@@ -74,10 +74,8 @@ def _by_kernel(
     if type(x) not in (Tensor, Parameter):  # FakeTensor and other subclasses have no memory of their own
         return None
     if x.is_cpu and chosen in ("auto", "cpp"):
-        plan = cpu.plan_of(spec, dim, x.dtype, dtype)
-        if plan is not None and cpu.takes(x, plan, key, amax, shard, rotation):
-            return cpu.quantize(x, plan, key, amax, shard, rotation)
-    elif chosen == "triton" or (chosen == "auto" and x.is_cuda):
+        return cpu.quantize(x, spec, dim, key, amax, dtype, shard, rotation)
+    if chosen == "triton" or (chosen == "auto" and x.is_cuda):
         return _by_triton(x, Cast.from_spec(spec), dim, key, amax, dtype, shard, rotation)
     return None
 
@@ -203,40 +201,35 @@ def coverage(
     return found
 
 
-def amax_of(x: Tensor, shard: Shard | None = None, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
+@opaque(lambda x, shard=None, rotation=None, dim=1: x.new_empty((), dtype=torch.float32))
+def amax_of(x: Tensor, shard: str | None = None, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
     """max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code; with ``rotation`` that of
-    ``rotate(x, rotation, dim)``."""
-    if shard is None:
-        return _amax(x, rotation, dim)
-    return plain_amax(x if rotation is None else rotate(x, rotation, dim), shard)
-
-
-@opaque(lambda x, rotation=None, dim=1: x.new_empty((), dtype=torch.float32))
-def _amax(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
-    if _is_measured(x, rotation):
-        return cpu.amax_of(x, rotation, dim)
-    if _is_measured_by_triton(x, rotation):
-        return gpu.amax_of(x, rotation, dim)
-    return plain_amax(x if rotation is None else rotate(x, rotation, dim))
+    ``rotate(x, rotation, dim)``. ``shard`` is the spec of one."""
+    if shard is not None:
+        return plain_amax(x if rotation is None else rotate(x, rotation, dim), Shard.from_spec(shard))
+    made = cpu.amax_of(x, rotation, dim) if _is_by_cpp(x) else None
+    if made is None and _is_by_triton(x, rotation):
+        made = gpu.amax_of(x, rotation, dim)
+    return plain_amax(x if rotation is None else rotate(x, rotation, dim)) if made is None else made
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
     """A matrix as :func:`lightning_lowbit.quant.rotate` has it, by the fastest code."""
-    if not inverse and not torch.compiler.is_compiling() and _is_measured(x, signs):
-        return cpu.rotate(x, signs, dim)
-    if not inverse and not torch.compiler.is_compiling() and _is_measured_by_triton(x, signs):
-        return gpu.rotate(x, signs, dim)
-    return plain_rotate(x, signs, dim, inverse)
+    made = None
+    if not inverse and not torch.compiler.is_compiling():
+        made = cpu.rotate(x, signs, dim) if _is_by_cpp(x) else None
+        if made is None and _is_by_triton(x, signs):
+            made = gpu.rotate(x, signs, dim)
+    return plain_rotate(x, signs, dim, inverse) if made is None else made
 
 
-def _is_measured(x: Tensor, rotation: Tensor | None) -> bool:
-    """Whether the C++ kernels measure or rotate a tensor."""
-    is_here = type(x) in (Tensor, Parameter) and x.is_cpu and current_backend() in ("auto", "cpp")
-    return is_here and (rotation is None or cpu.are_signs(rotation)) and cpu.measures(x)
+def _is_by_cpp(x: Tensor) -> bool:
+    """Whether the C++ kernels are those of a tensor."""
+    return x.is_cpu and current_backend() in ("auto", "cpp") and type(x) in (Tensor, Parameter)
 
 
-def _is_measured_by_triton(x: Tensor, rotation: Tensor | None) -> bool:
-    """The same of the Triton kernels, and a matrix."""
+def _is_by_triton(x: Tensor, rotation: Tensor | None) -> bool:
+    """Whether the Triton kernels measure or rotate a matrix."""
     chosen = current_backend() == "triton" or (current_backend() == "auto" and x.is_cuda)
     if not chosen or type(x) not in (Tensor, Parameter) or x.numel() == 0 or x.dim() != 2:
         return False

@@ -23,10 +23,13 @@ from lightning_lowbit.compilation import opaque
 
 
 class Calls:
-    """Counts the calls of each layer of a model; ``given`` has the keys of all calls of a micro-batch, if needed."""
+    """Counts the calls of each layer of a model; ``given`` has the keys of all calls of a micro-batch, if needed.
 
-    def __init__(self, is_weight: Tensor) -> None:
-        self.is_weight = is_weight
+    ``varying``, int64 ``[6]``, has all bits where each call has its own key, and none for a weight.
+    """
+
+    def __init__(self, varying: Tensor) -> None:
+        self.varying = varying
         self.given: list[Tensor] | None = None
         self._counts: Counter[int] = Counter()  # by id: a copy of a layer must not hold other layers
 
@@ -75,10 +78,7 @@ def number_calls(layer: Any, keys: Tensor, calls: Calls) -> None:
 
 def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
     number = 0 if layer.calls is None else layer.calls.number(layer, site)
-    if number == 0:
-        keys = layer.keys.clone()
-    else:
-        keys = torch.where(layer.calls.is_weight, layer.keys, layer.keys ^ _hash(number))
+    keys: Tensor = layer.keys.clone() if number == 0 else layer.keys ^ (layer.calls.varying & _hash(number))
     if layer.calls is not None and layer.calls.given is not None:
         layer.calls.given.append(keys)
     return keys

@@ -30,24 +30,27 @@ from lightning_lowbit.quant import Operand
 
 class QuantizedGemms(torch.autograd.Function):
     """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast. Takes ``x`` [tokens, in_features], ``w``
-    [out_features, in_features] (of any dtype) and ``bias`` [out_features] or None in the dtype of the computation, and
-    :class:`Settings`. With a window, ``x`` are images [N, C, *sizes], and tokens are the positions of its patches. With
-    ``settings.ends`` it is one such pass per group of rows, by stacks of weights and biases."""
+    [out_features, in_features], ``bias`` [out_features] or None, each of any dtype, and :class:`Settings`, which say in
+    which dtype to compute. With a window, ``x`` are images [N, C, *sizes], and tokens are the positions of its patches.
+    With ``settings.ends`` it is one such pass per group of rows, by stacks of weights and biases."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
+        dtype = settings.dtype or x.dtype
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         if settings.ends is not None:
             return _forward_of_groups(ctx, x, weight, bias, settings)
         casts, (needs_x, needs_w) = settings.casts, ctx.needs_input_grad[:2]
         given, settings = settings, settings.of_part()
-        w = weight.to(x.dtype) if settings.recasts else weight
+        w = weight if settings.frozen is not None or settings.prequantized is not None else weight.to(dtype)
         read_by = ("fprop_x", *["wgrad_x"] * needs_w)
         if settings.window is None:
             source_x = Source(x, amax_for(x, settings, *read_by))
         else:
             source_x = patches(x, settings, *read_by)
         if settings.frozen is not None:
-            source_w = frozen_weight(weight, x.dtype, settings)
+            source_w = frozen_weight(weight, dtype, settings)
         elif settings.prequantized is not None:
             source_w = prequantized_weight(w, settings.prequantized, settings)
         elif settings.weight_amax is not None:
@@ -58,11 +61,11 @@ class QuantizedGemms(torch.autograd.Function):
         if needs_w and settings.packed is not None:
             packed = pack_for_backward(settings.packed, source_x, settings)
             if settings.packed == "fprop_x":
-                of_fprop = unpacked_source("fprop_x", packed, x.shape, x.dtype, settings)
+                of_fprop = unpacked_source("fprop_x", packed, x.shape, dtype, settings)
 
         # Y = X · Wᵀ + b            [tokens, in] · [in, out]
         qx, qw, offset = operands("fprop", of_fprop, source_w, settings, bias)
-        y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
+        y = matmul(qx, qw.t(), offset, dtype, fast_accumulation=True)
 
         # "fprop" and requantize keep the operand of the forward pass; others are quantized anew from the tensor itself.
         # Of images, which are smaller than their patches, the images themselves are kept.
@@ -87,7 +90,7 @@ class QuantizedGemms(torch.autograd.Function):
             given = given._replace(in_force=given.in_force.clone())
         if given.blend is not None:
             given = given._replace(blend=given.blend.clone())
-        ctx.settings, ctx.dtype, ctx.shape, ctx.weight_dtype = given, x.dtype, x.shape, weight.dtype
+        ctx.settings, ctx.dtype, ctx.shape = given, dtype, x.shape
         return y
 
     @staticmethod
@@ -95,6 +98,7 @@ class QuantizedGemms(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.settings.ends is not None:
             return _backward_of_groups(ctx, g)
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
         x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = ctx.saved_tensors
         settings: Settings = ctx.settings.of_part()
         window = settings.window
@@ -111,7 +115,7 @@ class QuantizedGemms(torch.autograd.Function):
                 qg, qw, of_mean = operands("dgrad", source_g, source_w, settings)
                 dx = matmul(qg, qw, of_mean, ctx.dtype)
                 dx = through_rounding_of("fprop_x", dx, Source(forward_x, amax_x), settings)
-                dx = dx if window is None else window.scatter(dx, ctx.shape)
+                dx = (dx if window is None else window.scatter(dx, ctx.shape)).to(x_dtype)
                 if settings.reuses("wgrad_g"):
                     source_g = Source(qg.values, None, qg.factor, is_operand=True)
             if needs_w:
@@ -128,9 +132,9 @@ class QuantizedGemms(torch.autograd.Function):
                 dw = matmul(qg.t(), qx, of_mean, ctx.dtype)
                 if settings.gradient_sums is not None:
                     add_gradients_(settings.gradient_sums, dw, torch.mm(g.to(ctx.dtype).t(), forward_x))
-                dw = through_rounding_of("fprop_w", dw, Source(forward_w, amax_w), settings).to(ctx.weight_dtype)
+                dw = through_rounding_of("fprop_w", dw, Source(forward_w, amax_w), settings).to(w_dtype)
             if needs_bias:
-                db = g.sum(0)  # of the unquantized gradient
+                db = g.sum(0).to(bias_dtype)  # of the unquantized gradient
         return dx, dw, db, None
 
 
@@ -164,16 +168,17 @@ def _forward_of_groups(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
     ctx.save_for_backward(*(tensor for group in groups for tensor in group.saved_tensors))
     for group in groups:
         group.saved_tensors = ()
-    ctx.settings, ctx.groups, ctx.shape, ctx.dtype = settings, groups, x.shape, x.dtype
+    ctx.settings, ctx.groups, ctx.shape = settings, groups, x.shape
     ctx.weight = torch.empty_like(weight, device="meta")
     return torch.cat([*results, x.new_zeros(len(x) - settings.ends[-1], weight.shape[1])])
 
 
 def _backward_of_groups(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    dx = g.new_empty(ctx.shape, dtype=ctx.dtype) if needs_x else None
+    x_dtype, _, bias_dtype = ctx.dtypes
+    dx = g.new_empty(ctx.shape, dtype=x_dtype) if needs_x else None
     dw = torch.empty_like(ctx.weight, device=g.device) if needs_w else None
-    db = g.new_empty(ctx.weight.shape[:2]) if needs_bias else None
+    db = g.new_empty(ctx.weight.shape[:2], dtype=bias_dtype) if needs_bias else None
     if dx is not None:
         dx[ctx.settings.ends[-1] :].zero_()
     for stack in (dw, db):

@@ -84,45 +84,36 @@ def matmul(
         bias: in ``dtype`` or float32, any shape that broadcasts to ``[m, n]``; or None.
         fast_accumulation: for native FP8 GEMMs: keeps sums in the tensor cores, faster and less exact.
     """
-    plain = a.factor is None and b.factor is None and (bias is None or bias.dtype == dtype)
-    plain = plain and not (dtype in SLOW_ON_CPU and a.values.is_cpu)
-    if plain and a.values.dtype == b.values.dtype == dtype:
-        return torch.mm(a.values, b.values) if bias is None else torch.addmm(bias, a.values, b.values)
+    left, right = a.values, b.values
     if isinstance(a, BlockOperand) and isinstance(b, BlockOperand):
-        left, right = (a.values, a.scales, a.factor), (b.values, b.scales, b.factor)
-        return _block_matmul(*left, *right, bias, dtype, a.kind, a.size[0], b.size[0], a.size[1])
-    dtypes = {a.values.dtype, b.values.dtype}
-    if not dtypes <= {*_FP8} and dtypes != {torch.int8}:  # one of them may be an operand of a native GEMM
-        a, b = (Operand(x.values.to(dtype), x.factor) if x.values.dtype.itemsize == 1 else x for x in (a, b))
-    return _matmul(a.values, a.factor, b.values, b.factor, bias, dtype, fast_accumulation)
+        of_a, of_b = (left, a.scales, a.factor), (right, b.scales, b.factor)
+        return _block_matmul(*of_a, *of_b, bias, dtype, a.kind, a.size[0], b.size[0], a.size[1])
+    if left.dtype in _FP8 and right.dtype in _FP8:
+        return _fp8_matmul(left, a.factor, right, b.factor, bias, dtype, fast_accumulation)
+    if left.dtype == right.dtype == torch.int8:
+        if len(right) <= _LONGEST:
+            return _int8_matmul(left, a.factor, right, b.factor, bias, dtype)
+    elif 1 in (left.dtype.itemsize, right.dtype.itemsize):  # one of them may be an operand of a native GEMM
+        left, right = (x.to(dtype) if x.dtype.itemsize == 1 else x for x in (left, right))
+    plain = a.factor is None and b.factor is None and (bias is None or bias.dtype == dtype)
+    if plain and left.dtype == right.dtype == dtype and not (dtype in SLOW_ON_CPU and left.is_cpu):
+        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+    return _emulated_matmul(left, a.factor, right, b.factor, bias, dtype)
 
 
-@opaque(
-    lambda left, left_factor, right, right_factor, bias, dtype, fast: left.new_empty(
-        (left.shape[0], right.shape[1]),
-        dtype=dtype,  # len() would fix the number of rows in a graph
-    )
-)
-def _matmul(
+def _empty(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)  # len() would fix the number of rows in a graph
+
+
+@opaque(lambda left, left_factor, right, right_factor, bias, dtype: _empty(left, right, dtype))
+def _int8_matmul(
     left: Tensor,
     left_factor: Tensor | None,
     right: Tensor,
     right_factor: Tensor | None,
     bias: Tensor | None,
     dtype: torch.dtype,
-    fast: bool,
 ) -> Tensor:
-    factors = left_factor, right_factor
-    if left.dtype in _FP8:
-        one = torch.ones((), device=left.device)
-        return _native(left, right, [one if factor is None else factor for factor in factors], bias, dtype, fast)
-    there = [factor for factor in factors if factor is not None]
-    if left.dtype == right.dtype == torch.int8 and len(right) <= _LONGEST:
-        return _finish(_integer(left, right), there, bias, dtype)
-    return _emulated(left, right, there, bias, dtype)
-
-
-def _integer(left: Tensor, right: Tensor) -> Tensor:
     """The native GEMM of int8 values, to int32; padded to what a GPU takes: more than 16 rows and multiples of 8."""
     rows, inner, columns = len(left), len(right), right.shape[1]
     if left.device.type == "cuda":
@@ -130,23 +121,34 @@ def _integer(left: Tensor, right: Tensor) -> Tensor:
     elif 1 in (rows, inner):  # CPUs read the strides of single rows, too, and may leave the result unwritten
         left, right = pad(left, 0, 0), pad(right, 0, 0)
     with counted_as(rows, inner, columns):
-        return torch._int_mm(left, right)[:rows, :columns]
+        product = torch._int_mm(left, right)[:rows, :columns]
+    return _finish(product, [factor for factor in (left_factor, right_factor) if factor is not None], bias, dtype)
 
 
-def _emulated(left: Tensor, right: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+@opaque(lambda left, left_factor, right, right_factor, bias, dtype: _empty(left, right, dtype))
+def _emulated_matmul(
+    left: Tensor,
+    left_factor: Tensor | None,
+    right: Tensor,
+    right_factor: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """A GEMM of dequantized values, in ``dtype`` if that is theirs and not slow, else in float32."""
+    factors = [factor for factor in (left_factor, right_factor) if factor is not None]
     if left.dtype != dtype or right.dtype != dtype or (dtype in SLOW_ON_CPU and left.is_cpu):
         left, right = left.float(), right.float()
     narrow = bias is None or bias.dtype == dtype  # a float32 product with a mean is added before rounding
-    if left.device.type == "cpu" and narrow and all(factor.dim() == 0 for factor in factors):
+    if left.is_cpu and narrow and not any(map(Tensor.dim, factors)):
         # On the CPU, reading a number is free, and the GEMM multiplies its float32 result by alpha.
-        alpha = math.prod(factor.item() for factor in factors)
+        alpha = math.prod(map(Tensor.item, factors))
         if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:  # the result may still be an ordinary number
             product = torch.mm(left.float(), right.float()).double() * alpha
             return (product if bias is None else product + bias).to(dtype)
         # Without a bias, memory of the result's shape, which is not read: anything smaller would be expanded first.
-        offset = left.new_empty(len(left), right.shape[1]) if bias is None else bias.to(left.dtype)
+        offset = left.new_empty((left.shape[0], right.shape[1])) if bias is None else bias.to(left.dtype)
         return torch.addmm(offset, left, right, alpha=alpha, beta=0 if bias is None else 1).to(dtype)
-    if left.dtype in (torch.float32, torch.float64) or left.device.type == "cpu":
+    if left.dtype in (torch.float32, torch.float64) or left.is_cpu:
         product = torch.mm(left, right)  # the CPU has no GEMM that leaves its float32 result unrounded
     else:
         product = torch.mm(left, right, out_dtype=torch.float32)
@@ -177,10 +179,19 @@ def _scale(product: Tensor, *others: Tensor, biased: bool, dtype: torch.dtype) -
     return result.to(dtype)
 
 
-def _native(
-    left: Tensor, right: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype, fast: bool
+@opaque(lambda left, left_factor, right, right_factor, bias, dtype, fast: _empty(left, right, dtype))
+def _fp8_matmul(
+    left: Tensor,
+    left_factor: Tensor | None,
+    right: Tensor,
+    right_factor: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
 ) -> Tensor:
     """The native GEMM of FP8 values, padded to what it takes: inner size and columns in multiples of 16."""
+    one = torch.ones((), device=left.device)
+    factors = [one if factor is None else factor for factor in (left_factor, right_factor)]
     rows, inner, columns = len(left), len(right), right.shape[1]
     # It reads rows of the left operand and columns of the right one, each contiguous.
     left, right = pad(left, 0, -inner % 16), pad(right.t(), -columns % 16, -inner % 16).t()
@@ -188,7 +199,7 @@ def _native(
     inside = dtype == torch.bfloat16 and (bias is None or (bias.dtype == dtype and bias.dim() == 1))
     scales, added = factors, bias
     if not inside:
-        scales, added = [torch.ones((), device=left.device)] * 2, None
+        scales, added = [one, one], None
     elif any(factor.dim() for factor in factors):  # then the GEMM takes one per row and column
         of_rows, of_columns = factors[0].expand(rows, 1).reshape(rows), factors[1].expand(1, columns).reshape(columns)
         scales = [of_rows.contiguous().unsqueeze(1), F.pad(of_columns, (0, -columns % 16)).unsqueeze(0)]

@@ -59,7 +59,7 @@ class LayerKeys:
         salts = [[_salt(name, operand) for operand in OPERANDS] for name in self.layers]
         self._salts = torch.tensor(salts, dtype=torch.int64).view(-1, len(OPERANDS))
         self._is_weight = torch.tensor(_IS_WEIGHT)
-        self._calls = Calls(self._is_weight)
+        self._calls = Calls(self._varying())
         self._place(torch.device("cpu"))
 
     def fill_(self, step: int, micro_batch: int = 0, rank: int = 0, device: torch.device | None = None) -> None:
@@ -93,11 +93,14 @@ class LayerKeys:
         """Gives layers views of the keys again, after pickle has copied them."""
         self._place(self._keys.device)
 
+    def _varying(self) -> Tensor:
+        return self._is_weight.to(torch.int64) - 1
+
     @torch.inference_mode(False)  # evaluation may move them, and training refills them
     def _place(self, device: torch.device) -> None:
         self._salts, self._is_weight = self._salts.to(device), self._is_weight.to(device)
         self._keys = torch.zeros_like(self._salts)
-        self._calls.is_weight = self._is_weight
+        self._calls.varying = self._varying()
         for layer, keys in zip(self.layers.values(), self._keys, strict=True):
             number_calls(layer, keys, self._calls)
 

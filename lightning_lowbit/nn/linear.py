@@ -152,69 +152,66 @@ class QuantizedLayer(NativeGemms):
         window, ``x`` are images, and the result has a row per position. ``keys`` are those of this call, by default a
         new one, and ``part`` is the index of one of its products. A ``frozen`` weight is bytes. With ``ends``, where
         groups of rows end, weights and biases are stacks."""
-        device, shape, prequantized, amaxes = x.device.type, x.shape, self.prequantized_weight, self.amaxes
+        casts, source, dtype, shape, device = self.casts, x, x.dtype, x.shape, x.device
+        prequantized, amaxes = self.prequantized_weight, self.amaxes
         is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert
-        recasts = self.readers is not None and self.keeps_parameter and self.casts.smooth is None
-        recasts, source = recasts and not is_made, x
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast does not cast float64
-            dtype = torch.get_autocast_dtype(device)
-            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-            # With codes, the parameter itself is kept, and converted again. Stacks are converted matrix by matrix.
-            weight = weight if is_made or recasts or ends is not None else weight.to(dtype)
-        elif x.dtype != weight.dtype and frozen is None:
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:  # autocast does not cast float64
+            dtype = torch.get_autocast_dtype(device.type)
+        elif dtype != weight.dtype and frozen is None:
             raise ValueError(
-                f"Input and weight must have one dtype; got {x.dtype} and {weight.dtype}. Cast one of them, or use "
+                f"Input and weight must have one dtype; got {dtype} and {weight.dtype}. Cast one of them, or use "
                 "torch.autocast."
             )
-        if prequantized is not None and prequantized.source_dtype != x.dtype:
+        if prequantized is not None and prequantized.source_dtype != dtype:
             raise ValueError(
                 f"The weight was quantized in {prequantized.source_dtype}, before it was gathered, and this pass is "
-                f"one in {x.dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
+                f"one in {dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
             )
-        if amaxes is None and self.casts.plan.delayed:
+        if amaxes is None and casts.plan.delayed:
             raise ValueError(
                 "Delayed scaling needs histories: they are set by the precision plugin, or by "
                 "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
             )
-        gathered = window
-        with no_autocast(device):
+        gathered, rescale = window, None
+        with no_autocast(device.type):
             if window is None:
                 x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
             elif window.is_tiling:
-                x, gathered = window.tiles(x), None
+                x, gathered = window.tiles(x.to(dtype)), None
             features = (weight if frozen is None else frozen).shape[-1]
             if gathered is None and x.shape[1] != features:  # a rotation would pad both to whole groups
                 raise ValueError(f"The layer takes {features} features; got {tuple(shape)}.")
-            rescale = None
-            if self.casts.smooth is not None:
-                x, weight, rescale = self._smoothed(x, weight, shards)
+            if casts.smooth is not None:
+                bias = None if bias is None else bias.to(dtype)
+                x, weight, rescale = self._smoothed(x.to(dtype), weight.to(dtype), shards)
             settings = Settings(
-                casts=self.casts,
+                casts=casts,
                 keys=keys_of_call(self) if keys is None else keys,
                 in_force=None if amaxes is None else amaxes.in_force,
                 staged=None if amaxes is None or not amaxes.switch[0] else amaxes.staged,
                 exact=self.exact,
-                native=self.native_gemms(x.device, dtype=x.dtype),
+                native=self.native_gemms(device, dtype=dtype),
                 blend=self.blend,
                 operand_sums=self.operand_sums,
                 gradient_sums=self.gradient_sums,
                 shards=shards,
-                weight_amax=self.shared_amax(x.dtype) if prequantized is None else prequantized.amax,
+                weight_amax=self.shared_amax(dtype) if prequantized is None else prequantized.amax,
                 prequantized=prequantized,
-                recasts=recasts,
+                recasts=self.readers is not None and self.keeps_parameter and casts.smooth is None and not is_made,
                 frozen=frozen,
-                packs=gathered is None and self.readers is not None and self._packs(source, x.dtype),
+                packs=gathered is None and self.readers is not None and self._packs(source, dtype),
                 window=gathered,
                 ends=ends,
                 part=part,
+                dtype=dtype,
             )
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
-        if window is not None:
+        if window is not None or len(shape) == 2:
             return y
         # As nn.Linear does: FSDP2 warns of modules that return a view.
-        return torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[-1]))
+        return torch.ops.aten._unsafe_view.default(y, (*shape[:-1], y.shape[-1]))
 
     def _packs(self, source: Tensor, dtype: torch.dtype) -> bool:
         """Whether this pass keeps codes: not where a second backward pass will draw the random bits of x anew."""

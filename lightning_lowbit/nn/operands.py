@@ -16,7 +16,7 @@ from lightning_lowbit.nn.layers.window import Window
 from lightning_lowbit.nn.native.operand import BlockOperand, block_operand, unpacked_block_operand
 from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.sharded.parallel import Shards
-from lightning_lowbit.nn.watch import amax_in_force, stage_
+from lightning_lowbit.nn.watch import stage_and_choose
 from lightning_lowbit.quant import Cast, Operand, blend, split_mean, through_rounding
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
@@ -53,6 +53,7 @@ class Settings(NamedTuple):
         ends: where groups of rows of x end, each with a weight of its own in a stack; None for one weight.
         part: index of one of several products of a call, or of the first one of a stack; all keep the keys of the call
             for the backward pass, where another draw may change them in place. None for the only, or the whole, one.
+        dtype: of the computation; None for that of x.
     """
 
     casts: LinearCasts
@@ -73,12 +74,17 @@ class Settings(NamedTuple):
     window: Window | None = None
     ends: tuple[int, ...] | None = None
     part: int | None = None
+    dtype: torch.dtype | None = None
 
     def of_part(self) -> "Settings":
         """With the keys of the product that this is."""
         if self.part is None or self.keys is None:
             return self
         return self._replace(keys=keys_of_part(self.keys, self.part), part=None)
+
+    def key_of(self, operand: str) -> Tensor | None:
+        """The key of an operand's random bits, int64, 0-d; None for an operand that draws none."""
+        return self.keys[INDEX[operand]] if self.keys is not None and operand in self.casts.plan.drawn else None
 
     def shard_of(self, operand: str) -> Shard | None:
         """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""
@@ -163,19 +169,19 @@ def operands(
 def _operand(name: str, source: Source, settings: Settings) -> Operand | BlockOperand:
     if settings.native and settings.takes_codes(name):
         return _codes(name, source.turned(name), settings)
-    cast, i, sums = getattr(settings.casts, name), INDEX[name], settings.operand_sums
+    cast, sums = getattr(settings.casts, name), settings.operand_sums
     if sums is not None or settings.blend is not None or not isinstance(cast, Cast):
         source = source.turned(name)
     if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": the operand of that GEMM
         if source.is_operand and sums is not None and name in settings.casts.plan.shared:
-            sums[i].copy_(sums[INDEX[SHARED[name]]])
+            sums[INDEX[name]].copy_(sums[INDEX[SHARED[name]]])
         return Operand(source.values, source.factor)
-    key = None if settings.keys is None else settings.keys[i]
     amax, dtype = _scale_amax(name, source, settings), settings.dtype_of(name, cast)
     dim, shard = CONTRACTION[name], settings.shard_of(name)
-    quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard, source.rotation)
+    key, rotation = settings.key_of(name), source.rotation
+    quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard, rotation)
     if sums is not None:
-        _record(sums[i], source.values, quantized, cast, dim, amax, shard)
+        _record(sums[INDEX[name]], source.values, quantized, cast, dim, amax, shard)
     return quantized if settings.blend is None else blend(source.values, quantized, settings.blend, settings.exact)
 
 
@@ -212,17 +218,16 @@ def weight_for_dgrad(kept: Operand, amax: Tensor | None, dtype: torch.dtype, set
 
 def pack_for_backward(name: str, source: Source, settings: Settings) -> Packed:
     """An operand as codes and scales, for the backward pass."""
-    cast, i, sums = getattr(settings.casts, name), INDEX[name], settings.operand_sums
+    cast, sums = getattr(settings.casts, name), settings.operand_sums
     if GEMM[name] in settings.casts.hadamard:
         signs = _transform(GEMM[name], settings, source.values.device)
         source = source.rotated(name, signs, getattr(settings.shards, name[-1]))
         source = source if sums is None else source.turned(name)
-    key = None if settings.keys is None else settings.keys[i]
     amax, dim, shard = _scale_amax(name, source, settings), CONTRACTION[name], settings.shard_of(name)
-    packed = pack_operand(source.values, cast, dim, key, amax, shard, source.rotation)
+    packed = pack_operand(source.values, cast, dim, settings.key_of(name), amax, shard, source.rotation)
     if sums is not None:
         quantized = unpack_operand(packed, cast, dim, source.values.shape, source.values.dtype)
-        _record(sums[i], source.values, quantized, cast, dim, amax, shard)
+        _record(sums[INDEX[name]], source.values, quantized, cast, dim, amax, shard)
     return packed
 
 
@@ -244,15 +249,14 @@ def _codes(name: str, source: Source, settings: Settings) -> BlockOperand:
         codes: BlockOperand = source.values
         return codes
     own = isinstance(getattr(settings.casts, name), Cast)
-    cast, i, sums = settings.casts.cast_of(name), INDEX[name], settings.operand_sums
+    cast, sums = settings.casts.cast_of(name), settings.operand_sums
     assert cast is not None
-    key = None if settings.keys is None else settings.keys[i]
     amax = _scale_amax(name if own else f"fprop_{name[-1]}", source, settings)
     dim, shard, kind = CONTRACTION[name], settings.shard_of(name), settings.casts.plan.native_gemms[GEMM[name]]
-    codes = block_operand(source.values, cast, kind, dim, key, amax, shard)
+    codes = block_operand(source.values, cast, kind, dim, settings.key_of(name), amax, shard)
     if sums is not None and own:
         quantized = codes.decoded(source.values.dtype, dim)
-        _record(sums[i], source.values, quantized, cast, dim, amax, shard)
+        _record(sums[INDEX[name]], source.values, quantized, cast, dim, amax, shard)
     return codes
 
 
@@ -261,7 +265,8 @@ def amax_for(tensor: Tensor, settings: Settings, *operands: str) -> Tensor | Non
     plan = settings.casts.plan
     for operand in operands:
         if operand in plan.scaled_by_amax and operand not in plan.altered:
-            return amax_of(tensor, getattr(settings.shards, operand[-1]))
+            shard: Shard | None = getattr(settings.shards, operand[-1])
+            return amax_of(tensor, None if shard is None else shard.spec)
     return None
 
 
@@ -270,15 +275,13 @@ def _scale_amax(name: str, source: Source, settings: Settings) -> Tensor | None:
     plan = settings.casts.plan
     if name not in plan.delayed:
         return source.amax if name in plan.scaled_by_amax else None
-    own = source.amax
+    shard, own = settings.shard_of(name), source.amax
     if own is None:
-        own = amax_of(source.values, settings.shard_of(name), source.rotation, CONTRACTION[name])
-    if settings.staged is not None:  # an operand that another GEMM reuses is staged for both
-        reusing = [other for other, quantized in SHARED.items() if quantized == name and settings.reuses(other)]
-        for operand in (name, *reusing):
-            stage_(settings.staged[INDEX[operand]], own)
+        own = amax_of(source.values, None if shard is None else shard.spec, source.rotation, CONTRACTION[name])
+    # An operand that another GEMM reuses is staged for both.
+    reusing = [other for other, quantized in SHARED.items() if quantized == name and settings.reuses(other)]
     assert settings.in_force is not None
-    return amax_in_force(settings.in_force, name, own)
+    return stage_and_choose(settings.in_force, settings.staged, [INDEX[each] for each in (name, *reusing)], own)
 
 
 def _split_means(
@@ -307,9 +310,10 @@ def _transform(gemm: str, settings: Settings, device: torch.device) -> Tensor:
 
 def through_rounding_of(name: str, gradient: Tensor, source: Source, settings: Settings) -> Tensor:
     """The gradient of a tensor from that of its quantized values, in the space in which it was quantized."""
-    casts, settings = settings.casts, settings.unrecorded()
+    casts = settings.casts
     if name not in casts.surrogate:
         return gradient  # straight through
+    settings = settings.unrecorded()
     cast, quantized = getattr(casts, name), gradient
     if is_rotated := "fprop" in casts.hadamard:
         transform = _transform("fprop", settings, gradient.device)

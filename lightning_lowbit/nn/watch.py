@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_lowbit.kernels import delayed_amax
 from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant.statistics import MAXIMA, OF_BLOCKS, SUMS, wide_dtype
 
@@ -89,6 +90,17 @@ class LayerAmaxes(NamedTuple):
 def stage_(staged: Tensor, amax: Tensor) -> None:
     """Raises the amax of the current step, in place; an amax that is not finite is dropped."""
     staged.copy_(torch.maximum(staged, amax.nan_to_num(nan=0.0, posinf=0.0)))
+
+
+def stage_and_choose(in_force: Tensor, staged: Tensor | None, places: list[int], own: Tensor) -> Tensor:
+    """The amax by which an operand is scaled. Its own is staged at its place, the first one, and at those of operands
+    that are not quantized again."""
+    if (made := delayed_amax(own, in_force, staged, places)) is not None:
+        return made
+    if staged is not None:
+        for place in places:
+            stage_(staged[place], own)
+    return amax_in_force(in_force, OPERANDS[places[0]], own)
 
 
 def amax_in_force(in_force: Tensor, operand: str, own: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from lightning_lowbit import Cast, compilation
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.layout import plain_lay_out, repeated, taken_apart
 from lightning_lowbit.nn.gemm import _finish
+from lightning_lowbit.nn.watch import stage_and_choose
 from lightning_lowbit.quant import Hadamard, rotate
 from lightning_lowbit.quant.operand import operand_dtype, plain_operand
 from lightning_lowbit.quant.packed import pack, unpack_
@@ -83,6 +84,20 @@ def differences_of_finish(cases: list[tuple[Tensor, list[Tensor], Tensor | None,
 def differences_of_amax(matrices: list[Tensor]) -> list[str]:
     """Where the kernel's largest magnitude is another one."""
     return [text for x in matrices for text in _unequal((gpu.amax_of(x),), (amax_of(x),), describe(x))]
+
+
+def differences_of_delay(cases: list[tuple[Tensor, Tensor, Tensor | None, list[int]]]) -> list[str]:
+    """Where the kernel of delayed scaling records or chooses another amax."""
+    texts = []
+    for own, in_force, staged, places in cases:
+        records = [None if staged is None else staged.clone() for _ in range(2)]
+        found = gpu.delayed_amax(own, in_force, records[0], places)
+        with compilation.backend("eager"):
+            expected = stage_and_choose(in_force, records[1], places, own)
+        texts += _unequal((found,), (expected,), f"{own} at {places}")
+        if staged is not None:
+            texts += _unequal((records[0],), (records[1],), f"staged by {own} at {places}")
+    return texts
 
 
 def differences_of_packing(cases: list[Case]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Layers, and what stands behind their GEMMs, have the same bits by every implementation."""
+"""Layers, and what stands around their casts, have the same bits by every implementation."""
 
 import os
 import subprocess
@@ -13,25 +13,29 @@ from torch._subclasses import FakeTensorMode
 
 from lightning_lowbit import convert
 from lightning_lowbit.compilation import backend
+from lightning_lowbit.kernels import delayed_amax
 from lightning_lowbit.kernels.products import finish
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
 from lightning_lowbit.nn.gemm import _finish
+from lightning_lowbit.nn.watch import stage_and_choose
+from tests.tables import each
 
 ROOT = Path(__file__).parents[2]
 
 
 def results(casts, name):
-    """Output and gradients of a layer in the casts of a preset, by one implementation."""
+    """Output, gradients and staged amaxes of a layer in the casts of a preset, by one implementation."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 48))
     x = torch.randn(40, 70, requires_grad=True)
     LayerKeys(convert(model, casts)).fill_(0)
-    AmaxHistories(model).to_(torch.device("cpu"))
+    histories = AmaxHistories(model)
+    histories.to_(torch.device("cpu"))
     with backend(name):
         with torch.autocast("cpu", torch.bfloat16):
             y = model(x)
         y.float().square().sum().backward()
-    return y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())
+    return y.detach(), x.grad, *(parameter.grad for parameter in model.parameters()), *histories.staged
 
 
 def compare(name):
@@ -99,3 +103,29 @@ def test_what_is_not_covered_takes_plain_code():
         assert finish(product.double(), [], None, torch.float32) is None
         assert finish(product, [], torch.randn(8, 6), torch.float32) is None, "a bias for each element"
         assert finish(product, [], None, torch.float16) is None
+
+
+# --- delayed scaling --------------------------------------------------------------------------------------------------
+
+# An operand's own amax, those in force, those of the step, and the places of the operand and of what reuses it.
+IN_FORCE, STAGED = torch.tensor([0, 2.0, 0, 0.5, 0, 7]), torch.tensor([0.0, 1, 2, 3, 4, 5])
+DELAYED = [
+    (torch.tensor(own), IN_FORCE, staged, places)
+    for own in (2.5, 0.0, 1e-42, float("inf"), float("nan"))
+    for staged in (STAGED, None)
+    for places in ([0], [1, 3], [2, 4], [5])
+]
+
+
+@each("own, in_force, staged, places", DELAYED)
+def test_amaxes_of_delayed_scaling(own, in_force, staged, places):
+    results = []
+    for name in ("cpp", "eager"):
+        record = None if staged is None else staged.clone()
+        with backend(name):
+            assert (delayed_amax(own, in_force, None, places) is not None) == (name == "cpp")
+            results.append((stage_and_choose(in_force, record, places, own), record))
+    (found, of_kernel), (expected, of_plain) = results
+    assert torch.equal(found.nan_to_num(9), expected.nan_to_num(9))
+    assert staged is None or torch.equal(of_kernel, of_plain)
+    assert torch.equal(in_force, IN_FORCE)

@@ -19,6 +19,7 @@ from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.shard import Shard
 from tests.kernels import interpreted
 from tests.kernels.interpreted import Case
+from tests.kernels.test_delayed import DELAYED
 from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -207,6 +208,10 @@ def test_the_largest_magnitude(run):
         *(torch.tensor([[v, 1.0]]) for v in NANOS),
     ]
     assert run(interpreted.differences_of_amax, matrices) == []
+
+
+def test_amaxes_of_delayed_scaling(run):
+    assert run(interpreted.differences_of_delay, DELAYED) == []
 
 
 def test_factors_and_bias_behind_gemms(run):

@@ -90,7 +90,7 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
         (x, [2, 12, 4, 5], [2, 1, 1, 1, 1, 1, 1, 0, 0, 0]),
         (x.double(), [1, 6, 5, 21], [2, 2, 1, 2, 1, 1, 0, 0, 0, 0]),  # pixels that no patch holds
     ],
-    "_amax": lambda x: [(x,), (x.new_empty(0, 24),)],
+    "amax_of": lambda x: [(x,), (x.new_empty(0, 24),), (x, shard())],
     "_operand_statistics": lambda x: [
         *product((x,), (x.contiguous(),), (None, TWO), (BLOCKS,), (0,), (None,), (x.numel(), 400), (None,), (False,)),
         *product((x,), (x.contiguous(),), (None, TWO), (ROWS,), (1,), (None,), (400,), (None,), (False, True)),
@@ -111,20 +111,22 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     "_global_amax": lambda x: [(x, shard())],
     "_max_over_shards": lambda x: [(x.float(), shard())],
     "mean_times": lambda x: product((torch.ones(1, 40),), (x,), (None, TWO), (None, BIAS.to(x.dtype))),
-    "_matmul": lambda x: [
-        *(
-            (x, left, x.t(), right, bias, x.dtype, False)
-            for left, right in FACTORS
-            for bias in (None, torch.ones(40, dtype=x.dtype))
-        ),
+    "_emulated_matmul": lambda x: [
+        (x, left, x.t(), right, bias, x.dtype)
+        for left, right in FACTORS
+        for bias in (None, torch.ones(40, dtype=x.dtype))
+    ],
+    "_fp8_matmul": lambda x: [
         *(
             (in_dtype(x, E4M3), left, in_dtype(x, E4M3).t(), right, bias, x.dtype, True)
             for left, right in (*FACTORS, (TWO, torch.ones(1, 40)))
             for bias in (None, torch.ones(40, dtype=x.dtype), torch.ones(1, 40))
         ),
         (in_dtype(x, E5M2), TWO, in_dtype(x, E4M3).t(), None, None, x.dtype, False),
-        (in_dtype(x, INT8), torch.ones(40, 1), in_dtype(x, INT8).t(), TWO, torch.ones(40), x.dtype, True),
-        (in_dtype(x, INT8), None, in_dtype(x, INT8).t(), None, None, x.dtype, False),
+    ],
+    "_int8_matmul": lambda x: [
+        (in_dtype(x, INT8), torch.ones(40, 1), in_dtype(x, INT8).t(), TWO, torch.ones(40), x.dtype),
+        (in_dtype(x, INT8), None, in_dtype(x, INT8).t(), None, None, x.dtype),
     ],
     "_lay_out_operand": lambda x: [
         *product((x,), (BLOCKS,), (16,), (0, 1), (KEY,), (None, TWO), (None, shard())),

@@ -1,6 +1,7 @@
 """Casts by the C++ kernels; they equal :func:`lightning_lowbit.quant.quantize_operand` to the bit."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +12,15 @@ from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.quant.blocks import Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import Operand, are_regular, has_factor, is_rounded, operand_dtype, stands_alone
+from lightning_lowbit.quant.operand import (
+    Operand,
+    are_regular,
+    factor_shape,
+    has_factor,
+    is_rounded,
+    operand_dtype,
+    stands_alone,
+)
 from lightning_lowbit.quant.scales import e8m0_rule, fp32_numerator
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.transforms import rotated_shape
@@ -53,6 +62,9 @@ class Codes(ctypes.Structure):
     _fields_ = [("scales", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("coding", "scale_coding", "bits"))]
 
 
+_NO_CODES = Codes()
+
+
 class _Output(ctypes.Structure):
     """``Output`` of source/casts.cpp."""
 
@@ -76,7 +88,7 @@ class Plan(NamedTuple):
         settings, address: the structure that the kernels read.
         from_dtype, to_dtype: the kernels' numbers of the dtypes.
         cast, dim, tile: the cast, the dimension of its blocks, and its tile.
-        has_factor, factor_dim: whether there is a factor, and the dimension along which it varies; None for a 0-d one.
+        has_factor: whether there is a factor.
         draws, needs_amax: whether the cast needs a key, and the amax of the tensor.
         rotates: whether the kernels rotate the matrix, too.
     """
@@ -90,7 +102,6 @@ class Plan(NamedTuple):
     dim: int
     tile: Tile
     has_factor: bool
-    factor_dim: int | None
     draws: bool
     needs_amax: bool
     rotates: bool
@@ -149,8 +160,6 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
         factor=scale.factor,
         size=fp32_numerator(cast) if scale.format == "fp32" else 0.0,
     )
-    by_row = scale.block == "row" or scale.two_level == "row"
-    factor_dim = None if not by_row else 1 if dim in (0, -2) else 0
     address = ctypes.addressof(settings)
     return Plan(
         settings,
@@ -162,7 +171,6 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
         dim,
         tile,
         has_factor(cast),
-        factor_dim,
         cast.draws,
         scale.needs_amax,
         rotates(cast) is None,
@@ -179,11 +187,12 @@ def takes(
 ) -> bool:
     """Whether the kernels take these arguments: not empty matrices, nor those that share statistics with other
     processes, nor anything that the plain code refuses."""
-    if not are_regular(plan.draws, plan.needs_amax, key, amax, x.device):
+    is_given = plan.draws or amax is not None  # else there is nothing to check
+    if is_given and not are_regular(plan.draws, plan.needs_amax, key, amax, x.device):
         return False
     if rotation is not None and not (plan.rotates and are_signs(rotation)):
         return False
-    return x.numel() > 0 and stands_alone(plan.cast, plan.dim, amax, shard)
+    return x.numel() > 0 and (shard is None or stands_alone(plan.cast, plan.dim, amax, shard))
 
 
 def are_signs(rotation: Tensor) -> bool:
@@ -193,19 +202,26 @@ def are_signs(rotation: Tensor) -> bool:
 
 def quantize(
     x: Tensor,
-    plan: Plan,
+    spec: str,
+    dim: int,
     key: Tensor | None,
     amax: Tensor | None,
+    dtype: torch.dtype | None,
     shard: Shard | None,
     rotation: Tensor | None = None,
-) -> Operand:
-    """The operand of :func:`lightning_lowbit.quant.quantize_operand`, from arguments that the kernels take."""
-    x, (rows, columns) = x.contiguous(), x.shape if rotation is None else rotated_shape(x.shape, rotation, plan.dim)
-    values, factor = x.new_empty((rows, columns), dtype=plan.dtype), None
+) -> Operand | None:
+    """The operand of :func:`lightning_lowbit.quant.quantize_operand`; None for what the kernels do not take."""
+    plan = plan_of(spec, dim, x.dtype, dtype)
+    if plan is None or not takes(x, plan, key, amax, shard, rotation):
+        return None
+    x, factor = x.contiguous(), None
+    if rotation is None:
+        values = torch.empty_like(x, dtype=plan.dtype, memory_format=torch.contiguous_format)
+    else:
+        values = x.new_empty(rotated_shape(x.shape, rotation, dim), dtype=plan.dtype)
     if plan.has_factor:
-        shape = {None: (), 0: (rows, 1), 1: (1, columns)}[plan.factor_dim]
-        factor = x.new_empty(shape, dtype=torch.float32)
-    write(x, plan, key, amax, shard, values, factor, plan.to_dtype, Codes(), rotation)
+        factor = x.new_empty(factor_shape(values, plan.cast, dim), dtype=torch.float32)
+    write(x, plan, key, amax, shard, values, factor, plan.to_dtype, rotation=rotation)
     return Operand(values, factor)
 
 
@@ -218,7 +234,7 @@ def write(
     values: Tensor,
     factor: Tensor | None,
     to_dtype: int,
-    codes: Codes,
+    codes: Codes = _NO_CODES,
     rotation: Tensor | None = None,
 ) -> None:
     """Writes what a cast gives to ``values`` and ``factor``; ``to_dtype`` is the kernels' number of a dtype."""
@@ -242,26 +258,35 @@ def write(
     )
 
 
-def measures(x: Tensor) -> bool:
-    """Whether the kernels measure the amax of a tensor."""
-    return x.dtype in INPUTS and x.numel() > 0 and library() is not None
-
-
-def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
-    """max|x| of a float32 or bfloat16 tensor, of a rotated one a matrix: 0-d float32; not finite if an element is
-    not."""
+def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor | None:
+    """max|x| of a float32 or bfloat16 tensor, of a rotated one a matrix: 0-d float32, not finite if an element is not;
+    None for all others."""
+    dtype, kernels, count = INPUTS.get(x.dtype), library(), x.numel()
+    if dtype is None or kernels is None or count == 0 or not (rotation is None or are_signs(rotation)):
+        return None
     x, result = x.contiguous(), x.new_empty((), dtype=torch.float32)
-    shape = x.shape if x.dim() == 2 else (1, x.numel())
-    kernels, dtype, turn = library(), INPUTS[x.dtype], _turn(rotation, dim)
-    kernels.lowbit_amax(x.data_ptr(), dtype, *shape, turn, result.data_ptr(), torch.get_num_threads())  # type: ignore[union-attr]
+    shape, turn = x.shape if x.dim() == 2 else (1, count), _turn(rotation, dim)
+    kernels.lowbit_amax(x.data_ptr(), dtype, *shape, turn, result.data_ptr(), torch.get_num_threads())
     return result
 
 
-def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor:
-    """A matrix that :func:`measures` takes, as :func:`lightning_lowbit.quant.rotate` has it."""
-    x, result = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim))
-    kernels, dtype, turn = library(), INPUTS[x.dtype], _turn(rotation, dim)
-    kernels.lowbit_rotate(x.data_ptr(), dtype, *x.shape, turn, result.data_ptr(), torch.get_num_threads())  # type: ignore[union-attr]
+def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
+    """:func:`lightning_lowbit.kernels.delayed.delayed_amax` on a CPU; None where no kernel does it."""
+    if (kernels := library()) is None:
+        return None
+    result, force = torch.empty_like(own), in_force.data_ptr() + places[0] * in_force.itemsize
+    bits, record = sum(1 << place for place in places), None if staged is None else staged.data_ptr()
+    kernels.lowbit_delayed_amax(own.data_ptr(), force, record, bits, result.data_ptr())
+    return result
+
+
+def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor | None:
+    """A float32 or bfloat16 matrix as :func:`lightning_lowbit.quant.rotate` has it; None for all others."""
+    dtype, kernels = INPUTS.get(x.dtype), library()
+    if dtype is None or kernels is None or x.numel() == 0 or not are_signs(rotation):
+        return None
+    x, result, turn = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim)), _turn(rotation, dim)
+    kernels.lowbit_rotate(x.data_ptr(), dtype, *x.shape, turn, result.data_ptr(), torch.get_num_threads())
     return result
 
 

@@ -36,6 +36,7 @@ _SIGNATURES = {
     "lowbit_unpack": (_P, _L, _L, _P, _P, _P, _I, _I),
     "lowbit_amax": (_P, _I, _L, _L, _P, _P, _I),
     "lowbit_rotate": (_P, _I, _L, _L, _P, _P, _I),
+    "lowbit_delayed_amax": (_P, _P, _P, _I, _P),
     "lowbit_add_patches": (_P, _I, _P, _L, _L, _P, _I),
     "lowbit_finish": (_P, _I, _L, _L, _P, _I, _P, _I, _P, _I, _P, _I, _I),
 }

@@ -6,6 +6,7 @@ Triton's interpreter, on tensors of CPUs, as tests do.
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -231,6 +232,13 @@ def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor:
 
 def _rotated(x: Tensor, rotation: Tensor, dim: int) -> Tensor:
     return torch.empty(rotated_shape(x.shape, rotation, dim), dtype=x.dtype, device=x.device)
+
+
+def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor:
+    """:func:`lightning_lowbit.kernels.delayed.delayed_amax` on a GPU."""
+    result = torch.empty_like(own)
+    run(launches.of_delay(own, in_force[places[0]], staged, places, result))
+    return result
 
 
 def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,8 @@ from lightning_lowbit.kernels.gpu.passes import square_shards as square_shards
 from lightning_lowbit.kernels.gpu.passes import sum_partials as sum_partials
 from lightning_lowbit.kernels.gpu.passes import update_shards as update_shards
 from lightning_lowbit.kernels.gpu.passes import write_shards as write_shards
+from lightning_lowbit.kernels.gpu.products import delay as delay
+from lightning_lowbit.kernels.gpu.products import finish as finish
 from lightning_lowbit.kernels.gpu.scales import (
     block_scales,
     encode_factor,
@@ -299,45 +301,3 @@ def _cast_tile(elements, mask, row, column, stride, factor, amax, key, CAST: tl.
     index = row.to(tl.uint32) * tl.cast(stride, tl.uint32) + column.to(tl.uint32)
     result = round_elements(blocks, scales, by, zeros, tl.reshape(index, SHAPE), low, high, CAST)
     return tl.reshape(result, elements.shape)
-
-
-@triton.jit
-def finish(
-    x,
-    first,
-    second,
-    bias,
-    result,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    SPREAD: tl.constexpr,
-    TILE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes."""
-    row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
-    values = load_elements(x, row, column, row_stride, column_stride, mask)
-    if first is not None:
-        values = values * _spread(first, row, column, rows, columns, SPREAD[0])
-    if second is not None:
-        values = values * _spread(second, row, column, rows, columns, SPREAD[1])
-    if bias is not None:
-        values = values + _spread(bias, row, column, rows, columns, SPREAD[2])
-    tl.store(result + (row.to(tl.int64) * columns + column), stored(values, DTYPE, DTYPE, INTERPRETED), mask=mask)
-
-
-@triton.jit
-def _spread(tensor, row, column, rows, columns, AXES: tl.constexpr):
-    """Contiguous values that broadcast over a tile of a matrix."""
-    if AXES == "":
-        return widen(tl.load(tensor))
-    elif AXES == "rows":
-        return widen(tl.load(tensor + row, mask=row < rows, other=0.0))
-    elif AXES == "columns":
-        return widen(tl.load(tensor + column, mask=column < columns, other=0.0))
-    else:
-        at = row.to(tl.int64) * columns + column
-        return widen(tl.load(tensor + at, mask=(row < rows) & (column < columns), other=0.0))

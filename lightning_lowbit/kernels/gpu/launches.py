@@ -4,6 +4,7 @@ A program has some 32 elements per thread, in a tile that is wide along the axis
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -226,6 +227,13 @@ def of_sums(x: Tensor, sums: Tensor) -> Launch:
     """Writes sums of magnitudes, float64 ``[SUMS]``."""
     arguments = {"x": x, "amax": None, "sums": sums, **_layout(x)}
     return Launch("measure", SUMS, arguments, {"TILE": _tile(x)})
+
+
+def of_delay(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int], result: Tensor) -> Launch:
+    """Raises ``staged`` at ``places`` to ``own``, and writes the amax that scales an operand; all float32, 0-d but for
+    ``staged``, which has one for each operand."""
+    constants = {"PLACES": sum(1 << place for place in places)}
+    return Launch("delay", 1, {"x": own, "in_force": in_force, "staged": staged, "result": result}, constants, 1)
 
 
 def of_finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, result: Tensor) -> Launch:

@@ -1,0 +1,37 @@
+"""Delayed scaling: recording an operand's amax, and choosing the one that scales it, in one launch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.compilation import current_backend
+from lightning_lowbit.kernels.cpu import casts as cpu
+from lightning_lowbit.kernels.gpu import casts as gpu
+
+
+def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
+    """The amax that scales an operand with delayed scaling: the one in force, or its own while there is none.
+
+    Args:
+        own: float32, 0-d: max|x| of the operand. A new tensor is returned.
+        in_force: float32 ``[6]``, of a layer's operands; 0 where there is none.
+        staged: float32 ``[6]``, of the current step, raised in place to ``own`` where that is finite; None to record
+            nothing.
+        places: of the operand in both, then of those that reuse it, and are recorded with it.
+
+    Returns:
+        float32, 0-d; None, and nothing has happened, where no kernel does it.
+
+    Examples:
+        >>> delayed_amax(torch.tensor(3.0), torch.zeros(6), torch.zeros(6), [1, 3])
+        tensor(3.)
+    """
+    chosen = current_backend()
+    if torch.compiler.is_compiling() or any(type(each) is not Tensor for each in (own, in_force)):
+        return None
+    if own.is_cpu and chosen in ("auto", "cpp"):
+        return cpu.delayed_amax(own, in_force, staged, places)
+    if (chosen == "triton" or (chosen == "auto" and own.is_cuda)) and gpu.obstacle(own.device) is None:
+        return gpu.delayed_amax(own, in_force, staged, places)
+    return None
