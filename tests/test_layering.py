@@ -83,15 +83,7 @@ def test_imports_point_downwards():
                 assert not uses_lightning, f"{where} imports Lightning"
                 assert is_lower or same_level, f"{where} imports {target} ({LEVELS[target]})"
             in_triton = path.parent == ROOT / "kernels" / "gpu"  # imported where kernels are launched
-            is_of_kernels = in_triton and path.stem in (
-                "codes",
-                "device",
-                "kernels",
-                "passes",
-                "products",
-                "scales",
-                "tiles",
-            )
+            is_of_kernels = in_triton and path.stem in OF_TRITON
             assert top != "triton" or in_triton, f"{where} imports Triton: its kernels live in kernels/gpu"
             if top in OPTIONAL and not is_of_kernels:
                 assert not at_top, f"{where} imports the optional package {top} at its top level"
