@@ -319,7 +319,7 @@ def test_every_overlay_and_recipe_is_told_apart():
     assert {*OPTIMIZERS, *RULES} - set(RECIPES) <= set(OVERLAYS)
     others = {"fp8_scalings", "qat", "progressive", "loss_scaling", "gradient_noise", "rollback"}
     others |= {"overtrained", "overtrained_casts", "qaf_length", "hyperparameters", "quartet2_30m"}
-    others |= {"vision", "experts", "fine_tuning", "anomalies", "fp8_performance"}
+    others |= {"vision", "vision_transformer", "experts", "fine_tuning", "anomalies", "fp8_performance"}
     others |= {"control_optimizers", "control_mujoco"}
     assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, *others}
 
