@@ -19,7 +19,7 @@ from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.shard import Shard
 from tests.kernels import interpreted
 from tests.kernels.interpreted import Case
-from tests.kernels.test_delayed import DELAYED
+from tests.kernels.test_layers import DELAYED
 from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
