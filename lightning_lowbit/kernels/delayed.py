@@ -28,10 +28,15 @@ def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: S
         tensor(3.)
     """
     chosen = current_backend()
-    if torch.compiler.is_compiling() or any(type(each) is not Tensor for each in (own, in_force)):
+    tensors = (own, in_force) if staged is None else (own, in_force, staged)
+    if torch.compiler.is_compiling() or not all(map(_is_plain, tensors)):
         return None
     if own.is_cpu and chosen in ("auto", "cpp"):
         return cpu.delayed_amax(own, in_force, staged, places)
     if (chosen == "triton" or (chosen == "auto" and own.is_cuda)) and gpu.obstacle(own.device) is None:
         return gpu.delayed_amax(own, in_force, staged, places)
     return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.dtype == torch.float32 and tensor.is_contiguous()

@@ -71,14 +71,14 @@ class AmaxHistories:
                 self._rows.append(_Row(clean_name(name), layer, piece, lengths))
         size, operands = len(self._rows), len(OPERANDS)
         longest = max([1, *(length for row in self._rows for length in row.lengths)])
-        self._history = torch.zeros(size, operands, longest)  # oldest first
+        self._history = torch.zeros(size, operands, longest, dtype=torch.float32)  # oldest first
         used = torch.tensor([[_used(row, i) for i in range(operands)] for row in self._rows]).view(size, operands, 1)
         self._remembered = torch.arange(longest) >= longest - used
-        self._channels = torch.zeros(channels)
+        self._channels = torch.zeros(channels, dtype=torch.float32)
         # Staged amaxes: a tensor per layer, then a tensor of channels per layer. Views of one tensor would share its
         # version counter, and in a model compiled in pieces the next piece would invalidate a backward pass.
         sizes = [operands] * size + [row.channels.stop - row.channels.start for row in self._rows]
-        self._staged = [torch.zeros(length) for length in sizes]
+        self._staged = [torch.zeros(length, dtype=torch.float32) for length in sizes]
         self._place(torch.device("cpu"))
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class AmaxHistories:
             setattr(self, name, getattr(self, name).to(device))
         self._staged = [part.to(device) for part in self._staged]
         size = len(self._rows)
-        self._in_force = torch.zeros(size, len(OPERANDS), device=device)
+        self._in_force = torch.zeros(size, len(OPERANDS), dtype=torch.float32, device=device)
         self._choose()
         for i, row in enumerate(self._rows):
             channels = self._channels[row.channels], self._staged[size + i]

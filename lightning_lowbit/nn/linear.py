@@ -148,10 +148,11 @@ class QuantizedLayer(NativeGemms):
         ends: tuple[int, ...] | None = None,
         part: int | None = None,
     ) -> Tensor:
-        """:meth:`forward` through the casts, of shards too; with six of None it equals ``nn.Linear`` to the bit. With a
-        window, ``x`` are images, and the result has a row per position. ``keys`` are those of this call, by default a
-        new one, and ``part`` is the index of one of its products. A ``frozen`` weight is bytes. With ``ends``, where
-        groups of rows end, weights and biases are stacks."""
+        """:meth:`forward` through the casts, of shards too; with six of None it is ``nn.Linear`` to the bit, but for the
+        order of sums on CPUs without instructions for the dtype. With a window, ``x`` are images, and the result
+        has a row per position. ``keys`` are those of this call, by default a new one, and ``part`` is the index of one
+        of its products. A ``frozen`` weight is bytes. With ``ends``, where groups of rows end, weights and biases are
+        stacks."""
         casts, source, dtype, shape, device = self.casts, x, x.dtype, x.shape, x.device
         prequantized, amaxes = self.prequantized_weight, self.amaxes
         is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert

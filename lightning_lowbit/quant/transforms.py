@@ -110,13 +110,13 @@ def _fixed_signs(size: int, device: torch.device) -> Tensor:  # cached, because 
     return torch.tensor(_SIGNS, dtype=torch.float32, device=device).repeat(size // len(_SIGNS))
 
 
-@opaque(lambda key, size, device: torch.empty(size, device=device))
+@opaque(lambda key, size, device: torch.empty(size, dtype=torch.float32, device=device))
 def _signs(key: Tensor | None, size: int, device: torch.device) -> Tensor:
     """The signs as a new tensor: compiled code may reuse its memory."""
     if key is None:
         return _fixed_signs(size, device).clone()
     index = torch.arange(size, dtype=torch.int32, device=device)
-    return torch.where(uniform(index, mix_key(key.reshape(()) ^ _SALT)) < 0.5, -1.0, 1.0)
+    return torch.where(uniform(index, mix_key(key.reshape(()) ^ _SALT)) < 0.5, -1.0, 1.0).float()
 
 
 def rotated_shape(shape: torch.Size, signs: Tensor, dim: int) -> torch.Size:

@@ -129,3 +129,9 @@ def test_amaxes_of_delayed_scaling(own, in_force, staged, places):
     assert torch.equal(found.nan_to_num(9), expected.nan_to_num(9))
     assert staged is None or torch.equal(of_kernel, of_plain)
     assert torch.equal(in_force, IN_FORCE)
+
+
+def test_amaxes_that_are_not_float32_take_plain_code():
+    own, in_force, staged = (tensor.bfloat16() for tensor in (torch.tensor(2.5), IN_FORCE, STAGED))
+    with backend("cpp"):
+        assert delayed_amax(own, in_force, staged, [0]) is None

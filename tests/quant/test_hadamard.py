@@ -201,3 +201,12 @@ def test_names_tell_transforms_apart() -> None:
     every = [Hadamard(size, signs) for size, signs in itertools.product(SIZES, ("fixed", "keyed"))]
     assert len({str(transform) for transform in every}) == len(every)
     assert str(Hadamard(32, "keyed")) == "32~"
+
+
+def test_signs_are_float32_whatever_the_default_is() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        signs = Hadamard(16, signs="keyed").diagonal(torch.tensor(3), torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert signs.dtype == torch.float32

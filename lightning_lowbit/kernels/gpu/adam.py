@@ -154,7 +154,7 @@ def _tiles_of(shard: Shard, by_rows: bool) -> int:
     return -(-blocks // BLOCKS)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)  # more than there are groups of parameters and kinds: a miss waits for the device
 def _tiles(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """For each program its row of the table and the number of its tile in that: int32 [programs, 2]."""
     of_each = torch.frombuffer(array("q", counts), dtype=torch.int64)
@@ -163,7 +163,7 @@ def _tiles(counts: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.stack([rows, tiles], dim=1).to(device, torch.int32)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def _starts(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """Tiles before those of each shard, and all: int32 [P + 1]."""
     return moved(list(accumulate(counts, initial=0)), device).to(torch.int32)

@@ -6,6 +6,7 @@ Triton's interpreter, on tensors of CPUs, as tests do.
 
 import importlib.util
 import math
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
@@ -150,7 +151,7 @@ def pack(
     if cast.scale.needs_amax:
         amax = amax_of(x) if amax is None else amax.float()
     data = torch.empty(packed_bytes(x.shape[0], x.shape[1], cast, dim), dtype=torch.uint8, device=x.device)
-    factor = torch.empty((), device=x.device)
+    factor = torch.empty((), dtype=torch.float32, device=x.device)
     run(launches.of_pack(x, cast, dim, rounding_key(cast, key, x.device), amax, offset, data, factor))
     return data, factor
 
@@ -178,7 +179,7 @@ def lay_out(
     made = (
         torch.empty(codes, dtype=cast.format.dtype or torch.uint8, device=x.device),
         torch.empty(scales, dtype=cast.scale.storage.dtype, device=x.device),
-        torch.empty((), device=x.device),
+        torch.empty((), dtype=torch.float32, device=x.device),
     )
     run(launches.of_layout(x, cast, block, dim, rounding_key(cast, key, x.device), amax, offset, made))
     return made
@@ -194,12 +195,13 @@ def _empty(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> tuple[Tensor,
     shape: tuple[int, ...] = ()
     if cast.scale.block == "row" or cast.scale.two_level == "row":
         shape = (1, x.shape[1]) if dim in (0, -2) else (x.shape[0], 1)
-    return torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(shape, device=x.device)
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return values, torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
 def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
     """max|x| of a matrix, or of the rotated one: 0-d float32, 0 without elements, not finite if ``x`` is not."""
-    amax = torch.zeros((), device=x.device)
+    amax = torch.zeros((), dtype=torch.float32, device=x.device)
     run(launches.of_amax(x, amax, rotation, dim))
     return amax
 
@@ -264,7 +266,28 @@ def obstacle(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return f"tensors on {device.type!r} without CUDA"
     capability = torch.cuda.get_device_capability(device)
-    return None if capability >= (8, 0) else f"GPUs before sm_80, such as sm_{capability[0]}{capability[1]}"
+    if capability < (8, 0):
+        return f"GPUs before sm_80, such as sm_{capability[0]}{capability[1]}"
+    return _failure(device)
+
+
+@cache
+def _failure(device: torch.device) -> str | None:
+    """Why Triton cannot launch a kernel on a GPU, in words, which are a warning, too: it needs a C compiler."""
+    try:
+        run(
+            launches.of_amax(
+                torch.ones(1, 1, dtype=torch.float32, device=device),
+                torch.zeros((), dtype=torch.float32, device=device),
+            )
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of the compiler, the linker or the driver: each has its own class
+        why = f"Triton cannot build its kernels ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        warnings.warn(f"{why}. Casts and optimizers run plain code on {device}, which is slower.", stacklevel=2)
+        return why
+    return None
 
 
 @cache

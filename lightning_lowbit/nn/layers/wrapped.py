@@ -6,7 +6,7 @@ so the method is replaced, where it is held, by one that is looked up when it is
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,7 +60,8 @@ def _within(holder: Any, module: nn.Module, seen: set[int], levels: int) -> Iter
     seen.add(id(holder))
     held: list[Slot] = []
     if isinstance(holder, FunctionType):
-        held += [(cell.cell_contents, partial(setattr, cell, "cell_contents")) for cell in holder.__closure__ or ()]
+        cells = (cell for cell in holder.__closure__ or () if cell != CellType())  # an empty one has no contents
+        held += [(cell.cell_contents, partial(setattr, cell, "cell_contents")) for cell in cells]
     held += [(value, partial(setattr, holder, name)) for name, value in getattr(holder, "__dict__", {}).items()]
     for value, put in held:
         if _is_forward(value, module):

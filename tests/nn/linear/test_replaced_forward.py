@@ -69,3 +69,16 @@ def test_a_forward_that_does_not_call_that_of_the_class_stays() -> None:
     convert(model, "nvfp4")
     assert type(model[0]) is nn.Linear and type(model[1]) is not nn.Linear
     assert "its forward pass was replaced, by" in str(Reasons(model).of("0"))
+
+
+def test_a_variable_of_the_forward_pass_may_be_unset() -> None:
+    layer: Any = nn.Linear(32, 32)
+    own = layer.forward
+
+    def forward(x: Any) -> Any:
+        return unset(x) if x is None else own(x)
+
+    layer.forward = forward
+    model: Any = convert(nn.Sequential(layer), "mxfp4")
+    assert type(model[0]) is not nn.Linear
+    unset = own  # from here on it is
