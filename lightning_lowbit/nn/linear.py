@@ -148,7 +148,7 @@ class QuantizedLayer(NativeGemms):
         ends: tuple[int, ...] | None = None,
         part: int | None = None,
     ) -> Tensor:
-        """:meth:`forward` through the casts, of shards too; with six of None it is ``nn.Linear`` to the bit, but for the
+        """:meth:`forward` through the casts, of shards too; with six of None it is ``nn.Linear`` to the bit but for the
         order of sums on CPUs without instructions for the dtype. With a window, ``x`` are images, and the result
         has a row per position. ``keys`` are those of this call, by default a new one, and ``part`` is the index of one
         of its products. A ``frozen`` weight is bytes. With ``ends``, where groups of rows end, weights and biases are
