@@ -83,8 +83,9 @@ class Settings(NamedTuple):
         return self._replace(keys=keys_of_part(self.keys, self.part), part=None)
 
     def key_of(self, operand: str) -> Tensor | None:
-        """The key of an operand's random bits, int64, 0-d; None for an operand that draws none."""
-        return self.keys[INDEX[operand]] if self.keys is not None and operand in self.casts.plan.drawn else None
+        """The key of an operand's random bits, int64, 0-d. Also of one that draws none: in a compiled graph this use in
+        the forward pass keeps the call's keys from being made in the backward pass, for another call."""
+        return None if self.keys is None else self.keys[INDEX[operand]]
 
     def shard_of(self, operand: str) -> Shard | None:
         """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""

@@ -33,7 +33,6 @@ class Plan(NamedTuple):
     Attributes:
         is_empty: whether nothing is quantized.
         draws: whether random bits depend on keys.
-        drawn: the operands of which they do.
         delayed: the casts with delayed scaling, by operand.
         scaled_by_amax: the operands whose scales need the amax of the whole tensor.
         altered: the operands of GEMMs with a transform, or without means, or that are quantized again: they are not the
@@ -48,7 +47,6 @@ class Plan(NamedTuple):
 
     is_empty: bool
     draws: bool
-    drawn: frozenset[str]
     delayed: dict[str, Cast]
     scaled_by_amax: frozenset[str]
     altered: frozenset[str]
@@ -73,7 +71,6 @@ def plan_of(casts: "LinearCasts") -> Plan:
     return Plan(
         is_empty=all(getattr(casts, operand) is None for operand in OPERANDS),
         draws=keyed or len(nearest) < len(own),
-        drawn=frozenset(own.keys() - nearest),
         delayed={name: cast for name, cast in own.items() if cast.scale.source == "delayed"},
         scaled_by_amax=frozenset(name for name, cast in own.items() if cast.scale.needs_amax),
         altered=altered,
