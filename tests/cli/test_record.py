@@ -193,5 +193,5 @@ def test_a_page_of_the_results_has_the_table_of_a_record(path):
     for part in table.split("\n\n"):
         assert any(part in page.read_text() for page in pages), f"of {path.name}, no page has the rows\n{part}"
     runs = sum(map(len, read_record(path).results.values()))
-    assert path.stat().st_size < 2000 * runs, "records are small"
+    assert path.stat().st_size < 1500 * runs, "records are small"
     assert Path(path.name if read_record(path).name else "study.json").read_text() == path.read_text()
