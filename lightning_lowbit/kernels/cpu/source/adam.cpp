@@ -213,21 +213,24 @@ void update_block(const Shard &s, const Rules &rules, int64_t i, const Block &b,
 
 template <class T>
 void measure_chunk(const T *values, int64_t count, float *amax, double *squares) {
+    constexpr int kSums = 64 / kLanes;  // the order of sums does not depend on the number of lanes
     I32 largest = {};
-    F32 sums[4] = {};
+    F32 sums[kSums] = {};
     int64_t k = 0;
     auto add = [&](F32 value, F32 &sum) {
         I32 size = (I32)bits(magnitude(value));  // as integers, NaN and infinity are the largest
         largest = larger(largest, size);
         sum += value * value;
     };
-    for (; k + 4 * kLanes <= count; k += 4 * kLanes)
-        for (int part = 0; part < 4; part++) add(load(values + k + part * kLanes), sums[part]);
-    for (; k < count; k += kLanes) add(load(values + k, (int)std::min<int64_t>(kLanes, count - k)), sums[0]);
-    int32_t most = 0;
-    F32 sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    *squares = 0;
-    for (int lane = 0; lane < kLanes; lane++) most = std::max(most, largest[lane]), *squares += sum[lane];
+    for (; k + 64 <= count; k += 64)
+        for (int part = 0; part < kSums; part++) add(load(values + k + part * kLanes), sums[part]);
+    for (; k < count; k += kLanes) add(load(values + k, (int)std::min<int64_t>(kLanes, count - k)), sums[k % 16 / kLanes]);
+    int32_t most = *squares = 0;
+    for (int lane = 0; lane < kLanes; lane++) most = std::max(most, largest[lane]);
+    for (int part = 0; part < kSums / 4; part++) {
+        F32 sum = (sums[part] + sums[part + kSums / 4]) + (sums[part + kSums / 2] + sums[part + kSums / 4 * 3]);
+        for (int lane = 0; lane < kLanes; lane++) *squares += sum[lane];
+    }
     memcpy(amax, &most, sizeof most);
 }
 
@@ -237,17 +240,18 @@ void add_squares(const Shard &s, const Rules &rules, int64_t i, const Walk &walk
     Work work;
     float unit = rules.unit[i];
     uint64_t epoch = walk.every > 1 ? epoch_of(s, rules, i) : 0;
-    for (int64_t number = first; number < last; number++) {
-        Block b(s, walk, number);
+    for (; first < last; first++) {
+        Block b(s, walk, first);
         if (b.every > 1) pick(b, epoch, work.picks);
         result[1] += load_clipped(s, rules, i, b, 1, work);
-        F32 sum = {};
+        F32 sums[16 / kLanes] = {};
         for_lanes(b.count, [&](int64_t k, int lanes) {
             F32 value = load(work.gradient + k, lanes) / unit;
-            sum += value * value;
+            sums[k % 16 / kLanes] += value * value;
         });
         float total = 0;
-        for (int lane = 0; lane < kLanes; lane++) total += sum[lane];
+        for (F32 sum : sums)
+            for (int lane = 0; lane < kLanes; lane++) total += sum[lane];
         result[0] += total;
     }
 }

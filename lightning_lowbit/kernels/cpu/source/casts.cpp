@@ -40,13 +40,11 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const Plan &plan,
     const int64_t columns = strip.columns, per_entry = scales.columns_per_entry;
     uint32_t low = 0, high = 0;
     if (kStochastic) low = uint32_t(*output.key), high = uint32_t(*output.key >> 32);
-    U32 lane;
-    for (int i = 0; i < kLanes; i++) lane[i] = i;
     for (int64_t row = 0; row < strip.rows; row++) {
         const In *x = strip.x + row * strip.stride;
         const int64_t start = (strip.row + row) * strip.matrix_columns + strip.column;
         Out *values = kCodes ? nullptr : (Out *)output.values + start;
-        U32 index = lane + (uint32_t(strip.row + row) * uint32_t(output.all_columns) +
+        U32 index = (U32)kLane + (uint32_t(strip.row + row) * uint32_t(output.all_columns) +
                             uint32_t(strip.column + output.first));
         auto cast = [&](F32 value, F32 encode, F32 stored, int64_t at) __attribute__((always_inline)) {
             if (!kPerBlock && is_tensor) value = value + (value - value);  // infinities become NaN
@@ -71,13 +69,13 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const Plan &plan,
         int64_t at = 0, whole = columns / kLanes * kLanes;
         if (!kWide)
             for (; at < whole; at += kLanes) cast_whole(at, load(scales.encode + at), load(scales.stored + at));
-        else if (per_entry == kLanes)
-            for (; at < whole; at += kLanes)
-                cast_whole(at, all(scales.encode[at / kLanes]), all(scales.stored[at / kLanes]));
-        else
-            for (int64_t entry = 0; at < whole; entry++)
-                for (int64_t end = at + per_entry < whole ? at + per_entry : whole; at < end; at += kLanes)
-                    cast_whole(at, all(scales.encode[entry]), all(scales.stored[entry]));
+        if (kWide && per_entry == 16)  // unrolled
+            for (; at + 16 <= columns; at += 16)
+                for (int part = 0; part < 16; part += kLanes)
+                    cast_whole(at + part, all(scales.encode[at / 16]), all(scales.stored[at / 16]));
+        for (int64_t entry = at / per_entry; at < whole; entry++)
+            for (int64_t end = at + per_entry < whole ? at + per_entry : whole; at < end; at += kLanes)
+                cast_whole(at, all(scales.encode[entry]), all(scales.stored[entry]));
         if (int count = int(columns - at)) {
             F32 encode = kWide ? all(scales.encode[at / per_entry]) : load(scales.encode + at);
             F32 stored = kWide ? all(scales.stored[at / per_entry]) : load(scales.stored + at);

@@ -1,4 +1,4 @@
-// Floating-point numbers of 16 and 8 bits, sixteen lanes at a time.
+// Floating-point numbers of 16 and 8 bits.
 #pragma once
 
 #include "lanes.h"
@@ -28,7 +28,6 @@ constexpr int32_t kSmallestSquare = (127 - 16) << 23;
 
 inline I32 smaller(I32 left, I32 right) { return left < right ? left : right; }
 inline I32 larger(I32 left, I32 right) { return left > right ? left : right; }
-inline I32 all_integers(int32_t value) { return value - I32{}; }
 
 // What finite codes stand for. Read as a float with its exponent moved, a code is right where it is a normal number; below,
 // right is twice that less the smallest normal one, which is more above. (Arithmetic on numbers below the normal ones of

@@ -1,18 +1,26 @@
-// Sixteen numbers at a time, by the vector extensions of GCC and Clang: one instruction each with AVX-512, two with AVX2,
-// four with NEON, and plain loops elsewhere. Results are those of the scalar operations, lane by lane.
+// As many numbers at a time as a register holds, by the vector extensions of GCC and Clang: sixteen with AVX-512, eight with
+// AVX2, four with NEON and SSE. (Of vectors wider than a register GCC compares and selects one lane at a time.) Results are
+// those of the scalar operations, lane by lane, and do not depend on the number of lanes.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512BW__
+#include <utility>
+#if defined(__AVX512BW__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 // A function that Python calls.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+#if defined(__AVX512BW__)
 constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
 
 typedef float F32 __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I32 __attribute__((vector_size(4 * kLanes)));
@@ -27,6 +35,7 @@ struct BF16 {
 
 inline F32 all(float value) { return value - F32{}; }
 inline U32 all_words(uint32_t value) { return value - U32{}; }
+inline I32 all_integers(int32_t value) { return value - I32{}; }
 inline U32 bits(F32 value) { return (U32)value; }
 inline F32 from_bits(U32 value) { return (F32)value; }
 
@@ -42,10 +51,16 @@ inline T read(const void *source) {
     return value;
 }
 
-// Compilers do not find these two instructions in general code.
-#ifdef __AVX512BW__
+// Compilers do not find these instructions in general code.
+#if defined(__AVX512BW__)
 inline U32 lengthen(U16 value) { return (U32)_mm512_cvtepu16_epi32((__m256i)value); }
 inline U16 shorten(U32 value) { return (U16)_mm512_cvtepi32_epi16((__m512i)value); }
+#elif defined(__AVX2__)
+inline U32 lengthen(U16 value) { return (U32)_mm256_cvtepu16_epi32((__m128i)value); }
+inline U16 shorten(U32 value) {
+    __m256i whole = (__m256i)(value & 0xffffu);
+    return (U16)_mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+}
 #else
 inline U32 lengthen(U16 value) { return __builtin_convertvector(value, U32); }
 inline U16 shorten(U32 value) { return __builtin_convertvector(value, U16); }
@@ -70,6 +85,23 @@ inline void store(float *target, F32 value) { memcpy(target, &value, sizeof valu
 inline void store(BF16 *target, F32 value) {
     U16 narrowed = narrow(value);
     memcpy(target, &narrowed, sizeof narrowed);
+}
+
+// Vectors made of a function of the lane, and a vector whose lane i is lane pick(i) of `a` followed by `b`.
+template <class Vector, class Function, size_t... kAt>
+constexpr Vector make_lanes(Function function, std::index_sequence<kAt...>) {
+    return Vector{function(int(kAt))...};
+}
+using Lanes = std::make_index_sequence<kLanes>;
+constexpr I32 kLane = make_lanes<I32>([](int lane) { return lane; }, Lanes());
+
+template <int kFirst, int kStep, class Vector, size_t... kAt>
+inline Vector every(Vector a, Vector b, std::index_sequence<kAt...>) {
+    return __builtin_shufflevector(a, b, (kFirst + kStep * int(kAt))...);
+}
+template <int kApart, size_t... kAt>
+inline F32 swap_lanes(F32 value, std::index_sequence<kAt...>) {
+    return __builtin_shufflevector(value, value, (int(kAt) ^ kApart)...);
 }
 
 // The first `count` lanes of memory, the others zero; and back.

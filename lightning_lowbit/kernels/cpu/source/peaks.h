@@ -10,28 +10,21 @@ namespace {
 constexpr int64_t kPanel = 512;  // columns that fit a cache, eight rows of them
 
 // Neighbors compared: lane i has the larger of lanes 2i and 2i + 1 of `a` followed by `b`.
-inline I32 larger_of_pairs(I32 a, I32 b) {
-    return larger(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-                  __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
-}
-
-// Lane i has the largest lane of vector i.
-inline I32 largest_lanes(const I32 *vectors) {
-    I32 pairs[8], fours[4];
-    for (int i = 0; i < 8; i++) pairs[i] = larger_of_pairs(vectors[2 * i], vectors[2 * i + 1]);
-    for (int i = 0; i < 4; i++) fours[i] = larger_of_pairs(pairs[2 * i], pairs[2 * i + 1]);
-    return larger_of_pairs(larger_of_pairs(fours[0], fours[1]), larger_of_pairs(fours[2], fours[3]));
-}
-
+inline I32 larger_of_pairs(I32 a, I32 b) { return larger(every<0, 2>(a, b, Lanes()), every<1, 2>(a, b, Lanes())); }
 inline U16x2 larger_of_pairs(U16x2 a, U16x2 b) {
-    U16x2 even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38,
-                                         40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62);
-    U16x2 odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39,
-                                        41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63);
+    using Halves = std::make_index_sequence<2 * kLanes>;
+    U16x2 even = every<0, 2>(a, b, Halves()), odd = every<1, 2>(a, b, Halves());
     return even > odd ? even : odd;
 }
 
-// The same for 16 neighboring blocks of 2 * kVectors bfloat16 numbers each, whose upper bits are enough.
+// Lane i has the largest lane of vector i, of as many as there are lanes.
+inline I32 largest_lanes(I32 *vectors) {
+    for (int count = kLanes / 2; count > 0; count /= 2)
+        for (int i = 0; i < count; i++) vectors[i] = larger_of_pairs(vectors[2 * i], vectors[2 * i + 1]);
+    return vectors[0];
+}
+
+// The same for neighboring blocks of 2 * kVectors bfloat16 numbers each, whose upper bits are enough.
 template <int kVectors>
 inline I32 largest_of_blocks(const BF16 *x) {
     U16x2 vectors[kVectors];
@@ -105,10 +98,10 @@ float mean_of(const In *x, int64_t rows, int64_t columns, int threads) {
     std::vector<double> sums(rows);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
     for (int64_t row = 0; row < rows; row++) {
-        double sum[kLanes] = {};
+        double sum[16] = {};
         for (int64_t at = 0; at < columns; at += kLanes) {
             F32 value = magnitude(load(x + row * columns + at, int(columns - at < kLanes ? columns - at : kLanes)));
-            for (int lane = 0; lane < kLanes; lane++) sum[lane] += value[lane];
+            for (int lane = 0; lane < kLanes; lane++) sum[at % 16 + lane] += value[lane];
         }
         for (double part : sum) sums[row] += part;
     }

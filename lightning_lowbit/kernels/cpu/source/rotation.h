@@ -38,16 +38,12 @@ __attribute__((always_inline)) inline void add_vectors(F32 *v) {
 }
 
 // The same of the lanes of a vector: each lane, negated in the second half of a pair, is added to its partner.
+template <int kApart = 1>
 inline F32 add_lanes(F32 v) {
-    constexpr uint32_t m = 0x80000000u;
-    const U32 one = {0, m, 0, m, 0, m, 0, m, 0, m, 0, m, 0, m, 0, m};
-    const U32 two = {0, 0, m, m, 0, 0, m, m, 0, 0, m, m, 0, 0, m, m};
-    const U32 four = {0, 0, 0, 0, m, m, m, m, 0, 0, 0, 0, m, m, m, m};
-    const U32 eight = {0, 0, 0, 0, 0, 0, 0, 0, m, m, m, m, m, m, m, m};
-    v = __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14) + from_bits(bits(v) ^ one);
-    v = __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13) + from_bits(bits(v) ^ two);
-    v = __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11) + from_bits(bits(v) ^ four);
-    return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7) + from_bits(bits(v) ^ eight);
+    constexpr U32 negated = make_lanes<U32>([](int lane) { return lane & kApart ? 0x80000000u : 0u; }, Lanes());
+    v = swap_lanes<kApart>(v, Lanes()) + from_bits(bits(v) ^ negated);
+    if constexpr (2 * kApart < kLanes) return add_lanes<2 * kApart>(v);
+    return v;
 }
 
 // A matrix [rows, columns] that is read rotated, zero-padded to whole groups; `given_rows` and `given_columns` are those in

@@ -1,5 +1,5 @@
 // Rounding to the grid of a format, and the scales of blocks: the arithmetic of quant/rounding.py and quant/scaling.py,
-// operation by operation, sixteen values at a time.
+// operation by operation.
 #pragma once
 
 #include <cfloat>
@@ -42,9 +42,8 @@ inline F32 select_nan(F32 finite_where, F32 value) {
 
 // Bits of the power of two below each magnitude, not below that of the smallest binade.
 inline U32 binade(F32 value, const Grid &grid) {
-    U32 exponent = bits(value) & 0x7f800000u;
-    uint32_t least = uint32_t(grid.min_exponent + 127) << 23;
-    return exponent > least ? exponent : all_words(least);
+    I32 exponent = (I32)bits(value) & 0x7f800000, least = all_integers((grid.min_exponent + 127) << 23);
+    return (U32)(exponent > least ? exponent : least);
 }
 
 // A sum with 1.5 * 2^23 steps keeps no digit below a step.

@@ -41,8 +41,7 @@ struct Draws {
     int32_t all_columns, first;
 
     U32 at(int64_t row, int64_t column, int64_t step) const {
-        U32 index;
-        for (int lane = 0; lane < kLanes; lane++) index[lane] = uint32_t(lane * step);
+        U32 index = (U32)kLane * uint32_t(step);
         return random_bits(index + (uint32_t(row) * uint32_t(all_columns) + uint32_t(column + first)), low, high);
     }
 };

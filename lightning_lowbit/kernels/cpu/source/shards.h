@@ -65,7 +65,7 @@ struct Walk {
     int64_t blocks_in_chunk() const { return kChunk / block; }
 };
 
-// Calls body(first, lanes) for sixteen elements at a time.
+// Calls body(first, lanes) for a vector of elements at a time.
 template <class Body>
 __attribute__((always_inline)) inline void for_lanes(int64_t count, Body body) {
     int64_t k = 0;
@@ -104,8 +104,6 @@ uint64_t mix(uint64_t key) {  // as mix_key in quant/rounding.py
     key = (key ^ (key >> 27)) * 0x94D049BB133111EBu;
     return key ^ (key >> 31);
 }
-
-constexpr I32 kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 U32 random_from(uint32_t index, uint64_t key) {
     return random_bits((U32)kLane + index, (uint32_t)key, (uint32_t)(key >> 32));
