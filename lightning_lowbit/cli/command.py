@@ -5,7 +5,7 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 
 from lightning_lowbit.checks import nearest
@@ -82,6 +82,9 @@ def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"lightning_lowbit {metadata.version('lightning_lowbit')}")
+        return 0
     name, *rest = arguments
     if name in TRAINER_COMMANDS:
         asked = next((i for i, argument in enumerate(rest) if argument in ("-h", "--help")), None)

@@ -12,7 +12,7 @@ NOTHING = 3  # the kind of a gradient that is not there
 DENSE, FP8, SPARSE = range(3)
 
 
-class Shard(NamedTuple):
+class ParameterShard(NamedTuple):
     """The fields of ``struct Shard`` in C++, which says what they mean; an address of 0 stands for nothing."""
 
     weights: int

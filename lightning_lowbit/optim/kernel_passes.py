@@ -14,12 +14,12 @@ from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.kernels.cpu import adam as cpu
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import adam as gpu
-from lightning_lowbit.kernels.shards import DENSE, FP8, KINDS, NOTHING, SPARSE, Rules, Shard, moved
+from lightning_lowbit.kernels.shards import DENSE, FP8, KINDS, NOTHING, SPARSE, ParameterShard, Rules, moved
 from lightning_lowbit.optim.batch import Batch, Member, Step
 from lightning_lowbit.optim.moments import NAMES, DenseMoments, FP8Moments, SparseMoments
 from lightning_lowbit.optim.passes import ElementClip, Passes, Update
 
-# The tensors of a member that `Shard` has by the same names.
+# The tensors of a member that `ParameterShard` has by the same names.
 _KEPT = (*FP8Moments.names, "master")
 
 
@@ -33,7 +33,7 @@ class KernelPasses(Passes):
         self._shards = self._shards_of(self._fields)
 
     @abstractmethod
-    def _shards_of(self, fields: Sequence[Shard]) -> cpu.Shards | gpu.Shards:
+    def _shards_of(self, fields: Sequence[ParameterShard]) -> cpu.Shards | gpu.Shards:
         """The shards with these fields, for the kernels."""
 
     def measure(self) -> Tensor:
@@ -73,7 +73,7 @@ class CppPasses(KernelPasses):
         super().__init__(batch)
         self._scalars = cpu.Scalars({name: [member.state[name] for member in batch.members] for name in batch.names})
 
-    def _shards_of(self, fields: Sequence[Shard]) -> cpu.Shards:
+    def _shards_of(self, fields: Sequence[ParameterShard]) -> cpu.Shards:
         return cpu.Shards(fields)
 
     def load_scalars(self) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ class CppPasses(KernelPasses):
 class TritonPasses(KernelPasses):
     """The passes in Triton, with fp32 statistics and moments of all elements."""
 
-    def _shards_of(self, fields: Sequence[Shard]) -> gpu.Shards:
+    def _shards_of(self, fields: Sequence[ParameterShard]) -> gpu.Shards:
         return gpu.Shards(fields, self.batch.device)
 
 
@@ -173,7 +173,7 @@ def _of_step(step: Step) -> dict[str, Tensor]:
     return {"taken": step.taken, "steps": steps, "since_reset": step.scalars.get("steps_since_reset", steps)}
 
 
-def _fields(member: Member, gradient: Tensor | None) -> Shard:
+def _fields(member: Member, gradient: Tensor | None) -> ParameterShard:
     shard, moments, kept = member.shard, member.moments, member.kept
     kind, every, first, stride = DENSE, 1, 0, 0
     row = columns = size = shard.numel()
@@ -187,7 +187,7 @@ def _fields(member: Member, gradient: Tensor | None) -> Shard:
             above = above * length + offset
         first = above * stride + offsets[-1]
     addresses = {name: kept[name].data_ptr() if name in kept else 0 for name in _KEPT}
-    return Shard(
+    return ParameterShard(
         weights=shard.data_ptr(),
         gradient=0 if gradient is None else gradient.data_ptr(),
         **addresses,

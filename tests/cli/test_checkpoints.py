@@ -83,7 +83,10 @@ def test_a_path_is_looked_at_too_unless_it_is_in_the_format_of_others():
     ):
         Path("mine.ckpt").touch()
         resolve("mine.ckpt", TRAINER, trains=True)
-    Path("mine.ckpt").write_bytes(b"of a plugin")
+    Path("mine.ckpt").write_text("a text")
+    with pytest.raises(ValueError, match="mine.ckpt is a text, and no checkpoint. Give the path of one"):
+        resolve("mine.ckpt", TRAINER, trains=True)
+    Path("mine.ckpt").write_bytes(b"of a plugin\0")
     for path in ("mine.ckpt", "registry:name", "best", "hpc", None):
         assert resolve(path, TRAINER, trains=True) == path
 

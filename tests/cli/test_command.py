@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lowbit import cli
+from lightning_lowbit import __version__, cli
 from lightning_lowbit.cli.command import TRAINER_COMMANDS
 from lightning_lowbit.cli.configs import kind, recipes
 from lightning_lowbit.cli.run import LowBitCLI, check
@@ -40,6 +40,11 @@ def test_cp(capsys):
     assert cli.main(["cp", "bf16", "."]) == 2
     assert "bf16.yaml exists already" in capsys.readouterr().err
     assert Path("bf16.yaml").read_text() == "mine"
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lightning_lowbit {__version__}\n"
 
 
 @pytest.mark.parametrize(

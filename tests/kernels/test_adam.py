@@ -8,17 +8,17 @@ from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.adam import CHUNK, Shards
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.shards import DENSE, KINDS, NOTHING, Rules, Shard
+from lightning_lowbit.kernels.shards import DENSE, KINDS, NOTHING, ParameterShard, Rules
 from tests.tables import each
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built here")
 
 
-def shard(gradient: Tensor | None, weights: Tensor) -> Shard:
+def shard(gradient: Tensor | None, weights: Tensor) -> ParameterShard:
     kinds = (KINDS[weights.dtype], NOTHING if gradient is None else KINDS[gradient.dtype])
     addresses = (weights.data_ptr(), 0 if gradient is None else gradient.data_ptr())
     size = weights.numel()
-    return Shard(*addresses, 0, 0, 0, 0, 0, *kinds, DENSE, size, size, size, 1, 0, 0, 0)
+    return ParameterShard(*addresses, 0, 0, 0, 0, 0, *kinds, DENSE, size, size, size, 1, 0, 0, 0)
 
 
 def converted(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -65,6 +65,10 @@ def read_record(path: Path) -> Record:
     """Reads what :meth:`Record.write` wrote; a ``ValueError`` says what is wrong with the file."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"--from {path}: there is no such file. `lowbit compare` writes one for each study."
+        ) from error
     except ValueError:  # also bytes that are no text
         given = None
     if not isinstance(given, dict) or not {"version", "baseline", "runs"} <= given.keys():

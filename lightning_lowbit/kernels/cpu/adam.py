@@ -1,6 +1,7 @@
 """The passes of an optimizer's step over all elements, in C++: `source/adam.cpp`, called through ctypes.
 
-A `Shard` is one parameter of a batch, as addresses and sizes; an array of them is one row of numbers after another.
+A `ParameterShard` is one parameter of a batch, as addresses and sizes. They are passed as one row of numbers after
+another.
 """
 
 import ctypes
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.shards import Rules, Shard
+from lightning_lowbit.kernels.shards import ParameterShard, Rules
 
 _RULES = {None: 0, "ada_clip": 1, "spike_clip": 2}
 
@@ -38,7 +39,7 @@ class _Rules(ctypes.Structure):
 class Shards:
     """The shards of a batch, for the functions of the library."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[ParameterShard]) -> None:
         self._fields = array("q", [field for shard in shards for field in shard])
         self._count, self._chunks = len(shards), sum(-(-shard.size // CHUNK) for shard in shards)
         self._measured = self._new_measured()

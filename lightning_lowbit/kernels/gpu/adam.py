@@ -14,13 +14,13 @@ from lightning_lowbit.kernels.gpu.casts import obstacle as obstacle
 from lightning_lowbit.kernels.gpu.casts import run
 from lightning_lowbit.kernels.gpu.constants import grid_of
 from lightning_lowbit.kernels.gpu.launches import Launch
-from lightning_lowbit.kernels.shards import FP8, KINDS, NOTHING, Rules, Shard, moved
+from lightning_lowbit.kernels.shards import FP8, KINDS, NOTHING, ParameterShard, Rules, moved
 from lightning_lowbit.quant.rounding import mix_key
 
 BLOCK, BLOCKS = 128, 8  # elements of a block, and blocks of a program
 STEP = 1024  # partial sums that are added at a time
 
-_AT = Shard(*range(len(Shard._fields)))
+_AT = ParameterShard(*range(len(ParameterShard._fields)))
 _ADDRESSES = slice(_AT.weights, _AT.master + 1)
 _DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in KINDS.items()}
 _FORMATS = {"MEAN": grid_of(ELEMENT_FORMATS["e4m3"]), "SQUARE": grid_of(ELEMENT_FORMATS["e5m2"])}
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     is_aligned: bool  # loads of 16 bytes
 
     @classmethod
-    def of(cls, shard: Shard) -> "Kind":
+    def of(cls, shard: ParameterShard) -> "Kind":
         is_aligned = all(number % 16 == 0 for number in (*tuple(shard)[_ADDRESSES], shard.row))
         has_square, has_master = shard.mean_square != 0, shard.master != 0
         return cls(shard.weights_kind, shard.gradient_kind, shard.moments, has_square, has_master, is_aligned)
@@ -54,9 +54,11 @@ class Shards:
     Elements are in fp32, bf16 or fp16, and moments of all of them in fp32 or FP8.
     """
 
-    def __init__(self, shards: Sequence[Shard], device: torch.device) -> None:
+    def __init__(self, shards: Sequence[ParameterShard], device: torch.device) -> None:
         self._shards, self._device = shards, device
-        self._table = moved([field for shard in shards for field in shard], device).view(-1, len(Shard._fields))
+        self._table = moved([field for shard in shards for field in shard], device).view(
+            -1, len(ParameterShard._fields)
+        )
         self._kinds = [Kind.of(shard) for shard in shards]
 
     def measure(self) -> Tensor:
@@ -147,7 +149,7 @@ def _rows(numbers: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.stack([numbers[name].to(torch.float32) for name in names if name in numbers])
 
 
-def _tiles_of(shard: Shard, by_rows: bool) -> int:
+def _tiles_of(shard: ParameterShard, by_rows: bool) -> int:
     if not shard.size:
         return 0
     blocks = shard.size // shard.row * -(-shard.row // BLOCK) if by_rows else -(-shard.size // BLOCK)

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader
 from transformers.distributed import DistributedConfig
 
-from lightning_lowbit import convert
+from lightning_lowbit import LowBitPrecision, StableSPAM, convert
 from lightning_lowbit.nn import AmaxHistories, LayerKeys
 from tests.launch import take_part
+from tests.lightning_imports import LightningModule, ModelParallelStrategy, quiet_trainer
 from tests.nn.experts.models import TOKENS, tiny
 from tests.nn.experts.ranks_experts import RANKS, whole
 from tests.nn.experts.stacks import ENDS, EXPERTS, converted, identical, inputs, run_stack
@@ -69,6 +71,59 @@ def train(
     return {"losses": found, "weights": [whole(p) for p in model.parameters()]}
 
 
+class Network(LightningModule):
+    """An OLMoE that ``transformers`` spreads when the strategy has its processes."""
+
+    def __init__(self, plan: dict[str, Any] | None) -> None:
+        super().__init__()
+        self.model, self.plan, self.losses = tiny("olmoe", eos_token_id=None), plan, []
+
+    def configure_model(self) -> None:
+        if self.plan is not None:
+            self.model, self.plan = spread(self.model, self.plan), None
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = self.model(input_ids=batch, use_cache=False).logits.square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return StableSPAM(self.parameters(), lr=1e-3)
+
+
+def fit(plan: dict[str, Any] | None, casts: str, steps: int, from_: str | None = None, to: str = "") -> dict[str, Any]:
+    """Losses and weights of a run with a Trainer, which begins at the checkpoint ``from_`` and saves one at ``to``."""
+    network, has_own = Network(plan), plan is not None and "fsdp_size" in plan
+    kwargs: dict[str, Any] = {"devices": 1}
+    if plan is not None:
+        strategy = ModelParallelStrategy(*((RANKS, 1) if has_own else (1, RANKS)))
+        kwargs = {"devices": RANKS, "strategy": strategy, "use_distributed_sampler": False}
+    own = TOKENS[dist.get_rank() :][:1] if has_own else TOKENS
+    plugin = LowBitPrecision(casts, only=ONLY, compute_dtype="fp32")
+    trainer = quiet_trainer(plugin, max_steps=steps, max_epochs=-1, gradient_clip_val=0.5, **kwargs)
+    trainer.fit(network, DataLoader(own, batch_size=len(own)), ckpt_path=from_)  # type: ignore[arg-type]
+    if to:
+        trainer.save_checkpoint(to)
+    found = torch.stack(network.losses)
+    if has_own:
+        dist.all_reduce(found)
+        found /= RANKS
+    return {"losses": found, "weights": [whole(p) for p in network.parameters()]}
+
+
+def fits() -> dict[str, Any]:
+    """Runs of one process and of two with a Trainer, and a resumed one. Ranks with batches of their own draw other bits
+    than one process: there, the casts draw none."""
+    one = {casts: fit(None, casts, STEPS) for casts in ("nvfp4", "mxfp8")}
+    fit(OWN_BATCHES, "nvfp4", 1, to="one.ckpt")
+    uninterrupted, resumed = fit(OWN_BATCHES, "nvfp4", STEPS), fit(OWN_BATCHES, "nvfp4", STEPS, from_="one.ckpt")
+    return {
+        "one batch": (one["nvfp4"], fit(ONE_BATCH, "nvfp4", STEPS)),
+        "batches of their own": (one["mxfp8"], fit(OWN_BATCHES, "mxfp8", STEPS)),
+        "resumed": ({**uninterrupted, "losses": uninterrupted["losses"][1:]}, resumed),
+    }
+
+
 def refusal() -> str:
     """What experts say whose matrices are cut."""
     model = convert(spread(tiny("olmoe", eos_token_id=None), {"tp_size": RANKS}), "nvfp4", only=ONLY)
@@ -101,7 +156,7 @@ def work() -> dict[str, Any]:
     runs = {}
     for name, kwargs in RUNS.items():
         runs[name] = train(**{**kwargs, "plan": None}), train(**kwargs)
-    return {"runs": runs, "refusal": refusal()}
+    return {"runs": runs, "fits": fits(), "refusal": refusal()}
 
 
 if __name__ == "__main__":

@@ -225,11 +225,11 @@ void measure_chunk(const T *values, int64_t count, float *amax, double *squares)
     for (; k + 64 <= count; k += 64)
         for (int part = 0; part < kSums; part++) add(load(values + k + part * kLanes), sums[part]);
     for (; k < count; k += kLanes) add(load(values + k, (int)std::min<int64_t>(kLanes, count - k)), sums[k % 16 / kLanes]);
-    int32_t most = *squares = 0;
-    for (int lane = 0; lane < kLanes; lane++) most = std::max(most, largest[lane]);
+    int32_t most = 0;
+    *squares = 0;
     for (int part = 0; part < kSums / 4; part++) {
         F32 sum = (sums[part] + sums[part + kSums / 4]) + (sums[part + kSums / 2] + sums[part + kSums / 4 * 3]);
-        for (int lane = 0; lane < kLanes; lane++) *squares += sum[lane];
+        for (int lane = 0; lane < kLanes; lane++) most = std::max(most, largest[lane]), *squares += sum[lane];
     }
     memcpy(amax, &most, sizeof most);
 }
@@ -240,8 +240,8 @@ void add_squares(const Shard &s, const Rules &rules, int64_t i, const Walk &walk
     Work work;
     float unit = rules.unit[i];
     uint64_t epoch = walk.every > 1 ? epoch_of(s, rules, i) : 0;
-    for (; first < last; first++) {
-        Block b(s, walk, first);
+    for (int64_t number = first; number < last; number++) {
+        Block b(s, walk, number);
         if (b.every > 1) pick(b, epoch, work.picks);
         result[1] += load_clipped(s, rules, i, b, 1, work);
         F32 sums[16 / kLanes] = {};
