@@ -14,6 +14,7 @@ from lightning_lowbit.callbacks.recovery.whole_checkpoints import (
     first_whole,
 )
 from lightning_lowbit.cli.configs import as_list
+from lightning_lowbit.precision.checkpoints.files import is_text
 
 _SUFFIX = ".ckpt"
 
@@ -38,17 +39,11 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
     if not Path(str(path)).exists():
         raise FileNotFoundError(f"The checkpoint {path!r} does not exist. Give another path, or leave out --ckpt_path.")
     wrong = damage(Path(str(path)))
-    if wrong == FOREIGN and _is_text(Path(str(path))):
+    if wrong == FOREIGN and is_text(Path(str(path))):
         raise ValueError(f"{path} is a text, and no checkpoint. Give the path of one, or leave out --ckpt_path.")
     if wrong not in (None, FOREIGN):  # other plugins may write other files
         raise ValueError(f"The checkpoint {path} is damaged: it {wrong}. Give another one, or --ckpt_path last-good.")
     return path
-
-
-def _is_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        beginning = file.read(4096)
-    return b"\0" not in beginning and beginning.decode("utf-8", "ignore").encode() == beginning
 
 
 def find_checkpoints(*folders: Path) -> list[Path]:

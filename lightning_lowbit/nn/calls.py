@@ -72,7 +72,7 @@ def keys_of_call(layer: Any) -> Tensor | None:
 
 def number_calls(layer: Any, keys: Tensor, calls: Calls) -> None:
     """Gives a layer its keys, and has its calls counted."""
-    layer.keys, layer.calls = keys, calls
+    layer.keys, layer.calls, layer.is_left = keys, calls, False
     _LAYERS[keys.data_ptr()] = layer
 
 

@@ -4,6 +4,7 @@
 parameters, their names and all references to the module stay valid.
 """
 
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ class QuantizedLayer(NativeGemms):
         full_casts: the casts outside any phase.
         keys: int64 ``[6]``, the keys of stochastic rounding, in the order of ``OPERANDS``; None until set.
         calls: numbers the calls within a micro-batch, which have their own keys; None: all calls have ``keys``.
+        is_left: whether the plugin that renews keys and amaxes is gone: it would be a mistake to train.
         amaxes: kept between steps; None until set.
         exact: computes float32 GEMMs over exact operands.
         backend: ``"auto"`` (native GEMMs where device and casts allow), ``"native"`` or ``"emulated"``.
@@ -57,6 +59,7 @@ class QuantizedLayer(NativeGemms):
     full_casts: LinearCasts = LinearCasts()
     keys: Tensor | None = None
     calls: Calls | None = None
+    is_left: bool = False
     amaxes: LayerAmaxes | None = None
     exact: bool = False
     backend: str = "auto"
@@ -173,6 +176,8 @@ class QuantizedLayer(NativeGemms):
                 "Delayed scaling needs histories: they are set by the precision plugin, or by "
                 "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
             )
+        if self.training and self.is_left and torch.is_grad_enabled():
+            _say_that_plugin_is_gone(casts)
         gathered, rescale = window, None
         with no_autocast(device.type):
             if window is None:
@@ -285,3 +290,15 @@ def __getattr__(name: str) -> Any:
 
         return quantized_class(Conv1D)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _say_that_plugin_is_gone(casts: LinearCasts) -> None:
+    """Refuses delayed scaling, whose amaxes would stay those of the last step; warns of all else."""
+    told = (
+        "This training goes on in low precision without the precision plugin that converted the model: random bits "
+        "stay those of its last step, and checkpoints do not tell the casts. Give the Trainer a plugin, or end "
+        "quantization: lightning_lowbit.convert(model, 'bf16')."
+    )
+    if casts.plan.delayed:
+        raise ValueError(f"{told} With delayed scaling, amaxes would stay those of the last step, too.")
+    warnings.warn(told, stacklevel=2)

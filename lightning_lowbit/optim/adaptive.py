@@ -8,6 +8,7 @@ optimizer.
 Source: the Stable-SPAM thesis, section 4.2 and table 4.5 (Lion and Adam-mini with AdaGN and AdaClip).
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -96,6 +97,9 @@ class Adaptive(GuardedOptimizer):
                 f"torch.optim.AdamW(parameters), or takes parameters and base=torch.optim.AdamW; got "
                 f"{type(wrapped).__name__}.{has_own}"
             )
+        closure = inspect.signature(type(wrapped).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(f"Adaptive steps without a closure, which {type(wrapped).__name__} needs: use it alone.")
         options = {
             "element_clip": element_clip,
             "norm_clip": norm_clip,

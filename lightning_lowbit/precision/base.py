@@ -28,7 +28,7 @@ from lightning_lowbit.distributed import clip_gradients_, connect, is_flat, is_s
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, plan, plan_by_name
+from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, overriding, plan, plan_by_name
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.nn.gemm import SLOW_ON_CPU
 from lightning_lowbit.nn.saving import check_save
@@ -112,7 +112,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         self.scaler: GradScaler | None = scaler_for(compute_dtype, scaler)  # type: ignore[assignment]  # of any class
         self._scaling = None if self.scaler is None else LossScaling(self.scaler)
         self.casts = LinearCasts.of(casts)
-        self.overrides = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
+        self.overrides = overriding(overrides)
         self.skip, self.only = _as_list(skip), None if only is None else _as_list(only)
         self.shared_amax = _as_list(shared_amax)
         self.seed = global_seed() if seed is None else integer("seed", seed)
@@ -342,7 +342,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
     def teardown(self) -> None:
         """Logs how many steps were skipped, and restores FSDP's own gathering of weights."""
         super().teardown()
-        self._release_shared()
+        self._release()
         if self._gathers is not None:  # later passes without the plugin may use another dtype
             self._gathers.release()
             self._gathers = None

@@ -271,7 +271,10 @@ class ConvertedLayers:
         if self.histories is not None:
             self.histories.advance_(partial(all_reduce_world_, op=dist.ReduceOp.MAX))
 
-    def _release_shared(self) -> None:
+    def _release(self) -> None:
+        """Leaves the layers as they are, until the model is converted again."""
+        for layer in self._layers.values():
+            layer.is_left = True
         if self._shared is not None:
             self._shared.release()
             self._shared = None

@@ -294,6 +294,11 @@ def test_what_it_cannot_wrap_is_refused(wrong: Callable[[Parameter], Any], got: 
         Adaptive(wrong(Parameter(torch.ones(2, 2))))
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(ValueError, match="Adaptive steps without a closure, which LBFGS needs: use it alone"):
+        Adaptive(torch.optim.LBFGS([Parameter(torch.ones(2, 2))]))
+
+
 def test_a_base_beside_an_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="Adaptive got SGD and a base that makes another: leave one of them out"):
         Adaptive(torch.optim.SGD([Parameter(torch.ones(2, 2))]), base=torch.optim.AdamW)

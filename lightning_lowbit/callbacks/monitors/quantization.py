@@ -101,7 +101,8 @@ class QuantizationMonitor(Monitor):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        layers = converted_layers(pl_module)
+        if not (layers := converted_layers(pl_module)):
+            self._needs_plugin(trainer)
         is_flat = has_flat_weights(trainer)
         if is_flat and self.weights:
             raise MisconfigurationException(

@@ -41,6 +41,10 @@ class Throughput(LowBitCallback):
         count: Callable[[Any], int] | None = None,
         peak_flops: Mapping[str, float] | None = None,
     ) -> None:
+        if not isinstance(unit, str):
+            raise ValueError(f"unit names what batches hold, such as 'tokens'; got {unit!r}.")
+        if count is not None and not callable(count):
+            raise ValueError(f"count takes a batch and gives a number; got {count!r}.")
         self.unit = unit
         self.count = extract_batch_size if count is None else count
         self.peak_flops = peak_flops

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from lightning_lowbit._lightning import LightningModule, Trainer
+from lightning_lowbit._lightning import LightningModule, Trainer, say_once
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow, AtPlateau, Below, Plateau
 from lightning_lowbit.callbacks.switches.step_triggers import AtFraction, AtStep, AtTokens, Trigger
@@ -60,7 +60,13 @@ class Switch(LowBitCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._conflicting = [each for each in callbacks if isinstance(each, Switch) and each.changes == self.changes]
-        self._resolve(trainer, pl_module)
+        due, total = self._resolve(trainer, pl_module), trainer.estimated_stepping_batches
+        # Manual optimization may take more steps than there are batches.
+        if self._trigger.is_known and pl_module.automatic_optimization and due >= total:
+            say_once(
+                f"{type(self).__name__}({self._trigger.why()}) is due at step {due:g} and will not act: this run "
+                f"ends at step {total:g}."
+            )
         self._looked, self._acted, self._done = None, None, False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -33,6 +33,8 @@ class Plateau:
     mode: str = "min"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.monitor, str) or not self.monitor:
+            raise ValueError(f"monitor is the name of a metric that validation logs; got {self.monitor!r}.")
         choose("mode of a plateau", self.mode, ("min", "max"))
         integer("patience", self.patience, 1, "a number of validations")
         number("min_delta", self.min_delta, "what an improvement exceeds", at_least=0)

@@ -132,6 +132,13 @@ def _prepare(model: nn.Module) -> None:
                 module.use_nested_tensor = False
 
 
+def overriding(overrides: Mapping[str, CastsLike] | None) -> dict[str, LinearCasts]:
+    """Casts by name pattern; a ``ValueError`` for what is no mapping."""
+    if not isinstance(overrides, Mapping | None):
+        raise ValueError(f"overrides maps name patterns to casts, such as {{'lm_head': 'mxfp8'}}; got {overrides!r}.")
+    return {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
+
+
 def plan(
     model: nn.Module,
     casts: CastsLike,
@@ -145,7 +152,7 @@ def plan(
     if not isinstance(model, nn.Module):
         raise ValueError(f"A model is an instance of nn.Module; got {model!r}.")
     default = LinearCasts.of(casts)
-    others = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
+    others = overriding(overrides)
     layers = list(convertible(model))
     if not layers:
         raise ValueError(
@@ -154,13 +161,13 @@ def plan(
             "Layers that are created in configure_model must exist when the Trainer sets up the strategy."
         )
     products = {} if attention is None else attending(model)
+    of_attention = default if attention is None else casts_of_attention(attention)
     if attention is not None and not products:
         raise ValueError(
-            f"attention={attention!r} needs modules that call F.scaled_dot_product_attention, in a method or through "
+            f"attention={of_attention} needs modules that call F.scaled_dot_product_attention, in a method or through "
             f"transformers' interface (attn_implementation='sdpa'); {type(model).__name__} has none. Leave it out."
         )
     layers += list(products)
-    of_attention = default if attention is None else casts_of_attention(attention)
     skipped = select(layers, skip, "skip")
     chosen = layers if only is None else select(layers, only, "only")
     overridden = {pattern: select(layers, [pattern], "overrides") for pattern in others}
@@ -171,7 +178,7 @@ def plan(
             result[name] = next((others[pattern] for pattern in others if name in overridden[pattern]), own)
     check_planned_attention(result, products)
     if products and not any(name in result for name in products):
-        raise ValueError(f"attention={attention!r}: skip and only leave none of {some(products)}. Leave it out.")
+        raise ValueError(f"attention={of_attention}: skip and only leave none of {some(products)}. Leave it out.")
     found = f"{len(layers)} were found, e.g. {some(layers)}"
     if not result:
         raise ValueError(f"No layer is left to quantize: {found}, and skip and only leave none. Skip fewer layers.")

@@ -29,6 +29,7 @@ class Reason:
 FROZEN = Reason("weights that are frozen, or computed from others")
 PRODUCTS = Reason("products of activations with each other, as in attention", "attention= quantizes attention's")
 _LEFT_OUT = Reason("left out by skip or only")
+_NOT_CONVERTED = Reason("not converted", "a LowBitPrecision among the plugins of the Trainer converts layers")
 _FUNCTIONAL = Reason("computed outside of modules", "call an nn.Linear there")
 _OWN = Reason(
     "products of activations, as in attention, or with weights of other modules", "attention= quantizes attention's"
@@ -52,6 +53,7 @@ class Reasons:
         for name, module in model.named_modules():
             self._modules.setdefault(clean_name(name), module)  # a host before the module that holds its products
         layers = quantized_layers(model)
+        self._rest = _LEFT_OUT if layers else _NOT_CONVERTED
         casts = [layer.full_casts for layer in layers.values() if layer.full_casts != LinearCasts()]
         usual = max(casts, key=casts.count, default=LinearCasts())
         rest = {name: usual for name in convertible(model) if name not in layers or layers[name].full_casts != usual}
@@ -85,7 +87,7 @@ class Reasons:
         if without_weight(module):
             return LAZY
         blocked = obstacle(module)
-        return _LEFT_OUT if blocked is None else Reason(blocked)
+        return self._rest if blocked is None else Reason(blocked)
 
 
 def of_class(module: Any) -> Reason | None:

@@ -29,6 +29,8 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mappin
     """The content of a file, of a folder but for weights, or as given; ``FileNotFoundError``, ``ValueError``."""
     if isinstance(checkpoint, Mapping):
         return checkpoint
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise ValueError(f"A checkpoint is a path, or what torch.load returned; got {checkpoint!r}.")
     path = Path(checkpoint).expanduser()
     if path.is_dir():
         path /= _META
@@ -36,6 +38,8 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mappin
             raise ValueError(f"{path.parent} is no checkpoint: a folder with one has a file {_META}.")
     if not path.exists():
         raise FileNotFoundError(f"The checkpoint {path} does not exist.")
+    if is_text(path):
+        raise ValueError(f"{path} is a text, and no checkpoint.")
     try:
         mmap = zipfile.is_zipfile(path)  # tensors are read on first use
         loaded = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
@@ -46,6 +50,13 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mappin
     if not isinstance(loaded, Mapping):
         raise ValueError(f"{path} holds a {type(loaded).__name__}, not the mapping that a checkpoint is.")
     return loaded
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file begins as a text does."""
+    with path.open("rb") as file:
+        beginning = file.read(4096)
+    return b"\0" not in beginning and beginning.decode("utf-8", "ignore").encode() == beginning != b""
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = True) -> None:

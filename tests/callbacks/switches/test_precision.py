@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
+from lightning_lowbit.callbacks.switches import base
 from lightning_lowbit.nn import PRESETS
 from tests.lightning_imports import BoringModel, Callback, CSVLogger, MisconfigurationException, Trainer
 from tests.tables import each
@@ -169,6 +170,16 @@ def test_at_most_one_recompilation():
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         PrecisionSwitch(**arguments)
+
+
+def test_a_switch_after_the_end_of_the_run_says_that_it_will_not_act(monkeypatch):
+    said = []
+    monkeypatch.setattr(base, "say_once", said.append)
+    fit(QAFSwitch(step=2), QAFSwitch(at=1.0), PrecisionSwitch("bf16", step=9), max_steps=4)
+    assert [line.split(" will")[0] for line in said] == [
+        "QAFSwitch(at=1) is due at step 4 and",
+        "PrecisionSwitch(step=9) is due at step 9 and",
+    ]
 
 
 def test_needs_the_plugin():

@@ -170,6 +170,7 @@ def test_plan_is_what_convert_does() -> None:
         (lambda model: convert(model, NVFP4, only=["mlp"], skip=["up", "down"]), "No layer is left to quantize"),
         (lambda model: convert(model, "nvfp5"), "Unknown preset 'nvfp5'"),
         (lambda model: convert(model, NVFP4, overrides={"mlp": "nvfp5"}), "Unknown preset 'nvfp5'"),
+        (lambda model: convert(model, NVFP4, overrides="mlp"), "overrides maps name patterns to casts, .*; got 'mlp'"),
         (lambda model: convert(model.embed, NVFP4), "Embedding holds no layer to quantize"),
         (
             lambda model: convert(model, "mxfp6", backend="native", only=["layers"]),

@@ -85,6 +85,10 @@ def test_each_module_has_its_reason() -> None:
     assert found.of_module("body", converted["body"]) is None
 
 
+def test_without_a_plugin_layers_are_not_converted() -> None:
+    assert str(Reasons(model()).of("body")).startswith("not converted: a LowBitPrecision among the plugins")
+
+
 def test_lazy_layers_wait_for_a_batch_and_say_so() -> None:
     waiting = nn.ModuleDict({"body": nn.Linear(64, 64), "lazy": nn.LazyLinear(64)})
     why = "no weight yet: run one batch before the Trainer starts"

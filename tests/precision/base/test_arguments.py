@@ -154,6 +154,7 @@ def test_every_preset_from_yaml(monkeypatch, name):
             r"Unknown compute_dtype 'fp8'. Choose one of: 'bf16', 'fp16', 'fp32'",
         ),
         (lambda: FP4Precision(overrides={"x": "nvfp"}), r"Unknown preset 'nvfp'"),
+        (lambda: FP4Precision(overrides=["lm_head"]), r"overrides maps name patterns to casts, .*; got \['lm_head'\]"),
         (lambda: FP4Precision(seed="a"), "seed is a whole number; got 'a'"),  # a checkpoint with it could not be read
         (lambda: FP4Precision(exact="no"), "exact is true or false; got 'no'"),
         (lambda: FP4Precision(quantize_before_gather="no"), "quantize_before_gather is true or false"),

@@ -144,3 +144,20 @@ def test_transformer_encoder_is_quantized_in_evaluation_too():
         set_phase(model, "bf16")
         plain = model(x)
     assert not torch.equal(quantized, plain), "the casts change nothing in evaluation"
+
+
+def test_training_goes_on_without_the_plugin_after_a_warning_and_with_delayed_scaling_not_at_all():
+    for casts in ("nvfp4", "fp8-delayed"):
+        model = BoringModel()
+        quiet(plugins=[LowBitPrecision(casts)]).fit(model)
+        told = "goes on in low precision without the precision plugin that converted the model"
+        if casts == "nvfp4":
+            with pytest.warns(UserWarning, match=told):
+                quiet().fit(model)
+        else:
+            with pytest.raises(ValueError, match=f"{told}.*amaxes would stay those of the last step"):
+                quiet().fit(model)
+        model.eval()(torch.ones(2, 32))  # says nothing
+        model.train()
+        quiet(plugins=[LowBitPrecision(casts)]).fit(model)
+        quiet().fit(convert(model, "bf16"))

@@ -49,8 +49,13 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds a list, not the mapping"):
         load_checkpoint(file)
     file.write_text("text")
+    with pytest.raises(ValueError, match="a.ckpt is a text, and no checkpoint"):
+        load_checkpoint(file)
+    file.write_bytes(b"\0")
     with pytest.raises(ValueError, match="a.ckpt cannot be loaded .* give weights_only=False"):
         load_checkpoint(file)
+    with pytest.raises(ValueError, match="A checkpoint is a path, or what torch.load returned; got None"):
+        load_checkpoint(None)  # type: ignore[arg-type]
     folder.mkdir()
     with pytest.raises(ValueError, match="folder is no checkpoint: a folder with one has a file"):
         load_checkpoint(folder)

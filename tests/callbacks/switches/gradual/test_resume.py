@@ -179,6 +179,7 @@ def test_no_recompilation_while_lambda_changes() -> None:
         ({"step": 1.5}, "step is a number of optimizer steps, 0 or more; got 1.5"),
         ({"at": 0.5, "steps": 2.5}, "steps is a number of optimizer steps, 1 or more, or None; got 2.5"),
         ({"plateau": "val_loss"}, "plateau is a Plateau or a mapping such as .*; got 'val_loss'"),
+        ({"plateau": {"monitor": None}}, "monitor is the name of a metric that validation logs; got None"),
         ({"plateau": {"patience": 2.5}}, "patience is a number of validations, 1 or more; got 2.5"),
         ({"at": 0.5, "steps": 0}, "steps is a number of optimizer steps, 1 or more, or None; got 0"),
         ({"at": 0.5, "over": 0.1, "schedule": "cosin"}, r"Unknown schedule 'cosin'. Did you mean 'cosine'\?"),
