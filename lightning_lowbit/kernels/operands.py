@@ -32,6 +32,8 @@ from lightning_lowbit.quant.shard import amax_of as plain_amax
 from lightning_lowbit.quant.transforms import Hadamard, rotated_shape
 from lightning_lowbit.quant.transforms import rotate as plain_rotate
 
+_SMALL = 2**16  # elements, of which one core measures the amax in 10 µs
+
 
 def quantize_operand(
     x: Tensor,
@@ -211,6 +213,11 @@ def amax_of(x: Tensor, shard: str | None = None, rotation: Tensor | None = None,
     if made is None and _is_by_triton(x, rotation):
         made = gpu.amax_of(x, rotation, dim)
     return plain_amax(x if rotation is None else rotate(x, rotation, dim)) if made is None else made
+
+
+def measures_again(x: Tensor) -> bool:
+    """Whether several casts of a tensor had better each measure its amax: a call of a kernel takes longer than that."""
+    return not torch.compiler.is_compiling() and _is_by_cpp(x) and x.numel() <= _SMALL
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
