@@ -146,7 +146,9 @@ def _emulated_matmul(
             product = torch.mm(left.float(), right.float()).double() * alpha
             return (product if bias is None else product + bias).to(dtype)
         if bias is None:  # with beta=0 the memory of the result is not read
-            return _empty(left, right, left.dtype).addmm_(left, right, alpha=alpha, beta=0).to(dtype)
+            empty = None if alpha == 1 else _empty(left, right, left.dtype)
+            product = torch.mm(left, right) if empty is None else empty.addmm_(left, right, alpha=alpha, beta=0)
+            return product.to(dtype)
         return torch.addmm(bias.to(left.dtype), left, right, alpha=alpha).to(dtype)
     if left.dtype in (torch.float32, torch.float64) or left.is_cpu:
         product = torch.mm(left, right)  # the CPU has no GEMM that leaves its float32 result unrounded
