@@ -10,7 +10,7 @@ from lightning_lowbit.kernels import Packed, amax_of, pack_operand, quantize_ope
 from lightning_lowbit.kernels.operands import measures_again
 from lightning_lowbit.nn.calls import keys_of_part
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.gemm import mean_times
+from lightning_lowbit.nn.gemm import is_slow, mean_times
 from lightning_lowbit.nn.layers.frozen import Frozen
 from lightning_lowbit.nn.layers.source import Source
 from lightning_lowbit.nn.layers.window import Window
@@ -181,6 +181,8 @@ def _operand(name: str, source: Source, settings: Settings) -> Operand | BlockOp
             sums[INDEX[name]].copy_(sums[INDEX[SHARED[name]]])
         return Operand(source.values, source.factor)
     amax, dtype = _scale_amax(name, source, settings), settings.dtype_of(name, cast)
+    if dtype is None and name in settings.casts.plan.transient and is_slow(source.values):
+        dtype = torch.float32  # in which the GEMM computes: nothing is to convert
     dim, shard = CONTRACTION[name], settings.shard_of(name)
     key, rotation = settings.key_of(name), source.rotation
     quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard, rotation)
