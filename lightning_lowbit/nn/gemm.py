@@ -152,11 +152,11 @@ def _emulated_matmul(
         if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:  # the result may still be an ordinary number
             product = torch.mm(left.float(), right.float()).double() * alpha
             return (product if bias is None else product + bias).to(dtype)
-        if bias is None:  # with beta=0 the memory of the result is not read
-            empty = None if alpha == 1 else _empty(left, right, left.dtype)
-            product = torch.mm(left, right) if empty is None else empty.addmm_(left, right, alpha=alpha, beta=0)
-            return product.to(dtype)
-        return torch.addmm(bias.to(left.dtype), left, right, alpha=alpha).to(dtype)
+        if bias is None and alpha == 1:
+            return torch.mm(left, right).to(dtype)
+        # Without a bias, memory of the result's shape, which is not read: anything smaller would be expanded first.
+        offset = left.new_empty((left.shape[0], right.shape[1])) if bias is None else bias.to(left.dtype)
+        return torch.addmm(offset, left, right, alpha=alpha, beta=0 if bias is None else 1).to(dtype)
     if left.dtype in (torch.float32, torch.float64) or left.is_cpu:
         product = torch.mm(left, right)  # the CPU has no GEMM that leaves its float32 result unrounded
     else:
