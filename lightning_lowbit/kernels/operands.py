@@ -32,6 +32,8 @@ from lightning_lowbit.quant.shard import amax_of as plain_amax
 from lightning_lowbit.quant.transforms import Hadamard, rotated_shape
 from lightning_lowbit.quant.transforms import rotate as plain_rotate
 
+_SMALL = 2**16  # elements, of which one core measures the amax in 10 µs
+
 
 def quantize_operand(
     x: Tensor,
@@ -76,13 +78,13 @@ def _by_kernel(
     if x.is_cpu and chosen in ("auto", "cpp"):
         return cpu.quantize(x, spec, dim, key, amax, dtype, shard, rotation)
     if chosen == "triton" or (chosen == "auto" and x.is_cuda):
-        return _by_triton(x, Cast.from_spec(spec), dim, key, amax, dtype, shard, rotation)
+        return _by_triton(x, spec, dim, key, amax, dtype, shard, rotation)
     return None
 
 
 def _by_triton(
     x: Tensor,
-    cast: Cast,
+    spec: str,
     dim: int,
     key: Tensor | None,
     amax: Tensor | None,
@@ -90,28 +92,30 @@ def _by_triton(
     shard: Shard | None,
     rotation: Tensor | None,
 ) -> Operand | None:
-    dtype, tile = dtype or operand_dtype(x.dtype, cast), tile_of(cast, dim, 2)
-    is_cut = not stands_alone(cast, dim, amax, shard)
-    is_regular = are_regular(cast.draws, cast.scale.needs_amax, key, amax, x.device)
-    if gpu.covers(cast, x, dtype, is_cut) is not None or x.numel() == 0 or not is_regular:
+    cast, size, device = Cast.from_spec(spec), 0 if rotation is None else len(rotation), x.device
+    dtype, offset = dtype or operand_dtype(x.dtype, cast), None
+    if not 0 < x.numel() < 2**31 or not are_regular(cast.draws, cast.scale.needs_amax, key, amax, device):
         return None
-    size, shape = 0 if rotation is None else len(rotation), x.shape
-    if rotation is not None:
-        shape = rotated_shape(x.shape, rotation, dim)
-        if gpu.rotates(cast, dim) is not None or not gpu.are_signs(rotation, x):
-            return None
-    if not _agrees(cast.spec, dim, x.dtype, dtype, x.device, size):
+    if not stands_alone(cast, dim, amax, shard) or (rotation is not None and not gpu.are_signs(rotation, x)):
         return None
-    offset = None if shard is None or key is None else shard.offset(shape, tile, x.device)
+    if not _agrees(spec, dim, x.dtype, dtype, device, size):
+        return None
+    if shard is not None and key is not None:
+        shape = x.shape if rotation is None else rotated_shape(x.shape, rotation, dim)
+        offset = shard.offset(shape, tile_of(cast, dim, 2), device)
     values, factor = gpu.quantize_operand(x, cast, dim, key, amax, dtype, offset, rotation)
     return Operand(values, factor if has_factor(cast) else None)
 
 
 @cache
 def _agrees(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, device: torch.device, size: int = 0) -> bool:
-    """Whether the Triton kernel of a cast equals the plain code on a sample, rotated in groups of ``size`` unless it is
-    0: asked once per device; warns if not."""
+    """Whether the Triton kernel of a cast serves, and equals the plain code on a sample, rotated in groups of ``size``
+    unless it is 0: asked once per device; warns if it differs."""
     cast, generator = Cast.from_spec(spec), torch.Generator("cpu").manual_seed(0)
+    if gpu.covers(cast, torch.empty(1, 1, dtype=source, device=device), dtype) is not None:
+        return False
+    if size and gpu.rotates(cast, dim) is not None:
+        return False
     normal, exponents = torch.randn(2, 64, 160, generator=generator, device="cpu")
     sample = normal * (4 * exponents).exp()
     sample, key = sample.to(device, source), torch.tensor(0x5DEECE66D, device=device)
@@ -211,6 +215,11 @@ def amax_of(x: Tensor, shard: str | None = None, rotation: Tensor | None = None,
     if made is None and _is_by_triton(x, rotation):
         made = gpu.amax_of(x, rotation, dim)
     return plain_amax(x if rotation is None else rotate(x, rotation, dim)) if made is None else made
+
+
+def measures_again(x: Tensor) -> bool:
+    """Whether several casts of a tensor had better each measure its amax: a call of a kernel takes longer than that."""
+    return not torch.compiler.is_compiling() and _is_by_cpp(x) and x.numel() <= _SMALL
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:

@@ -64,9 +64,9 @@ class Calls:
 
 
 def keys_of_call(layer: Any) -> Tensor | None:
-    """The keys of a call that begins now, safe from refilling where they are used; None for a layer without keys."""
+    """The keys of a call that begins now, safe from refilling; None for a layer without keys, or need of any."""
     if layer.keys is None or not layer.casts.plan.draws:
-        return layer.keys
+        return None
     return _keys_in_graph(layer.keys, _site()) if torch.compiler.is_compiling() else _keys_of_call(layer)
 
 

@@ -11,8 +11,7 @@ the scales of their blocks go to block-scaled tensor cores (:mod:`lightning_lowb
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +42,12 @@ def _without_units() -> frozenset[torch.dtype]:
 
 SLOW_ON_CPU = _without_units()
 
+
+def is_slow(x: Tensor) -> bool:
+    """Whether GEMMs of a tensor are computed in float32, because its device has no instructions for its dtype."""
+    return x.dtype in SLOW_ON_CPU and x.is_cpu
+
+
 # Up to this inner size int32 holds the sum of products of int8 values, which are at most 127 · 127.
 _LONGEST = (2**31 - 1) // 127**2
 
@@ -56,16 +61,18 @@ def no_autocast(device_type: str) -> AbstractContextManager[None]:
         return _NOTHING
     if torch.compiler.is_compiling():
         return torch.autocast(device_type, enabled=False)
-    return _switched_off(device_type)
+    return _SwitchedOff(device_type)
 
 
-@contextmanager
-def _switched_off(device_type: str) -> Iterator[None]:
-    torch.set_autocast_enabled(device_type, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, True)
+class _SwitchedOff(AbstractContextManager[None]):
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self.device_type, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_enabled(self.device_type, True)
 
 
 def matmul(
@@ -96,7 +103,7 @@ def matmul(
     elif 1 in (left.dtype.itemsize, right.dtype.itemsize):  # one of them may be an operand of a native GEMM
         left, right = (x.to(dtype) if x.dtype.itemsize == 1 else x for x in (left, right))
     plain = a.factor is None and b.factor is None and (bias is None or bias.dtype == dtype)
-    if plain and left.dtype == right.dtype == dtype and not (dtype in SLOW_ON_CPU and left.is_cpu):
+    if plain and left.dtype == right.dtype == dtype and not is_slow(left):
         return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
     return _emulated_matmul(left, a.factor, right, b.factor, bias, dtype)
 
@@ -136,7 +143,7 @@ def _emulated_matmul(
 ) -> Tensor:
     """A GEMM of dequantized values, in ``dtype`` if that is theirs and not slow, else in float32."""
     factors = [factor for factor in (left_factor, right_factor) if factor is not None]
-    if left.dtype != dtype or right.dtype != dtype or (dtype in SLOW_ON_CPU and left.is_cpu):
+    if left.dtype != dtype or right.dtype != dtype or is_slow(left):
         left, right = left.float(), right.float()
     narrow = bias is None or bias.dtype == dtype  # a float32 product with a mean is added before rounding
     if left.is_cpu and narrow and not any(map(Tensor.dim, factors)):
@@ -145,6 +152,8 @@ def _emulated_matmul(
         if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:  # the result may still be an ordinary number
             product = torch.mm(left.float(), right.float()).double() * alpha
             return (product if bias is None else product + bias).to(dtype)
+        if bias is None and alpha == 1:
+            return torch.mm(left, right).to(dtype)
         # Without a bias, memory of the result's shape, which is not read: anything smaller would be expanded first.
         offset = left.new_empty((left.shape[0], right.shape[1])) if bias is None else bias.to(left.dtype)
         return torch.addmm(offset, left, right, alpha=alpha, beta=0 if bias is None else 1).to(dtype)

@@ -181,7 +181,8 @@ class QuantizedLayer(NativeGemms):
         gathered, rescale = window, None
         with no_autocast(device.type):
             if window is None:
-                x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
+                if x.dim() != 2:
+                    x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
             elif window.is_tiling:
                 x, gathered = window.tiles(x.to(dtype)), None
             features = (weight if frozen is None else frozen).shape[-1]

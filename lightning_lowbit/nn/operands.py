@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels import Packed, amax_of, pack_operand, quantize_operand, rotate, unpack_operand
+from lightning_lowbit.kernels.operands import measures_again
 from lightning_lowbit.nn.calls import keys_of_part
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.gemm import mean_times
+from lightning_lowbit.nn.gemm import is_slow, mean_times
 from lightning_lowbit.nn.layers.frozen import Frozen
 from lightning_lowbit.nn.layers.source import Source
 from lightning_lowbit.nn.layers.window import Window
@@ -83,9 +84,11 @@ class Settings(NamedTuple):
         return self._replace(keys=keys_of_part(self.keys, self.part), part=None)
 
     def key_of(self, operand: str) -> Tensor | None:
-        """The key of an operand's random bits, int64, 0-d. Also of one that draws none: in a compiled graph this use in
+        """The key of an operand's random bits, int64, 0-d. In a compiled graph also of one that draws none: this use in
         the forward pass keeps the call's keys from being made in the backward pass, for another call."""
-        return None if self.keys is None else self.keys[INDEX[operand]]
+        if self.keys is None or not (operand in self.casts.plan.drawing or torch.compiler.is_compiling()):
+            return None
+        return self.keys[INDEX[operand]]
 
     def shard_of(self, operand: str) -> Shard | None:
         """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""
@@ -178,6 +181,8 @@ def _operand(name: str, source: Source, settings: Settings) -> Operand | BlockOp
             sums[INDEX[name]].copy_(sums[INDEX[SHARED[name]]])
         return Operand(source.values, source.factor)
     amax, dtype = _scale_amax(name, source, settings), settings.dtype_of(name, cast)
+    if dtype is None and name in settings.casts.plan.transient and is_slow(source.values):
+        dtype = torch.float32  # in which the GEMM computes: nothing is to convert
     dim, shard = CONTRACTION[name], settings.shard_of(name)
     key, rotation = settings.key_of(name), source.rotation
     quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard, rotation)
@@ -262,11 +267,14 @@ def _codes(name: str, source: Source, settings: Settings) -> BlockOperand:
 
 
 def amax_for(tensor: Tensor, settings: Settings, *operands: str) -> Tensor | None:
-    """The amax of a tensor, measured once for all operands that need it; rotated or centered ones measure their own."""
+    """The amax of a tensor, measured once for all operands that need it; None where they measure their own: rotated or
+    centered ones, and those of a small tensor."""
     plan = settings.casts.plan
     for operand in operands:
         if operand in plan.scaled_by_amax and operand not in plan.altered:
             shard: Shard | None = getattr(settings.shards, operand[-1])
+            if shard is None and operand not in plan.delayed and measures_again(tensor):
+                return None
             return amax_of(tensor, None if shard is None else shard.spec)
     return None
 

@@ -33,12 +33,14 @@ class Plan(NamedTuple):
     Attributes:
         is_empty: whether nothing is quantized.
         draws: whether random bits depend on keys.
+        drawing: the operands whose casts draw some.
         delayed: the casts with delayed scaling, by operand.
         scaled_by_amax: the operands whose scales need the amax of the whole tensor.
         altered: the operands of GEMMs with a transform, or without means, or that are quantized again: they are not the
             tensor itself.
         kept: the operands that are made from those of the forward pass: reused, or quantized again.
         shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
+        transient: the operands that are not kept from the forward pass to the backward pass.
         native_gemms: the GEMMs that hardware may compute on quantized elements, with the kind, a key of ``NATIVE``.
         gemms_of_kind: the same by kind.
         block_scaled: those of them that take codes and the scales of blocks.
@@ -47,11 +49,13 @@ class Plan(NamedTuple):
 
     is_empty: bool
     draws: bool
+    drawing: frozenset[str]
     delayed: dict[str, Cast]
     scaled_by_amax: frozenset[str]
     altered: frozenset[str]
     kept: frozenset[str]
     shared: frozenset[str]
+    transient: frozenset[str]
     native_gemms: dict[str, str]
     gemms_of_kind: dict[str, tuple[str, ...]]
     block_scaled: frozenset[str]
@@ -64,18 +68,22 @@ def plan_of(casts: "LinearCasts") -> Plan:
     keyed = any(hadamard.signs == "keyed" for hadamard in casts.hadamard.values())
     altered = frozenset(name for gemm in (*casts.hadamard, *casts.subtract_mean) for name in OPERANDS_OF[gemm])
     altered |= {*casts.requantize}
-    nearest = {name for name, cast in own.items() if not cast.draws}
+    drawing = frozenset(name for name, cast in own.items() if cast.draws)
     without_axis = {name for name, c in own.items() if c.scale.block == "tensor" or isinstance(c.scale.block, tuple)}
     repeated = {a for a, b in SHARED.items() if a in own and own[a] == own.get(b) and not altered & {a, b}}
+    kept = frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize)
+    shared = (repeated & without_axis) - drawing
     kinds = {gemm: kind for gemm in GEMMS if (kind := native_kind(casts, gemm)) is not None}
     return Plan(
         is_empty=all(getattr(casts, operand) is None for operand in OPERANDS),
-        draws=keyed or len(nearest) < len(own),
+        draws=keyed or len(drawing) > 0,
+        drawing=drawing,
         delayed={name: cast for name, cast in own.items() if cast.scale.source == "delayed"},
         scaled_by_amax=frozenset(name for name, cast in own.items() if cast.scale.needs_amax),
         altered=altered,
-        kept=frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize),
-        shared=frozenset(repeated & nearest & without_axis),
+        kept=kept,
+        shared=frozenset(shared),
+        transient=frozenset(OPERANDS) - {f"fprop_{name[-1]}" for name in kept | shared},
         native_gemms=kinds,
         gemms_of_kind={kind: tuple(gemm for gemm in kinds if kinds[gemm] == kind) for kind in kinds.values()},
         block_scaled=frozenset(gemm for gemm in kinds if kinds[gemm] in BLOCK_SCALED),

@@ -188,7 +188,7 @@ def rounding_key(cast: Cast, key: Tensor | int | None, device: torch.device) -> 
         key = torch.tensor(key, device=device)
     if key.dtype != torch.int64 or key.numel() != 1:
         raise ValueError(f"A key is an integer or an int64 tensor of one element; got {key!r}.")
-    return key.reshape(())
+    return key if key.dim() == 0 else key.reshape(())
 
 
 @compiled

@@ -48,6 +48,7 @@ class _Settings(ctypes.Structure):
     _fields_ = [
         ("element", _Grid),
         ("scale", _Grid),
+        *((name, ctypes.c_int32) for name in ("input", "output")),
         *((name, ctypes.c_int32) for name in ("tile_rows", "tile_columns", "statistic", "kind", "four_over_six")),
         *((name, ctypes.c_int32) for name in ("two_level", "per_block", "stochastic")),
         *((name, ctypes.c_int32) for name in ("stochastic_scales", "correction")),
@@ -62,19 +63,6 @@ class Codes(ctypes.Structure):
     _fields_ = [("scales", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("coding", "scale_coding", "bits"))]
 
 
-_NO_CODES = Codes()
-
-
-class _Output(ctypes.Structure):
-    """``Output`` of source/casts.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("values", "factor", "key")),
-        *((name, ctypes.c_int32) for name in ("dtype", "all_columns", "first")),
-        ("codes", Codes),
-    ]
-
-
 class _Rotation(ctypes.Structure):
     """``Rotation`` of source/rotation.h."""
 
@@ -86,7 +74,7 @@ class Plan(NamedTuple):
 
     Attributes:
         settings, address: the structure that the kernels read.
-        from_dtype, to_dtype: the kernels' numbers of the dtypes.
+        dtype: that of the values.
         cast, dim, tile: the cast, the dimension of its blocks, and its tile.
         has_factor: whether there is a factor.
         draws, needs_amax: whether the cast needs a key, and the amax of the tensor.
@@ -95,9 +83,7 @@ class Plan(NamedTuple):
 
     settings: ctypes.Structure
     address: int
-    from_dtype: int
     dtype: torch.dtype
-    to_dtype: int
     cast: Cast
     dim: int
     tile: Tile
@@ -140,6 +126,8 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
     settings = _Settings(
         element=_Grid.of(cast.grid),
         scale=_Grid.of(scale.storage),
+        input=INPUTS[source],
+        output=_OUTPUTS[dtype],
         tile_rows=tile[0],
         tile_columns=tile[1],
         statistic=0 if scale.block != "tensor" else 1 if scale.statistic == "absmax" else 2,
@@ -164,9 +152,7 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
     return Plan(
         settings,
         address,
-        INPUTS[source],
         dtype,
-        _OUTPUTS[dtype],
         cast,
         dim,
         tile,
@@ -221,7 +207,7 @@ def quantize(
         values = x.new_empty(rotated_shape(x.shape, rotation, dim), dtype=plan.dtype)
     if plan.has_factor:
         factor = x.new_empty(factor_shape(values, plan.cast, dim), dtype=torch.float32)
-    write(x, plan, key, amax, shard, values, factor, plan.to_dtype, rotation=rotation)
+    write(x, plan, key, amax, shard, values, factor, rotation)
     return Operand(values, factor)
 
 
@@ -233,27 +219,25 @@ def write(
     shard: Shard | None,
     values: Tensor,
     factor: Tensor | None,
-    to_dtype: int,
-    codes: Codes = _NO_CODES,
     rotation: Tensor | None = None,
+    codes: Codes | None = None,
 ) -> None:
-    """Writes what a cast gives to ``values`` and ``factor``; ``to_dtype`` is the kernels' number of a dtype."""
-    shape, side = x.shape if rotation is None else rotated_shape(x.shape, rotation, plan.dim), plan.tile[1]
-    all_columns, first = shape[1] + (-shape[1] % side if side else 0), 0
+    """Writes what a cast gives to ``values`` and ``factor``: values of the plan's dtype, or codes."""
+    place = None
     if shard is not None:
-        _, all_columns, first = shard.place(shape, plan.tile)
-    key_address = key.data_ptr() if plan.draws and key is not None else None
-    factor_address = None if factor is None else factor.data_ptr()
-    output = _Output(values.data_ptr(), factor_address, key_address, to_dtype, all_columns, first, codes)
-    kernels, amax_address = library(), None if amax is None else amax.data_ptr()
-    kernels.lowbit_cast(  # type: ignore[union-attr]
+        shape = x.shape if rotation is None else rotated_shape(x.shape, rotation, plan.dim)
+        place = (ctypes.c_int32 * 2)(*shard.place(shape, plan.tile)[1:])
+    library().lowbit_cast(  # type: ignore[union-attr]
         x.data_ptr(),
-        plan.from_dtype,
         *x.shape,
-        _turn(rotation, plan.dim),
-        amax_address,
         plan.address,
-        ctypes.byref(output),
+        values.data_ptr(),
+        None if factor is None else factor.data_ptr(),
+        key.data_ptr() if plan.draws and key is not None else None,
+        None if amax is None else amax.data_ptr(),
+        _turn(rotation, plan.dim),
+        place,
+        None if codes is None else ctypes.byref(codes),
         torch.get_num_threads(),
     )
 

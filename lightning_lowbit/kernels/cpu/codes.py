@@ -42,7 +42,7 @@ def pack(
     x, (rows, columns) = x.contiguous(), shape
     data = x.new_empty(packed_bytes(rows, columns, cast, dim), dtype=torch.uint8)
     factor = x.new_empty(factor_shape(x, cast, dim) if cast.scale.two_level == "row" else (), dtype=torch.float32)
-    casts.write(x, plan, key, amax, shard, data, factor, 3, _codes(cast, data, rows * columns), rotation)
+    casts.write(x, plan, key, amax, shard, data, factor, rotation, _codes(cast, data, rows * columns))
     return data, factor
 
 

@@ -32,7 +32,7 @@ _EXTRAS: tuple[list[str], ...] = (["-march=native", "-fopenmp"], ["-mcpu=native"
 
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _SIGNATURES = {
-    "lowbit_cast": (_P, _I, _L, _L, _P, _P, _P, _P, _I),
+    "lowbit_cast": (_P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _P, _I),
     "lowbit_unpack": (_P, _L, _L, _P, _P, _P, _I, _I),
     "lowbit_amax": (_P, _I, _L, _L, _P, _P, _I),
     "lowbit_rotate": (_P, _I, _L, _L, _P, _P, _I),

@@ -25,6 +25,7 @@ from lightning_lowbit.quant.scaling import rounding_key
 from lightning_lowbit.quant.transforms import rotated_shape
 
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+_NARROWING = {"DTYPE", "DTYPE_ROW", "ROTATION"}  # constants of kernels that round to a dtype
 _OUTPUTS = (*_INPUTS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -315,8 +316,9 @@ def compiled_for(launch: Launch) -> dict[str, Any]:
     constants = {
         name: names[value] if isinstance(value, torch.dtype) else value for name, value in launch.constants.items()
     }
-    narrows = any(name.startswith(("DTYPE", "ROTATION")) for name in constants)
-    return {**constants, "INTERPRETED": interpreted} if narrows else constants
+    if not _NARROWING.isdisjoint(constants):
+        constants["INTERPRETED"] = interpreted
+    return constants
 
 
 def options_of(launch: Launch) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A program has some 32 elements per thread, in a tile that is wide along the axis
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,44 +47,59 @@ def of_cast(
 ) -> Launch:
     """Writes the operand ``values`` and its ``factor``; ``sums`` are those of :func:`of_sums`. With ``rotation``, signs
     of a Hadamard transform, the matrix is rotated before."""
-    tile = tile_of(cast, dim, x.dim())
-    if not cast.draws:
-        key = offset = None
+    group = 0 if rotation is None else len(rotation)
+    form = _cast_form(cast.spec, dim, x.dtype, values.dtype, is_transposed(x), group)
     arguments = {
         "x": x,
         "values": as_bytes(values),
         "factor": factor,
-        "amax": amax if cast.scale.needs_amax or cast.scale.two_level == "row" else None,
-        "key": key,
-        "offset": offset,
-        **_layout(x),
+        "amax": amax if form.takes_amax else None,
+        "key": key if form.draws else None,
+        "offset": offset if form.draws else None,
+        **_layout(x, rotation, dim),
     }
-    constants: dict[str, Any] = {"CAST": constants_of(cast), "DTYPE": values.dtype}
+    counts = _counts(values, form.size)
+    if form.kernel == "cast_tensor":
+        arguments["sums"] = sums
+    programs = counts[0] * counts[1] if form.kernel != "cast_rows" else counts[1 - form.constants["AXIS"]]
+    return Launch(form.kernel, max(programs, 1), arguments, form.constants, form.warps)
+
+
+class _Form(NamedTuple):
+    """What launches of a cast have in common; ``size`` are rows and columns of a program."""
+
+    kernel: str
+    size: tuple[int, int]
+    constants: dict[str, Any]
+    warps: int
+    takes_amax: bool
+    draws: bool
+
+
+@cache
+def _cast_form(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, transposed: bool, group: int) -> _Form:
+    """The form of a cast from the dtype ``source`` to ``dtype``, rotated in groups unless their size is 0."""
+    cast = Cast.from_spec(spec)
+    tile, constants = tile_of(cast, dim, 2), {"CAST": constants_of(cast), "DTYPE": dtype}
+    of_cast = cast.scale.needs_amax or cast.scale.two_level == "row", cast.draws
     if tile == (ALL, ALL):
-        size = _tile(x)
-        return Launch(
-            "cast_tensor", _programs(x, size), {**arguments, "sums": sums}, {**constants, "TILE": size, "SUMS": SUMS}
-        )
+        size = _tile(transposed)
+        return _Form("cast_tensor", size, {**constants, "TILE": size, "SUMS": SUMS}, 4, *of_cast)
     if ALL in tile:
-        axis, transposed = tile.index(ALL), is_transposed(x)
+        axis = tile.index(ALL)
         size = ((32, 64) if transposed else (4, 512)) if axis == 1 else ((512, 4) if transposed else (64, 32))
-        return Launch(
-            "cast_rows", max(_counts(x, size)[1 - axis], 1), arguments, {**constants, "AXIS": axis, "TILE": size}
-        )
+        return _Form("cast_rows", size, {**constants, "AXIS": axis, "TILE": size}, 4, *of_cast)
     padded, is_light = padded_sides(tile), cast.rounding == "nearest" and cast.scale.four_over_six is None
-    is_light &= rotation is None
-    rows, columns, warps = _block_tile(x, padded, is_light)
-    if group := cast.scale.correction:  # whole groups in a program
-        rows, columns, warps = (group, 2048 // group, 4) if tile[1] == 1 else (2048 // group, group, 4)
-    if rotation is not None:
-        rows, columns = _whole_groups(rows, columns, rotation, dim)
-        arguments |= _layout(x, rotation, dim)
-        constants["ROTATION"] = _rotation(rotation, dim)
+    rows, columns, warps = _block_tile(transposed, padded, is_light and not group)
+    if corrected := cast.scale.correction:  # whole groups in a program
+        rows, columns, warps = (corrected, 2048 // corrected, 4) if tile[1] == 1 else (2048 // corrected, corrected, 4)
+    if group:
+        rows, columns = _whole_groups(rows, columns, group, dim)
+        constants["ROTATION"] = _rotation(group, dim)
     blocks = rows // padded[0], columns // padded[1]
-    programs = _programs(values, (tile[0] * blocks[0], tile[1] * blocks[1]))
-    through = x.dtype if is_rounded(x.dtype, cast) else values.dtype
+    through = source if is_rounded(source, cast) else dtype
     constants |= {"THROUGH": through, "SIDES": tile, "PADDED": padded, "BLOCKS": blocks}
-    return Launch("cast_blocks", programs, arguments, constants, warps)
+    return _Form("cast_blocks", (tile[0] * blocks[0], tile[1] * blocks[1]), constants, warps, *of_cast)
 
 
 def of_both(
@@ -120,7 +136,7 @@ def of_pack(
 ) -> Launch:
     """Writes codes and block scales to ``data``, uint8, and the scale of the matrix."""
     sides, codes = tile_of(cast, dim, 2), packed_codes(x.shape, cast)
-    rows, columns, warps = _block_tile(x, sides, is_light=False)
+    rows, columns, warps = _block_tile(is_transposed(x), sides, is_light=False)
     blocks = rows // sides[0], columns // sides[1]
     keyed = cast.rounding == "stochastic"
     arguments = {
@@ -150,7 +166,7 @@ def of_layout(
 ) -> Launch:
     """Writes codes, scales and the scale of the matrix as :mod:`lightning_lowbit.kernels.layout` has them."""
     sides, matrix = block_shape(cast, dim), x if dim == 1 else x.t()
-    rows, columns, warps = _block_tile(matrix, sides, is_light=False)
+    rows, columns, warps = _block_tile(is_transposed(matrix), sides, is_light=False)
     codes, scales, factor = made
     keyed = cast.rounding == "stochastic"
     if is_transposed(matrix) and sides[0] <= 64 and sides[1] <= 32:  # blocks of a row lie in one thread
@@ -173,7 +189,7 @@ def of_layout(
 
 def of_unpack(data: Tensor, cast: Cast, dim: int, source: torch.dtype, values: Tensor) -> Launch:
     """Writes ``values`` from what :func:`of_pack` has written."""
-    sides, size = tile_of(cast, dim, 2), _tile(values)
+    sides, size = tile_of(cast, dim, 2), _tile(is_transposed(values))
     through = source if is_rounded(source, cast) else values.dtype
     rows, columns = values.shape
     arguments: dict[str, Any] = {"x": data, "scales_at": data[packed_codes(values.shape, cast) :], "values": values}
@@ -193,30 +209,31 @@ def packed_codes(shape: torch.Size, cast: Cast) -> int:
 
 def of_amax(x: Tensor, amax: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Launch:
     """Raises ``amax`` (float32, 0-d, 0 before) to max|x|, or to that of the rotated matrix."""
-    size = _tile(x)
+    size = _tile(is_transposed(x))
     arguments = {"x": x, "amax": amax.view(torch.int32), "sums": None, **_layout(x, rotation, dim)}
     if rotation is None:
         return Launch("measure", min(_programs(x, size), 1024), arguments, {"TILE": size})
-    size = _whole_groups(*size, rotation, dim)
+    size = _whole_groups(*size, len(rotation), dim)
     programs = -(-arguments["rows"] // size[0]) * -(-arguments["columns"] // size[1])
-    return Launch("measure", min(programs, 1024), arguments, {"TILE": size, "ROTATION": _rotation(rotation, dim)})
+    return Launch("measure", min(programs, 1024), arguments, {"TILE": size, "ROTATION": _rotation(len(rotation), dim)})
 
 
 def of_rotation(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> Launch:
     """Writes the rotated matrix."""
-    size = _whole_groups(*_tile(x), rotation, dim)
+    size = _whole_groups(*_tile(is_transposed(x)), len(rotation), dim)
     arguments = {"x": x, "values": values, **_layout(x, rotation, dim)}
-    return Launch("rotate", _programs(values, size), arguments, {"TILE": size, "ROTATION": _rotation(rotation, dim)})
+    constants = {"TILE": size, "ROTATION": _rotation(len(rotation), dim)}
+    return Launch("rotate", _programs(values, size), arguments, constants)
 
 
-def _rotation(signs: Tensor, dim: int) -> tuple[int, int, float, float]:
+def _rotation(size: int, dim: int) -> tuple[int, int, float, float]:
     """The axis, the size of groups, and the factors of a rotation."""
-    return (dim, len(signs), *rotation_factors(len(signs)))
+    return (dim, size, *rotation_factors(size))
 
 
-def _whole_groups(rows: int, columns: int, rotation: Tensor, dim: int) -> tuple[int, int]:
+def _whole_groups(rows: int, columns: int, size: int, dim: int) -> tuple[int, int]:
     """Sides of a program that holds whole groups, with as many elements unless a side would be less than 1."""
-    size, sides = len(rotation), [rows, columns]
+    sides = [rows, columns]
     more = max(size // sides[dim], 1)
     sides[dim] *= more
     sides[1 - dim] = max(sides[1 - dim] // more, 1)
@@ -226,7 +243,7 @@ def _whole_groups(rows: int, columns: int, rotation: Tensor, dim: int) -> tuple[
 def of_sums(x: Tensor, sums: Tensor) -> Launch:
     """Writes sums of magnitudes, float64 ``[SUMS]``."""
     arguments = {"x": x, "amax": None, "sums": sums, **_layout(x)}
-    return Launch("measure", SUMS, arguments, {"TILE": _tile(x)})
+    return Launch("measure", SUMS, arguments, {"TILE": _tile(is_transposed(x))})
 
 
 def of_delay(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int], result: Tensor) -> Launch:
@@ -239,7 +256,7 @@ def of_delay(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Seque
 def of_finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, result: Tensor) -> Launch:
     """Writes ``product * factors + bias``."""
     others = [*factors, *[None] * (2 - len(factors)), bias]
-    size = _tile(product)
+    size = _tile(is_transposed(product))
     arguments: dict[str, Any] = {"x": product}
     for name, tensor in zip(("first", "second", "bias"), others, strict=True):
         arguments[name] = None if tensor is None else tensor.contiguous()
@@ -271,20 +288,20 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _tile(x: Tensor) -> tuple[int, int]:
+def _tile(transposed: bool) -> tuple[int, int]:
     """Rows and columns of a program."""
-    return (64, 64) if is_transposed(x) else (16, 256)
+    return (64, 64) if transposed else (16, 256)
 
 
-def _block_tile(x: Tensor, block: Tile, is_light: bool) -> tuple[int, int, int]:
+def _block_tile(transposed: bool, block: Tile, is_light: bool) -> tuple[int, int, int]:
     """Rows, columns and warps of a program that holds whole blocks, such that nothing spills."""
-    if block[1] == 1 and 8 <= block[0] <= 64 and not is_transposed(x):
+    if block[1] == 1 and 8 <= block[0] <= 64 and not transposed:
         return block[0], (2048 if is_light else 1024) // block[0], 1  # one warp: columns need no shared memory
-    rows, columns = _tile(x)
+    rows, columns = _tile(transposed)
     if block[0] > rows:
         return block[0], max(4096 // block[0], block[1], 8), 4
     if block[1] > columns:
-        return max(4096 // block[1], block[0], 8 if is_transposed(x) else 1), block[1], 4
+        return max(4096 // block[1], block[0], 8 if transposed else 1), block[1], 4
     return rows, columns, 4
 
 

@@ -9,7 +9,7 @@
 #include "codes.h"
 #include "scales.h"
 
-// What a call writes: as casts.py declares it.
+// What a call writes.
 struct Output {
     void *values;   // [rows, columns] contiguous
     float *factor;  // one per row, one per column, or one; null where there is none
@@ -222,11 +222,17 @@ void of_matrix(const void *x, int32_t dtype, int64_t rows, int64_t columns, cons
         body(Matrix<BF16>((const BF16 *)x, rows, columns, rotation));
 }
 
-// Casts a matrix, which is rotated before unless `rotation` is null. `amax` may be null.
-EXPORT void lowbit_cast(const void *x, int32_t dtype, int64_t rows, int64_t columns, const Rotation *rotation,
-                        const float *amax, const Plan *plan, const Output *output, int32_t threads) {
-    of_matrix(x, dtype, rows, columns, rotation,
-              [&](const auto &matrix) { cast_all(matrix, amax, *plan, *output, threads); });
+// Casts a matrix, which is rotated before unless `rotation` is null. `amax` may be null; so may `place`, of a shard: the
+// columns of the global matrix and its first element's index there; and `codes`, unless codes are written.
+EXPORT void lowbit_cast(const void *x, int64_t rows, int64_t columns, const Plan *plan, void *values, float *factor,
+                        const int64_t *key, const float *amax, const Rotation *rotation, const int32_t *place,
+                        const Codes *codes, int32_t threads) {
+    of_matrix(x, plan->input, rows, columns, rotation, [&](const auto &matrix) {
+        int64_t width = plan->tile_columns ? plan->tile_columns : 1, padded = (matrix.columns + width - 1) / width * width;
+        Output output = {values, factor, key, codes ? 3 : plan->output, place ? place[0] : int32_t(padded),
+                         place ? place[1] : 0, codes ? *codes : Codes{}};
+        cast_all(matrix, amax, *plan, output, threads);
+    });
 }
 
 // The largest magnitude of a matrix; infinite or NaN if an element is.

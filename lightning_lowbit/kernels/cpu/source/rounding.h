@@ -20,6 +20,7 @@ enum FourOverSix : int32_t { kOff, kSquared, kAbsolute };
 // A cast along one dimension, as casts.py fills it in. A side of a tile is 0 for all there is.
 struct Plan {
     Grid element, scale;
+    int32_t input, output;  // the numbers of dtypes: 0 float, 1 bfloat16, 2 int8
     int32_t tile_rows, tile_columns;
     int32_t statistic, kind, four_over_six;
     int32_t two_level, per_block, stochastic;
