@@ -5,6 +5,7 @@ parameters, their names and all references to the module stay valid.
 """
 
 import warnings
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -176,8 +177,6 @@ class QuantizedLayer(NativeGemms):
                 "Delayed scaling needs histories: they are set by the precision plugin, or by "
                 "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
             )
-        if self.training and self.is_left and torch.is_grad_enabled():
-            _say_that_plugin_is_gone(casts)
         gathered, rescale = window, None
         with no_autocast(device.type):
             if window is None:
@@ -215,6 +214,8 @@ class QuantizedLayer(NativeGemms):
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
+        if self.training and self.is_left and y.requires_grad:
+            y.register_hook(partial(_say_that_plugin_is_gone, casts))  # type: ignore[no-untyped-call]
         if window is not None or len(shape) == 2:
             return y
         # As nn.Linear does: FSDP2 warns of modules that return a view.
@@ -293,8 +294,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _say_that_plugin_is_gone(casts: LinearCasts) -> None:
-    """Refuses delayed scaling, whose amaxes would stay those of the last step; warns of all else."""
+def _say_that_plugin_is_gone(casts: LinearCasts, gradient: Tensor) -> None:
+    """Refuses delayed scaling, whose amaxes would stay those of the last step; warns of all else. A backward hook."""
     told = (
         "This training goes on in low precision without the precision plugin that converted the model: random bits "
         "stay those of its last step, and checkpoints do not tell the casts. Give the Trainer a plugin, or end "

@@ -13,6 +13,7 @@ from lightning_lowbit._lightning import (
     is_logging_step,
     is_mid_step,
     logger_step,
+    say_once,
 )
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.faults import Fault, of_codes, of_operand, of_weight
@@ -102,7 +103,7 @@ class QuantizationMonitor(Monitor):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if not (layers := converted_layers(pl_module)):
-            self._needs_plugin(trainer)
+            say_once("QuantizationMonitor has nothing to log: no layer is converted by a LowBitPrecision plugin.")
         is_flat = has_flat_weights(trainer)
         if is_flat and self.weights:
             raise MisconfigurationException(

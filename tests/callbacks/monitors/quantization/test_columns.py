@@ -12,7 +12,7 @@ from lightning_lowbit import IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, SHARES, AtStep, Two, rows, trainer
-from tests.lightning_imports import Callback, CSVLogger, MisconfigurationException, Trainer, quiet_trainer
+from tests.lightning_imports import Callback, MisconfigurationException, Trainer
 from tests.tables import each
 
 
@@ -238,11 +238,6 @@ def test_flat_weights_are_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -
     assert set(data["quantized_operands"]["layers"]) == set(LAYERS)
     with pytest.raises(MisconfigurationException, match=r"QuantizationMonitor\(weights=True\) needs weights that are"):
         trainer(QuantizationMonitor(weights=True)).fit(Two())
-
-
-def test_without_a_plugin_it_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="QuantizationMonitor needs a LowBitPrecision plugin, but the"):
-        quiet_trainer(callbacks=[QuantizationMonitor()], logger=CSVLogger("logs"), max_steps=1).fit(Two())
 
 
 @each(
