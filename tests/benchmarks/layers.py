@@ -4,7 +4,8 @@
 
 Forward and backward pass of one ``nn.Linear`` of size x size, with as many tokens, under bf16 autocast on one thread,
 in interleaved rounds, medians; above those of the unquantized layer. An operation counts as a launch if it computes or
-copies: views, allocations and, on a CPU, reading a number do not. GEMMs are not counted, calls of kernels are.
+copies: views, allocations and, on a CPU, reading a number do not. GEMMs are not counted, calls of kernels are. Launches
+are counted at 512 x 512: of smaller matrices each cast measures its own amax, on CPUs alone.
 """
 
 import argparse
@@ -28,15 +29,21 @@ FREE = """
 """
 
 
-def layer(casts: str | None, size: int) -> nn.Module:
-    model = nn.Sequential(nn.Linear(size, size, bias=False))
-    if casts is not None:
-        LayerKeys(convert(model, casts)).fill_(0)
-        AmaxHistories(model).to_(torch.device("cpu"))
-    return model
+class Layer:
+    """One layer with an input; ``casts`` is None for an unquantized one."""
+
+    def __init__(self, casts: str | None, size: int) -> None:
+        self.model, self.keys = nn.Sequential(nn.Linear(size, size, bias=False)), None
+        self.x = torch.randn(size, size, requires_grad=True)
+        if casts is not None:
+            self.keys = LayerKeys(convert(self.model, casts))
+            AmaxHistories(self.model).to_(torch.device("cpu"))
 
 
-def step(model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
+def step(layer: Layer) -> tuple[float, float]:
+    if layer.keys is not None:
+        layer.keys.fill_(0)  # once per micro-batch for all layers, so it is not timed
+    model, x = layer.model, layer.x
     start = time.perf_counter()
     with torch.autocast("cpu", torch.bfloat16):
         y = model(x)
@@ -45,9 +52,9 @@ def step(model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
     return middle - start, time.perf_counter() - middle
 
 
-def launches(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
+def launches(casts: str | None) -> tuple[int, int]:
     """Operations of torch that would be launches, and calls of kernels."""
-    calls, original = 0, operands.cpu.library()
+    calls, original, layer = 0, operands.cpu.library(), Layer(casts, 512)
 
     class Counting:
         def __getattr__(self, name):
@@ -57,8 +64,13 @@ def launches(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
 
     operands.cpu.library = lambda: Counting()
     try:
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            step(model, x)
+        step(layer)
+        before = calls
+        if layer.keys is not None:
+            layer.keys.fill_(0)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled, torch.autocast("cpu", torch.bfloat16):
+            y = layer.model(layer.x)
+            y.backward(torch.ones_like(y))
     finally:
         operands.cpu.library = operands.library
     leaves = [
@@ -66,7 +78,7 @@ def launches(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
         for event in profiled.events()
         if event.name.startswith("aten::") and not any(child.name.startswith("aten::") for child in event.cpu_children)
     ]
-    return sum(name not in FREE.split() for name in leaves), calls
+    return sum(name not in FREE.split() for name in leaves), calls - before
 
 
 def main() -> None:
@@ -81,23 +93,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{describe()}; {options.size} tokens, {options.size} → {options.size}\n")
-    x = torch.randn(options.size, options.size, requires_grad=True)
-    models = {
-        name: layer(None if name == "nn.Linear" else name, options.size) for name in ("nn.Linear", *options.casts)
-    }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    casts = {"nn.Linear": None, **{name: name for name in options.casts}}
+    layers = {name: Layer(preset, options.size) for name, preset in casts.items()}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
     for round in range(options.rounds + 20):
-        for name, model in models.items():
-            taken = step(model, x)
+        for name, layer in layers.items():
+            taken = step(layer)
             if round >= 20:
                 times[name].append(taken)
     numbers = {}
     print("| | forward, µs | backward, µs | above nn.Linear, µs | launches | kernels among them |")
     print("|---|---|---|---|---|---|")
-    for name, model in models.items():
+    for name, preset in casts.items():
         passes = [statistics.median(taken[i] for taken in times[name]) * 1e6 for i in (0, 1)]
         numbers[name] = sum(passes)
-        of_torch, of_kernels = launches(model, x)
+        of_torch, of_kernels = launches(preset)
         numbers[f"{name}, launches"] = of_torch + of_kernels
         row = [*passes, numbers[name] - numbers["nn.Linear"], of_torch + of_kernels, of_kernels]
         print(f"| {name} | {' | '.join(f'{number:.0f}' for number in row)} |")
