@@ -34,7 +34,8 @@ To begin: lowbit fit --config quickstart
   evaluate CHECKPOINT|FOLDER --tasks A,B
                              scores a trained or exported model by lm-evaluation-harness
 
-RECIPE, OVERLAY and STUDY are names from `lowbit ls` or YAML files. `lowbit COMMAND --help` tells more.
+RECIPE, OVERLAY and STUDY are names from `lowbit ls` or YAML files. `lowbit COMMAND --help` tells more,
+`lowbit --version` the version.
 """
 
 _OPTIONS = """\
