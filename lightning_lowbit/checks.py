@@ -74,6 +74,11 @@ _LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 }
 
 
+def text(name: str, value: _T, what: str = "a text") -> _T:
+    """A ``str`` that is not empty."""
+    return _checked(name, value, isinstance(value, str) and value != "", what, False, {})
+
+
 def _checked(name: str, value: _T, is_valid: bool, what: str, or_none: bool, limits: Mapping[str, float | None]) -> _T:
     given = {kind: limit for kind, limit in limits.items() if limit is not None}
     if (or_none and value is None) or (is_valid and all(_LIMITS[kind][0](value, given[kind]) for kind in given)):

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step
 from lightning_lowbit.callbacks.switches.step_triggers import Trigger
-from lightning_lowbit.checks import choose, from_fields, integer, number
+from lightning_lowbit.checks import choose, from_fields, integer, number, text
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class Plateau:
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.monitor, str) or not self.monitor:
-            raise ValueError(f"monitor is the name of a metric that validation logs; got {self.monitor!r}.")
+        text("monitor", self.monitor, "the name of a metric that validation logs")
         choose("mode of a plateau", self.mode, ("min", "max"))
         integer("patience", self.patience, 1, "a number of validations")
         number("min_delta", self.min_delta, "what an improvement exceeds", at_least=0)
@@ -122,8 +121,7 @@ class Below:
     measurements: int = 3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.monitor, str) or not self.monitor:
-            raise ValueError(f"monitor is the name of a metric that a callback measures; got {self.monitor!r}.")
+        text("monitor", self.monitor, "the name of a metric that a callback measures")
         number("threshold", self.threshold, "what the metric is below, a finite number")
         integer("measurements", self.measurements, 1, "how many in a row")
 

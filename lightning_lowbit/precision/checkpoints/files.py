@@ -39,7 +39,7 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mappin
     if not path.exists():
         raise FileNotFoundError(f"The checkpoint {path} does not exist.")
     if is_text(path):
-        raise ValueError(f"{path} is a text, and no checkpoint.")
+        raise ValueError(f"{path} is a text, and no checkpoint. Give a file that ModelCheckpoint or torch.save wrote.")
     try:
         mmap = zipfile.is_zipfile(path)  # tensors are read on first use
         loaded = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
