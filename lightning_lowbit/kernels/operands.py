@@ -77,7 +77,7 @@ def _by_kernel(
         return None
     if x.is_cpu and chosen in ("auto", "cpp"):
         return cpu.quantize(x, spec, dim, key, amax, dtype, shard, rotation)
-    if chosen == "triton" or (chosen == "auto" and x.is_cuda):
+    if _takes_triton(x):
         return _by_triton(x, spec, dim, key, amax, dtype, shard, rotation)
     return None
 
@@ -107,18 +107,66 @@ def _by_triton(
     return Operand(values, factor if has_factor(cast) else None)
 
 
+def quantize_both(
+    x: Tensor,
+    casts: tuple[Cast, Cast],
+    keys: tuple[Tensor | None, Tensor | None],
+    amax: Tensor | None,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
+) -> tuple[Operand, Operand] | None:
+    """The operands of a matrix along its rows (dim 1) and along its columns (dim 0), each as :func:`quantize_operand`
+    makes it, from one read of a tensor of :func:`reads_once`; None where no kernel makes both."""
+    device = x.device
+    if not 0 < x.numel() < 2**31:
+        return None
+    to = dtypes[0] or operand_dtype(x.dtype, casts[0]), dtypes[1] or operand_dtype(x.dtype, casts[1])
+    for cast, key in zip(casts, keys, strict=True):
+        if not are_regular(cast.draws, cast.scale.needs_amax, key, amax if cast.scale.needs_amax else None, device):
+            return None
+    if not _agree(casts[0].spec, casts[1].spec, x.dtype, to, device):
+        return None
+    made = gpu.quantize_both(x, *casts, *keys, amax, to)
+    row, column = (Operand(v, f if has_factor(cast) else None) for (v, f), cast in zip(made, casts, strict=True))
+    return row, column
+
+
+@cache
+def _agree(
+    row: str, column: str, source: torch.dtype, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
+) -> bool:
+    """Whether one kernel serves two casts, and equals their own kernels on a sample: asked once; warns if not."""
+    casts = Cast.from_spec(row), Cast.from_spec(column)
+    if gpu.covers_both(*casts) is not None:
+        return False
+    if not all(
+        _agrees(cast.spec, dim, source, to, device) for cast, dim, to in zip(casts, (1, 0), dtypes, strict=True)
+    ):
+        return False
+    sample, key = _sample(source, device), torch.tensor(0x5DEECE66D, device=device)
+    found = gpu.quantize_both(sample, *casts, key, key, None, dtypes)
+    for cast, dim, dtype, made in zip(casts, (1, 0), dtypes, found, strict=True):
+        expected, compared = gpu.quantize_operand(sample, cast, dim, key, None, dtype), 1 + has_factor(cast)
+        if not found_equal(cast, device, expected[:compared], made[:compared]):
+            return False
+    return True
+
+
+def _sample(dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)
+    normal, exponents = torch.randn(2, 64, 160, generator=generator, device="cpu")
+    return (normal * (4 * exponents).exp()).to(device, dtype)
+
+
 @cache
 def _agrees(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, device: torch.device, size: int = 0) -> bool:
     """Whether the Triton kernel of a cast serves, and equals the plain code on a sample, rotated in groups of ``size``
     unless it is 0: asked once per device; warns if it differs."""
-    cast, generator = Cast.from_spec(spec), torch.Generator("cpu").manual_seed(0)
+    cast = Cast.from_spec(spec)
     if gpu.covers(cast, torch.empty(1, 1, dtype=source, device=device), dtype) is not None:
         return False
     if size and gpu.rotates(cast, dim) is not None:
         return False
-    normal, exponents = torch.randn(2, 64, 160, generator=generator, device="cpu")
-    sample = normal * (4 * exponents).exp()
-    sample, key = sample.to(device, source), torch.tensor(0x5DEECE66D, device=device)
+    sample, key = _sample(source, device), torch.tensor(0x5DEECE66D, device=device)
     signs = Hadamard(size).diagonal(None, device) if size else None
     with torch.no_grad(), backend("eager"):
         turned = sample if signs is None else plain_rotate(sample, signs, dim)
@@ -222,6 +270,11 @@ def measures_again(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and _is_by_cpp(x) and x.numel() <= _SMALL
 
 
+def reads_once(x: Tensor) -> bool:
+    """Whether there are kernels that make two operands of a tensor from one read: those of GPUs."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and _takes_triton(x)
+
+
 def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
     """A matrix as :func:`lightning_lowbit.quant.rotate` has it, by the fastest code."""
     made = None
@@ -237,10 +290,15 @@ def _is_by_cpp(x: Tensor) -> bool:
     return x.is_cpu and current_backend() in ("auto", "cpp") and type(x) in (Tensor, Parameter)
 
 
+def _takes_triton(x: Tensor) -> bool:
+    """Whether the Triton kernels are those of a tensor's device."""
+    chosen = current_backend()
+    return chosen == "triton" or (chosen == "auto" and x.is_cuda)
+
+
 def _is_by_triton(x: Tensor, rotation: Tensor | None) -> bool:
     """Whether the Triton kernels measure or rotate a matrix."""
-    chosen = current_backend() == "triton" or (current_backend() == "auto" and x.is_cuda)
-    if not chosen or type(x) not in (Tensor, Parameter) or x.numel() == 0 or x.dim() != 2:
+    if not _takes_triton(x) or type(x) not in (Tensor, Parameter) or x.numel() == 0 or x.dim() != 2:
         return False
     if gpu.obstacle(x.device) is not None:
         return False

@@ -11,16 +11,13 @@ from lightning_lowbit.nn.calls import keys_of_parts
 from lightning_lowbit.nn.gemm import matmul, no_autocast
 from lightning_lowbit.nn.layers.patches import patches, patches_for_wgrad
 from lightning_lowbit.nn.layers.source import Source
-from lightning_lowbit.nn.operands import (
-    Settings,
-    amax_for,
+from lightning_lowbit.nn.operands import Settings, amax_for, operands, sources_of_gradient, through_rounding_of
+from lightning_lowbit.nn.saving import (
     frozen_weight,
     keeps_weight_operand,
     kept_source,
-    operands,
     pack_for_backward,
     prequantized_weight,
-    through_rounding_of,
     unpacked_source,
     weight_for_dgrad,
 )
@@ -107,7 +104,9 @@ class QuantizedGemms(torch.autograd.Function):
         with no_autocast(g.device.type):
             if window is not None and forward_x is not None:
                 forward_x = window.gather(forward_x)
-            source_g = Source(g, amax_for(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
+            source_g = of_wgrad = Source(g, amax_for(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
+            if needs_x and needs_w:
+                source_g, of_wgrad = sources_of_gradient(source_g, settings)
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
                 kept = weight_for_dgrad(Operand(w, w_factor), amax_w, ctx.dtype, settings)
@@ -117,7 +116,7 @@ class QuantizedGemms(torch.autograd.Function):
                 dx = through_rounding_of("fprop_x", dx, Source(forward_x, amax_x), settings)
                 dx = (dx if window is None else window.scatter(dx, ctx.shape)).to(x_dtype)
                 if settings.reuses("wgrad_g"):
-                    source_g = Source(qg.values, None, qg.factor, is_operand=True)
+                    of_wgrad = Source(qg.values, None, qg.factor, is_operand=True)
             if needs_w:
                 # dW = dYᵀ · X          [out, tokens] · [tokens, in]
                 kept, packed = Operand(x, x_factor), settings.packed
@@ -128,7 +127,7 @@ class QuantizedGemms(torch.autograd.Function):
                     kept = Operand(source_x.values, source_x.factor)
                 if packed != "wgrad_x":
                     source_x = kept_source("wgrad_x", kept, amax_x, ctx.dtype, settings)
-                qg, qx, of_mean = operands("wgrad", source_g, source_x, settings)
+                qg, qx, of_mean = operands("wgrad", of_wgrad, source_x, settings)
                 dw = matmul(qg.t(), qx, of_mean, ctx.dtype)
                 if settings.gradient_sums is not None:
                     add_gradients_(settings.gradient_sums, dw, torch.mm(g.to(ctx.dtype).t(), forward_x))

@@ -6,16 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels import Packed, amax_of, pack_operand, quantize_operand, rotate, unpack_operand
-from lightning_lowbit.kernels.operands import measures_again
+from lightning_lowbit.kernels import amax_of, quantize_both, quantize_operand, rotate
+from lightning_lowbit.kernels.operands import measures_again, reads_once
 from lightning_lowbit.nn.calls import keys_of_part
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.gemm import is_slow, mean_times
 from lightning_lowbit.nn.layers.frozen import Frozen
 from lightning_lowbit.nn.layers.source import Source
 from lightning_lowbit.nn.layers.window import Window
-from lightning_lowbit.nn.native.operand import BlockOperand, block_operand, unpacked_block_operand
-from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
+from lightning_lowbit.nn.native.operand import BlockOperand, block_operand
+from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, OF_G, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.nn.watch import stage_and_choose
 from lightning_lowbit.quant import Cast, Operand, blend, split_mean, through_rounding
@@ -139,22 +139,6 @@ class Settings(NamedTuple):
         return quantized.decoded(tensor.dtype) if isinstance(quantized, BlockOperand) else quantized
 
 
-def prequantized_weight(w: Tensor, prequantized: PrequantizedWeight, settings: Settings) -> Source:
-    cast = settings.casts.fprop_w
-    assert isinstance(cast, Cast)
-    if cast.scale.source == "delayed":
-        _scale_amax("fprop_w", Source(w, prequantized.amax), settings)  # stages the amax
-    dtype = settings.dtype_of("fprop_w", cast) or prequantized.dtype
-    return Source(w.to(dtype), None, prequantized.factor, is_operand=True)
-
-
-def frozen_weight(data: Tensor, source: torch.dtype, settings: Settings) -> Source:
-    """The operand of a weight from its bytes."""
-    assert settings.frozen is not None
-    packed, shape = settings.frozen.packed(data), settings.frozen.shape
-    return unpacked_source("fprop_w", packed, shape, source, settings)
-
-
 def operands(
     gemm: str, left: Source, right: Source, settings: Settings, bias: Tensor | None = None
 ) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
@@ -162,15 +146,15 @@ def operands(
     if gemm in casts.subtract_mean:
         left, right, bias = _split_means(names, left, right, casts, bias)
     if gemm in casts.hadamard:
-        signs = _transform(gemm, settings, left.values.device)
+        signs = signs_of(gemm, settings, left.values.device)
         left, right = (
             source.rotated(name, signs, getattr(settings.shards, name[-1]))
             for name, source in zip(names, (left, right), strict=True)
         )
-    return _operand(names[0], left, settings), _operand(names[1], right, settings), bias
+    return operand_of(names[0], left, settings), operand_of(names[1], right, settings), bias
 
 
-def _operand(name: str, source: Source, settings: Settings) -> Operand | BlockOperand:
+def operand_of(name: str, source: Source, settings: Settings) -> Operand | BlockOperand:
     if settings.native and settings.takes_codes(name):
         return _codes(name, source.turned(name), settings)
     cast, sums = getattr(settings.casts, name), settings.operand_sums
@@ -180,73 +164,38 @@ def _operand(name: str, source: Source, settings: Settings) -> Operand | BlockOp
         if source.is_operand and sums is not None and name in settings.casts.plan.shared:
             sums[INDEX[name]].copy_(sums[INDEX[SHARED[name]]])
         return Operand(source.values, source.factor)
-    amax, dtype = _scale_amax(name, source, settings), settings.dtype_of(name, cast)
+    amax, dtype = scale_amax(name, source, settings), settings.dtype_of(name, cast)
     if dtype is None and name in settings.casts.plan.transient and is_slow(source.values):
         dtype = torch.float32  # in which the GEMM computes: nothing is to convert
     dim, shard = CONTRACTION[name], settings.shard_of(name)
     key, rotation = settings.key_of(name), source.rotation
     quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard, rotation)
     if sums is not None:
-        _record(sums[INDEX[name]], source.values, quantized, cast, dim, amax, shard)
+        record_statistics(sums[INDEX[name]], source.values, quantized, cast, dim, amax, shard)
     return quantized if settings.blend is None else blend(source.values, quantized, settings.blend, settings.exact)
 
 
-def _record(
+def sources_of_gradient(source: Source, settings: Settings) -> tuple[Source, Source]:
+    """What dgrad and wgrad make their operands of g from: g, or the operands, where a kernel makes both in one read."""
+    if not settings.casts.plan.casts_g_twice or not reads_once(source.values) or settings.shards.g is not None:
+        return source, source
+    if settings.operand_sums is not None or settings.blend is not None or any(map(settings.takes_codes, OF_G)):
+        return source, source
+    row, column = settings.casts.dgrad_g, settings.casts.wgrad_g
+    assert isinstance(row, Cast) and isinstance(column, Cast)
+    pair, keys = (row, column), (settings.key_of("dgrad_g"), settings.key_of("wgrad_g"))
+    dtypes = settings.dtype_of("dgrad_g", row), settings.dtype_of("wgrad_g", column)
+    if (both := quantize_both(source.values, pair, keys, source.amax, dtypes)) is None:
+        return source, source
+    of_dgrad, of_wgrad = (Source(values, None, factor, is_operand=True) for values, factor in both)
+    return of_dgrad, of_wgrad
+
+
+def record_statistics(
     sums: Tensor, x: Tensor, quantized: Operand, cast: Cast, dim: int, amax: Tensor | None, shard: Shard | None
 ) -> None:
     of_blocks = len(sums) > len(SUMS) + len(MAXIMA)
     merge_statistics_(sums, operand_statistics(x, quantized, cast, dim, amax, shard=shard, of_blocks=of_blocks))
-
-
-def keeps_weight_operand(settings: Settings) -> bool:
-    """Whether dgrad gets the forward pass's operand of the weight as it is."""
-    plan = settings.casts.plan
-    if settings.frozen is not None:
-        return False
-    if "dgrad_w" not in plan.kept and not settings.reuses("dgrad_w"):
-        return False
-    return not settings.recasts or settings.prequantized is not None or "fprop_w" in plan.altered
-
-
-def weight_for_dgrad(kept: Operand, amax: Tensor | None, dtype: torch.dtype, settings: Settings) -> Operand:
-    """What dgrad quantizes or takes as it is, from what the forward pass has kept of the weight."""
-    if settings.frozen is not None:
-        return settings.frozen.operand(kept.values, dtype, settings.dtype_of("dgrad_w", settings.frozen.cast))
-    if not settings.recasts or keeps_weight_operand(settings):
-        return kept
-    w, requantizes = kept.values.to(dtype), "dgrad_w" in settings.casts.requantize
-    takes_operand = "dgrad_w" in settings.casts.plan.kept or settings.reuses("dgrad_w")
-    if not takes_operand or (settings.takes_codes("dgrad_w") and not requantizes):
-        return Operand(w)
-    quantized = _operand("fprop_w", Source(w, amax), settings.unrecorded())
-    return quantized.decoded(dtype) if isinstance(quantized, BlockOperand) else quantized
-
-
-def pack_for_backward(name: str, source: Source, settings: Settings) -> Packed:
-    """An operand as codes and scales, for the backward pass."""
-    cast, sums = getattr(settings.casts, name), settings.operand_sums
-    if GEMM[name] in settings.casts.hadamard:
-        signs = _transform(GEMM[name], settings, source.values.device)
-        source = source.rotated(name, signs, getattr(settings.shards, name[-1]))
-        source = source if sums is None else source.turned(name)
-    amax, dim, shard = _scale_amax(name, source, settings), CONTRACTION[name], settings.shard_of(name)
-    packed = pack_operand(source.values, cast, dim, settings.key_of(name), amax, shard, source.rotation)
-    if sums is not None:
-        quantized = unpack_operand(packed, cast, dim, source.values.shape, source.values.dtype)
-        _record(sums[INDEX[name]], source.values, quantized, cast, dim, amax, shard)
-    return packed
-
-
-def unpacked_source(name: str, packed: Packed, shape: torch.Size, source: torch.dtype, settings: Settings) -> Source:
-    cast, dim = getattr(settings.casts, name), CONTRACTION[name]
-    if GEMM[name] in settings.casts.hadamard:  # padded to whole groups
-        size = settings.casts.hadamard[GEMM[name]].size
-        shape = torch.Size(n + -n % size if i == dim else n for i, n in enumerate(shape))
-    if settings.native and settings.takes_codes(name):
-        kind = settings.casts.plan.native_gemms[GEMM[name]]
-        return Source(unpacked_block_operand(*packed, cast, kind, dim, shape), is_operand=True)
-    operand = unpack_operand(packed, cast, dim, shape, source, settings.dtype_of(name, cast))
-    return Source(operand.values, None, operand.factor, is_operand=True)
 
 
 def _codes(name: str, source: Source, settings: Settings) -> BlockOperand:
@@ -257,12 +206,12 @@ def _codes(name: str, source: Source, settings: Settings) -> BlockOperand:
     own = isinstance(getattr(settings.casts, name), Cast)
     cast, sums = settings.casts.cast_of(name), settings.operand_sums
     assert cast is not None
-    amax = _scale_amax(name if own else f"fprop_{name[-1]}", source, settings)
+    amax = scale_amax(name if own else f"fprop_{name[-1]}", source, settings)
     dim, shard, kind = CONTRACTION[name], settings.shard_of(name), settings.casts.plan.native_gemms[GEMM[name]]
     codes = block_operand(source.values, cast, kind, dim, settings.key_of(name), amax, shard)
     if sums is not None and own:
         quantized = codes.decoded(source.values.dtype, dim)
-        _record(sums[INDEX[name]], source.values, quantized, cast, dim, amax, shard)
+        record_statistics(sums[INDEX[name]], source.values, quantized, cast, dim, amax, shard)
     return codes
 
 
@@ -279,7 +228,7 @@ def amax_for(tensor: Tensor, settings: Settings, *operands: str) -> Tensor | Non
     return None
 
 
-def _scale_amax(name: str, source: Source, settings: Settings) -> Tensor | None:
+def scale_amax(name: str, source: Source, settings: Settings) -> Tensor | None:
     """The amax that scales a tensor: its own, or with delayed scaling the one in force."""
     plan = settings.casts.plan
     if name not in plan.delayed:
@@ -311,7 +260,7 @@ def _split_means(
     return Source(rest) if left_split else left, Source(other_rest) if right_split else right, product
 
 
-def _transform(gemm: str, settings: Settings, device: torch.device) -> Tensor:
+def signs_of(gemm: str, settings: Settings, device: torch.device) -> Tensor:
     """The signs of the rotation of a GEMM, from the key of its second operand, so that ranks agree for a weight."""
     i = INDEX[OPERANDS_OF[gemm][1]]
     return settings.casts.hadamard[gemm].diagonal(None if settings.keys is None else settings.keys[i], device)
@@ -325,9 +274,9 @@ def through_rounding_of(name: str, gradient: Tensor, source: Source, settings: S
     settings = settings.unrecorded()
     cast, quantized = getattr(casts, name), gradient
     if is_rotated := "fprop" in casts.hadamard:
-        transform = _transform("fprop", settings, gradient.device)
+        transform = signs_of("fprop", settings, gradient.device)
         source, quantized = Source(rotate(source.values, transform, 1)), rotate(gradient, transform, 1)
-    amax, shard = _scale_amax(name, source, settings), settings.shard_of(name)
+    amax, shard = scale_amax(name, source, settings), settings.shard_of(name)
     through = through_rounding(quantized, casts.surrogate[name], source.values, cast, 1, amax, shard)
     if is_rotated:
         through = rotate(through, transform, 1, inverse=True)[:, : gradient.shape[1]]
@@ -335,16 +284,3 @@ def through_rounding_of(name: str, gradient: Tensor, source: Source, settings: S
         return through
     wide = torch.promote_types(gradient.dtype, torch.float32)  # in bfloat16 a λ of 0.999 is 1
     return torch.lerp(gradient.to(wide), through.to(wide), settings.blend.to(wide)).to(gradient.dtype)
-
-
-def kept_source(name: str, operand: Operand, amax: Tensor | None, dtype: torch.dtype, settings: Settings) -> Source:
-    """The source of an operand that the forward pass has kept: a tensor or a quantized operand, whose factor is
-    multiplied in where it would vary along the contraction axis, or where the operand is quantized again."""
-    values, factor = operand
-    is_reused = name in SHARED and settings.reuses(name)
-    is_quantized = isinstance(getattr(settings.casts, name), Cast) or settings.takes_codes(name)
-    if (settings.frozen is not None and is_quantized and not is_reused) or name in settings.casts.requantize:
-        return Source((values if factor is None else values.float() * factor).to(dtype))
-    if factor is not None and factor.dim() > 0:
-        values, factor = (values.float() * factor).to(torch.float32 if settings.exact else dtype), None
-    return Source(values, amax, factor, is_operand=is_reused)

@@ -19,6 +19,9 @@ SHARED = {"dgrad_w": "fprop_w", "wgrad_g": "dgrad_g"}
 # The dimension of each operand that its GEMM contracts.
 CONTRACTION = dict(zip(OPERANDS, (1, 1, 1, 0, 0, 0), strict=True))
 
+# The operands that are made from the gradient.
+OF_G = {"dgrad_g", "wgrad_g"}
+
 # The names of the two operands of a GEMM, the one with tokens in its rows first.
 OPERANDS_OF = {gemm: tuple(operand for operand in OPERANDS if operand.startswith(gemm)) for gemm in GEMMS}
 
@@ -40,6 +43,7 @@ class Plan(NamedTuple):
             tensor itself.
         kept: the operands that are made from those of the forward pass: reused, or quantized again.
         shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
+        casts_g_twice: whether dgrad and wgrad take two casts of g itself, scaled by the same amax.
         transient: the operands that are not kept from the forward pass to the backward pass.
         native_gemms: the GEMMs that hardware may compute on quantized elements, with the kind, a key of ``NATIVE``.
         gemms_of_kind: the same by kind.
@@ -55,6 +59,7 @@ class Plan(NamedTuple):
     altered: frozenset[str]
     kept: frozenset[str]
     shared: frozenset[str]
+    casts_g_twice: bool
     transient: frozenset[str]
     native_gemms: dict[str, str]
     gemms_of_kind: dict[str, tuple[str, ...]]
@@ -73,16 +78,18 @@ def plan_of(casts: "LinearCasts") -> Plan:
     repeated = {a for a, b in SHARED.items() if a in own and own[a] == own.get(b) and not altered & {a, b}}
     kept = frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize)
     shared = (repeated & without_axis) - drawing
+    delayed = {name: cast for name, cast in own.items() if cast.scale.source == "delayed"}
     kinds = {gemm: kind for gemm in GEMMS if (kind := native_kind(casts, gemm)) is not None}
     return Plan(
         is_empty=all(getattr(casts, operand) is None for operand in OPERANDS),
         draws=keyed or len(drawing) > 0,
         drawing=drawing,
-        delayed={name: cast for name, cast in own.items() if cast.scale.source == "delayed"},
+        delayed=delayed,
         scaled_by_amax=frozenset(name for name, cast in own.items() if cast.scale.needs_amax),
         altered=altered,
         kept=kept,
         shared=frozenset(shared),
+        casts_g_twice=own.keys() >= OF_G and not OF_G & (altered | shared | delayed.keys()),
         transient=frozenset(OPERANDS) - {f"fprop_{name[-1]}" for name in kept | shared},
         native_gemms=kinds,
         gemms_of_kind={kind: tuple(gemm for gemm in kinds if kinds[gemm] == kind) for kind in kinds.values()},

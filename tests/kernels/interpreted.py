@@ -4,6 +4,7 @@ Functions take and return what can be pickled, and say in words what differs: an
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lightning_lowbit import Cast, compilation
 from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.layout import plain_lay_out, repeated, taken_apart
 from lightning_lowbit.nn.gemm import _finish
 from lightning_lowbit.nn.watch import stage_and_choose
@@ -197,6 +199,30 @@ def native_layer(preset: str) -> tuple[list[str], int]:
     names = "output", "gradient of x", "gradient of w", "gradient of the bias"
     texts = [f"{preset}: {name} differs" for name, *both in zip(names, *found, strict=True) if not torch.equal(*both)]
     return texts, counts[1]
+
+
+def emulated_layer(preset: str) -> tuple[list[str], dict[str, int]]:
+    """How the gradients of a layer differ with kernels, and how often its backward pass launches each of them."""
+    x, g = torch.randn(48, 64).bfloat16(), torch.randn(48, 80).bfloat16()
+    original, found, kernels = nn.Linear(64, 80, dtype=torch.bfloat16), [], Counter[str]()
+
+    def counted(launch: Launch) -> None:
+        kernels[launch.kernel] += 1
+        run(launch)
+
+    run = gpu.run
+    for backend in ("eager", "triton"):
+        layer, x = layer_like(original, preset), x.detach().clone().requires_grad_()
+        with mock.patch.object(gpu, "run", counted), compilation.backend(backend):
+            layer(x).backward(g)  # kernels are compared with plain code before their first use
+            x.grad = layer.weight.grad = None
+            y = layer(x)
+            kernels.clear()
+            y.backward(g)
+        found.append((y, x.grad, layer.weight.grad))
+    names = "output", "gradient of x", "gradient of w"
+    texts = [f"{preset}: {name} differs" for name, *both in zip(names, *found, strict=True) if not torch.equal(*both)]
+    return texts, dict(kernels)
 
 
 class Launches(TorchDispatchMode):

@@ -102,6 +102,14 @@ def test_a_native_layer_launches_little(run, preset):
     assert launched <= 20
 
 
+def test_a_backward_pass_reads_the_gradient_once_for_both_of_its_casts(run):
+    """Not where one of them is rotated; the layer of that preset takes its weight from the forward pass."""
+    for preset, casts in (("nvfp4", (1, 2)), ("mxfp8", (1, 2)), ("nvfp4-nvidia", (0, 3))):
+        differences, launched = run(interpreted.emulated_layer, preset)
+        assert differences == []
+        assert (launched.get("cast_both", 0), launched["cast_blocks"]) == casts, preset
+
+
 def test_memory_in_any_order(run):
     x, wide = sample(70, 40), sample(20, 150)
     matrices = (x.t(), wide[::2, 1::3], wide[:, 7:90], wide[:1].expand(20, 150), x[:, :1], x[:, :1].t())

@@ -130,7 +130,7 @@ def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
 def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operand]]:
     """Captures the operands that enter the three GEMMs, by name."""
     seen: dict[str, Operand] = {}
-    original: Callable[..., Operand] = operands._operand
+    original: Callable[..., Operand] = operands.operand_of
 
     def spy(name: str, *args: Any, **kwargs: Any) -> Operand:
         assert name not in seen, f"{name} was made twice"
@@ -138,7 +138,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operand]]:
         return seen[name]
 
     with monkeypatch.context() as patch:
-        patch.setattr(operands, "_operand", spy)
+        patch.setattr(operands, "operand_of", spy)
         yield seen
 
 

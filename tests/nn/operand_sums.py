@@ -44,7 +44,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
     """All that watched layers quantize within this context, in the order of their rows."""
     made: Operands = defaultdict(list)
     at: list[tuple[int, str]] = []
-    make: Callable[..., Any] = operands._operand
+    make: Callable[..., Any] = operands.operand_of
     quantize: Callable[..., Any] = operands.quantize_operand
 
     def spy(name: str, source: Any, settings: Any) -> Any:
@@ -60,7 +60,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
         return quantize(x, cast, dim, key, amax, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(operands, "_operand", spy)
+        patch.setattr(operands, "operand_of", spy)
         patch.setattr(operands, "quantize_operand", note)
         yield made
 

@@ -19,7 +19,7 @@ def patches(x: Tensor, settings: Settings, *names: str, amax: Tensor | None = No
     if amax is None and window.covers(sizes):
         amax = amax_for(pixels, settings, *names)
     if window.covers(sizes) and _quantizes_pixels(x.shape[1], settings):
-        quantized = operands._operand("fprop_x", Source(pixels.flatten(0, -2), amax), settings)
+        quantized = operands.operand_of("fprop_x", Source(pixels.flatten(0, -2), amax), settings)
         images = quantized.values.view(pixels.shape).movedim(-1, 1)
         return Source(window.gather(images), amax, quantized.factor, is_operand=True)
     gathered = window.gather(x)
@@ -40,5 +40,5 @@ def patches_for_wgrad(x: Tensor, amax: Tensor | None, settings: Settings) -> Ope
     if takes_tensor or "wgrad_x" not in settings.casts.plan.kept:
         return Operand(settings.window.gather(x))
     settings = settings.unrecorded()
-    quantized = operands._operand("fprop_x", patches(x, settings, amax=amax), settings)
+    quantized = operands.operand_of("fprop_x", patches(x, settings, amax=amax), settings)
     return quantized.decoded(x.dtype) if isinstance(quantized, BlockOperand) else quantized

@@ -154,14 +154,14 @@ def unchanged(model: nn.Module, before: dict[str, Any]) -> None:
 def sources(monkeypatch: pytest.MonkeyPatch, lossless: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
     """Captures what is to be quantized, by operand, in the order of the GEMMs; ``lossless`` then leaves it as it is."""
     seen: list[tuple[str, Tensor]] = []
-    original: Callable[..., Operand] = operands._operand
+    original: Callable[..., Operand] = operands.operand_of
 
     def spy(name: str, source: Any, how: Any) -> Operand:
         seen.append((name, source.values))
         return Operand(source.values, source.factor) if lossless else original(name, source, how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(operands, "_operand", spy)
+        patch.setattr(operands, "operand_of", spy)
         yield seen
 
 
