@@ -128,15 +128,15 @@ def every_launch(presets: list[str]) -> Iterator[tuple[str, Launch]]:
     yield "amax", launches.of_amax(x, meta())
     yield "mean", launches.of_sums(x, meta(launches.SUMS, dtype=torch.float64))
     yield "factors and bias", launches.of_finish(product, [meta(), meta()], meta(SHAPE[1]), x)
-    for name in presets:
-        casts = LinearCasts.preset(name)
-        if casts.plan.casts_g_twice and gpu.covers_both(casts.dgrad_g, casts.wgrad_g) is None:
-            yield f"g twice in {name}", gradient_launch(casts)
+    every = [casts for casts in map(LinearCasts.preset, presets) if casts.plan.casts_g_twice]
+    for pair in dict.fromkeys((casts.dgrad_g, casts.wgrad_g) for casts in every):
+        if gpu.covers_both(*pair) is None:
+            yield f"{pair[0]} along rows and {pair[1]} along columns", gradient_launch(pair)
 
 
-def gradient_launch(casts: LinearCasts) -> Launch:
+def gradient_launch(pair: tuple[Cast, Cast]) -> Launch:
     """The launch that makes the operands of dgrad and wgrad from a gradient."""
-    x, pair = meta(*SHAPE, dtype=torch.bfloat16), (casts.dgrad_g, casts.wgrad_g)
+    x = meta(*SHAPE, dtype=torch.bfloat16)
     operands = tuple(gpu._empty(x, cast, dim, x.dtype) for cast, dim in zip(pair, (1, 0), strict=True))
     keys = tuple(meta(dtype=torch.int64) if cast.draws else None for cast in pair)
     return launches.of_both(x, pair, keys, meta(), operands)

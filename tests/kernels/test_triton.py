@@ -315,6 +315,8 @@ def test_what_is_not_covered_is_said_in_words(monkeypatch):
     assert "each process holds a part" in gpu.covers(Cast("int8", Scale("fp32", "row")), x, torch.int8, is_cut=True)
     assert gpu.covers_both(NVFP4, STOCHASTIC) is None
     assert "1, 2, 4, ... or 128" in gpu.covers_both(NVFP4, NVFP4_TILES)
+    wide = Cast("e4m3", Scale("fp32", 128))
+    assert gpu.covers_both(wide, NVFP4) is None and "registers" in gpu.covers_both(wide, wide)
 
 
 def test_graphs_for_gpus_are_traced_without_one():

@@ -75,9 +75,11 @@ def covers_both(row: Cast, column: Cast) -> str | None:
     """Why :func:`quantize_both` does not make two operands that :func:`covers` covers, in words, or None."""
     if is_rare(row) or is_rare(column):
         return "second levels per row, and scales that are drawn or in 16 bits"
-    for size in (launches.block_size(row), launches.block_size(column)):
-        if not 1 <= size <= 128 or size & (size - 1):
-            return "blocks that are not of 1, 2, 4, ... or 128 elements along an axis"
+    sizes = launches.block_size(row), launches.block_size(column)
+    if any(not 1 <= size <= 128 or size & (size - 1) for size in sizes):
+        return "blocks that are not of 1, 2, 4, ... or 128 elements along an axis"
+    if math.prod(sizes) > 4096:
+        return "blocks whose sizes have a product of more than 4096: a program would hold too many registers"
     return None
 
 
