@@ -46,7 +46,6 @@ _NAMES = {
     torch.int64: "*i64",
 }
 
-
 # Instructions that half of the lanes of a multiprocessor execute (CUDA programming guide, throughput of instructions).
 _HALF_RATE = re.compile(
     r"(LOP3|SHF|V?I(?!MAD)MNMX3?|VIMNMX3?|FMNMX3?|F?SEL|[FI]SETP|PLOP3|PRMT|LEA|IADD3|VIADD|IABS|F2FP|I2FP|SGXT|BMSK)\b"
@@ -128,18 +127,13 @@ def every_launch(presets: list[str]) -> Iterator[tuple[str, Launch]]:
     yield "amax", launches.of_amax(x, meta())
     yield "mean", launches.of_sums(x, meta(launches.SUMS, dtype=torch.float64))
     yield "factors and bias", launches.of_finish(product, [meta(), meta()], meta(SHAPE[1]), x)
-    every = [casts for casts in map(LinearCasts.preset, presets) if casts.plan.casts_g_twice]
-    for pair in dict.fromkeys((casts.dgrad_g, casts.wgrad_g) for casts in every):
+    twice = [casts for casts in map(LinearCasts.preset, presets) if casts.plan.casts_g_twice]
+    for pair in dict.fromkeys((casts.dgrad_g, casts.wgrad_g) for casts in twice):
         if gpu.covers_both(*pair) is None:
-            yield f"{pair[0]} along rows and {pair[1]} along columns", gradient_launch(pair)
-
-
-def gradient_launch(pair: tuple[Cast, Cast]) -> Launch:
-    """The launch that makes the operands of dgrad and wgrad from a gradient."""
-    x = meta(*SHAPE, dtype=torch.bfloat16)
-    operands = tuple(gpu._empty(x, cast, dim, x.dtype) for cast, dim in zip(pair, (1, 0), strict=True))
-    keys = tuple(meta(dtype=torch.int64) if cast.draws else None for cast in pair)
-    return launches.of_both(x, pair, keys, meta(), operands)
+            operands = tuple(gpu._empty(x, cast, dim, x.dtype) for cast, dim in zip(pair, (1, 0), strict=True))
+            keys = tuple(meta(dtype=torch.int64) if cast.draws else None for cast in pair)
+            name = f"{pair[0]} along rows and {pair[1]} along columns"
+            yield name, launches.of_both(x, pair, keys, meta(), operands)
 
 
 def rotated_launches(x: Tensor) -> Iterator[tuple[str, Launch]]:
