@@ -74,6 +74,11 @@ def current_backend() -> Backend:
     return _backend
 
 
+def takes_triton(device: torch.device) -> bool:
+    """Whether the kernels in Triton are those of a device: on NVIDIA GPUs, and wherever they are forced."""
+    return _backend == "triton" or (_backend == "auto" and device.type == "cuda")
+
+
 @contextmanager
 def counted_as(*shape: int) -> Iterator[None]:
     """Within this context a matrix product counts as one of this shape, without its padding."""

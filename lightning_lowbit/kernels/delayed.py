@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_lowbit.compilation import current_backend
+from lightning_lowbit.compilation import current_backend, takes_triton
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
 
@@ -33,7 +33,7 @@ def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: S
         return None
     if own.is_cpu and chosen in ("auto", "cpp"):
         return cpu.delayed_amax(own, in_force, staged, places)
-    if (chosen == "triton" or (chosen == "auto" and own.is_cuda)) and gpu.obstacle(own.device) is None:
+    if takes_triton(own.device) and gpu.obstacle(own.device) is None:
         return gpu.delayed_amax(own, in_force, staged, places)
     return None
 

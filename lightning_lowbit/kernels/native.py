@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.compilation import backend, current_backend, opaque
+from lightning_lowbit.compilation import backend, opaque, takes_triton
 from lightning_lowbit.kernels import layout
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.layout import laid_out_shapes, plain_lay_out
-from lightning_lowbit.kernels.operands import found_equal
+from lightning_lowbit.kernels.operands import found_equal, sample_of
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import are_regular, stands_alone
@@ -57,8 +57,7 @@ def _fake_operand(
 def _lay_out_operand(
     x: Tensor, spec: str, block: int, dim: int, key: Tensor | None, amax: Tensor | None, shard: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    by_triton = current_backend() == "triton" or (current_backend() == "auto" and x.is_cuda)
-    if by_triton and type(x) in (Tensor, Parameter):
+    if takes_triton(x.device) and type(x) in (Tensor, Parameter):
         part = None if shard is None else Shard.from_spec(shard)
         if (made := _by_triton(x, Cast.from_spec(spec), block, dim, key, amax, part)) is not None:
             return made
@@ -80,9 +79,8 @@ def _by_triton(
 @cache
 def _agrees(spec: str, block: int, dim: int, source: torch.dtype, device: torch.device) -> bool:
     """Whether the Triton kernel lays a sample out as the plain code does: asked once per device; warns if not."""
-    cast, generator = Cast.from_spec(spec), torch.Generator("cpu").manual_seed(0)
-    normal, exponents = torch.randn(2, 72, 160, generator=generator, device="cpu")
-    sample, key = (normal * (4 * exponents).exp()).to(device, source), torch.tensor(0x5DEECE66D, device=device)
+    cast = Cast.from_spec(spec)
+    sample, key = sample_of(source, device, rows=72), torch.tensor(0x5DEECE66D, device=device)
     with torch.no_grad(), backend("eager"):
         expected = plain_lay_out(sample, spec, block, dim, key, None, None)
     found = gpu.lay_out(sample, cast, block, dim, key, None, None)

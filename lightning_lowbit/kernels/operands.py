@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.compilation import backend, current_backend, opaque
+from lightning_lowbit.compilation import backend, current_backend, opaque, takes_triton
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import casts as gpu
@@ -77,7 +77,7 @@ def _by_kernel(
         return None
     if x.is_cpu and chosen in ("auto", "cpp"):
         return cpu.quantize(x, spec, dim, key, amax, dtype, shard, rotation)
-    if _takes_triton(x):
+    if takes_triton(x.device):
         return _by_triton(x, spec, dim, key, amax, dtype, shard, rotation)
     return None
 
@@ -142,7 +142,7 @@ def _agree(
         _agrees(cast.spec, dim, source, to, device) for cast, dim, to in zip(casts, (1, 0), dtypes, strict=True)
     ):
         return False
-    sample, key = _sample(source, device), torch.tensor(0x5DEECE66D, device=device)
+    sample, key = sample_of(source, device), torch.tensor(0x5DEECE66D, device=device)
     found = gpu.quantize_both(sample, *casts, key, key, None, dtypes)
     for cast, dim, dtype, made in zip(casts, (1, 0), dtypes, found, strict=True):
         expected, compared = gpu.quantize_operand(sample, cast, dim, key, None, dtype), 1 + has_factor(cast)
@@ -151,9 +151,10 @@ def _agree(
     return True
 
 
-def _sample(dtype: torch.dtype, device: torch.device) -> Tensor:
+def sample_of(dtype: torch.dtype, device: torch.device, rows: int = 64) -> Tensor:
+    """A matrix ``[rows, 160]`` of widely different magnitudes, on which kernels are compared with the plain code."""
     generator = torch.Generator("cpu").manual_seed(0)
-    normal, exponents = torch.randn(2, 64, 160, generator=generator, device="cpu")
+    normal, exponents = torch.randn(2, rows, 160, generator=generator, device="cpu")
     return (normal * (4 * exponents).exp()).to(device, dtype)
 
 
@@ -166,7 +167,7 @@ def _agrees(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, device
         return False
     if size and gpu.rotates(cast, dim) is not None:
         return False
-    sample, key = _sample(source, device), torch.tensor(0x5DEECE66D, device=device)
+    sample, key = sample_of(source, device), torch.tensor(0x5DEECE66D, device=device)
     signs = Hadamard(size).diagonal(None, device) if size else None
     with torch.no_grad(), backend("eager"):
         turned = sample if signs is None else plain_rotate(sample, signs, dim)
@@ -272,7 +273,7 @@ def measures_again(x: Tensor) -> bool:
 
 def reads_once(x: Tensor) -> bool:
     """Whether there are kernels that make two operands of a tensor from one read: those of GPUs."""
-    return not torch.compiler.is_compiling() and type(x) is Tensor and _takes_triton(x)
+    return not torch.compiler.is_compiling() and type(x) is Tensor and takes_triton(x.device)
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
@@ -290,15 +291,9 @@ def _is_by_cpp(x: Tensor) -> bool:
     return x.is_cpu and current_backend() in ("auto", "cpp") and type(x) in (Tensor, Parameter)
 
 
-def _takes_triton(x: Tensor) -> bool:
-    """Whether the Triton kernels are those of a tensor's device."""
-    chosen = current_backend()
-    return chosen == "triton" or (chosen == "auto" and x.is_cuda)
-
-
 def _is_by_triton(x: Tensor, rotation: Tensor | None) -> bool:
     """Whether the Triton kernels measure or rotate a matrix."""
-    if not _takes_triton(x) or type(x) not in (Tensor, Parameter) or x.numel() == 0 or x.dim() != 2:
+    if not takes_triton(x.device) or type(x) not in (Tensor, Parameter) or x.numel() == 0 or x.dim() != 2:
         return False
     if gpu.obstacle(x.device) is not None:
         return False

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.compilation import backend, current_backend, opaque
+from lightning_lowbit.compilation import backend, current_backend, opaque, takes_triton
 from lightning_lowbit.kernels.cpu import codes as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
-from lightning_lowbit.kernels.operands import found_equal, rotate
+from lightning_lowbit.kernels.operands import found_equal, rotate, sample_of
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand, are_regular, factor_shape, has_factor, operand_dtype, stands_alone
@@ -93,7 +93,7 @@ def _pack_operand(
         made = cpu.pack(x, spec, dim, key, amax, part, rotation)
     if made is None and rotation is not None:
         return _pack_operand(rotate(x, rotation, dim), spec, dim, key, amax, shard)
-    if by_kernel and (current_backend() == "triton" or (current_backend() == "auto" and x.is_cuda)):
+    if by_kernel and takes_triton(x.device):
         made = _pack_by_triton(x, Cast.from_spec(spec), dim, key, amax, part)
     return plain_pack(x, spec, dim, key, amax, shard) if made is None else made
 
@@ -116,9 +116,8 @@ def _agrees(spec: str, dim: int, source: torch.dtype, device: torch.device) -> b
     not."""
     if gpu.obstacle(device) is not None:
         return False
-    cast, generator = Cast.from_spec(spec), torch.Generator("cpu").manual_seed(0)
-    normal, exponents = torch.randn(2, 64, 160, generator=generator, device="cpu")
-    sample, key = (normal * (4 * exponents).exp()).to(device, source), torch.tensor(0x5DEECE66D, device=device)
+    cast = Cast.from_spec(spec)
+    sample, key = sample_of(source, device), torch.tensor(0x5DEECE66D, device=device)
     with torch.no_grad(), backend("eager"):
         expected = plain_pack(sample, spec, dim, key, None, None)
     data, factor = gpu.pack(sample, cast, dim, key, None, None)
@@ -142,8 +141,7 @@ def _unpack_operand(
 ) -> tuple[Tensor, Tensor]:
     cast, values = Cast.from_spec(spec), data.new_empty(shape, dtype=dtype)
     by_kernel = data.is_cpu and type(data) is Tensor and current_backend() in ("auto", "cpp")
-    by_triton = current_backend() == "triton" or (current_backend() == "auto" and data.is_cuda)
-    if by_triton and gpu.packs(cast, values, dim) and _agrees(spec, dim, source, data.device):
+    if takes_triton(data.device) and gpu.packs(cast, values, dim) and _agrees(spec, dim, source, data.device):
         gpu.unpack_(values, data, cast, dim, source)
         made: Tensor | None = factor if has_factor(cast) else None
     elif by_kernel and cpu.unpack_(values, data, cast, source, dim):

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_lowbit.compilation import current_backend
+from lightning_lowbit.compilation import current_backend, takes_triton
 from lightning_lowbit.kernels.cpu import products as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
 
@@ -24,7 +24,7 @@ def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: t
         return None
     if product.is_cpu and chosen in ("auto", "cpp"):
         return cpu.finish(product, factors, bias, dtype)
-    if not (chosen == "triton" or (chosen == "auto" and product.is_cuda)):
+    if not takes_triton(product.device):
         return None
     is_covered = product.dtype in (torch.float32, torch.int32) and gpu.obstacle(product.device) is None
     return gpu.finish(product, factors, bias, dtype) if is_covered and _agrees(product.device) else None

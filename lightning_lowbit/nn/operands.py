@@ -155,6 +155,7 @@ def operands(
 
 
 def operand_of(name: str, source: Source, settings: Settings) -> Operand | BlockOperand:
+    """An operand by its cast, or its source where there is none; codes for a native GEMM that takes them."""
     if settings.native and settings.takes_codes(name):
         return _codes(name, source.turned(name), settings)
     cast, sums = getattr(settings.casts, name), settings.operand_sums

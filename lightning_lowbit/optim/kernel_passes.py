@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.compilation import current_backend
+from lightning_lowbit.compilation import current_backend, takes_triton
 from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.kernels.cpu import adam as cpu
 from lightning_lowbit.kernels.cpu.library import library
@@ -102,7 +102,7 @@ def kernels_for(batch: Batch) -> type[KernelPasses] | None:
     backend, kind = current_backend(), batch.device.type
     if kind == "cpu" and backend in ("auto", "cpp"):
         return CppPasses if library() else None
-    if backend == "triton" or (kind == "cuda" and backend == "auto"):
+    if takes_triton(batch.device):
         # A graph would be replayed with the addresses of gradients that are gone.
         is_captured = kind == "cuda" and torch.cuda.is_current_stream_capturing()
         is_sparse = any(member.moments.is_sparse for member in batch.members)
