@@ -1,9 +1,8 @@
 """AdaClip and AdaGN around any optimizer.
 
-During a step ``p.grad`` is a clipped copy of the gradient. Optimizers of torch, which keep one state per parameter and
-nothing beside it, step once for a portion of the parameters after another: only those have copies at a time. Groups and
-state are the wrapped optimizer's own, with a few more entries, so that schedulers, checkpoints and strategies see one
-optimizer.
+A step clips ``p.grad`` in place, as ``torch.nn.utils.clip_grad_norm_`` does, and then runs the wrapped optimizer.
+Groups and state are the wrapped optimizer's own, with a few more entries, so that schedulers, checkpoints and
+strategies see one optimizer.
 
 Source: the Stable-SPAM thesis, section 4.2 and table 4.5 (Lion and Adam-mini with AdaGN and AdaClip).
 """
@@ -25,19 +24,17 @@ from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, statistic
 from lightning_lowbit.optim.guards import Clipped, Measured
 from lightning_lowbit.optim.moments import DenseMoments
 from lightning_lowbit.optim.options import check_options
+from lightning_lowbit.optim.passes import ElementClip
 
 # Options that wrapped optimizers may have, too; only this package knows the others in OPTIONS.
 _USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}
-
-# Elements of which there are copies at a time, if no parameter has more.
-_PORTION = 2**22
 
 # Rules of `GuardedAdam` that do not exist here. spike_decay is 0 because exp_avg_sq is not bias-corrected.
 _NO_MOMENTS = {"reset_interval": None, "total_steps": None, "master_weights": None, "spike_decay": 0.0}
 
 
 class Adaptive(GuardedOptimizer):
-    """Clips the gradients that another optimizer sees.
+    """Clips gradients, in place, before each step of another optimizer.
 
     A step is skipped if a gradient holds a NaN or Inf, or, without ``norm_clip``, an element beyond 8e12. torch's fused
     Adam, AdamW and Adagrad skip on the device; for other optimizers the host waits for this one answer.
@@ -184,14 +181,12 @@ class Adaptive(GuardedOptimizer):
         is_told = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD)
         if not is_told and not bool(taken):
             return
-        with _without_gradients(batches):
-            for portion in self._portions(batches):
-                with _guarded(portion, batches, clipped):
-                    if is_told:
-                        self.optimizer.grad_scale, self.optimizer.found_inf = None, (~taken).float()  # type: ignore[attr-defined]
-                    self.optimizer.step()
-                    if is_told:
-                        del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
+        with _clipped_gradients(batches, clipped):
+            if is_told:
+                self.optimizer.grad_scale, self.optimizer.found_inf = None, (~taken).float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+            if is_told:
+                del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
         for batch, of_batch in zip(batches, clipped, strict=True):
             remember(batch, of_batch.step)
             for member in batch.members:
@@ -201,65 +196,30 @@ class Adaptive(GuardedOptimizer):
                     self.state[member.parameter].update(member.state)
                     self._set_aside.pop(member.parameter, None)
 
-    def _portions(self, batches: Sequence[Batch]) -> Iterator[list[list[int]]]:
-        """For each portion of the parameters with gradients the indices of its members, by batch."""
-        members = [
-            (number, index, member.shard.numel())
-            for number, batch in enumerate(batches)
-            for index, member in enumerate(batch.members)
-            if member.gradient is not None
-        ]
-        most = max([_PORTION, *(size for _, _, size in members)]) if self._steps_in_portions() else float("inf")
-        portion: list[list[int]] = [[] for _ in batches]
-        total = 0
-        for number, index, size in members:
-            if total + size > most:
-                yield portion
-                portion, total = [[] for _ in batches], 0
-            portion[number].append(index)
-            total += size
-        yield portion
-
-    def _steps_in_portions(self) -> bool:
-        """Whether several steps, each with gradients of other parameters, are one step with all of them."""
-        is_of_torch = type(self.optimizer).__module__.startswith("torch.optim.")
-        has_hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
-        return is_of_torch and not has_hooks and not torch.compiler.is_compiling()
-
 
 @contextmanager
-def _without_gradients(batches: Sequence[Batch]) -> Iterator[None]:
-    """Within this context no parameter has a gradient."""
-    gradients = [(member.parameter, member.parameter.grad) for batch in batches for member in batch.members]
+def _clipped_gradients(batches: Sequence[Batch], clipped: Sequence[Clipped]) -> Iterator[None]:
+    """Clips the gradients of the parameters that take the step; within this context ``p.grad`` has the result."""
+    replaced = []
     try:
-        for parameter, _ in gradients:
-            parameter.grad = None
+        for batch, (step, elements, factor, *_) in zip(batches, clipped, strict=True):
+            there = [(i, m, m.gradient) for i, m in enumerate(batch.members) if m.gradient is not None]
+            targets = []
+            for _, member, gradient in there:
+                # torch's fused optimizers walk through gradient and parameter in memory order.
+                is_alike = gradient.stride() == member.shard.stride()
+                targets.append(gradient if is_alike else torch.empty_like(member.shard, dtype=gradient.dtype))
+                if targets[-1] is not member.parameter.grad:  # also the local part of a DTensor, or a redistributed one
+                    replaced.append((member.parameter, member.parameter.grad))
+                    member.parameter.grad = _like(member.parameter, targets[-1])
+            # What takes no step keeps its gradient.
+            limit, ratio = elements.limit.where(step.taken, torch.inf), elements.ratio.where(step.taken, 1.0)
+            rules = ElementClip(elements.rule, limit, ratio), factor.where(step.taken, 1.0)
+            batch.passes.write_clipped(step, *rules, [index for index, _, _ in there], targets)
         yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-@contextmanager
-def _guarded(portion: list[list[int]], batches: Sequence[Batch], clipped: Sequence[Clipped]) -> Iterator[None]:
-    """Within this context ``p.grad`` is the clipped copy, for parameters of a portion."""
-    parameters = []
-    try:
-        for batch, of_batch, indices in zip(batches, clipped, portion, strict=True):
-            members = [batch.members[index] for index in indices]
-            # With the parameter's memory layout: torch's fused optimizers walk through both in memory order.
-            copies = [
-                torch.empty_like(member.shard, dtype=batch.gradients[index].dtype)
-                for member, index in zip(members, indices, strict=True)
-            ]
-            batch.passes.write_clipped(of_batch.step, of_batch.elements, of_batch.factor, indices, copies)
-            for member, copy in zip(members, copies, strict=True):
-                member.parameter.grad = _like(member.parameter, copy)
-                parameters.append(member.parameter)
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.grad = None
+        for parameter, own in replaced:
+            parameter.grad = own
 
 
 def _like(parameter: Tensor, part: Tensor) -> Tensor:

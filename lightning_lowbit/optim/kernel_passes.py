@@ -64,6 +64,7 @@ class KernelPasses(Passes):
             for index, target in zip(indices, targets, strict=True)
         ]
         self._shards_of(fields).write_clipped(Rules(elements.rule, given))
+        torch.autograd.graph.increment_version(targets)
 
 
 class CppPasses(KernelPasses):
