@@ -2,13 +2,17 @@
 
     python -m tests.benchmarks.casts [--casts nvfp4] [--shape 2048 1376] [--rounds 30] [--threads 2] [--json FILE]
 
-All in one run, in interleaved rounds, medians. The amax is given, as layers give it, except for rotated operands.
+All in one run, in interleaved rounds, medians. The amax is given, as layers give it, except for rotated operands. With
+``--casts mxfp8`` torchao and microxcaling, where they are installed, cast the same matrix along its rows: to MX and
+back, as the operands here are ``elements * scales``.
 """
 
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 import torch
 
@@ -42,6 +46,29 @@ def measurements(casts: LinearCasts, x: torch.Tensor) -> dict[str, dict[str, obj
     return calls
 
 
+def peers(x: torch.Tensor) -> dict[str, dict[str, Callable[[], torch.Tensor]]]:
+    """Calls of other packages that cast to MXFP8 along rows, plain and compiled."""
+
+    def by_torchao() -> torch.Tensor:
+        mx = import_module("torchao.prototype.mx_formats.mx_tensor")
+        return mx.MXTensor.to_mx(x, torch.float8_e4m3fn, 32).dequantize(x.dtype)
+
+    def by_microxcaling() -> torch.Tensor:
+        cast = import_module("mx.mx_ops")._quantize_mx
+        return cast(x, scale_bits=8, elem_format="fp8_e4m3", axes=[-1], block_size=32)
+
+    found: dict[str, dict[str, Callable[[], torch.Tensor]]] = {}
+    for name, call in (("torchao, along rows", by_torchao), ("microxcaling, along rows", by_microxcaling)):
+        for backend_name, made in (("eager", call), ("compiled", torch.compile(call))):
+            try:
+                made()
+            except (ImportError, torch._inductor.exc.InductorError) as error:
+                print(f"{name}, {backend_name}: not measured ({str(error).splitlines()[0]})")
+            else:
+                found.setdefault(name, {})[backend_name] = made
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--casts", default="nvfp4", choices=[name for name in PRESETS if name != "bf16"])
@@ -54,7 +81,7 @@ def main() -> None:
     print(f"{describe()}; allocator: {keep_large_blocks()}; {options.casts}, bf16 {tuple(options.shape)}")
     torch.manual_seed(0)
     x = torch.randn(options.shape).bfloat16()
-    calls = measurements(LinearCasts.preset(options.casts), x)
+    calls = measurements(LinearCasts.preset(options.casts), x) | (peers(x) if options.casts == "mxfp8" else {})
     times: dict[tuple[str, str], list[float]] = {}
     for round in range(options.rounds + 2):  # two to compile, and to fill caches
         for what, by_backend in calls.items():
