@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from lightning_lowbit import convert
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.kernels import delayed_amax
+from lightning_lowbit.kernels.cpu import casts as casts_in_cpp
 from lightning_lowbit.kernels.products import finish
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
 from lightning_lowbit.nn.gemm import _finish
@@ -56,6 +58,35 @@ def test_triton_in_its_interpreter():
     command = [sys.executable, "-c", "from tests.kernels.test_layers import compare; compare('triton')"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
+
+
+def test_each_tensor_is_measured_once_and_each_operand_made_once(monkeypatch):
+    """Calls of kernels of a layer's forward and backward pass, of tensors too large to measure again in each cast."""
+    kernels = casts_in_cpp.library()
+
+    class Counting:
+        def __getattr__(self, name):
+            def call(*arguments):
+                is_given_amax = name == "lowbit_cast" and arguments[7] is not None
+                counts["cast by a given amax" if is_given_amax else name.removeprefix("lowbit_")] += 1
+                getattr(kernels, name)(*arguments)
+
+            return call
+
+    monkeypatch.setattr(casts_in_cpp, "library", Counting)
+    found = {}
+    for preset in ("nvfp4", "mxfp8", "fp8-current", "ternary"):
+        model = nn.Sequential(nn.Linear(272, 256, bias=False))
+        LayerKeys(convert(model, preset)).fill_(0)
+        counts = Counter()
+        model(torch.randn(260, 272, requires_grad=True)).sum().backward()
+        found[preset] = dict(counts)
+    assert found == {
+        "nvfp4": {"amax": 3, "cast by a given amax": 6},
+        "mxfp8": {"cast": 6},
+        "fp8-current": {"amax": 3, "cast by a given amax": 4},  # two GEMMs share an operand of w, and two of g
+        "ternary": {"cast": 2},
+    }
 
 
 def test_a_compiled_model_calls_the_kernels():
