@@ -27,6 +27,7 @@ from lightning_lowbit.quant.operand import (
     plain_operand,
     stands_alone,
 )
+from lightning_lowbit.quant.operand import quantize_operand as plain_quantize_operand
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.shard import amax_of as plain_amax
 from lightning_lowbit.quant.transforms import Hadamard, rotated_shape
@@ -54,37 +55,26 @@ def quantize_operand(
         >>> quantize_operand(torch.randn(4, 64), Cast("e2m1", Scale("e4m3", 16)), dim=1).values.shape
         torch.Size([4, 64])
     """
-    if not torch.compiler.is_compiling() and (made := _by_kernel(x, cast.spec, dim, key, amax, dtype, shard, rotation)):
+    if torch.compiler.is_compiling():
+        to, of_shard = dtype or operand_dtype(x.dtype, cast), None if shard is None else shard.spec
+        values, factor = _quantize_operand(x, cast.spec, dim, key, amax, to, of_shard, rotation)
+        return Operand(values, factor if has_factor(cast) else None)
+    made = None
+    if type(x) in (Tensor, Parameter):  # FakeTensor and other subclasses have no memory of their own
+        if x.is_cpu and current_backend() in ("auto", "cpp"):
+            made = cpu.quantize(x, cast.spec, dim, key, amax, dtype, shard, rotation)
+        elif takes_triton(x.device):
+            made = _by_triton(x, cast, dim, key, amax, dtype, shard, rotation)
+    if made is not None:
         return made
-    dtype, spec = dtype or operand_dtype(x.dtype, cast), None if shard is None else shard.spec
-    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype, spec, rotation)
-    return Operand(values, factor if has_factor(cast) else None)
-
-
-def _by_kernel(
-    x: Tensor,
-    spec: str,
-    dim: int,
-    key: Tensor | None,
-    amax: Tensor | None,
-    dtype: torch.dtype | None,
-    shard: Shard | None,
-    rotation: Tensor | None,
-) -> Operand | None:
-    """The operand where a kernel makes it; None where none does, or where the plain code refuses the arguments."""
-    chosen = current_backend()
-    if type(x) not in (Tensor, Parameter):  # FakeTensor and other subclasses have no memory of their own
-        return None
-    if x.is_cpu and chosen in ("auto", "cpp"):
-        return cpu.quantize(x, spec, dim, key, amax, dtype, shard, rotation)
-    if takes_triton(x.device):
-        return _by_triton(x, spec, dim, key, amax, dtype, shard, rotation)
-    return None
+    if rotation is not None:
+        return quantize_operand(rotate(x, rotation, dim), cast, dim, key, amax, dtype, shard)
+    return plain_quantize_operand(x, cast, dim, key, amax, dtype, shard)
 
 
 def _by_triton(
     x: Tensor,
-    spec: str,
+    cast: Cast,
     dim: int,
     key: Tensor | None,
     amax: Tensor | None,
@@ -92,13 +82,15 @@ def _by_triton(
     shard: Shard | None,
     rotation: Tensor | None,
 ) -> Operand | None:
-    cast, size, device = Cast.from_spec(spec), 0 if rotation is None else len(rotation), x.device
+    """The operand where a Triton kernel makes it; None where none does, or where the plain code refuses the
+    arguments."""
+    size, device = 0 if rotation is None else len(rotation), x.device
     dtype, offset = dtype or operand_dtype(x.dtype, cast), None
     if not 0 < x.numel() < 2**31 or not are_regular(cast.draws, cast.scale.needs_amax, key, amax, device):
         return None
     if not stands_alone(cast, dim, amax, shard) or (rotation is not None and not gpu.are_signs(rotation, x)):
         return None
-    if not _agrees(spec, dim, x.dtype, dtype, device, size):
+    if not _agrees(cast.spec, dim, x.dtype, dtype, device, size):
         return None
     if shard is not None and key is not None:
         shape = x.shape if rotation is None else rotated_shape(x.shape, rotation, dim)
@@ -216,15 +208,9 @@ def _quantize_operand(
     shard: str | None,
     rotation: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    part = None if shard is None else Shard.from_spec(shard)
-    made = _by_kernel(x, spec, dim, key, amax, dtype, part, rotation)
-    if made is None and rotation is not None:
-        x = rotate(x, rotation, dim)
-        made = _by_kernel(x, spec, dim, key, amax, dtype, part, None)
-    if made is None:
-        return plain_operand(x, spec, dim, key, amax, dtype, shard)
-    shape = () if made.factor is not None else factor_shape(x, Cast.from_spec(spec), dim)
-    return made.values, x.new_empty(shape, dtype=torch.float32) if made.factor is None else made.factor
+    cast, part = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
+    values, factor = quantize_operand(x, cast, dim, key, amax, dtype, part, rotation)
+    return values, x.new_empty(factor_shape(x, cast, dim), dtype=torch.float32) if factor is None else factor
 
 
 def coverage(
