@@ -83,7 +83,7 @@ class Steps(Callback):
         weights: all of them.
         optimizers: states of the first optimizer.
         gradients: as hooks see them, before clipping.
-        clipped: as the optimizer left them.
+        clipped: as the steps of the first optimizer get them.
         saved: what the plugin would put into a checkpoint, if it is one of this package.
     """
 
@@ -99,13 +99,15 @@ class Steps(Callback):
     def scales(self) -> list[float]:
         return [scaler["scale"] for scaler in self.scalers]
 
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        trainer.optimizers[0].register_step_pre_hook(lambda *_: self.clipped.append(gradients(pl_module)))
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         self.gradients.append(gradients(pl_module))
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
         if len(self.scalers) == trainer.global_step:  # in the midst of accumulation
             return
-        self.clipped.append(gradients(pl_module))
         self.weights.append(flat(pl_module))
         self.optimizers.append(deepcopy(trainer.optimizers[0].state_dict()))
         plugin = trainer.precision_plugin
