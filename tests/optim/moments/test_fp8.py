@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.optim import LowBitAdamW, clipping
-from lightning_lowbit.optim.moments import NAMES, FP8Moments
+from lightning_lowbit.optim.moments import NAMES, FP8Moments, _encode_moment, _fake_encoded
 from tests.optim.moments.helpers import draw, elements, heavy_tailed, kept, set_gradients
 from tests.references import moments as reference
 from tests.tables import each
@@ -173,12 +173,19 @@ def test_compiled_rounding_is_eager_rounding(shape: tuple[int, ...]) -> None:
         assert torch.equal(states[0][name].float(), states[1][name].float()), f"{name}: compiled code gives other bits"
 
 
+def test_compiled_code_is_told_the_shapes_of_codes_and_scales() -> None:
+    for shape in ((300,), (5, 130), (2, 3, 300)):
+        given = torch.randn(shape), torch.zeros(shape, dtype=torch.int32), torch.tensor(1), "mean"
+        for told, made in zip(_fake_encoded(*given), _encode_moment(*given), strict=True):
+            assert (told.shape, told.stride(), told.dtype) == (made.shape, made.stride(), made.dtype), f"of {shape}"
+
+
 @pytest.mark.slow
 def test_compiled_step() -> None:
     """Generated code may fuse a product into a sum: a moment that then lies across a draw becomes its neighbor."""
     runs = []
     for wrap in (lambda step: step, torch.compile):
-        parameters = [Parameter(torch.zeros(12, 130)), Parameter(torch.zeros(5))]
+        parameters = [Parameter(torch.zeros(shape)) for shape in ((12, 130), (2, 3, 130), (5,))]
         optimizer = LowBitAdamW(parameters)
         step = wrap(optimizer.step)
         for seed in range(4):
