@@ -69,9 +69,9 @@ def backend(name: Backend) -> Iterator[None]:
         _backend = previous
 
 
-def current_backend() -> Backend:
-    """The name that :func:`backend` has set."""
-    return _backend
+def takes_cpp(device: torch.device) -> bool:
+    """Whether the kernels in C++ are those of a device: on CPUs, unless others are forced."""
+    return _backend in ("auto", "cpp") and device.type == "cpu"
 
 
 def takes_triton(device: torch.device) -> bool:

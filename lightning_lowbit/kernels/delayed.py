@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_lowbit.compilation import current_backend, takes_triton
+from lightning_lowbit.compilation import takes_cpp, takes_triton
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
 
@@ -27,11 +27,10 @@ def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: S
         >>> delayed_amax(torch.tensor(3.0), torch.zeros(6), torch.zeros(6), [1, 3])
         tensor(3.)
     """
-    chosen = current_backend()
     tensors = (own, in_force) if staged is None else (own, in_force, staged)
     if torch.compiler.is_compiling() or not all(map(_is_plain, tensors)):
         return None
-    if own.is_cpu and chosen in ("auto", "cpp"):
+    if takes_cpp(own.device):
         return cpu.delayed_amax(own, in_force, staged, places)
     if takes_triton(own.device) and gpu.obstacle(own.device) is None:
         return gpu.delayed_amax(own, in_force, staged, places)

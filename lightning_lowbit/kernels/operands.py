@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.compilation import backend, current_backend, opaque, takes_triton
+from lightning_lowbit.compilation import backend, opaque, takes_cpp, takes_triton
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import casts as gpu
@@ -61,7 +61,7 @@ def quantize_operand(
         return Operand(values, factor if has_factor(cast) else None)
     made = None
     if type(x) in (Tensor, Parameter):  # FakeTensor and other subclasses have no memory of their own
-        if x.is_cpu and current_backend() in ("auto", "cpp"):
+        if takes_cpp(x.device):
             made = cpu.quantize(x, cast.spec, dim, key, amax, dtype, shard, rotation)
         elif takes_triton(x.device):
             made = _by_triton(x, cast, dim, key, amax, dtype, shard, rotation)
@@ -274,7 +274,7 @@ def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
 
 def _is_by_cpp(x: Tensor) -> bool:
     """Whether the C++ kernels are those of a tensor."""
-    return x.is_cpu and current_backend() in ("auto", "cpp") and type(x) in (Tensor, Parameter)
+    return takes_cpp(x.device) and type(x) in (Tensor, Parameter)
 
 
 def _is_by_triton(x: Tensor, rotation: Tensor | None) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.compilation import backend, current_backend, opaque, takes_triton
+from lightning_lowbit.compilation import backend, opaque, takes_cpp, takes_triton
 from lightning_lowbit.kernels.cpu import codes as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.operands import found_equal, rotate, sample_of
@@ -89,7 +89,7 @@ def _pack_operand(
 ) -> tuple[Tensor, Tensor]:
     part, made = None if shard is None else Shard.from_spec(shard), None
     by_kernel = type(x) in (Tensor, Parameter)
-    if by_kernel and x.is_cpu and current_backend() in ("auto", "cpp"):
+    if by_kernel and takes_cpp(x.device):
         made = cpu.pack(x, spec, dim, key, amax, part, rotation)
     if made is None and rotation is not None:
         return _pack_operand(rotate(x, rotation, dim), spec, dim, key, amax, shard)
@@ -140,7 +140,7 @@ def _unpack_operand(
     data: Tensor, factor: Tensor, spec: str, dim: int, shape: list[int], source: torch.dtype, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     cast, values = Cast.from_spec(spec), data.new_empty(shape, dtype=dtype)
-    by_kernel = data.is_cpu and type(data) is Tensor and current_backend() in ("auto", "cpp")
+    by_kernel = takes_cpp(data.device) and type(data) is Tensor
     if takes_triton(data.device) and gpu.packs(cast, values, dim) and _agrees(spec, dim, source, data.device):
         gpu.unpack_(values, data, cast, dim, source)
         made: Tensor | None = factor if has_factor(cast) else None

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_lowbit.compilation import current_backend
+from lightning_lowbit.compilation import takes_cpp
 from lightning_lowbit.kernels.cpu import patches as cpu
 
 
@@ -20,6 +20,6 @@ def add_patches(patches: Tensor, images: int, channels: int, dimensions: Sequenc
     """
     if torch.compiler.is_compiling() or type(patches) is not Tensor or patches.numel() == 0:
         return None
-    if patches.is_cpu and current_backend() in ("auto", "cpp"):
+    if takes_cpp(patches.device):
         return cpu.add_patches(patches, images, channels, dimensions)
     return None

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_lowbit.compilation import current_backend, takes_triton
+from lightning_lowbit.compilation import takes_cpp, takes_triton
 from lightning_lowbit.kernels.cpu import products as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
 
@@ -19,10 +19,9 @@ def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: t
         factors: at most two, float32, 0-d, ``[m, 1]`` or ``[1, n]``, multiplied one by one.
         bias: what broadcasts to ``[m, n]``, or None.
     """
-    chosen = current_backend()
     if type(product) is not Tensor or product.numel() == 0:
         return None
-    if product.is_cpu and chosen in ("auto", "cpp"):
+    if takes_cpp(product.device):
         return cpu.finish(product, factors, bias, dtype)
     if not takes_triton(product.device):
         return None

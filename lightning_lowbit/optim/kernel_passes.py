@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.compilation import current_backend, takes_triton
+from lightning_lowbit.compilation import takes_cpp, takes_triton
 from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.kernels.cpu import adam as cpu
 from lightning_lowbit.kernels.cpu.library import library
@@ -100,12 +100,11 @@ def kernels_for(batch: Batch) -> type[KernelPasses] | None:
     """The passes in kernels; None where plain torch is asked for, or they cannot serve a batch or be built."""
     if batch.dtype != torch.float32 or torch.compiler.is_compiling() or not all(map(_fits, batch.members)):
         return None
-    backend, kind = current_backend(), batch.device.type
-    if kind == "cpu" and backend in ("auto", "cpp"):
+    if takes_cpp(batch.device):
         return CppPasses if library() else None
     if takes_triton(batch.device):
         # A graph would be replayed with the addresses of gradients that are gone.
-        is_captured = kind == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_captured = batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         is_sparse = any(member.moments.is_sparse for member in batch.members)
         is_served = not is_captured and not is_sparse and gpu.obstacle(batch.device) is None
         return TritonPasses if is_served and agree(batch.device) else None
