@@ -20,7 +20,6 @@ from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import (
     Operand,
     are_regular,
-    factor_shape,
     fake_operand,
     has_factor,
     operand_dtype,
@@ -194,7 +193,8 @@ def _fake_operand(
     rotation: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     x = x if rotation is None else x.new_empty(rotated_shape(x.shape, rotation, dim))
-    return fake_operand(x, spec, dim, key, amax, dtype, shard)
+    values, factor = fake_operand(x, spec, dim, key, amax, dtype, shard)
+    return values, factor if has_factor(Cast.from_spec(spec)) else x.new_empty(0, dtype=torch.float32)
 
 
 @opaque(_fake_operand)
@@ -210,7 +210,7 @@ def _quantize_operand(
 ) -> tuple[Tensor, Tensor]:
     cast, part = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
     values, factor = quantize_operand(x, cast, dim, key, amax, dtype, part, rotation)
-    return values, x.new_empty(factor_shape(x, cast, dim), dtype=torch.float32) if factor is None else factor
+    return values, x.new_empty(0, dtype=torch.float32) if factor is None else factor
 
 
 def coverage(
