@@ -26,10 +26,7 @@ def test_losses_and_weights_are_those_of_one_process(ranks: list[dict[str, Any]]
 def test_a_trainer_trains_clips_and_resumes_them(ranks: list[dict[str, Any]]) -> None:
     for results in ranks:
         for name, runs in results["fits"].items():
-            if name == "resumed":
-                equal(name, *runs, rtol=0, atol=0)
-            else:  # StableSPAM moves elements whose gradients are rounding errors, too: by a tenth of a step at most
-                equal(name, *runs, atol=1e-4)
+            equal(name, *runs, **({"rtol": 0, "atol": 0} if name == "resumed" else {"atol": 1e-6}))
 
 
 def equal(name: str, one: dict[str, Any], other: dict[str, Any], rtol: float = 1e-6, atol: float = 1e-7) -> None:
