@@ -147,7 +147,7 @@ void cast_strip(const Strip<In> &strip, const Plan &plan, const Output &output, 
 
 template <class In>
 void cast_all(const Matrix<In> &x, const float *amax, const Plan &plan, const Output &output, int threads) {
-    const int64_t rows = x.rows, columns = x.columns;
+    int64_t rows = x.rows, columns = x.columns;
     const bool is_tensor = plan.statistic != kBlockMax, by_column = plan.two_level == kOfRows && plan.tile_columns == 1;
     int64_t count = plan.two_level != kOfRows ? 1 : by_column ? columns : rows;
     std::vector<float> peaks(count + kLanes), encodes(count + kLanes), decodes(count + kLanes);
@@ -175,21 +175,25 @@ void cast_all(const Matrix<In> &x, const float *amax, const Plan &plan, const Ou
         encode = encode_factor(scales, {all(encodes[0]), all(decodes[0])}, plan)[0];
         stored = stored_scale(scales, plan)[0];
     }
-    const Scales of_tensor = {&encode, &stored, (columns + kLanes) * kLanes};
+    const Scales of_tensor = {&encode, &stored, int64_t(1) << 60};
     if (output.factor && plan.two_level == kOfRows)
         memcpy(output.factor, decodes.data(), sizeof(float) * count);
     else if (output.factor && (is_tensor || plan.per_block || output.dtype == 3))
         *output.factor = stored * decodes[0];
 
-    // Rectangles of whole tiles, or of whole groups of them: strips of one, some rows of strips that are one row high.
+    // Rectangles of whole tiles, or of whole groups of them: strips of one, some rows of strips that are one row high. Rows
+    // of whole tiles are one long row.
     int64_t side = is_tensor ? 1 : plan.tile_columns ? plan.tile_columns : columns;
-    int64_t step = is_tensor ? 8 : plan.tile_rows ? plan.tile_rows : rows;
+    int64_t step = is_tensor ? 1 : plan.tile_rows ? plan.tile_rows : rows;
     if (plan.correction) (plan.tile_columns == 1 ? step : side) = plan.correction;
+    bool is_long = step == 1 && (is_tensor || plan.tile_columns) && columns % side == 0 && plan.two_level != kOfRows;
+    if (is_long && !x.is_rotated() && output.all_columns == columns && output.first == 0) columns *= rows, rows = 1;
     int64_t height = step, whole = side;
     if (x.is_rotated() && x.rotation.dim) whole = std::lcm(side, x.rotation.size);
     if (x.is_rotated() && !x.rotation.dim) height = std::lcm(step, x.rotation.size);
-    int64_t width = ((height > 64 ? 64 : kPanel) + whole - 1) / whole * whole;
-    if (height == 1) height = 8;
+    int64_t panel = height > 64 ? 64 : height == 1 && !x.is_rotated() ? kRow : kPanel;
+    int64_t width = (panel + whole - 1) / whole * whole;
+    if (height == 1 && x.is_rotated()) height = 8;
     int64_t down = (rows + height - 1) / height, across = (columns + width - 1) / width;
     auto cast = output.dtype == 0   ? cast_strip<In, float>
                 : output.dtype == 1 ? cast_strip<In, BF16>
