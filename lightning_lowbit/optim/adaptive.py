@@ -159,7 +159,8 @@ class Adaptive(GuardedOptimizer):
 
     def _rules(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The rules for gradients. Squares are summed: Adafactor, for one, adds up those of rows and columns."""
-        return {**_NO_MOMENTS, **{name: group[name] for name in self.options}, "squares_summed": 2**40}
+        rules = {name: group[name] for name in self.options}
+        return {**_NO_MOMENTS, **rules, "squares_summed": 2**40, "sums_in_update": False}
 
     def _kept(
         self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
@@ -175,12 +176,14 @@ class Adaptive(GuardedOptimizer):
         state = known or self.new_scalars(local(parameter).device, statistics_dtype(parameter))
         return state, DenseMoments(), {"mean_square": local(kept["exp_avg_sq"])} if "exp_avg_sq" in kept else {}
 
-    def _apply(self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]) -> None:
+    def _apply(
+        self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]
+    ) -> Sequence[None]:
         taken = torch.stack([seen.finite.to(batches[0].device) for seen in measured]).all()
         # Not SGD: after a skipped first step, the momentum of its fused form is uninitialized memory.
         is_told = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD)
         if not is_told and not bool(taken):
-            return
+            return [None] * len(batches)
         with _clipped_gradients(batches, clipped):
             if is_told:
                 self.optimizer.grad_scale, self.optimizer.found_inf = None, (~taken).float()  # type: ignore[attr-defined]
@@ -195,6 +198,7 @@ class Adaptive(GuardedOptimizer):
                 if member.parameter.grad is not None or not member.parameter.numel():
                     self.state[member.parameter].update(member.state)
                     self._set_aside.pop(member.parameter, None)
+        return [None] * len(batches)
 
 
 @contextmanager
@@ -202,7 +206,7 @@ def _clipped_gradients(batches: Sequence[Batch], clipped: Sequence[Clipped]) -> 
     """Clips the gradients of the parameters that take the step; within this context ``p.grad`` has the result."""
     replaced = []
     try:
-        for batch, (step, elements, factor, *_) in zip(batches, clipped, strict=True):
+        for batch, (step, elements, _, factor, *_) in zip(batches, clipped, strict=True):
             there = [(i, m, m.gradient) for i, m in enumerate(batch.members) if m.gradient is not None]
             targets = []
             for _, member, gradient in there:

@@ -70,7 +70,9 @@ class Batch:
     ) -> None:
         self.options, self.device, self.dtype, self.groups, self.names = options, device, dtype, groups, names
         self.clips_elements = options["element_clip"] is not None
-        self.measures_norms = self.clips_elements or options["norm_clip"] is not None
+        # Norms and numbers of clipped elements: measured before the update if a rule needs norms, else by it.
+        self.sums_in_update = self.clips_elements and options["norm_clip"] is None and options["sums_in_update"]
+        self.measures_norms = not self.sums_in_update and (self.clips_elements or options["norm_clip"] is not None)
         self.zero = torch.zeros((), dtype=dtype, device=device)
         self.members: list[Member] = []
         self.gradients: list[Tensor] = []  # zeros where this rank has none

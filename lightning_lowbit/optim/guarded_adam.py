@@ -116,12 +116,17 @@ class GuardedAdam(GuardedOptimizer):
                     state[name].zero_()
 
     def _rules(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {**group, "norm_eps": group["eps"], "spike_decay": group["betas"][1], "squares_summed": 1}
+        own = {"norm_eps": group["eps"], "spike_decay": group["betas"][1], "squares_summed": 1, "sums_in_update": True}
+        return {**group, **own}
 
-    def _apply(self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]) -> None:
+    def _apply(
+        self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]
+    ) -> list[Tensor | None]:
+        sums = []
         for batch, seen, of_batch in zip(batches, measured, clipped, strict=True):
-            _update(batch, seen, of_batch)
+            sums.append(_update(batch, seen, of_batch))
             remember(batch, of_batch.step)
+        return sums
 
     def _kept(
         self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
@@ -155,8 +160,8 @@ class GuardedAdam(GuardedOptimizer):
         return state
 
 
-def _update(batch: Batch, measured: Measured, clipped: Clipped) -> None:
-    """Applies Adam to a batch: parameters, moments and master weights."""
+def _update(batch: Batch, measured: Measured, clipped: Clipped) -> Tensor | None:
+    """Applies Adam to a batch: parameters, moments and master weights. Returns sums that nothing needed before."""
     options, step = batch.options, clipped.step
     taken, k, mean_weight = step.taken, step.scalars["steps_since_reset"], step.scalars["mean_weight"]
     weight1, weights = clipping.growing_weight(1 - options["betas"][0] * decay_factor(batch, step), mean_weight)
@@ -183,11 +188,13 @@ def _update(batch: Batch, measured: Measured, clipped: Clipped) -> None:
         rate * options["weight_decay"],
         old_scale,
         new_scale,
+        clipped.unit if batch.sums_in_update else None,
     )
-    batch.passes.update(step, clipped.elements, numbers)
+    sums = batch.passes.update(step, clipped.elements, numbers)
     if old_scale is not None and new_scale is not None:
         torch._foreach_copy_(kept, list(torch.where(taken, new_scale, old_scale).float().unbind()))
     step.scalars["steps_since_reset"] = k + taken  # only now: random bits depend on the last reset
+    return sums
 
 
 def _learning_rate(batch: Batch, step: Step) -> Scalar:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.distributed import Sharding, local, local_gradient, sharding_of
 from lightning_lowbit.optim.batch import SCALARS, Batch, GradientStatistics, Member
-from lightning_lowbit.optim.guards import Clipped, Measured, clip, measure
+from lightning_lowbit.optim.guards import Clipped, Measured, add_sums, clip, measure
 from lightning_lowbit.optim.kernel_passes import passes_for
 from lightning_lowbit.optim.moments import DenseMoments
 from lightning_lowbit.optim.options import OPTIONS, check_options
@@ -103,7 +103,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         if batches:
             measured = measure(batches)
             clipped = clip(batches, measured)
-            self._apply(batches, measured, clipped)
+            clipped = add_sums(batches, clipped, self._apply(batches, measured, clipped))
         # In place: an assignment to an optimizer's attribute is lost in a compiled step.
         self._statistics[:] = map(_statistics, batches, measured, clipped)
         return loss
@@ -186,8 +186,10 @@ class GuardedOptimizer(torch.optim.Optimizer):
         """The last three fields of a `Member`."""
 
     @abstractmethod
-    def _apply(self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]) -> None:
-        """The third stage."""
+    def _apply(
+        self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]
+    ) -> Sequence[Tensor | None]:
+        """The third stage. Returns what it summed for each batch (`Batch.sums_in_update`), of this rank's shards."""
 
 
 def _statistics(batch: Batch, measured: Measured, clipped: Clipped) -> _Statistics:

@@ -2,8 +2,8 @@
 
     measure     max|g| of each parameter                              one MAX over the ranks that hold shards of it
     clip        elements: AdaClip or SpikeClip
-                Σg² after that, and how many elements changed         one SUM, only if a rule needs norms
-                norms: AdaGN or GradClip
+                Σg² after that, and how many elements changed         one SUM; without a rule for norms, Adam's pass
+                norms: AdaGN or GradClip                              sums, and the SUM follows it
 
 All numbers are of whole tensors, and known before any element changes. A step is skipped if max|g| is NaN or Inf, or if
 an element's square does not fit (9e18 in fp32), unless a rule for norms scales it down: every weight of an average and
@@ -49,12 +49,13 @@ class Measured(NamedTuple):
 class Clipped(NamedTuple):
     """The result of the rules: g ← factor · elements(g), with ``factor`` [P] from the rule for norms.
 
-    ``changed`` [P] counts the elements that the first rule changed; ``norm`` and ``norm_after`` [P] are before and
-    after the second rule, None where no rule needs them.
+    ``unit`` [P] is that of norms, chosen so that their squares fit. ``changed`` [P] counts the elements that the first
+    rule changed; ``norm`` and ``norm_after`` [P] are before and after the second rule, None without any rule.
     """
 
     step: Step
     elements: ElementClip
+    unit: Tensor
     factor: Tensor
     changed: Tensor
     norm: Tensor | None
@@ -108,19 +109,29 @@ def clip(batches: Sequence[Batch], measured: Sequence[Measured]) -> list[Clipped
     bounded = [norms[index].whole for index in normed if batches[index].options["norm_clip"] == "grad_clip"]
     total = clipping.norm_of(torch.cat([norm.to(bounded[0].device) for norm in bounded])) if bounded else None
     result = []
-    for index, (batch, (step, elements, _)) in enumerate(zip(batches, begun, strict=True)):
+    for index, (batch, decided) in enumerate(zip(batches, begun, strict=True)):
         norm = norms.get(index)
         if norm is None:
-            ones, zeros = torch.ones_like(step.weight), torch.zeros_like(step.weight)
-            result.append(Clipped(step, elements, ones, zeros, None, None))
+            ones, zeros = torch.ones_like(decided.unit), torch.zeros_like(decided.unit)
+            result.append(Clipped(*decided, ones, zeros, None, None))
         else:
-            factor = _factor(batch, step, norm, total)
-            result.append(Clipped(step, elements, factor, norm.changed, norm.whole, norm.whole * factor))
+            factor = _factor(batch, decided.step, norm, total)
+            result.append(Clipped(*decided, factor, norm.changed, norm.whole, norm.whole * factor))
+    return result
+
+
+def add_sums(batches: Sequence[Batch], clipped: Sequence[Clipped], own: Sequence[Tensor | None]) -> list[Clipped]:
+    """Adds what the last pass summed, of batches whose rules do not need it; one collective per process group."""
+    result, there = list(clipped), {index: sums for index, sums in enumerate(own) if sums is not None}
+    whole = all_reduce_([*there.values()], [batches[index].groups for index in there], dist.ReduceOp.SUM)
+    for index, sums in zip(there, whole, strict=True):
+        norm = _norms(clipped[index], sums)
+        result[index] = clipped[index]._replace(changed=norm.changed, norm=norm.whole, norm_after=norm.whole)
     return result
 
 
 class _Begun(NamedTuple):
-    """What the maxima decide; ``unit`` [P] is the unit of norms, chosen so that their squares fit."""
+    """What the maxima decide: the first fields of `Clipped`."""
 
     step: Step
     elements: ElementClip
@@ -160,7 +171,7 @@ class _Norms(NamedTuple):
     changed: Tensor
 
 
-def _norms(begun: _Begun, sums: Tensor) -> _Norms:
+def _norms(begun: _Begun | Clipped, sums: Tensor) -> _Norms:
     squares, changed = torch.where(begun.step.taken, sums, 0.0)
     norm = squares.sqrt()
     return _Norms((norm * begun.unit).clamp_(max=torch.finfo(sums.dtype).max), norm, begun.unit, changed)

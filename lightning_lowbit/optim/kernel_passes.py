@@ -46,13 +46,14 @@ class KernelPasses(Passes):
         given = {"limit": elements.limit, "ratio": elements.ratio, "unit": unit} | _of_step(step)
         return self._shards.squares(Rules(elements.rule, given))
 
-    def update(self, step: Step, elements: ElementClip, numbers: Update) -> None:
+    def update(self, step: Step, elements: ElementClip, numbers: Update) -> Tensor | None:
         of_update = {name: column for name, column in numbers._asdict().items() if column is not None}
         given = {"limit": elements.limit, "ratio": elements.ratio, **of_update} | _of_step(step)
         options = self.batch.options
-        self._shards.update(Rules(elements.rule, given, options["eps"], bool(options["weight_decay"])))
+        sums = self._shards.update(Rules(elements.rule, given, options["eps"], bool(options["weight_decay"])))
         # As operations of torch do, so that autograd refuses a graph that has saved the weights before the step.
         torch.autograd.graph.increment_version([member.parameter for member in self.batch.members])
+        return sums
 
     def write_clipped(
         self, step: Step, elements: ElementClip, factor: Tensor, indices: Sequence[int], targets: Sequence[Tensor]
@@ -127,7 +128,7 @@ def agree(device: torch.device) -> bool:
 def _results(passes: type[Passes], device: torch.device) -> list[Tensor]:
     """What passes make of two parameters: in 16 bits with FP8 moments and master weights, and in fp32."""
     draw = torch.Generator("cpu").manual_seed(0)
-    options = {"element_clip": "ada_clip", "norm_clip": None, "weight_decay": 0.1, "eps": 1e-8}
+    options = {"element_clip": "ada_clip", "norm_clip": None, "weight_decay": 0.1, "eps": 1e-8, "sums_in_update": True}
     batch = Batch(options, device, torch.float32, (), ())
     for shape, dtype, moments in (((33, 130), torch.bfloat16, FP8Moments()), ((300,), torch.float32, DenseMoments())):
         p, g = (torch.randn(shape, generator=draw, device="cpu").to(device, dtype) for _ in range(2))
@@ -141,7 +142,10 @@ def _results(passes: type[Passes], device: torch.device) -> list[Tensor]:
     elements, made = ElementClip("ada_clip", 2 * half, half), passes(batch)
     results = [made.measure(), made.measure_weights(), made.squares(step, elements, half)]
     for old_scale in (0 * half, half / 2**13):
-        made.update(step, elements, Update(half, half, half, half / 50, half / 50, old_scale, half / 2**13))
+        numbers = Update(half, half, half, half / 50, half / 50, old_scale, half / 2**13, half)
+        sums = made.update(step, elements, numbers)
+        assert sums is not None
+        results.append(sums)
     return [*results, *(tensor for member in batch.members for tensor in (member.shard, *member.kept.values()))]
 
 

@@ -2,7 +2,7 @@
 
     measure          max|g| of each shard
     squares          Σ(clip(g)/unit)² of each shard, and how many elements the rule changed
-    update           Adam, with factor·clip(g)
+    update           Adam, with factor·clip(g); what `squares` gives, where nothing needed it before
     write_clipped    factor·clip(g), into other tensors
 
 What lies between them, in `guards` and `guarded_adam`, is arithmetic on one number per parameter. Tensors are handled
@@ -34,7 +34,8 @@ class Update(NamedTuple):
     """What Adam does with each parameter, [P] each; `guarded_adam` has the equations.
 
     ``factor`` is on gradients; ``rate`` the learning rate of this step; ``decay`` the share that a parameter loses
-    first. The scales of master weights, before and after the step, are None without these.
+    first. The scales of master weights, before and after the step, are None without these. ``unit`` is that of squares,
+    and None where these are not summed.
     """
 
     factor: Tensor
@@ -44,6 +45,7 @@ class Update(NamedTuple):
     decay: Tensor
     old_scale: Tensor | None
     new_scale: Tensor | None
+    unit: Tensor | None
 
 
 class Passes:
@@ -72,20 +74,19 @@ class Passes:
         """Σg² of the shards after the rule for elements, in units², and the number of changed elements: [2, P]."""
         columns = []
         for index, one in enumerate(unit.unbind()):
-            squares, counts = [self.batch.zero], [self.batch.zero]
+            sums = [torch.stack([self.batch.zero] * 2)]
             for piece, v in self._gradient_pieces(index, step, elements.rule):
-                clipped, changed = self._clip(piece, index, elements, v)
-                squares.append(clipping.sum_of_squares(clipped / one))
-                if changed is not None:
-                    counts.append(torch.count_nonzero(changed))
-            columns.append(torch.stack([torch.stack(squares).sum(), torch.stack(counts).sum().to(self.batch.dtype)]))
+                sums.append(self._sums(*self._clip(piece, index, elements, v), one))
+            columns.append(torch.stack(sums).sum(0))
         return torch.stack(columns, dim=1)
 
-    def update(self, step: Step, elements: ElementClip, numbers: Update) -> None:
-        """Adam on parameters, moments and master weights."""
+    def update(self, step: Step, elements: ElementClip, numbers: Update) -> Tensor | None:
+        """Adam on parameters, moments and master weights; with a unit, Σg² and counts as of `squares`."""
+        columns = []
         for index in range(len(self.batch.members)):
             of_one = Update(*(None if column is None else column[index] for column in numbers))  # type: ignore[arg-type]
-            self._update_one(index, step, elements, of_one)
+            columns.append(self._update_one(index, step, elements, of_one))
+        return torch.stack(columns, dim=1) if numbers.unit is not None else None
 
     def write_clipped(
         self, step: Step, elements: ElementClip, factor: Tensor, indices: Sequence[int], targets: Sequence[Tensor]
@@ -118,6 +119,11 @@ class Passes:
             return clipping.ada_clip(wide, spikes, elements.ratio[index]), spikes
         return wide, None
 
+    def _sums(self, clipped: Tensor, changed: Tensor | None, unit: Tensor) -> Tensor:
+        """Σ(clipped/unit)² and the number of changed elements of a piece: [2]."""
+        count = self.batch.zero if changed is None else torch.count_nonzero(changed).to(self.batch.dtype)
+        return torch.stack([clipping.sum_of_squares(clipped / unit), count])
+
     def _pieces_of(self, index: int, step: Step, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         """Pieces of tensors with the shard's shape, each with the state of its rows."""
         member, draw, row = self.batch.members[index], None, 0
@@ -140,12 +146,17 @@ class Passes:
             for rows, piece in self._pieces_of(index, step, gradient)
         )
 
-    def _update_one(self, index: int, step: Step, elements: ElementClip, numbers: Update) -> None:
+    def _update_one(self, index: int, step: Step, elements: ElementClip, numbers: Update) -> Tensor:
+        """Adam on one parameter; returns the sums of its gradient, [2], zeros without a unit."""
+        sums = [torch.stack([self.batch.zero] * 2)]
         options, member = self.batch.options, self.batch.members[index]
         moments, decays = member.moments, bool(options["weight_decay"])
         for p, g, piece in self._pieces_of(index, step, member.shard, self.batch.gradients[index]):
             mean, mean_square = moments.load(piece)
-            gradient = self._clip(moments.select(g, piece), index, elements, mean_square)[0] * numbers.factor
+            clipped, changed = self._clip(moments.select(g, piece), index, elements, mean_square)
+            if numbers.unit is not None:
+                sums.append(self._sums(clipped, changed, numbers.unit))
+            gradient = clipped * numbers.factor
             if moments.is_sparse and decays:
                 p.mul_(1 - numbers.decay)  # all elements, also those that have no moments
             weights, master = moments.select(p, piece), piece.state.get("master")
@@ -164,6 +175,7 @@ class Passes:
                 work = _round_to_master(master, work, numbers.new_scale, step.taken[index])  # type: ignore[arg-type]
             moments.restore(p, work, piece)
             moments.store(piece, mean, mean_square)
+        return torch.stack(sums).sum(0)
 
 
 def _round_to_master(master: Tensor, work: Tensor, scale: Tensor, taken: Tensor) -> Tensor:

@@ -58,9 +58,11 @@ class Shards:
         self._decide("squares", rules, *map(_address, (*self._measured, result)))
         return result
 
-    def update(self, rules: Rules) -> None:
-        """Adam."""
-        self._decide("update", rules)
+    def update(self, rules: Rules) -> Tensor | None:
+        """Adam; with ``unit`` among the numbers, what `squares` gives, of the same pass."""
+        result = torch.empty(2, self._count, dtype=torch.float32, device="cpu") if "unit" in rules.numbers else None
+        self._decide("update", rules, None if result is None else _address(result))
+        return result
 
     def write_clipped(self, rules: Rules) -> None:
         """factor·clip(g) into ``weights``."""

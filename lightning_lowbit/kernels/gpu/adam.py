@@ -28,7 +28,7 @@ _FORMATS = {"MEAN": grid_of(ELEMENT_FORMATS["e4m3"]), "SQUARE": grid_of(ELEMENT_
 # What kernels read of the rules, in this order; scales are of master weights.
 _CLIPPED = ("limit", "ratio", "factor")
 _SQUARED = ("limit", "ratio", "unit", "taken")
-_UPDATED = (*_CLIPPED, "taken", "weight1", "weight2", "rate", "decay", "old_scale", "new_scale")
+_UPDATED = (*_CLIPPED, "taken", "weight1", "weight2", "rate", "decay", "unit", "old_scale", "new_scale")
 
 
 class Kind(NamedTuple):
@@ -75,32 +75,31 @@ class Shards:
         """Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]."""
         clipping = {kind: _clipping(kind, rules) for kind in self._every_kind() if kind.gradient in _DTYPES}
         counts = {kind: self._counts(kind, constants["FP8"]) for kind, constants in clipping.items()}
-        of_all = tuple(map(sum, zip([0] * len(self._shards), *counts.values(), strict=True)))
-        starts, sums = _starts(of_all, self._device), self._empty(2, len(self._shards))
-        partials = self._empty(sum(of_all), 2)
-        given = {"numbers": _rows(rules.numbers, _SQUARED), "starts": starts, "partials": partials}
+        room = self._room_for_sums(counts.values())
+        given = {"numbers": _rows(rules.numbers, _SQUARED), **room}
         for kind, constants in clipping.items():
             self._run("square_shards", kind, counts[kind], given, {**constants, "SQUARE": _FORMATS["SQUARE"]})
-        arguments = {"x": partials, "starts": starts, "sums": sums, "shards": len(self._shards)}
-        run(Launch("sum_partials", len(self._shards), arguments, {"STEP": STEP}))
-        return sums
+        return self._added(**room)
 
-    def update(self, rules: Rules) -> None:
-        """Adam."""
+    def update(self, rules: Rules) -> Tensor | None:
+        """Adam; with ``unit`` among the numbers, what `squares` gives, of the same pass."""
+        counts = {kind: self._counts(kind, kind.moments == FP8) for kind in self._every_kind()}
+        room = self._room_for_sums(counts.values()) if "unit" in rules.numbers else {"starts": None, "partials": None}
         keys = None
         if any(kind.moments == FP8 for kind in self._kinds):
             key = mix_key(rules.numbers["steps"] + (self._table[:, _AT.number] << 40))
             keys = torch.stack([mix_key(key), mix_key(key + 1)])
-        given = {"numbers": _rows(rules.numbers, _UPDATED), "keys": keys}
-        for kind in self._every_kind():
+        given = {"numbers": _rows(rules.numbers, _UPDATED), "keys": keys, **room}
+        for kind, tiles in counts.items():
             constants = {
                 **_clipping(kind, rules),
                 "FP8": kind.moments == FP8,
                 "DTYPE": _DTYPES[kind.weights],
                 **_FORMATS,
             }
-            constants |= {"MASTER": kind.has_master, "EPS": rules.eps}
-            self._run("update_shards", kind, self._counts(kind, constants["FP8"]), given, constants)
+            constants |= {"MASTER": kind.has_master, "SUMS": "unit" in rules.numbers, "EPS": rules.eps}
+            self._run("update_shards", kind, tiles, given, constants)
+        return self._added(**room) if "unit" in rules.numbers else None
 
     def write_clipped(self, rules: Rules) -> None:
         """factor·clip(g) into ``weights``."""
@@ -117,6 +116,17 @@ class Shards:
                 constants = {"AT": _AT, "FIELD": field, "SOURCE": source, "BLOCKS": BLOCKS, "ALIGNED": kind.is_aligned}
                 run(Launch("measure_shards", len(tiles), arguments, constants))
         return amaxes
+
+    def _room_for_sums(self, counts: Iterable[tuple[int, ...]]) -> dict[str, Any]:
+        """Two sums for each tile, and the places of shards among them."""
+        of_all = tuple(map(sum, zip([0] * len(self._shards), *counts, strict=True)))
+        return {"starts": _starts(of_all, self._device), "partials": self._empty(sum(of_all), 2)}
+
+    def _added(self, starts: Tensor, partials: Tensor) -> Tensor:
+        sums = self._empty(2, len(self._shards))
+        arguments = {"x": partials, "starts": starts, "sums": sums, "shards": len(self._shards)}
+        run(Launch("sum_partials", len(self._shards), arguments, {"STEP": STEP}))
+        return sums
 
     def _run(
         self, kernel: str, kind: Kind, counts: tuple[int, ...], given: dict[str, Any], constants: dict[str, Any]

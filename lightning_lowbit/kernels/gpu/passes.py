@@ -71,16 +71,12 @@ def square_shards(
     square = g
     if RULE == "spike_clip":
         square = _load_square(shard, block, element, mask, is_block, AT, FP8, SQUARE, ALIGNED)
-    clipped = _clip(g, limit, ratio, square, RULE)
-    value = tl.div_rn(clipped, unit)
-    place = tl.load(starts + row) + tile
-    tl.store(partials + 2 * place, tl.sum(value * value))
-    tl.store(partials + (2 * place + 1), tl.sum(_changed(g, clipped, limit, RULE).to(tl.float32)))
+    _store_sums(partials, starts, row, tile, g, _clip(g, limit, ratio, square, RULE), limit, unit, RULE)
 
 
 @triton.jit
 def sum_partials(x, starts, sums, shards, STEP: tl.constexpr):
-    """Adds up what `square_shards` wrote for each shard, in one order: float32 ``[2, P]``."""
+    """Adds up what was written to ``partials`` for each shard, in one order: float32 ``[2, P]``."""
     row = tl.program_id(0)
     last = tl.load(starts + row + 1)
     squares = tl.zeros((STEP,), tl.float64)
@@ -99,6 +95,8 @@ def update_shards(
     tiles,
     numbers,
     keys,
+    starts,
+    partials,
     shards,
     AT: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -106,6 +104,7 @@ def update_shards(
     RULE: tl.constexpr,
     FP8: tl.constexpr,
     MASTER: tl.constexpr,
+    SUMS: tl.constexpr,
     EPS: tl.constexpr,
     MEAN: tl.constexpr,
     SQUARE: tl.constexpr,
@@ -113,7 +112,8 @@ def update_shards(
     ALIGNED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Adam. ``numbers``: limit, ratio, factor, taken; both weights, rate, decay; with masters the old and new scale.
+    """Adam. ``numbers``: limit, ratio, factor, taken; both weights, rate, decay; with ``SUMS`` the unit, and the sums
+    of `square_shards` are written, too; with masters the old and new scale.
 
     ``keys``, int64 ``[2, P]``, are those of the random bits of moments, whose formats are ``MEAN`` and ``SQUARE``.
     """
@@ -137,14 +137,18 @@ def update_shards(
         g = tl.zeros(element.shape, tl.float32)
     else:
         g = _load(tl.load(shard + AT.gradient), element, mask, GRADIENT, ALIGNED)
-    g = _clip(g, limit, ratio, square, RULE) * factor
+    clipped = _clip(g, limit, ratio, square, RULE)
+    if SUMS:
+        unit = tl.load(numbers + 8 * shards + row)
+        _store_sums(partials, starts, row, tile, g, clipped, limit, unit, RULE)
+    g = clipped * factor
     mean = _lerp(mean, g, weight1)
     square = _lerp(square, g * g, weight2)
 
     p = _load(weights, element, mask, DTYPE, ALIGNED)
     if MASTER:
-        old_scale = tl.load(numbers + 8 * shards + row)
-        new_scale = tl.load(numbers + 9 * shards + row)
+        old_scale = tl.load(numbers + (8 + SUMS) * shards + row)
+        new_scale = tl.load(numbers + (9 + SUMS) * shards + row)
         masters = _pointer(tl.load(shard + AT.master), tl.float16, ALIGNED) + element
         p = tl.where(old_scale > 0, tl.load(masters, mask=mask, other=0.0).to(tl.float32) * old_scale, p)
     p = p * (1 - decay) - tl.div_rn(mean, tl.sqrt_rn(square) + EPS) * rate
@@ -267,6 +271,15 @@ def _changed(g, clipped, limit, RULE: tl.constexpr):
         return tl.abs(g) > limit
     else:
         return clipped != g
+
+
+@triton.jit
+def _store_sums(partials, starts, row, tile, g, clipped, limit, unit, RULE: tl.constexpr):
+    """Writes a tile's sum of (clip(g) / unit)², and how many elements changed."""
+    value = tl.div_rn(clipped, unit)
+    place = tl.load(starts + row) + tile
+    tl.store(partials + 2 * place, tl.sum(value * value))
+    tl.store(partials + (2 * place + 1), tl.sum(_changed(g, clipped, limit, RULE).to(tl.float32)))
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 //
 //   measure    max|g| and sum of g^2                                  of chunks
 //   squares    sum of (clip(g) / unit)^2, and how many elements changed
-//   update     g <- factor * clip(g)
+//   update     the same where nothing needed it before; then g <- factor * clip(g)
 //              mean <- mean + w1 * (g - mean);   square <- square + w2 * (g^2 - square)
 //              p <- p * (1 - decay) - rate * mean / (sqrt(square) + eps)
 //   clipped    factor * clip(g)                                       into another tensor
@@ -29,6 +29,7 @@ bool clips_by_square(const Shard &s, const Rules &rules, int64_t i) {
     return rules.rule == kSpikeClip && s.mean_square && rules.limit[i] < INFINITY;
 }
 
+float limit_of(const Rules &rules, int64_t i) { return rules.rule == kAdaClip ? rules.limit[i] : INFINITY; }
 float ada_clip(float g, float limit, float ratio) { return std::fabs(g) > limit ? g * ratio : g; }
 
 // Loads the gradient of a block; SpikeClip is applied. Returns how many elements that changed.
@@ -55,16 +56,23 @@ int load_gradient(const Shard &s, const Rules &rules, int64_t i, const Block &b,
     return changed;
 }
 
-// Loads the gradient of a block, clipped by either rule, times a factor; returns how many elements the rule changed.
-int load_clipped(const Shard &s, const Rules &rules, int64_t i, const Block &b, float factor, Work &work) {
-    int changed = load_gradient(s, rules, i, b, work);
-    const float *g = work.gradient, limit = rules.rule == kAdaClip ? rules.limit[i] : INFINITY, ratio = rules.ratio[i];
-    float *clipped = work.gradient = work.buffers[0];
-    for (int k = 0; k < b.count; k++) {
-        changed += std::fabs(g[k]) > limit;
-        clipped[k] = ada_clip(g[k], limit, ratio) * factor;
-    }
-    return changed;
+// Adds the sum of (AdaClip(g) / unit)^2 of a block's gradient, and how many elements that changed.
+void add_squares(const Rules &rules, int64_t i, const Block &b, const Work &work, double *result) {
+    const float unit = rules.unit[i], limit = limit_of(rules, i), ratio = rules.ratio[i];
+    F32 sums[16 / kLanes] = {};
+    I32 changed = {};
+    for_lanes(b.count, [&](int64_t k, int lanes) {
+        F32 g = load(work.gradient + k, lanes);
+        I32 is_above = magnitude(g) > limit;  // -1 where it is
+        F32 value = (is_above ? g * ratio : g) / unit;
+        changed -= is_above;
+        sums[k % 16 / kLanes] += value * value;
+    });
+    float total = 0;
+    for (F32 sum : sums)
+        for (int lane = 0; lane < kLanes; lane++) total += sum[lane];
+    result[0] += total;
+    for (int lane = 0; lane < kLanes; lane++) result[1] += changed[lane];
 }
 
 // One rounding instead of two where the CPU has an instruction for it, as torch's lerp.
@@ -87,7 +95,7 @@ void adam(const Rules &rules, int64_t i, float decay, int count, const float *__
           float *__restrict weights, float *__restrict mean, float *__restrict square, float *amaxes) {
     float weight1 = rules.weight1[i], weight2 = rules.weight2[i], rate = rules.rate[i], eps = (float)rules.eps;
     float factor = rules.factor[i], ratio = rules.ratio[i], kept = 1 - decay;
-    float limit = rules.rule == kAdaClip ? rules.limit[i] : INFINITY;
+    float limit = limit_of(rules, i);
     int32_t largest[2] = {};
     for (int k = 0; k < count; k++) {
         float g = ada_clip(gradient[k], limit, ratio) * factor;
@@ -101,42 +109,6 @@ void adam(const Rules &rules, int64_t i, float decay, int count, const float *__
         largest[1] = std::max(largest[1], bits[1]);
     }
     memcpy(amaxes, largest, sizeof largest);
-}
-
-// Whether 1 / unit is an ordinary number, also times kUnit.
-bool has_reciprocal(float unit) { return 0x1p-100f < unit && unit < 0x1p100f; }
-
-// Values to codes, where `encode_near` is in doubt and for any scale.
-template <class Format>
-void encode_exactly(const float *values, int count, float unit, uint32_t index, uint64_t key, uint8_t *codes) {
-    if (!(unit > 0)) {
-        memset(codes, 0, count);
-        return;
-    }
-    for_lanes(count, [=](int64_t k, int lanes) {
-        U32 random = random_from(index + (uint32_t)k, key);
-        store_codes(codes + k, encode<Format>(load(values + k) / unit, random), lanes);
-    });
-}
-
-// Codes of values that have the same scales.
-void encode_moments(const float *means, const float *squares, int count, float mean_unit, float square_unit, uint32_t index,
-                    uint64_t mean_key, uint64_t square_key, uint8_t *mean_codes, uint8_t *square_codes) {
-    I32 doubt = all_integers(1);
-    if (has_reciprocal(mean_unit) && has_reciprocal(square_unit)) {
-        const float of_mean = kUnit<E4M3> / mean_unit, of_square = kUnit<E5M2OfSquares> / square_unit;
-        for_lanes(count, [&](int64_t k, int lanes) {
-            U32 random = random_from(index + (uint32_t)k, mean_key);
-            store_codes(mean_codes + k, encode_near<E4M3>(load(means + k) * of_mean, random, doubt), lanes);
-            random = random_from(index + (uint32_t)k, square_key);
-            store_codes(square_codes + k, encode_near<E5M2OfSquares>(load(squares + k) * of_square, random, doubt), lanes);
-        });
-        int32_t least = 1;
-        for (int lane = 0; lane < kLanes; lane++) least = std::min(least, doubt[lane]);
-        if (least > 0) return;
-    }
-    encode_exactly<E4M3>(means, count, mean_unit, index, mean_key, mean_codes);
-    encode_exactly<E5M2OfSquares>(squares, count, square_unit, index, square_key, square_codes);
 }
 
 // Adam on a block, and then, with its scales known, the codes of its moments.
@@ -192,9 +164,10 @@ uint64_t key_of(const Shard &s, const Rules &rules, int64_t i) {
     return mix((uint64_t)rules.steps[i] + ((uint64_t)s.number << 40));
 }
 
-void update_block(const Shard &s, const Rules &rules, int64_t i, const Block &b, uint64_t key, Work &work) {
+void update_block(const Shard &s, const Rules &rules, int64_t i, const Block &b, uint64_t key, Work &work, double *sums) {
     float decay = rules.decays ? rules.decay[i] : 0;
-    load_gradient(s, rules, i, b, work);
+    sums[1] += load_gradient(s, rules, i, b, work);
+    if (rules.unit) add_squares(rules, i, b, work, sums);
     of_kind(s.weights_kind, s.weights, [&](auto *values) {
         if (b.every > 1 && rules.decays) decay_all(b, values, decay);
         work.weights = gather(b, values, work.picks, work.buffers[1]);
@@ -234,28 +207,6 @@ void measure_chunk(const T *values, int64_t count, float *amax, double *squares)
     memcpy(amax, &most, sizeof most);
 }
 
-// Adds (clip(g) / unit)^2 of some blocks, and how many elements changed, to result[0] and result[1].
-void add_squares(const Shard &s, const Rules &rules, int64_t i, const Walk &walk, int64_t first, int64_t last,
-                 double *result) {
-    Work work;
-    float unit = rules.unit[i];
-    uint64_t epoch = walk.every > 1 ? epoch_of(s, rules, i) : 0;
-    for (int64_t number = first; number < last; number++) {
-        Block b(s, walk, number);
-        if (b.every > 1) pick(b, epoch, work.picks);
-        result[1] += load_clipped(s, rules, i, b, 1, work);
-        F32 sums[16 / kLanes] = {};
-        for_lanes(b.count, [&](int64_t k, int lanes) {
-            F32 value = load(work.gradient + k, lanes) / unit;
-            sums[k % 16 / kLanes] += value * value;
-        });
-        float total = 0;
-        for (F32 sum : sums)
-            for (int lane = 0; lane < kLanes; lane++) total += sum[lane];
-        result[0] += total;
-    }
-}
-
 }  // namespace
 
 // max|x| of each shard and each chunk, and the sums of squares of chunks; -1 for a shard without gradient.
@@ -282,40 +233,41 @@ EXPORT void squares(const Shard *shards, int64_t count, int threads, const Rules
                     const double *chunk_squares, float *result) {
     std::vector<int64_t> chunks_before(count);
     std::vector<Walk> walks;
-    int64_t measured = 0, walked = 0;
+    int64_t measured = 0;
     for (int64_t i = 0; i < count; i++) {
         const Shard &s = shards[i];
         bool by_rows = rules->rule == kSpikeClip && (s.every > 1 || clips_by_square(s, *rules, i));
         walks.emplace_back(s, by_rows, by_rows && s.moments == kFP8 ? kBlockOfFP8 : kBlock);
         chunks_before[i] = measured;
         measured += s.gradient_kind == kNothing ? 0 : (s.size + kChunk - 1) / kChunk;
-        walked += walks[i].blocks() / walks[i].blocks_in_chunk() + 1;
     }
-    std::vector<double> found(2 * walked);
     auto blocks = [&](int64_t i) { return shards[i].gradient_kind != kNothing && rules->taken[i] ? walks[i].blocks() : 0; };
     auto in_chunk = [&](int64_t i) { return walks[i].blocks_in_chunk(); };
-    for_chunks(count, threads, blocks, in_chunk, [&](int64_t i, int64_t chunk, int64_t first, int64_t last) {
+    sum_chunks(count, threads, blocks, in_chunk, result, [&](int64_t i, int64_t first, int64_t last, double *sums) {
+        const Shard &s = shards[i];
         int64_t known = chunks_before[i] + first / in_chunk(i);
-        bool is_flat = walks[i].every == 1 && !clips_by_square(shards[i], *rules, i);
+        bool is_flat = walks[i].every == 1 && !clips_by_square(s, *rules, i);
         bool is_changed = rules->rule == kAdaClip && chunk_amaxes[known] > rules->limit[i];
-        if (is_flat && !is_changed && rules->unit[i] == 1)
-            found[2 * chunk] = chunk_squares[known];
-        else
-            add_squares(shards[i], *rules, i, walks[i], first, last, &found[2 * chunk]);
+        if (is_flat && !is_changed && rules->unit[i] == 1) {
+            sums[0] = chunk_squares[known];
+            return;
+        }
+        Work work;
+        uint64_t epoch = walks[i].every > 1 ? epoch_of(s, *rules, i) : 0;
+        for (int64_t number = first; number < last; number++) {
+            Block b(s, walks[i], number);
+            if (b.every > 1) pick(b, epoch, work.picks);
+            sums[1] += load_gradient(s, *rules, i, b, work);
+            add_squares(*rules, i, b, work, sums);
+        }
     });
-    const double *next = found.data();
-    for (int64_t i = 0; i < count; i++) {
-        double sum = 0, changed = 0;
-        for (int64_t first = 0; first < blocks(i); first += in_chunk(i), next += 2) sum += next[0], changed += next[1];
-        result[i] = (float)sum, result[count + i] = (float)changed;
-    }
 }
 
-// Adam, on all shards that take the step.
-EXPORT void update(const Shard *shards, int64_t count, int threads, const Rules *rules) {
+// Adam, on all shards that take the step. With a unit, `result` is that of `squares`; null without.
+EXPORT void update(const Shard *shards, int64_t count, int threads, const Rules *rules, float *result) {
     auto blocks = [&](int64_t i) { return rules->taken[i] ? Walk(shards[i], true).blocks() : 0; };
     auto in_chunk = [&](int64_t i) { return Walk(shards[i], true).blocks_in_chunk(); };
-    for_chunks(count, threads, blocks, in_chunk, [&](int64_t i, int64_t, int64_t first, int64_t last) {
+    sum_chunks(count, threads, blocks, in_chunk, result, [&](int64_t i, int64_t first, int64_t last, double *sums) {
         const Shard &s = shards[i];
         Work work;
         Walk walk(s, true);
@@ -323,7 +275,7 @@ EXPORT void update(const Shard *shards, int64_t count, int threads, const Rules 
         for (int64_t number = first; number < last; number++) {
             Block b(s, walk, number);
             if (b.every > 1) pick(b, epoch, work.picks);
-            update_block(s, *rules, i, b, key, work);
+            update_block(s, *rules, i, b, key, work, sums);
         }
     });
 }
@@ -334,9 +286,13 @@ EXPORT void clipped(const Shard *shards, int64_t count, int threads, const Rules
     auto in_chunk = [&](int64_t i) { return Walk(shards[i], false).blocks_in_chunk(); };
     for_chunks(count, threads, blocks, in_chunk, [&](int64_t i, int64_t, int64_t first, int64_t last) {
         Work work;
+        const float limit = limit_of(*rules, i), ratio = rules->ratio[i], factor = rules->factor[i];
         for (int64_t number = first; number < last; number++) {
             Block b(shards[i], Walk(shards[i], false), number);
-            load_clipped(shards[i], *rules, i, b, rules->factor[i], work);
+            load_gradient(shards[i], *rules, i, b, work);
+            const float *g = work.gradient;
+            float *clipped = work.gradient = work.buffers[0];
+            for (int k = 0; k < b.count; k++) clipped[k] = ada_clip(g[k], limit, ratio) * factor;
             of_kind(shards[i].weights_kind, shards[i].weights,
                     [&](auto *target) { scatter(b, target, work.picks, work.gradient); });
         }

@@ -44,6 +44,24 @@ void for_chunks(int64_t shards, int threads, Units units, Size size, Body body) 
     }
 }
 
+// The same with body(shard, first, last, sums), which adds to two sums. Those of a shard's chunks, in their order, are
+// result[shard] and result[shards + shard], unless `result` is null.
+template <class Units, class Size, class Body>
+void sum_chunks(int64_t shards, int threads, Units units, Size size, float *result, Body body) {
+    int64_t chunks = 0;
+    for (int64_t i = 0; i < shards; i++) chunks += (units(i) + size(i) - 1) / size(i);
+    std::vector<double> found(2 * chunks);
+    for_chunks(shards, threads, units, size, [&](int64_t i, int64_t chunk, int64_t first, int64_t last) {
+        body(i, first, last, &found[2 * chunk]);
+    });
+    const double *next = found.data();
+    for (int64_t i = 0; i < shards && result; i++) {
+        double sums[2] = {};
+        for (int64_t first = 0; first < units(i); first += size(i), next += 2) sums[0] += next[0], sums[1] += next[1];
+        result[i] = (float)sums[0], result[shards + i] = (float)sums[1];
+    }
+}
+
 // Calls body with a pointer of the type of a kind.
 template <class Body>
 void of_kind(int64_t kind, const void *data, Body body) {
@@ -173,6 +191,42 @@ const float *load_squares(const Shard &s, const Block &b, float *buffer) {
         });
     });
     return buffer;
+}
+
+// Whether 1 / unit is an ordinary number, also times kUnit.
+bool has_reciprocal(float unit) { return 0x1p-100f < unit && unit < 0x1p100f; }
+
+// Values to codes, where `encode_near` is in doubt and for any scale.
+template <class Format>
+void encode_exactly(const float *values, int count, float unit, uint32_t index, uint64_t key, uint8_t *codes) {
+    if (!(unit > 0)) {
+        memset(codes, 0, count);
+        return;
+    }
+    for_lanes(count, [=](int64_t k, int lanes) {
+        U32 random = random_from(index + (uint32_t)k, key);
+        store_codes(codes + k, encode<Format>(load(values + k) / unit, random), lanes);
+    });
+}
+
+// Codes of values that have the same scales.
+void encode_moments(const float *means, const float *squares, int count, float mean_unit, float square_unit, uint32_t index,
+                    uint64_t mean_key, uint64_t square_key, uint8_t *mean_codes, uint8_t *square_codes) {
+    I32 doubt = all_integers(1);
+    if (has_reciprocal(mean_unit) && has_reciprocal(square_unit)) {
+        const float of_mean = kUnit<E4M3> / mean_unit, of_square = kUnit<E5M2OfSquares> / square_unit;
+        for_lanes(count, [&](int64_t k, int lanes) {
+            U32 random = random_from(index + (uint32_t)k, mean_key);
+            store_codes(mean_codes + k, encode_near<E4M3>(load(means + k) * of_mean, random, doubt), lanes);
+            random = random_from(index + (uint32_t)k, square_key);
+            store_codes(square_codes + k, encode_near<E5M2OfSquares>(load(squares + k) * of_square, random, doubt), lanes);
+        });
+        int32_t least = 1;
+        for (int lane = 0; lane < kLanes; lane++) least = std::min(least, doubt[lane]);
+        if (least > 0) return;
+    }
+    encode_exactly<E4M3>(means, count, mean_unit, index, mean_key, mean_codes);
+    encode_exactly<E5M2OfSquares>(squares, count, square_unit, index, square_key, square_codes);
 }
 
 }  // namespace
