@@ -1,5 +1,6 @@
 """The passes in C++ against those in plain torch, whatever the options; and which of them is chosen."""
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, guards, kernel_passes
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
 from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train, use
+from tests.tables import each
 
 # Rows that end within a block of 128, and a tensor of more than one chunk of 2^14 elements.
 SHAPES = [(), (0, 3), (300,), (5, 6), (2, 3, 130), (130, 129)]
@@ -136,6 +138,34 @@ def test_fp8_codes_are_equal_where_a_draw_hardly_decides(monkeypatch: pytest.Mon
             optimizer.step()
         runs.append([optimizer.state[parameter][name] for name in ("mean", "mean_square")])
     assert_same(runs[0], runs[1], "codes in C++ differ")
+
+
+@needs_cpp
+@each("code", ["C++", "torch"])
+@each("rule", ["ada_clip", "spike_clip"])
+@each("size", [1.0, 1e-20])
+def test_without_a_rule_for_norms_the_update_counts_and_measures(size: float, rule: str, code: str) -> None:
+    """As the pass before it does where a rule needs norms; here one that changes nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        use(code, patch)
+        runs = []
+        for norm_clip in ("grad_clip", None):
+            if norm_clip is None:
+                for passes in (kernel_passes.CppPasses, kernel_passes.Passes):
+                    patch.setattr(passes, "squares", None)
+            parameters = make_parameters(shapes=SHAPES)
+            options = {"element_clip": rule, "spike_threshold": 2.0, "norm_clip": norm_clip, "max_norm": 1e9}
+            optimizer, saw = GuardedAdam(parameters, **options), []
+            for step in range(5):
+                set_gradients(parameters, seed=step)
+                for p in parameters:
+                    p.grad *= math.nan if step == 3 else size
+                optimizer.step()
+                saw += [torch.stack(column) for column in zip(*optimizer.gradient_statistics().values(), strict=True)]
+            runs.append(saw)
+    assert any(column.sum() > 0 for column in runs[0][2::6]), "nothing was clipped"
+    for index, (found, wanted) in enumerate(zip(runs[1], runs[0], strict=True)):
+        assert_near(found, wanted, 1e-6, f"column {index}")
 
 
 OPTIMIZERS: dict[str, Any] = {
