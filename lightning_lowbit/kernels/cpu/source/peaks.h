@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int64_t kPanel = 512;  // columns that fit a cache, eight rows of them
-constexpr int64_t kRow = 4096;   // the same, one row of them
+constexpr int64_t kRow = 2048;   // the same, one row of them
 
 // Neighbors compared: lane i has the larger of lanes 2i and 2i + 1 of `a` followed by `b`.
 inline I32 larger_of_pairs(I32 a, I32 b) { return larger(every<0, 2>(a, b, Lanes()), every<1, 2>(a, b, Lanes())); }
