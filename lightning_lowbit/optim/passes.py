@@ -74,10 +74,8 @@ class Passes:
         """Σg² of the shards after the rule for elements, in units², and the number of changed elements: [2, P]."""
         columns = []
         for index, one in enumerate(unit.unbind()):
-            sums = [torch.stack([self.batch.zero] * 2)]
-            for piece, v in self._gradient_pieces(index, step, elements.rule):
-                sums.append(self._sums(*self._clip(piece, index, elements, v), one))
-            columns.append(torch.stack(sums).sum(0))
+            there = self._gradient_pieces(index, step, elements.rule)
+            columns.append(self._added([self._sums(*self._clip(piece, index, elements, v), one) for piece, v in there]))
         return torch.stack(columns, dim=1)
 
     def update(self, step: Step, elements: ElementClip, numbers: Update) -> Tensor | None:
@@ -86,7 +84,7 @@ class Passes:
         for index in range(len(self.batch.members)):
             of_one = Update(*(None if column is None else column[index] for column in numbers))  # type: ignore[arg-type]
             columns.append(self._update_one(index, step, elements, of_one))
-        return torch.stack(columns, dim=1) if numbers.unit is not None else None
+        return None if numbers.unit is None else torch.stack(list(map(self._added, columns)), dim=1)
 
     def write_clipped(
         self, step: Step, elements: ElementClip, factor: Tensor, indices: Sequence[int], targets: Sequence[Tensor]
@@ -124,6 +122,9 @@ class Passes:
         count = self.batch.zero if changed is None else torch.count_nonzero(changed).to(self.batch.dtype)
         return torch.stack([clipping.sum_of_squares(clipped / unit), count])
 
+    def _added(self, sums: list[Tensor]) -> Tensor:
+        return sums[0] if len(sums) == 1 else torch.stack([self.batch.zero.expand(2), *sums]).sum(0)
+
     def _pieces_of(self, index: int, step: Step, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         """Pieces of tensors with the shard's shape, each with the state of its rows."""
         member, draw, row = self.batch.members[index], None, 0
@@ -146,9 +147,9 @@ class Passes:
             for rows, piece in self._pieces_of(index, step, gradient)
         )
 
-    def _update_one(self, index: int, step: Step, elements: ElementClip, numbers: Update) -> Tensor:
-        """Adam on one parameter; returns the sums of its gradient, [2], zeros without a unit."""
-        sums = [torch.stack([self.batch.zero] * 2)]
+    def _update_one(self, index: int, step: Step, elements: ElementClip, numbers: Update) -> list[Tensor]:
+        """Adam on one parameter; returns the sums of pieces of its gradient, [2] each, none without a unit."""
+        sums: list[Tensor] = []
         options, member = self.batch.options, self.batch.members[index]
         moments, decays = member.moments, bool(options["weight_decay"])
         for p, g, piece in self._pieces_of(index, step, member.shard, self.batch.gradients[index]):
@@ -175,7 +176,7 @@ class Passes:
                 work = _round_to_master(master, work, numbers.new_scale, step.taken[index])  # type: ignore[arg-type]
             moments.restore(p, work, piece)
             moments.store(piece, mean, mean_square)
-        return torch.stack(sums).sum(0)
+        return sums
 
 
 def _round_to_master(master: Tensor, work: Tensor, scale: Tensor, taken: Tensor) -> Tensor:
