@@ -24,7 +24,7 @@ class GradientStatistics(NamedTuple):
         maximum: max|g| before any rule; Inf if it made the step skip, −1 if no rank has a gradient.
         threshold: T of AdaClip, which includes this maximum; 0 without that rule.
         clipped: number of elements changed by AdaClip or SpikeClip.
-        norm, norm_after: ‖g‖₂ before and after AdaGN or GradClip; NaN if no rule needs it.
+        norm, norm_after: ‖g‖₂ before and after AdaGN or GradClip, of clipped elements; NaN without any rule.
         steps_since_reset: number of gradients in the moments, including this one.
     """
 

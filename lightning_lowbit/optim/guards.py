@@ -2,13 +2,15 @@
 
     measure     max|g| of each parameter                              one MAX over the ranks that hold shards of it
     clip        elements: AdaClip or SpikeClip
-                Σg² after that, and how many elements changed         one SUM; without a rule for norms, Adam's pass
-                norms: AdaGN or GradClip                              sums, and the SUM follows it
+                Σg² after that, and how many elements changed         one SUM over these ranks
+                norms: AdaGN or GradClip
 
-All numbers are of whole tensors, and known before any element changes. A step is skipped if max|g| is NaN or Inf, or if
-an element's square does not fit (9e18 in fp32), unless a rule for norms scales it down: every weight of an average and
-every count is then multiplied by 0, on the device. A parameter without a gradient on any rank has max|g| = −1, and does
-not take the step.
+All numbers are of whole tensors, and known before any element changes. Only the sums are not where no rule for norms
+waits for them: Adam's update makes these, and their SUM follows it.
+
+A step is skipped if max|g| is NaN or Inf, or if an element's square does not fit (9e18 in fp32), unless a rule for
+norms scales it down: every weight of an average and every count is then multiplied by 0, on the device. A parameter
+without a gradient on any rank has max|g| = −1, and does not take the step.
 """
 
 import math
@@ -121,7 +123,8 @@ def clip(batches: Sequence[Batch], measured: Sequence[Measured]) -> list[Clipped
 
 
 def add_sums(batches: Sequence[Batch], clipped: Sequence[Clipped], own: Sequence[Tensor | None]) -> list[Clipped]:
-    """Adds what the last pass summed, of batches whose rules do not need it; one collective per process group."""
+    """Completes the results of batches without a rule for norms by what their update summed of this rank's shards, None
+    for the others; one collective per process group."""
     result, there = list(clipped), {index: sums for index, sums in enumerate(own) if sums is not None}
     whole = all_reduce_([*there.values()], [batches[index].groups for index in there], dist.ReduceOp.SUM)
     for index, sums in zip(there, whole, strict=True):
