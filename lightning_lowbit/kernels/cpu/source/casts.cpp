@@ -22,8 +22,7 @@ struct Output {
 namespace {
 
 inline void put(int8_t *target, F32 value, int count) {
-    I32 whole = __builtin_convertvector(value, I32);
-    for (int lane = 0; lane < count; lane++) target[lane] = int8_t(whole[lane]);
+    store_codes((uint8_t *)target, (U32)__builtin_convertvector(value, I32), count);
 }
 inline void put(float *target, F32 value, int count) { store(target, value, count); }
 inline void put(BF16 *target, F32 value, int count) { store(target, value, count); }

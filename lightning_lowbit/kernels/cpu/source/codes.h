@@ -4,8 +4,6 @@
 #include "floats.h"
 #include "rounding.h"
 
-inline U32 lengthen(U8 codes) { return __builtin_convertvector(__builtin_convertvector(codes, U16), U32); }
-
 // What the codes of a format mean: a sign and a magnitude, whole numbers, numbers above -max; and codes of scales alone.
 enum Coding : int32_t { kSignMagnitude, kTwosComplement, kOffset, kUnsigned, kExponent, kWord, kBF16Word, kFP16Word };
 

@@ -118,8 +118,11 @@ inline U8 load_codes(const uint8_t *source, int count) {
     return read<U8>(count < kLanes ? padded : source);
 }
 inline void store_codes(uint8_t *target, U32 codes, int count) {
-#ifdef __AVX512BW__
+#if defined(__AVX512BW__)
     U8 packed = (U8)_mm512_cvtepi32_epi8((__m512i)codes);
+#elif defined(__AVX2__)
+    U16 halves = shorten(codes & 0xffu);
+    U8 packed = (U8)_mm_cvtsi128_si64(_mm_packus_epi16((__m128i)halves, (__m128i)halves));
 #else
     U8 packed = __builtin_convertvector(codes & 0xffu, U8);
 #endif
@@ -129,17 +132,30 @@ inline void store_codes(uint8_t *target, U32 codes, int count) {
         memcpy(target, &packed, count);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+inline U32 lengthen(U8 codes) { return (U32)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)codes)); }
+#else
+inline U32 lengthen(U8 codes) { return __builtin_convertvector(__builtin_convertvector(codes, U16), U32); }
+#endif
+
 // What codes of 8 bits stand for, times a scale.
 template <class Format>
 inline F32 decode(U8 codes, float scale) {
-#ifdef __AVX512BW__
+#if defined(__AVX512BW__)
     __m256i halves = Format::kIsSigned ? _mm256_cvtepi8_epi16((__m128i)codes) : _mm256_cvtepu8_epi16((__m128i)codes);
     halves = _mm256_slli_epi16(halves, 10 - Format::kMantissa);
     if (Format::kIsSigned) halves = _mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff));
     F32 value = (F32)_mm512_cvtph_ps(halves);
     scale *= Format::kOfHalf;
+#elif defined(__AVX2__) && defined(__F16C__)
+    __m128i bytes = _mm_cvtsi64_si128((int64_t)codes);
+    __m128i halves = Format::kIsSigned ? _mm_cvtepi8_epi16(bytes) : _mm_cvtepu8_epi16(bytes);
+    halves = _mm_slli_epi16(halves, 10 - Format::kMantissa);
+    if (Format::kIsSigned) halves = _mm_and_si128(halves, _mm_set1_epi16((short)0xbfff));
+    F32 value = (F32)_mm256_cvtph_ps(halves);
+    scale *= Format::kOfHalf;
 #else
-    F32 value = decode<Format>(__builtin_convertvector(__builtin_convertvector(codes, U16), U32));
+    F32 value = decode<Format>(lengthen(codes));
 #endif
     if (!Format::kIsSigned) value = (F32)larger((I32)value, all_integers(kSmallestSquare));
     return value * scale;
