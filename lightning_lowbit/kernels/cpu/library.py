@@ -23,18 +23,10 @@ from lightning_lowbit.compilation import tell
 
 _SOURCE = Path(__file__).parent / "source"
 
-# No contraction of a * b + c into one rounding: results equal those of separate operations to the bit. Nobody traps what
-# is not a number, so that GCC may compute both sides of a condition: else AVX2 and NEON have no loops with one.
-_FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-shared",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-]
+# No contraction of a * b + c into one rounding: results equal those of separate operations to the bit. Floating-point
+# traps are not used, so GCC may compute both sides of a condition: else AVX2 and NEON have no vector code for it.
+_NUMERICS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+_FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", *_NUMERICS]
 
 # The most that a compiler takes is used. Some ARM compilers want -mcpu, and Apple's has no OpenMP.
 _EXTRAS: tuple[list[str], ...] = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"], [])
