@@ -84,8 +84,8 @@ class Shards:
     def update(self, rules: Rules) -> Tensor | None:
         """Adam; with ``unit`` among the numbers, what `squares` gives, of the same pass."""
         counts = {kind: self._counts(kind, kind.moments == FP8) for kind in self._every_kind()}
-        room = self._room_for_sums(counts.values()) if "unit" in rules.numbers else {"starts": None, "partials": None}
-        keys = None
+        sums, keys = "unit" in rules.numbers, None
+        room = self._room_for_sums(counts.values()) if sums else {"starts": None, "partials": None}
         if any(kind.moments == FP8 for kind in self._kinds):
             key = mix_key(rules.numbers["steps"] + (self._table[:, _AT.number] << 40))
             keys = torch.stack([mix_key(key), mix_key(key + 1)])
@@ -97,9 +97,9 @@ class Shards:
                 "DTYPE": _DTYPES[kind.weights],
                 **_FORMATS,
             }
-            constants |= {"MASTER": kind.has_master, "SUMS": "unit" in rules.numbers, "EPS": rules.eps}
+            constants |= {"MASTER": kind.has_master, "SUMS": sums, "EPS": rules.eps}
             self._run("update_shards", kind, tiles, given, constants)
-        return self._added(**room) if "unit" in rules.numbers else None
+        return self._added(**room) if sums else None
 
     def write_clipped(self, rules: Rules) -> None:
         """factor·clip(g) into ``weights``."""
