@@ -20,6 +20,7 @@ from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.nn.watch import LayerAmaxes
 
+_UNSCALED = {"loss": torch.ones(1)}  # of states that do not say what the loss was multiplied by
 _GRADIENTS = [OPERANDS.index(name) for name in ("dgrad_g", "wgrad_g")]
 
 
@@ -56,6 +57,7 @@ class AmaxHistories:
 
     def __init__(self, model: nn.Module) -> None:
         self._switch = [True]
+        self._gradient_scale: float | Tensor = 1.0  # of the amaxes of output gradients, see `follow_`
         self.renewed: set[str] = set()
         self._rows: list[_Row] = []
         channels = 0
@@ -95,7 +97,7 @@ class AmaxHistories:
 
     def go_on(self, before: "AmaxHistories", renewed: Collection[str]) -> None:
         """Copies amaxes from ``before``, prior to a change of casts; those of ``renewed`` layers start empty."""
-        self._switch = before._switch
+        self._switch, self._gradient_scale = before._switch, before._gradient_scale
         self.renewed = before.renewed | set(renewed)
         self._place(before._history.device)
         rows = {row.name: i for i, row in enumerate(before._rows) if row.name not in renewed}
@@ -159,8 +161,17 @@ class AmaxHistories:
         self._channels.copy_(torch.where(staged_channels > 0, staged_channels, self._channels))
         torch._foreach_zero_(self._staged)
 
+    def follow_(self, scale: float | Tensor) -> None:
+        """Multiplies the amaxes of output gradients by what the ``scale`` of the loss (0-d) has grown by since the last
+        call; at first it is 1. It is part of the state."""
+        before, self._gradient_scale = self._gradient_scale, scale.clone() if isinstance(scale, Tensor) else scale
+        if isinstance(scale, Tensor) or isinstance(before, Tensor) or scale != before:
+            growth = torch.as_tensor(scale, dtype=torch.float32) / before
+            self.scale_gradients_(torch.where(growth.isfinite(), growth, 1.0))
+
     def scale_gradients_(self, factor: Tensor) -> None:
-        """Multiplies the amaxes of output gradients by ``factor`` (0-d), the new loss scale over the old one."""
+        """Multiplies the amaxes of output gradients by ``factor`` (0-d), for a loss that from now on is multiplied by
+        it; for one that is multiplied by a known scale, see :meth:`follow_`."""
         if not self._rows:
             return
         factor = factor.to(self._history.device)
@@ -174,7 +185,7 @@ class AmaxHistories:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """float32 tensors on the CPU, the same on all ranks: ``amax_history`` by layer and operand, such as
         ``"layers.0.up_proj/fprop_x"``, oldest first and 0 where there is none yet; and ``channel_amax`` by layer, of
-        the channels of its input in the last step."""
+        the channels of its input in the last step; and what the loss was multiplied by, ``[1]``."""
         history, channels = self._history.cpu(), self._channels.cpu()
         return {
             "amax_history": {
@@ -186,13 +197,14 @@ class AmaxHistories:
             "channel_amax": {
                 row.name: channels[row.channels].clone() for row in self._rows if len(channels[row.channels])
             },
+            "gradient_scale": {"loss": torch.tensor([float(self._gradient_scale)], dtype=torch.float32)},
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Loads the result of :meth:`state_dict`; a ValueError, which changes nothing, if layers, operands or lengths
         differ, except of ``renewed`` layers."""
         own = self.state_dict()
-        state = {kind: self._without_renewed(own[kind], state[kind]) for kind in own}
+        state = {kind: self._without_renewed(own[kind], state.get(kind, _UNSCALED)) for kind in own}
         for kind in own:
             _compare(kind, own[kind], state[kind])
         history, channels = torch.zeros(self._history.shape), torch.zeros(self._channels.shape)
@@ -204,6 +216,7 @@ class AmaxHistories:
                 channels[row.channels] = state["channel_amax"][row.name]
         self._history.copy_(history)
         self._channels.copy_(channels)
+        self._gradient_scale = float(state["gradient_scale"]["loss"])
         for part in self._staged:
             part.zero_()
         self._choose()

@@ -36,7 +36,6 @@ from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkp
 from lightning_lowbit.precision.checkpoints.overridden import asked_options
 from lightning_lowbit.precision.checkpoints.trained import Origin, check_changes
 from lightning_lowbit.precision.coverage_line import CoverageLine
-from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
 from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES, compute_dtype, data_rank, global_seed, run_of
 from lightning_lowbit.precision.shown import Shown
 from lightning_lowbit.precision.state import SavedLayers
@@ -52,7 +51,7 @@ def _as_list(patterns: Iterable[str]) -> Iterable[str]:
     return list(patterns) if is_list else patterns  # anything else is kept: selecting by it raises
 
 
-class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
+class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc]  # `scaler` is a property here
     """Trains the linear layers of any ``LightningModule`` with the given casts.
 
     Args:
@@ -109,8 +108,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         SavedLayers.__init__(self)
         FSDPPrecision.__init__(self, "bf16-mixed")  # "16-mixed" would create a scaler, which needs CUDA
         self.precision = precision
-        self.scaler: GradScaler | None = scaler_for(compute_dtype, scaler)  # type: ignore[assignment]  # of any class
-        self._scaling = None if self.scaler is None else LossScaling(self.scaler)
+        self.scaler = scaler
         self.casts = LinearCasts.of(casts)
         self.overrides = overriding(overrides)
         self.skip, self.only = _as_list(skip), None if only is None else _as_list(only)
@@ -248,6 +246,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
     def train_step_context(self) -> Generator[None, None, None]:
         """The forward context with the random bits of this micro-batch, which its backward pass uses too."""
         with self.forward_context():
+            self._follow_loss()
             self._record(True)
             yield
         if not self._is_automatic:  # manual backward passes and steps ran in the context
@@ -282,11 +281,6 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
             self.coverage_line.say(self._run)
         return super().post_backward(tensor, module)
 
-    @property
-    def _is_automatic(self) -> bool:
-        model = self._converted_model
-        return not isinstance(model, LightningModule) or model.automatic_optimization
-
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         """Steps and counts the step. One collective for all layers moves staged amaxes into the histories."""
         if self._scaling is None:
@@ -314,9 +308,9 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
             self._scaling.unscale_(optimizer, self._device, self._is_sharded)
 
     def _update_scale(self) -> None:
-        growth = None if self._scaling is None else self._scaling.update()
-        if growth is not None and self.histories:
-            self.histories.scale_gradients_(growth)
+        if self._scaling is not None:
+            self._scaling.update()
+            self._follow_loss()
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Keeps the wrapped model: only the root module of FSDP1 can compute the norm of flat gradients."""

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_lowbit._lightning import MisconfigurationException, Precision, rank_zero_info
-from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, overflow, scale_of, share_overflow
+from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, overflow, share_overflow
 
 
 def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | None:
@@ -98,14 +98,17 @@ class LossScaling:
             return None
         return self.scaler.step(optimizer, **kwargs)
 
-    def update(self) -> Tensor | None:
-        """Updates the scale after all optimizers stepped; returns its factor (0-d), or None if there was no step."""
-        if not self._has_stepped:  # gradients may be unscaled for clipping before the step
-            return None
-        self._has_stepped = False
-        before = scale_of(self.scaler).clone()
-        self.scaler.update()
-        return torch.where(before > 0, scale_of(self.scaler) / before, 1.0)
+    def update(self) -> None:
+        """Updates the scale after all optimizers stepped, if any has."""
+        if self._has_stepped:  # gradients may be unscaled for clipping before the step
+            self._has_stepped = False
+            self.scaler.update()
+
+    @property
+    def scale(self) -> float | Tensor:
+        """What the loss is multiplied by: 0-d, on the device; a number until a loss has been scaled."""
+        scale = self.scaler._get_scale_async()
+        return self.scaler.get_scale() if scale is None else scale
 
     def state_dict(self) -> dict[str, Any]:
         return {"scaler": self.scaler.state_dict(), "skipped_steps": int(self.skipped_steps)}

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from lightning_lowbit._lightning import TrainerFn, rank_zero_info, rank_zero_warn
-from lightning_lowbit.checks import some
+from lightning_lowbit._lightning import LightningModule, TrainerFn, rank_zero_info, rank_zero_warn
+from lightning_lowbit.checks import positive, some
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.precision.checkpoints.files import CHECKPOINT_KEY, state_of
 from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_of
 from lightning_lowbit.precision.checkpoints.trained import LACKING, Origin, Trained, primitive
 from lightning_lowbit.precision.layers import ConvertedLayers
-from lightning_lowbit.precision.loss_scaling import LossScaling
+from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
 from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
 
 _DTYPE_NAMES = {dtype: name for name, (_, dtype) in COMPUTE_DTYPES.items()}
@@ -28,11 +28,9 @@ class SavedLayers(ConvertedLayers):
     # Set by the plugin.
     casts: Any
     seed: int
-    scaler: GradScaler | None
     fresh_histories: bool
     casts_of_checkpoint: bool
     _compute_dtype: torch.dtype
-    _scaling: LossScaling | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +39,7 @@ class SavedLayers(ConvertedLayers):
         self._asked = asked_options([], [])
         self.overridden: list[str] = []  # options of this run that the checkpoint overrides
         self._origin: Origin | None = None
+        self._scaling: LossScaling | None = None
         self._trainer: weakref.ref[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -55,8 +54,47 @@ class SavedLayers(ConvertedLayers):
         return self._run is not None and self._run.state.fn not in (None, TrainerFn.FITTING)
 
     @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler, for ``compute_dtype="fp16"`` only. Another one may be set between steps."""
+        return None if self._scaling is None else self._scaling.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: GradScaler | None) -> None:
+        chosen, before = scaler_for(_DTYPE_NAMES[self._compute_dtype], scaler), self._scaling
+        self._scaling = None if chosen is None else LossScaling(chosen)
+        if self._scaling is not None and before is not None:
+            self._scaling.skipped_steps = before.skipped_steps
+
+    @property
     def _accumulated(self) -> int:
-        return 1 if self._run is None else int(self._run.accumulate_grad_batches)
+        """The micro-batches by whose number Lightning divides each loss; the user does in manual optimization."""
+        return int(self._run.accumulate_grad_batches) if self._run is not None and self._is_automatic else 1
+
+    @property
+    def _is_automatic(self) -> bool:
+        model = self._converted_model
+        return not isinstance(model, LightningModule) or model.automatic_optimization
+
+    def _follow_loss(self) -> None:
+        """Amaxes of output gradients follow what the loss is multiplied by, of which this is the only account."""
+        if self.histories:
+            self.histories.follow_((1.0 if self._scaling is None else self._scaling.scale) / self._accumulated)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Tells delayed scaling that ``training_step`` multiplies its loss by ``factor`` more than before.
+
+        The amaxes of earlier output gradients are multiplied by it; without this, a larger loss saturates for some
+        steps. ``accumulate_grad_batches`` and loss scalers are followed by themselves. Call it between steps.
+
+        Raises:
+            ValueError: the factor is not above 0.
+
+        Examples:
+            >>> trainer.precision_plugin.scale_gradients(8)  # the loss was divided by 8 until now
+        """
+        positive("factor", factor, "what the loss has grown by")
+        if self.histories:
+            self.histories.scale_gradients_(torch.tensor(float(factor), device="cpu"))
 
     @property
     def trained(self) -> Trained:
@@ -88,8 +126,6 @@ class SavedLayers(ConvertedLayers):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
         state["blend"] = self.blend.cpu().clone()
-        if self.histories:  # gradients, so their amaxes too, are divided by this
-            state["accumulated"] = self._accumulated
         if self._scaling is not None:
             state |= self._scaling.state_dict()
         if self._changed:
@@ -129,11 +165,9 @@ class SavedLayers(ConvertedLayers):
         else:
             self._compare(Trained.read(state["trained"]), "The checkpoint")
         if not self.fresh_histories:
-            # Amaxes of output gradients depend on the loss scale, 1 if there is none, and on the number of
-            # micro-batches, by which Lightning divides the loss. Both may differ from the saved run.
-            before = state.get("scaler", {}).get("scale", 1.0) / state.get("accumulated", self._accumulated)
-            after = (1.0 if self.scaler is None else self.scaler.get_scale()) / self._accumulated
-            self._load_histories(state, after / before if before > 0 else 1.0)
+            # Older versions saved the parts that `_follow_loss` multiplies.
+            scale = state.get("scaler", {}).get("scale", 1.0) / state.get("accumulated", self._accumulated)
+            self._load_histories({"gradient_scale": {"loss": torch.tensor([float(scale)])}, **state})
         self.step, self.micro_batch = state["step"], state["micro_batch"]
         self.set_phase(state["phase"])
         self.set_blend(float(state.get("blend", 1.0)))
@@ -148,8 +182,8 @@ class SavedLayers(ConvertedLayers):
             self._changed = {name: casts for name, casts in self._changed.items() if name in self._planned}
         self._renew_casts({n: self._changed.get(n, planned) for n, planned in self._planned.items()}, keep=False)
 
-    def _load_histories(self, state: Mapping[str, Any], growth: float) -> None:
-        """Loads histories after their casts; ``growth`` is this run's loss scale over that of the saved run."""
+    def _load_histories(self, state: Mapping[str, Any]) -> None:
+        """Loads histories, after their casts."""
         if not self.histories:
             return
         if "amax_history" not in state:
@@ -159,7 +193,6 @@ class SavedLayers(ConvertedLayers):
             )
             return
         self.histories.load_state_dict(state)
-        self.histories.scale_gradients_(torch.tensor(growth, device="cpu"))
 
     def _compare(self, trained: Trained, what: str) -> None:
         """Reports differences from the recorded training; in evaluation they are an error by default."""

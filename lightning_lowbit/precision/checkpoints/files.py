@@ -132,8 +132,8 @@ def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
         entry(scaler, key, _NUMBER, "scaler.")
     for name in (casts := entry(state, "casts", Mapping, default={})):
         entry(casts, name, Mapping, "casts.")
-    kinds = ("amax_history", "channel_amax")
-    for kind in kinds if any(kind in state for kind in kinds) else ():
+    kinds = ["amax_history", "channel_amax"] if {"amax_history", "channel_amax"} & state.keys() else []
+    for kind in kinds + ["gradient_scale"] * ("gradient_scale" in state):  # which older versions do not have
         for name, amaxes in entry(state, kind, Mapping).items():
             entry({name: amaxes}, name, Tensor, f"{kind}.")
             if amaxes.dim() != 1 or not amaxes.is_floating_point():

@@ -36,7 +36,7 @@ def test_state_is_plain_tensors() -> None:
     model, histories = trained(every(delayed(history=2)), steps=1, overrides={"second": casts, "head": "fp8-current"})
     expected = {f"first/{name}": 2 for name in OPERANDS} | {"second/fprop_x": 3, "second/wgrad_g": 5}
     state = histories.state_dict()
-    assert list(state) == ["amax_history", "channel_amax"]
+    assert list(state) == ["amax_history", "channel_amax", "gradient_scale"]
     assert {name: tensor.numel() for name, tensor in state["amax_history"].items()} == expected
     assert state["channel_amax"] == {}
     for name, tensor in state["amax_history"].items():
@@ -255,7 +255,7 @@ def test_nothing_to_remember() -> None:
     assert not histories
     assert len(histories) == 0
     histories.advance_(lambda tensor: pytest.fail("there is nothing to reduce"))
-    assert histories.state_dict() == {"amax_history": {}, "channel_amax": {}}
+    assert histories.state_dict() == {"amax_history": {}, "channel_amax": {}, "gradient_scale": {"loss": torch.ones(1)}}
     histories.load_state_dict(histories.state_dict())
     assert model.first.amaxes is None, "it still holds those of former casts"
 

@@ -245,6 +245,29 @@ def test_amaxes_of_gradients_follow_the_scale_of_the_loss() -> None:
     histories.advance_()
     for name, amaxes in remembered(histories).items():
         assert amaxes == ([0.5, 1, 2] if name.endswith("_g") else [1, 2, 4]), name
+    for scale, growth in ((0.5, 0.5), (0.5, 0.5), (torch.tensor(3.0), 3), (torch.tensor(3.0), 3)):
+        histories.follow_(scale)
+        assert remembered(histories)["/dgrad_g"] == [0.5 * growth, growth, 2 * growth]
+        assert remembered(histories)["/wgrad_x"] == [1, 2, 4]
+    for scale in (0.0, 2.0):  # torch's scaler may fall to 0
+        histories.follow_(scale)
+        assert remembered(histories)["/dgrad_g"] == [], "what is unknown is 0: they are empty"
+
+
+def test_a_state_knows_the_scale_of_its_amaxes() -> None:
+    layer, histories = single(every(E4M3))
+    histories.follow_(0.25)
+    one_pass(layer, 1.0)
+    histories.advance_()
+    state = histories.state_dict()
+    histories.follow_(torch.tensor(8.0))
+    for loaded, expected in ((state, 32), ({**state, "gradient_scale": {"loss": torch.ones(1)}}, 8)):
+        histories.load_state_dict(loaded)
+        histories.follow_(torch.tensor(8.0))
+        assert remembered(histories)["/wgrad_g"] == [expected]
+    histories.load_state_dict({kind: state[kind] for kind in ("amax_history", "channel_amax")})
+    histories.follow_(1.0)
+    assert remembered(histories)["/wgrad_g"] == [1], "a state without a scale is taken to be unscaled"
 
 
 def test_one_collective_per_step() -> None:
@@ -268,8 +291,8 @@ def test_one_collective_per_step() -> None:
         assert calls[step].dim() == 1
         assert calls[step].dtype == torch.float32
         if step == 0:
-            for kind, tensors in alone.state_dict().items():
-                for name, tensor in tensors.items():
+            for kind in ("amax_history", "channel_amax"):
+                for name, tensor in alone.state_dict()[kind].items():
                     found = histories.state_dict()[kind][name]
                     assert torch.equal(found, 2 * tensor), f"{kind} of {name}: {found}, not twice {tensor}"
     assert remembered(histories)["up_proj/fprop_x"] == [2, 4, 8]

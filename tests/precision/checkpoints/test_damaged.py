@@ -26,6 +26,7 @@ STATE = {"step": 3, "micro_batch": 1, "seed": 0, "phase": "fqt"}
         ({"scaler": {"scale": "large"}}, r"scaler\.\w+"),
         ({"amax_history": {"layer": torch.ones(2, 2)}, "channel_amax": {}}, "amax_history of layer is one row"),
         ({"amax_history": {}, "channel_amax": {"layer": torch.ones(2, dtype=int)}}, "channel_amax of layer is one row"),
+        ({"gradient_scale": {"loss": 2.0}}, "gradient_scale.loss = 2.0, which should be Tensor"),
         ({"trained": 1}, "trained = 1, which should be"),
     ],
 )

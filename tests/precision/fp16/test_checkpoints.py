@@ -17,6 +17,7 @@ from lightning_lowbit import (
 )
 from tests.lightning_imports import (
     BoringModel,
+    Callback,
     LightningCLI,
 )
 from tests.precision.fp16.runs import (
@@ -136,12 +137,17 @@ def test_histories_of_a_checkpoint_follow_the_scale(
     def scale(plugin: LowBitPrecision) -> float:
         return 1.0 if plugin.scaler is None else plugin.scaler.get_scale()
 
+    class InStep(Callback):
+        def on_before_backward(self, trainer: Any, *args: Any) -> None:
+            found.append(amaxes(state(after), scale(after)))
+
     before, after = plugin(first), plugin(then)
+    found: list[dict[str, Tensor]] = []
     run(before, 2, Regression())
     expected = amaxes(state(before), scale(before))
-    trainer(after, max_steps=2, limit_train_batches=1).fit(Regression(), ckpt_path="x.ckpt")
+    trainer(after, max_steps=3, limit_train_batches=1, callbacks=[InStep()]).fit(Regression(), ckpt_path="x.ckpt")
     assert scale(after) != scale(before)
-    assert_same(amaxes(state(after), scale(after)), expected, "histories")
+    assert_same(found[0], expected, "histories")
 
 
 class Doubling(GradScaler):

@@ -49,7 +49,7 @@ def test_a_checkpoint_holds_plain_weights_and_loads_everywhere() -> None:
     plain.load_state_dict(checkpoint["state_dict"])
     assert torch.equal(flat(plain), flat(model))
     held = checkpoint["lightning_lowbit"]
-    expected = {"step", "trained", "micro_batch", "phase", "seed", "blend", "accumulated"}
+    expected = {"step", "trained", "micro_batch", "phase", "seed", "blend", "gradient_scale"}
     expected |= {"amax_history", "channel_amax"}
     assert set(held) == expected
     for kind in ("amax_history", "channel_amax"):

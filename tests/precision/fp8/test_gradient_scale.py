@@ -1,0 +1,206 @@
+"""Amaxes of gradients follow what the loss is multiplied by: the loss scale over the accumulated micro-batches.
+
+Each step has the same gradient: batches are equal, and the learning rate is 0.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lowbit import ConservativeGradScaler, FP8Precision, LowBitPrecision, SpikeRollback, StaticGradScaler
+from tests.lightning_imports import Callback, LightningModule, pytorch, quiet_trainer
+from tests.precision.fp16.runs import moving, static
+from tests.tables import each
+
+Scheduler = pytorch.callbacks.GradientAccumulationScheduler
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X.repeat(12, 1), X[:, :8].argmax(1).repeat(12))  # 12 equal batches
+
+
+class Net(LightningModule):
+    """Notes the norms of the gradients of its first layer; its loss is multiplied by what ``factors`` has per step."""
+
+    def __init__(self, factors: Callable[[int], float] = lambda step: 1.0, manual: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+        self.norms: list[float] = []
+        self.factors, self.automatic_optimization = factors, not manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.net(x).float(), y) * self.factors(self.trainer.global_step)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        factor = self.factors(self.trainer.global_step)
+        self.norms.append(self.net[0].weight.grad.norm().item() / factor)  # type: ignore[union-attr, operator]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def fit(plugin: LowBitPrecision, *callbacks: Callback, model: Net | None = None, **kwargs: Any) -> list[float]:
+    torch.manual_seed(0)
+    model, path = model or Net(), kwargs.pop("ckpt_path", None)
+    trainer = quiet_trainer(plugin, callbacks=[*callbacks], **{"max_epochs": 4, **kwargs})
+    trainer.fit(model, DataLoader(DATA, batch_size=16), ckpt_path=path)
+    return model.norms
+
+
+def delayed(**kwargs: Any) -> LowBitPrecision:
+    return FP8Precision("delayed", **{"compute_dtype": "fp32", **kwargs})
+
+
+def assert_constant(norms: list[float]) -> None:
+    """The first step scales by its own amaxes."""
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=5e-3), "gradients saturate, or lose digits"
+
+
+class Accumulating(Callback):
+    """Sets ``accumulate_grad_batches`` by the batches that came before."""
+
+    def __init__(self, numbers: dict[int, int], hook: str = "on_train_batch_start") -> None:
+        self.numbers, self.batches = numbers, 0
+        setattr(self, hook, self.change)
+
+    def change(self, trainer: Any, *_: Any) -> None:
+        trainer.accumulate_grad_batches = self.numbers.get(self.batches, trainer.accumulate_grad_batches)
+        self.batches += 1
+
+
+@each(
+    "make",
+    [
+        lambda: Scheduler({0: 12, 3: 1}),
+        lambda: Scheduler({0: 1, 1: 12, 2: 3, 3: 4}),
+        lambda: Accumulating({0: 6, 24: 1, 30: 2}),
+        lambda: Accumulating({0: 6, 2: 2, 25: 1}),  # within a step
+        lambda: Accumulating({0: 4, 2: 1}, "on_train_epoch_start"),
+        lambda: Accumulating({0: 4, 2: 1}, "on_train_epoch_end"),
+    ],
+)
+def test_another_number_of_micro_batches(make: Callable[[], Callback]) -> None:
+    change = make()
+    norms = fit(delayed(), change)
+    if getattr(change, "numbers", {}).get(2) == 2:  # the step in which it changes adds losses of both sizes
+        norms = norms[1:]
+    assert_constant(norms)
+
+
+class Keep(Callback):
+    """A checkpoint at each of these places."""
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(f"start {trainer.current_epoch}.ckpt")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 11:
+            trainer.save_checkpoint(f"end {trainer.current_epoch}.ckpt")
+
+
+@each("scaler", [None, lambda: moving(growth_interval=1, growth_factor=1.5, init_scale=2.0**4)])
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
+def test_a_run_resumed_where_it_changes(scaler: Callable[[], Any] | None) -> None:
+    """Lightning's scheduler leaves its number aside in the rest of an epoch that is resumed, or adds fewer losses: the
+    norms are those of scaling by the tensors themselves."""
+    settings = {"compute_dtype": "fp16", "scaler": scaler} if scaler else {"compute_dtype": "fp32"}
+
+    def resume(scaling: str, *callbacks: Callback, **kwargs: Any) -> list[float]:
+        own = {name: value() if callable(value) else value for name, value in settings.items()}
+        return fit(FP8Precision(scaling, **own), *callbacks, **kwargs)
+
+    def changes() -> Callback:
+        return Scheduler({0: 3, 1: 1, 2: 4, 3: 6})
+
+    whole = resume("delayed", changes(), Keep())
+    assert_constant(whole)
+    assert resume("delayed", changes(), ckpt_path="end 0.ckpt") == whole[4:], "not to the bit"
+    for place in ("end 0", "end 1", "end 2", "start 1", "start 2", "start 3"):
+        found, expected = (resume(scaling, changes(), ckpt_path=f"{place}.ckpt") for scaling in ("delayed", "current"))
+        assert found == pytest.approx(expected, rel=1e-2), place
+    assert_constant(resume("delayed", ckpt_path="end 1.ckpt", accumulate_grad_batches=12))
+
+
+class Setting(Callback):
+    """Gives the plugin another scaler, or the scaler another scale, after some steps."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        plugin = trainer.precision_plugin
+        if trainer.global_step == 4:
+            plugin.scaler = static(2.0**16)
+        if trainer.global_step == 8:
+            plugin.scaler = ConservativeGradScaler(init_scale=2.0**6, device="cpu")
+        if trainer.global_step == 12:
+            plugin.scaler.update(2.0**12)
+
+
+class Overflow(Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step in (5, 9):
+            pl_module.net[2].bias.grad[0] = torch.inf
+
+
+@each(
+    ("scaler", "callbacks"),
+    [
+        (lambda: static(2.0**12), []),
+        (lambda: moving(growth_interval=1, cap=2.0**14), []),
+        (lambda: moving(growth_interval=3, cooldown=0), [Overflow()]),
+        (lambda: moving(growth_interval=2, growth_factor=1.5), [Overflow(), Scheduler({0: 1, 2: 3, 3: 1})]),
+        (lambda: StaticGradScaler(2.0**8, device="cpu"), [Setting()]),
+    ],
+)
+@each("manual", [False, True])
+def test_another_loss_scale(scaler: Callable[[], Any], callbacks: list[Callback], manual: bool) -> None:
+    if manual and any(isinstance(callback, Scheduler) for callback in callbacks):
+        return
+    plugin = delayed(compute_dtype="fp16", scaler=scaler())
+    norms = fit(plugin, *callbacks, model=Net(manual=manual), max_epochs=2 if manual else 4)
+    assert_constant([norm for norm in norms if norm < 1e3])
+    assert bool(plugin.skipped_steps) == any(isinstance(one, Overflow) for one in callbacks)
+
+
+def test_a_loss_of_another_size_in_training_step_is_told() -> None:
+    class Tell(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step in (0, 6):
+                trainer.precision_plugin.scale_gradients(1.0 if trainer.global_step == 0 else 256.0)
+
+    def factor(step: int) -> float:
+        return 1.0 if step >= 6 else 1 / 256
+
+    for manual in (False, True):
+        assert_constant(fit(delayed(), Tell(), model=Net(factor, manual), max_epochs=1))
+        untold = fit(delayed(), model=Net(factor, manual), max_epochs=1)
+        assert untold[6] < 0.5 * untold[5], "the case does not tell"
+    with pytest.raises(ValueError, match="factor is what the loss has grown by, above 0; got 0"):
+        delayed().scale_gradients(0)
+
+
+def test_a_rollback_restores_the_scale_that_its_amaxes_have() -> None:
+    """The snapshot is of 12 micro-batches or another loss scale, and training goes on with others."""
+
+    class Spike(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if self.trainer.global_step == 14 else loss
+
+    for scaler in (None, moving(growth_interval=5)):
+        plugin = delayed(compute_dtype="fp32" if scaler is None else "fp16", scaler=scaler)
+        rollback = SpikeRollback(warmup_steps=2, history=5, every_n_steps=12, good_for=4)
+        model = Spike()
+        with pytest.warns(UserWarning, match=r"SpikeRollback: The loss of step 14 is nan"):
+            norms = fit(plugin, rollback, Scheduler({0: 12, 2: 1}), model=model)
+        assert len(norms) == 26
+        assert_constant([norm for norm in norms if norm == norm])
