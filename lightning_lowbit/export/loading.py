@@ -67,12 +67,12 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
 def _scale_inputs(model: nn.Module, amaxes: Mapping[str, float]) -> None:
     """Gives layers with delayed scaling the amaxes of their inputs; without one, an input is scaled by its own."""
     histories = AmaxHistories(model)
-    histories.recording = False
     state = histories.state_dict()
     for name, amax in amaxes.items():
         if (history := state["amax_history"].get(f"{name}/fprop_x")) is not None:
             history[-1] = amax
     histories.load_state_dict(state)
+    histories.release()
 
 
 def _current(casts: LinearCasts) -> LinearCasts:

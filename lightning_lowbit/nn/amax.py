@@ -56,7 +56,7 @@ class AmaxHistories:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._switch = [True]
+        self._switch: list[bool] | None = [True]
         self._gradient_scale: float | Tensor = 1.0  # of the amaxes of output gradients, see `follow_`
         self.renewed: set[str] = set()
         self._rows: list[_Row] = []
@@ -89,11 +89,17 @@ class AmaxHistories:
     @property
     def recording(self) -> bool:
         """See the class."""
-        return self._switch[0]
+        return self._switch is not None and self._switch[0]
 
     @recording.setter
     def recording(self, on: bool) -> None:
-        self._switch[0] = on
+        if self._switch is not None:
+            self._switch[0] = on
+
+    def release(self) -> None:
+        """Leaves the layers their amaxes for evaluation: it is an error to train them without other histories."""
+        self._switch = None
+        self._place(self._history.device)
 
     def go_on(self, before: "AmaxHistories", renewed: Collection[str]) -> None:
         """Copies amaxes from ``before``, prior to a change of casts; those of ``renewed`` layers start empty."""
@@ -125,6 +131,11 @@ class AmaxHistories:
     def relink(self) -> None:
         """Gives layers views of the amaxes again, after pickle has copied them."""
         self._place(self._history.device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, together with the layers."""
+        vars(self).update(state)
+        self.relink()
 
     @torch.inference_mode(False)  # evaluation may move it, and training writes to these tensors
     def _place(self, device: torch.device) -> None:

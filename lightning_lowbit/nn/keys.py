@@ -11,6 +11,7 @@ has each expert of a stack, for all operands (:func:`lightning_lowbit.nn.calls.k
 import hashlib
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,11 @@ class LayerKeys:
     def relink(self) -> None:
         """Gives layers views of the keys again, after pickle has copied them."""
         self._place(self._keys.device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, together with the layers."""
+        vars(self).update(state)
+        self.relink()
 
     def _varying(self) -> Tensor:
         return self._is_weight.to(torch.int64) - 1

@@ -38,7 +38,7 @@ class QuantizedLayer(NativeGemms):
         full_casts: the casts outside any phase.
         keys: int64 ``[6]``, the keys of stochastic rounding, in the order of ``OPERANDS``; None until set.
         calls: numbers the calls within a micro-batch, which have their own keys; None: all calls have ``keys``.
-        is_left: whether the plugin that renews keys and amaxes is gone: it would be a mistake to train.
+        is_left: whether nothing renews the keys anymore: it would be a mistake to train.
         amaxes: kept between steps; None until set.
         exact: computes float32 GEMMs over exact operands.
         backend: ``"auto"`` (native GEMMs where device and casts allow), ``"native"`` or ``"emulated"``.
@@ -77,6 +77,15 @@ class QuantizedLayer(NativeGemms):
 
     weight: Any  # as nn.Linear and Conv1D declare it
     bias: Any
+
+    def __setstate__(self, state: Any) -> None:
+        """Of a copy, or a layer that was pickled: what renews keys and amaxes, and measures, has stayed behind."""
+        super().__setstate__(state)
+        for name in ("weight_amax", "token_amax", "operand_sums", "gradient_sums", "prequantized_weight"):
+            vars(self).pop(name, None)
+        self.is_left = self.is_left or self.full_casts.plan.draws
+        if self.amaxes is not None:
+            self.amaxes = self.amaxes._replace(switch=None)
 
     def check_casts(self, casts: LinearCasts) -> None:
         """Raises a ``ValueError`` for casts that the layer cannot have."""
@@ -159,6 +168,7 @@ class QuantizedLayer(NativeGemms):
         stacks."""
         casts, source, dtype, shape, device = self.casts, x, x.dtype, x.shape, x.device
         prequantized, amaxes = self.prequantized_weight, self.amaxes
+        switch = None if amaxes is None else amaxes.switch
         is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(device.type)
@@ -194,7 +204,7 @@ class QuantizedLayer(NativeGemms):
                 casts=casts,
                 keys=keys_of_call(self) if keys is None else keys,
                 in_force=None if amaxes is None else amaxes.in_force,
-                staged=None if amaxes is None or not amaxes.switch[0] else amaxes.staged,
+                staged=amaxes.staged if amaxes is not None and switch is not None and switch[0] else None,
                 exact=self.exact,
                 native=self.native_gemms(device, dtype=dtype),
                 blend=self.blend,
@@ -214,8 +224,8 @@ class QuantizedLayer(NativeGemms):
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
-        if self.training and self.is_left and y.requires_grad:
-            y.register_hook(partial(_say_that_plugin_is_gone, casts))  # type: ignore[no-untyped-call]
+        if self.training and y.requires_grad and (self.is_left or (amaxes is not None and switch is None)):
+            y.register_hook(partial(_say_that_plugin_is_gone, casts, amaxes))  # type: ignore[no-untyped-call]
         if window is not None or len(shape) == 2:
             return y
         # As nn.Linear does: FSDP2 warns of modules that return a view.
@@ -247,7 +257,7 @@ class QuantizedLayer(NativeGemms):
         channels, staged = self.amaxes.channels, self.amaxes.staged_channels
         if shards.x is not None:  # x is sharded along its features: take this process's channels
             channels, staged = (of_all.narrow(0, shards.x.start, len(own)) for of_all in (channels, staged))
-        if self.amaxes.switch[0]:
+        if self.amaxes.switch is not None and self.amaxes.switch[0]:
             stage_(staged, own)
             return own
         return torch.where(channels > 0, channels, own)
@@ -294,13 +304,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _say_that_plugin_is_gone(casts: LinearCasts, gradient: Tensor) -> None:
+def _say_that_plugin_is_gone(casts: LinearCasts, amaxes: LayerAmaxes | None, gradient: Tensor) -> None:
     """Refuses delayed scaling, whose amaxes would stay those of the last step; warns of all else. A backward hook."""
     told = (
-        "This training goes on in low precision without the precision plugin that converted the model: random bits "
-        "stay those of its last step, and checkpoints do not tell the casts. Give the Trainer a plugin, or end "
-        "quantization: lightning_lowbit.convert(model, 'bf16')."
+        "This training goes on in low precision without the precision plugin that converted the model, or in a copy of "
+        "the model that the plugin does not know: random bits stay those of its last step, and checkpoints do not tell "
+        "the casts. Give the Trainer a plugin, and other loops LayerKeys and AmaxHistories, or end quantization: "
+        "lightning_lowbit.convert(model, 'bf16')."
     )
-    if casts.plan.delayed:
+    if casts.plan.delayed and amaxes is not None and amaxes.in_force.any():
         raise ValueError(f"{told} With delayed scaling, amaxes would stay those of the last step, too.")
     warnings.warn(told, stacklevel=2)

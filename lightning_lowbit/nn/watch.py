@@ -77,14 +77,20 @@ class LayerAmaxes(NamedTuple):
 
     ``in_force`` and ``staged``, ``[6]``, are for delayed scaling; ``channels`` and ``staged_channels``,
     ``[in_features]``, for smoothed channels (else empty). The staged ones are of the current step. All layers share
-    ``switch``, a list of one bool: whether passes stage their amaxes.
+    ``switch``, a list of one bool: whether passes stage their amaxes; None where no histories renew them anymore.
     """
 
     in_force: Tensor
     staged: Tensor
     channels: Tensor
     staged_channels: Tensor
-    switch: list[bool]
+    switch: list[bool] | None
+
+    def __deepcopy__(self, memo: Any) -> "LayerAmaxes":
+        """Of a layer in training, whose future a copy does not share: it has no amaxes, and so scales by its own. Of
+        one whose training is over: the same."""
+        copies = [part.clone() if self.switch is None else torch.zeros_like(part) for part in self[:4]]
+        return LayerAmaxes(*copies, None)
 
 
 def stage_(staged: Tensor, amax: Tensor) -> None:

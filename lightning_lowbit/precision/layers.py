@@ -275,6 +275,8 @@ class ConvertedLayers:
         """Leaves the layers as they are, until the model is converted again."""
         for layer in self._layers.values():
             layer.is_left = True
+        if self.histories is not None:
+            self.histories.release()
         if self._shared is not None:
             self._shared.release()
             self._shared = None

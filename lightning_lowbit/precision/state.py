@@ -115,6 +115,8 @@ class SavedLayers(ConvertedLayers):
         self._expect(model)
         self._convert(model, planned, self.seed)
         self._load(self._origin.state)
+        if self.histories is not None:
+            self.histories.release()
 
     def move_to(self, device: torch.device) -> None:
         self._device = device

@@ -139,7 +139,7 @@ def _derived(cls: Any, known: _Layer) -> Any:
 def _copied(layer: Any, twin: Any, memo: Any) -> Any:
     twin.__class__ = type(layer)
     settings = {name: vars(layer)[name] for name in QuantizedLayer.__annotations__ if name in vars(layer)}
-    vars(twin).update(copy.deepcopy(settings, memo))
+    twin.__setstate__({**vars(twin), **copy.deepcopy(settings, memo)})
     return twin
 
 

@@ -203,13 +203,18 @@ def test_copies_are_independent() -> None:
     before = copy.deepcopy(histories.state_dict())
     twin = copy.deepcopy(model)
     x = filled((16, 32), 50.0)
-    found = gradients(twin, x)
+    fresh = convert(copy.deepcopy(model), "fp8-delayed")
+    AmaxHistories(fresh)
+    with pytest.warns(UserWarning, match="in a copy of the model that the plugin does not know"):
+        found = gradients(twin, x)
+    identical(found, gradients(fresh, x), "the copy has not its own amaxes")
     histories.advance_()
     for name, tensor in before["amax_history"].items():
         assert torch.equal(histories.state_dict()["amax_history"][name], tensor), f"{name}: the copy staged it"
-    identical(gradients(model, x), found, "the copy is scaled otherwise")
     own = AmaxHistories(twin)
     own.load_state_dict(histories.state_dict())
+    found = gradients(twin, x)
+    identical(gradients(model, x), found, "with the same histories, the copy is scaled otherwise")
     histories.advance_()
     identical(gradients(twin, x), found, "the original stepped, and changed the copy")
     own.advance_()

@@ -174,14 +174,20 @@ def test_token_smoothing_alone_has_nothing_to_remember() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_deepcopy(kind: Any) -> None:
-    """A copy computes the same, by its own up projection, and shares nothing with the original."""
+    """A copy computes by its own up projection, and shares nothing with the original. It has the same amaxes once
+    training is over, and before that its own."""
     model = convert(Net(), DELAYED, smooth_swiglu=kind)
     histories = AmaxHistories(model)
     step(model, histories, torch.randn(9, 8))
     x = torch.randn(9, 8)
     expected = model(x)
+    convert(own := copy.deepcopy(model), DELAYED, smooth_swiglu=kind)
+    AmaxHistories(own).recording = False
+    assert torch.equal(copy.deepcopy(model)(x), own(x)), "a copy in training has not its own amaxes"
+    histories.release()
     twin = copy.deepcopy(model)
     assert torch.equal(twin(x), expected)
+    histories = AmaxHistories(model)
     for mlp, own in zip(twin.layers, model.layers, strict=True):
         assert mlp.down_proj.amaxes.in_force is not own.down_proj.amaxes.in_force
         for hook in mlp.up_proj._forward_hooks.values():
