@@ -54,6 +54,7 @@ TQDMProgressBar = pytorch.callbacks.TQDMProgressBar
 TensorBoardLogger = pytorch.loggers.TensorBoardLogger
 Tqdm = pytorch.callbacks.progress.tqdm_progress.Tqdm
 WandbLogger = pytorch.loggers.WandbLogger
+StochasticWeightAveraging = pytorch.callbacks.StochasticWeightAveraging
 WeightAveraging = pytorch.callbacks.WeightAveraging
 
 LRSchedulerCallable = cli.LRSchedulerCallable

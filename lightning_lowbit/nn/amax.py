@@ -41,7 +41,7 @@ class AmaxHistories:
     views: a step takes a few operations and, on several ranks, one collective.
 
     Args:
-        model: holds converted layers; their names are those in this model.
+        model: holds converted layers, whose names are those in this model; or converted layers by name.
 
     Attributes:
         recording: whether passes stage their amaxes. Set it to False to evaluate: smoothing then uses the channel
@@ -55,15 +55,16 @@ class AmaxHistories:
         ...     histories.advance_()
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module | Mapping[str, QuantizedLayer]) -> None:
         self._switch: list[bool] | None = [True]
+        self._is_in_use = True
         self._gradient_scale: float | Tensor = 1.0  # of the amaxes of output gradients, see `follow_`
         self.renewed: set[str] = set()
         self._rows: list[_Row] = []
         channels = 0
-        for name, layer in model.named_modules():
-            if not isinstance(layer, QuantizedLayer):
-                continue
+        modules = model.named_modules() if isinstance(model, nn.Module) else model.items()
+        layers = [(name, layer) for name, layer in modules if isinstance(layer, QuantizedLayer)]
+        for name, layer in layers:
             layer.amaxes = None
             casts = layer.full_casts
             smoothed = _in_features(layer) if casts.smooth == "channel" else 0
@@ -95,6 +96,18 @@ class AmaxHistories:
     def recording(self, on: bool) -> None:
         if self._switch is not None:
             self._switch[0] = on
+
+    @property
+    def in_use(self) -> bool:
+        """Whether operands are scaled by the histories, and not by their own amaxes: False to evaluate other weights
+        than those that are trained, such as their averages."""
+        return self._is_in_use
+
+    @in_use.setter
+    def in_use(self, on: bool) -> None:
+        if on != self._is_in_use:
+            self._is_in_use = on
+            self._choose()
 
     def release(self) -> None:
         """Leaves the layers their amaxes for evaluation: it is an error to train them without other histories."""
@@ -150,7 +163,8 @@ class AmaxHistories:
             row.layer.amaxes = LayerAmaxes(self._in_force[i], self._staged[i], *channels, self._switch)
 
     def _choose(self) -> None:
-        self._in_force.copy_(torch.where(self._remembered, self._history, 0).amax(-1))
+        remembered = torch.where(self._remembered, self._history, 0).amax(-1)
+        self._in_force.copy_(remembered if self._is_in_use else 0 * remembered)
 
     def advance_(self, reduce: Callable[[Tensor], Any] | None = None) -> None:
         """Ends a step: staged amaxes enter the histories.

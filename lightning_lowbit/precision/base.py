@@ -232,7 +232,8 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        self._prepare(self.step, self.micro_batch, self._rank)
+        is_average = self._has_averages and not self._run.training
+        self._prepare(self.step, self.micro_batch, self._rank, in_use=not is_average)
         if self._gathers is not None:
             self._gathers.prepare()
         self._share_amaxes()
@@ -336,7 +337,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
     def teardown(self) -> None:
         """Logs how many steps were skipped, and restores FSDP's own gathering of weights."""
         super().teardown()
-        self._release()
+        self._release(in_use=not self._has_averages)
         if self._gathers is not None:  # later passes without the plugin may use another dtype
             self._gathers.release()
             self._gathers = None

@@ -212,13 +212,14 @@ class ConvertedLayers:
         changed = self._change_casts(casts, model)
         new = [layers[name].full_casts for name in changed]
         if changed & had or any(each.is_delayed or each.smooth == "channel" for each in new):
-            self.histories = AmaxHistories(model)
+            self.histories = AmaxHistories(layers)
             self.histories.go_on(before, changed)
             if not keep:  # a checkpoint is loaded next, with strict matching
                 self.histories.renewed.clear()
 
-    def _prepare(self, step: int, micro_batch: int, rank: int) -> None:
-        """Before a forward pass: fills its random keys and moves state to the device; recording is off."""
+    def _prepare(self, step: int, micro_batch: int, rank: int, in_use: bool) -> None:
+        """Before a forward pass: fills its random keys and moves state to the device; recording is off. ``in_use`` is
+        whether it scales by histories."""
         device = self._device
         if self._keys is None or self.histories is None:
             return
@@ -228,6 +229,7 @@ class ConvertedLayers:
             self._is_copy = False
         self._keys.fill_(step, micro_batch, rank, device)
         self.histories.to_(device)
+        self.histories.in_use = in_use
         self._record(False)
         if self.blend.device != with_index(device):
             with torch.inference_mode(False):  # not an inference tensor: training writes to it
@@ -271,11 +273,12 @@ class ConvertedLayers:
         if self.histories is not None:
             self.histories.advance_(partial(all_reduce_world_, op=dist.ReduceOp.MAX))
 
-    def _release(self) -> None:
-        """Leaves the layers as they are, until the model is converted again."""
+    def _release(self, in_use: bool) -> None:
+        """Leaves the layers as they are, until the model is converted again; ``in_use`` as above."""
         for layer in self._layers.values():
             layer.is_left = True
         if self.histories is not None:
+            self.histories.in_use = in_use
             self.histories.release()
         if self._shared is not None:
             self._shared.release()

@@ -12,6 +12,7 @@ from lightning_lowbit._lightning import (
     LightningModule,
     MisconfigurationException,
     Precision,
+    StochasticWeightAveraging,
     Trainer,
     WeightAveraging,
 )
@@ -50,6 +51,11 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
             "weight, are no numbers to average. Call unpack_frozen(model) first, or leave out the callback."
         )
     return trainer, module
+
+
+def averages_weights(trainer: Trainer) -> bool:
+    """Whether a callback of Lightning evaluates averages of weights, or leaves them in the model."""
+    return any(isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) for callback in trainer.callbacks)
 
 
 def data_rank(trainer: Trainer) -> int:

@@ -17,7 +17,7 @@ from lightning_lowbit.precision.checkpoints.overridden import asked_options, ove
 from lightning_lowbit.precision.checkpoints.trained import LACKING, Origin, Trained, primitive
 from lightning_lowbit.precision.layers import ConvertedLayers
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
-from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
+from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES, averages_weights
 
 _DTYPE_NAMES = {dtype: name for name, (_, dtype) in COMPUTE_DTYPES.items()}
 
@@ -52,6 +52,11 @@ class SavedLayers(ConvertedLayers):
     @property
     def _is_evaluating(self) -> bool:
         return self._run is not None and self._run.state.fn not in (None, TrainerFn.FITTING)
+
+    @property
+    def _has_averages(self) -> bool:
+        """Whether a callback evaluates, saves and leaves averages of weights, which the histories have not seen."""
+        return self._run is not None and averages_weights(self._run)
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -128,6 +133,8 @@ class SavedLayers(ConvertedLayers):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
         state["blend"] = self.blend.cpu().clone()
+        if self.histories and self._has_averages:
+            state["averaged"] = True
         if self._scaling is not None:
             state |= self._scaling.state_dict()
         if self._changed:
@@ -166,7 +173,8 @@ class SavedLayers(ConvertedLayers):
             )
         else:
             self._compare(Trained.read(state["trained"]), "The checkpoint")
-        if not self.fresh_histories:
+        of_other_weights = state.get("averaged", False) and (self._is_evaluating or not self._has_averages)
+        if not self.fresh_histories and not of_other_weights:
             # Older versions saved the parts that `_follow_loss` multiplies.
             scale = state.get("scaler", {}).get("scale", 1.0) / state.get("accumulated", self._accumulated)
             self._load_histories({"gradient_scale": {"loss": torch.tensor([float(scale)])}, **state})

@@ -126,6 +126,7 @@ def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
         raise ValueError(f"The checkpoint's blend is one number; got {_shown(blend)}: {_ADVICE}")
     if entry(state, "accumulated", int, default=1) < 1:
         raise ValueError(f"The checkpoint's accumulated is 1 or more; got {state['accumulated']}: {_ADVICE}")
+    entry(state, "averaged", bool, default=False)
     entry(state, "skipped_steps", int, default=0)
     scaler = entry(state, "scaler", Mapping, default={})
     for key in {*_SCALER, *scaler} if scaler else ():
