@@ -80,7 +80,7 @@ class QuantizedLayer(NativeGemms):
 
     def __setstate__(self, state: Any) -> None:
         """Of a copy, or a layer that was pickled: what renews keys and amaxes, and measures, has stayed behind."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         for name in ("weight_amax", "token_amax", "operand_sums", "gradient_sums", "prequantized_weight"):
             vars(self).pop(name, None)
         self.is_left = self.is_left or self.full_casts.plan.draws

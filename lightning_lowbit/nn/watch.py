@@ -89,8 +89,8 @@ class LayerAmaxes(NamedTuple):
     def __deepcopy__(self, memo: Any) -> "LayerAmaxes":
         """Of a layer in training, whose future a copy does not share: it has no amaxes, and so scales by its own. Of
         one whose training is over: the same."""
-        copies = [part.clone() if self.switch is None else torch.zeros_like(part) for part in self[:4]]
-        return LayerAmaxes(*copies, None)
+        one = torch.clone if self.switch is None else torch.zeros_like
+        return LayerAmaxes(one(self.in_force), one(self.staged), one(self.channels), one(self.staged_channels), None)
 
 
 def stage_(staged: Tensor, amax: Tensor) -> None:

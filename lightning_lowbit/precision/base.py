@@ -5,7 +5,6 @@ train_step_context      autocast; random keys of this micro-batch; layers stage 
 optimizer_step          counts the step; staged amaxes enter the histories
 """
 
-import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -190,15 +189,8 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         trainer, module = run_of(self, module)
-        if self._run is not trainer:
-            if self._trainer is not None:  # a new run
-                self.step, self.micro_batch = 0, 0
-                self.coverage_line.restart()
-                self._start_afresh()
-            if self._scaling is not None:
-                self._scaling.restart()  # also at first: another plugin may have used this scaler
-        self._trainer = weakref.ref(trainer)
-        self._expect(module)
+        if self._take_up(trainer, module):
+            self.coverage_line.restart()
         if self._scaling is not None:
             self._scaling.check(module, type(trainer.strategy).__name__)
         self._device, self._rank = trainer.strategy.root_device, data_rank(trainer)
@@ -232,6 +224,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
+        self._runs.check()
         is_average = self._has_averages and not self._run.training
         self._prepare(self.step, self.micro_batch, self._rank, in_use=not is_average)
         if self._gathers is not None:

@@ -147,8 +147,8 @@ class ConvertedLayers:
     def set_casts(self, casts: Mapping[str, CastsLike]) -> None:
         """Gives layers other casts; the phase still applies to them.
 
-        Changed casts are saved in checkpoints. A run with another Trainer begins with those of the constructor. Delayed
-        scaling and smoothing restart for the changed layers only.
+        Changed casts are saved in checkpoints. Training by another Trainer begins with those of the constructor.
+        Delayed scaling and smoothing restart for the changed layers only.
 
         Args:
             casts: by name pattern (see :func:`lightning_lowbit.convert`; the first match counts), what

@@ -1,7 +1,8 @@
-"""Settings of a run: Trainer, seed, data-parallel rank, and the dtype of what is not quantized."""
+"""A run: its settings (Trainer, seed, data-parallel rank, dtype of what is not quantized), and those before it."""
 
 import os
-from typing import Literal
+import weakref
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from lightning_lowbit._lightning import (
     Precision,
     StochasticWeightAveraging,
     Trainer,
+    TrainerFn,
     WeightAveraging,
 )
 from lightning_lowbit.checks import some
@@ -53,7 +55,7 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
     return trainer, module
 
 
-def averages_weights(trainer: Trainer) -> bool:
+def averages_weights(trainer: Any) -> bool:
     """Whether a callback of Lightning evaluates averages of weights, or leaves them in the model."""
     return any(isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) for callback in trainer.callbacks)
 
@@ -76,3 +78,76 @@ def compute_dtype(plugin: Precision) -> torch.dtype:
         return dtype
     names = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
     return next((dtype for name, dtype in names.items() if name in str(plugin.precision)), torch.float32)
+
+
+class Runs:
+    """Whose state a plugin has: several Trainers may use it, one after another, and it has the state of one run.
+
+    another Trainer trains                          a run begins, with the state of the constructor
+    any Trainer evaluates the model of the run      with its state
+    another Trainer evaluates another model         with the state of the constructor
+    one whose state was displaced meanwhile         an error, unless a checkpoint restores the state
+    """
+
+    def __init__(self) -> None:
+        self._trainer: weakref.ref[Any] | None = None
+        self._trained: tuple[weakref.ref[Any], weakref.ref[nn.Module]] | None = None  # Trainer and model of the state
+        self._displaced: list[weakref.ref[Any]] = []  # Trainers and models
+        self._is_lost = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runs, ()  # weak references cannot be pickled
+
+    @property
+    def trainer(self) -> Any:
+        """The Trainer that uses the plugin now, or did last; None if there is none anymore."""
+        return None if self._trainer is None else self._trainer()
+
+    @property
+    def is_evaluating(self) -> bool:
+        return self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING)
+
+    def is_first(self) -> bool:
+        """Whether no Trainer has used the plugin yet."""
+        return self._trainer is None
+
+    def go_on(self, trainer: Any, model: nn.Module, keeps_histories: bool) -> bool:
+        """Notes that a Trainer begins to use the plugin, and returns whether the run goes on whose state it has.
+
+        ``keeps_histories`` is whether the run of another model would go on with nothing lost.
+        """
+        by, of = (self.trainer, None) if self._trained is None else (self._trained[0](), self._trained[1]())
+        self._trainer = weakref.ref(trainer)
+        goes_on = trainer is by or (self.is_evaluating and model is of)
+        self._is_lost = self._has_displaced(model if self.is_evaluating else trainer)
+        if self._trained is not None and not goes_on:
+            self._displaced += self._trained
+            self._trained = None
+        elif self._trained is not None and model is not of and not keeps_histories:
+            self._displaced.append(self._trained[1])
+            self._trained = self._trained[0], weakref.ref(model)
+        if not self.is_evaluating:
+            self._trained = weakref.ref(trainer), weakref.ref(model)
+            if not self._is_lost:
+                self._forget(trainer, model)
+        return goes_on
+
+    def restored(self, model: nn.Module | None) -> None:
+        """Notes that a checkpoint has given the state of the run."""
+        self._is_lost = False
+        self._forget(self.trainer, model)
+
+    def check(self) -> None:
+        """Raises ``MisconfigurationException`` if the plugin has lost the state of the run that goes on."""
+        if self._is_lost:
+            raise MisconfigurationException(
+                "This plugin has been used with another model since it trained this one, and no longer has the phase, "
+                "λ, casts and amaxes of that training. Make a plugin for each Trainer, or give ckpt_path, a checkpoint "
+                "of the training."
+            )
+
+    def _has_displaced(self, user: Any) -> bool:
+        return any(one() is user for one in self._displaced)
+
+    def _forget(self, *users: Any) -> None:
+        self._displaced = [one for one in self._displaced if one() is not None and not any(one() is u for u in users)]

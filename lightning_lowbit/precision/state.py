@@ -1,6 +1,5 @@
 """The plugin's state in a checkpoint: tensors and primitives under one key, the same on all ranks."""
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from lightning_lowbit._lightning import LightningModule, TrainerFn, rank_zero_info, rank_zero_warn
+from lightning_lowbit._lightning import LightningModule, rank_zero_info, rank_zero_warn
 from lightning_lowbit.checks import positive, some
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.reasons import Reasons
@@ -17,7 +16,7 @@ from lightning_lowbit.precision.checkpoints.overridden import asked_options, ove
 from lightning_lowbit.precision.checkpoints.trained import LACKING, Origin, Trained, primitive
 from lightning_lowbit.precision.layers import ConvertedLayers
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
-from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES, averages_weights
+from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES, Runs, averages_weights
 
 _DTYPE_NAMES = {dtype: name for name, (_, dtype) in COMPUTE_DTYPES.items()}
 
@@ -40,18 +39,28 @@ class SavedLayers(ConvertedLayers):
         self.overridden: list[str] = []  # options of this run that the checkpoint overrides
         self._origin: Origin | None = None
         self._scaling: LossScaling | None = None
-        self._trainer: weakref.ref[Any] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_trainer": None}
+        self._runs = Runs()
 
     @property
     def _run(self) -> Any:
-        return None if self._trainer is None else self._trainer()
+        """The Trainer."""
+        return self._runs.trainer
 
     @property
     def _is_evaluating(self) -> bool:
-        return self._run is not None and self._run.state.fn not in (None, TrainerFn.FITTING)
+        return self._runs.is_evaluating
+
+    def _take_up(self, trainer: Any, model: nn.Module) -> bool:
+        """Goes on with a run, or begins another one, and returns whether it does."""
+        is_first = self._runs.is_first()
+        is_new = not self._runs.go_on(trainer, model, keeps_histories=not self.histories)
+        if is_new and not is_first:
+            self.step, self.micro_batch = 0, 0
+            self._start_afresh()
+        if is_new and self._scaling is not None:
+            self._scaling.restart()  # also at first: another plugin may have used this scaler
+        self._expect(model)
+        return is_new
 
     @property
     def _has_averages(self) -> bool:
@@ -148,6 +157,7 @@ class SavedLayers(ConvertedLayers):
         warn_of(self.overridden)
         state = state_of(checkpoint)
         if state is None:
+            self._runs.restored(self._converted_model)
             scale = f" The loss scale starts at {self.scaler.get_scale():g}." if self.scaler is not None else ""
             rank_zero_warn(
                 "The checkpoint holds no state of lightning_lowbit (saved without the plugin, or weights only): its "
@@ -165,6 +175,7 @@ class SavedLayers(ConvertedLayers):
         self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        self._runs.restored(self._converted_model)
         self._load_casts(state)
         if state.get("trained") is None:
             rank_zero_warn(

@@ -1,0 +1,167 @@
+"""One plugin in several Trainers, as in cross-validation: it has the state of one run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision
+from tests.lightning_imports import Callback, MisconfigurationException, Trainer, quiet_trainer
+from tests.precision.regression_model import Regression, flat
+from tests.tables import each
+
+LOST = "This plugin has been used with another model since it trained this one"
+
+
+class Change(Callback):
+    """Changes the state of the plugin in the second step."""
+
+    def __init__(self, change: Callable[[LowBitPrecision], object]) -> None:
+        self.change = change
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 1:
+            self.change(trainer.precision_plugin)
+
+
+def fp4() -> LowBitPrecision:
+    return FP4Precision("nvfp4", compute_dtype="fp32")
+
+
+def fp8() -> LowBitPrecision:
+    return FP8Precision(history=4, compute_dtype="fp32")
+
+
+# The plugin, and what changes it. Its state matters in evaluation, but for those named.
+STATES: dict[str, tuple[Callable[[], LowBitPrecision], Callable[[LowBitPrecision], object]]] = {
+    "hp-forward": (fp4, lambda plugin: plugin.set_phase("hp-forward")),
+    "bf16": (fp4, lambda plugin: plugin.set_phase("bf16")),
+    "qaf": (fp4, lambda plugin: plugin.set_phase("qaf")),
+    "pushed": (fp4, lambda plugin: plugin.push_phase("me", "bf16")),
+    "blend": (fp4, lambda plugin: plugin.set_blend(0.25)),
+    "casts": (fp4, lambda plugin: plugin.set_casts({".*": "int4"})),
+    "delayed": (fp8, lambda plugin: None),
+    "plain": (fp4, lambda plugin: None),
+}
+SAME_IN_EVALUATION = ("qaf", "plain")
+FAST = ("hp-forward", "delayed")
+some_states = pytest.mark.parametrize(
+    "state", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in STATES]
+)
+
+
+class Folds:
+    """Trainers with one plugin each, or one for all, and their models."""
+
+    def __init__(self, state: str, one_plugin: bool = True) -> None:
+        make, change = STATES[state]
+        plugins = [make()] * 3 if one_plugin else [make() for _ in range(3)]
+        self.trainers: list[Trainer] = [
+            quiet_trainer(plugin, callbacks=[Change(change)], max_steps=3, limit_val_batches=2, limit_test_batches=2)
+            for plugin in plugins
+        ]
+        self.models = [model(seed) for seed in range(3)]
+
+    def fit(self, fold: int, **kwargs: Any) -> None:
+        self.trainers[fold].fit(self.models[fold], **kwargs)
+
+    def loss(self, fold: int, by: int | None = None, **kwargs: Any) -> float:
+        trainer, one = self.trainers[fold if by is None else by], self.models[fold]
+        one.val_losses.clear()
+        trainer.validate(one, verbose=False, **kwargs)
+        return float(torch.stack(one.val_losses).sum())
+
+
+def model(seed: int) -> Regression:
+    torch.manual_seed(seed)
+    return Regression()
+
+
+@some_states
+def test_training_and_evaluating_fold_after_fold_is_as_with_plugins_of_their_own(state: str) -> None:
+    outcomes = []
+    for one_plugin in (True, False):
+        folds, losses = Folds(state, one_plugin), []
+        for fold in range(3):
+            losses.append(folds.loss(fold))  # before it is trained
+            folds.fit(fold)
+            losses.append(folds.loss(fold))
+            folds.trainers[fold].test(folds.models[fold], verbose=False)
+            losses.append(float(folds.models[fold].val_losses[-1]))
+        outcomes.append((losses, [flat(one) for one in folds.models]))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(torch.equal(*pair) for pair in zip(outcomes[0][1], outcomes[1][1], strict=True))
+
+
+@some_states
+@each("between", ["fit", "validate", "fit and validate"])
+def test_a_run_whose_state_is_gone_is_an_error(state: str, between: str) -> None:
+    folds = Folds(state)
+    folds.fit(0)
+    folds.trainers[0].save_checkpoint("0.ckpt")
+    before = folds.loss(0)
+    if "fit" in between:
+        folds.fit(1)
+    if "validate" in between:
+        folds.loss(1)
+    first, one = folds.trainers[0], folds.models[0]
+    for evaluate in (first.validate, first.test, first.predict, folds.trainers[2].validate):
+        with pytest.raises(MisconfigurationException, match=LOST):
+            evaluate(one)
+    first.fit_loop.epoch_loop.max_steps = 5
+    with pytest.raises(MisconfigurationException, match=LOST):
+        first.fit(one)
+    assert folds.loss(0, ckpt_path="0.ckpt") == before
+    assert folds.loss(0) == before, "the checkpoint was not enough"
+
+
+@some_states
+def test_another_trainer_evaluates_a_model_with_the_state_of_its_run(state: str) -> None:
+    """And the run may go on."""
+    folds, whole = Folds(state), Folds(state)
+    for one in (folds, whole):
+        one.fit(0)
+    before = folds.loss(0)
+    assert folds.loss(0, by=1) == before
+    fresh = quiet_trainer(STATES[state][0](), limit_val_batches=2)
+    folds.models[0].val_losses.clear()
+    fresh.validate(folds.models[0], verbose=False)
+    alone = float(torch.stack(folds.models[0].val_losses).sum())
+    assert (alone == before) == (state in SAME_IN_EVALUATION), "the state makes no difference"
+    for one in (folds, whole):
+        one.trainers[0].fit_loop.epoch_loop.max_steps = 5
+        one.fit(0)
+    assert torch.equal(flat(folds.models[0]), flat(whole.models[0])), "the run did not go on with its state"
+    assert folds.trainers[0].precision_plugin.step == 5  # type: ignore[attr-defined]
+    folds.fit(1)  # and another one begins
+    assert folds.trainers[1].precision_plugin.step == 3  # type: ignore[attr-defined]
+
+
+@some_states
+def test_two_models_in_one_trainer(state: str) -> None:
+    """Phase, casts and λ are of the run, and histories of a model."""
+    folds = Folds(state)
+    folds.fit(0)
+    before = folds.loss(0)
+    folds.loss(1, by=0)
+    if state == "delayed":
+        with pytest.raises(MisconfigurationException, match=LOST):
+            folds.loss(0)
+    else:
+        assert folds.loss(0) == before
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_trainer_resumes_its_run_from_a_checkpoint() -> None:
+    folds, fresh = Folds("casts"), Folds("casts")
+    folds.fit(0)
+    folds.trainers[0].save_checkpoint("0.ckpt")
+    folds.fit(1)
+    for one in (folds, fresh):
+        one.trainers[0].fit_loop.epoch_loop.max_steps = 5
+        one.fit(0, ckpt_path="0.ckpt")
+    assert torch.equal(flat(folds.models[0]), flat(fresh.models[0]))
+    assert folds.loss(0) == fresh.loss(0)
+    with pytest.raises(MisconfigurationException, match=LOST):
+        folds.loss(1)
