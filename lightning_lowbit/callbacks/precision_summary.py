@@ -20,6 +20,7 @@ from lightning_lowbit.callbacks.layer_table import (
     native_notes,
 )
 from lightning_lowbit.nn import Coverage, GemmCounter
+from lightning_lowbit.nn.conversion.layers import Inventory
 from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype
@@ -27,6 +28,7 @@ from lightning_lowbit.report.console import Table, Text, show
 from lightning_lowbit.report.html import Section
 from lightning_lowbit.report.run_folder import run_folder
 
+_NEW = "new since the model was converted; the next fit converts it"
 _BLENDING = "blending"  # steps with λ below 1, in any phase: operands are still in high precision
 
 
@@ -38,7 +40,8 @@ class PrecisionSummary(LowBitCallback):
     products, attentions and convolutions. At the end it prints the bits of a GEMM operand, block scales included,
     averaged over FLOPs and over the steps in each phase; steps of progressive quantization (λ below 1) count as high
     precision. The same goes into a JSON file in the logger's directory. FLOPs are counted in one micro-batch of the
-    first process, in eager code: that step is several times slower, with more memory and the same results.
+    first process, in eager code, and again where an epoch begins with other layers: that step is several times slower,
+    with more memory and the same results.
 
     Args:
         filename: of the JSON file in the logger's directory.
@@ -61,20 +64,32 @@ class PrecisionSummary(LowBitCallback):
         self.counter: GemmCounter | None = None
         self._counting = False
         self._steps: Counter[str] = Counter()  # optimizer steps by phase
+        self._since: Counter[str] = Counter()  # those since layers last came or went
+        self._past: list[list[float]] = []  # bits per operand, and steps, of each time before
+        self._inventory: Inventory | None = None
+        self._added: set[str] = set()
         self._folder: Path | None = None
         self._model: nn.Module | None = None
         self._dtype = torch.float32
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.counter, self._counting, self._model = None, False, pl_module
+        self._inventory, self._added = Inventory(pl_module), set()
         if trainer.global_step == 0:  # another run
-            self._steps.clear()
+            self._forget_steps()
         self._dtype = compute_dtype(trainer.precision_plugin)
         folder = trainer.log_dir  # all processes ask for it together
         self._folder = Path(folder) if folder is not None and trainer.loggers and "://" not in folder else None
         self._show(trainer, layer_table(pl_module, self._dtype), *cast_legend(pl_module), *native_notes(pl_module))
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and self._inventory is not None:
+            added, removed = self._inventory.take(pl_module)
+            self._added |= added.keys()
+            if self.counter is not None and (added or removed):
+                self._past += [[self._bits(phase), count] for phase, count in self._since.items()]
+                self._since.clear()
+                self.counter = None  # counts anew
         if self.counter is None:
             self.counter = GemmCounter(pl_module)
             self.counter.__enter__()
@@ -86,7 +101,9 @@ class PrecisionSummary(LowBitCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Stops counting before the optimizer's own arithmetic; notes the phase of the step."""
-        self._steps[self._phase(trainer)] += 1
+        phase = self._phase(trainer)
+        self._steps[phase] += 1
+        self._since[phase] += 1
         if pl_module.automatic_optimization:
             self._stop(trainer)
         elif self._counting and self.counter is not None:
@@ -132,8 +149,10 @@ class PrecisionSummary(LowBitCallback):
         return self.counter.coverage(phase, torch.finfo(self._dtype).bits)
 
     def average_bits(self) -> float:
-        steps = self._steps or Counter({"fqt": 1})
-        return sum(count * self._bits(phase) for phase, count in steps.items()) / sum(steps.values())
+        """Bits of a GEMM operand, averaged over FLOPs and optimizer steps, also over those with other layers."""
+        steps = self._since if self._steps else Counter({"fqt": 1})
+        parts = [*self._past, *([self._bits(phase), count] for phase, count in steps.items())]
+        return sum(bits * count for bits, count in parts) / sum(count for _, count in parts)
 
     def _bits(self, phase: str) -> float:
         return self.coverage("bf16" if phase == _BLENDING else phase).average_bits
@@ -189,7 +208,10 @@ class PrecisionSummary(LowBitCallback):
 
     def _reasons(self, measured: Coverage) -> dict[str, str]:
         reasons = None if self._model is None else Reasons(self._model)
-        return {name: "" if reasons is None else str(reasons.of(name)) for name in measured.uncovered}
+        return {
+            name: _NEW if name in self._added else "" if reasons is None else str(reasons.of(name))
+            for name in measured.uncovered
+        }
 
     def _phase(self, trainer: Trainer) -> str:
         plugin = trainer.precision_plugin
@@ -208,7 +230,13 @@ class PrecisionSummary(LowBitCallback):
             replace_file(folder / self.filename, json.dumps(self.report_data(trainer), indent=1))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": dict(self._steps)}
+        return {"steps": dict(self._steps), "since": dict(self._since), "past": [[*part] for part in self._past]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._steps = Counter(state_dict["steps"])
+        self._since, self._past = Counter(state_dict.get("since", self._steps)), state_dict.get("past", [])
+
+    def _forget_steps(self) -> None:
+        self._steps.clear()
+        self._since.clear()
+        self._past = []

@@ -240,6 +240,9 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
     def train_step_context(self) -> Generator[None, None, None]:
         """The forward context with the random bits of this micro-batch, which its backward pass uses too."""
         with self.forward_context():
+            if self._run.current_epoch != self._epoch:
+                self._epoch = self._run.current_epoch
+                self._say_what_has_changed()
             self._follow_loss()
             self._record(True)
             yield
@@ -330,6 +333,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
     def teardown(self) -> None:
         """Logs how many steps were skipped, and restores FSDP's own gathering of weights."""
         super().teardown()
+        self._say_what_has_changed()
         self._release(in_use=not self._has_averages)
         if self._gathers is not None:  # later passes without the plugin may use another dtype
             self._gathers.release()

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_lowbit._lightning import MisconfigurationException
-from lightning_lowbit.checks import choose
+from lightning_lowbit._lightning import MisconfigurationException, rank_zero_info
+from lightning_lowbit.checks import choose, some
 from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, check_blend, convert_layers, set_phase
+from lightning_lowbit.nn.conversion.layers import Inventory
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import watch_up_projections
 from lightning_lowbit.nn.keys import LayerKeys, clean_name, unchanged, with_index
@@ -55,11 +56,12 @@ class ConvertedLayers:
         self._changed: dict[str, LinearCasts] = {}
         self._shared: SharedAmaxes | None = None
         self._device = torch.device("cpu")
+        self._inventory: Inventory | None = None
         self._is_copy = False  # unpickled: layers hold copies of keys and amaxes
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the model: a weak reference cannot be pickled. Converting the model again restores it."""
-        return {**vars(self), "_model": None, "_is_copy": True}
+        return {**vars(self), "_model": None, "_inventory": None, "_is_copy": True}
 
     @property
     def _converted_model(self) -> nn.Module | None:
@@ -71,7 +73,36 @@ class ConvertedLayers:
 
     @property
     def _casts(self) -> dict[str, LinearCasts]:
-        return {name: layer.full_casts for name, layer in self._layers.items()}
+        return {name: layer.full_casts for name, layer in self._present.items()}
+
+    @property
+    def _present(self) -> dict[str, QuantizedLayer]:
+        """The layers but those that were removed from the model, or replaced, since it was converted."""
+        model, layers = self._converted_model, self._layers
+        present = {*layers.values()} if model is None else {*model.modules()}
+        return {name: layer for name, layer in layers.items() if layer in present}
+
+    @property
+    def _present_plan(self) -> dict[str, LinearCasts]:
+        return {name: self._planned[name] for name in self._present if name in self._planned}
+
+    def _say_what_has_changed(self) -> None:
+        """Says once which layers have come and gone."""
+        model = self._converted_model
+        if model is None or self._inventory is None:
+            return
+        added, removed = self._inventory.take(model)
+        if removed and self.histories is not None:
+            before, self.histories = self.histories, AmaxHistories(self._present)
+            self.histories.go_on(before, ())
+        copies = [name for name, module in added.items() if isinstance(module, QuantizedLayer)]
+        parts = {
+            "in high precision until the next fit converts them": [name for name in added if name not in copies],
+            "copies, which keep their casts and phase, and which no histories and random bits renew": copies,
+            "gone": removed,
+        }
+        if told := "; ".join(f"{some(names)} ({what})" for what, names in parts.items() if names):
+            rank_zero_info(f"lightning_lowbit: layers have changed since the model was converted: {told}.")
 
     def _start_afresh(self) -> None:
         self._changed, self.histories = {}, None
@@ -95,6 +126,7 @@ class ConvertedLayers:
             self.histories.load_state_dict(before.state_dict())
         self.set_blend(float(self.blend))
         self._shared = SharedAmaxes(model, self.shared_amax) if self.shared_amax else None
+        self._inventory = Inventory(model)
 
     @property
     def phase(self) -> str:
@@ -175,7 +207,7 @@ class ConvertedLayers:
                 "set_casts needs a converted model, and none has been converted yet. Give the plugin overrides=..., or "
                 "change casts once training has started."
             )
-        changes = changed_casts(casts, self._planned, model)
+        changes = changed_casts(casts, self._present_plan, model)
         if self.smooth_swiglu is not None:
             changes = smoothed(changes, self._casts, model, self.smooth_swiglu)
         for name, new in changes.items():
@@ -192,7 +224,7 @@ class ConvertedLayers:
         model = self._converted_model
         if self._keys is None or model is None:
             return {}
-        return {name: self._layers[name].full_casts for name in sorted(match(pattern, self._planned, model))}
+        return {name: self._layers[name].full_casts for name in sorted(match(pattern, self._present_plan, model))}
 
     def _change_casts(self, casts: Mapping[str, LinearCasts], model: nn.Module) -> set[str]:
         layers = self._layers
@@ -212,7 +244,7 @@ class ConvertedLayers:
         changed = self._change_casts(casts, model)
         new = [layers[name].full_casts for name in changed]
         if changed & had or any(each.is_delayed or each.smooth == "channel" for each in new):
-            self.histories = AmaxHistories(layers)
+            self.histories = AmaxHistories(self._present)
             self.histories.go_on(before, changed)
             if not keep:  # a checkpoint is loaded next, with strict matching
                 self.histories.renewed.clear()

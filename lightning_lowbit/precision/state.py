@@ -40,6 +40,7 @@ class SavedLayers(ConvertedLayers):
         self._origin: Origin | None = None
         self._scaling: LossScaling | None = None
         self._runs = Runs()
+        self._epoch = -1  # the last one in which layers were looked at
 
     @property
     def _run(self) -> Any:
@@ -140,6 +141,7 @@ class SavedLayers(ConvertedLayers):
         return {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._say_what_has_changed()  # histories of layers that are gone are not saved
         state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
         state["blend"] = self.blend.cpu().clone()
         if self.histories and self._has_averages:

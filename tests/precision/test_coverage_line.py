@@ -1,6 +1,5 @@
 """One line where little is quantized: what it counts, what it says, and that it changes nothing."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +97,6 @@ def special() -> nn.Module:
 
 def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    # Any of them may be the one of rank_zero_info.
-    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    caplog.set_level(logging.INFO)
-    return caplog
 
 
 def lines(told: pytest.LogCaptureFixture) -> list[str]:

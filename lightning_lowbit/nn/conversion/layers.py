@@ -1,10 +1,45 @@
-"""Converted layers of a model."""
+"""Layers of a model: those that are converted, and what comes and goes."""
+
+import weakref
+from typing import Any
 
 from torch import nn
 
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.layers.classes import converted_class
+from lightning_lowbit.nn.layers.host import Host
 from lightning_lowbit.nn.linear import QuantizedLayer
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """The converted layers of a model by name, each once, in the order of the modules."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+
+
+class Inventory:
+    """The layers of a model at a moment, converted or not, to tell later what has come and gone.
+
+    Examples:
+        >>> inventory = Inventory(model)
+        >>> model.append(torch.nn.Linear(8, 8))
+        >>> inventory.take(model)
+        ({'3': Linear(in_features=8, out_features=8, bias=True)}, [])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers: dict[str, weakref.ref[nn.Module]] = {}
+        self.take(model)
+
+    def take(self, model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
+        """Takes it anew, and returns layers that are new since the last time, by name, and names of those gone."""
+        now = {clean_name(name): module for name, module in model.named_modules() if _is_layer(module)}
+        before = {name: layer() for name, layer in self._layers.items()}
+        self._layers = {name: weakref.ref(module) for name, module in now.items()}
+        known, present = {id(one) for one in before.values()}, {id(module) for module in now.values()}
+        new = {name: module for name, module in now.items() if id(module) not in known}
+        return new, [name for name, one in before.items() if id(one) not in present]
+
+
+def _is_layer(module: nn.Module) -> bool:
+    cls: Any = type(module)
+    return not isinstance(module, Host) and converted_class(cls) is not None  # the products of a host are layers

@@ -100,7 +100,7 @@ WAYS: list[Callable[[nn.Module], nn.Module]] = [
 
 
 @each("plugin", [delayed, lambda: delayed(algorithm="most_recent"), shared, lambda: FP4Precision(compute_dtype="fp32")])
-@each("copied", WAYS)
+@pytest.mark.parametrize("copied", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
 def test_a_copy_made_in_training_scales_by_its_own_amaxes(
     plugin: Callable[[], LowBitPrecision], copied: Callable[[nn.Module], nn.Module]
 ) -> None:

@@ -1,0 +1,174 @@
+"""Models whose layers come and go while they are trained."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, restore
+from tests.lightning_imports import BoringModel, Callback, quiet_trainer
+from tests.tables import each
+
+
+class Net(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Any = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+
+
+class At(Callback):
+    """Changes the model at the beginning of the second epoch, or in its second batch."""
+
+    def __init__(self, change: Callable[[Net], object], hook: str = "on_train_epoch_start", batch: int = 0) -> None:
+        self.change, self.batch = change, batch
+        setattr(self, hook, self._do)
+
+    def _do(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.current_epoch == 1 and (not args or args[-1] == self.batch):
+            self.change(pl_module)
+
+
+def insert(net: Net) -> None:
+    net.layer.insert(2, nn.Linear(32, 32))
+
+
+def replace(net: Net) -> None:
+    net.layer[4] = nn.Linear(32, 2)
+
+
+def remove(net: Net) -> None:
+    del net.layer[2]
+
+
+def teach(net: Net) -> None:
+    net.teacher = copy.deepcopy(net.layer)
+
+
+def attend(net: Net) -> None:
+    net.attention = nn.MultiheadAttention(8, 2)
+
+
+def rename(net: Net) -> None:
+    net.layer = nn.Sequential(*net.layer)
+
+
+NEW = r"\(in high precision until the next fit converts them\)"
+CHANGES: list[tuple[Callable[[Net], object], list[str]]] = [
+    (insert, [f"layer.2 {NEW}"]),
+    (replace, [f"layer.4 {NEW}", r"layer.4 \(gone\)"]),
+    (remove, [r": layer.2 \(gone\)"]),
+    (teach, [r"teacher.0, teacher.2 \(copies, which keep their casts and phase", f"teacher.4 {NEW}"]),
+    (attend, [f"attention, attention.out_proj {NEW}"]),
+    (rename, []),
+    (lambda net: net.layer[2].requires_grad_(False), []),
+    (lambda net: setattr(net.layer[0], "bias", None), []),
+]
+
+
+def fit(told: pytest.LogCaptureFixture, model: Net, *callbacks: Callback, **kwargs: Any) -> list[str]:
+    """Trains, and returns what is said of layers."""
+    told.clear()
+    options = {"max_epochs": 3, "limit_train_batches": 3, "limit_val_batches": 0}
+    plugin = kwargs.pop("plugin", FP4Precision("nvfp4", skip=["layer.4"]))
+    quiet_trainer(plugin, callbacks=[*callbacks], **{**options, **kwargs}).fit(model)
+    return [message for message in told.messages if "layers have changed" in message]
+
+
+@each(("change", "parts"), CHANGES)
+@each(
+    ("at", "epochs"),
+    [
+        (At, 3),
+        (lambda change: At(change, "on_train_batch_start", 1), 2),  # in the last epoch, too
+        (lambda change: At(change, "on_train_batch_end", 2), 2),
+    ],
+)
+def test_layers_that_come_and_go_are_said_once(
+    told: pytest.LogCaptureFixture,
+    change: Callable[[Net], object],
+    parts: list[str],
+    at: Callable[..., Callback],
+    epochs: int,
+) -> None:
+    lines = fit(told, Net(), at(change), max_epochs=epochs)
+    assert len(lines) == bool(parts), lines
+    for part in parts:
+        assert re.search(part, lines[0]), lines
+
+
+def test_the_next_fit_converts_what_is_new(told: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    assert fit(told, model, At(insert))
+    assert type(model.layer[2]) is nn.Linear
+    assert not fit(told, model, plugin=FP4Precision("nvfp4"))
+    assert type(model.layer[2]).__name__ == "QuantLinear"
+
+
+def bits(*quantized: bool) -> float:
+    """Per operand of square layers, each forward pass and weight gradient, and input gradients of all but the first,
+    before a last one of another width that is not."""
+    square, last = 2 * 32 * 32, 2 * 32 * 2
+    gemms = [2, *[3] * (len(quantized) - 1)]
+    sizes = [(count * square, 4.5 if low else 16) for count, low in zip(gemms, quantized, strict=True)]
+    flops = [*sizes, (3 * last, 16)]
+    return sum(size * width for size, width in flops) / sum(size for size, _ in flops)
+
+
+@each(
+    ("change", "then"),
+    [
+        (insert, bits(True, False, True)),
+        (remove, bits(True)),
+        (replace, bits(True, True)),
+        (teach, bits(True, True)),
+        (
+            lambda net: setattr(net, "layer", nn.Sequential(net.layer[0], nn.Linear(32, 32), net.layer[4])),
+            bits(True, False),
+        ),
+    ],
+)
+def test_the_average_over_the_run_counts_them(
+    told: pytest.LogCaptureFixture, change: Callable[[Net], object], then: float
+) -> None:
+    summary = PrecisionSummary(quiet=True)
+    fit(told, Net(), summary, At(change))
+    assert summary.average_bits() == pytest.approx((3 * bits(True, True) + 6 * then) / 9)
+    other = PrecisionSummary(quiet=True)
+    other.load_state_dict(summary.state_dict())
+    other.counter, other._dtype = summary.counter, summary._dtype
+    assert other.average_bits() == pytest.approx(summary.average_bits())
+
+
+def test_the_table_says_why_a_new_layer_is_not_covered(told: pytest.LogCaptureFixture) -> None:
+    summary = PrecisionSummary(quiet=True)
+    model = Net()
+    fit(told, model, summary, At(insert))
+    reasons = summary.report_data(None)["uncovered_because"]  # type: ignore[arg-type]
+    assert reasons["layer.2"].startswith("new since the model was converted")
+    assert reasons["layer.5"] == "left out by skip or only"
+
+
+def test_casts_of_a_layer_that_is_gone_are_refused_and_not_recorded(told: pytest.LogCaptureFixture) -> None:
+    class Ask(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch != 1:
+                return
+            plugin = trainer.precision_plugin
+            with pytest.raises(ValueError, match=r"casts: the pattern 'layer\.2' matches"):
+                plugin.set_casts({"layer.2": "bf16"})
+            plugin.set_casts({"layer.0": "int4"})
+            assert {*plugin.casts_of(".*")} == {"layer.0", "layer.4"}
+            trainer.save_checkpoint("x.ckpt")
+
+    for plugin in (FP4Precision("nvfp4", only=["layer"]), FP8Precision("delayed")):
+        model = Net()
+        fit(told, model, At(lambda net: net.layer.__setitem__(2, nn.Linear(32, 32))), Ask(), plugin=plugin)
+        restored = restore(Net(), "x.ckpt")
+        x = torch.randn(4, 32)
+        assert type(restored.layer[2]) is nn.Linear
+        assert [str(layer.casts) for layer in restored.layer[::4]] == [str(layer.casts) for layer in model.layer[::4]]
+        assert restored(x).shape == (4, 2)
