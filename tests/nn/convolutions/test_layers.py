@@ -109,6 +109,7 @@ def test_depthwise_and_other_convolutions_are_left_out() -> None:
     assert [*coverage.others] == [f"Conv2d ({DEPTHWISE})"]
 
 
+@pytest.mark.filterwarnings("ignore:This training goes on in low precision without the precision plugin")
 def test_copies_pickles_and_state_dicts() -> None:
     model, keys = block()
     expected, x = dict(Block().state_dict()), torch.randn(2, 16, 8, 8)
