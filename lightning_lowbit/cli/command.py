@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, recipes
+from lightning_lowbit.cli.search_path import current_folder_last
 
 _USAGE = """\
 usage: lowbit COMMAND ...
@@ -58,10 +59,15 @@ TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status. With ``LOWBIT_TRACEBACK=1`` errors keep their traceback."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments is None:
+        os.environ.setdefault("PYTHONSAFEPATH", "1")  # for processes that this one starts
+        arguments = sys.argv[1:]
+    with current_folder_last():
+        return _run(list(arguments))
+
+
+def _run(arguments: list[str]) -> int:
     try:
-        if (folder := os.getcwd()) not in sys.path:  # a configuration may name classes of the current folder
-            sys.path.insert(0, folder)
         status = _dispatch(arguments)
         sys.stdout.flush()
         return status
@@ -73,9 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 141  # the status of a program that SIGPIPE ends
         if os.environ.get("LOWBIT_TRACEBACK") == "1" or not _is_mistake(error):
             raise
-        from lightning_lowbit.cli.mistakes import explain
+        from lightning_lowbit.cli.mistakes import explain, hidden
 
-        print(f"lowbit: error: {explain(error)} (LOWBIT_TRACEBACK=1 shows where.)", file=sys.stderr)
+        message = explain(error)
+        print(f"lowbit: error: {message}{hidden(message)} (LOWBIT_TRACEBACK=1 shows where.)", file=sys.stderr)
         return 2
 
 

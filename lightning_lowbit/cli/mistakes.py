@@ -3,6 +3,8 @@
 import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from pydoc import locate
 from traceback import walk_tb
 from typing import Any
@@ -38,6 +40,17 @@ def suggest(message: str, keys: Collection[str]) -> str:
     words = (unknown[1], unknown[1].split(".")[0])
     close = [match for word in words for match in difflib.get_close_matches(word, keys)]
     return f"Did you mean {close[0]!r}?" if close else "`lowbit fit --help all` lists what is possible."
+
+
+def hidden(message: str) -> str:
+    """A hint for a message about modules or classes, if a file of the current folder has an installed module's name."""
+    words = re.findall(r"'([A-Za-z_]\w*)[\w.]*'", message) if re.search("module|import|class", message) else []
+    for name in dict.fromkeys(words):
+        local = next((path for path in (Path(f"{name}.py"), Path(name)) if path.exists()), None)
+        taken = find_spec(name) if local is not None else None
+        if taken is not None and taken.origin is not None and not Path(taken.origin).is_relative_to(Path.cwd()):
+            return f" {name} is {taken.origin}, which is installed, and not ./{local}: give that another name."
+    return ""
 
 
 def without_value(arguments: Sequence[str], message: str) -> str | None:

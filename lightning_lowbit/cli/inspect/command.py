@@ -24,6 +24,7 @@ from lightning_lowbit.metrics import CastStatistics, cast_statistics
 from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.packages import install
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.cast import current_names
 from lightning_lowbit.quant.shard import amax_of
@@ -208,7 +209,7 @@ def _read(file: Path) -> dict[str, Tensor]:
             return load_file(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except ImportError:
-        raise ValueError(f"Reading {file} takes the package safetensors: pip install safetensors.") from None
+        raise ValueError(f"Reading {file} takes the package safetensors: {install('safetensors')}.") from None
     except OSError:  # a missing or unreadable file: the message is clear
         raise
     except Exception as error:  # files of another kind raise anything
