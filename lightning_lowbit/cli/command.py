@@ -121,8 +121,9 @@ def _is_mistake(error: Exception) -> bool:
     from jsonargparse import ArgumentError
 
     from lightning_lowbit._lightning import MisconfigurationException
+    from lightning_lowbit.cli.mistakes import is_of_a_path
 
-    return isinstance(error, MisconfigurationException | ArgumentError)
+    return is_of_a_path(error) or isinstance(error, MisconfigurationException | ArgumentError)
 
 
 def _reader_is_gone() -> bool:
@@ -170,7 +171,7 @@ def _copy(arguments: Sequence[str]) -> None:
     target = Path(given.file).expanduser()
     if target.is_dir() or given.file.endswith("/"):
         target /= source.name
-    if target.exists():
+    if os.path.lexists(target):
         raise ValueError(f"{target} exists already; give another name, or remove it first.")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(source.read_text())

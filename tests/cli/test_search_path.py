@@ -63,7 +63,7 @@ def test_no_command_runs_what_lies_in_the_current_folder(program, poisoned, tmp_
         ["evaluate", "exported", "--tasks=arc_easy", "--limit=1"],
     ):
         if arguments[0] == "inspect":
-            Path(next(tmp_path.glob("runs/quickstart/**/*.ckpt"))).rename("last.ckpt")
+            Path(next(tmp_path.glob("runs/**/last.ckpt"))).rename("last.ckpt")
         done = run(*program, *arguments)
         said = done.stdout + done.stderr
         assert " ran\n" not in said, f"{arguments}: {said[-500:]}"

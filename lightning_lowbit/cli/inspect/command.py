@@ -163,7 +163,9 @@ def _check_numbers(weights: Mapping[str, Tensor]) -> None:
         elif weight.dtype == torch.float4_e2m1fn_x2:
             reason = "holds codes of FP4, two in a byte, which are quantized already"
         if reason is not None:
-            raise ValueError(f"{name} {reason}. Name the other weights with --only, or give another checkpoint.")
+            raise ValueError(
+                f"{name or repr(name)} {reason}. Name the other weights with --only, or give another checkpoint."
+            )
 
 
 def _check_layout(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -202,6 +204,8 @@ def _files(path: Path) -> list[Path]:
 
 def _read(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, memory-mapped, so that only those in use are read."""
+    if file.exists() and not file.is_file():  # a pipe or a device may have no end
+        raise ValueError(f"{file} is not a file. Give {_KINDS}.")
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
