@@ -153,7 +153,7 @@ def _short_help(command: str) -> str:
 
 def _list(arguments: Sequence[str]) -> None:
     """Prints each recipe, overlay and study with one line on what it is."""
-    argparse.ArgumentParser("lowbit ls", description=_list.__doc__).parse_args(arguments)
+    argparse.ArgumentParser("lowbit ls", description=_list.__doc__, allow_abbrev=False).parse_args(arguments)
     titles = {"": "Recipes", OVERLAY: "Overlays, for a second --config", STUDY: "Studies, for `lowbit compare --study`"}
     for mark, title in titles.items():
         group = {name: headline(path) for name, path in recipes().items() if kind(path) == mark}
@@ -163,7 +163,7 @@ def _list(arguments: Sequence[str]) -> None:
 
 def _copy(arguments: Sequence[str]) -> None:
     """Copies a recipe, overlay or study to a file, to change it."""
-    parser = argparse.ArgumentParser("lowbit cp", description=_copy.__doc__)
+    parser = argparse.ArgumentParser("lowbit cp", description=_copy.__doc__, allow_abbrev=False)
     parser.add_argument("name", help="a name from `lowbit ls`")
     parser.add_argument("file", nargs="?", default=".", help="where to; a folder keeps the name")
     given = parser.parse_args(arguments)

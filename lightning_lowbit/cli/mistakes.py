@@ -10,7 +10,7 @@ from pydoc import locate
 from traceback import walk_tb
 from typing import Any
 
-from lightning_lowbit.checks import nearest
+from lightning_lowbit.checks import near, nearest
 from lightning_lowbit.cli.lists import class_at
 
 _FROM_RUST = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors and tokenizers
@@ -85,8 +85,7 @@ def suggest(message: str, keys: Collection[str]) -> str:
     named = re.findall(r"class_path[ =]'([\w.]+)'", message)
     if named:
         keys = arguments_of(named[-1]) or set()
-    words = (unknown[1], unknown[1].split(".")[0])
-    close = [match for word in words for match in difflib.get_close_matches(word, keys)]
+    close = near(unknown[1], sorted(keys)) or difflib.get_close_matches(unknown[1].split(".")[0], keys)
     return f"Did you mean {close[0]!r}?" if close else "`lowbit fit --help all` lists what is possible."
 
 
