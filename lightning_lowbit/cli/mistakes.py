@@ -2,8 +2,10 @@
 
 import difflib
 import errno
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc import locate
@@ -93,8 +95,10 @@ def hidden(message: str) -> str:
     """A hint for a message about modules or classes, if a file of the current folder has an installed module's name."""
     words = re.findall(r"'([A-Za-z_]\w*)[\w.]*'", message) if re.search("module|import|class", message) else []
     for name in dict.fromkeys(words):
-        local = next((path for path in (Path(f"{name}.py"), Path(name)) if path.exists()), None)
-        taken = find_spec(name) if local is not None else None
+        local = next((path for path in (f"{name}.py", name) if os.path.exists(path)), None)
+        taken = None
+        with suppress(ImportError, ValueError):  # a module without a place
+            taken = find_spec(name) if local is not None else None
         if taken is not None and taken.origin is not None and not Path(taken.origin).is_relative_to(Path.cwd()):
             return f" {name} is {taken.origin}, which is installed, and not ./{local}: give that another name."
     return ""

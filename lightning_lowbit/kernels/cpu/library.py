@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -65,6 +64,8 @@ def library() -> ctypes.CDLL | None:
 def _loaded() -> tuple[ctypes.CDLL | None, Exception | None]:
     try:
         return _from_cache(), None
+    except subprocess.SubprocessError as error:  # the compiler, which would fail elsewhere, too
+        return None, error
     except (OSError, RuntimeError) as error:
         unusable = error
     try:
@@ -84,8 +85,8 @@ def _from_cache() -> ctypes.CDLL:
     with trusted(_folder()) as folder:
         kernels, damaged = _search(folder)
         if kernels is None:
-            for path in damaged:
-                tell(f"{shown(path)} is damaged, or not of this user: the C++ kernels are compiled again.")
+            for path, reason in damaged.items():
+                tell(f"{shown(path)} is not loaded ({reason}): the C++ kernels are compiled again.")
             with one_builder(folder / f"{_name()}.lock") as lock:
                 kernels, damaged = _search(folder)  # another process may have compiled them
                 for path in damaged:
@@ -94,21 +95,21 @@ def _from_cache() -> ctypes.CDLL:
     return kernels
 
 
-def _search(folder: Path) -> tuple[ctypes.CDLL | None, list[Path]]:
-    """The first library of a trusted folder that can be loaded, and those that are damaged, which are not tried.
+def _search(folder: Path) -> tuple[ctypes.CDLL | None, dict[Path, str]]:
+    """The first library of a trusted folder that can be loaded; and those that are not tried, with reasons.
 
     Several may be whole: in a folder that systems with different C libraries share, each loads its own.
     """
-    damaged = []
+    damaged = dict[Path, str]()
     for path in sorted(folder.glob(f"{_name()}-*.so")):
         try:
-            is_whole = path == _named(folder, read_trusted(path))
+            if path != _named(folder, read_trusted(path)):
+                damaged[path] = "it is damaged"
+                continue
         except FileNotFoundError:  # removed by another process
             continue
-        except OSError:
-            is_whole = False
-        if not is_whole:
-            damaged.append(path)
+        except OSError as error:
+            damaged[path] = error.strerror or str(error)
             continue
         with contextlib.suppress(OSError):
             return _bound(path), damaged
@@ -137,7 +138,13 @@ def _build(folder: Path, inherited: tuple[int, ...] = ()) -> ctypes.CDLL:
                 command = [*compiler, *_FLAGS, *extra, *sources, "-o", partial.name]
                 # The folder's path is one of this process: the compiler starts within the folder.
                 result = subprocess.run(
-                    command, cwd=folder, pass_fds=inherited, capture_output=True, text=True, timeout=600
+                    command,
+                    cwd=folder,
+                    pass_fds=inherited,
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    timeout=600,
                 )
                 if result.returncode == 0:
                     break
@@ -156,9 +163,9 @@ def _build(folder: Path, inherited: tuple[int, ...] = ()) -> ctypes.CDLL:
 
 def _compiler() -> list[str]:
     for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
-        program, *arguments = shlex.split(name)
-        if (path := shutil.which(program)) is not None:
-            return [os.path.abspath(path), *arguments]
+        for program, *arguments in ([name], name.split() or [name]):  # such as "ccache g++"
+            if (path := shutil.which(program)) is not None:
+                return [os.path.abspath(path), *arguments]
     raise RuntimeError("no C++ compiler was found")
 
 

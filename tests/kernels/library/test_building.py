@@ -4,6 +4,7 @@ import _ctypes
 import os
 import platform
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from lightning_lowbit import LinearCasts
 from lightning_lowbit.kernels import coverage, quantize_operand
 from lightning_lowbit.kernels.cpu import library
 from lightning_lowbit.quant import quantize_operand as plain
-from tests.kernels.library.loads import load, names, start
+from tests.kernels.library.loads import calls, load, names, start
 from tests.tables import each
 
 
@@ -61,6 +62,25 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(cache, compiler, scr
     with pytest.warns(UserWarning, match=f"(?s)cannot be built here.*{message}"):
         assert load() is None
     assert names(cache) == {".lock"} and not list(Path("temporary").iterdir())
+
+
+def test_a_compiler_may_have_arguments_or_a_path_with_spaces(cache, compiler, unloaded, monkeypatch):
+    spaced = compiler.with_name("the compiler")
+    shutil.copy(compiler, spaced)
+    for name in (f"{compiler} -O1", str(spaced)):
+        monkeypatch.setenv("CXX", name)
+        shutil.rmtree(cache, ignore_errors=True)
+        assert load() is not None and calls() == 1
+
+
+def test_a_compiler_that_does_not_end_is_not_tried_elsewhere(cache, compiler, unloaded, monkeypatch):
+    def wait(command, **_):
+        raise subprocess.TimeoutExpired(command, 600)
+
+    monkeypatch.setattr(library.subprocess, "run", wait)
+    with pytest.warns(UserWarning, match="cannot be built here .*timed out"):
+        assert load() is None
+    assert names(cache) == {".lock"}
 
 
 def test_without_a_compiler_plain_code_runs_after_one_warning(cache, monkeypatch, unloaded):
