@@ -149,11 +149,12 @@ def _build(folder: Path, inherited: tuple[int, ...] = ()) -> ctypes.CDLL:
                 if result.returncode == 0:
                     break
             else:
-                raise RuntimeError(f"{' '.join(command)} failed: {result.stderr.strip().splitlines()[-1:]}")
+                said = result.stderr.strip().splitlines()
+                raise RuntimeError(f"{compiler[0]} failed: {[f'status {result.returncode}', *said][-1]}")
             try:
                 kernels = _bound(partial)
             except OSError as error:
-                raise RuntimeError(f"{' '.join(command)} made no library that loads: {error}") from None
+                raise RuntimeError(f"{compiler[0]} made no library that loads: {error}") from None
             partial.chmod(0o755)
             put_in_place(partial, _named(folder, partial.read_bytes()))
         finally:
