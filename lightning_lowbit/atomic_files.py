@@ -24,7 +24,7 @@ except ImportError:  # Windows
 _PARTIAL, _PREVIOUS = ".partial", ".previous"
 _HOST = platform.node().replace(".", "_")
 # Earlier versions wrote names without a host, for checkpoints only.
-_LEFT = re.compile(rf"(?P<name>.+?)((?<=\.ckpt)|\.(?P<host>[^.]+)-\d+)(?P<kind>{_PARTIAL}|{_PREVIOUS})")
+_LEFT = re.compile(rf"(?P<name>.+?)((?<=\.ckpt)|\.(?P<host>[^.]+)-(?P<process>\d+))(?P<kind>{_PARTIAL}|{_PREVIOUS})")
 _STALE = 3600  # seconds without a change, after which another machine is assumed dead
 
 
@@ -93,14 +93,14 @@ def remove(path: Path) -> None:
 def mend(folder: Path, suffix: str, below: bool = True) -> None:
     """Restores or removes what dead processes left in a folder, and ``below`` it, of names with a suffix.
 
-    Left alone is what may still be written: everything in a folder that a process of this machine has locked. Where
-    locks do not help (another machine, a file system without locks), it is what changed within an hour.
+    Left alone is what may still be written: everything in a folder that a process has locked, however old it looks to
+    this machine's clock. Where locks do not help (another machine, a file system without locks), it is what changed
+    within an hour, or has the number of a process that lives.
     """
     for left in _leftovers(folder, suffix, below):
         with suppress(OSError), _lock(left.parent, alone=True) as alone:
-            found = _parts(left)
-            if (alone and found["host"] == _HOST) or _age(left) > _STALE:
-                if found["kind"] == _PREVIOUS:
+            if alone is not False and _is_dead(left, has_locks=alone is True):
+                if _parts(left)["kind"] == _PREVIOUS:
                     _put_back(left, left.with_name(name_of(left)))
                 remove(left)
 
@@ -134,6 +134,27 @@ def _parts(left: Path) -> dict[str, str]:
     return found.groupdict()
 
 
+def _is_dead(left: Path, has_locks: bool) -> bool:
+    """Whether the writer of a file or directory has ended, if nobody has locked its folder."""
+    parts = _parts(left)
+    is_here = parts["host"] == _HOST
+    if is_here and has_locks:
+        return True
+    return _age(left) > _STALE and not (is_here and _lives(int(parts["process"])))
+
+
+def _lives(process: int) -> bool:
+    if os.name == "nt":  # where this signal ends a process
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        return True
+    return True
+
+
 def _own(path: Path, kind: str) -> Path:
     return path.with_name(f"{path.name}.{_HOST}-{os.getpid()}{kind}")
 
@@ -150,15 +171,19 @@ def _age(path: Path) -> float:
 
 
 @contextmanager
-def _lock(folder: Path, alone: bool = False) -> Iterator[bool]:
+def _lock(folder: Path, alone: bool = False) -> Iterator[bool | None]:
+    """Locks a folder together with others or ``alone``; yields whether it did, or None where there are no locks."""
     if fcntl is None:
-        yield False
+        yield None
         return
-    descriptor, has = os.open(folder, os.O_RDONLY), True
+    descriptor = os.open(folder, os.O_RDONLY)
+    has: bool | None = True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
-    except OSError:  # another process holds the lock, or the file system has none
+    except BlockingIOError:  # another process holds the lock
         has = False
+    except OSError:
+        has = None
     try:
         yield has
     finally:
@@ -172,7 +197,8 @@ def _is_directory(path: Path) -> bool:
 
 
 def _sync(path: Path, within: bool = True) -> None:
-    if path.is_symlink() or os.name == "nt":  # Windows flushes only files that are open for writing
+    """Flushes a file, or a folder's own list of names and all that is ``within`` it, where no link is followed."""
+    if (within and path.is_symlink()) or os.name == "nt":  # Windows flushes only files that are open for writing
         return
     if within and path.is_dir():
         for entry in path.iterdir():

@@ -6,6 +6,7 @@ from typing import Any
 from lightning_lowbit.checks import integer
 from lightning_lowbit.nn import pack_frozen
 from lightning_lowbit.nn.conversion.convert import CastsLike
+from lightning_lowbit.packages import install
 
 from .models import CausalLM
 
@@ -44,7 +45,7 @@ class LoRACausalLM(CausalLM):
         try:
             from peft import LoraConfig, get_peft_model
         except ImportError as error:
-            raise ValueError("LoRACausalLM needs PEFT, which is not installed: pip install peft.") from error
+            raise ValueError(f"LoRACausalLM needs PEFT, which is not installed: {install('peft')}.") from error
         frozen = self.model.requires_grad_(False)
         if base is not None:
             pack_frozen(frozen, base, skip=skip)

@@ -12,6 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_lowbit._lightning import LightningDataModule, LRSchedulerCallable, OptimizerCallable
 from lightning_lowbit.checks import choose, integer
+from lightning_lowbit.packages import install
 from lightning_lowbit.precision.checkpoints.files import load_weights
 from lightning_lowbit.precision.run_settings import global_seed
 
@@ -197,7 +198,7 @@ def _digits() -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ValueError("The digits come with scikit-learn: pip install scikit-learn, or give data.path.") from error
+        raise ValueError(f"The digits come with scikit-learn: {install('scikit-learn')}, or give data.path.") from error
     digits = load_digits()
     return torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1, torch.tensor(digits.target)
 

@@ -1,6 +1,6 @@
 """Imports point downwards, and optional packages are imported where they are used.
 
-L0 checks, formats, compilation, atomic_files    L1 quant    L2 distributed, kernels    L3 nn, optim, metrics
+L0 checks, formats, compilation, atomic_files, packages    L1 quant    L2 distributed, kernels    L3 nn, optim, metrics
 L4 _lightning    L5 precision, callbacks, report    L6 cli    L7 recipes
 
 Lightning is imported by `_lightning` alone, which alone touches its private parts, and `_lightning` by L5 and above.
@@ -20,6 +20,7 @@ LEVELS = {
     "formats": 0,
     "compilation": 0,
     "atomic_files": 0,
+    "packages": 0,
     "quant": 1,
     "distributed": 2,
     "kernels": 2,

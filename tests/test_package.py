@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import lightning_lowbit
+from lightning_lowbit.packages import install
+from tests.tables import each
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,3 +69,30 @@ def test_imported_packages_are_declared():
             found |= {{"yaml": "pyyaml"}.get(top, top): path.name for name in names if (top := name.split(".")[0])}
     missing = found.keys() - declared - sys.stdlib_module_names - {"lightning_lowbit", "triton"}
     assert not missing, f"not among the dependencies: {[(name, found[name]) for name in missing]}"
+
+
+def test_no_text_installs_this_package_from_an_index():
+    """An index may hold another project of this name: the clone is installed, or the packages that are missing."""
+    told = re.compile(r"(pip|uv|pipx|conda|poetry)\b[^\n]*\b(install|add)\b[^\n]*\blightning[-_.]lowbit\b")
+    folders = ("lightning_lowbit", "recipes", "docs", "tests")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in TEXTS]
+    files += [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob("*.cff")]
+    lines = [f"{path}: {found[0]}" for path in files for found in told.finditer(path.read_text())]
+    assert not lines
+    repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    assert f"git clone {repository} " in (ROOT / "docs" / "index.md").read_text()
+
+
+TEXTS = {".py", ".md", ".yaml", ".sh", ".html", ".css", ".json"}
+
+
+@each(
+    "packages, command",
+    [
+        (["peft_of_nobody"], "pip install peft_of_nobody"),
+        (["compressed_tensors"], r"pip install 'compressed-tensors>=[\d.]+'"),
+        (["lm-eval", "Matplotlib"], r"pip install 'lm_eval\[hf\]>=[\d.]+' 'matplotlib>=[\d.]+'"),
+    ],
+)
+def test_the_command_for_missing_packages_names_them_with_their_versions(packages, command):
+    assert re.fullmatch(command, install(*packages))

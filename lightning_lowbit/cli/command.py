@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, recipes
+from lightning_lowbit.cli.search_path import current_folder_last
 
 _USAGE = """\
 usage: lowbit COMMAND ...
@@ -58,10 +59,15 @@ TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status. With ``LOWBIT_TRACEBACK=1`` errors keep their traceback."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments is None:
+        os.environ.setdefault("PYTHONSAFEPATH", "1")  # for processes that this one starts
+        arguments = sys.argv[1:]
+    with current_folder_last():
+        return _run(list(arguments))
+
+
+def _run(arguments: list[str]) -> int:
     try:
-        if (folder := os.getcwd()) not in sys.path:  # a configuration may name classes of the current folder
-            sys.path.insert(0, folder)
         status = _dispatch(arguments)
         sys.stdout.flush()
         return status
@@ -73,9 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 141  # the status of a program that SIGPIPE ends
         if os.environ.get("LOWBIT_TRACEBACK") == "1" or not _is_mistake(error):
             raise
-        from lightning_lowbit.cli.mistakes import explain
+        from lightning_lowbit.cli.mistakes import explain, hidden
 
-        print(f"lowbit: error: {explain(error)} (LOWBIT_TRACEBACK=1 shows where.)", file=sys.stderr)
+        message = explain(error)
+        print(f"lowbit: error: {message}{hidden(message)} (LOWBIT_TRACEBACK=1 shows where.)", file=sys.stderr)
         return 2
 
 
@@ -114,8 +121,9 @@ def _is_mistake(error: Exception) -> bool:
     from jsonargparse import ArgumentError
 
     from lightning_lowbit._lightning import MisconfigurationException
+    from lightning_lowbit.cli.mistakes import is_of_a_path
 
-    return isinstance(error, MisconfigurationException | ArgumentError)
+    return is_of_a_path(error) or isinstance(error, MisconfigurationException | ArgumentError)
 
 
 def _reader_is_gone() -> bool:
@@ -145,7 +153,7 @@ def _short_help(command: str) -> str:
 
 def _list(arguments: Sequence[str]) -> None:
     """Prints each recipe, overlay and study with one line on what it is."""
-    argparse.ArgumentParser("lowbit ls", description=_list.__doc__).parse_args(arguments)
+    argparse.ArgumentParser("lowbit ls", description=_list.__doc__, allow_abbrev=False).parse_args(arguments)
     titles = {"": "Recipes", OVERLAY: "Overlays, for a second --config", STUDY: "Studies, for `lowbit compare --study`"}
     for mark, title in titles.items():
         group = {name: headline(path) for name, path in recipes().items() if kind(path) == mark}
@@ -155,7 +163,7 @@ def _list(arguments: Sequence[str]) -> None:
 
 def _copy(arguments: Sequence[str]) -> None:
     """Copies a recipe, overlay or study to a file, to change it."""
-    parser = argparse.ArgumentParser("lowbit cp", description=_copy.__doc__)
+    parser = argparse.ArgumentParser("lowbit cp", description=_copy.__doc__, allow_abbrev=False)
     parser.add_argument("name", help="a name from `lowbit ls`")
     parser.add_argument("file", nargs="?", default=".", help="where to; a folder keeps the name")
     given = parser.parse_args(arguments)
@@ -163,7 +171,7 @@ def _copy(arguments: Sequence[str]) -> None:
     target = Path(given.file).expanduser()
     if target.is_dir() or given.file.endswith("/"):
         target /= source.name
-    if target.exists():
+    if os.path.lexists(target):
         raise ValueError(f"{target} exists already; give another name, or remove it first.")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(source.read_text())

@@ -89,6 +89,8 @@ def as_list(value: Any) -> list[Any]:
 def read_config(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text())
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text: give a YAML file.") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}. Mend it there.") from None
     if not isinstance(config, dict):

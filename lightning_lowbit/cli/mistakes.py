@@ -1,14 +1,21 @@
 """Shortens messages of the parser to one line, with the nearest valid name."""
 
 import difflib
+import errno
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from pydoc import locate
 from traceback import walk_tb
 from typing import Any
 
-from lightning_lowbit.checks import nearest
+from lightning_lowbit.checks import near, nearest
 from lightning_lowbit.cli.lists import class_at
+
+_FROM_RUST = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors and tokenizers
 
 
 def explain(error: BaseException) -> str:
@@ -21,7 +28,52 @@ def explain(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     message = re.sub(r"\s+", " ", _first_cause(lines)).strip() or type(error).__name__
     message = re.sub(r"Parser key.*(No module named '(\w+)').*", missing, message)
+    advice = remedy(error)
+    message = f"{message.rstrip('.')}. {advice}" if advice else message
     return " ".join([message, *getattr(error, "__notes__", ())])
+
+
+# For what the system refuses.
+_REMEDIES = {
+    errno.EACCES: "Give another path, or change the permissions there.",
+    errno.EBUSY: "It is in use: give another path.",
+    errno.EDQUOT: "Make room there, or give a path on another disk.",
+    errno.EEXIST: "Give another path, or remove what is there.",
+    errno.EISDIR: "It is a folder: give a file.",
+    errno.ELOOP: "Its links lead in a circle: give another path.",
+    errno.EMFILE: "Allow more open files: ulimit -n 4096.",
+    errno.ENAMETOOLONG: "Give a shorter name.",
+    errno.ENOENT: "Give a path that exists.",
+    errno.ENOSPC: "Make room there, or give a path on another disk.",
+    errno.ENOTDIR: "A part of the path is a file and no folder: give another path.",
+    errno.ENOTEMPTY: "Give another path, or empty the folder.",
+    errno.EPERM: "Give another path, or change the permissions there.",
+    errno.EROFS: "Nothing can be written there: give another path.",
+}
+
+
+# Messages of libraries that do not raise an ``OSError`` with its number.
+_MESSAGES = {
+    r"^Symlink loop": _REMEDIES[errno.ELOOP],
+    r"^No such file or directory": _REMEDIES[errno.ENOENT],
+    r"^Could not determine home": "Give the path without '~'.",
+    r"^embedded null byte|surrogates not allowed$": "Give a path of other characters.",
+}
+
+
+def remedy(error: BaseException) -> str:
+    """What to do about a path or file that the system refuses; empty for other errors, whose messages say it."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (in_rust := _FROM_RUST.search(str(error))) is not None:
+        number = int(in_rust[1])
+    told = (advice for text, advice in _MESSAGES.items() if re.search(text, str(error)))
+    return _REMEDIES.get(number or 0) or next(told, "")
+
+
+def is_of_a_path(error: Exception) -> bool:
+    """Whether pathlib or a library in Rust could not use a path; their exceptions are no ``OSError``."""
+    is_pathlib = isinstance(error, RuntimeError) and re.match("Symlink loop|Could not determine home", str(error))
+    return bool(is_pathlib) or _FROM_RUST.search(str(error)) is not None
 
 
 def suggest(message: str, keys: Collection[str]) -> str:
@@ -35,9 +87,21 @@ def suggest(message: str, keys: Collection[str]) -> str:
     named = re.findall(r"class_path[ =]'([\w.]+)'", message)
     if named:
         keys = arguments_of(named[-1]) or set()
-    words = (unknown[1], unknown[1].split(".")[0])
-    close = [match for word in words for match in difflib.get_close_matches(word, keys)]
+    close = near(unknown[1], sorted(keys)) or difflib.get_close_matches(unknown[1].split(".")[0], keys)
     return f"Did you mean {close[0]!r}?" if close else "`lowbit fit --help all` lists what is possible."
+
+
+def hidden(message: str) -> str:
+    """A hint for a message about modules or classes, if a file of the current folder has an installed module's name."""
+    words = re.findall(r"'([A-Za-z_]\w*)[\w.]*'", message) if re.search("module|import|class", message) else []
+    for name in dict.fromkeys(words):
+        local = next((path for path in (f"{name}.py", name) if os.path.exists(path)), None)
+        taken = None
+        with suppress(ImportError, ValueError):  # a module without a place
+            taken = find_spec(name) if local is not None else None
+        if taken is not None and taken.origin is not None and not Path(taken.origin).is_relative_to(Path.cwd()):
+            return f" {name} is {taken.origin}, which is installed, and not ./{local}: give that another name."
+    return ""
 
 
 def without_value(arguments: Sequence[str], message: str) -> str | None:

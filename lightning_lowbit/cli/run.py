@@ -39,6 +39,8 @@ _NOISE = (
     r"The dirpath has changed from",
 )
 
+_STRICT = {"exit_on_error": False, "allow_abbrev": False}
+
 _CLI = TypeVar("_CLI", bound="LowBitCLI")
 
 
@@ -173,8 +175,7 @@ def _make(kind: type[_CLI], arguments: list[str]) -> _CLI:
         auto_configure_optimizers=False,
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},  # without a logger all runs share a folder
-        parser_kwargs={"prog": "lowbit", "exit_on_error": False}
-        | {name: {"exit_on_error": False} for name in LightningCLI.subcommands()},
+        parser_kwargs={"prog": "lowbit", **_STRICT} | dict.fromkeys(LightningCLI.subcommands(), _STRICT),
     )
 
 

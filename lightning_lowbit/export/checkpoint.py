@@ -17,6 +17,7 @@ from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.parity import Parity, compare, outputs_difference
 from lightning_lowbit.export.record import write_record
 from lightning_lowbit.export.source import Source, read
+from lightning_lowbit.packages import install
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -195,7 +196,8 @@ def _compared(
     try:
         client = format.load(folder)
     except ImportError as error:
-        return _Compared(why_not=f"{error.name or error} is not installed: pip install 'lightning_lowbit[export]'")
+        package = (error.name or "").partition(".")[0]
+        return _Compared(why_not=f"{package} is not installed: {install(package)}" if package else str(error))
     except NoClient as error:
         return _Compared(why_not=str(error))
     if tokens is not None:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from lightning_lowbit.checks import integer, nearest
 from lightning_lowbit.nn.keys import hash_numbers
+from lightning_lowbit.packages import install
 
 Numbers = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -84,7 +85,7 @@ def _make(environment: str) -> Any:
     try:
         import gymnasium
     except ImportError as error:
-        raise ValueError("Environments come with gymnasium: pip install 'gymnasium[mujoco]'.") from error
+        raise ValueError(f"Environments come with gymnasium: {install('gymnasium')}.") from error
     try:
         return gymnasium.make(environment, disable_env_checker=True)
     except gymnasium.error.DependencyNotInstalled as error:

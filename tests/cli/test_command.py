@@ -13,6 +13,7 @@ from lightning_lowbit import __version__, cli
 from lightning_lowbit.cli.command import TRAINER_COMMANDS
 from lightning_lowbit.cli.configs import kind, recipes
 from lightning_lowbit.cli.run import LowBitCLI, check
+from tests.tables import each
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -116,6 +117,22 @@ def test_what_the_short_help_names_is_taken(capsys):
     examples = {option: "quickstart" if option == "--config" else value for option, value, *_ in shown}
     assert len(examples) == 11
     check(["fit", *(f"{option}={value}" for option, value in examples.items())])
+
+
+@each(
+    "option, meant",
+    [
+        ("--trainer.max_step=5", "trainer.max_steps"),
+        ("--traine.max_steps=5", "trainer.max_steps"),
+        ("--seed=1", "seed_everything"),
+        ("--ckpt=last", "ckpt_path"),
+        ("--data.init_args.batch=2", "batch_size"),
+        ("--trainer.plugins.init_args.cast=mxfp4", "casts"),
+    ],
+)
+def test_options_are_not_abbreviated(option, meant):
+    with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
+        check(["fit", "--config=quickstart", option])
 
 
 def test_every_command_of_lightning_is_known():

@@ -304,7 +304,7 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                 resumes = bool(find_checkpoints(run.folder)) and not run.was_at_its_end()
                 resume = ["--ckpt_path", "last"] if resumes else []
                 recipe = str(run.folder / "recipe.yaml")
-                command = [sys.executable, "-m", "lightning_lowbit.cli", "fit", "--config", recipe, *resume]
+                command = [sys.executable, "-P", "-m", "lightning_lowbit.cli", "fit", "--config", recipe, *resume]
                 with starting:  # so that every started process is in `children` when they are stopped
                     if stopping.is_set():
                         break

@@ -13,6 +13,7 @@ import torch
 
 from lightning_lowbit.checks import integer, nearest, positive, some
 from lightning_lowbit.cli.evaluate.models import Loaded, load
+from lightning_lowbit.packages import install
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -30,9 +31,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
         import_module("lm_eval.models.huggingface")  # takes packages of its own
     except ImportError as error:
-        raise ValueError(
-            f'lowbit evaluate takes lm-evaluation-harness ({error}): pip install "lightning_lowbit[evaluate]".'
-        ) from error
+        raise ValueError(f"lowbit evaluate takes lm-evaluation-harness ({error}): {install('lm_eval')}.") from error
     loaded = load(path, given.tokenizer, given.module, device)
     tasks, manager = find_tasks(given.tasks, given.include_path)
     print(f"{path}: {loaded.about}")

@@ -13,6 +13,7 @@ import torch
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.source import read
 from lightning_lowbit.export.tokenizer import load_tokenizer
+from lightning_lowbit.packages import install
 
 _KINDS = "a checkpoint of a run (.ckpt), or a folder with a config.json, as `lowbit export` and save_pretrained write"
 
@@ -120,7 +121,7 @@ def _check_method(folder: Path, method: str | None) -> None:
             f"was written for: lm_eval --model vllm --model_args pretrained={folder}."
         )
     if method == "compressed-tensors" and find_spec("compressed_tensors") is None:
-        raise ValueError(f"{folder} takes a package to load: pip install compressed-tensors.")
+        raise ValueError(f"{folder} takes a package to load: {install('compressed-tensors')}.")
 
 
 def _tokenizer(name: str, model: Any) -> Any:

@@ -24,6 +24,7 @@ from lightning_lowbit.metrics import CastStatistics, cast_statistics
 from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.packages import install
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.cast import current_names
 from lightning_lowbit.quant.shard import amax_of
@@ -162,7 +163,9 @@ def _check_numbers(weights: Mapping[str, Tensor]) -> None:
         elif weight.dtype == torch.float4_e2m1fn_x2:
             reason = "holds codes of FP4, two in a byte, which are quantized already"
         if reason is not None:
-            raise ValueError(f"{name} {reason}. Name the other weights with --only, or give another checkpoint.")
+            raise ValueError(
+                f"{name or repr(name)} {reason}. Name the other weights with --only, or give another checkpoint."
+            )
 
 
 def _check_layout(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -201,6 +204,8 @@ def _files(path: Path) -> list[Path]:
 
 def _read(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, memory-mapped, so that only those in use are read."""
+    if file.exists() and not file.is_file():  # a pipe or a device may have no end
+        raise ValueError(f"{file} is not a file. Give {_KINDS}.")
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -208,7 +213,7 @@ def _read(file: Path) -> dict[str, Tensor]:
             return load_file(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except ImportError:
-        raise ValueError(f"Reading {file} takes the package safetensors: pip install safetensors.") from None
+        raise ValueError(f"Reading {file} takes the package safetensors: {install('safetensors')}.") from None
     except OSError:  # a missing or unreadable file: the message is clear
         raise
     except Exception as error:  # files of another kind raise anything

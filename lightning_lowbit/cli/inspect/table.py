@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_lowbit.metrics import CastStatistics, levels
+from lightning_lowbit.packages import install
 from lightning_lowbit.quant import Cast, Hadamard
 from lightning_lowbit.quant.statistics import sqnr_db
 from lightning_lowbit.report.blocks import Table
@@ -81,7 +82,7 @@ class Inspection:
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            raise ValueError("The picture takes matplotlib: pip install 'lightning_lowbit[recipes]'.") from None
+            raise ValueError(f"The picture takes matplotlib: {install('matplotlib')}.") from None
         rows, casts = self._rows(), len(self.candidates)
         # In inches, from the top left corner of the left axes; savefig crops the rest.
         width, height = 12.0, max(sum(_row_height(names, casts) for names in rows.values()), 2.1 * casts - 0.8)

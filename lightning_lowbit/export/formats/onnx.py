@@ -31,6 +31,7 @@ from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.plan import OPERANDS
+from lightning_lowbit.packages import install
 from lightning_lowbit.quant import Cast
 
 _OPSET = 21  # the first with integers of four bits, and with scales of blocks
@@ -80,7 +81,7 @@ def _write(source: Source, folder: Path, options: Options) -> list[Written]:
 
 def _need(*packages: str) -> None:
     if missing := [name for name in packages if find_spec(name) is None]:
-        raise ValueError(f"The format onnx takes {some(missing)}: pip install 'lightning_lowbit[export]'.")
+        raise ValueError(f"The format onnx takes {some(missing)}: {install(*missing)}.")
 
 
 def _row(weight: Weight, inputs: Inputs | None) -> Written:

@@ -1,25 +1,26 @@
 """The C++ kernels as a shared library, compiled when first needed and kept in the user's cache.
 
 The sources in ``source/`` use C++ and OpenMP alone, no headers of torch: they compile in seconds, and are called
-through ctypes with addresses and sizes. A library is built for one compiler and one kind of CPU, which its name tells.
-Where none can be built, :func:`library` warns once and returns None.
+through ctypes with addresses and sizes. A library is built for one kind of CPU, which its name tells, and loaded only
+if it is what its compiler wrote. Where none can be built, :func:`library` warns once and returns None.
 """
 
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.compilation import tell
+from lightning_lowbit.kernels.cpu.cache import one_builder, read_trusted, shown, trusted
 
 _SOURCE = Path(__file__).parent / "source"
 
@@ -31,6 +32,7 @@ _FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", *_NUME
 # The most that a compiler takes is used. Some ARM compilers want -mcpu, and Apple's has no OpenMP.
 _EXTRAS: tuple[list[str], ...] = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"], [])
 
+_LOADS = itertools.count()
 
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _SIGNATURES = {
@@ -61,42 +63,124 @@ def library() -> ctypes.CDLL | None:
 @cache  # apart from the warning, which may be an error: a second call must not build again
 def _loaded() -> tuple[ctypes.CDLL | None, Exception | None]:
     try:
-        kernels = ctypes.CDLL(str(_built()))
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        return _from_cache(), None
+    except subprocess.SubprocessError as error:  # the compiler, which would fail elsewhere, too
         return None, error
-    for name, arguments in _SIGNATURES.items():
-        getattr(kernels, name).argtypes, getattr(kernels, name).restype = arguments, None
+    except (OSError, RuntimeError) as error:
+        unusable = error
+    try:
+        with tempfile.TemporaryDirectory(prefix="lightning_lowbit_") as folder, trusted(Path(folder)) as opened:
+            kernels = _build(opened)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return None, error
+    tell(
+        f"lightning_lowbit has compiled its C++ kernels for this process alone, as no folder keeps them ({unusable}). "
+        "Set LOWBIT_CACHE_DIR to a folder that is yours alone to write to."
+    )
     return kernels, None
 
 
-def _built() -> Path:
-    compiler = _compiler()
-    name = f"kernels-{_fingerprint(compiler)}.so"
-    for folder in _folders():
-        if (folder / name).exists() and _is_own(folder / name):
-            return folder / name
+def _from_cache() -> ctypes.CDLL:
+    """The kernels of the cache, compiled if none of its libraries can be loaded."""
+    with trusted(_folder()) as folder:
+        kernels, damaged = _search(folder)
+        if kernels is None:
+            for path, reason in damaged.items():
+                tell(f"{shown(path)} is not loaded ({reason}): the C++ kernels are compiled again.")
+            with one_builder(folder / f"{_name()}.lock") as lock:
+                kernels, damaged = _search(folder)  # another process may have compiled them
+                for path in damaged:
+                    remove(path)
+                kernels = kernels or _build(folder, lock)
+    return kernels
+
+
+def _search(folder: Path) -> tuple[ctypes.CDLL | None, dict[Path, str]]:
+    """The first library of a trusted folder that can be loaded; and those that are not tried, with reasons.
+
+    Several may be whole: in a folder that systems with different C libraries share, each loads its own.
+    """
+    damaged = dict[Path, str]()
+    for path in sorted(folder.glob(f"{_name()}-*.so")):
+        try:
+            if path != _named(folder, read_trusted(path)):
+                damaged[path] = "it is damaged"
+                continue
+        except FileNotFoundError:  # removed by another process
+            continue
+        except OSError as error:
+            damaged[path] = error.strerror or str(error)
+            continue
         with contextlib.suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _one_builder(folder / f"{name}.lock"):
-                if not ((folder / name).exists() and _is_own(folder / name)):
-                    tell("lightning_lowbit compiles its C++ kernels, once on this machine: this takes some seconds.")
-                    _compile(compiler, folder / name)
-            return folder / name
-    raise OSError("no folder can be written: " + ", ".join(map(str, _folders())))
+            return _bound(path), damaged
+    return None, damaged
 
 
-def _compiler() -> str:
+def _bound(path: Path) -> ctypes.CDLL:
+    # For a path that it has seen the system's loader returns the library that it has: each is spelled anew.
+    spelled = os.path.join(path.parent, *["."] * next(_LOADS), path.name)
+    try:
+        kernels = ctypes.CDLL(spelled)
+        for name, arguments in _SIGNATURES.items():
+            getattr(kernels, name).argtypes, getattr(kernels, name).restype = arguments, None
+    except (OSError, AttributeError) as error:
+        raise OSError(str(error).replace(spelled, shown(path))) from None
+    return kernels
+
+
+def _build(folder: Path, inherited: tuple[int, ...] = ()) -> ctypes.CDLL:
+    """Compiles all sources into a file of a trusted folder, which appears there whole and loads, or not at all."""
+    compiler, sources = _compiler(), sorted(str(path.resolve()) for path in _SOURCE.glob("*.cpp"))
+    tell("lightning_lowbit compiles its C++ kernels, once on this machine: this takes some seconds.")
+    with being_written(folder / f"{_name()}.so") as partial:
+        try:
+            for extra in _EXTRAS:
+                command = [*compiler, *_FLAGS, *extra, *sources, "-o", partial.name]
+                # The folder's path is one of this process: the compiler starts within the folder.
+                result = subprocess.run(
+                    command,
+                    cwd=folder,
+                    pass_fds=inherited,
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    timeout=600,
+                )
+                if result.returncode == 0:
+                    break
+            else:
+                said = result.stderr.strip().splitlines()
+                raise RuntimeError(f"{compiler[0]} failed: {[f'status {result.returncode}', *said][-1]}")
+            try:
+                kernels = _bound(partial)
+            except OSError as error:
+                raise RuntimeError(f"{compiler[0]} made no library that loads: {error}") from None
+            partial.chmod(0o755)
+            put_in_place(partial, _named(folder, partial.read_bytes()))
+        finally:
+            remove(partial)
+    return kernels
+
+
+def _compiler() -> list[str]:
     for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
-        if (found := shutil.which(name)) is not None:
-            return found
+        for program, *arguments in ([name], name.split() or [name]):  # such as "ccache g++"
+            if (path := shutil.which(program)) is not None:
+                return [os.path.abspath(path), *arguments]
     raise RuntimeError("no C++ compiler was found")
 
 
-def _fingerprint(compiler: str) -> str:
-    """A hash of everything that decides what the library holds and whether this CPU runs it."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
-    parts = [compiler.encode(), version, *(path.read_bytes() for path in sorted(_SOURCE.iterdir())), _cpu().encode()]
-    return hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _EXTRAS)).encode()])).hexdigest()[:20]
+@cache
+def _name() -> str:
+    """Begins the names of libraries: a hash of what decides whether they serve, whichever compiler made them."""
+    parts = [*(path.read_bytes() for path in sorted(_SOURCE.iterdir())), _cpu().encode()]
+    digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _EXTRAS)).encode()])).hexdigest()
+    return f"kernels-{digest[:20]}"
+
+
+def _named(folder: Path, content: bytes) -> Path:
+    """The path of a library, whose name ends with a checksum of its content: both appear at once."""
+    return folder / f"{_name()}-{hashlib.sha256(content).hexdigest()[:32]}.so"
 
 
 def _cpu() -> str:
@@ -107,42 +191,8 @@ def _cpu() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
-def _folders() -> list[Path]:
-    """The folders in which a library may lie: the user's cache, and one of this user's for temporary files."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    chosen = os.environ.get("LOWBIT_CACHE_DIR") or Path(home) / "lightning_lowbit"
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    return [Path(chosen), Path(tempfile.gettempdir()) / f"lightning_lowbit_{user}"]
-
-
-def _is_own(path: Path) -> bool:
-    """Whether this user or the administrator wrote a file: code that somebody else left is never loaded."""
-    return not hasattr(os, "getuid") or path.stat().st_uid in (0, os.getuid())
-
-
-@contextlib.contextmanager
-def _one_builder(path: Path) -> Iterator[None]:
-    """Lets other processes wait while this one builds; the system frees the lock of a process that ends."""
-    with path.open("w") as lock:
-        if sys.platform != "win32":
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _compile(compiler: str, target: Path) -> None:
-    """Compiles all sources into ``target``, which appears whole or not at all."""
-    sources = [str(path) for path in sorted(_SOURCE.glob("*.cpp"))]
-    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so")
-    os.close(handle)
-    try:
-        for extra in _EXTRAS:
-            command = [compiler, *_FLAGS, *extra, *sources, "-o", temporary]
-            result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-            if result.returncode == 0:
-                os.replace(temporary, target)
-                return
-        raise RuntimeError(f"{' '.join(command)} failed: {result.stderr.strip().splitlines()[-1:]}")
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+def _folder() -> Path:
+    """The folder that keeps libraries; a ``RuntimeError`` if it is that of a user without a home."""
+    if chosen := os.environ.get("LOWBIT_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_lowbit"

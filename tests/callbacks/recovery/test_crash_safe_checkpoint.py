@@ -203,30 +203,6 @@ def test_loggers_are_told_of_whole_checkpoints():
     assert told == [True, True]
 
 
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("old", ["nothing", "file", "directory", "link"])
-@pytest.mark.parametrize("new", ["file", "directory", "link"])
-def test_anything_takes_the_place_of_anything(old, new):
-    def make(path, kind, content):
-        if kind == "file":
-            path.write_text(content)
-        elif kind == "directory":
-            path.mkdir()
-            (path / "shard").write_text(content)
-        elif kind == "link":
-            Path(f"target {content}").mkdir()
-            path.symlink_to(f"target {content}")
-
-    path = Path("last.ckpt").absolute()
-    make(path, old, "old")
-    with atomic_files.being_written(path) as partial:
-        make(partial, new, "new")
-        atomic_files.put_in_place(partial, path)
-    is_kind = {"file": path.is_file(), "directory": path.is_dir() and not path.is_symlink(), "link": path.is_symlink()}
-    assert [kind for kind, found in is_kind.items() if found] == [new]
-    assert {name for name in os.listdir() if name.startswith("last")} == {"last.ckpt"}
-
-
 def test_interrupted_checkpoints_are_loadable_torch_files():
     trainer = fit(enable_checkpointing=False)
     for _ in range(2):
@@ -246,6 +222,10 @@ def test_what_the_first_rank_cannot_do_ends_all(is_first, error, monkeypatch):
     trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_first)
     with pytest.raises(error, match="read-only file system"):
         save_checkpoint(trainer, "last.ckpt")
+
+
+def names():
+    return {str(path) for path in Path().rglob("*") if path.is_file()}
 
 
 class OwnIO(TorchCheckpointIO):
@@ -303,48 +283,3 @@ def test_a_run_that_dies_in_a_validation_repeats_it():
     assert torch.load("here/last.ckpt", weights_only=True)["global_step"] == 3
     assert run(Validated(), ckpt_path="last") == [4, 6]
     assert torch.load("here/last.ckpt", weights_only=True)["global_step"] == 6
-
-
-LEFT = f"{atomic_files._HOST}-1"
-
-
-def leave(*names):
-    for name in names:
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).touch()
-
-
-def names():
-    return {str(path) for path in Path().rglob("*") if path.is_file()}
-
-
-def test_what_a_crash_left_is_removed_below_and_not_within_checkpoints(tmp_path):
-    other = ("c.ckpt/d.ckpt.partial", "e.partial", "f.ckpt", "g.bin.partial")
-    leave(f"a.ckpt.{LEFT}.partial", f"f.ckpt.{LEFT}.previous", f"loss/0.3.ckpt.{LEFT}.partial", *other)
-    atomic_files.mend(tmp_path, ".ckpt")
-    assert names() == set(other)
-
-
-def test_what_had_the_name_before_is_found_and_put_back(tmp_path):
-    leave(f"a.ckpt.{LEFT}.previous", f"b.ckpt.{LEFT}.previous", "b.ckpt")
-    assert {path.name for path in atomic_files.named(tmp_path, ".ckpt")} == {f"a.ckpt.{LEFT}.previous", "b.ckpt"}
-    atomic_files.mend(tmp_path, ".ckpt")
-    assert names() == {"a.ckpt", "b.ckpt"}
-
-
-def test_what_a_living_process_writes_stays(tmp_path):
-    left, elsewhere = f"a.ckpt.{LEFT}.partial", "a.ckpt.elsewhere-1.partial"
-    leave(left, elsewhere)
-    with atomic_files.being_written(tmp_path / "b.ckpt") as partial:
-        partial.touch()
-        atomic_files.mend(tmp_path, ".ckpt")  # of another process, whose lock is another one
-        assert names() == {partial.name, elsewhere}, "the lock does not hold"
-
-
-def test_what_another_machine_has_left_goes_after_an_hour(tmp_path, monkeypatch):
-    leave("a.ckpt.elsewhere-1.partial", "b.ckpt.partial")
-    atomic_files.mend(tmp_path, ".ckpt")
-    assert len(names()) == 2, "it may be writing"
-    monkeypatch.setattr(atomic_files.time, "time", lambda now=atomic_files.time.time: now() + 3601)
-    atomic_files.mend(tmp_path, ".ckpt")
-    assert not names()

@@ -106,7 +106,7 @@ def test_a_folder_without_some_weights_is_refused(folder):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("compressed-tensors", "takes a package to load: pip install compressed-tensors"),
+        ("compressed-tensors", "takes a package to load: pip install .compressed-tensors>="),
         ("modelopt", "is quantized by 'modelopt', which transformers does not load. Evaluate it in the engine"),
     ],
 )
@@ -121,7 +121,7 @@ def test_folders_that_would_load_without_their_quantization_are_refused(folder, 
 def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert cli.main(["evaluate", "last.ckpt", "--tasks", "hellaswag"]) == 2
-    assert 'pip install "lightning_lowbit[evaluate]"' in capsys.readouterr().err.splitlines()[-1]
+    assert "pip install 'lm_eval[hf]>=" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_mistakes(arguments, line, capsys):
 @pytest.mark.parametrize(
     ("missing", "checkpoint", "line"),
     [
-        ("matplotlib.figure", "good", "The picture takes matplotlib: pip install 'lightning_lowbit[recipes]'."),
+        ("matplotlib.figure", "good", "The picture takes matplotlib: pip install 'matplotlib>="),
         ("safetensors.torch", "garbage.safetensors", "takes the package safetensors: pip install safetensors."),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.formats.base import NoClient
+from lightning_lowbit.packages import install
 
 _QUIET: list[Any] = []  # llama.cpp keeps a pointer to the function that takes its messages
 
@@ -31,7 +32,7 @@ class LlamaCpp(nn.Module):
             bindings: Any = import_module("llama_cpp_py_sync._cffi_bindings")
             self.ffi, self.lib = bindings.get_ffi(), bindings.get_lib()
         except ImportError as error:
-            raise NoClient(f"there is no llama.cpp ({error}): pip install llama-cpp-py-sync") from error
+            raise NoClient(f"there is no llama.cpp ({error}): {install('llama-cpp-py-sync')}") from error
         except RuntimeError as error:  # a system older than the one on which it was built
             found = re.search(r"version `(\S+)' not found", str(error))
             why = f"it needs {found[1]}" if found else str(error).splitlines()[0]

@@ -20,6 +20,7 @@ from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, weights
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.packages import install
 from lightning_lowbit.quant import Cast
 
 FILE = "model.gguf"
@@ -143,7 +144,7 @@ def _writer(path: Path, network: Network) -> Any:
     try:
         from gguf import GGUFWriter
     except ImportError as error:
-        raise ValueError(f"GGUF files take a package that is not here ({error}): pip install gguf.") from error
+        raise ValueError(f"GGUF files take a package that is not here ({error}): {install('gguf')}.") from error
     return GGUFWriter(path, network.architecture)
 
 

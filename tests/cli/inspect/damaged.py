@@ -1,0 +1,232 @@
+"""Files that are no checkpoints, or no longer whole: drawn from a seed, with what could go wrong in each layer."""
+
+import json
+import os
+import pickle
+import random
+import zipfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("code ran",)
+
+
+def state(draw):
+    return {f"layers.{i}.weight": torch.randn(draw.choice([1, 8, 16]), draw.choice([1, 16, 33])) for i in range(2)}
+
+
+# --- whole files ---
+
+
+def checkpoint(draw, path):
+    torch.save({"state_dict": state(draw), "epoch": 1, "hyper_parameters": {"lr": 0.1}}, path := path / "a.ckpt")
+    return path
+
+
+def weights(draw, path):
+    torch.save(state(draw), path := path / "a.pt")
+    return path
+
+
+def old_format(draw, path):
+    torch.save(state(draw), path := path / "a.bin", _use_new_zipfile_serialization=False)
+    return path
+
+
+def safetensors(draw, path):
+    save_file(state(draw), path := path / "a.safetensors")
+    return path
+
+
+def folder(draw, path):
+    save_file(state(draw), path / "model.safetensors")
+    return path
+
+
+def shards(draw, path):
+    save_file(state(draw), path / "shard.safetensors")
+    index = {"weight_map": dict.fromkeys(state(draw), "shard.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+WHOLE = [checkpoint, weights, old_format, safetensors, folder, shards]
+
+# --- damage to bytes ---
+
+
+def cut(draw, data):
+    return data[: draw.randrange(len(data))]
+
+
+def flip(draw, data):
+    for _ in range(draw.choice([1, 1, 8, 64])):
+        place = draw.randrange(min(len(data), draw.choice([64, 512, len(data)])))
+        data[place] = draw.randrange(256)
+    return data
+
+
+def clear(draw, data):
+    start = draw.randrange(len(data))
+    data[start : start + 100] = bytes(len(data[start : start + 100]))
+    return data
+
+
+def insert(draw, data):
+    start = draw.randrange(len(data))
+    return data[:start] + draw.randbytes(draw.choice([1, 8, 100])) + data[start:]
+
+
+def exchange(draw, data):
+    return data[len(data) // 2 :] + data[: len(data) // 2]
+
+
+def length(draw, data):
+    data[:8] = draw.choice([0, 2, 2**31, 2**62, 2**64 - 1]).to_bytes(8, "little")
+    return data
+
+
+DAMAGE = [cut, flip, flip, flip, clear, insert, exchange, length]
+
+# --- other content ---
+
+ODD = {
+    "meta": lambda: torch.empty(4, 4, device="meta"),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "fp8": lambda: torch.randn(4, 16).to(torch.float8_e4m3fn),
+    "e8m0": lambda: torch.ones(4, 16).to(torch.float8_e8m0fnu),
+    "fp4": lambda: torch.zeros(4, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "fp64": lambda: torch.randn(4, 16, dtype=torch.float64) * 1e300,
+    "complex": lambda: torch.randn(4, 4, dtype=torch.complex64),
+    "nan": lambda: torch.full((4, 16), float("nan")),
+    "empty": lambda: torch.empty(0, 16),
+    "expanded": lambda: torch.ones(1, 1).expand(40, 40),
+    "transposed": lambda: torch.randn(16, 4).t(),
+    "three": lambda: torch.randn(2, 4, 16),
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(4, 16), 0.1, 0, torch.qint8),
+    "huge": lambda: torch.full((4, 16), 3e38),
+    "tiny": lambda: torch.full((4, 16), 1e-45),
+}
+TEXTS = ["", "{}", "[]", "null", "a: 1", "\0", "\ud800", "#!/bin/sh\n", "version https://git-lfs.github.com/spec/v1\n"]
+INDICES = [
+    "",
+    "[]",
+    "{}",
+    "[" * 100_000,
+    '{"weight_map": 1}',
+    '{"weight_map": {"a": 1}}',
+    '{"weight_map": {"a": null}}',
+]
+INDICES += ['{"weight_map": {}}', '{"weight_map": {"a": "../../etc/passwd"}}', '{"weight_map": {"a": "/dev/zero"}}']
+INDICES += [
+    '{"weight_map": {"a": "missing.safetensors"}}',
+    '{"weight_map": {"a": "."}}',
+    '{"weight_map": {"a": "\\u0000"}}',
+]
+
+
+def odd_tensors(draw, path):
+    kinds = draw.sample([*ODD], draw.choice([1, 1, 2]))
+    names = draw.choice([kinds, ["", *kinds], ["\n", "a.bias"], ["x" * 300, "é.weight"]])
+    return saved(draw, path, dict(zip(names, (ODD[kind]() for kind in kinds), strict=False)))
+
+
+def odd_content(draw, path):
+    contents = [
+        None,
+        1,
+        "text",
+        [],
+        [torch.ones(4, 4)],
+        {},
+        {"state_dict": None},
+        {"state_dict": [1]},
+        {1: torch.ones(4, 4)},
+    ]
+    contents += [{"state_dict": {"a": {"b": torch.ones(4, 4)}}}, torch.ones(4, 4), {"a": 1, "b": "c"}]
+    return saved(draw, path, draw.choice(contents))
+
+
+def code(draw, path):
+    content = draw.choice([Evil(), {"state_dict": Evil()}, {"a.weight": torch.ones(4, 4), "b": Evil()}])
+    if draw.random() < 0.3:
+        path = path / "a.ckpt"
+        path.write_bytes(pickle.dumps(content))
+        return path
+    return saved(draw, path, content)
+
+
+def saved(draw, path, content):
+    path = path / draw.choice(["a.ckpt", "a.pt", "pytorch_model.bin"])
+    torch.save(content, path, _use_new_zipfile_serialization=draw.random() < 0.7)
+    return path.parent if path.suffix == ".bin" and draw.random() < 0.5 else path
+
+
+def text(draw, path):
+    path = path / draw.choice(["a.ckpt", "a.safetensors", "model.safetensors", "noextension"])
+    path.write_bytes(draw.choice(TEXTS).encode(errors="surrogatepass"))
+    return path
+
+
+def noise(draw, path):
+    path = path / draw.choice(["a.ckpt", "a.safetensors", "pytorch_model.bin"])
+    path.write_bytes(draw.randbytes(draw.choice([1, 8, 9, 1000])))
+    return path
+
+
+def archive(draw, path):
+    with zipfile.ZipFile(path / "a.ckpt", "w") as file:
+        for name in draw.sample(["data.pkl", "archive/data.pkl", "version", "archive/data/0", "../x"], 2):
+            file.writestr(name, draw.randbytes(20))
+    return path / "a.ckpt"
+
+
+def index(draw, path):
+    name = draw.choice(["model.safetensors", "pytorch_model.bin"])
+    (path / f"{name}.index.json").write_text(draw.choice(INDICES))
+    return path
+
+
+def place(draw, path):
+    """Something that is no file, or cannot be read."""
+    name = path / draw.choice(["a.ckpt", "a.safetensors", "model.safetensors", "pytorch_model.bin"])
+    kind = draw.choice(["nothing", "folder", "dangling", "loop", "fifo", "device", "metadata", "name"])
+    if kind == "folder":
+        name.mkdir()
+    elif kind == "dangling":
+        name.symlink_to("nowhere")
+    elif kind == "loop":
+        name.symlink_to(name.name)
+    elif kind == "fifo":
+        os.mkfifo(name)
+    elif kind == "device":
+        name.symlink_to(draw.choice(["/dev/zero", "/dev/null", "/dev/full"]))
+    elif kind == "metadata":
+        (path / ".metadata").touch()
+    elif kind == "name":
+        return Path(draw.choice(["", "x" * 5000, "a\0b", "~nobody_there/a.ckpt", "/", "/dev/null/a", "\ud800.ckpt"]))
+    return draw.choice([name, path])
+
+
+OTHERS = [odd_tensors, odd_tensors, odd_content, code, text, noise, archive, index, place, place]
+
+
+def make(number, path):
+    """The case of a number, in an empty folder: what to inspect."""
+    draw = random.Random(number)
+    torch.manual_seed(number)
+    if draw.random() < 0.5:
+        return draw.choice(OTHERS)(draw, path)
+    inspected = draw.choice(WHOLE)(draw, path)
+    files = [inspected] if inspected.is_file() else sorted(inspected.iterdir())
+    damaged = draw.choice(files)
+    damaged.write_bytes(draw.choice(DAMAGE)(draw, bytearray(damaged.read_bytes())))
+    return inspected

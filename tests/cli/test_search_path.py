@@ -1,0 +1,107 @@
+"""Modules of the current folder are found, and never run in place of installed ones."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_lowbit import cli
+from lightning_lowbit.cli.search_path import current_folder_last
+from tests.tables import each
+
+LOWBIT = [str(Path(sys.executable).with_name("lowbit"))]
+MODULE = [sys.executable, "-m", "lightning_lowbit.cli"]
+
+# Packages that commands import, at the start or late, and modules of Python that nothing has imported when a command
+# begins. In place of each a file that says so and ends the process.
+POISON = (
+    "accelerate argparse compressed_tensors datasets difflib fcntl gguf jsonargparse lightning lm_eval matplotlib "
+    "multiprocessing numpy onnx onnxruntime onnxscript packaging pickle pydoc pytorch_lightning random resource rich "
+    "safetensors scipy select shlex sklearn socket subprocess sympy tensorboard tokenizers torch torchmetrics tqdm "
+    "transformers triton yaml"
+)
+
+
+@pytest.fixture
+def poisoned(tmp_path):
+    for name in POISON.split():
+        (tmp_path / f"{name}.py").write_text(f"import os\nos.write(2, b'{name} ran\\n')\nos._exit(9)\n")
+
+
+def run(*command, **environment):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+NETWORK = "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2}"
+RUN = ["--config=quickstart", "--config=tiny.yaml", f"--model.init_args.config={NETWORK}"]
+RECIPE = """
+trainer: {max_steps: 1, limit_val_batches: 1, accelerator: cpu}
+data: {init_args: {path: text.txt, sequence_length: 8, batch_size: 2}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [LOWBIT, MODULE], ids=["lowbit", "python -m"])
+def test_no_command_runs_what_lies_in_the_current_folder(program, poisoned, tmp_path):
+    """Each command does its work in a folder full of files with the names of installed packages."""
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    for arguments in (
+        ["ls"],
+        ["cp", "quickstart", "mine.yaml"],
+        ["fit", *RUN],
+        ["validate", *RUN, "--ckpt_path=last"],
+        ["compare", *RUN, "--vary=bf16", "--seeds=0", "--output=study"],
+        ["inspect", "last.ckpt", "--casts=nvfp4"],
+        ["estimate", "--config=quickstart", "--device=h100"],
+        ["export", "last.ckpt", "--format=dequantized", "--output=exported"],
+        ["evaluate", "exported", "--tasks=arc_easy", "--limit=1"],
+    ):
+        if arguments[0] == "inspect":
+            Path(next(tmp_path.glob("runs/**/last.ckpt"))).rename("last.ckpt")
+        done = run(*program, *arguments, HF_HUB_OFFLINE="1")
+        said = done.stdout + done.stderr
+        assert " ran\n" not in said, f"{arguments}: {said[-500:]}"
+        is_offline = arguments[0] == "evaluate"  # its tasks are on the Hub
+        assert is_offline or done.returncode == 0, f"{arguments}: {said[-2000:]}"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(LOWBIT, id="lowbit"), pytest.param(MODULE, id="python -m", marks=pytest.mark.slow)],
+)
+def test_a_picture_is_not_drawn_by_a_file_of_the_current_folder(program, poisoned):
+    torch.save({"weight": torch.randn(16, 32)}, "good.ckpt")
+    done = run(*program, "inspect", "good.ckpt", "--casts=nvfp4", PYTHONPATH=os.pathsep)
+    assert done.returncode == 0 and Path("good_casts.png").exists(), done.stderr
+
+
+def test_modules_of_the_current_folder_are_found_last_and_only_by_the_command(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").touch()
+    (tmp_path / "difflib.py").touch()
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    before = sys.path[:]
+    with current_folder_last():
+        assert Path(find_spec("only_here").origin) == tmp_path / "only_here.py"
+        assert Path(find_spec("difflib").origin) != tmp_path / "difflib.py"
+    assert sys.path == before
+
+
+@each(
+    "arguments",
+    [
+        ["fit", "--config=quickstart", "--model=difflib.Net"],
+        ["estimate", "--config=quickstart", "--trainer.plugins=difflib.Net"],
+        ["compare", "--config=quickstart", "--vary=bf16", "--model=difflib.deep.Net"],
+    ],
+)
+def test_what_was_taken_is_said_where_a_class_is_missing(arguments, tmp_path, capsys):
+    (tmp_path / "difflib.py").write_text("class Net: ...")
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"difflib is {sys.modules['difflib'].__file__}, which is installed, and not ./difflib.py" in said

@@ -1,0 +1,121 @@
+"""Building the C++ kernels: once, by one process, without harm where it cannot be done."""
+
+import _ctypes
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_lowbit import LinearCasts
+from lightning_lowbit.kernels import coverage, quantize_operand
+from lightning_lowbit.kernels.cpu import library
+from lightning_lowbit.quant import quantize_operand as plain
+from tests.kernels.library.loads import calls, load, names, start
+from tests.tables import each
+
+
+@pytest.mark.slow
+def test_processes_that_start_at_once_build_one_library(tmp_path):
+    results = [process.communicate() for process in [start(tmp_path) for _ in range(3)]]
+    assert [out.split() for out, _ in results] == [["cpp", "32.0"]] * 3, results
+    assert len(list(tmp_path.glob("*.so"))) == 1
+    assert sum("compiles its C++ kernels" in err for _, err in results) == 1, "one of them says that it builds"
+
+
+@pytest.mark.slow
+def test_killed_builders_leave_nothing_once_another_has_built(tmp_path):
+    draw = random.Random(0)
+    for _ in range(10):
+        process = start(tmp_path)
+        while not list(tmp_path.glob("*.lock")):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 6))
+        process.kill()
+        process.communicate()
+        for path in tmp_path.glob("*.so"):  # it was quick
+            path.unlink()
+    out, err = start(tmp_path).communicate()
+    assert out.split() == ["cpp", "32.0"], err
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".lock", ".so"]
+
+
+@each(
+    "script, message",
+    [
+        ("[ $1 = --version ] && exit 0; echo this is broken >&2; exit 1", "this is broken"),
+        ("exit 0", r"made no library that loads"),
+        ('for last; do :; done; : > "$last"', r"made no library that loads.*file too short"),
+        (f'for last; do :; done; cp {_ctypes.__file__} "$last"', "made no library that loads.*undefined symbol"),
+        ('for last; do :; done; echo half > "$last"; echo No space left on device >&2; exit 1', "No space left"),
+    ],
+)
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(cache, compiler, script, message, unloaded):
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    with pytest.warns(UserWarning, match=f"(?s)cannot be built here.*{message}"):
+        assert load() is None
+    assert names(cache) == {".lock"} and not list(Path("temporary").iterdir())
+
+
+def test_a_compiler_may_have_arguments_or_a_path_with_spaces(cache, compiler, unloaded, monkeypatch):
+    spaced = compiler.with_name("the compiler")
+    shutil.copy(compiler, spaced)
+    for name in (f"{compiler} -O1", str(spaced)):
+        monkeypatch.setenv("CXX", name)
+        shutil.rmtree(cache, ignore_errors=True)
+        assert load() is not None and calls() == 1
+
+
+def test_a_compiler_that_does_not_end_is_not_tried_elsewhere(cache, compiler, unloaded, monkeypatch):
+    def wait(command, **_):
+        raise subprocess.TimeoutExpired(command, 600)
+
+    monkeypatch.setattr(library.subprocess, "run", wait)
+    with pytest.warns(UserWarning, match="cannot be built here .*timed out"):
+        assert load() is None
+    assert names(cache) == {".lock"}
+
+
+def test_without_a_compiler_plain_code_runs_after_one_warning(cache, monkeypatch, unloaded):
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    x, cast = torch.randn(8, 32), LinearCasts.preset("nvfp4").fprop_x
+    with pytest.warns(UserWarning, match=r"cannot be built .*no C\+\+ compiler was found.*Install g\+\+") as warned:
+        values = quantize_operand(x, cast, 1).values
+    quantize_operand(x.bfloat16(), cast, 1)
+    assert len(warned) == 1
+    assert torch.equal(values, plain(x, cast, 1).values)
+    assert coverage([cast]) == {cast: "plain code: the C++ kernels cannot be built"}
+
+
+def run_casts(folder, flags, **environment):
+    """Runs the tests of casts in a process whose kernels are compiled with further flags."""
+    compiler = folder / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {flags}\n')
+    compiler.chmod(0o755)
+    environment = {**os.environ, "CXX": str(compiler), "LOWBIT_CACHE_DIR": str(folder), **environment}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(Path(__file__).parents[1] / "test_casts.py")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert list(folder.glob("*.so")), "kernels were built"
+
+
+@pytest.mark.slow
+def test_address_sanitizer_finds_nothing(tmp_path):
+    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not os.path.isabs(runtime):
+        pytest.skip("g++ has no AddressSanitizer here")
+    run_casts(tmp_path, "-fsanitize=address -g", LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of instruction sets of x86-64")
+@pytest.mark.parametrize("instructions", ["x86-64", "haswell"])
+def test_older_instruction_sets_give_the_same_bits(tmp_path, instructions):
+    run_casts(tmp_path, f"-march={instructions}")

@@ -1,0 +1,214 @@
+"""The folder that keeps the C++ kernels: what is loaded from it is whole, and of nobody else."""
+
+import _ctypes
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from lightning_lowbit import atomic_files
+from lightning_lowbit.kernels.cpu import cache as files
+from lightning_lowbit.kernels.cpu import library
+from tests.kernels.library.loads import calls, load, names
+from tests.tables import each
+
+
+def truncate(size):
+    return lambda path: os.truncate(path, size)
+
+
+def zero_the_middle(path):
+    with path.open("r+b") as file:
+        file.seek(100_000)
+        file.write(bytes(200_000))
+
+
+def put_another(path):
+    path.unlink()
+    shutil.copy(_ctypes.__file__, path)  # a valid library, without the functions
+
+
+def put_a_link(path):
+    shutil.move(path, "elsewhere.so")
+    path.symlink_to(Path("elsewhere.so").absolute())
+
+
+def put_a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@each(
+    "damage",
+    [
+        truncate(0),
+        truncate(2_000),
+        truncate(100_000),
+        truncate(10_000_000),
+        lambda path: path.write_bytes(b"garbage"),
+        zero_the_middle,
+        put_another,
+        put_a_link,
+        put_a_folder,
+        lambda path: path.chmod(0o777),
+    ],
+)
+def test_a_damaged_library_is_compiled_again_and_named(cache, compiler, damage, unloaded, said):
+    shutil.rmtree(cache, ignore_errors=True)
+    assert load() is not None
+    assert calls() == 1 and names(cache) == {".lock", ".so"}
+    (path,) = cache.glob("*.so")
+    damage(path)
+    said()
+    assert load() is not None and calls() == 1
+    lines = [line for line in said().splitlines() if "compiled again" in line]
+    assert len(lines) == 1 and str(path) in lines[0]
+    assert load() is not None and calls() == 0, "it is mended"
+    assert library._named(cache, path.read_bytes()) == path
+
+
+def test_the_cache_serves_without_a_compiler_and_without_a_home(cache, compiler, unloaded, monkeypatch, said):
+    assert load() is not None and calls() == 1
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(Path, "home", lambda: pytest.fail("the home is of no interest"))
+    said()
+    assert load() is not None
+    assert not said()
+
+
+def test_without_a_home_kernels_are_compiled_for_one_process(cache, compiler, unloaded, monkeypatch, said):
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("LOWBIT_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    assert load() is not None and calls() == 1
+    assert re.search(r"alone.*home directory.*Set LOWBIT_CACHE_DIR", said())
+    assert not list(Path("temporary").iterdir()), "and nothing is left"
+
+
+@each(
+    "use, reason",
+    [
+        (lambda folder: folder.chmod(0o775), "chmod go-w"),
+        (lambda folder: folder.chmod(0o1777), "chmod go-w"),
+        (lambda folder: (folder.rmdir(), folder.touch()), "File exists|Not a directory"),
+        (lambda folder: (folder.rmdir(), folder.symlink_to("nowhere")), "File exists|No such file"),
+    ],
+)
+def test_a_cache_that_cannot_be_trusted_or_written_is_said(cache, compiler, use, reason, unloaded, said):
+    if cache.is_dir():
+        shutil.rmtree(cache)
+    cache.unlink(missing_ok=True)
+    cache.mkdir()
+    use(cache)
+    assert load() is not None and calls() == 1
+    assert re.search(rf"for this process alone.*({reason}).*Set LOWBIT_CACHE_DIR", said())
+    assert not list(Path("temporary").iterdir())
+    assert not cache.is_dir() or not list(cache.iterdir())
+
+
+def test_a_lock_file_that_is_a_link_leads_nowhere(cache, compiler, unloaded):
+    victim = Path("victim").absolute()
+    victim.write_text("precious")
+    for make in (Path.symlink_to, Path.hardlink_to):
+        shutil.rmtree(cache, ignore_errors=True)
+        cache.mkdir()
+        make(cache / f"{library._name()}.lock", victim)
+        assert load() is not None
+        assert victim.read_text() == "precious"
+
+
+HOLD = """if True:
+    import fcntl, os, sys, time
+    with open(sys.argv[1], "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print(os.getpid(), end="", file=lock, flush=True)
+        print("held", flush=True)
+        time.sleep(60)
+"""
+
+
+def test_a_builder_that_is_stopped_is_named_and_not_waited_for(cache, compiler, unloaded, monkeypatch, said):
+    monkeypatch.setattr(files, "_TELL_AFTER", 0.1)
+    monkeypatch.setattr(files, "_WAIT", 0.3)
+    lock = cache / f"{library._name()}.lock"
+    cache.mkdir()
+    with subprocess.Popen([sys.executable, "-c", HOLD, lock], stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        holder.send_signal(signal.SIGSTOP)
+        try:
+            assert load() is not None and calls() == 1
+        finally:
+            holder.kill()
+    waiting, _, alone = said().splitlines()
+    assert f"waits for its C++ kernels: process {holder.pid} holds {lock}" in waiting
+    assert "for this process alone" in alone and str(lock) in alone
+    assert load() is not None and names(cache) == {".lock", ".so"}
+
+
+def test_what_a_dead_builder_left_goes_with_the_next_build(cache, compiler, unloaded):
+    cache.mkdir()
+    (cache / f"{library._name()}.so.{atomic_files._HOST}-1.partial").touch()
+    assert load() is not None
+    assert names(cache) == {".lock", ".so"}
+
+
+@contextlib.contextmanager
+def as_user(number):
+    os.seteuid(number)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
+def test_users_load_only_what_they_or_the_administrator_own(whole, unloaded, monkeypatch, said):
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o1777)
+        shutil.copy(whole, place)
+        stand_in = Path(place, "compiler")
+        stand_in.write_text(f'#!/bin/sh -p\nfor last; do :; done\ncp {place}/{whole.name} "$last"\n')
+        stand_in.chmod(0o755)
+        monkeypatch.setenv("CXX", str(stand_in))
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        for builder, user, is_shared in [(0, 0, 1), (0, 12345, 1), (12345, 12345, 1), (12345, 0, 0), (12345, 12346, 0)]:
+            folder = Path(place, f"{builder} {user}")
+            monkeypatch.setenv("LOWBIT_CACHE_DIR", str(folder))
+            with as_user(builder):
+                assert load() is not None
+            said()
+            with as_user(user):
+                assert load() is not None
+            lines = said()
+            assert ("belongs to another user" in lines) is not is_shared, (builder, user, lines)
+            assert not list(Path(place).glob("lightning_lowbit*"))
+        home = Path(place, "home")
+        home.mkdir()
+        os.chown(home, 12345, 12345)
+        monkeypatch.setenv("LOWBIT_CACHE_DIR", str(home / ".cache"))
+        assert load() is not None
+        assert not list(home.iterdir()), "root leaves nothing in the folder of a user"
+
+
+def test_nobody_exchanges_a_folder_that_was_checked(tmp_path):
+    """On Linux the path leads to the folder itself, not to what has its name."""
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("there is no /proc")
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache/file").write_text("checked")
+    with files.trusted(tmp_path / "cache") as folder:
+        (tmp_path / "cache").rename(tmp_path / "aside")
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache/file").write_text("exchanged")
+        assert files.read_trusted(folder / "file") == b"checked"
