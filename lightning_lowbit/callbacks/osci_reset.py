@@ -140,6 +140,10 @@ class OsciReset(LowBitCallback):
                     logger.log_metrics(metrics, step=logger_step(trainer))
                 trainer.callback_metrics.update({name: torch.tensor(share) for name, share in metrics.items()})
 
+    def on_rollback(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gives up the open window: going back is no movement of a step."""
+        self._end, self._paths = None, {}
+
     def _matrix(self, name: str) -> Tensor:
         return self._layers[name].weight_matrix().detach().flatten(0, -2)
 

@@ -12,6 +12,7 @@ from lightning_lowbit._lightning import (
     LightningModule,
     MisconfigurationException,
     Precision,
+    StochasticWeightAveraging,
     Trainer,
     WeightAveraging,
 )
@@ -43,7 +44,8 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
             "FSDPStrategy, or ModelParallelStrategy (FSDP2), which shards what ZeRO does."
         )
     packed = [clean_name(layer) for layer, each in quantized_layers(module).items() if each.frozen is not None]
-    averaging = next((callback for callback in trainer.callbacks if isinstance(callback, WeightAveraging)), None)
+    averages = (StochasticWeightAveraging, WeightAveraging)
+    averaging = next((callback for callback in trainer.callbacks if isinstance(callback, averages)), None)
     if packed and averaging is not None:
         raise MisconfigurationException(
             f"{type(averaging).__name__} averages all parameters, and codes, which {some(packed)} keep instead of a "

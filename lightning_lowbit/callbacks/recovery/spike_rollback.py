@@ -11,12 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_step, is_mid_step, rank_zero_warn
+from lightning_lowbit._lightning import (
+    LightningModule,
+    MisconfigurationException,
+    StochasticWeightAveraging,
+    Trainer,
+    is_logging_step,
+    is_mid_step,
+    rank_zero_warn,
+)
 from lightning_lowbit.callbacks.base import LowBitCallback
+from lightning_lowbit.callbacks.recovery.copies import copies_of_weights
 from lightning_lowbit.callbacks.recovery.gentle_steps import GentleSteps
 from lightning_lowbit.callbacks.recovery.snapshots import Snapshot, TrainingState, forget_gathered
 from lightning_lowbit.callbacks.recovery.step_losses import StepLosses
-from lightning_lowbit.checks import choose, fraction, integer, positive
+from lightning_lowbit.checks import choose, fraction, integer, positive, some
 from lightning_lowbit.metrics.spikes import SpikeDetector, Window, mean_limit
 from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.precision import LowBitPrecision
@@ -28,10 +37,11 @@ class SpikeRollback(LowBitCallback):
     """Undoes the steps around a spike of the training loss, and skips their batches.
 
     A loss is a spike if it is not finite, or above ``mean + threshold · max(deviation, 0.01 · |mean|)`` of the last
-    ``history`` good losses. Then weights, buffers, optimizer states, loss scale and amaxes are restored from the last
-    trusted snapshot; counters, schedules and data continue. See ``docs/guides/spikes.md``.
+    ``history`` good losses. Then weights, buffers, their averages and other copies, optimizer states, loss scale and
+    amaxes are restored from the last trusted snapshot; counters, schedules and data continue. A callback with a method
+    ``on_rollback(trainer, pl_module)`` is told. See ``docs/guides/spikes.md``.
 
-    **Memory**: two snapshots, each the size of this rank's parameters, buffers and optimizer state.
+    **Memory**: two snapshots, each the size of this rank's parameters, buffers, their copies and optimizer state.
 
     Args:
         threshold: standard deviations above the mean, above 0.
@@ -48,7 +58,8 @@ class SpikeRollback(LowBitCallback):
 
     Raises:
         ValueError: an argument is out of range.
-        MisconfigurationException: manual optimization, DeepSpeed, or ``phase`` without a :class:`LowBitPrecision`.
+        MisconfigurationException: manual optimization, DeepSpeed, ``StochasticWeightAveraging``, or ``phase`` without a
+            :class:`LowBitPrecision`.
         RuntimeError: ``max_rollbacks`` is exceeded (weights are restored before), or a checkpoint was saved after a
             spike.
 
@@ -103,13 +114,19 @@ class SpikeRollback(LowBitCallback):
         self._refuse_deepspeed(trainer)
         if self.phase is not None:
             self._needs_plugin(trainer)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+            raise MisconfigurationException(
+                "SpikeRollback cannot take undone weights out of StochasticWeightAveraging, which averages once in an "
+                "epoch, and sets weights itself in its last one. Use WeightAveraging or EMAWeightAveraging, or leave "
+                "out one of the two."
+            )
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         optimized = [parameter for group in groups for parameter in group["params"]]
         self._parameters = list(dict.fromkeys([*optimized, *pl_module.parameters()]))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._trusted.take(trainer.global_step, self._state_of(trainer))
-        self._candidate.step = None
+        self._trusted.step = self._candidate.step = None
         self._begins_step = True
         self._losses.begin_step()
         self._gentle.resume(trainer)
@@ -117,6 +134,8 @@ class SpikeRollback(LowBitCallback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if not self._begins_step:
             return
+        if self._trusted.step is None:  # not in on_train_start, where callbacks after this one may set weights
+            self._trusted.take(trainer.global_step, self._state_of(trainer))
         self._judge(trainer, leave=1)
         self._begins_step, step = False, trainer.global_step
         if self._gentle.until is not None and step >= self._gentle.until:
@@ -174,9 +193,12 @@ class SpikeRollback(LowBitCallback):
             raise RuntimeError(
                 f"{told}; the checkpoint of this run was saved after it, at step {to}: resume from an earlier one."
             )
-        self._trusted.put_back(self._state_of(trainer))
+        strange = self._trusted.put_back(self._state_of(trainer))
         if trainer.model is not None:
             forget_gathered(trainer.model)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if callable(told_too := getattr(callback, "on_rollback", None)):
+                told_too(trainer, trainer.lightning_module)
         self._candidate.step = None
         since = [one for one in self._rollbacks if one["step"] > step - self.within or one["to"] == to]
         if len(since) >= self.max_rollbacks:
@@ -189,7 +211,7 @@ class SpikeRollback(LowBitCallback):
         self._gentle.begin(trainer, step + self.recovery_steps)
         rank_zero_warn(
             f"SpikeRollback: {told}. Step {step} continues with the weights of step {to}; the batches in between are "
-            "left out."
+            f"left out.{_of_strange(strange, to)}"
         )
 
     def _state_of(self, trainer: Trainer) -> TrainingState:
@@ -197,7 +219,8 @@ class SpikeRollback(LowBitCallback):
         histories = plugin.histories if isinstance(plugin, LowBitPrecision) else None
         # The plugin's counters and phase are not restored.
         others = [one for one in (scaler_of(plugin), histories) if one is not None]
-        return TrainingState([*self._parameters, *trainer.lightning_module.buffers()], trainer.optimizers, others)
+        weights = [*self._parameters, *trainer.lightning_module.buffers()]
+        return TrainingState(weights, trainer.optimizers, others, copies_of_weights(trainer))
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics, rollbacks and gentle steps, without snapshots. Waits for pending losses."""
@@ -225,3 +248,12 @@ class SpikeRollback(LowBitCallback):
         header = ["spike in step", "its loss", "mean before it", "seen after step", "back to the weights after step"]
         rows = [[int(r["spike"]) + 1, r["loss"], r["mean"], int(r["step"]), int(r["to"])] for r in self._rollbacks]
         return [Section("Spikes", [Text(f"Rollbacks: {len(rows)}."), Table(header, rows)])]
+
+
+def _of_strange(copies: list[str], to: int) -> str:
+    if not copies:
+        return ""
+    return (
+        f" Not restored: {some(copies)}, which step {to} did not have so. Where it is an average of weights, it holds "
+        "undone ones: create it before training starts."
+    )
