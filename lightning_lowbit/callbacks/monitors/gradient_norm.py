@@ -19,7 +19,7 @@ from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_ste
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.checks import integer, number, positive, some
 from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
-from lightning_lowbit.metrics.spikes import SPIKE_STATE, detect_spike
+from lightning_lowbit.metrics.spikes import LEAST_RISE, SPIKE_STATE, detect_spike
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
@@ -198,7 +198,10 @@ class GradientNormMonitor(Monitor):
         if is_spike or len(self._norms) < _ENOUGH:  # a spike has its own warning
             return math.inf, ""
         median = statistics.median(self._norms)
-        return self._times * median or math.inf, f"{self._times:g} times the median of {median:.4g} so far (limit)"
+        least = LEAST_RISE * statistics.median(self._norms[:_ENOUGH])  # the norms of a converged model are near 0
+        return max(
+            self._times * median, least
+        ) or math.inf, f"{self._times:g} times the median of {median:.4g} so far (limit)"
 
     def state_dict(self) -> dict[str, Any]:
         self._read()
@@ -207,7 +210,10 @@ class GradientNormMonitor(Monitor):
         return kept | {"alerts": self._alerts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._running = torch.tensor([state_dict["running"][name] for name in SPIKE_STATE], dtype=torch.float32)
+        running = state_dict["running"]
+        # Older checkpoints have no start.
+        running = {"start": running["sum"] / running["weight"] if running["weight"] else 0.0, **running}
+        self._running = torch.tensor([running[name] for name in SPIKE_STATE], dtype=torch.float32)
         self._spikes = deque(state_dict["spikes"], maxlen=_MOST_SPIKES)
         self._norms = list(state_dict.get("norms", ()))  # older checkpoints have none
         self._alerts.load_state_dict(state_dict["alerts"])

@@ -216,13 +216,15 @@ class OutlierMonitor(Monitor):
 
     def state_dict(self) -> dict[str, Any]:
         self._read()
-        means = {layer: {"count": one.count, "mean": one.mean} for layer, one in self._means.items()}
+        means = {
+            layer: {"count": one.count, "mean": one.mean, "start": one.start} for layer, one in self._means.items()
+        }
         return {"means": means, "alerts": self._alerts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for layer, known in state_dict["means"].items():
             self._means[layer] = mean = self._new_mean()
-            mean.count, mean.mean = known["count"], known["mean"]
+            mean.count, mean.mean, mean.start = known["count"], known["mean"], known.get("start", known["mean"])
         self._alerts.load_state_dict(state_dict["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:

@@ -32,14 +32,18 @@ from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Table, Text
 
+# A loss below this share of the first losses is that of a run that has converged.
+_CONVERGED = 0.1
+
 
 class SpikeRollback(LowBitCallback):
     """Undoes the steps around a spike of the training loss, and skips their batches.
 
     A loss is a spike if it is not finite, or above ``mean + threshold · max(deviation, 0.01 · |mean|)`` of the last
-    ``history`` good losses. Then weights, buffers, their averages and other copies, optimizer states, loss scale and
-    amaxes are restored from the last trusted snapshot; counters, schedules and data continue. A callback with a method
-    ``on_rollback(trainer, pl_module)`` is told. See ``docs/guides/spikes.md``.
+    ``history`` good losses, and above the mean by 0.001 of the first ones. Then weights, buffers, their averages and
+    other copies, optimizer states, loss scale and amaxes are restored from the last trusted snapshot; counters,
+    schedules and data continue. A callback with a method ``on_rollback(trainer, pl_module)`` is told. See
+    ``docs/guides/spikes.md``.
 
     **Memory**: two snapshots, each the size of this rank's parameters, buffers, their copies and optimizer state.
 
@@ -53,7 +57,8 @@ class SpikeRollback(LowBitCallback):
         recovery_steps: optimizer steps with ``lr_factor`` and ``phase`` after a rollback, at least 1.
         lr_factor: factor of learning rates in these steps, in (0, 1].
         phase: precision phase in these steps, such as ``"bf16"``; None for no change.
-        max_rollbacks: most rollbacks within ``within`` steps, and to the same snapshot, at least 1.
+        max_rollbacks: most rollbacks within ``within`` steps, and to the same snapshot, at least 1. A spike after them
+            below a tenth of the first losses counts as a good loss.
         within: a number of optimizer steps, at least 1.
 
     Raises:
@@ -176,13 +181,27 @@ class SpikeRollback(LowBitCallback):
 
     def _judge(self, trainer: Trainer, leave: int = 0) -> None:
         for step, loss in self._losses.read(leave):
-            if self._detector.judge(loss):
+            if self._detector.judge(loss) and not self._is_tolerated(trainer.global_step, loss):
                 self._losses.pending.clear()
                 self._roll_back(trainer, step, loss)
                 return
             if self._candidate.step is not None and step >= self._candidate.step + self.good_for - 1:
                 self._trusted, self._candidate = self._candidate, self._trusted
                 self._candidate.step = None
+
+    def _recent(self, step: int) -> list[dict[str, float]]:
+        """The rollbacks of which ``max_rollbacks`` are the most, when the next one is due after ``step`` steps."""
+        return [one for one in self._rollbacks if one["step"] > step - self.within or one["to"] == self._trusted.step]
+
+    def _is_tolerated(self, step: int, loss: float) -> bool:
+        """Whether a spike counts as a good loss, which is then learned, because it would end a run that has converged.
+
+        The loss of such a run is far below that of the first steps, and so is the spike.
+        """
+        if len(self._recent(step)) < self.max_rollbacks or not abs(loss) < _CONVERGED * self._good.start:
+            return False
+        self._good.add(loss)
+        return True
 
     def _roll_back(self, trainer: Trainer, spike: int, loss: float) -> None:
         step, to, good = trainer.global_step, self._trusted.step, self._good.values
@@ -200,8 +219,7 @@ class SpikeRollback(LowBitCallback):
             if callable(told_too := getattr(callback, "on_rollback", None)):
                 told_too(trainer, trainer.lightning_module)
         self._candidate.step = None
-        since = [one for one in self._rollbacks if one["step"] > step - self.within or one["to"] == to]
-        if len(since) >= self.max_rollbacks:
+        if len(since := self._recent(step)) >= self.max_rollbacks:
             raise RuntimeError(
                 f"{told}. SpikeRollback has gone back {len(since)} times since step {since[0]['step']} "
                 f"(max_rollbacks={self.max_rollbacks}): it is no batch that is to blame. The weights are those of step "
@@ -227,13 +245,14 @@ class SpikeRollback(LowBitCallback):
         return {
             "good": list(self._good.values),
             "seen": self._good.count,
+            "start": self._good.start,
             "pending": self._losses.state(),
             "rollbacks": [dict(one) for one in self._rollbacks],
             **self._gentle.state(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._good.load(state_dict["good"], state_dict["seen"])
+        self._good.load(state_dict["good"], state_dict["seen"], state_dict.get("start"))
         self._losses.load(state_dict["pending"])
         self._rollbacks = [dict(one) for one in state_dict["rollbacks"]]
         self._gentle.load(state_dict)

@@ -42,4 +42,4 @@ def test_a_state_of_an_earlier_version_loads(is_ours: bool) -> None:
     }
     callback = rollback(phase="bf16", history=2)
     callback.load_state_dict(state)
-    assert callback.state_dict() == {**state, "good": [1.0, 2.0]}
+    assert callback.state_dict() == {**state, "good": [1.0, 2.0], "start": 1.5}
