@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,14 +20,21 @@ from lightning_lowbit.callbacks.layer_table import (
     native_notes,
 )
 from lightning_lowbit.nn import Coverage, GemmCounter
+from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype
 from lightning_lowbit.report.console import Table, Text, show
 from lightning_lowbit.report.html import Section
 from lightning_lowbit.report.run_folder import run_folder
+from lightning_lowbit.saved_state import count
 
 _BLENDING = "blending"  # steps with λ below 1, in any phase: operands are still in high precision
+
+
+def _is_phase(value: object) -> bool:
+    """a phase"""
+    return value in (_BLENDING, *PHASES)
 
 
 class PrecisionSummary(LowBitCallback):
@@ -53,6 +60,8 @@ class PrecisionSummary(LowBitCallback):
     """
 
     shows_coverage = True
+
+    saved: ClassVar[Any] = {"steps": {_is_phase: count}}
 
     def __init__(self, filename: str = "precision_summary.json", quiet: bool = False) -> None:
         if Path(filename).name != filename or not filename.endswith(".json"):
@@ -210,5 +219,5 @@ class PrecisionSummary(LowBitCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"steps": dict(self._steps)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._steps = Counter(state_dict["steps"])
+    def _load(self, state: dict[str, Any]) -> None:
+        self._steps = Counter(state["steps"])

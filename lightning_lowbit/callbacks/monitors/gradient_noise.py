@@ -4,12 +4,13 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_step, is_mid_step, logger_step
+from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
 from lightning_lowbit.callbacks.monitors.noise_sources import FromDraws, FromLayers, Source, Sums
@@ -20,6 +21,7 @@ from lightning_lowbit.nn import LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.report.html import Chart, Section, Text
+from lightning_lowbit.saved_state import NUMBER, check_state
 
 METRIC = "gradient_noise/ratio"
 
@@ -30,6 +32,16 @@ _ADVICE = (
     "of each step is noise. {switch}Larger batches and fewer operands that are rounded stochastically lower the noise."
 )
 _SWITCH = "To train in higher precision from here on, give PrecisionSwitch('qaf', below={}). "
+
+
+def _is_measurement(value: object) -> bool:
+    """a measurement: names, the empty one first, and two sums for each"""
+    try:
+        check_state("", value, {"names": [str], "sums": [(NUMBER, NUMBER)]})
+    except ValueError:
+        return False
+    row: Any = value
+    return len(row["names"]) == len(row["sums"]) and row["names"][:1] == [""]
 
 
 class GradientNoiseMonitor(Monitor):
@@ -59,6 +71,15 @@ class GradientNoiseMonitor(Monitor):
     Examples:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[GradientNoiseMonitor(), PrecisionSwitch("qaf", below={})])
     """
+
+    saved: ClassVar[Any] = {
+        "kind": str,
+        "casts": str,
+        "window": [_is_measurement],
+        "measurements": [(int, NUMBER)],
+        "to_log": bool,
+        "alerts": Alerts.saved,
+    }
 
     def __init__(
         self,
@@ -194,13 +215,13 @@ class GradientNoiseMonitor(Monitor):
             "alerts": self._alerts.state_dict(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        rows = [(tuple(row["names"]), torch.tensor(row["sums"], dtype=torch.float64)) for row in state_dict["window"]]
-        is_same = state_dict["kind"] == self.kind
-        self._window, self._casts = deque(rows if is_same else [], maxlen=self.average), state_dict["casts"]
-        self._measurements = [(step, ratio) for step, ratio in state_dict["measurements"]]
-        self._to_log = is_same and state_dict["to_log"]
-        self._alerts.load_state_dict(state_dict["alerts"])
+    def _load(self, state: dict[str, Any]) -> None:
+        rows = [(tuple(row["names"]), torch.tensor(row["sums"], dtype=torch.float64)) for row in state["window"]]
+        is_same = state["kind"] == self.kind
+        self._window, self._casts = deque(rows if is_same else [], maxlen=self.average), state["casts"]
+        self._measurements = [(step, ratio) for step, ratio in state["measurements"]]
+        self._to_log = is_same and state["to_log"] and bool(rows)
+        self._alerts.load_state_dict(state["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         self._read()

@@ -8,7 +8,7 @@ import re
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_step, is_overridden, logger_step
+from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.checks import integer, number, positive, some
 from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
@@ -26,6 +27,7 @@ from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Table, Text
+from lightning_lowbit.saved_state import NUMBER
 
 _ENOUGH = 10  # norms in the mean before any is a spike; and consecutive spikes that count as a new level
 _MOST_SPIKES = 100  # the last ones, which the report lists
@@ -79,6 +81,14 @@ class GradientNormMonitor(Monitor):
     Examples:
         >>> Trainer(callbacks=[GradientNormMonitor(layers=["lm_head"], every_n_steps=1)])
     """
+
+    # Older checkpoints have no start and no norms.
+    saved: ClassVar[Any] = {
+        "running": {f"{name}?" if name == "start" else name: NUMBER for name in SPIKE_STATE},
+        "spikes": [(int, NUMBER, NUMBER)],
+        "norms?": [NUMBER],
+        "alerts": Alerts.saved,
+    }
 
     def __init__(
         self,
@@ -209,14 +219,13 @@ class GradientNormMonitor(Monitor):
         kept = {"running": running, "spikes": list(self._spikes), "norms": list(self._norms)}
         return kept | {"alerts": self._alerts.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        running = state_dict["running"]
-        # Older checkpoints have no start.
+    def _load(self, state: dict[str, Any]) -> None:
+        running = state["running"]
         running = {"start": running["sum"] / running["weight"] if running["weight"] else 0.0, **running}
         self._running = torch.tensor([running[name] for name in SPIKE_STATE], dtype=torch.float32)
-        self._spikes = deque(state_dict["spikes"], maxlen=_MOST_SPIKES)
-        self._norms = list(state_dict.get("norms", ()))  # older checkpoints have none
-        self._alerts.load_state_dict(state_dict["alerts"])
+        self._spikes = deque(state["spikes"], maxlen=_MOST_SPIKES)
+        self._norms = list(state.get("norms", ()))
+        self._alerts.load_state_dict(state["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         self._read()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,11 +10,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_logging_step
+from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor, is_of_device
 from lightning_lowbit.checks import integer
 from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Text
+from lightning_lowbit.saved_state import NUMBER
 
 # Counts in one float32 tensor, exact up to 2^24 steps. "falls" is whether there ever were too many.
 _COUNTS = ("step", "scale", "skipped_steps", "overflows", "falls", "at_floor", "at_cap")
@@ -63,6 +65,8 @@ class LossScaleMonitor(Monitor):
     Examples:
         >>> Trainer(plugins=[FP8Precision(compute_dtype="fp16")], callbacks=[LossScaleMonitor()])
     """
+
+    saved: ClassVar[Any] = {"counts": dict.fromkeys(_COUNTS, NUMBER), "fell": [NUMBER], "alerts": Alerts.saved}
 
     def __init__(self, falls: int = 5, within: int = 100) -> None:
         self.falls = integer("falls", falls, 1, "how often the scale falls before a warning")
@@ -150,11 +154,11 @@ class LossScaleMonitor(Monitor):
         counts, fell = self._counts.tolist(), self._fell.tolist()
         return {"counts": dict(zip(_COUNTS, counts, strict=True)), "fell": fell, "alerts": self._alerts.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._counts = torch.tensor([state_dict["counts"][name] for name in _COUNTS])
-        fell = [-math.inf] * self.falls + state_dict["fell"]
+    def _load(self, state: dict[str, Any]) -> None:
+        self._counts = torch.tensor([state["counts"][name] for name in _COUNTS])
+        fell = [*[-math.inf] * self.falls, *state["fell"]]
         self._fell = torch.tensor(fell[-self.falls :])
-        self._alerts.load_state_dict(state_dict["alerts"])
+        self._alerts.load_state_dict(state["alerts"])
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
         self._read()

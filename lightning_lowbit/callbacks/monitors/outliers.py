@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from lightning_lowbit._lightning import (
     is_mid_step,
     logger_step,
 )
+from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.faults import of_channel, of_input, of_mlp
 from lightning_lowbit.callbacks.monitors.latent_weights import has_flat_weights
@@ -31,6 +32,7 @@ from lightning_lowbit.nn.conversion.smooth_swiglu import swiglus
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.classes import is_linear
 from lightning_lowbit.report.html import Section, Table, Text
+from lightning_lowbit.saved_state import NUMBER, count
 
 _ENOUGH = 10  # amaxes in the mean before any warning, since activations grow fast in the beginning
 _MEMORY = 50  # amaxes that the mean covers, so that it follows slow growth
@@ -75,6 +77,11 @@ class OutlierMonitor(Monitor):
     Examples:
         >>> Trainer(plugins=[FP8Precision()], callbacks=[OutlierMonitor(layers=["down_proj", "lm_head"])])
     """
+
+    saved: ClassVar[Any] = {
+        "means": {str: {"count": count, "mean": NUMBER, "start?": NUMBER}},
+        "alerts": Alerts.saved,
+    }
 
     def __init__(
         self,
@@ -221,11 +228,12 @@ class OutlierMonitor(Monitor):
         }
         return {"means": means, "alerts": self._alerts.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for layer, known in state_dict["means"].items():
+    def _load(self, state: dict[str, Any]) -> None:
+        self._means = {}
+        for layer, known in state["means"].items():
             self._means[layer] = mean = self._new_mean()
             mean.count, mean.mean, mean.start = known["count"], known["mean"], known.get("start", known["mean"])
-        self._alerts.load_state_dict(state_dict["alerts"])
+        self._alerts.load_state_dict(state["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         self._read()

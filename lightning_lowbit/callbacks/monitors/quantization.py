@@ -1,7 +1,7 @@
 """What quantization does to the six operands of each layer, and to its weight between steps."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from lightning_lowbit._lightning import (
     logger_step,
     say_once,
 )
+from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.faults import Fault, of_codes, of_operand, of_weight
 from lightning_lowbit.callbacks.monitors.latent_weights import (
@@ -66,6 +67,8 @@ class QuantizationMonitor(Monitor):
     Examples:
         >>> Trainer(plugins=[TernaryPrecision()], callbacks=[QuantizationMonitor()])
     """
+
+    saved: ClassVar[Any] = {"alerts": Alerts.saved, "last_flip": {str: int}}
 
     def __init__(
         self,
@@ -215,9 +218,9 @@ class QuantizationMonitor(Monitor):
         self._read()
         return {"alerts": self._alerts.state_dict(), "last_flip": dict(self._last_flip)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._alerts.load_state_dict(state_dict["alerts"])
-        self._last_flip = dict(state_dict["last_flip"])
+    def _load(self, state: dict[str, Any]) -> None:
+        self._alerts.load_state_dict(state["alerts"])
+        self._last_flip = dict(state["last_flip"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         self._read()

@@ -6,7 +6,7 @@ trusted once the losses of the ``good_for`` steps after it are good. Losses are 
 
 import math
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Table, Text
+from lightning_lowbit.saved_state import NUMBER, count
 
 # A loss below this share of the first losses is that of a run that has converged.
 _CONVERGED = 0.1
@@ -71,6 +72,15 @@ class SpikeRollback(LowBitCallback):
     Examples:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[SpikeRollback(phase="bf16", lr_factor=0.5)])
     """
+
+    saved: ClassVar[Any] = {
+        "good": [NUMBER],
+        "seen": count,
+        "start?": NUMBER,
+        "pending": [(int, NUMBER | None)],
+        "rollbacks": [dict.fromkeys(("step", "spike", "loss", "mean", "to"), NUMBER)],
+        **GentleSteps.saved,
+    }
 
     def __init__(
         self,
@@ -251,11 +261,11 @@ class SpikeRollback(LowBitCallback):
             **self._gentle.state(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._good.load(state_dict["good"], state_dict["seen"], state_dict.get("start"))
-        self._losses.load(state_dict["pending"])
-        self._rollbacks = [dict(one) for one in state_dict["rollbacks"]]
-        self._gentle.load(state_dict)
+    def _load(self, state: dict[str, Any]) -> None:
+        self._good.load(state["good"], state["seen"], state.get("start"))  # older checkpoints have no start
+        self._losses.load(state["pending"])
+        self._rollbacks = [dict(one) for one in state["rollbacks"]]
+        self._gentle.load(state)
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         return {"rollbacks": [dict(one) for one in self._rollbacks]}
