@@ -76,7 +76,6 @@ class GradientNormMonitor(Monitor):
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
-        MisconfigurationException: when training starts: the strategy is DeepSpeed, which hides the gradients.
 
     Examples:
         >>> Trainer(callbacks=[GradientNormMonitor(layers=["lm_head"], every_n_steps=1)])
@@ -121,8 +120,7 @@ class GradientNormMonitor(Monitor):
         super()._forget()
         self._steps: dict[Optimizer, tuple[list[Tensor], Tensor]] = {}  # in this batch: parameters, norms unclipped [P]
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._chosen = set()
         self._refuse_deepspeed(trainer)
         assert trainer.model is not None
@@ -131,11 +129,13 @@ class GradientNormMonitor(Monitor):
         self._is_clipped = bool(trainer.gradient_clip_val) or any(
             group.get(name) for optimizer in trainer.optimizers for group in optimizer.param_groups for name in _CLIPS
         )
-        if self.layers is not None:
-            self._chosen = select(list(_layers(pl_module)), self.layers, "layers", "layer with parameters")
+        if self.layers is not None and (names := list(_layers(pl_module))):
+            self._chosen = select(names, self.layers, "layers", "layer with parameters")
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._is_idle:
+            return
         step = logger_step(trainer) + 1
         is_due = self.every_n_steps is not None and step % self.every_n_steps == 0
         if is_due or is_logging_step(trainer):

@@ -60,7 +60,6 @@ class LossScaleMonitor(Monitor):
 
     Raises:
         ValueError: an argument is out of range.
-        MisconfigurationException: when training starts: there is no scaler.
 
     Examples:
         >>> Trainer(plugins=[FP8Precision(compute_dtype="fp16")], callbacks=[LossScaleMonitor()])
@@ -83,11 +82,12 @@ class LossScaleMonitor(Monitor):
         # A step: the scale, the tracker, and whether it is skipped.
         self._under_way: tuple[Tensor, Tensor, Tensor | None] | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _scaler(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._is_idle:
+            return
         scaler = _scaler(trainer)
         self._count(scaler)
         scale = scaler._get_scale_async()
@@ -95,9 +95,9 @@ class LossScaleMonitor(Monitor):
             self._under_way = scale.clone(), scaler._growth_tracker.clone(), overflow(scaler, optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        scaler = _scaler(trainer)
         if self._under_way is None:  # no optimizer step
             return
+        scaler = _scaler(trainer)
         self._count(scaler)
         if is_logging_step(trainer):
             self._keep_counts(trainer)
@@ -109,7 +109,8 @@ class LossScaleMonitor(Monitor):
             self._counts[_COUNTS.index("overflows")] = 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._keep_counts(trainer)
+        if not self._is_idle:
+            self._keep_counts(trainer)
         super().on_train_end(trainer, pl_module)
 
     @torch.no_grad()

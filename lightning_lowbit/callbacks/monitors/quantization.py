@@ -62,7 +62,6 @@ class QuantizationMonitor(Monitor):
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
-        MisconfigurationException: when training starts: ``weights=True`` under FSDP1.
 
     Examples:
         >>> Trainer(plugins=[TernaryPrecision()], callbacks=[QuantizationMonitor()])
@@ -103,22 +102,21 @@ class QuantizationMonitor(Monitor):
         self._before: dict[str, Quantized] = {}
         self._is_watching = False
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not (layers := converted_layers(pl_module)):
             say_once("QuantizationMonitor has nothing to log: no layer is converted by a LowBitPrecision plugin.")
         is_flat = has_flat_weights(trainer)
-        if is_flat and self.weights:
-            raise MisconfigurationException(
-                "QuantizationMonitor(weights=True) needs weights that are matrices, and FSDPStrategy flattens them: "
-                "leave weights out, or train with one device, DDP or ModelParallelStrategy."
-            )
-        if self.only is not None:
+        if self.only is not None and layers:
             chosen = select(list(layers), self.only, "only")
             layers = {name: layer for name, layer in layers.items() if name in chosen}
         self._weights = {} if is_flat or self.weights is False else layers
         self._watched.stop()
         self._watched = QuantizedOperands(layers if self.operands else {}, self.blocks)
+        if is_flat and self.weights:
+            raise MisconfigurationException(
+                "QuantizationMonitor(weights=True) needs weights that are matrices, and FSDPStrategy flattens them: "
+                "leave weights out, or train with one device, DDP or ModelParallelStrategy."
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
