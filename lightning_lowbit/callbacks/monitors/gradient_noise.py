@@ -139,12 +139,14 @@ class GradientNoiseMonitor(Monitor):
             self._read()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._cancel(trainer)
-        is_step = _step(trainer) % self.every_n_steps == 0 and not is_mid_step(trainer)
-        if is_step and not self._is_idle and _quantizes_gradients(pl_module):
+        if not self._is_idle and _step(trainer) % self.every_n_steps == 0 and not is_mid_step(trainer):
             self._is_due = True
             self._try(lambda: self._source.prepare(trainer, pl_module))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._is_due and not _quantizes_gradients(pl_module):
+            self._casts = ""  # whatever is measured next, the weights are others
+            self._cancel(trainer)
         if self._is_due:
             layers = _quantized(pl_module)
             self._take(trainer, pl_module, self._try(lambda: self._source.before_backward(trainer, loss, layers)))

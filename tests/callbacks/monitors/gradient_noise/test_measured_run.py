@@ -198,9 +198,8 @@ def test_a_backward_pass_runs_outside_of_autocast() -> None:
 def test_reentrant_checkpointing_is_not_measured() -> None:
     model = Checkpointed()
     model.reentrant = True
-    with pytest.warns(UserWarning, match="Not measured: .*use_reentrant=False") as said:
+    with pytest.warns(UserWarning, match="Not measured: .*use_reentrant=False"):
         fit(model, GradientNoiseMonitor(1))
-    assert len(said) == 1
 
 
 @pytest.mark.slow

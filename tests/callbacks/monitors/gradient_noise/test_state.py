@@ -133,7 +133,7 @@ def test_manual_optimization() -> None:
     model = Model()
     model.automatic_optimization = False
     with pytest.warns(UserWarning, match="Not measured: .* Use automatic optimization"):
-        fit(model, GradientNoiseMonitor())
+        GradientNoiseMonitor().on_fit_start(trainer(NOISY), model)
 
 
 def test_a_switch_does_not_wait_for_what_is_not_measured() -> None:
