@@ -50,11 +50,11 @@ CSVLogger = pytorch.loggers.CSVLogger
 Logger = pytorch.loggers.Logger
 MLFlowLogger = pytorch.loggers.MLFlowLogger
 ModelCheckpoint = pytorch.callbacks.ModelCheckpoint
+StochasticWeightAveraging = pytorch.callbacks.StochasticWeightAveraging
 TQDMProgressBar = pytorch.callbacks.TQDMProgressBar
 TensorBoardLogger = pytorch.loggers.TensorBoardLogger
 Tqdm = pytorch.callbacks.progress.tqdm_progress.Tqdm
 WandbLogger = pytorch.loggers.WandbLogger
-StochasticWeightAveraging = pytorch.callbacks.StochasticWeightAveraging
 WeightAveraging = pytorch.callbacks.WeightAveraging
 
 LRSchedulerCallable = cli.LRSchedulerCallable

@@ -91,7 +91,8 @@ def local_norms(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
     shards = [local_gradient(parameter) for parameter in parameters]
     dense = [shard.coalesce().values() if shard.is_sparse else shard for shard in shards if shard is not None]
     # torch takes norms in a wider dtype than the tensor's, not in a narrower one.
-    narrow = [shard.float() if shard.dtype == torch.float64 else shard for shard in dense]
+    real = [torch.view_as_real(shard) if shard.is_complex() else shard for shard in dense]
+    narrow = [shard.float() if shard.dtype == torch.float64 else shard for shard in real]
     norms = iter(torch._foreach_norm(narrow, 2, torch.float32) if narrow else ())
     none = torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack([none, *(none if shard is None else next(norms).to(none) for shard in shards)])[1:]

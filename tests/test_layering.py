@@ -17,6 +17,7 @@ import lightning_lowbit
 ROOT = Path(lightning_lowbit.__file__).parent
 LEVELS = {
     "checks": 0,
+    "saved_state": 0,
     "formats": 0,
     "compilation": 0,
     "atomic_files": 0,

@@ -1,5 +1,7 @@
 """The base class of all callbacks of this package, and what several of them refuse."""
 
+from typing import Any, ClassVar
+
 from lightning_lowbit._lightning import (
     Callback,
     DeepSpeedStrategy,
@@ -9,10 +11,25 @@ from lightning_lowbit._lightning import (
     check_trainer,
 )
 from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.saved_state import check_state
 
 
 class LowBitCallback(Callback):
-    """A callback that refuses the Trainer of the other Lightning package (``lightning`` or ``pytorch_lightning``)."""
+    """A callback that refuses the Trainer of the other Lightning package (``lightning`` or ``pytorch_lightning``).
+
+    ``saved`` is the kind of its ``state_dict``, see :mod:`lightning_lowbit.saved_state`; subclasses with a state give
+    it, and implement :meth:`_load`.
+    """
+
+    saved: ClassVar[Any] = {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a ``state_dict``; a damaged one raises a ``ValueError`` and changes nothing."""
+        check_state(type(self).__name__, state_dict, self.saved)
+        self._load(state_dict)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Takes a state that has been checked."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the Trainer, and forgets an earlier run. Subclasses call ``super()`` first."""

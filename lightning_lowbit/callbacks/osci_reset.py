@@ -8,7 +8,7 @@ is large, w is set to q, the center of its bin.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lightning_lowbit.checks import integer, number
 from lightning_lowbit.metrics import flipped
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.precision.run_settings import compute_dtype
+from lightning_lowbit.saved_state import OneOf, shown
 
 
 @dataclass
@@ -43,6 +44,11 @@ class _Paths:
 
     def oscillating(self, threshold: float) -> Tensor:
         return (self.latent > 0) & (self.quantized >= threshold * self.latent)
+
+
+def _is_path(value: object) -> bool:
+    """a matrix of floating-point numbers"""
+    return isinstance(value, Tensor) and value.dim() == 2 and value.is_floating_point()
 
 
 class OsciReset(LowBitCallback):
@@ -74,6 +80,13 @@ class OsciReset(LowBitCallback):
         >>> Trainer(max_steps=10_000, plugins=[FP4Precision()], callbacks=[OsciReset(start=6_000)])
     """
 
+    # Checkpoints before version 0.1 spell a name as in British English.
+    saved: ClassVar[Any] = {
+        "step": int | None,
+        "end": int | None,
+        "paths": {str: OneOf(*({"latent": _is_path, name: _is_path} for name in ("quantized", "quantised")))},
+    }
+
     def __init__(self, window: int = 50, every: int = 200, threshold: float = 8.0, start: int = 0) -> None:
         self.window = integer("window", window, 2, "a number of optimizer steps")
         self.every = integer("every", every, window, "a number of optimizer steps, no fewer than window")
@@ -98,9 +111,15 @@ class OsciReset(LowBitCallback):
             )
         for name in self._loaded.keys() & self._layers.keys():
             self._paths[name] = paths = _Paths.begin(self._matrix(name))
-            paths.latent.copy_((state := self._loaded[name])["latent"])
-            # Checkpoints before version 0.1 spell the key as in British English.
-            paths.quantized.copy_(state["quantized"] if "quantized" in state else state["quantised"])
+            state = self._loaded[name]
+            quantized = state["quantized"] if "quantized" in state else state["quantised"]
+            for place, value in ((paths.latent, state["latent"]), (paths.quantized, quantized)):
+                if place.shape != value.shape:
+                    raise ValueError(
+                        f"OsciReset's window in the checkpoint is of another model: a path of {name} is "
+                        f"{shown(value)}, and its weight has shape {tuple(place.shape)}."
+                    )
+                place.copy_(value)
         self._loaded = {}
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -140,6 +159,10 @@ class OsciReset(LowBitCallback):
                     logger.log_metrics(metrics, step=logger_step(trainer))
                 trainer.callback_metrics.update({name: torch.tensor(share) for name, share in metrics.items()})
 
+    def on_rollback(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gives up the open window: going back is no movement of a step."""
+        self._end, self._paths = None, {}
+
     def _matrix(self, name: str) -> Tensor:
         return self._layers[name].weight_matrix().detach().flatten(0, -2)
 
@@ -148,5 +171,5 @@ class OsciReset(LowBitCallback):
         paths = {name: {"latent": p.latent, "quantized": p.quantized} for name, p in self._paths.items()}
         return {"step": self._step, "end": self._end, "paths": self._loaded or paths}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._step, self._end, self._loaded = (state_dict[name] for name in ("step", "end", "paths"))
+    def _load(self, state: dict[str, Any]) -> None:
+        self._step, self._end, self._loaded = (state[name] for name in ("step", "end", "paths"))

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from lightning_lowbit.callbacks.layer_table import (
     native_notes,
 )
 from lightning_lowbit.nn import Coverage, GemmCounter
+from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.nn.conversion.layers import Inventory
 from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.precision import LowBitPrecision
@@ -27,9 +28,15 @@ from lightning_lowbit.precision.run_settings import compute_dtype
 from lightning_lowbit.report.console import Table, Text, show
 from lightning_lowbit.report.html import Section
 from lightning_lowbit.report.run_folder import run_folder
+from lightning_lowbit.saved_state import NUMBER, count
 
 _NEW = "new since the model was converted; the next fit converts it"
 _BLENDING = "blending"  # steps with λ below 1, in any phase: operands are still in high precision
+
+
+def _is_phase(value: object) -> bool:
+    """a phase"""
+    return value in (_BLENDING, *PHASES)
 
 
 class PrecisionSummary(LowBitCallback):
@@ -56,6 +63,12 @@ class PrecisionSummary(LowBitCallback):
     """
 
     shows_coverage = True
+
+    saved: ClassVar[Any] = {
+        "steps": {_is_phase: count},
+        "since?": {_is_phase: count},
+        "past?": [(NUMBER, count)],
+    }
 
     def __init__(self, filename: str = "precision_summary.json", quiet: bool = False) -> None:
         if Path(filename).name != filename or not filename.endswith(".json"):
@@ -232,9 +245,10 @@ class PrecisionSummary(LowBitCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"steps": dict(self._steps), "since": dict(self._since), "past": [[*part] for part in self._past]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._steps = Counter(state_dict["steps"])
-        self._since, self._past = Counter(state_dict.get("since", self._steps)), state_dict.get("past", [])
+    def _load(self, state: dict[str, Any]) -> None:
+        self._steps = Counter(state["steps"])
+        self._since = Counter(state.get("since", self._steps))
+        self._past = [[*part] for part in state.get("past", [])]
 
     def _forget_steps(self) -> None:
         self._steps.clear()

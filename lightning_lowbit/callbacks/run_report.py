@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from torch import Tensor
@@ -39,6 +39,7 @@ from lightning_lowbit.report.history import History, learning_rates, scalars
 from lightning_lowbit.report.page import render_run
 from lightning_lowbit.report.run_folder import continue_in, run_folder
 from lightning_lowbit.report.trackers import begin, finish
+from lightning_lowbit.saved_state import NUMBER
 
 
 class RunReport(LowBitCallback):
@@ -59,6 +60,8 @@ class RunReport(LowBitCallback):
     Examples:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[PrecisionSummary(), RunReport()])
     """
+
+    saved: ClassVar[Any] = {"history": History.saved, "validation": [str], "seconds": NUMBER, "id?": str}
 
     def __init__(self, filename: str = "report.html") -> None:
         if not filename.endswith(".html") or filename == ".html" or set(filename) & set("/\\"):
@@ -146,10 +149,10 @@ class RunReport(LowBitCallback):
         state = {"history": self._history.state_dict(), "validation": list(self._validation)}
         return {**state, "seconds": self._elapsed(), "id": self._id}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._history.load_state_dict(state_dict["history"])
-        self._validation, self._seconds = list(state_dict["validation"]), state_dict["seconds"]
-        self._id = state_dict.get("id", self._id)  # older checkpoints have none
+    def _load(self, state: dict[str, Any]) -> None:
+        self._history.load_state_dict(state["history"])
+        self._validation, self._seconds = list(state["validation"]), state["seconds"]
+        self._id = state.get("id", self._id)  # older checkpoints have none
 
     def _elapsed(self) -> float:
         return self._seconds + (0 if self._since is None else time.monotonic() - self._since)

@@ -6,6 +6,9 @@ A detector has a baseline, which learns what is normal, and a warm-up. The rules
     losses of a run     SpikeDetector(Window(20, median_limit(6.0)), warmup=20, learns_spikes=True)
     largest magnitudes  SpikeDetector(RunningMean(factor=10.0, memory=50), warmup=10, learns_spikes=True)
     gradient norms      detect_spike(...), the same on the device, without waiting for it
+
+Relative to a mean near 0 every value is large, as the loss of a run that has converged. So a spike also rises by
+LEAST_RISE of the level at the beginning, which a baseline learns first.
 """
 
 import math
@@ -17,73 +20,102 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+# Values that rise by less matter to nobody: far below what is normal in the beginning, far above rounding errors.
+LEAST_RISE = 0.001
+
 
 class Baseline(Protocol):
-    """What is normal, learned from ``count`` values (forgotten ones included); a spike begins above ``limit``."""
+    """What is normal, learned from ``count`` values (forgotten ones included); a spike begins above ``limit``.
+
+    ``start`` is the level at the beginning, at least 0.
+    """
 
     count: int
+    start: float
 
     def add(self, value: float) -> None: ...
     def limit(self) -> float: ...
 
 
-class Window:
-    """The last ``length`` values, and the limit that a rule such as :func:`mean_limit` computes from them."""
+# A rule: the limit, from the values and the least rise of a spike.
+Rule = Callable[[Sequence[float], float], float]
 
-    def __init__(self, length: int, rule: Callable[[Sequence[float]], float]) -> None:
+
+class Window:
+    """The last ``length`` values, and the limit that a rule such as :func:`mean_limit` computes from them.
+
+    ``start`` is the median magnitude of the first ``length`` values.
+    """
+
+    def __init__(self, length: int, rule: Rule) -> None:
         self.values: deque[float] = deque(maxlen=length)
-        self.count = 0
-        self._rule = rule
+        self.count, self.start = 0, 0.0
+        self._length, self._rule = length, rule
 
     def add(self, value: float) -> None:
         self.values.append(value)
         self.count += 1
+        if self.count <= self._length:
+            self.start = _magnitude(self.values)
 
     def limit(self) -> float:
-        return self._rule(self.values)
+        return self._rule(self.values, LEAST_RISE * self.start)
 
-    def load(self, values: Iterable[float], count: int) -> None:
+    def load(self, values: Iterable[float], count: int, start: float | None = None) -> None:
+        """Takes values that were learned; a ``start`` that is not known is that of these values."""
         self.values.clear()
         self.values.extend(values)
-        self.count = count
+        self.count, self.start = count, _magnitude(self.values) if start is None else start
+
+
+def _magnitude(values: Iterable[float]) -> float:
+    magnitudes = [*map(abs, values)]
+    return median(magnitudes) if magnitudes else 0.0
 
 
 class RunningMean:
-    """A limit of ``factor`` times a mean: at first of all values, then exponential over about ``memory`` values."""
+    """A limit of ``factor`` times a mean: at first of all values, then exponential over about ``memory`` values.
+
+    Values of 0 are not learned: what is off has no level. ``start`` is the mean of the first ``memory`` values.
+    """
 
     def __init__(self, factor: float, memory: int) -> None:
-        self.count, self.mean = 0, 0.0
+        self.count, self.mean, self.start = 0, 0.0, 0.0
         self._factor, self._memory = factor, memory
 
     def add(self, value: float) -> None:
+        if value == 0:
+            return
+        is_early = self.count < self._memory
         self.count = min(self.count + 1, self._memory)
         self.mean += (value - self.mean) / self.count
+        self.start = self.mean if is_early else self.start
 
     def limit(self) -> float:
-        return self._factor * self.mean if self.mean > 0 else math.inf
+        return max(self._factor * self.mean, self.mean + LEAST_RISE * self.start) if self.mean > 0 else math.inf
 
 
-def mean_limit(threshold: float, least: float = 0.01) -> Callable[[Sequence[float]], float]:
+def mean_limit(threshold: float, least: float = 0.01) -> Rule:
     """The rule ``mean + threshold · max(deviation, least · |mean|)``; ``least`` leaves room for rounding errors."""
 
-    def limit(values: Sequence[float]) -> float:
+    def limit(values: Sequence[float], least_rise: float) -> float:
         mean = fmean(values)
-        return mean + threshold * max(pstdev(values, mean), least * abs(mean))
+        return mean + max(threshold * max(pstdev(values, mean), least * abs(mean)), least_rise)
 
     return limit
 
 
-def median_limit(threshold: float, least: float = 1 / 512) -> Callable[[Sequence[float]], float]:
+def median_limit(threshold: float, least: float = 1 / 512) -> Rule:
     """The rule ``median + threshold · max(1.4826 · MAD, least · |median|)``, which past spikes hardly move.
 
     MAD is the median absolute deviation; 1.4826 MAD is the standard deviation of normally distributed values. ``least``
     is needed because losses rounded to bfloat16 are often all equal.
     """
 
-    def limit(values: Sequence[float]) -> float:
+    def limit(values: Sequence[float], least_rise: float) -> float:
         center = median(values)
         deviation = 1.4826 * median(abs(value - center) for value in values)
-        return center + threshold * max(deviation, least * abs(center))
+        return center + max(threshold * max(deviation, least * abs(center)), least_rise)
 
     return limit
 
@@ -121,8 +153,8 @@ class SpikeDetector:
 
 
 # The state of `detect_spike`, one float32 tensor: the weighted sum and the sum of weights of the mean, the number of
-# values in it, the number of consecutive spikes just now, and the number of all spikes.
-SPIKE_STATE = ("sum", "weight", "averaged", "in_a_row", "spikes")
+# values in it, the number of consecutive spikes just now, the mean of the first values, and the number of all spikes.
+SPIKE_STATE = ("sum", "weight", "averaged", "in_a_row", "start", "spikes")
 
 
 def detect_spike(
@@ -130,18 +162,21 @@ def detect_spike(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Judges a 0-d value on its device: a spike is finite and exceeds ``factor`` times an exponential mean.
 
-    The mean learns finite values that are no spikes, with ``decay`` in [0, 1). It needs ``warmup`` of them before any
-    value is a spike. After ``warmup`` consecutive spikes, which are a new level, it starts again. ``state`` are float32
-    numbers named by ``SPIKE_STATE``, zeros at first.
+    It also rises above the mean by ``LEAST_RISE`` of the mean of the first ``warmup`` values. The mean learns finite
+    values above 0 that are no spikes, with ``decay`` in [0, 1). It needs ``warmup`` of them before any value is a
+    spike. After ``warmup`` consecutive spikes, which are a new level, it starts again. ``state`` are float32 numbers
+    named by ``SPIKE_STATE``, zeros at first.
 
     Returns the next state; the mean before the value (NaN if there is none); whether the value is a spike.
     """
-    total, weight, averaged, in_a_row, spikes = state.to(value.device).unbind()
+    total, weight, averaged, in_a_row, start, spikes = state.to(value.device).unbind()
     mean = total / weight
-    is_spike = value.isfinite() & (averaged >= warmup) & (value > factor * mean)
-    enters = value.isfinite() & ~is_spike
+    is_large = (value > factor * mean) & (value > mean + LEAST_RISE * start)
+    is_spike = value.isfinite() & (averaged >= warmup) & is_large
+    enters = value.isfinite() & (value > 0) & ~is_spike
     share = enters.to(value) * (1 - decay)
     sums = [total.lerp(torch.where(enters, value, 0.0), share), weight.lerp(torch.ones_like(weight), share)]
+    start = torch.where(enters & (averaged < warmup), sums[0] / sums[1], start)
     in_a_row = torch.where(enters, 0, in_a_row + is_spike)
-    remembered = torch.where(in_a_row < warmup, torch.stack([*sums, averaged + enters, in_a_row]), 0)
+    remembered = torch.where(in_a_row < warmup, torch.stack([*sums, averaged + enters, in_a_row, start]), 0)
     return torch.cat([remembered, (spikes + is_spike)[None]]), mean, is_spike

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_lowbit._lightning import (
     NAME,
+    Callback,
     DeepSpeedStrategy,
     LightningModule,
     MisconfigurationException,
@@ -46,7 +47,7 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
             "FSDPStrategy, or ModelParallelStrategy (FSDP2), which shards what ZeRO does."
         )
     packed = [clean_name(layer) for layer, each in quantized_layers(module).items() if each.frozen is not None]
-    averaging = next((callback for callback in trainer.callbacks if isinstance(callback, WeightAveraging)), None)
+    averaging = averaging_of(trainer)
     if packed and averaging is not None:
         raise MisconfigurationException(
             f"{type(averaging).__name__} averages all parameters, and codes, which {some(packed)} keep instead of a "
@@ -55,9 +56,10 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
     return trainer, module
 
 
-def averages_weights(trainer: Any) -> bool:
-    """Whether a callback of Lightning evaluates averages of weights, or leaves them in the model."""
-    return any(isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) for callback in trainer.callbacks)
+def averaging_of(trainer: Any) -> Callback | None:
+    """The callback of Lightning that evaluates averages of weights, or leaves them in the model; None without one."""
+    kinds = (StochasticWeightAveraging, WeightAveraging)
+    return next((callback for callback in trainer.callbacks if isinstance(callback, kinds)), None)
 
 
 def data_rank(trainer: Trainer) -> int:

@@ -16,7 +16,7 @@ from lightning_lowbit.precision.checkpoints.overridden import asked_options, ove
 from lightning_lowbit.precision.checkpoints.trained import LACKING, Origin, Trained, primitive
 from lightning_lowbit.precision.layers import ConvertedLayers
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
-from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES, Runs, averages_weights
+from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES, Runs, averaging_of
 
 _DTYPE_NAMES = {dtype: name for name, (_, dtype) in COMPUTE_DTYPES.items()}
 
@@ -66,7 +66,7 @@ class SavedLayers(ConvertedLayers):
     @property
     def _has_averages(self) -> bool:
         """Whether a callback evaluates, saves and leaves averages of weights, which the histories have not seen."""
-        return self._run is not None and averages_weights(self._run)
+        return self._run is not None and averaging_of(self._run) is not None
 
     @property
     def scaler(self) -> GradScaler | None:

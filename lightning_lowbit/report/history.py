@@ -3,13 +3,14 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import Trainer
+from lightning_lowbit.saved_state import NUMBER
 
 MOST_POINTS = 2000  # of a metric; more are thinned to half
 MOST_OF_LAYERS = 200_000  # points of all metrics of layers (quantity/operand/layer) together
@@ -17,8 +18,20 @@ MOST_OF_LAYERS = 200_000  # points of all metrics of layers (quantity/operand/la
 _MOST_PENDING, _STEPS_PENDING = 200, 4
 
 
+def _is_table(value: object) -> bool:
+    """a tensor of points [points, 2], with one at least"""
+    return isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == 2 and len(value) > 0
+
+
 class History:
     """Points (step, value) by metric, and phases by step. Values are copied to the host in batches."""
+
+    saved: ClassVar[Any] = {
+        "points": {str: _is_table},
+        "phases": [(int, int, str)],
+        "extremes": {str: (NUMBER, NUMBER)},
+        "quantities?": {str: str},
+    }
 
     def __init__(self) -> None:
         self.phases: list[tuple[int, int, str]] = []

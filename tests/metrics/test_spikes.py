@@ -1,6 +1,8 @@
 """Spike detection against its rules, written out."""
 
 import math
+from collections.abc import Callable
+from itertools import product
 from random import Random
 from statistics import fmean, pstdev
 
@@ -91,3 +93,76 @@ def test_on_device_many_spikes_are_a_new_level() -> None:
     for norm in [1.0] * 12 + [100.0] * 40:
         state, mean, _ = detect_spike(state, torch.tensor(norm), factor=5.0, decay=0.9, warmup=10)
     assert state[-1] == 10 and mean == 100
+
+
+def on_device(values: list[float]) -> list[bool]:
+    state, judged = torch.zeros(len(SPIKE_STATE), dtype=torch.float32), []
+    for value in values:
+        state, _, is_spike = detect_spike(state, torch.tensor(value), factor=5.0, decay=0.9, warmup=10)
+        judged.append(bool(is_spike))
+    return judged
+
+
+def online(make: Callable[[], SpikeDetector]) -> Callable[[list[float]], list[bool]]:
+    def judge(values: list[float]) -> list[bool]:
+        detector = make()
+        return [detector.judge(value) for value in values]
+
+    return judge
+
+
+DETECTORS = {
+    "losses": online(lambda: SpikeDetector(Window(20, mean_limit(6.0)), warmup=20)),
+    "losses of a run": online(lambda: SpikeDetector(Window(20, median_limit(6.0)), warmup=20, learns_spikes=True)),
+    "magnitudes": online(lambda: SpikeDetector(RunningMean(10.0, 20), warmup=10, learns_spikes=True)),
+    "norms": on_device,
+}
+SIGNED = {"losses", "losses of a run"}
+
+
+def falling(start: float, end: float, steps: int = 200) -> list[float]:
+    """Stays, falls to ``end`` by a constant factor, and stays again, within a fifth."""
+    random = Random(1)
+    shares = [min(1.0, max(0, step - 30) / 100) for step in range(steps)]
+    return [start ** (1 - share) * end**share * random.uniform(0.8, 1.2) for share in shares]
+
+
+@each("name, end", product(DETECTORS, [1e-5, 1e-9, 1e-30]))
+def test_nothing_spikes_where_a_run_has_converged(name: str, end: float) -> None:
+    """Relative to what is near 0, though not to what the run began with."""
+    calm = falling(2.0, end)
+    for value, is_spike in ((30 * end, False), (2e-4, False), (1.0, True)):
+        judged = DETECTORS[name]([*calm, value])
+        assert not any(judged[:-1]) and judged[-1] == is_spike, f"{value} after {end}"
+
+
+@each("name", DETECTORS)
+def test_spikes_of_a_run_that_has_not_converged_are_as_before(name: str) -> None:
+    """A thousandth of the beginning is within the noise of what is a tenth of it."""
+    calm = falling(2.0, 0.2)
+    for factor, is_spike in ((1.2, False), (20.0, True)):
+        assert DETECTORS[name]([*calm, 0.2 * factor])[-1] == is_spike
+
+
+@each("name", DETECTORS.keys() - SIGNED)
+def test_what_was_off_has_no_level(name: str) -> None:
+    """Frozen parameters and dead layers: zeros, and then what is usual."""
+    random = Random(2)
+    usual = [random.uniform(1, 2) for _ in range(40)]
+    judged = DETECTORS[name]([*[0.0] * 50, *usual, *[0.0] * 50, *usual, 100.0])
+    assert not any(judged[:-1]) and judged[-1]
+
+
+@each("name", SIGNED)
+def test_losses_below_zero_and_through_it(name: str) -> None:
+    random = Random(3)
+    noise = [random.gauss(0, 0.05) for _ in range(300)]
+    for calm in (
+        [3 - step / 50 + noise[step] for step in range(300)],
+        [-3 + noise[step] for step in range(300)],
+        [noise[step] for step in range(300)],
+    ):
+        judged = DETECTORS[name]([*calm, calm[-1] + 2.0])
+        assert not any(judged[:-1]) and judged[-1]
+    assert not any(DETECTORS[name]([0.0] * 300)), "zeros"
+    assert not any(DETECTORS[name]([1.0] * 300)), "as accuracies"

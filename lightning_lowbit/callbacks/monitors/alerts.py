@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from lightning_lowbit._lightning import rank_zero_warn
+from lightning_lowbit.saved_state import NUMBER, OneOf
 
 # A warning is repeated if so many times as many layers are affected, or the worst is so many times as bad.
 MUCH_WORSE = 4.0
@@ -30,6 +31,16 @@ class Alerts:
         >>> alerts.note("layers.1", "underflow", 0.9, "90% became 0.")
         >>> alerts.say(step=3)  # 2 layers, the worst layers.1, step 3: 90% became 0.
     """
+
+    # Older checkpoints hold texts by subject and kind.
+    saved: ClassVar[Any] = OneOf(
+        {
+            "levels": {str: {"step": int, "layers": int, "severity": NUMBER}},
+            "kinds": {str: [str]},
+            "texts": [str],
+        },
+        {str: {str: str}},
+    )
 
     def __init__(self, owner: object) -> None:
         self._owner = type(owner).__name__
@@ -74,7 +85,7 @@ class Alerts:
         return {"levels": levels, "kinds": kinds, "texts": list(self._texts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes a :meth:`state_dict`; those of older checkpoints hold texts by subject and kind."""
+        """Takes a :meth:`state_dict` of the kind ``saved``."""
         self._noted = {}
         if not isinstance(state.get("texts"), list):
             self._kinds = {subject: list(of_subject) for subject, of_subject in state.items()}
@@ -82,6 +93,7 @@ class Alerts:
             counts = Counter(kind for kinds in self._kinds.values() for kind in kinds)
             self._levels = {kind: _Level(0, count, float("inf")) for kind, count in counts.items()}
             return
-        self._levels = {kind: _Level(**level) for kind, level in state["levels"].items()}
+        levels = state["levels"].items()
+        self._levels = {kind: _Level(*(level[name] for name in _Level._fields)) for kind, level in levels}
         self._kinds = {subject: list(kinds) for subject, kinds in state["kinds"].items()}
         self._texts = list(state["texts"])

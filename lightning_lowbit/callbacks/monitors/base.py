@@ -8,16 +8,24 @@
 The copy does not wait: Lightning's logger has already waited for values of the same step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import LightningModule, Logger, Trainer, forget_logged
+from lightning_lowbit._lightning import (
+    LightningModule,
+    Logger,
+    MisconfigurationException,
+    Trainer,
+    forget_logged,
+    rank_zero_warn,
+)
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.monitors.alerts import Alerts
 
+_T = TypeVar("_T")
 _MOST_UNREAD = 100  # measurements that are kept on the device while the logger takes none
 
 # Numbers of layers: by quantity, such as "sqnr/wgrad_g", then by layer. They are logged as "sqnr/wgrad_g/<layer>".
@@ -29,9 +37,13 @@ class Monitor(LowBitCallback):
 
     A subclass measures in its own hooks, calls :meth:`_keep` and :meth:`_log`, and interprets the numbers in
     :meth:`_judge`. It calls ``super()`` in the hooks that are defined here.
+
+    A monitor ends no run. What a run does not have, :meth:`_begin` says by a ``MisconfigurationException``: it becomes
+    a warning, and the monitor is idle. Its hooks do nothing while ``_is_idle``.
     """
 
     def __init__(self) -> None:
+        self._is_idle = False
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -44,11 +56,29 @@ class Monitor(LowBitCallback):
         self._reports: list[Any] = []
         self._logged: list[str] = []
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_idle = False
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()
         self._loggers = list(trainer.loggers)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._reports = [callback for callback in callbacks if hasattr(callback, "record_layers")]
+        self._try(lambda: self._begin(trainer, pl_module))
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """When training starts: prepares to measure, or says what is missing."""
+
+    def _try(self, measure: Callable[[], _T]) -> _T | None:
+        """Calls a function unless the monitor is idle, which it becomes if the function says what is missing."""
+        if self._is_idle:
+            return None
+        try:
+            return measure()
+        except MisconfigurationException as missing:
+            self._is_idle = True
+            rank_zero_warn(f"Not measured: {missing}")
+            return None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Reads the measurements of the last batch, if it was logged; else Lightning would log them again."""

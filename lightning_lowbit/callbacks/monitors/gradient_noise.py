@@ -4,22 +4,26 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_step, is_mid_step, logger_step
+from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
 from lightning_lowbit.callbacks.monitors.noise_sources import FromDraws, FromLayers, Source, Sums
 from lightning_lowbit.checks import choose, integer, positive
 from lightning_lowbit.distributed import connect
 from lightning_lowbit.metrics.noise import gradient_to_noise
-from lightning_lowbit.nn import LinearCasts, QuantizedLayer
+from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.report.html import Chart, Section, Text
+from lightning_lowbit.saved_state import NUMBER, check_state
+
+_OF_GRADIENTS = [operand for operand in OPERANDS if not operand.startswith("fprop")]
 
 METRIC = "gradient_noise/ratio"
 
@@ -32,6 +36,16 @@ _ADVICE = (
 _SWITCH = "To train in higher precision from here on, give PrecisionSwitch('qaf', below={}). "
 
 
+def _is_measurement(value: object) -> bool:
+    """a measurement: names, the empty one first, and two sums for each"""
+    try:
+        check_state("", value, {"names": [str], "sums": [(NUMBER, NUMBER)]})
+    except ValueError:
+        return False
+    row: Any = value
+    return len(row["names"]) == len(row["sums"]) and row["names"][:1] == [""]
+
+
 class GradientNoiseMonitor(Monitor):
     """Measures how far the gradient stands out from the noise of quantization: ``‖∇L‖ / (σ √d)``.
 
@@ -40,8 +54,13 @@ class GradientNoiseMonitor(Monitor):
     arXiv 2505.19115, section 4): ``PrecisionSwitch("qaf", below=...)`` switches to quantization-aware finetuning.
 
     Logs ``gradient_noise/ratio``, and ``gradient_noise/ratio/<layer>`` of chosen layers, in the measured step or the
-    next one that is logged. Without noise it is infinite. ``"draws"`` are exact and cost two more backward passes;
-    ``"layers"`` is approximate, cheap, and works with every strategy. See ``docs/guides/monitoring.md``.
+    next one that is logged. Without noise it is infinite; while no backward pass is quantized, as in the phase
+    ``"qaf"``, nothing is measured. ``"draws"`` are exact and cost two more backward passes; ``"layers"`` is
+    approximate, cheap, and works with every strategy. See ``docs/guides/monitoring.md``.
+
+    It warns, and measures nothing, if the Trainer has no plugin of lightning_lowbit, or optimization is manual; with
+    draws also under DeepSpeed, FSDP1, FSDP2 with accumulated gradients, with random bits in the forward pass, and with
+    reentrant activation checkpointing.
 
     Args:
         every_n_steps: optimizer steps between measurements, as the logger counts them.
@@ -52,13 +71,19 @@ class GradientNoiseMonitor(Monitor):
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no quantized layer.
-        MisconfigurationException: when training starts: the Trainer has no plugin of lightning_lowbit, or optimization
-            is manual; for draws also under DeepSpeed, FSDP1, FSDP2 with accumulated gradients, or with random bits in
-            the forward pass. In a measurement by draws: activation checkpointing is reentrant.
 
     Examples:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[GradientNoiseMonitor(), PrecisionSwitch("qaf", below={})])
     """
+
+    saved: ClassVar[Any] = {
+        "kind": str,
+        "casts": str,
+        "window": [_is_measurement],
+        "measurements": [(int, NUMBER)],
+        "to_log": bool,
+        "alerts": Alerts.saved,
+    }
 
     def __init__(
         self,
@@ -90,31 +115,41 @@ class GradientNoiseMonitor(Monitor):
         super()._forget()
         self._is_due = False  # in the current micro-batch
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Says what is missing, before a switch asks for measurements."""
+        super().on_fit_start(trainer, pl_module)
+        self._try(lambda: self._check(trainer, pl_module))
+
+    def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._needs_plugin(trainer)
         self._needs_automatic_optimization(pl_module)
+        self._source.check(trainer, pl_module)
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._switches = any(getattr(callback, "below", None) is not None for callback in callbacks)
-        self._source.check(trainer, pl_module)
         assert trainer.model is not None
         connect(trainer.model)
         self._chosen = set()
-        if self.layers is not None:
-            self._chosen = select(list(converted_layers(pl_module)), self.layers, "layers", "quantized layer")
+        if self.layers is not None and (names := list(converted_layers(pl_module))):
+            self._chosen = select(names, self.layers, "layers", "quantized layer")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._unread:
             self._read()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._cancel(trainer)
-        if _step(trainer) % self.every_n_steps == 0 and not is_mid_step(trainer):
+        if not self._is_idle and _step(trainer) % self.every_n_steps == 0 and not is_mid_step(trainer):
             self._is_due = True
-            self._source.prepare(trainer, pl_module)
+            self._try(lambda: self._source.prepare(trainer, pl_module))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._is_due and not _quantizes_gradients(pl_module):
+            self._casts = ""  # whatever is measured next, the weights are others
+            self._cancel(trainer)
         if self._is_due:
-            self._take(trainer, pl_module, self._source.before_backward(trainer, loss, _quantized(pl_module)))
+            layers = _quantized(pl_module)
+            self._take(trainer, pl_module, self._try(lambda: self._source.before_backward(trainer, loss, layers)))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_due:
@@ -177,8 +212,10 @@ class GradientNoiseMonitor(Monitor):
         The host knows all measurements up to the step before the last one. Those that were not finite are left out.
 
         Raises:
-            KeyError: there is no such metric.
+            KeyError: there is no such metric, or nothing can be measured in this run.
         """
+        if self._is_idle:
+            raise KeyError("it measures nothing in this run")
         if monitor != METRIC:
             raise KeyError(f"it measures {METRIC!r}, not {monitor!r}")
         return list(self._measurements)
@@ -194,13 +231,13 @@ class GradientNoiseMonitor(Monitor):
             "alerts": self._alerts.state_dict(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        rows = [(tuple(row["names"]), torch.tensor(row["sums"], dtype=torch.float64)) for row in state_dict["window"]]
-        is_same = state_dict["kind"] == self.kind
-        self._window, self._casts = deque(rows if is_same else [], maxlen=self.average), state_dict["casts"]
-        self._measurements = [(step, ratio) for step, ratio in state_dict["measurements"]]
-        self._to_log = is_same and state_dict["to_log"]
-        self._alerts.load_state_dict(state_dict["alerts"])
+    def _load(self, state: dict[str, Any]) -> None:
+        rows = [(tuple(row["names"]), torch.tensor(row["sums"], dtype=torch.float64)) for row in state["window"]]
+        is_same = state["kind"] == self.kind
+        self._window, self._casts = deque(rows if is_same else [], maxlen=self.average), state["casts"]
+        self._measurements = [(step, ratio) for step, ratio in state["measurements"]]
+        self._to_log = is_same and state["to_log"] and bool(rows)
+        self._alerts.load_state_dict(state["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         self._read()
@@ -231,6 +268,12 @@ def _step(trainer: Trainer) -> int:
 def _quantized(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
     layers = converted_layers(pl_module)
     return {name: m for name, m in layers.items() if m.casts != LinearCasts() and m.weight is not None}
+
+
+def _quantizes_gradients(pl_module: LightningModule) -> bool:
+    """Whether any backward pass is quantized; where none is, there is no noise."""
+    casts = {layer.casts for layer in converted_layers(pl_module).values()}
+    return any(getattr(of_one, operand) is not None for of_one in casts for operand in _OF_GRADIENTS)
 
 
 def _casts_in_force(trainer: Trainer, layers: Mapping[str, QuantizedLayer]) -> str:

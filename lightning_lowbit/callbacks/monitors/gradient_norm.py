@@ -8,7 +8,7 @@ import re
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_step, is_overridden, logger_step
+from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.checks import integer, number, positive, some
 from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
-from lightning_lowbit.metrics.spikes import SPIKE_STATE, detect_spike
+from lightning_lowbit.metrics.spikes import LEAST_RISE, SPIKE_STATE, detect_spike
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Table, Text
+from lightning_lowbit.saved_state import NUMBER
 
 _ENOUGH = 10  # norms in the mean before any is a spike; and consecutive spikes that count as a new level
 _MOST_SPIKES = 100  # the last ones, which the report lists
@@ -74,11 +76,18 @@ class GradientNormMonitor(Monitor):
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
-        MisconfigurationException: when training starts: the strategy is DeepSpeed, which hides the gradients.
 
     Examples:
         >>> Trainer(callbacks=[GradientNormMonitor(layers=["lm_head"], every_n_steps=1)])
     """
+
+    # Older checkpoints have no start and no norms.
+    saved: ClassVar[Any] = {
+        "running": {f"{name}?" if name == "start" else name: NUMBER for name in SPIKE_STATE},
+        "spikes": [(int, NUMBER, NUMBER)],
+        "norms?": [NUMBER],
+        "alerts": Alerts.saved,
+    }
 
     def __init__(
         self,
@@ -111,8 +120,7 @@ class GradientNormMonitor(Monitor):
         super()._forget()
         self._steps: dict[Optimizer, tuple[list[Tensor], Tensor]] = {}  # in this batch: parameters, norms unclipped [P]
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._chosen = set()
         self._refuse_deepspeed(trainer)
         assert trainer.model is not None
@@ -121,11 +129,13 @@ class GradientNormMonitor(Monitor):
         self._is_clipped = bool(trainer.gradient_clip_val) or any(
             group.get(name) for optimizer in trainer.optimizers for group in optimizer.param_groups for name in _CLIPS
         )
-        if self.layers is not None:
-            self._chosen = select(list(_layers(pl_module)), self.layers, "layers", "layer with parameters")
+        if self.layers is not None and (names := list(_layers(pl_module))):
+            self._chosen = select(names, self.layers, "layers", "layer with parameters")
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._is_idle:
+            return
         step = logger_step(trainer) + 1
         is_due = self.every_n_steps is not None and step % self.every_n_steps == 0
         if is_due or is_logging_step(trainer):
@@ -198,7 +208,10 @@ class GradientNormMonitor(Monitor):
         if is_spike or len(self._norms) < _ENOUGH:  # a spike has its own warning
             return math.inf, ""
         median = statistics.median(self._norms)
-        return self._times * median or math.inf, f"{self._times:g} times the median of {median:.4g} so far (limit)"
+        least = LEAST_RISE * statistics.median(self._norms[:_ENOUGH])  # the norms of a converged model are near 0
+        return max(
+            self._times * median, least
+        ) or math.inf, f"{self._times:g} times the median of {median:.4g} so far (limit)"
 
     def state_dict(self) -> dict[str, Any]:
         self._read()
@@ -206,11 +219,13 @@ class GradientNormMonitor(Monitor):
         kept = {"running": running, "spikes": list(self._spikes), "norms": list(self._norms)}
         return kept | {"alerts": self._alerts.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._running = torch.tensor([state_dict["running"][name] for name in SPIKE_STATE], dtype=torch.float32)
-        self._spikes = deque(state_dict["spikes"], maxlen=_MOST_SPIKES)
-        self._norms = list(state_dict.get("norms", ()))  # older checkpoints have none
-        self._alerts.load_state_dict(state_dict["alerts"])
+    def _load(self, state: dict[str, Any]) -> None:
+        running = state["running"]
+        running = {"start": running["sum"] / running["weight"] if running["weight"] else 0.0, **running}
+        self._running = torch.tensor([running[name] for name in SPIKE_STATE], dtype=torch.float32)
+        self._spikes = deque(state["spikes"], maxlen=_MOST_SPIKES)
+        self._norms = list(state.get("norms", ()))
+        self._alerts.load_state_dict(state["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         self._read()

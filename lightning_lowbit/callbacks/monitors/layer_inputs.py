@@ -1,4 +1,4 @@
-"""Statistics of the inputs of linear layers, from forward pre-hooks that can be switched on and off.
+"""Statistics of the inputs of linear layers and convolutions, from forward pre-hooks that can be switched on and off.
 
 Each layer has its own tensors: then the graphs of all blocks are alike, and blocks compiled one by one share a graph.
 """
@@ -18,6 +18,8 @@ from lightning_lowbit.metrics.outliers import SUMS, activation_sums
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.quant.statistics import wide_dtype
 
+CONVOLUTIONS = nn.modules.conv._ConvNd
+
 
 class _Input(NamedTuple):
     """Statistics of a layer's input since the last measurement: ``SUMS``, and amaxes ``[in_features]``."""
@@ -27,7 +29,7 @@ class _Input(NamedTuple):
 
 
 class LayerInputs:
-    """Forward pre-hooks of linear layers, by name; outliers exceed ``k`` times the root mean square.
+    """Forward pre-hooks of linear layers and convolutions, by name; outliers exceed ``k`` times the root mean square.
 
     The hooks measure while the only element of ``switch`` is True.
     """
@@ -38,7 +40,7 @@ class LayerInputs:
         self._handles: list[Any] = []
         for layer in self.layers.values():
             sums = torch.zeros(len(SUMS), dtype=wide_dtype(device), device=device)
-            found = _Input(sums, torch.zeros(_in_features(layer), device=device, dtype=torch.float32))
+            found = _Input(sums, torch.zeros(in_features(layer), device=device, dtype=torch.float32))
             self._inputs.append(found)
             self._handles.append(layer.register_forward_pre_hook(_hook(self.switch, *found, k), with_kwargs=True))
 
@@ -67,11 +69,12 @@ class LayerInputs:
 def _hook(switch: list[bool], sums: Tensor, channel_amax: Tensor, k: float) -> Callable[..., None]:
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if switch[0]:
+        x = next(iter((*args, *kwargs.values())), None)
+        if switch[0] and isinstance(x, Tensor) and x.is_floating_point() and not x.is_nested:
             with torch.no_grad():
-                x = (*args, *kwargs.values())[0].detach()
-                x, start = _local(x) if isinstance(x, DTensor) else (x, 0)
-                more, amax = activation_sums(x, k)
+                x, axis = x.detach(), _feature_axis(layer, x)
+                x, start = _local(x, axis) if isinstance(x, DTensor) else (x, 0)
+                more, amax = activation_sums(x.movedim(axis, -1), k)
                 sums.add_(more.to(sums.device))
                 into = channel_amax[start : start + len(amax)]
                 into.copy_(torch.maximum(into, amax.to(sums.device)))
@@ -79,12 +82,19 @@ def _hook(switch: list[bool], sums: Tensor, channel_amax: Tensor, k: float) -> C
     return note
 
 
-def _local(x: DTensor) -> tuple[Tensor, int]:
+def _local(x: DTensor, axis: int) -> tuple[Tensor, int]:
     _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
-    return x.to_local(), offset[-1]
+    return x.to_local(), offset[axis]
 
 
-def _in_features(layer: Any) -> int:
+def _feature_axis(layer: nn.Module, x: Tensor) -> int:
+    return x.dim() - 1 - (len(layer.kernel_size) if isinstance(layer, CONVOLUTIONS) else 0)
+
+
+def in_features(layer: Any) -> int:
+    """The features, of a convolution the channels, of a layer's input."""
+    if isinstance(layer, CONVOLUTIONS):
+        return layer.in_channels
     if isinstance(layer, nn.Linear):
         return layer.in_features
     return layer.weight_matrix().shape[-1] if isinstance(layer, QuantizedLayer) else layer.weight.shape[0]

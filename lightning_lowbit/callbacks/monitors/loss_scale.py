@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,11 +10,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_logging_step
+from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor, is_of_device
 from lightning_lowbit.checks import integer
 from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Text
+from lightning_lowbit.saved_state import NUMBER
 
 # Counts in one float32 tensor, exact up to 2^24 steps. "falls" is whether there ever were too many.
 _COUNTS = ("step", "scale", "skipped_steps", "overflows", "falls", "at_floor", "at_cap")
@@ -58,11 +60,12 @@ class LossScaleMonitor(Monitor):
 
     Raises:
         ValueError: an argument is out of range.
-        MisconfigurationException: when training starts: there is no scaler.
 
     Examples:
         >>> Trainer(plugins=[FP8Precision(compute_dtype="fp16")], callbacks=[LossScaleMonitor()])
     """
+
+    saved: ClassVar[Any] = {"counts": dict.fromkeys(_COUNTS, NUMBER), "fell": [NUMBER], "alerts": Alerts.saved}
 
     def __init__(self, falls: int = 5, within: int = 100) -> None:
         self.falls = integer("falls", falls, 1, "how often the scale falls before a warning")
@@ -79,11 +82,12 @@ class LossScaleMonitor(Monitor):
         # A step: the scale, the tracker, and whether it is skipped.
         self._under_way: tuple[Tensor, Tensor, Tensor | None] | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _scaler(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._is_idle:
+            return
         scaler = _scaler(trainer)
         self._count(scaler)
         scale = scaler._get_scale_async()
@@ -91,9 +95,9 @@ class LossScaleMonitor(Monitor):
             self._under_way = scale.clone(), scaler._growth_tracker.clone(), overflow(scaler, optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        scaler = _scaler(trainer)
         if self._under_way is None:  # no optimizer step
             return
+        scaler = _scaler(trainer)
         self._count(scaler)
         if is_logging_step(trainer):
             self._keep_counts(trainer)
@@ -105,7 +109,8 @@ class LossScaleMonitor(Monitor):
             self._counts[_COUNTS.index("overflows")] = 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._keep_counts(trainer)
+        if not self._is_idle:
+            self._keep_counts(trainer)
         super().on_train_end(trainer, pl_module)
 
     @torch.no_grad()
@@ -150,11 +155,11 @@ class LossScaleMonitor(Monitor):
         counts, fell = self._counts.tolist(), self._fell.tolist()
         return {"counts": dict(zip(_COUNTS, counts, strict=True)), "fell": fell, "alerts": self._alerts.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._counts = torch.tensor([state_dict["counts"][name] for name in _COUNTS])
-        fell = [-math.inf] * self.falls + state_dict["fell"]
+    def _load(self, state: dict[str, Any]) -> None:
+        self._counts = torch.tensor([state["counts"][name] for name in _COUNTS])
+        fell = [*[-math.inf] * self.falls, *state["fell"]]
         self._fell = torch.tensor(fell[-self.falls :])
-        self._alerts.load_state_dict(state_dict["alerts"])
+        self._alerts.load_state_dict(state["alerts"])
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
         self._read()

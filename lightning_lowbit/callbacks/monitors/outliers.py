@@ -1,8 +1,8 @@
-"""Outliers in the inputs of linear layers, and in the weights that are about to cause them."""
+"""Outliers in the inputs of linear layers and convolutions, and in the weights that are about to cause them."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,11 @@ from lightning_lowbit._lightning import (
     is_mid_step,
     logger_step,
 )
+from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.faults import of_channel, of_input, of_mlp
 from lightning_lowbit.callbacks.monitors.latent_weights import has_flat_weights
-from lightning_lowbit.callbacks.monitors.layer_inputs import LayerInputs
+from lightning_lowbit.callbacks.monitors.layer_inputs import CONVOLUTIONS, LayerInputs, in_features
 from lightning_lowbit.checks import fraction, number, positive
 from lightning_lowbit.metrics import swiglu_alignment
 from lightning_lowbit.metrics.outliers import kurtosis, outlier_share
@@ -31,6 +32,7 @@ from lightning_lowbit.nn.conversion.smooth_swiglu import swiglus
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.classes import is_linear
 from lightning_lowbit.report.html import Section, Table, Text
+from lightning_lowbit.saved_state import NUMBER, count
 
 _ENOUGH = 10  # amaxes in the mean before any warning, since activations grow fast in the beginning
 _MEMORY = 50  # amaxes that the mean covers, so that it follows slow growth
@@ -48,7 +50,7 @@ class _Measured(NamedTuple):
 
 
 class OutlierMonitor(Monitor):
-    """Logs outliers in the inputs of linear layers, and warns before and when they grow suddenly.
+    """Logs outliers in the inputs of linear layers and convolutions, and warns before and when they grow suddenly.
 
     In each step that is logged, of each layer's input: ``activation_max``, ``kurtosis`` (3 if normally distributed; see
     arXiv 2306.12929, section 3) and ``outliers``, the share of elements beyond ``k`` times the root mean square. Of
@@ -58,8 +60,8 @@ class OutlierMonitor(Monitor):
     ``docs/guides/monitoring.md`` for the definitions, the alerts and the cost.
 
     Args:
-        layers: patterns of linear layers, see :func:`lightning_lowbit.convert`; None for the quantized ones, or for all
-            if none is.
+        layers: patterns of linear layers and convolutions, see :func:`lightning_lowbit.convert`; None for the quantized
+            ones, or for all if none is.
         swiglu: whether to look at the weights of SwiGLUs; None: if there are any whose weights are not flattened.
         k: how many times the root mean square makes an outlier, above 0 (LLM.int8(), arXiv 2208.07339, uses 6).
         alignment_limit: ``|cos|`` above which to warn, in (0, 1]; None for never. Independent rows of 64 elements never
@@ -69,12 +71,15 @@ class OutlierMonitor(Monitor):
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
-        MisconfigurationException: when training starts: no linear layer; with ``swiglu=True``, no SwiGLU, or its
-            weights are flattened by FSDP1 or ZeRO.
 
     Examples:
         >>> Trainer(plugins=[FP8Precision()], callbacks=[OutlierMonitor(layers=["down_proj", "lm_head"])])
     """
+
+    saved: ClassVar[Any] = {
+        "means": {str: {"count": count, "mean": NUMBER, "start?": NUMBER}},
+        "alerts": Alerts.saved,
+    }
 
     def __init__(
         self,
@@ -102,11 +107,10 @@ class OutlierMonitor(Monitor):
         self._mlp_rows: dict[str, dict[str, float]] = {}
 
     @torch.no_grad()
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._let_go()
-        layers, self._mlps = self._find_layers(pl_module), self._find_mlps(trainer, pl_module)
-        self._inputs = LayerInputs(layers, trainer.strategy.root_device, self.k)
+        self._inputs = LayerInputs(self._find_layers(pl_module), trainer.strategy.root_device, self.k)
+        self._mlps = self._find_mlps(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -137,11 +141,13 @@ class OutlierMonitor(Monitor):
 
     def _find_layers(self, pl_module: LightningModule) -> dict[str, nn.Module]:
         modules = {clean_name(name): module for name, module in pl_module.named_modules()}
-        found = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) or is_linear(module)}
+        kinds = (nn.Linear, CONVOLUTIONS)
+        found = {name: module for name, module in modules.items() if isinstance(module, kinds) or is_linear(module)}
+        found = {name: module for name, module in found.items() if in_features(module)}
         if not found:
             raise MisconfigurationException(
-                f"OutlierMonitor needs linear layers, and {type(pl_module).__name__} holds none: leave it out. Layers "
-                "that are created in configure_model must exist when training starts."
+                f"OutlierMonitor needs linear layers or convolutions, and {type(pl_module).__name__} holds none: leave "
+                "it out. Layers that are created in configure_model must exist when training starts."
             )
         if self.layers is not None:
             chosen = select(list(found), self.layers, "layers")
@@ -216,14 +222,17 @@ class OutlierMonitor(Monitor):
 
     def state_dict(self) -> dict[str, Any]:
         self._read()
-        means = {layer: {"count": one.count, "mean": one.mean} for layer, one in self._means.items()}
+        means = {
+            layer: {"count": one.count, "mean": one.mean, "start": one.start} for layer, one in self._means.items()
+        }
         return {"means": means, "alerts": self._alerts.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for layer, known in state_dict["means"].items():
+    def _load(self, state: dict[str, Any]) -> None:
+        self._means = {}
+        for layer, known in state["means"].items():
             self._means[layer] = mean = self._new_mean()
-            mean.count, mean.mean = known["count"], known["mean"]
-        self._alerts.load_state_dict(state_dict["alerts"])
+            mean.count, mean.mean, mean.start = known["count"], known["mean"], known.get("start", known["mean"])
+        self._alerts.load_state_dict(state["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         self._read()
@@ -234,7 +243,7 @@ class OutlierMonitor(Monitor):
         self._read()
         at = f"At step {self._step}, the last one that was logged"
         caption = f"{at}; outliers: share of elements beyond {self.k:g} times the rms."
-        blocks: list[Table | Text] = [Text("No step with linear layers was logged.")]
+        blocks: list[Table | Text] = [Text("No step with these layers was logged.")]
         if self._rows:
             blocks = [self._table("layer", ["largest", "kurtosis", "outliers"], self._rows, caption)]
         if self._mlp_rows:

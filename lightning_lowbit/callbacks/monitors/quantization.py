@@ -1,7 +1,7 @@
 """What quantization does to the six operands of each layer, and to its weight between steps."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from lightning_lowbit._lightning import (
     logger_step,
     say_once,
 )
+from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.faults import Fault, of_codes, of_operand, of_weight
 from lightning_lowbit.callbacks.monitors.latent_weights import (
@@ -61,11 +62,12 @@ class QuantizationMonitor(Monitor):
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
-        MisconfigurationException: when training starts: ``weights=True`` under FSDP1.
 
     Examples:
         >>> Trainer(plugins=[TernaryPrecision()], callbacks=[QuantizationMonitor()])
     """
+
+    saved: ClassVar[Any] = {"alerts": Alerts.saved, "last_flip": {str: int}}
 
     def __init__(
         self,
@@ -100,22 +102,21 @@ class QuantizationMonitor(Monitor):
         self._before: dict[str, Quantized] = {}
         self._is_watching = False
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not (layers := converted_layers(pl_module)):
             say_once("QuantizationMonitor has nothing to log: no layer is converted by a LowBitPrecision plugin.")
         is_flat = has_flat_weights(trainer)
-        if is_flat and self.weights:
-            raise MisconfigurationException(
-                "QuantizationMonitor(weights=True) needs weights that are matrices, and FSDPStrategy flattens them: "
-                "leave weights out, or train with one device, DDP or ModelParallelStrategy."
-            )
-        if self.only is not None:
+        if self.only is not None and layers:
             chosen = select(list(layers), self.only, "only")
             layers = {name: layer for name, layer in layers.items() if name in chosen}
         self._weights = {} if is_flat or self.weights is False else layers
         self._watched.stop()
         self._watched = QuantizedOperands(layers if self.operands else {}, self.blocks)
+        if is_flat and self.weights:
+            raise MisconfigurationException(
+                "QuantizationMonitor(weights=True) needs weights that are matrices, and FSDPStrategy flattens them: "
+                "leave weights out, or train with one device, DDP or ModelParallelStrategy."
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -215,9 +216,9 @@ class QuantizationMonitor(Monitor):
         self._read()
         return {"alerts": self._alerts.state_dict(), "last_flip": dict(self._last_flip)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._alerts.load_state_dict(state_dict["alerts"])
-        self._last_flip = dict(state_dict["last_flip"])
+    def _load(self, state: dict[str, Any]) -> None:
+        self._alerts.load_state_dict(state["alerts"])
+        self._last_flip = dict(state["last_flip"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         self._read()

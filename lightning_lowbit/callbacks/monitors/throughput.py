@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from lightning_lowbit._lightning import LightningModule, Trainer, extract_batch_size, is_logging_step, is_mid_step
+from lightning_lowbit._lightning import (
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    extract_batch_size,
+    is_logging_step,
+    is_mid_step,
+    rank_zero_warn,
+)
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
 from lightning_lowbit.metrics.devices import peaks_of
@@ -27,7 +35,8 @@ class Throughput(LowBitCallback):
 
     Args:
         unit: what is counted.
-        count: how many of them a batch has; None takes the size of the first dimension.
+        count: how many of them a batch has; None takes the size of the first dimension. Where it cannot be
+            told, the callback warns, and logs no ``<unit>/s``.
         peak_flops: FLOP/s of one device by ``"bfloat16"``, ``"float8"``, ``"int8"``, ``"float32"``, …; None looks the
             device up.
 
@@ -50,14 +59,14 @@ class Throughput(LowBitCallback):
         self.peak_flops = peak_flops
         self._peaks: Mapping[str, float] = {}
         self._replicas = 1
-        self._begun = False
+        self._begun, self._is_counting = False, True
         self._restart()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         sharding = trainer.distributed_sampler_kwargs  # ranks that share a batch count as one
         self._replicas = sharding["num_replicas"] if sharding else 1
         self._peaks = peaks_of(trainer.strategy.root_device) if self.peak_flops is None else self.peak_flops
-        self._begun = False
+        self._begun, self._is_counting = False, True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restart()
@@ -69,12 +78,12 @@ class Throughput(LowBitCallback):
             self._begun = True
             self._restart()
             return
-        self._items += self.count(batch)
+        self._count_items(batch)
         self._batches += 1
         if not is_logging_step(trainer) or is_mid_step(trainer):
             return
         seconds = time.perf_counter() - self._since
-        metrics = {f"{self.unit}/s": self._replicas * self._items / seconds}
+        metrics = {f"{self.unit}/s": self._replicas * self._items / seconds} if self._is_counting else {}
         flops = _flops_per_batch(trainer, pl_module)
         if flops is not None:
             rate = flops * self._batches / seconds
@@ -85,6 +94,18 @@ class Throughput(LowBitCallback):
             # A tensor on the host: copying a float to the device would synchronize.
             pl_module.log(name, torch.tensor(value), prog_bar=name != "tflops", batch_size=1)
         self._restart()
+
+    def _count_items(self, batch: Any) -> None:
+        if not self._is_counting:
+            return
+        try:
+            self._items += self.count(batch)
+        except MisconfigurationException:
+            self._is_counting = False
+            rank_zero_warn(
+                f"Not measured: {self.unit}/s, for Throughput cannot tell how many a {type(batch).__name__} holds. "
+                "Give count, a callable that takes a batch and gives their number."
+            )
 
     def _restart(self) -> None:
         self._items = self._batches = 0

@@ -10,8 +10,10 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from weakref import proxy
+
+from torch import Tensor
 
 from lightning_lowbit._lightning import (
     AsyncCheckpointIO,
@@ -26,6 +28,7 @@ from lightning_lowbit._lightning import (
 from lightning_lowbit.atomic_files import being_written, discard, mend, name_of, put_in_place, remove, replace_link
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.recovery.whole_checkpoints import DamagedCheckpointError, find, first_whole
+from lightning_lowbit.checks import is_number
 
 _T = TypeVar("_T")
 
@@ -71,6 +74,11 @@ def _writes_later(trainer: Trainer) -> bool:
     return isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
 
 
+def _is_score(value: object) -> bool:
+    """a number, also as a tensor, or None"""
+    return value is None or is_number(value) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
 class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, which leaves only complete checkpoints after a crash.
 
@@ -93,11 +101,24 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
         >>> Trainer(callbacks=[CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])
     """
 
+    saved: ClassVar[Any] = {
+        "best_model_path": str,
+        "best_model_score": _is_score,
+        "best_k_models?": {str: _is_score},
+        "kth_best_model_path?": str,
+        "kth_value?": _is_score,
+        "last_model_path?": str,
+        "dirpath?": str | None,
+    }
+
     _until_validated: tuple[Any, ...] | None = None  # batch arguments, kept until after the validation
 
     @property
     def state_key(self) -> str:
         return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        ModelCheckpoint.load_state_dict(self, state)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)

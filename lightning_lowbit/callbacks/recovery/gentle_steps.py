@@ -1,6 +1,6 @@
 """Optimizer steps after a rollback with lower learning rates and a phase of higher precision."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_lowbit._lightning import Trainer
 from lightning_lowbit.callbacks.learning_rates import LowerRates
@@ -9,6 +9,8 @@ from lightning_lowbit.precision import LowBitPrecision
 
 class GentleSteps:
     """Lowers learning rates and sets a temporary phase of ``owner`` until the step ``until``; None when inactive."""
+
+    saved: ClassVar[Any] = {"until": int | None, "phase_before": str | None, "is_phase_ours": bool}
 
     def __init__(self, owner: str, lr_factor: float, phase: str | None) -> None:
         self.until: int | None = None

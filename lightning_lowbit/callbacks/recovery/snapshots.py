@@ -18,11 +18,15 @@ _SCHEDULED |= {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
 class TrainingState(NamedTuple):
-    """What to copy: weights and buffers, optimizers, and others whose ``state_dict`` is the same on all ranks."""
+    """What to copy: weights and buffers, optimizers, and others whose ``state_dict`` is the same on all ranks.
+
+    ``copies`` are the tensors of each copy of weights, see :mod:`.copies`.
+    """
 
     weights: Sequence[Tensor]
     optimizers: Sequence[torch.optim.Optimizer]
     others: Sequence[Any]
+    copies: Mapping[str, Sequence[Tensor]]
 
 
 class Snapshot:
@@ -31,7 +35,7 @@ class Snapshot:
     def __init__(self, device: str = "same") -> None:
         self.step: int | None = None
         self._device = device
-        self._kept: list[Any] = [None, None, None, None]
+        self._kept: list[Any] = [None] * 5
 
     @torch.no_grad()
     def take(self, step: int, trained: TrainingState) -> None:
@@ -41,14 +45,24 @@ class Snapshot:
             [optimizer.state for optimizer in trained.optimizers],
             [{name: value for name, value in group.items() if name not in _SCHEDULED} for group in groups],
             [other.state_dict() for other in trained.others],
+            {place: list(tensors) for place, tensors in trained.copies.items()},
         ]
         self._kept, self.step = self._keep(kept, self._kept), step
 
     @torch.no_grad()
-    def put_back(self, trained: TrainingState) -> None:
-        weights, states, options, others = self._kept
-        for weight, copied in zip(trained.weights, weights, strict=True):
-            local(weight).copy_(copied.shard)
+    def put_back(self, trained: TrainingState) -> list[str]:
+        """Restores the training state; returns the places of copies that are not as when the snapshot was taken."""
+        weights, states, options, others, copies = self._kept
+        pairs = [*zip(trained.weights, weights, strict=True)]
+        strange = []
+        for place, tensors in trained.copies.items():
+            copied = copies.get(place, ())
+            if [local(tensor).shape for tensor in tensors] == [one.shard.shape for one in copied]:
+                pairs += zip(tensors, copied, strict=True)
+            else:
+                strange.append(place)
+        for weight, one in pairs:
+            local(weight).copy_(one.shard)
         for optimizer, state in zip(trained.optimizers, states, strict=True):
             _put_back(state, optimizer.state)
         groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
@@ -56,6 +70,7 @@ class Snapshot:
             group.update({name: _put_back(value, group.get(name)) for name, value in kept.items()})
         for other, kept in zip(trained.others, others, strict=True):
             other.load_state_dict(_put_back(kept, None))
+        return strange
 
     def _keep(self, value: Any, slot: Any) -> Any:
         if isinstance(value, Tensor):

@@ -6,32 +6,47 @@ trusted once the losses of the ``good_for`` steps after it are good. Losses are 
 
 import math
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_step, is_mid_step, rank_zero_warn
+from lightning_lowbit._lightning import (
+    LightningModule,
+    MisconfigurationException,
+    StochasticWeightAveraging,
+    Trainer,
+    is_logging_step,
+    is_mid_step,
+    rank_zero_warn,
+)
 from lightning_lowbit.callbacks.base import LowBitCallback
+from lightning_lowbit.callbacks.recovery.copies import copies_of_weights
 from lightning_lowbit.callbacks.recovery.gentle_steps import GentleSteps
 from lightning_lowbit.callbacks.recovery.snapshots import Snapshot, TrainingState, forget_gathered
 from lightning_lowbit.callbacks.recovery.step_losses import StepLosses
-from lightning_lowbit.checks import choose, fraction, integer, positive
+from lightning_lowbit.checks import choose, fraction, integer, positive, some
 from lightning_lowbit.metrics.spikes import SpikeDetector, Window, mean_limit
 from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Table, Text
+from lightning_lowbit.saved_state import NUMBER, count
+
+# A loss below this share of the first losses is that of a run that has converged.
+_CONVERGED = 0.1
 
 
 class SpikeRollback(LowBitCallback):
     """Undoes the steps around a spike of the training loss, and skips their batches.
 
     A loss is a spike if it is not finite, or above ``mean + threshold · max(deviation, 0.01 · |mean|)`` of the last
-    ``history`` good losses. Then weights, buffers, optimizer states, loss scale and amaxes are restored from the last
-    trusted snapshot; counters, schedules and data continue. See ``docs/guides/spikes.md``.
+    ``history`` good losses, and above the mean by 0.001 of the first ones. Then weights, buffers, their averages and
+    other copies, optimizer states, loss scale and amaxes are restored from the last trusted snapshot; counters,
+    schedules and data continue. A callback with a method ``on_rollback(trainer, pl_module)`` is told. See
+    ``docs/guides/spikes.md``.
 
-    **Memory**: two snapshots, each the size of this rank's parameters, buffers and optimizer state.
+    **Memory**: two snapshots, each the size of this rank's parameters, buffers, their copies and optimizer state.
 
     Args:
         threshold: standard deviations above the mean, above 0.
@@ -43,18 +58,29 @@ class SpikeRollback(LowBitCallback):
         recovery_steps: optimizer steps with ``lr_factor`` and ``phase`` after a rollback, at least 1.
         lr_factor: factor of learning rates in these steps, in (0, 1].
         phase: precision phase in these steps, such as ``"bf16"``; None for no change.
-        max_rollbacks: most rollbacks within ``within`` steps, and to the same snapshot, at least 1.
+        max_rollbacks: most rollbacks within ``within`` steps, and to the same snapshot, at least 1. A spike after them
+            below a tenth of the first losses counts as a good loss.
         within: a number of optimizer steps, at least 1.
 
     Raises:
         ValueError: an argument is out of range.
-        MisconfigurationException: manual optimization, DeepSpeed, or ``phase`` without a :class:`LowBitPrecision`.
+        MisconfigurationException: manual optimization, DeepSpeed, ``StochasticWeightAveraging``, or ``phase`` without a
+            :class:`LowBitPrecision`.
         RuntimeError: ``max_rollbacks`` is exceeded (weights are restored before), or a checkpoint was saved after a
             spike.
 
     Examples:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[SpikeRollback(phase="bf16", lr_factor=0.5)])
     """
+
+    saved: ClassVar[Any] = {
+        "good": [NUMBER],
+        "seen": count,
+        "start?": NUMBER,
+        "pending": [(int, NUMBER | None)],
+        "rollbacks": [dict.fromkeys(("step", "spike", "loss", "mean", "to"), NUMBER)],
+        **GentleSteps.saved,
+    }
 
     def __init__(
         self,
@@ -103,13 +129,19 @@ class SpikeRollback(LowBitCallback):
         self._refuse_deepspeed(trainer)
         if self.phase is not None:
             self._needs_plugin(trainer)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+            raise MisconfigurationException(
+                "SpikeRollback cannot take undone weights out of StochasticWeightAveraging, which averages once in an "
+                "epoch, and sets weights itself in its last one. Use WeightAveraging or EMAWeightAveraging, or leave "
+                "out one of the two."
+            )
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         optimized = [parameter for group in groups for parameter in group["params"]]
         self._parameters = list(dict.fromkeys([*optimized, *pl_module.parameters()]))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._trusted.take(trainer.global_step, self._state_of(trainer))
-        self._candidate.step = None
+        self._trusted.step = self._candidate.step = None
         self._begins_step = True
         self._losses.begin_step()
         self._gentle.resume(trainer)
@@ -117,6 +149,8 @@ class SpikeRollback(LowBitCallback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if not self._begins_step:
             return
+        if self._trusted.step is None:  # not in on_train_start, where callbacks after this one may set weights
+            self._trusted.take(trainer.global_step, self._state_of(trainer))
         self._judge(trainer, leave=1)
         self._begins_step, step = False, trainer.global_step
         if self._gentle.until is not None and step >= self._gentle.until:
@@ -157,13 +191,27 @@ class SpikeRollback(LowBitCallback):
 
     def _judge(self, trainer: Trainer, leave: int = 0) -> None:
         for step, loss in self._losses.read(leave):
-            if self._detector.judge(loss):
+            if self._detector.judge(loss) and not self._is_tolerated(trainer.global_step, loss):
                 self._losses.pending.clear()
                 self._roll_back(trainer, step, loss)
                 return
             if self._candidate.step is not None and step >= self._candidate.step + self.good_for - 1:
                 self._trusted, self._candidate = self._candidate, self._trusted
                 self._candidate.step = None
+
+    def _recent(self, step: int) -> list[dict[str, float]]:
+        """The rollbacks of which ``max_rollbacks`` are the most, when the next one is due after ``step`` steps."""
+        return [one for one in self._rollbacks if one["step"] > step - self.within or one["to"] == self._trusted.step]
+
+    def _is_tolerated(self, step: int, loss: float) -> bool:
+        """Whether a spike counts as a good loss, which is then learned, because it would end a run that has converged.
+
+        The loss of such a run is far below that of the first steps, and so is the spike.
+        """
+        if len(self._recent(step)) < self.max_rollbacks or not abs(loss) < _CONVERGED * self._good.start:
+            return False
+        self._good.add(loss)
+        return True
 
     def _roll_back(self, trainer: Trainer, spike: int, loss: float) -> None:
         step, to, good = trainer.global_step, self._trusted.step, self._good.values
@@ -174,12 +222,14 @@ class SpikeRollback(LowBitCallback):
             raise RuntimeError(
                 f"{told}; the checkpoint of this run was saved after it, at step {to}: resume from an earlier one."
             )
-        self._trusted.put_back(self._state_of(trainer))
+        strange = self._trusted.put_back(self._state_of(trainer))
         if trainer.model is not None:
             forget_gathered(trainer.model)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if callable(told_too := getattr(callback, "on_rollback", None)):
+                told_too(trainer, trainer.lightning_module)
         self._candidate.step = None
-        since = [one for one in self._rollbacks if one["step"] > step - self.within or one["to"] == to]
-        if len(since) >= self.max_rollbacks:
+        if len(since := self._recent(step)) >= self.max_rollbacks:
             raise RuntimeError(
                 f"{told}. SpikeRollback has gone back {len(since)} times since step {since[0]['step']} "
                 f"(max_rollbacks={self.max_rollbacks}): it is no batch that is to blame. The weights are those of step "
@@ -189,7 +239,7 @@ class SpikeRollback(LowBitCallback):
         self._gentle.begin(trainer, step + self.recovery_steps)
         rank_zero_warn(
             f"SpikeRollback: {told}. Step {step} continues with the weights of step {to}; the batches in between are "
-            "left out."
+            f"left out.{_of_strange(strange, to)}"
         )
 
     def _state_of(self, trainer: Trainer) -> TrainingState:
@@ -197,23 +247,25 @@ class SpikeRollback(LowBitCallback):
         histories = plugin.histories if isinstance(plugin, LowBitPrecision) else None
         # The plugin's counters and phase are not restored.
         others = [one for one in (scaler_of(plugin), histories) if one is not None]
-        return TrainingState([*self._parameters, *trainer.lightning_module.buffers()], trainer.optimizers, others)
+        weights = [*self._parameters, *trainer.lightning_module.buffers()]
+        return TrainingState(weights, trainer.optimizers, others, copies_of_weights(trainer))
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics, rollbacks and gentle steps, without snapshots. Waits for pending losses."""
         return {
             "good": list(self._good.values),
             "seen": self._good.count,
+            "start": self._good.start,
             "pending": self._losses.state(),
             "rollbacks": [dict(one) for one in self._rollbacks],
             **self._gentle.state(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._good.load(state_dict["good"], state_dict["seen"])
-        self._losses.load(state_dict["pending"])
-        self._rollbacks = [dict(one) for one in state_dict["rollbacks"]]
-        self._gentle.load(state_dict)
+    def _load(self, state: dict[str, Any]) -> None:
+        self._good.load(state["good"], state["seen"], state.get("start"))  # older checkpoints have no start
+        self._losses.load(state["pending"])
+        self._rollbacks = [dict(one) for one in state["rollbacks"]]
+        self._gentle.load(state)
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         return {"rollbacks": [dict(one) for one in self._rollbacks]}
@@ -225,3 +277,12 @@ class SpikeRollback(LowBitCallback):
         header = ["spike in step", "its loss", "mean before it", "seen after step", "back to the weights after step"]
         rows = [[int(r["spike"]) + 1, r["loss"], r["mean"], int(r["step"]), int(r["to"])] for r in self._rollbacks]
         return [Section("Spikes", [Text(f"Rollbacks: {len(rows)}."), Table(header, rows)])]
+
+
+def _of_strange(copies: list[str], to: int) -> str:
+    if not copies:
+        return ""
+    return (
+        f" Not restored: {some(copies)}, which step {to} did not have so. Where it is an average of weights, it holds "
+        "undone ones: create it before training starts."
+    )

@@ -7,6 +7,7 @@ from lightning_lowbit._lightning import LightningModule, Trainer, say_once
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow, AtPlateau, Below, Plateau
 from lightning_lowbit.callbacks.switches.step_triggers import AtFraction, AtStep, AtTokens, Trigger
+from lightning_lowbit.saved_state import check_state
 
 __all__ = ["Below", "Plateau", "Switch"]
 
@@ -114,16 +115,19 @@ class Switch(LowBitCallback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Loads the state and resets the rest: the same Trainer may have trained further before."""
+        owner, states = type(self).__name__, checkpoint.get(_CHECKPOINT_KEY, {})
+        check_state(owner, states, {str: {}})
+        if state := states.get(self.state_key):
+            check_state(owner, state, self._trigger.saved | self.saved)
         self._start_afresh()
-        if state := checkpoint.get(_CHECKPOINT_KEY, {}).get(self.state_key):
+        if state:
             self._load_state(state)
 
     def _state(self, trainer: Trainer) -> dict[str, Any]:
         return self._trigger.state_dict(trainer)
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        if "due" in state:
-            self._trigger.load_state_dict(state)
+        self._trigger.load_state_dict(state)
 
     def _resolve(self, trainer: Trainer, pl_module: LightningModule) -> float:
         self._trigger.begin(type(self).__name__, trainer, pl_module)

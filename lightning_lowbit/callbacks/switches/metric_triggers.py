@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step
 from lightning_lowbit.callbacks.switches.step_triggers import Trigger
 from lightning_lowbit.checks import choose, from_fields, integer, number, text
+from lightning_lowbit.saved_state import NUMBER, count
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Plateau:
 
 
 class AtPlateau(Trigger):
+    saved: ClassVar[dict[Any, Any]] = {"due": NUMBER, "best": NUMBER | None, "stalled": count}
+
     def __init__(self, plateau: Plateau | Mapping[str, Any]) -> None:
         super().__init__()
         self.plateau = from_fields(Plateau, "a plateau", plateau) if isinstance(plateau, Mapping) else plateau
@@ -127,6 +130,14 @@ class Below:
 
 
 class AtBelow(Trigger):
+    saved: ClassVar[dict[Any, Any]] = {
+        "due": NUMBER,
+        "in_a_row": count,
+        "value": NUMBER,
+        "seen": int,
+        "waiting": [(int, NUMBER)],
+    }
+
     def __init__(self, below: Below | Mapping[str, Any]) -> None:
         super().__init__()
         self.below = from_fields(Below, "below", below) if isinstance(below, Mapping) else below

@@ -7,7 +7,7 @@ mapping          some layers have other casts from a step on; the phase still ap
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -70,6 +70,7 @@ class PrecisionSwitch(Switch):
     """
 
     changes = "precision"
+    saved: ClassVar[Any] = {"record?": {"step": int, "from": str, "to": str, "why": str}, "set?": int | None}
 
     def __init__(
         self,

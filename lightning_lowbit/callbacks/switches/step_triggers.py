@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, rank_zero_warn
 from lightning_lowbit.checks import integer, number
+from lightning_lowbit.saved_state import NUMBER, count
 
 
 class Trigger:
@@ -28,6 +29,7 @@ class Trigger:
     """
 
     is_known: ClassVar[bool] = False
+    saved: ClassVar[dict[Any, Any]] = {}  # the kind of its `state_dict`, see `lightning_lowbit.saved_state`
 
     def __init__(self) -> None:
         self.start_afresh()
@@ -84,6 +86,8 @@ class AtTokens(Trigger):
     tokens per step so far, the next sum is R / 2p steps later. That makes a logarithmic number of sums, and is exact
     unless steps become more than twice as large as their average.
     """
+
+    saved: ClassVar[dict[Any, Any]] = {"due": NUMBER, "began": int | None, "tokens": count, "check": int}
 
     def __init__(self, tokens: int, count: Callable[[Any], int] | None = None) -> None:
         super().__init__()

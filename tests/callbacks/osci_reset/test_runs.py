@@ -167,3 +167,15 @@ def test_sharded_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(osci_reset, "whole_layers", refuse)
     with pytest.raises(MisconfigurationException, match="sharded"):
         fit(OsciReset())
+
+
+def test_a_window_of_another_model_is_refused() -> None:
+    paths = {"layer": {"latent": torch.ones(3, 4), "quantized": torch.ones(3, 4)}}
+
+    class Loads(Callback):
+        def on_train_start(self, run: Trainer, module: Any) -> None:
+            callback.load_state_dict({"step": 1, "end": 9, "paths": paths})
+
+    callback = OsciReset(window=6, every=8)
+    with pytest.raises(ValueError, match=r"OsciReset's window.*another model.*layer.*\(3, 4\).*\(16, 32\)"):
+        trainer(Loads(), callback, plugin=TernaryPrecision(), max_steps=2).fit(Small())

@@ -196,9 +196,10 @@ def test_averaged_weights_beside_codes():
             super().__init__()
             self.base = pack_frozen(nn.Linear(32, 32).requires_grad_(False), "nvfp4")
 
-    averaging = pytorch.callbacks.EMAWeightAveraging()
-    with pytest.raises(MisconfigurationException, match="EMAWeightAveraging averages all.*base.*unpack_frozen"):
-        quiet(plugins=[FP4Precision()], callbacks=[averaging]).fit(Frozen())
+    averages = pytorch.callbacks.EMAWeightAveraging(), pytorch.callbacks.StochasticWeightAveraging(1e-2)
+    for averaging in averages:
+        with pytest.raises(MisconfigurationException, match="WeightAveraging averages all.*base.*unpack_frozen"):
+            quiet(plugins=[FP4Precision()], callbacks=[averaging]).fit(Frozen())
 
 
 def test_fabric():

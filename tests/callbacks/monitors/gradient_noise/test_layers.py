@@ -91,13 +91,13 @@ def test_layers_by_hand(preset: str, micro: int) -> None:
     assert dict(model.calls) == dict.fromkeys(range(1, 7), micro), "no step runs twice"
 
 
-def test_layers_in_the_phase_of_finetuning_have_no_noise() -> None:
+def test_layers_in_the_phase_of_finetuning_are_not_measured() -> None:
     monitor = GradientNoiseMonitor(1, kind="layers", average=1)
     plugin = LowBitPrecision("nvfp4", compute_dtype="bf16", seed=2)
     run = trainer(plugin, monitor, PrecisionSwitch("qaf", step=3), PrecisionSwitch("bf16", step=5))
     run.fit(Model(0.1))
-    assert [step for step, _ in monitor.measurements()] == [1, 2, 3, 4, 5]
-    assert [ratio == math.inf for ratio in ratios(monitor)] == [False] * 3 + [True] * 2
+    assert [step for step, _ in monitor.measurements()] == [1, 2, 3]
+    assert all(ratio < math.inf for ratio in ratios(monitor)), "the end of noise is logged as a number"
     (chart, text) = monitor.report_sections(run)[0].blocks
     assert isinstance(chart, Chart)
     monitor = GradientNoiseMonitor(1, kind="layers")
@@ -105,7 +105,7 @@ def test_layers_in_the_phase_of_finetuning_have_no_noise() -> None:
     run.fit(Model())
     (text,) = monitor.report_sections(run)[0].blocks
     assert isinstance(text, Text)
-    assert "none of their operands was quantized" in text.text
+    assert text.text == "Not measured: every 1 steps, in quantized layers."
 
 
 def test_layers_that_are_frozen_are_left_out() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from lightning_lowbit import (
     GradientNoiseMonitor,
+    PrecisionSwitch,
 )
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
 from tests.lightning_imports import (
@@ -124,21 +125,31 @@ def test_bad_patterns() -> None:
 
 def test_without_the_plugin() -> None:
     run = Trainer(accelerator="cpu", callbacks=[GradientNoiseMonitor()], max_steps=1, logger=False)
-    with pytest.raises(MisconfigurationException, match="Trainer has Precision. Use e.g. Trainer"):
+    with pytest.warns(UserWarning, match="Not measured: .* Trainer has Precision. Use e.g. Trainer"):
         run.fit(Model())
 
 
 def test_manual_optimization() -> None:
     model = Model()
     model.automatic_optimization = False
-    with pytest.raises(MisconfigurationException, match="Use automatic optimization"):
-        fit(model, GradientNoiseMonitor())
+    with pytest.warns(UserWarning, match="Not measured: .* Use automatic optimization"):
+        GradientNoiseMonitor().on_fit_start(trainer(NOISY), model)
 
 
-def test_deepspeed_is_refused() -> None:
+def test_a_switch_does_not_wait_for_what_is_not_measured() -> None:
+    model = Model()
+    model.automatic_optimization = False
+    switch = PrecisionSwitch("qaf", below={})
+    for callbacks in ([switch, GradientNoiseMonitor()], [GradientNoiseMonitor(), switch]):
+        with (
+            pytest.warns(UserWarning, match="Not measured"),
+            pytest.raises(MisconfigurationException, match="Monitor does not .it measures nothing"),
+        ):
+            trainer(NOISY, *callbacks).fit(model)
+
+
+def test_deepspeed_is_not_measured() -> None:
     run, model = trainer(NOISY), Model()
     run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
-    with pytest.raises(
-        MisconfigurationException, match="DeepSpeed keeps to itself: use kind='layers', or train with DDP"
-    ):
-        GradientNoiseMonitor().on_train_start(run, model)
+    with pytest.warns(UserWarning, match="DeepSpeed keeps to itself: use kind='layers', or train with DDP"):
+        GradientNoiseMonitor().on_fit_start(run, model)

@@ -15,7 +15,6 @@ from lightning_lowbit.report.html import Table
 from tests.callbacks.monitors.outliers.runs import LAYERS, Model, fit, logged, trainer
 from tests.lightning_imports import (
     BoringModel,
-    MisconfigurationException,
     TensorBoardLogger,
 )
 from tests.tables import each
@@ -180,7 +179,15 @@ def test_what_is_not_there() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.silu(self.layer(x[:, None]))
 
-    with pytest.raises(MisconfigurationException, match="Convolution holds none: leave it out"):
-        trainer(OutlierMonitor()).fit(Convolution())
-    with pytest.raises(MisconfigurationException, match="swiglu=True needs SwiGLUs, and BoringModel holds none"):
+    class Norm(Convolution):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.BatchNorm1d(1)
+
+    with pytest.warns(UserWarning, match="Not measured: OutlierMonitor .*Norm holds none: leave it out"):
+        trainer(OutlierMonitor()).fit(Norm())
+    with pytest.warns(UserWarning, match="Not measured: swiglu=True needs SwiGLUs, and BoringModel holds none"):
         trainer(OutlierMonitor(swiglu=True)).fit(BoringModel())
+    run = trainer(monitor := OutlierMonitor())
+    run.fit(Convolution())
+    assert list(monitor.report_data(run)["outliers"]["layers"]) == ["layer"]

@@ -12,7 +12,7 @@ from lightning_lowbit import IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, SHARES, AtStep, Two, rows, trainer
-from tests.lightning_imports import Callback, MisconfigurationException, Trainer
+from tests.lightning_imports import Callback, Trainer
 from tests.tables import each
 
 
@@ -227,7 +227,7 @@ def test_patterns_that_match_nothing(only: Any, message: str) -> None:
         trainer(QuantizationMonitor(only=only), logger=False).fit(Two())
 
 
-def test_flat_weights_are_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flat_weights_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of FSDP1, of which no stretch is a matrix; operands are there as they always are."""
     monkeypatch.setattr(quantization, "has_flat_weights", lambda run: True)
     run = trainer(monitor := QuantizationMonitor())
@@ -236,8 +236,10 @@ def test_flat_weights_are_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -
     data = monitor.report_data(run)
     assert data["quantized_weights"]["layers"] == {}
     assert set(data["quantized_operands"]["layers"]) == set(LAYERS)
-    with pytest.raises(MisconfigurationException, match=r"QuantizationMonitor\(weights=True\) needs weights that are"):
-        trainer(QuantizationMonitor(weights=True)).fit(Two())
+    run = trainer(monitor := QuantizationMonitor(weights=True))
+    with pytest.warns(UserWarning, match=r"Not measured: QuantizationMonitor\(weights=True\) needs weights that are"):
+        run.fit(Two())
+    assert set(monitor.report_data(run)["quantized_operands"]["layers"]) == set(LAYERS)
 
 
 @each(

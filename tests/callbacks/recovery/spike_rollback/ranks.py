@@ -18,17 +18,21 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import SpikeRollback
 from tests.launch import take_part
+from tests.lightning_imports import pytorch
 from tests.optim.ranks_lightning import RANKS, STRATEGIES, Regression, plugin, trainer
+
+EMAWeightAveraging = pytorch.callbacks.EMAWeightAveraging
 
 BAD, KIND = 7, {"spike": 1e3, "nan": math.nan}
 KEPT = [0, 1, 2, 3, *range(9, 14)]  # a snapshot before step 4, and step 8 is taken before the loss of 7 is read
-RUNS = {
-    f"{strategy}, {optimizer}, {kind}": (strategy, optimizer, kind)
+RUNS: dict[str, tuple[str, str, str, Any]] = {
+    f"{strategy}, {optimizer}, {kind}": (strategy, optimizer, kind, None)
     for strategy in ("ddp", "fsdp2", "fsdp1")
     for optimizer in ("adaptive", "fp8")
     for kind in KIND
     if (strategy, optimizer) != ("fsdp1", "fp8")  # no rank holds rows, which moments in FP8 need
 }
+RUNS["ddp, adaptive, nan, averaged"] = ("ddp", "adaptive", "nan", lambda: EMAWeightAveraging(decay=0.5))
 
 
 class OneSided(Regression):
@@ -87,14 +91,16 @@ def train(strategy: str, optimizer: str, kind: str, numbers: Sequence[int], *cal
 def work() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in sys.argv[3:]:
-        strategy, optimizer, kind = RUNS[name]
+        strategy, optimizer, kind, average = RUNS[name]
+        averages = [[average()] if average else [] for _ in range(2)]
         rollback = SpikeRollback(warmup_steps=3, every_n_steps=4, good_for=1)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            weights = train(strategy, optimizer, kind, range(14), rollback)
+            warnings.simplefilter("ignore", UserWarning)  # of the rollback, and of averages with configure_model
+            weights = train(strategy, optimizer, kind, range(14), rollback, *averages[0])
+            clean = train(strategy, optimizer, kind, KEPT, *averages[1])
         results[name] = {
             "weights": weights,
-            "clean": train(strategy, optimizer, kind, KEPT),
+            "clean": clean,
             "steps": [[one[name] for name in ("step", "spike", "to")] for one in rollback.state_dict()["rollbacks"]],
             "good": rollback.state_dict()["good"],
         }

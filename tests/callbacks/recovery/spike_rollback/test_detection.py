@@ -160,3 +160,29 @@ def test_gives_up_within_a_window_only(within: int, gives_up: bool) -> None:
                 fit(model, rollback(max_rollbacks=1, within=within))
         else:
             fit(model, rollback(max_rollbacks=1, within=within))
+
+
+def test_a_run_that_has_converged_goes_on() -> None:
+    """Near 0 every loss is many times the mean; those that are not small have gone back as often as they may."""
+    start, settled = [1.0, 1.1, 0.9, 1.0], [1e-6 * (1 + i % 3) for i in range(8)]
+    callback = rollback(history=4, max_rollbacks=2)
+    losses = [*start, *settled, 3e-5, *settled, 2e-4, *settled]
+    trainer(callback, limit_val_batches=0).fit(Losses(losses))
+    assert steps(callback) == []
+
+    callback = rollback(history=4, max_rollbacks=2)
+    losses = [*start, *(loss for _ in range(6) for loss in (*settled, 0.05))]
+    with pytest.warns(UserWarning, match=r"The loss of step \d+ is 0.05"):
+        trainer(callback, limit_val_batches=0).fit(Losses(losses))
+    assert len(steps(callback)) == 2, "the run goes on with losses that are far below its first ones"
+
+    losses = [*start, *(loss for _ in range(6) for loss in (*settled, 0.5))]
+    with pytest.warns(UserWarning, match="SpikeRollback"), pytest.raises(RuntimeError, match="no batch that is to"):
+        trainer(rollback(history=4, max_rollbacks=2), limit_val_batches=0).fit(Losses(losses))
+
+
+def test_what_the_run_began_with_is_in_the_checkpoint() -> None:
+    first, second = rollback(history=4), rollback(history=4)
+    trainer(first, limit_val_batches=0).fit(Losses([1.0, 1.1, 0.9, 1.0, *[1e-6] * 6]))
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict() and second.state_dict()["start"] == pytest.approx(1.0)

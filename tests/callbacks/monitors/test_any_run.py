@@ -1,0 +1,251 @@
+"""A monitor ends no run: whatever a run lacks or holds, it trains on, with one line of what is not measured."""
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_lowbit import (
+    FP4Precision,
+    GradientNoiseMonitor,
+    GradientNormMonitor,
+    LossScaleMonitor,
+    OutlierMonitor,
+    PrecisionSummary,
+    QuantizationMonitor,
+    RunReport,
+    Throughput,
+)
+from tests.lightning_imports import LightningModule, Trainer
+from tests.tables import each
+
+STEPS = 3
+
+MONITORS: dict[str, Callable[[], Any]] = {
+    "norm": lambda: GradientNormMonitor(every_n_steps=1),
+    "noise, draws": lambda: GradientNoiseMonitor(every_n_steps=1),
+    "noise, layers": lambda: GradientNoiseMonitor(every_n_steps=1, kind="layers"),
+    "outliers": OutlierMonitor,
+    "outliers, swiglu": lambda: OutlierMonitor(swiglu=True),
+    "quantization": QuantizationMonitor,
+    "quantization, weights": lambda: QuantizationMonitor(weights=True, blocks=True),
+    "loss scale": LossScaleMonitor,
+    "throughput": Throughput,
+    "summary": PrecisionSummary,
+    "report": RunReport,
+}
+
+
+class Model(LightningModule):
+    """Trains a network on random inputs."""
+
+    def __init__(self, net: nn.Module, x: Any = None, scale: float = 1.0) -> None:
+        super().__init__()
+        self.net, self.scale = net, scale
+        self.x = torch.randn(8, 16) if x is None else x
+
+    def loss(self) -> Tensor:
+        y = self.net(self.x)
+        y = torch.view_as_real(y) if y.is_complex() else y
+        return y.float().square().mean() * self.scale
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(range(STEPS))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class Manual(Model):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss())
+        optimizer.step()
+
+
+class Endless(Model):
+    def train_dataloader(self) -> Any:
+        class Numbers(IterableDataset):
+            def __iter__(self) -> Iterator[int]:
+                yield from range(STEPS)
+
+        return DataLoader(Numbers())
+
+
+class Opaque(Model):
+    """Batches of which no size can be told."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(range(STEPS), collate_fn=lambda batch: object())
+
+
+class Skipped(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.complex64) @ self.weight
+
+
+class Odd(nn.Module):
+    """Parameters of integers, without elements, without a gradient; a layer without inputs, and one not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.unused = nn.Linear(4, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.none = nn.Linear(0, 4)
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.empty.sum() + self.none(x[:, :0])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def frozen(net: nn.Module) -> nn.Module:
+    net[0].requires_grad_(False)  # type: ignore[index]
+    return net
+
+
+IDS, IMAGES = torch.arange(8), torch.randn(2, 3, 8, 8)
+RUNS: dict[str, Callable[[], LightningModule]] = {
+    "usual": lambda: Model(mlp()),
+    "convolutions": lambda: Model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 2, 3)), IMAGES),
+    "convolution of one image": lambda: Model(nn.Conv2d(3, 8, 3), IMAGES[0]),
+    "embedding": lambda: Model(nn.Embedding(8, 4), IDS),
+    "sparse": lambda: Model(nn.Embedding(8, 4, sparse=True), IDS),
+    "norms alone": lambda: Model(nn.LayerNorm(16)),
+    "manual": lambda: Manual(mlp()),
+    "frozen": lambda: Model(frozen(mlp())),
+    "converged": lambda: Model(mlp(), torch.zeros(8, 16), scale=0.0),
+    "NaN": lambda: Model(mlp(), scale=math.nan),
+    "endless": lambda: Endless(mlp()),
+    "opaque batches": lambda: Opaque(mlp()),
+    "no loss": lambda: Skipped(mlp()),
+    "odd parameters": lambda: Model(Odd()),
+    "complex": lambda: Model(nn.Sequential(mlp(), nn.Linear(4, 16), Complex())),
+    "no rows": lambda: Model(mlp(), torch.zeros(8, 16)[:0]),
+    "recurrent": lambda: Model(nn.Sequential(nn.Linear(16, 16), Last(nn.GRU(16, 4)))),
+}
+
+
+class Last(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)[0]
+
+
+PLUGINS = {"plugin": lambda: [FP4Precision("nvfp4", compute_dtype="fp32", only=None)], "none": lambda: None}
+# Two of one class need different state keys.
+VARIANTS = ("noise, layers", "outliers, swiglu", "quantization, weights")
+REPORTS = ("summary", "report")  # which take longer
+TOGETHER = [[name for name in MONITORS if name not in VARIANTS + REPORTS], list(VARIANTS)]
+
+
+def run(model: LightningModule, monitors: Any, plugins: Any, **kwargs: Any) -> list[str]:
+    """Trains, and returns the lines that say what is not measured."""
+    used = {"max_steps": STEPS, "logger": False, "log_every_n_steps": 1, "enable_model_summary": False}
+    used |= {"enable_checkpointing": False, "enable_progress_bar": False, **kwargs}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer = Trainer(accelerator="cpu", callbacks=[MONITORS[name]() for name in monitors], plugins=plugins, **used)
+        trainer.fit(model)
+    if not isinstance(model, Skipped):
+        assert trainer.global_step == used["max_steps"]
+    return [str(one.message) for one in said if "Not measured" in str(one.message)]
+
+
+def check(name: str, plugin: str, monitors: Any, **kwargs: Any) -> None:
+    try:
+        lines = run(RUNS[name](), monitors, PLUGINS[plugin](), **kwargs)
+    except ValueError as error:  # of the plugin, not of a monitor
+        assert "holds no layer to quantize" in str(error) and name in ("embedding", "sparse", "norms alone")
+        return
+    assert len(lines) <= len(monitors), lines
+    assert all(re.search("leave|[Gg]ive|use ", line) for line in lines), lines
+
+
+@each("name, plugin", [(name, plugin) for name in RUNS for plugin in PLUGINS])
+def test_any_run_trains(name: str, plugin: str, tmp_path: Any) -> None:
+    for monitors in TOGETHER if plugin == "plugin" else TOGETHER[:1]:
+        check(name, plugin, monitors, default_root_dir=str(tmp_path))
+
+
+@pytest.mark.slow
+@each("name, plugin", [(name, plugin) for name in RUNS for plugin in PLUGINS])
+def test_any_run_trains_with_each_monitor(name: str, plugin: str, tmp_path: Any) -> None:
+    for monitor in MONITORS:
+        check(name, plugin, [monitor], default_root_dir=str(tmp_path))
+
+
+def test_reports_of_any_run(tmp_path: Any) -> None:
+    for name, plugin in (("convolutions", "plugin"), ("embedding", "none"), ("odd parameters", "plugin")):
+        check(name, plugin, REPORTS, default_root_dir=str(tmp_path))
+
+
+@each("kwargs", [
+    {"barebones": True, "logger": None, "enable_checkpointing": None, "enable_progress_bar": None,
+     "enable_model_summary": None, "log_every_n_steps": None},
+    {"enable_model_summary": True, "fast_dev_run": STEPS},
+    {"accumulate_grad_batches": 2, "max_steps": STEPS // 2},
+])  # fmt: skip
+def test_any_trainer(kwargs: Any, tmp_path: Any) -> None:
+    for monitors in TOGETHER:
+        check("usual", "plugin", monitors, default_root_dir=str(tmp_path), **kwargs)
+
+
+def test_a_line_for_what_is_missing() -> None:
+    """One line for each monitor that measures nothing, and none for the others."""
+    names = ["norm", "noise, draws", "outliers", "loss scale", "throughput"]
+    said = {name: run(RUNS["opaque batches"](), [name], None) for name in names}
+    assert {name: len(lines) for name, lines in said.items()} == {
+        **dict.fromkeys(names, 1), "norm": 0, "outliers": 0,
+    }  # fmt: skip
+    assert said["throughput"][0].startswith("Not measured: samples/s, for Throughput cannot tell how many a object")
+
+
+def test_convolutions_are_measured() -> None:
+    """By the channels of their inputs, with and without a batch dimension."""
+    for image, plugin in ((IMAGES, "plugin"), (IMAGES[0], "none")):
+        model, monitor = Model(nn.Conv2d(3, 8, 3), image.clone()), OutlierMonitor()
+        model.x[..., 1, 2, 2] = 9.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = Trainer(
+                accelerator="cpu", callbacks=[monitor], plugins=PLUGINS[plugin](), max_steps=1, logger=False,
+                log_every_n_steps=1, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            )  # fmt: skip
+            trainer.fit(model)
+        numbers = monitor.report_data(trainer)["outliers"]["layers"]["net"]
+        x = model.x.double()
+        kurtosis = ((x - x.mean()) ** 4).mean() / x.var(correction=0) ** 2
+        assert numbers["activation_max"] == x.abs().max() and numbers["kurtosis"] == pytest.approx(float(kurtosis))
