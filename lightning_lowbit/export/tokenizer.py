@@ -33,7 +33,8 @@ def bytes_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer of ``transformers``: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes.
+    """A tokenizer of ``transformers``: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes; code beside it is
+    not run.
 
     Raises:
         ValueError: there is no such tokenizer.
@@ -43,12 +44,32 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(os.path.expanduser(name))
+        return AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
     except Exception as error:  # a missing network, file, package or entry: each has its own class
         raise ValueError(
             f"The tokenizer {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}): give --tokenizer bytes, "
             "a folder written by its save_pretrained, or a name on the Hugging Face Hub."
         ) from error
+
+
+def fitting_tokenizer(name: str, model: Any) -> Any:
+    """A tokenizer as :func:`load_tokenizer` gives it, all of whose ids a model of ``transformers`` takes; but for
+    special tokens, which no text gives.
+
+    Raises:
+        ValueError: there is no such tokenizer, or it has more ids.
+    """
+    tokenizer = load_tokenizer(name)
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+    largest = max({*tokenizer.get_vocab().values()} - special, default=0)
+    taken = len(model.get_input_embeddings().weight)
+    if largest >= taken:
+        raise ValueError(
+            f"The tokenizer {name!r} has ids up to {largest}, and the model takes {taken}. Give --tokenizer "
+            "that of the training."
+        )
+    return tokenizer
 
 
 def byte_characters() -> list[str]:

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.precision.base import LowBitPrecision
-from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint, load_weights
+from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.precision.checkpoints.trained import Trained
+from lightning_lowbit.precision.checkpoints.weights import load_weights
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
