@@ -96,7 +96,10 @@ def read(
         parts = {part: tensors.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in tensors}
         shape: torch.Size = modules[name].weight.shape
         codes = codes_of(name, parts, layouts(method, schemes, *shape))
-        casts_of_layer = _casts(name, codes.cast, casts.get(name, default), shape[1])
+        given = casts.get(name, default)
+        if given is not None and isinstance(given.fprop_w, Cast) and given.fprop_w.scale.block == "tensor":
+            codes = codes.with_one_scale()
+        casts_of_layer = _casts(name, codes.cast, given, shape[1])
         assert isinstance(casts_of_layer.fprop_w, Cast)
         frozen = Frozen(casts_of_layer.fprop_w, shape, dtype)
         layers[name] = casts_of_layer, frozen, joined(codes.packed(name, casts_of_layer.fprop_w))

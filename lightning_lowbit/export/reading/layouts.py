@@ -42,7 +42,7 @@ REFUSED = {
 PARTS = (WEIGHT, *UNUSED, *QUANTIZED, *REFUSED)
 
 _NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
-_ONE_NUMBER = ((), (1,), (1, 1))
+_ONE_NUMBER = ((), (1,))
 _E4M3, _BYTES, _FLOATS = (torch.float8_e4m3fn,), (torch.uint8,), tuple(FLOATS)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -56,9 +56,19 @@ class Codes(NamedTuple):
     scales: Tensor
     factor: Tensor
 
+    def with_one_scale(self) -> "Codes":
+        """The same weight with the scale of its rows as that of the tensor, if all are equal, as integers are written
+        that were trained so."""
+        first = self.scales.flatten()[:1]
+        if self.cast.scale.block != "row" or not (self.scales == first).all():
+            return self
+        return self._replace(cast=self.cast.replace(scale={"block": "tensor"}), scales=first)
+
     def packed(self, name: str, cast: Cast) -> Packed:
         """The codes of a layer as those of a cast that differs only in how scales are made."""
         block, scales = cast.scale.block, self.scales
+        if cast.element == "ternary" and (self.values < -1).any():  # which two bits can hold
+            raise ValueError(f"The weight of {name} has codes that are not ternary, as its casts are. {AGAIN}")
         if isinstance(block, tuple) and len(scales) == len(self.values):  # repeated for each row of a tile
             scales = self.scales[:: block[0]]
             if not torch.equal(scales.repeat_interleave(block[0], 0)[: len(self.values)], self.scales):

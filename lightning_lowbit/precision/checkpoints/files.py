@@ -91,7 +91,7 @@ def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
     entry(state, "seed", int)
     choose("phase in the checkpoint", entry(state, "phase", str), PHASES)
     blend = entry(state, "blend", Tensor | _NUMBER, default=1.0)  # older versions had no λ
-    if isinstance(blend, Tensor) and blend.numel() != 1:
+    if isinstance(blend, Tensor) and (blend.numel() != 1 or not is_dense(blend)):
         raise ValueError(f"The checkpoint's blend is one number; got {shown(blend)}: {_ADVICE}")
     if entry(state, "accumulated", int, default=1) < 1:
         raise ValueError(f"The checkpoint's accumulated is 1 or more; got {state['accumulated']}: {_ADVICE}")
@@ -105,7 +105,7 @@ def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
     for kind in kinds if any(kind in state for kind in kinds) else ():
         for name, amaxes in entry(state, kind, Mapping).items():
             entry({name: amaxes}, name, Tensor, f"{kind}.")
-            if amaxes.dim() != 1 or not amaxes.is_floating_point():
+            if amaxes.dim() != 1 or not amaxes.is_floating_point() or not is_dense(amaxes):
                 what = f"The checkpoint's {kind} of {name} is one row of floating-point numbers"
                 raise ValueError(f"{what}; got {shown(amaxes)}: {_ADVICE}")
     entry(state, "trained", Mapping | None, default=None)
@@ -115,9 +115,15 @@ def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
 _ADVICE = "it was damaged, or written by another version. Load another checkpoint, or only the weights of this one."
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has a number for each place, as those have that this package writes."""
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
 def shown(value: Any) -> str:
     """An entry of a checkpoint, in a few words."""
     if isinstance(value, Tensor):
-        return f"a tensor {value.dtype} of shape {tuple(value.shape)}"
+        how = "" if is_dense(value) else " without numbers" if value.is_meta else f" in the layout {value.layout}"
+        return f"a tensor {value.dtype} of shape {tuple(value.shape)}{how}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
-from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint, shown
+from lightning_lowbit.precision.checkpoints.files import Checkpoint, is_dense, load_checkpoint, shown
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in which weights are kept
 
@@ -75,7 +75,7 @@ def differs(own: Any, there: Any, same_dtype: bool) -> str | None:
     if not isinstance(there, Tensor):
         return f"it is {shown(there)}, and no tensor"
     takes = FLOATS if own.dtype in FLOATS and not same_dtype else (own.dtype,)
-    if there.shape == own.shape and there.dtype in takes and there.layout == torch.strided:
+    if there.shape == own.shape and there.dtype in takes and is_dense(there):
         return None
     return f"it is {shown(there)}, and {shown(own)} is needed"
 
@@ -88,7 +88,7 @@ def load_shards(own: Mapping[str, Any], folder: Path, same_dtype: bool = True) -
     prefix = next((p for p in ("model.", "state_dict.") if any(f"{p}{name}" in there for name in own)), "")
     described = {name: _described(there[f"{prefix}{name}"]) for name in own if f"{prefix}{name}" in there}
     check_tensors({name: own[name] for name in described}, described, same_dtype)
-    found = {f"{prefix}{name}": torch.empty_like(tensor, device="cpu") for name, tensor in described.items()}
+    found = {f"{prefix}{name}": torch.empty(each.shape, dtype=each.dtype) for name, each in described.items()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
@@ -99,10 +99,10 @@ def load_shards(own: Mapping[str, Any], folder: Path, same_dtype: bool = True) -
 
 
 def _described(entry: Any) -> Any:
-    """A tensor on the meta device as the metadata of shards describe it; other entries as they are."""
+    """A tensor of one number that is as the metadata of shards describe it; other entries as they are."""
     if not isinstance(entry, TensorStorageMetadata):
         return entry
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+    return torch.empty((), dtype=entry.properties.dtype).expand(entry.size)
 
 
 class _Reader(FileSystemReader):
