@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_lowbit import load, load_compressed
-from tests.export.damage import ANY, FAILS, KINDS, SAME, TOKENS, cases, damaged, whole
+from lightning_lowbit.export.folder import pretrained
+from tests.export.reading.damage import ANY, FAILS, KINDS, SAME, TOKENS, cases, damaged, whole
 from tests.tables import each
 
 
@@ -28,8 +29,17 @@ def filled(folder, good):
     return load_compressed(model, folder, dtype=torch.float32).eval()
 
 
-# What a reader does not take: load_compressed knows no record, and no folder of plain weights.
-WITHOUT = {loaded: (), filled: ("dequantized", "lowbit.json", "a layer without casts")}
+def evaluated(folder, good):
+    return pretrained(AutoModelForCausalLM, folder, dtype=torch.float32)
+
+
+# What a reader does not take: load alone knows a record, and only transformers and load take plain weights.
+RECORDED = ("lowbit.json", "a layer without casts")
+WITHOUT = {
+    loaded: (),
+    filled: ("dequantized", *RECORDED),
+    evaluated: (*(kind for kind in KINDS if kind != "dequantized"), *RECORDED),
+}
 
 
 @pytest.fixture(scope="module")

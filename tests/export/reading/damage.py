@@ -82,7 +82,7 @@ def in_shards(folder: Path) -> None:
         save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(part, file)
     (folder / WEIGHTS).unlink()
-    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
 
 # --- one change of a tensor: what is there, or None to leave it out ---
