@@ -154,16 +154,19 @@ def layouts(method: str, schemes: Sequence[Scheme], rows: int, columns: int) -> 
 
 
 def check_scheme(scheme: Scheme, where: str) -> Scheme:
-    """The arguments of a group's weights in ``config.json``, if they can be read.
+    """The arguments of a group's weights in ``config.json``, with compressed-tensors' defaults, if they can be read.
 
     Raises:
         ValueError: the format or strategy is unknown, or a number is wrong or missing.
     """
+    size = scheme.get("group_size")
+    inferred = {None: "tensor", -1: "channel"}.get(size, "group") if isinstance(size, int | None) else "group"
+    scheme = {"num_bits": 8, "type": "int", "symmetric": True, **scheme, "strategy": scheme.get("strategy") or inferred}
     choose(f"format in {where}", scheme.get("format"), _FORMATS)
     choose(f"strategy in {where}", scheme.get("strategy"), ("tensor", "channel", "group", "tensor_group", "block"))
     choose(f"type in {where}", scheme.get("type"), ("float", "int"))
     integer(f"num_bits in {where}", scheme.get("num_bits"), 2, "bits of an element", at_most=8)
-    if scheme.get("symmetric") is not True:
+    if scheme["symmetric"] is not True:
         raise ValueError(f"The weights in {where} have {REFUSED['weight_zero_point']}")
     if scheme["strategy"] in ("group", "tensor_group"):
         integer(f"group_size in {where}", scheme.get("group_size"), 1, "columns with one scale")
