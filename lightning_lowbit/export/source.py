@@ -185,7 +185,7 @@ def _made(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
             )
         raise ValueError(
             f"{path} cannot be made from the hyper-parameters of the checkpoint ({type(error).__name__}: "
-            f"{' '.join(str(error).split())}). {advice}"
+            f"{' '.join(str(error).split()).rstrip('.')}). {advice}"
         ) from error
     return made
 

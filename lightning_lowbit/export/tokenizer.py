@@ -6,12 +6,17 @@ letter.
 """
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
+
+from lightning_lowbit.export.reading.files import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SEPARATOR = "\0"
+_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")  # a name there
+_WAYS = "Give --tokenizer bytes, a folder written by its save_pretrained, or a name on the Hugging Face Hub."
 
 
 def bytes_tokenizer() -> "PreTrainedTokenizerFast":
@@ -43,13 +48,12 @@ def load_tokenizer(name: str) -> Any:
         return bytes_tokenizer()
     from transformers import AutoTokenizer
 
+    if not (os.path.exists(os.path.expanduser(name)) or _HUB.fullmatch(name)):
+        raise ValueError(f"The tokenizer {name!r} is no folder that exists. {_WAYS}")
     try:
         return AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
     except Exception as error:  # a missing network, file, package or entry: each has its own class
-        raise ValueError(
-            f"The tokenizer {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}): give --tokenizer bytes, "
-            "a folder written by its save_pretrained, or a name on the Hugging Face Hub."
-        ) from error
+        raise ValueError(f"The tokenizer {name!r} cannot be loaded ({first_line(error)}). {_WAYS}") from error
 
 
 def fitting_tokenizer(name: str, model: Any) -> Any:
