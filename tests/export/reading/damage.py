@@ -159,7 +159,7 @@ def rename(folder: Path, draw: random.Random) -> None:
 def truncate(folder: Path, draw: random.Random, names: tuple[str, ...]) -> None:
     path = folder / draw.choice([name for name in names if (folder / name).exists()])
     content = path.read_bytes()
-    path.write_bytes(content[: draw.randrange(len(content))])
+    path.write_bytes(content[: draw.randrange(len(content.rstrip()))])
 
 
 def swap_files(folder: Path, draw: random.Random) -> None:
