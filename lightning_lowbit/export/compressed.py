@@ -96,13 +96,14 @@ def read(
         parts = {part: tensors.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in tensors}
         shape: torch.Size = modules[name].weight.shape
         codes = codes_of(name, parts, layouts(method, schemes, *shape))
-        given = casts.get(name, default)
-        if given is not None and isinstance(given.fprop_w, Cast) and given.fprop_w.scale.block == "tensor":
+        layer_casts = casts.get(name, default)
+        weight = None if layer_casts is None else layer_casts.fprop_w
+        if isinstance(weight, Cast) and weight.scale.block == "tensor":
             codes = codes.with_one_scale()
-        casts_of_layer = _casts(name, codes.cast, given, shape[1])
-        assert isinstance(casts_of_layer.fprop_w, Cast)
-        frozen = Frozen(casts_of_layer.fprop_w, shape, dtype)
-        layers[name] = casts_of_layer, frozen, joined(codes.packed(name, casts_of_layer.fprop_w))
+        layer_casts = _casts(name, codes.cast, layer_casts, shape[1])
+        assert isinstance(layer_casts.fprop_w, Cast)
+        frozen = Frozen(layer_casts.fprop_w, shape, dtype)
+        layers[name] = layer_casts, frozen, joined(codes.packed(name, layer_casts.fprop_w))
     return Contents(layers, _others(model, tensors, {f"{name}.weight" for name in names}, folder))
 
 

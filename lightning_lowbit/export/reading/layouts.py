@@ -102,31 +102,31 @@ class Layout(NamedTuple):
     parts: Mapping[str, Part]
     decode: Callable[[Parts], Codes]
 
-    def differs(self, given: Parts) -> list[str]:
+    def differs(self, tensors: Parts) -> list[str]:
         """How the tensors of a layer are not those of this layout, in words."""
-        inputs = {part: Part(_FLOATS, _ONE_NUMBER) for part in UNUSED if part in given}
+        inputs = {part: Part(_FLOATS, _ONE_NUMBER) for part in UNUSED if part in tensors}
         known = {**self.parts, **inputs}
-        lacking = [f"{part} is missing" for part in self.parts if part not in given]
-        other = [f"{part} is not of its format" for part in given if part not in known]
-        differing = (known[part].differs(part, tensor) for part, tensor in given.items() if part in known)
+        lacking = [f"{part} is missing" for part in self.parts if part not in tensors]
+        other = [f"{part} is not of its format" for part in tensors if part not in known]
+        differing = (known[part].differs(part, tensor) for part, tensor in tensors.items() if part in known)
         return [*lacking, *other, *filter(None, differing)]
 
 
-def codes_of(name: str, given: Parts, layouts: Sequence[Layout]) -> Codes:
+def codes_of(name: str, tensors: Parts, layouts: Sequence[Layout]) -> Codes:
     """The codes of a layer, by the one of some layouts that its tensors have.
 
     Raises:
         ValueError: its tensors have none of them; or scales are not finite, or codes mean no number.
     """
     for part, why in REFUSED.items():
-        if part in given:
+        if part in tensors:
             raise ValueError(f"{name} has {why}")
-    wrong = [layout.differs(given) for layout in layouts]
+    wrong = [layout.differs(tensors) for layout in layouts]
     fitting = [layout for layout, differences in zip(layouts, wrong, strict=True) if not differences]
     if not fitting:
         nearest = min(wrong, key=len, default=["config.json describes no weights"])
         raise ValueError(f"The tensors of {name} are not those of its format: {some(nearest)}. {AGAIN}")
-    codes = fitting[0].decode(given)
+    codes = fitting[0].decode(tensors)
     if not (codes.scales.isfinite().all() and codes.factor.isfinite().all()) or codes.values.isnan().any():
         raise ValueError(f"The weight of {name} holds NaN or Inf, in its scales or codes. {AGAIN}")
     return codes

@@ -25,38 +25,38 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
     """Loads all weights of a model from a checkpoint; raises ``ValueError`` if some are missing or differ in shape."""
     own: Mapping[str, Any] = model.state_dict()
     if isinstance(checkpoint, Mapping) or not Path(checkpoint).expanduser().is_dir():
-        given = load_checkpoint(checkpoint, weights_only).get("state_dict")
-        if not isinstance(given, Mapping):
+        tensors = load_checkpoint(checkpoint, weights_only).get("state_dict")
+        if not isinstance(tensors, Mapping):
             raise ValueError("The checkpoint holds no weights (no state_dict): give weights=False to load the rest.")
     else:
-        given = load_shards(own, Path(checkpoint).expanduser())
-    if missing := [name for name in own if name not in given]:
+        tensors = load_shards(own, Path(checkpoint).expanduser())
+    if missing := [name for name in own if name not in tensors]:
         lacks = f"lacks {len(missing)} of the model's {len(own)} tensors, e.g. {missing[0]}"
         raise ValueError(
-            f"The checkpoint {lacks}; it has e.g. {next(iter(given), 'none')}. If the model is a part of the module "
+            f"The checkpoint {lacks}; it has e.g. {next(iter(tensors), 'none')}. If the model is a part of the module "
             "that was trained, give its name there as prefix."
         )
-    if packed := [name for name in own if _dtype(given[name]) == torch.uint8 != _dtype(own[name])]:
+    if packed := [name for name in own if _dtype(tensors[name]) == torch.uint8 != _dtype(own[name])]:
         raise ValueError(
             f"The checkpoint keeps {len(packed)} weights as codes, e.g. {packed[0]}, and the model matrices. Build the "
             "model as for training: call pack_frozen(model, casts) first."
         )
-    becoming_codes = {name for name in own if _dtype(own[name]) == torch.uint8 and _dtype(given[name]) in FLOATS}
-    check_tensors({name: tensor for name, tensor in own.items() if name not in becoming_codes}, given)
+    becoming_codes = {name for name in own if _dtype(own[name]) == torch.uint8 and _dtype(tensors[name]) in FLOATS}
+    check_tensors({name: tensor for name, tensor in own.items() if name not in becoming_codes}, tensors)
     try:
-        model.load_state_dict({name: given[name] for name in own})
+        model.load_state_dict({name: tensors[name] for name in own})
     except RuntimeError as error:  # a matrix has another shape than that of the codes
         raise ValueError(str(error)) from error
 
 
-def check_tensors(own: Mapping[str, Any], given: Mapping[str, Any], same_dtype: bool = True) -> None:
+def check_tensors(own: Mapping[str, Any], tensors: Mapping[str, Any], same_dtype: bool = True) -> None:
     """Compares the tensors of a checkpoint with those of a model that it has.
 
     Raises:
         ValueError: one is no tensor, or has another shape or dtype; without ``same_dtype`` weights may be in any of
             ``FLOATS``.
     """
-    wrong = {name: differs(own[name], given[name], same_dtype) for name in own if name in given}
+    wrong = {name: differs(own[name], tensors[name], same_dtype) for name in own if name in tensors}
     wrong = {name: how for name, how in wrong.items() if how is not None}
     if wrong:
         name = next(iter(wrong))
@@ -88,14 +88,14 @@ def load_shards(own: Mapping[str, Any], folder: Path, same_dtype: bool = True) -
     prefix = next((p for p in ("model.", "state_dict.") if any(f"{p}{name}" in there for name in own)), "")
     described = {name: _described(there[f"{prefix}{name}"]) for name in own if f"{prefix}{name}" in there}
     check_tensors({name: own[name] for name in described}, described, same_dtype)
-    found = {f"{prefix}{name}": torch.empty(each.shape, dtype=each.dtype) for name, each in described.items()}
+    shards = {f"{prefix}{name}": torch.empty(each.shape, dtype=each.dtype) for name, each in described.items()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-            load_distributed(found, storage_reader=reader, no_dist=True)
+            load_distributed(shards, storage_reader=reader, no_dist=True)
     except Exception as error:  # shards that are missing or damaged raise errors of many classes, and torch's own
         raise ValueError(f"The shards in {folder} cannot be read ({type(error).__name__}). Give another.") from error
-    return {name: found[f"{prefix}{name}"] for name in described}
+    return {name: shards[f"{prefix}{name}"] for name in described}
 
 
 def _described(entry: Any) -> Any:
