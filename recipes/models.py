@@ -98,7 +98,8 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
         made = AutoConfig.for_model(network, **changes)
     elif Path(network).exists() or re.fullmatch(r"[\w-]+/[\w.-]+", network):
         try:
-            made = AutoConfig.from_pretrained(network, **changes)
+            changed = {name: value for name, value in changes.items() if name != "trust_remote_code"}  # refused below
+            made = AutoConfig.from_pretrained(network, trust_remote_code=False, **changed)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"The network {network!r} has no configuration that transformers can read: "
@@ -224,7 +225,7 @@ class CausalLM(RecipeModule):
             self.model = _load(network, made)
         else:
             with self.initialized(seed):
-                self.model = AutoModelForCausalLM.from_config(made)
+                self.model = AutoModelForCausalLM.from_config(made, trust_remote_code=False)
         vars(self.model)["save_pretrained"] = SavePretrained(self.model)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable()
@@ -282,7 +283,8 @@ class CausalLM(RecipeModule):
 
 def _load(network: str, config: PreTrainedConfig) -> Any:
     try:
-        made = AutoModelForCausalLM.from_pretrained(os.path.expanduser(network), config=config, dtype=torch.float32)
+        path = os.path.expanduser(network)
+        made = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, trust_remote_code=False)
         return made.train()  # from_pretrained returns it in evaluation mode
     except OSError as error:
         raise ValueError(

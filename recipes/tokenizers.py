@@ -55,7 +55,7 @@ class PretrainedTokenizer:
         from transformers import AutoTokenizer  # takes seconds
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(name))
+            self._tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
         except Exception as error:  # a missing network, file, package or entry: each has its own class
             raise ValueError(
                 f"The tokenizer {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}); give `tokenizer` the"

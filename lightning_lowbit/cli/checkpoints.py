@@ -17,6 +17,7 @@ from lightning_lowbit.cli.configs import as_list
 from lightning_lowbit.precision.checkpoints.files import is_text
 
 _SUFFIX = ".ckpt"
+_WHOLE = re.compile(r"(.*\.)?(auto|ddp\w*|DDPStrategy|SingleDeviceStrategy)")  # strategies that load files alone
 
 
 def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
@@ -31,19 +32,33 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
         if trains and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             for folder in folders:
                 mend(folder, _SUFFIX)
-        found = str(_find_last(path, folders))
+        found = _find_last(path, folders)
+        _check_strategy(found, trainer)
         print(f"Resuming from {found}")
-        return found
+        return str(found)
     if path in (None, "best", "hpc") or re.match(r"\w+:", str(path)):
         return path
     if not Path(str(path)).exists():
         raise FileNotFoundError(f"The checkpoint {path!r} does not exist. Give another path, or leave out --ckpt_path.")
+    _check_strategy(Path(str(path)), trainer)
     wrong = damage(Path(str(path)))
     if wrong == FOREIGN and is_text(Path(str(path))):
         raise ValueError(f"{path} is a text, and no checkpoint. Give the path of one, or leave out --ckpt_path.")
     if wrong not in (None, FOREIGN):  # other plugins may write other files
         raise ValueError(f"The checkpoint {path} is damaged: it {wrong}. Give another one, or --ckpt_path last-good.")
     return path
+
+
+def _check_strategy(path: Path, trainer: Any) -> None:
+    """Raises if a strategy, which may be a name or a class in the configuration, does not load a folder of shards."""
+    strategy = getattr(trainer, "strategy", None)
+    strategy = str(getattr(strategy, "class_path", strategy))
+    if path.is_dir() and _WHOLE.fullmatch(strategy):
+        raise ValueError(
+            f"{path} is a folder of shards, which the strategy {strategy} does not load. Give --trainer.strategy of "
+            "the run that saved it, or the file that `python -m "
+            f"lightning.pytorch.utilities.consolidate_checkpoint {path}` makes of it."
+        )
 
 
 def find_checkpoints(*folders: Path) -> list[Path]:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit._lightning import rank_zero_warn
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.checks import some
+from lightning_lowbit.export.reading.files import AGAIN, first_line, is_saved_safely, locate, read_json
+from lightning_lowbit.export.source import Source, parameters_on_meta
 
+_FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of dtypes that weights have
 _SHARD = 2**29  # bytes of tensors that wait to be written, of which safetensors makes a copy
 
 
@@ -101,32 +104,82 @@ def write_network(source: Source, folder: Path, dtype: torch.dtype, quantization
             generation.save_pretrained(folder)
         except ValueError as error:  # settings that contradict each other
             rank_zero_warn(f"The exported folder has no generation_config.json: {str(error).splitlines()[0]}")
-    write_tokenizer(source.facts.get("tokenizer"), folder)
+    write_tokenizer(source, folder)
 
 
-def write_tokenizer(name: str | None, folder: Path) -> None:
-    """Writes the files of a tokenizer: ``"bytes"``, a folder or a name on the Hub; none without a name."""
+def write_tokenizer(source: Source, folder: Path) -> None:
+    """Writes the files of a model's tokenizer: ``"bytes"``, a folder or a name on the Hub; none without a name."""
+    name = source.facts.get("tokenizer")
     if name is None:
         return
-    from lightning_lowbit.export.tokenizer import load_tokenizer
+    from lightning_lowbit.export.tokenizer import fitting_tokenizer, load_tokenizer
 
-    load_tokenizer(name).save_pretrained(folder)
+    tokenizer = load_tokenizer(name) if source.config is None else fitting_tokenizer(name, source.model)
+    tokenizer.save_pretrained(folder)
 
 
 def load_network(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
     """The model of a folder, as ``transformers`` reads it, in evaluation mode; None for the dtype of the folder."""
+    return pretrained(architecture(read_json(folder / "config.json"), folder), folder, dtype=dtype or "auto")
+
+
+def pretrained(cls: Any, folder: Path, **given: Any) -> Any:
+    """A model in evaluation mode that ``from_pretrained`` of a class of ``transformers`` makes of a folder.
+
+    Raises:
+        ValueError: the folder takes code of its own, which is not run; a file is missing or damaged; or a tensor is
+            missing, is not the model's, or has another shape or a dtype of codes.
+        ImportError: a package is missing.
+    """
     from transformers.utils import logging
 
-    cls = architecture(json.loads((folder / "config.json").read_text()), folder)
-
+    places = locate(folder) if is_saved_safely(folder) else {}
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model: nn.Module = cls.from_pretrained(folder, dtype=dtype or "auto")
+        model, report = cls.from_pretrained(
+            folder, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **given
+        )
+    except ImportError:
+        raise
+    except Exception as error:  # configurations, networks and quantizers raise errors of any class
+        raise ValueError(f"transformers cannot load {folder} ({first_line(error)}). {AGAIN}") from error
     finally:
         if had_bars:
             logging.enable_progress_bar()
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{folder} lacks {some(missing)}, which transformers would draw at random. {AGAIN}")
+    if unexpected := sorted(report["unexpected_keys"]):
+        raise ValueError(f"{folder} has {some(unexpected)}, which {type(model).__name__} lacks. {AGAIN}")
+    if other := sorted(str(key) for key, *_ in report["mismatched_keys"]):
+        raise ValueError(f"{folder} has other shapes of {some(other)} than {type(model).__name__}. {AGAIN}")
+    if not hasattr(model.config, "quantization_config"):
+        floating = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+        if codes := sorted(name for name in floating & places.keys() if places[name].dtype not in _FLOATS):
+            raise ValueError(f"{folder} has {some(codes)} in {places[codes[0]].dtype}, which is no weight's. {AGAIN}")
     return model.eval()
+
+
+def empty_network(config: Mapping[str, Any], folder: Path) -> Any:
+    """The network of a folder's configuration without its quantization, with parameters on the meta device.
+
+    Raises:
+        ValueError: ``transformers`` has no such network, or cannot make it of this configuration.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    cls = architecture(config, folder)
+    try:
+        made = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if hasattr(made, "quantization_config"):
+            del made.quantization_config
+        with parameters_on_meta():
+            model = cls(made)
+        if (folder / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # configurations and networks raise errors of any class
+        raise ValueError(f"{folder}/config.json makes no {cls.__name__} ({first_line(error)}). {AGAIN}") from error
+    return model
 
 
 def architecture(config: Mapping[str, Any], folder: Path) -> Any:
@@ -137,9 +190,10 @@ def architecture(config: Mapping[str, Any], folder: Path) -> Any:
     """
     import transformers
 
-    name = next(iter(config.get("architectures") or ["none"]))
-    cls = getattr(transformers, name, None)
-    if cls is None:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise ValueError(f"{folder}/config.json names the architecture {name!r}, which transformers does not have.")
     return cls
 

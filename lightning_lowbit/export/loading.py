@@ -1,6 +1,5 @@
 """Reads exported folders, and checkpoints of compressed-tensors, back into models that this package quantizes."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_lowbit.export.compressed import METHODS, fill
-from lightning_lowbit.export.folder import architecture, load_network
-from lightning_lowbit.export.record import read_record
-from lightning_lowbit.export.source import parameters_on_meta
+from lightning_lowbit.checks import some
+from lightning_lowbit.export.compressed import METHODS, Contents, fill, read
+from lightning_lowbit.export.folder import empty_network
+from lightning_lowbit.export.reading.files import AGAIN, read_json
+from lightning_lowbit.export.record import NAME, Record, read_record
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike
@@ -37,7 +37,9 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
         A model of ``transformers`` in evaluation mode. From ``dequantized`` folders it is a plain one.
 
     Raises:
-        ValueError: the folder holds no such model, is damaged, or its codes are not those of ``casts``.
+        ValueError: the folder holds no such model, or takes code of its own; a file is missing or damaged; a tensor is
+            missing, is not the model's, or has another shape or dtype than its format; scales or codes hold NaN or
+            Inf; or the codes are not those of ``casts``.
 
     Examples:
         >>> model = load("llama-nvfp4")
@@ -46,22 +48,30 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
     folder = Path(folder).expanduser()
     config = _config(folder)
     record = read_record(folder)
-    if record is not None and record.format == "dequantized":
-        return load_network(folder, dtype)
+    quantized = record is None or record.format != "dequantized"
     if casts is not None:
         record = None
     recorded = {} if record is None else {name: _current(each) for name, each in record.casts.items()}
     default = None if casts is None else LinearCasts.of(casts)
-    with parameters_on_meta():
-        model = _empty(folder, config)
+    model = empty_network(config, folder)
+    contents = read(model, folder, recorded, default, dtype, quantized)
+    if record is not None and quantized:
+        _check_record(record, contents, folder)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
                 module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
     model.tie_weights()
-    fill(model, folder, recorded, default, dtype)
+    fill(model, contents)
     _scale_inputs(model, {} if record is None else record.input_amaxes)
     return model.eval()
+
+
+def _check_record(record: Record, contents: Contents, folder: Path) -> None:
+    """Raises if a record is not that of the layers in the files."""
+    delayed = {name for name, casts in record.casts.items() if "fprop_x" in casts.delayed}
+    if wrong := (record.casts.keys() ^ contents.layers.keys()) | (record.input_amaxes.keys() ^ delayed):
+        raise ValueError(f"{folder / NAME} and the weights differ in how {some(sorted(wrong))} was trained. {AGAIN}")
 
 
 def _scale_inputs(model: nn.Module, amaxes: Mapping[str, float]) -> None:
@@ -91,20 +101,9 @@ def _config(folder: Path) -> Mapping[str, Any]:
             f"{folder} holds no model that can be read back: {what}. Give a folder of `lowbit export` with a model of "
             "transformers, in another format than gguf and onnx."
         )
-    try:
-        config: Mapping[str, Any] = json.loads(path.read_text())
-        method = (config.get("quantization_config") or {}).get("quant_method")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): export or download it again.") from error
+    config = read_json(path)
+    quantization = config.get("quantization_config") or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method is not None and method not in METHODS:
         raise ValueError(f"{folder} was quantized by {method!r}; load reads {', '.join(METHODS)}.")
     return config
-
-
-def _empty(folder: Path, config: Mapping[str, Any]) -> Any:
-    import transformers
-
-    given = transformers.AutoConfig.from_pretrained(folder)
-    if hasattr(given, "quantization_config"):
-        del given.quantization_config
-    return architecture(config, folder)(given)

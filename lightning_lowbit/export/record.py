@@ -1,12 +1,12 @@
 """``lowbit.json`` in an exported folder: how each layer was trained, for :func:`load`."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lightning_lowbit.checks import choose
+from lightning_lowbit.checks import choose, integer, number, text
 from lightning_lowbit.export.folder import write_json
+from lightning_lowbit.export.reading.files import AGAIN, read_json
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.plan import OPERANDS
@@ -55,14 +55,19 @@ def read_record(folder: Path) -> Record | None:
     path = folder / NAME
     if not path.exists():
         return None
+    record = read_json(path)
     try:
-        record = json.loads(path.read_text())
-        version, casts = record["version"], {name: LinearCasts.of(each) for name, each in record["casts"].items()}
-        layers = {layer: casts[choose("casts", name, casts)] for layer, name in record["layers"].items()}
-        amaxes = {layer: float(amax) for layer, amax in record.get("input_amaxes", {}).items()}
-        format = str(record["format"])
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): export again.") from error
-    if version > _VERSION:
-        raise ValueError(f"{path} has version {version}, and this lightning_lowbit reads up to {_VERSION}.")
+        version: Any = integer("version", record.get("version"), 1)
+        if version > _VERSION:
+            raise ValueError(f"it has version {version}, and this lightning_lowbit reads up to {_VERSION}")
+        parts: dict[str, Any] = {key: record.get(key) for key in ("casts", "layers", "input_amaxes")}
+        for key, part in parts.items():
+            if not isinstance(part, dict):
+                raise ValueError(f"it has {key} {part!r}, no mapping")
+        casts = {name: LinearCasts.of(each) for name, each in parts["casts"].items()}
+        layers = {layer: casts[choose("casts", name, casts)] for layer, name in parts["layers"].items()}
+        amaxes = {layer: number("input_amaxes", amax, at_least=0) for layer, amax in parts["input_amaxes"].items()}
+        format: Any = text("format", record.get("format"))
+    except (ValueError, TypeError) as error:  # fields of casts are of any type
+        raise ValueError(f"{path} cannot be read ({error}). {AGAIN}") from error
     return Record(format, layers, amaxes)

@@ -26,12 +26,17 @@ from lightning_lowbit.nn.conversion.smooth_swiglu import fold
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.precision import restore
-from lightning_lowbit.precision.checkpoints.files import load_checkpoint, load_shards, state_of
+from lightning_lowbit.precision.checkpoints.files import load_checkpoint, state_of
 from lightning_lowbit.precision.checkpoints.trained import Trained
+from lightning_lowbit.precision.checkpoints.weights import check_tensors, load_shards
 from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
 
 _RECIPES = "lightning_lowbit.recipes."
 _CAUSAL_LM = f"{_RECIPES}models.CausalLM"
+_OBJECTS = (
+    "If you trust whoever wrote it, load it with torch.load(path, weights_only=False), remove such objects, and "
+    "torch.save the rest."
+)
 
 
 @dataclass(frozen=True)
@@ -71,14 +76,16 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
         ValueError: the file is damaged, tells no casts, or is of a class that was not given; its hyper-parameters do
             not make the model; or nothing in the forward pass is quantized.
     """
-    loaded = load_checkpoint(checkpoint)
+    loaded = load_checkpoint(checkpoint, advice=_OBJECTS)
     state = state_of(loaded)
     if state is None or state.get("trained") is None:
         raise ValueError(
             f"{checkpoint} does not tell how it was trained: it holds no casts. Export a checkpoint of a run with a "
             "plugin of lightning_lowbit, not one of weights alone."
         )
-    hyper_parameters = dict(loaded.get("hyper_parameters") or {})
+    hyper_parameters = loaded.get("hyper_parameters") or {}
+    if not isinstance(hyper_parameters, Mapping) or not all(isinstance(name, str) for name in hyper_parameters):
+        raise ValueError(f"{checkpoint} has hyper_parameters that are no mapping of names: it is damaged.")
     trained = Trained.read(state["trained"])
     whole = _uncompiled(_made(module or _class_of(hyper_parameters, checkpoint), hyper_parameters))
     _assign(whole, _state(whole, loaded, checkpoint), checkpoint)
@@ -169,10 +176,16 @@ def _made(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
     try:
         with parameters_on_meta():
             made = cls(**given)
-    except TypeError as error:
+    except Exception as error:  # whatever the class raises for what the file gives it
+        advice = "Save them in its __init__: self.save_hyperparameters()."
+        if not isinstance(error, TypeError):
+            advice = (
+                "If they name files that have moved, such as a pretrained model's, put them back, or give --module a "
+                "subclass whose __init__ replaces them."
+            )
         raise ValueError(
-            f"{path} cannot be made from the hyper-parameters of the checkpoint ({error}). Save them in its __init__: "
-            "self.save_hyperparameters()."
+            f"{path} cannot be made from the hyper-parameters of the checkpoint ({type(error).__name__}: "
+            f"{' '.join(str(error).split()).rstrip('.')}). {advice}"
         ) from error
     return made
 
@@ -190,8 +203,11 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 def _state(module: nn.Module, loaded: Mapping[str, Any], checkpoint: str | Path) -> Mapping[str, Tensor]:
     """The tensors of a checkpoint, a file or a folder of shards, by clean names."""
     if Path(checkpoint).expanduser().is_dir():
-        return load_shards(module.state_dict(), Path(checkpoint).expanduser())
-    return {clean_name(name): tensor for name, tensor in (loaded.get("state_dict") or {}).items()}
+        return load_shards(module.state_dict(), Path(checkpoint).expanduser(), same_dtype=False)
+    state = loaded.get("state_dict")
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise ValueError(f"{checkpoint} holds no weights by name (state_dict).")
+    return {clean_name(name): tensor for name, tensor in state.items()}
 
 
 @contextmanager
@@ -213,6 +229,7 @@ def parameters_on_meta() -> Generator[None, None, None]:
 def _assign(module: nn.Module, state: Mapping[str, Tensor], checkpoint: Any) -> None:
     """Gives a module the tensors of a checkpoint as its parameters, without copies."""
     tied = [{*names} for names in _tied(module)]
+    check_tensors(module.state_dict(), state, same_dtype=False)
     missing, unexpected = module.load_state_dict(dict(state), strict=False, assign=True)
     if missing or unexpected:
         raise ValueError(

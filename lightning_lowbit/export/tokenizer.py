@@ -6,12 +6,17 @@ letter.
 """
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
+
+from lightning_lowbit.export.reading.files import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SEPARATOR = "\0"
+_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")  # a name there
+_WAYS = "Give --tokenizer bytes, a folder written by its save_pretrained, or a name on the Hugging Face Hub."
 
 
 def bytes_tokenizer() -> "PreTrainedTokenizerFast":
@@ -33,7 +38,8 @@ def bytes_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer of ``transformers``: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes.
+    """A tokenizer of ``transformers``: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes; code beside it is
+    not run.
 
     Raises:
         ValueError: there is no such tokenizer.
@@ -42,13 +48,32 @@ def load_tokenizer(name: str) -> Any:
         return bytes_tokenizer()
     from transformers import AutoTokenizer
 
+    if not (os.path.exists(os.path.expanduser(name)) or _HUB.fullmatch(name)):
+        raise ValueError(f"The tokenizer {name!r} is no folder that exists. {_WAYS}")
     try:
-        return AutoTokenizer.from_pretrained(os.path.expanduser(name))
+        return AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
     except Exception as error:  # a missing network, file, package or entry: each has its own class
+        raise ValueError(f"The tokenizer {name!r} cannot be loaded ({first_line(error)}). {_WAYS}") from error
+
+
+def fitting_tokenizer(name: str, model: Any) -> Any:
+    """A tokenizer as :func:`load_tokenizer` gives it, all of whose ids a model of ``transformers`` takes; but for
+    special tokens, which no text gives.
+
+    Raises:
+        ValueError: there is no such tokenizer, or it has more ids.
+    """
+    tokenizer = load_tokenizer(name)
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+    largest = max({*tokenizer.get_vocab().values()} - special, default=0)
+    taken = len(model.get_input_embeddings().weight)
+    if largest >= taken:
         raise ValueError(
-            f"The tokenizer {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}): give --tokenizer bytes, "
-            "a folder written by its save_pretrained, or a name on the Hugging Face Hub."
-        ) from error
+            f"The tokenizer {name!r} has ids up to {largest}, and the model takes {taken}. Give --tokenizer "
+            "that of the training."
+        )
+    return tokenizer
 
 
 def byte_characters() -> list[str]:

@@ -170,3 +170,14 @@ def test_sigterm_outside_of_training_ends_with_143_too():
     with pytest.raises(SystemExit) as stopped:
         cli.main(["validate", "--config=quickstart", "--config=tiny.yaml", terminate])
     assert stopped.value.code == 143
+
+
+def test_a_folder_of_shards_is_refused_where_the_strategy_loads_files(tmp_path):
+    save_directory(tmp_path / "step=6.ckpt", 6)
+    path = str(tmp_path / "step=6.ckpt")
+    whole = ("auto", "ddp", "ddp_spawn", Namespace(class_path="lightning.pytorch.strategies.DDPStrategy"))
+    for strategy in whole:
+        with pytest.raises(ValueError, match="is a folder of shards, which .* does not load.*consolidate_checkpoint"):
+            resolve(path, Namespace(**vars(TRAINER), strategy=strategy), trains=True)
+    for strategy in ("fsdp", Namespace(class_path="lightning.pytorch.strategies.ModelParallelStrategy")):
+        assert resolve(path, Namespace(**vars(TRAINER), strategy=strategy), trains=True) == path

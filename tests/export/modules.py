@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+from lightning_lowbit._lightning import LightningModule
 from lightning_lowbit.recipes.models import CausalLM
 
 
@@ -13,6 +15,22 @@ class Compiled(CausalLM):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.model = torch.compile(self.model)
+
+
+class Based(LightningModule):
+    """Begins with the weights of a folder."""
+
+    def __init__(self, folder: str, **others: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
+
+
+class Moved(Based):
+    """The same, after the folder has moved to one beside it."""
+
+    def __init__(self, folder: str, **others: Any) -> None:
+        super().__init__(f"{folder}-moved", **others)
 
 
 class Distilled(CausalLM):

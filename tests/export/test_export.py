@@ -239,7 +239,7 @@ def test_a_checkpoint_that_names_code_runs_none(trained, tmp_path):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     torch.save({**loaded, "extra": Runs()}, tmp_path / "pickled.ckpt")
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(ValueError, match=r"holds an object, \w+.mkdir.* weights_only=False.*, remove such objects"):
         export(tmp_path / "pickled.ckpt", "mxfp8", tmp_path / "out")
     assert not (tmp_path / "ran").exists()
 

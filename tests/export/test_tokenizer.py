@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
+from lightning_lowbit import export_checkpoint
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.recipes.tokenizers import ByteTokenizer, PretrainedTokenizer
+from tests.recipes.test_tokenizers import save_tokenizer
 
 TOKENIZER = bytes_tokenizer()
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\0ĀĠ \n"))  # Ā would be byte 0's letter
@@ -38,6 +40,15 @@ def test_a_folder_keeps_it_beside_the_configuration_of_any_model(model_type, tmp
     assert again(text)["input_ids"] == [*text.encode()]
     assert again.decode(again(text)["input_ids"]) == text
     assert (again.eos_token_id, len(again)) == (0, 256)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_not_exported(trained, tmp_path):
+    name = save_tokenizer(tmp_path / "tokenizer", "".join(map(chr, range(33, 545))))
+    for format in ("mxfp8", "dequantized"):
+        with pytest.raises(ValueError, match="has ids up to 515, and the model takes 256. Give --tokenizer that"):
+            checkpoint = trained("llama", "mxfp8", steps=2)
+            export_checkpoint(checkpoint, format, tmp_path / "out", tokenizer=name, parity=False)
+        assert not (tmp_path / "out").exists()
 
 
 def test_recipes_read_a_folder_of_it_as_they_read_bytes(tmp_path):

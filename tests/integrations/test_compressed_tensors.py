@@ -70,7 +70,7 @@ def quantization_config(format, arguments, **others):
 def written(folder, format, arguments, scales):
     """A checkpoint of one layer, and its weight as compressed-tensors reads it."""
     tensors, expected = compressed(weight(), format, arguments, scales)
-    save_file({f"0.{k}": v for k, v in tensors.items()} | {"0.bias": torch.ones(96)}, folder / "m.safetensors")
+    save_file({f"0.{k}": v for k, v in tensors.items()} | {"0.bias": torch.ones(96)}, folder / "model.safetensors")
     config = {"quantization_config": quantization_config(format, arguments)}
     (folder / "config.json").write_text(json.dumps(config))
     return expected

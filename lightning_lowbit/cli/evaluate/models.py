@@ -1,6 +1,5 @@
 """What ``lowbit evaluate`` can evaluate: a checkpoint, or a folder of Hugging Face."""
 
-import json
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,9 +9,10 @@ from typing import Any
 
 import torch
 
-from lightning_lowbit.checks import some
+from lightning_lowbit.export.folder import pretrained
+from lightning_lowbit.export.reading.files import first_line, read_json
 from lightning_lowbit.export.source import read
-from lightning_lowbit.export.tokenizer import load_tokenizer
+from lightning_lowbit.export.tokenizer import fitting_tokenizer
 from lightning_lowbit.packages import install
 
 _KINDS = "a checkpoint of a run (.ckpt), or a folder with a config.json, as `lowbit export` and save_pretrained write"
@@ -73,7 +73,7 @@ def _load_checkpoint(path: Path, tokenizer: str | None, module: str | None, devi
     trained = source.facts["tokenizer"]
     if tokenizer is None and trained is None:
         raise ValueError(f"{path} does not tell its tokenizer. Give --tokenizer bytes, or a name or folder of another.")
-    loaded = _tokenizer(tokenizer or trained, model)
+    loaded = fitting_tokenizer(tokenizer or trained, model)
     # The recipes' data has no special tokens around a text; a separator stands between texts.
     ends = (loaded.eos_token_id, loaded.sep_token_id, loaded.bos_token_id)
     separator = next((end for end in ends if end is not None), None)
@@ -86,26 +86,24 @@ def _load_folder(folder: Path, tokenizer: str | None, device: torch.device) -> L
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     classes = config.get("architectures") or []
+    if not isinstance(classes, list):
+        raise ValueError(f"{folder}/config.json has architectures {classes!r}, which is no list of names.")
     if classes and not {*classes} & {*CAUSAL.values()}:
         raise ValueError(
             f"{folder} holds a {classes[0]}, which gives no logits of a next token. The tasks of the harness take a "
             "causal language model of transformers."
         )
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    quantization = config.get("quantization_config") or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     _check_method(folder, method)
     try:  # some formats load on their device alone
         place = device if device.type != "cpu" else None
-        given: dict[str, Any] = {"dtype": "auto", "device_map": place, "output_loading_info": True}
-        model, report = AutoModelForCausalLM.from_pretrained(folder, **given)
+        model = pretrained(AutoModelForCausalLM, folder, dtype="auto", device_map=place)
     except ImportError as error:
-        raise ValueError(f"{folder} takes a package to load: {str(error).strip().splitlines()[0]}") from error
-    if lacking := report["missing_keys"]:
-        raise ValueError(
-            f"{folder} lacks {some(sorted(lacking))}, which transformers would draw at random. Write the folder again."
-        )
-    loaded = _tokenizer(tokenizer or str(folder), model)
+        raise ValueError(f"{folder} takes a package to load: {first_line(error)}.") from error
+    loaded = fitting_tokenizer(tokenizer or str(folder), model)
     dtype = str(model.dtype).removeprefix("torch.")
     about = f"in {dtype}, {f'quantized by {method}' if method else 'not quantized'}"
     return Loaded(model, loaded, about, {"dtype": dtype, "quantization": method})
@@ -122,16 +120,3 @@ def _check_method(folder: Path, method: str | None) -> None:
         )
     if method == "compressed-tensors" and find_spec("compressed_tensors") is None:
         raise ValueError(f"{folder} takes a package to load: {install('compressed-tensors')}.")
-
-
-def _tokenizer(name: str, model: Any) -> Any:
-    """A tokenizer all of whose ids the model takes; but for special tokens, which no text gives."""
-    loaded = load_tokenizer(name)
-    special = {*loaded.all_special_ids, *(i for i, token in loaded.added_tokens_decoder.items() if token.special)}
-    largest, taken = max({*loaded.get_vocab().values()} - special), len(model.get_input_embeddings().weight)
-    if largest >= taken:
-        raise ValueError(
-            f"The tokenizer {name!r} has ids up to {largest}, and the model takes {taken}. Give --tokenizer "
-            "that of the training."
-        )
-    return loaded

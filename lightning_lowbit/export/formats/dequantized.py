@@ -42,7 +42,7 @@ def _write(source: Source, folder: Path, options: Options) -> list[Written]:
     shards.add_dense(source, written, options.dtype)
     shards.close()
     if source.config is None:
-        write_tokenizer(source.facts.get("tokenizer"), folder)
+        write_tokenizer(source, folder)
     else:
         write_network(source, folder, options.dtype, None)
     return rows

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.precision.base import LowBitPrecision
-from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint, load_weights
+from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.precision.checkpoints.trained import Trained
+from lightning_lowbit.precision.checkpoints.weights import load_weights
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -25,7 +26,7 @@ def restore(
     ``torch.autocast``. Returns the same model.
 
     Args:
-        model: built as for training, not sharded.
+        model: built as for training, with weights in the dtype of the checkpoint's, not sharded.
         checkpoint: a path to a file or a folder of shards, or what ``torch.load`` returned.
         prefix: the model's name within the trained module, if it is a submodule, e.g. ``"model"``.
         weights: False if the weights are already loaded.
@@ -33,7 +34,8 @@ def restore(
 
     Raises:
         FileNotFoundError: the checkpoint does not exist.
-        ValueError: the checkpoint has no record of its training, belongs to another model, or is damaged.
+        ValueError: the checkpoint has no record of its training, is damaged, or lacks a weight of the model, or has it
+            in another shape or dtype.
 
     Examples:
         >>> model = restore(MyModule(), "last.ckpt")

@@ -91,7 +91,7 @@ def test_a_tokenizer_that_is_not_known_is_asked_for(checkpoint, folder, tmp_path
     assert load(tmp_path / "old.ckpt", "bytes").as_trained == {}
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ValueError, match=r"The tokenizer '.*llama' cannot be loaded \(.*\): give --tokenizer bytes"):
+    with pytest.raises(ValueError, match=r"The tokenizer '.*llama' cannot be loaded \(.*\). Give --tokenizer bytes"):
         load(folder)
 
 

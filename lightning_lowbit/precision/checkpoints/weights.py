@@ -1,0 +1,148 @@
+"""The weights of a checkpoint, compared with a model before they are loaded: names, shapes and dtypes.
+
+Shards of a folder are described by ``.metadata``, a pickle. torch reads it with any class that it names; here it may
+name torch's own descriptions alone, as ``weights_only`` promises.
+"""
+
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+
+from lightning_lowbit.precision.checkpoints.files import Checkpoint, is_dense, load_checkpoint, shown
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in which weights are kept
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = True) -> None:
+    """Loads all weights of a model from a checkpoint; raises ``ValueError`` if some are missing or differ in shape."""
+    own: Mapping[str, Any] = model.state_dict()
+    if isinstance(checkpoint, Mapping) or not Path(checkpoint).expanduser().is_dir():
+        tensors = load_checkpoint(checkpoint, weights_only).get("state_dict")
+        if not isinstance(tensors, Mapping):
+            raise ValueError("The checkpoint holds no weights (no state_dict): give weights=False to load the rest.")
+    else:
+        tensors = load_shards(own, Path(checkpoint).expanduser())
+    if missing := [name for name in own if name not in tensors]:
+        lacks = f"lacks {len(missing)} of the model's {len(own)} tensors, e.g. {missing[0]}"
+        raise ValueError(
+            f"The checkpoint {lacks}; it has e.g. {next(iter(tensors), 'none')}. If the model is a part of the module "
+            "that was trained, give its name there as prefix."
+        )
+    if packed := [name for name in own if _dtype(tensors[name]) == torch.uint8 != _dtype(own[name])]:
+        raise ValueError(
+            f"The checkpoint keeps {len(packed)} weights as codes, e.g. {packed[0]}, and the model matrices. Build the "
+            "model as for training: call pack_frozen(model, casts) first."
+        )
+    becoming_codes = {name for name in own if _dtype(own[name]) == torch.uint8 and _dtype(tensors[name]) in FLOATS}
+    check_tensors({name: tensor for name, tensor in own.items() if name not in becoming_codes}, tensors)
+    try:
+        model.load_state_dict({name: tensors[name] for name in own})
+    except RuntimeError as error:  # a matrix has another shape than that of the codes
+        raise ValueError(str(error)) from error
+
+
+def check_tensors(own: Mapping[str, Any], tensors: Mapping[str, Any], same_dtype: bool = True) -> None:
+    """Compares the tensors of a checkpoint with those of a model that it has.
+
+    Raises:
+        ValueError: one is no tensor, or has another shape or dtype; without ``same_dtype`` weights may be in any of
+            ``FLOATS``.
+    """
+    wrong = {name: differs(own[name], tensors[name], same_dtype) for name in own if name in tensors}
+    wrong = {name: how for name, how in wrong.items() if how is not None}
+    if wrong:
+        name = next(iter(wrong))
+        others = f", and {len(wrong) - 1} more differ" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"The checkpoint has another {name} than the model: {wrong[name]}{others}. Build the model as for "
+            "training, in the dtype of its weights (model.to(dtype)); or load another checkpoint, if this one is "
+            "damaged."
+        )
+
+
+def differs(own: Any, there: Any, same_dtype: bool) -> str | None:
+    """How a tensor of a file is not the one that a model needs, in words; None if it is."""
+    if not isinstance(own, Tensor):  # a module's extra state
+        return None
+    if not isinstance(there, Tensor):
+        return f"it is {shown(there)}, and no tensor"
+    takes = FLOATS if own.dtype in FLOATS and not same_dtype else (own.dtype,)
+    if there.shape == own.shape and there.dtype in takes and is_dense(there):
+        return None
+    return f"it is {shown(there)}, and {shown(own)} is needed"
+
+
+def load_shards(own: Mapping[str, Any], folder: Path, same_dtype: bool = True) -> dict[str, Any]:
+    """The tensors of a folder of shards that have a name in ``own``, on the CPU; raises as :func:`check_tensors`."""
+    reader = _Reader(folder)
+    there = reader.read_metadata().state_dict_metadata
+    # Prefixes of Lightning's strategies for FSDP1 and FSDP2.
+    prefix = next((p for p in ("model.", "state_dict.") if any(f"{p}{name}" in there for name in own)), "")
+    described = {name: _described(there[f"{prefix}{name}"]) for name in own if f"{prefix}{name}" in there}
+    check_tensors({name: own[name] for name in described}, described, same_dtype)
+    shards = {f"{prefix}{name}": torch.empty(each.shape, dtype=each.dtype) for name, each in described.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            load_distributed(shards, storage_reader=reader, no_dist=True)
+    except Exception as error:  # shards that are missing or damaged raise errors of many classes, and torch's own
+        raise ValueError(f"The shards in {folder} cannot be read ({type(error).__name__}). Give another.") from error
+    return {name: shards[f"{prefix}{name}"] for name in described}
+
+
+def _described(entry: Any) -> Any:
+    """A tensor of one number that is as the metadata of shards describe it; other entries as they are."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return entry
+    return torch.empty((), dtype=entry.properties.dtype).expand(entry.size)
+
+
+class _Reader(FileSystemReader):
+    """Reads shards within their folder, and runs no code that they name."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _Descriptions(file).load()
+            files = {info.relative_path for info in metadata.storage_data.values()}
+            entries = {*map(type, metadata.state_dict_metadata)}
+        except Exception as error:  # a damaged pickle raises errors of any class
+            raise ValueError(f"{path} cannot be read ({error}). Give another checkpoint.") from error
+        if entries - {str} or any(PurePath(name).name != name for name in files):
+            raise ValueError(f"{path} names files that are not beside it. Give another checkpoint.")
+        metadata.storage_meta = None
+        return metadata
+
+
+class _Descriptions(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _NAMES.get(module, ()):
+            raise ValueError(f"it names {module}.{name}, and descriptions of tensors do not")
+        return super().find_class(module, name)
+
+
+_NAMES: Mapping[str, set[str]] = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"},
+    "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"},
+    "collections": {"OrderedDict"},
+}
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, Tensor) else None
