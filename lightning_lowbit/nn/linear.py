@@ -21,6 +21,7 @@ from lightning_lowbit.nn.layers.frozen import Frozen
 from lightning_lowbit.nn.layers.window import Window
 from lightning_lowbit.nn.native.layer import NativeGemms
 from lightning_lowbit.nn.operands import PrequantizedWeight, Settings
+from lightning_lowbit.nn.passes.inputs import check_inputs, check_operands, of_nested, refuse_scripts
 from lightning_lowbit.nn.saving import Readers, saved_bits
 from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
 from lightning_lowbit.nn.watch import LayerAmaxes, amax_in_force, stage_
@@ -51,6 +52,7 @@ class QuantizedLayer(NativeGemms):
         weight_amax: float32, 0-d, scales the weight (:mod:`lightning_lowbit.nn.conversion.shared_amax`), if not None.
         frozen: what the bytes are that the weight is kept as (:func:`lightning_lowbit.pack_frozen`); None for a matrix.
         prequantized_weight: set while gathering a weight that is quantized (:mod:`lightning_lowbit.nn.sharded.gather`).
+        name_in_model: what errors call the layer: its name in the model that was converted, or its class and shape.
     """
 
     kind: ClassVar[str] = "linear"
@@ -74,6 +76,7 @@ class QuantizedLayer(NativeGemms):
     weight_amax: Tensor | None = None
     frozen: Frozen | None = None
     prequantized_weight: PrequantizedWeight | None = None
+    name_in_model: str = "(without a name)"
 
     weight: Any  # as nn.Linear and Conv1D declare it
     bias: Any
@@ -127,9 +130,20 @@ class QuantizedLayer(NativeGemms):
         """Where the layer computes."""
         return self.weight.device
 
+    def is_plain_for(self, *inputs: Any) -> bool:
+        """Whether a pass of these inputs is that of the class that this one was converted from, since there is nothing
+        to quantize: no casts, or no values. Raises for inputs that a quantized pass cannot take."""
+        if self.casts.plan.is_empty:
+            return True
+        check_inputs(self.name_in_model, *inputs)
+        return bool(inputs[0].is_meta)
+
+    def __prepare_scriptable__(self) -> Any:  # torch.jit.script asks for it
+        refuse_scripts(self.name_in_model)
+
     def forward(self, input: Tensor) -> Tensor:  # as nn.Linear names it, which callers may do too
         """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
-        if self.casts.plan.is_empty:  # nothing to quantize: the layer that this one was converted from
+        if self.is_plain_for(input):
             if self.frozen is not None:
                 return F.linear(input, self.weight_matrix().to(input.dtype), self.bias)
             return super().forward(input)
@@ -157,9 +171,14 @@ class QuantizedLayer(NativeGemms):
         has a row per position. ``keys`` are those of this call, by default a new one, and ``part`` is the index of one
         of its products. A ``frozen`` weight is bytes. With ``ends``, where groups of rows end, weights and biases are
         stacks."""
+        if x.is_nested:
+            return of_nested(
+                self.name_in_model, x, lambda rows: self.quantized_forward(rows, weight, bias, shards, frozen=frozen)
+            )
         casts, source, dtype, shape, device = self.casts, x, x.dtype, x.shape, x.device
         prequantized, amaxes = self.prequantized_weight, self.amaxes
         is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert
+        check_operands(self.name_in_model, x, None if is_made else weight, bias)
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(device.type)
         elif dtype != weight.dtype and frozen is None:
@@ -185,7 +204,7 @@ class QuantizedLayer(NativeGemms):
             elif window.is_tiling:
                 x, gathered = window.tiles(x.to(dtype)), None
             features = (weight if frozen is None else frozen).shape[-1]
-            if gathered is None and x.shape[1] != features:  # a rotation would pad both to whole groups
+            if gathered is None and (not shape or x.shape[1] != features):  # a rotation would pad both to whole groups
                 raise ValueError(f"The layer takes {features} features; got {tuple(shape)}.")
             if casts.smooth is not None:
                 bias = None if bias is None else bias.to(dtype)
@@ -210,8 +229,10 @@ class QuantizedLayer(NativeGemms):
                 ends=ends,
                 part=part,
                 dtype=dtype,
+                # As a constant of a compiled graph, it would be one of each block of a model.
+                layer="(compiled)" if torch.compiler.is_compiling() else self.name_in_model,
             )
-            y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
+            y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)[0]  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
         if self.training and self.is_left and y.requires_grad:

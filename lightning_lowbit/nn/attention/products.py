@@ -18,6 +18,7 @@ from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.gemm import no_autocast
 from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.operands import Settings
+from lightning_lowbit.nn.passes.inputs import check_inputs, check_operands
 from lightning_lowbit.nn.plan import CONTRACTION, GEMM
 from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.quant import Cast
@@ -66,6 +67,7 @@ class ActivationProduct(Product):
             shards=Shards(),
             weight_amax=None,
             prequantized=None,
+            layer=self.name_in_model,
         )
 
 
@@ -115,7 +117,10 @@ def attend(
             ``is_causal``.
     """
     qk, pv = (products[name] for name in PRODUCTS_OF_ATTENTION)
-    if (qk.casts.plan.is_empty and pv.casts.plan.is_empty) or 0 in (query.numel(), key.numel(), value.numel()):
+    is_empty = qk.casts.plan.is_empty and pv.casts.plan.is_empty
+    if not is_empty:
+        check_inputs(qk.name_in_model, query, key, value, attn_mask)
+    if is_empty or query.is_meta or 0 in (query.numel(), key.numel(), value.numel()):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -125,6 +130,7 @@ def attend(
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    check_operands(qk.name_in_model, query, key, value)
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"q, k and v have one dtype; got {query.dtype}, {key.dtype} and {value.dtype}.")
     if enable_gqa:
@@ -147,7 +153,7 @@ def attend(
         bits,
     )
     with no_autocast(device):
-        o: Tensor = QuantizedAttention.apply(q, k, v, mask, how)  # type: ignore[no-untyped-call]
+        o: Tensor = QuantizedAttention.apply(q, k, v, mask, how)[0]  # type: ignore[no-untyped-call]
     return o if lead else o.squeeze(0)
 
 

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.convolution import find_convolution
 from lightning_lowbit.nn.layers.derive import derived as derived
 from lightning_lowbit.nn.layers.experts import experts_class
@@ -114,10 +115,13 @@ def convert_layer(model: nn.Module, name: str) -> Any:
     if product != name:
         host: Any = model.get_submodule(host_name.rstrip("."))
         add_products(host, host_class(type(host)))  # type: ignore[arg-type]
-        return host.product(product)
-    layer: Any = model.get_submodule(name)
+        layer: Any = host.product(product)
+        layer.name_in_model = clean_name(name)
+        return layer
+    layer = model.get_submodule(name)
     follow_class(layer)
     layer.__class__ = quantized_class(type(layer))
+    layer.name_in_model = clean_name(name) or f"{type(layer).__name__} {tuple(layer.weight.shape)}"
     parent, _, child = name.rpartition(".")
     caller = host_class(type(model.get_submodule(parent)))
     if caller is not None and child in caller.called_layers:

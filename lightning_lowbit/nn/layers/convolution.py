@@ -85,7 +85,7 @@ class QuantizedConvolution(QuantizedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
-        if self.casts.plan.is_empty:
+        if self.is_plain_for(input):
             return super().forward(input)
         x = self._batch(input)
         padding = self.padding
@@ -107,6 +107,8 @@ class QuantizedConvolution(QuantizedLayer):
 
     def _batch(self, input: Tensor) -> Tensor:
         """The input as ``[N, C, *sizes]``; a ValueError for what the layer cannot take."""
+        if input.is_nested:
+            raise ValueError(f"Layer {self.name_in_model} takes images of one size; got a nested tensor. Pad it.")
         if isinstance(self.weight, DTensor):
             raise ValueError(
                 "The weight of a convolution is spread over processes, and a quantized one computes with the whole "
@@ -178,7 +180,7 @@ class QuantizedTransposed(QuantizedConvolution):
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """The transposed convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
-        if self.casts.plan.is_empty:
+        if self.is_plain_for(input):
             return super(QuantizedLayer, self).forward(input, output_size)
         if self.padding_mode != "zeros":
             raise ValueError(f"A transposed convolution pads with zeros alone; got padding_mode={self.padding_mode!r}.")

@@ -55,7 +55,7 @@ class RoutedExperts(Host):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``hidden_states`` [tokens, features] through the experts ``top_k_index`` [tokens, k] of each token, summed by
         ``top_k_weights`` [tokens, k]. A number from ``num_experts`` on is an expert of another process."""
-        if self.is_plain:
+        if self.is_plain_for(hidden_states, top_k_index, top_k_weights):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         return self._quantized(hidden_states, top_k_index, top_k_weights)
 
@@ -145,7 +145,7 @@ class UniformExperts(Host):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``hidden_states`` [experts · tokens, features], sorted by expert."""
-        if self.is_plain:
+        if self.is_plain_for(hidden_states):
             return super().forward(hidden_states)
         experts = len(self.gate_up_proj)
         rows = len(hidden_states) // experts

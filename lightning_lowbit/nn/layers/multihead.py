@@ -90,7 +90,7 @@ class MultiheadHost(Host):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         host: Any = self
-        if self.is_plain:
+        if self.is_plain_for(query, key, value):
             plain = super().forward
             return plain(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if query.is_nested or key.is_nested or value.is_nested:

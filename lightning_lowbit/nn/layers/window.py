@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.kernels.patches import add_patches
@@ -162,7 +161,7 @@ def is_pixelwise(cast: Cast | None, channels: int) -> bool:
 
 
 class Images(torch.autograd.Function):
-    """:meth:`Window.scatter`, whose gradient is :meth:`Window.gather`."""
+    """:meth:`Window.scatter`, whose gradient is :meth:`Window.gather`, through which autograd finds its way."""
 
     @staticmethod
     def forward(ctx: Any, patches: Tensor, window: Window, shape: tuple[int, ...]) -> Tensor:
@@ -170,6 +169,5 @@ class Images(torch.autograd.Function):
         return window.scatter(patches, shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         return ctx.window.gather(g), None, None

@@ -93,21 +93,6 @@ def test_print_shows_the_casts() -> None:
     assert "casts=bf16" in str(model[0])
 
 
-def test_second_derivatives() -> None:
-    """Without casts they are those of nn.Linear; with casts they are refused, not wrong."""
-    original = nn.Linear(IN, OUT)
-    x = torch.randn(TOKENS, IN, requires_grad=True)
-
-    def penalty(layer: nn.Module) -> Tensor:
-        (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-        return layer.weight.grad
-
-    assert torch.equal(penalty(layer_like(original, "bf16")), penalty(original))
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        penalty(layer_like(original, "nvfp4"))
-
-
 def test_stochastic_rounding_without_keys_is_refused() -> None:
     layer = convert(nn.Linear(IN, OUT), LinearCasts(fprop_x=STOCHASTIC))
     with pytest.raises(ValueError, match="needs a key.*LayerKeys"):
