@@ -41,9 +41,9 @@ class QuantizedGemms(torch.autograd.Function):
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         of_all = _forward if settings.ends is None else _forward_of_groups
         y, kept = of_all(ctx, x, weight, bias, settings)
-        end = mark(ctx, y)
-        ctx.save_for_backward(*kept, end)
-        return y, end
+        of_inputs = mark(ctx, y)
+        ctx.save_for_backward(*kept, of_inputs)
+        return y, of_inputs
 
     @staticmethod
     @first_derivative
@@ -59,10 +59,8 @@ def _forward(
     given, settings, dtype = settings, settings.of_part(), x.dtype
     w = weight if settings.frozen is not None or settings.prequantized is not None else weight.to(dtype)
     read_by = ("fprop_x", *["wgrad_x"] * needs_w)
-    if settings.window is None:
-        source_x = Source(x, amax_for(x, settings, *read_by))
-    else:
-        source_x = patches(x, settings, *read_by)
+    is_matrix = settings.window is None
+    source_x = Source(x, amax_for(x, settings, *read_by)) if is_matrix else patches(x, settings, *read_by)
     if settings.frozen is not None:
         source_w = frozen_weight(weight, dtype, settings)
     elif settings.prequantized is not None:
@@ -83,7 +81,7 @@ def _forward(
 
     # "fprop" and requantize keep the operand of the forward pass; others are quantized anew from the tensor itself.
     # Of images, which are smaller than their patches, the images themselves are kept.
-    keeps_qx = "wgrad_x" in casts.plan.kept and settings.window is None
+    keeps_qx = "wgrad_x" in casts.plan.kept and is_matrix
     for_wgrad: Any = packed or (qx if keeps_qx else Operand(x))
     keeps_operand = keeps_weight_operand(settings)
     for_dgrad: Any = qw if keeps_operand else Operand(weight if settings.recasts else w)

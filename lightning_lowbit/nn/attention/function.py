@@ -70,8 +70,8 @@ class Attention(NamedTuple):
 
 class QuantizedAttention(torch.autograd.Function):
     """Takes q ``[..., queries, d]``, k ``[..., keys, d]`` and v ``[..., keys, e]`` of one dtype, an additive or bool
-    mask that broadcasts to ``[..., queries, keys]`` or None, and :class:`Attention`; returns ``[..., queries, e]`` and a
-    :func:`lightning_lowbit.nn.passes.derivatives.mark`."""
+    mask that broadcasts to ``[..., queries, keys]`` or None, and :class:`Attention`; returns ``[..., queries, e]`` and
+    a :func:`lightning_lowbit.nn.passes.derivatives.mark`."""
 
     @staticmethod
     def forward(
@@ -90,10 +90,10 @@ class QuantizedAttention(torch.autograd.Function):
             left, right = _first(qp, 2, seen, keys), transposed(_first(qv, 2, seen, keys))
             product = multiply(left, right, wide, how.owner("pv", "fprop"))
             o[:, start:end] = product.to(q.dtype)
-        end = mark(ctx, o)
-        ctx.save_for_backward(q, k, v, mask, end)
+        of_inputs = mark(ctx, o)
+        ctx.save_for_backward(q, k, v, mask, of_inputs)
         ctx.how, ctx.layer = how, how.qk.layer
-        return o.view(*q.shape[:-1], v.shape[-1]), end
+        return o.view(*q.shape[:-1], v.shape[-1]), of_inputs
 
     @staticmethod
     @first_derivative

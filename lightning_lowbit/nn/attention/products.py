@@ -120,7 +120,7 @@ def attend(
     is_empty = qk.casts.plan.is_empty and pv.casts.plan.is_empty
     if not is_empty:
         check_inputs(qk.name_in_model, query, key, value, attn_mask)
-    if is_empty or query.is_meta or 0 in (query.numel(), key.numel(), value.numel()):
+    if is_empty or query.device.type == "meta" or 0 in (query.numel(), key.numel(), value.numel()):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -94,7 +94,7 @@ class Host(nn.Module):
         if self.is_plain:
             return True
         check_inputs(self.name_in_model, *inputs)
-        return bool(inputs[0].is_meta)
+        return bool(inputs[0].device.type == "meta")
 
     def __prepare_scriptable__(self) -> Any:  # torch.jit.script asks for it
         refuse_scripts(self.name_in_model)

@@ -122,7 +122,7 @@ def _by_itself(cls: Any) -> type[QuantizedLayer] | None:
 
 def _derived(cls: Any, known: _Layer) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.casts.plan.is_empty or self.weight.is_meta:  # what the class itself computes
+        if self.casts.plan.is_empty or self.weight.device.type == "meta":  # what the class itself computes
             return cls.forward(self, *args, **kwargs)
         return of_product(self, partial(_multiply, self), *args, **kwargs)
 

@@ -59,8 +59,8 @@ class _Underivable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Gradients:
         raise ValueError(
-            f"Layer {ctx.layer}: the gradient of a quantized layer cannot be differentiated again, as Hessians, gradient "
-            f"penalties and second-order meta-learning do. {HIGH_PRECISION}"
+            f"Layer {ctx.layer}: the gradient of a quantized layer cannot be differentiated again, as Hessians, "
+            f"gradient penalties and second-order meta-learning do. {HIGH_PRECISION}"
         )
 
 
@@ -68,8 +68,8 @@ def refuse_transforms(layer: str) -> None:
     """Raises a ``ValueError`` within transforms of ``torch.func``."""
     if _is_transformed():
         raise ValueError(
-            f"Layer {layer}: a quantized layer cannot be transformed by torch.func (vmap, grad, vjp, jvp, jacrev, ...). "
-            f"Use loss.backward() and a loop. {HIGH_PRECISION}"
+            f"Layer {layer}: a quantized layer cannot be transformed by torch.func (vmap, grad, vjp, jvp, jacrev, "
+            f"...). Use loss.backward() and a loop. {HIGH_PRECISION}"
         )
 
 
@@ -82,7 +82,8 @@ def refuse_tangents(layer: str, *tensors: Tensor | None) -> None:
     """Raises a ``ValueError`` for tensors with a tangent, which forward-mode derivatives are made of."""
     if forward_ad._current_level < 0:
         return
-    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+    tangents = (forward_ad.unpack_dual(tensor).tangent for tensor in tensors if tensor is not None)  # type: ignore[no-untyped-call]
+    if any(tangent is not None for tangent in tangents):
         raise ValueError(
             f"Layer {layer}: a quantized layer has no forward-mode derivative (torch.autograd.forward_ad). "
             f"{HIGH_PRECISION}"
@@ -93,6 +94,6 @@ def _refuse_batches(layer: str, g: Tensor) -> None:
     of_torch = torch._C._functorch
     if of_torch.is_legacy_batchedtensor(g) or of_torch.is_functorch_wrapped_tensor(g):
         raise ValueError(
-            f"Layer {layer}: the backward pass of a quantized layer takes one gradient at a time, and not a batch of them "
-            f"(is_grads_batched=True, vectorize=True, vmap). Take them in a loop. {HIGH_PRECISION}"
+            f"Layer {layer}: the backward pass of a quantized layer takes one gradient at a time, and not a batch of "
+            f"them (is_grads_batched=True, vectorize=True, vmap). Take them in a loop. {HIGH_PRECISION}"
         )
