@@ -47,8 +47,8 @@ class QuantizedGemms(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, g) if ctx.settings.ends is None else _backward_of_groups(ctx, g)
+    def backward(ctx: Any, g: Tensor, kept: Any) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, g, kept) if ctx.settings.ends is None else _backward_of_groups(ctx, g, kept)
 
 
 def _forward(
@@ -106,9 +106,9 @@ def _forward(
     return y, kept
 
 
-def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, g: Tensor, kept: Any) -> tuple[Tensor | None, ...]:
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w, *_ = ctx.saved_tensors
+    x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = kept
     settings: Settings = ctx.settings.of_part()
     window = settings.window
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
@@ -121,8 +121,8 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
             source_g, of_wgrad = sources_of_gradient(source_g, settings)
         if needs_x:
             # dX = dY · W           [tokens, out] · [out, in]
-            kept = weight_for_dgrad(Operand(w, w_factor), amax_w, ctx.dtype, settings)
-            source_w = kept_source("dgrad_w", kept, amax_w, ctx.dtype, settings)
+            of_weight = weight_for_dgrad(Operand(w, w_factor), amax_w, ctx.dtype, settings)
+            source_w = kept_source("dgrad_w", of_weight, amax_w, ctx.dtype, settings)
             qg, qw, of_mean = operands("dgrad", source_g, source_w, settings)
             dx = matmul(qg, qw, of_mean, ctx.dtype)
             dx = through_rounding_of("fprop_x", dx, Source(forward_x, amax_x), settings)
@@ -131,14 +131,14 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
                 of_wgrad = Source(qg.values, None, qg.factor, is_operand=True)
         if needs_w:
             # dW = dYᵀ · X          [out, tokens] · [tokens, in]
-            kept, packed = Operand(x, x_factor), settings.packed
+            of_input, packed = Operand(x, x_factor), settings.packed
             if window is not None:
-                kept = patches_for_wgrad(x, amax_x, settings)
+                of_input = patches_for_wgrad(x, amax_x, settings)
             if packed is not None:
                 source_x = unpacked_source(packed, Packed(x, x_factor), ctx.shape, ctx.dtype, settings)
-                kept = Operand(source_x.values, source_x.factor)
+                of_input = Operand(source_x.values, source_x.factor)
             if packed != "wgrad_x":
-                source_x = kept_source("wgrad_x", kept, amax_x, ctx.dtype, settings)
+                source_x = kept_source("wgrad_x", of_input, amax_x, ctx.dtype, settings)
             qg, qx, of_mean = operands("wgrad", of_wgrad, source_x, settings)
             dw = matmul(qg.t(), qx, of_mean, ctx.dtype)
             if settings.gradient_sums is not None:
@@ -157,7 +157,6 @@ class _Group:
 
     def __init__(self, index: int, rows: slice, needs_input_grad: tuple[bool, ...]) -> None:
         self.index, self.rows, self.needs_input_grad = index, rows, needs_input_grad
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
         self.settings: Any = None
         self.dtypes: tuple[torch.dtype | None, ...] = ()
 
@@ -184,7 +183,7 @@ def _forward_of_groups(
     return torch.cat([*results, x.new_zeros(len(x) - settings.ends[-1], weight.shape[1])]), (*kept,)
 
 
-def _backward_of_groups(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_of_groups(ctx: Any, g: Tensor, kept: Any) -> tuple[Tensor | None, ...]:
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     x_dtype, _, bias_dtype = ctx.dtypes
     dx = g.new_empty(ctx.shape, dtype=x_dtype) if needs_x else None
@@ -199,14 +198,11 @@ def _backward_of_groups(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     settings: Settings = ctx.settings
     # Another draw of the random bits changes the layer's keys in place.
     keys = None if settings.keys is None else keys_of_parts(settings.keys, len(ctx.weight), settings.part or 0)
-    saved = ctx.saved_tensors[:-1]
-    size = len(saved) // max(len(ctx.groups), 1)
+    size = len(kept) // max(len(ctx.groups), 1)
     for i, group in enumerate(ctx.groups):
-        group.saved_tensors = saved[i * size : (i + 1) * size]
         if keys is not None:
             group.settings = group.settings._replace(keys=keys[group.index])
-        gradients = _backward(group, g[group.rows])
-        group.saved_tensors = ()
+        gradients = _backward(group, g[group.rows], kept[i * size : (i + 1) * size])
         for whole, part, own in zip((dx, dw, db), (group.rows, group.index, group.index), gradients, strict=False):
             if whole is not None and own is not None:
                 whole[part].copy_(own)  # to the dtype of the parameter

@@ -130,12 +130,17 @@ class QuantizedLayer(NativeGemms):
         """Where the layer computes."""
         return self.weight.device
 
+    @property
+    def called(self) -> str:
+        """:attr:`name_in_model`, but in compiled graphs, which the blocks of a model share."""
+        return "(compiled)" if torch.compiler.is_compiling() else self.name_in_model
+
     def is_plain_for(self, *inputs: Any) -> bool:
         """Whether a pass of these inputs is that of the class that this one was converted from, since there is nothing
         to quantize: no casts, or no values. Raises for inputs that a quantized pass cannot take."""
         if self.casts.plan.is_empty:
             return True
-        check_inputs(self.name_in_model, *inputs)
+        check_inputs(self.name_in_model, *inputs, takes_nested=self.kind == "linear")
         return bool(inputs[0].device.type == "meta")
 
     def __prepare_scriptable__(self) -> Any:  # torch.jit.script asks for it
@@ -229,8 +234,7 @@ class QuantizedLayer(NativeGemms):
                 ends=ends,
                 part=part,
                 dtype=dtype,
-                # As a constant of a compiled graph, it would be one of each block of a model.
-                layer="(compiled)" if torch.compiler.is_compiling() else self.name_in_model,
+                layer=self.called,
             )
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)[0]  # type: ignore[no-untyped-call]
             if rescale is not None:

@@ -97,8 +97,8 @@ class QuantizedAttention(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, _ = ctx.saved_tensors
+    def backward(ctx: Any, g: Tensor, kept: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, mask = kept
         with no_autocast(g.device.type):
             return (*_gradients(g.to(q.dtype), q, k, v, mask, ctx.how, ctx.needs_input_grad), None)
 

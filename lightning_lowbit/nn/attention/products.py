@@ -119,7 +119,7 @@ def attend(
     qk, pv = (products[name] for name in PRODUCTS_OF_ATTENTION)
     is_empty = qk.casts.plan.is_empty and pv.casts.plan.is_empty
     if not is_empty:
-        check_inputs(qk.name_in_model, query, key, value, attn_mask)
+        check_inputs(qk.name_in_model, query, key, value)
     if is_empty or query.device.type == "meta" or 0 in (query.numel(), key.numel(), value.numel()):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -162,8 +162,6 @@ def _check_call(
 ) -> None:
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is at least 0 and less than 1; got {dropout_p}.")
-    if query.is_nested or key.is_nested or value.is_nested:
-        raise ValueError("Quantized attention takes no nested tensors: pad them, and give a mask.")
     if any(isinstance(x, DTensor) for x in (query, key, value)):
         raise ValueError(
             "Quantized attention takes no DTensors: have the layers before it return local tensors (use_local_output), "

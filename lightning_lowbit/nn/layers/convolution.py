@@ -107,8 +107,6 @@ class QuantizedConvolution(QuantizedLayer):
 
     def _batch(self, input: Tensor) -> Tensor:
         """The input as ``[N, C, *sizes]``; a ValueError for what the layer cannot take."""
-        if input.is_nested:
-            raise ValueError(f"Layer {self.name_in_model} takes images of one size; got a nested tensor. Pad it.")
         if isinstance(self.weight, DTensor):
             raise ValueError(
                 "The weight of a convolution is spread over processes, and a quantized one computes with the whole "
@@ -192,7 +190,7 @@ class QuantizedTransposed(QuantizedConvolution):
         window = Window(self.kernel_size, self.stride, self.dilation, self.padding, after)
         shape = (len(x), self.out_channels // self.groups, *window.sizes(x.shape[2:]))
         rows = self._products(x.movedim(1, -1).flatten(0, -2), None, None)
-        parts = [Images.apply(patches, window, shape) for patches in rows]  # type: ignore[no-untyped-call]
+        parts = [Images.apply(patches, window, shape, self.called) for patches in rows]  # type: ignore[no-untyped-call]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype).view(-1, *[1] * len(self.kernel_size))

@@ -25,7 +25,6 @@ from lightning_lowbit.distributed import local, offsets_of
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.passes.inputs import check_inputs
 
 # int32 [experts], or the same numbers on the host.
 Offsets = Tensor | Sequence[int]
@@ -143,13 +142,12 @@ class GroupedLayer(QuantizedLayer):
         if isinstance(weight, DTensor):
             first = self.first_of(weight)
             weight, bias = local(weight), None if bias is None else local(bias)
-        if self.casts.plan.is_empty or weight.device.type == "meta":
+        if self.is_plain_for(x):
             return grouped_linear(x, weight, offsets, bias)
         return self._quantized(x, weight, bias, offsets, first)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _quantized(self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Offsets, first: int) -> Tensor:
-        check_inputs(self.name_in_model, x)
         return self.quantized_forward(x, weight, bias, ends=ends_of(offsets, len(x), len(weight)), part=first)
 
     def first_of(self, weight: DTensor) -> int:

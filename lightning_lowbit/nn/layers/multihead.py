@@ -93,10 +93,6 @@ class MultiheadHost(Host):
         if self.is_plain_for(query, key, value):
             plain = super().forward
             return plain(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        if query.is_nested or key.is_nested or value.is_nested:
-            raise ValueError(
-                "A converted nn.MultiheadAttention takes no nested tensors. Pad them, and give key_padding_mask."
-            )
         is_batched = F._mha_shape_check(  # type: ignore[attr-defined]
             query, key, value, key_padding_mask, attn_mask, host.num_heads
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.kernels.patches import add_patches
+from lightning_lowbit.nn.passes.derivatives import refuse_batches
 from lightning_lowbit.quant import Cast
 
 
@@ -164,10 +165,11 @@ class Images(torch.autograd.Function):
     """:meth:`Window.scatter`, whose gradient is :meth:`Window.gather`, through which autograd finds its way."""
 
     @staticmethod
-    def forward(ctx: Any, patches: Tensor, window: Window, shape: tuple[int, ...]) -> Tensor:
-        ctx.window = window
+    def forward(ctx: Any, patches: Tensor, window: Window, shape: tuple[int, ...], layer: str) -> Tensor:
+        ctx.window, ctx.layer = window, layer
         return window.scatter(patches, shape)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.window.gather(g), None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_batches(ctx.layer, g)
+        return ctx.window.gather(g), None, None, None

@@ -29,20 +29,21 @@ def mark(ctx: Any, y: Tensor) -> Tensor | None:
     return y.new_empty(0) if True in ctx.needs_input_grad else None
 
 
-def first_derivative(backward: Callable[[Any, Tensor], Gradients]) -> Callable[..., Gradients]:
-    """Decorates the backward pass of an autograd function with a :func:`mark`, whose ``ctx.layer`` names the layer."""
+def first_derivative(backward: Callable[[Any, Tensor, Any], Gradients]) -> Callable[..., Gradients]:
+    """Decorates the backward pass of an autograd function with a :func:`mark`, whose ``ctx.layer`` names the layer. The
+    function gets the gradient of its first output, and the saved tensors before the mark."""
 
     @wraps(backward)
     def of_two_outputs(ctx: Any, g: Tensor | None, _: Tensor | None = None) -> Gradients:
         if g is None:  # nothing that was differentiated depends on the output
             return (None,) * len(ctx.needs_input_grad)
-        if not torch.compiler.is_compiling():
-            _refuse_batches(ctx.layer, g)
+        refuse_batches(ctx.layer, g)
+        *kept, of_inputs = ctx.saved_tensors  # which a recomputed region gives once
         if not torch.is_grad_enabled():
-            return backward(ctx, g)
+            return backward(ctx, g, kept)
         with torch.no_grad():
-            gradients = backward(ctx, g)
-        underivable: Gradients = _Underivable.apply(ctx.layer, ctx.saved_tensors[-1], g, *gradients)  # type: ignore[no-untyped-call]
+            gradients = backward(ctx, g, kept)
+        underivable: Gradients = _Underivable.apply(ctx.layer, of_inputs, g, *gradients)  # type: ignore[no-untyped-call]
         return underivable
 
     return of_two_outputs
@@ -90,7 +91,10 @@ def refuse_tangents(layer: str, *tensors: Tensor | None) -> None:
         )
 
 
-def _refuse_batches(layer: str, g: Tensor) -> None:
+def refuse_batches(layer: str, g: Tensor) -> None:
+    """Raises a ``ValueError`` for a batch of gradients where one is taken."""
+    if torch.compiler.is_compiling():
+        return
     of_torch = torch._C._functorch
     if of_torch.is_legacy_batchedtensor(g) or of_torch.is_functorch_wrapped_tensor(g):
         raise ValueError(

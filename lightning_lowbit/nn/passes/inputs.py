@@ -12,43 +12,51 @@ from lightning_lowbit.nn.passes.derivatives import refuse_tangents, refuse_trans
 # In which layers compute: rounding is not defined for complex numbers, and integers have no gradient.
 COMPUTED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
-_TRACED = "Layer {}: quantized layers cannot be {}. Use torch.export or `lowbit export`, or go to high precision: {}."
-_PLAIN = "lightning_lowbit.convert(model, 'bf16')"
+_TRACED = (
+    "Layer {}: quantized layers cannot be {}. Use torch.export or `lowbit export`, or go to high precision: "
+    "lightning_lowbit.bake(lightning_lowbit.convert(model, 'bf16'))."
+)
 
 
-def check_inputs(layer: str, *tensors: Any) -> None:
-    """Raises for what a quantized layer cannot take, or be part of: a ``TypeError`` for what is no tensor, a
-    ``ValueError`` for sparse tensors, for tracers but those of ``torch.compile`` and ``torch.export``, and within
-    transforms of ``torch.func``. None is no input."""
+def check_inputs(layer: str, *tensors: Any, takes_nested: bool = False) -> None:
+    """Raises for what a quantized layer cannot take, or be part of: a ``TypeError`` for what is no tensor, and a
+    ``ValueError`` for sparse or nested tensors, within transforms of ``torch.func``, and for tracers but those of
+    ``torch.compile`` and ``torch.export``."""
     refuse_transforms(layer)
     if torch.compiler.is_compiling():
         return
     for tensor in tensors:
         if isinstance(tensor, Tensor):
-            if tensor.layout is not torch.strided and not tensor.is_nested:
+            if tensor.is_nested:
+                if not takes_nested:
+                    raise ValueError(
+                        f"Layer {layer} takes no nested tensors. Pad them (torch.nested.to_padded_tensor), and give a "
+                        "mask, such as key_padding_mask, where the module takes one."
+                    )
+            elif tensor.layout is not torch.strided:
                 raise ValueError(f"Layer {layer} takes dense tensors; got {tensor.layout}. Call its to_dense().")
         elif isinstance(tensor, Proxy):
-            raise ValueError(_TRACED.format(layer, "traced by torch.fx", _PLAIN))
-        elif tensor is not None:
+            raise ValueError(_TRACED.format(layer, "traced by torch.fx"))
+        else:
             raise TypeError(f"Layer {layer} takes a Tensor; got {type(tensor).__name__}. Use torch.as_tensor.")
     if torch._C._is_tracing():
-        raise ValueError(_TRACED.format(layer, "traced by torch.jit, which keeps random bits and scales fixed", _PLAIN))
+        raise ValueError(_TRACED.format(layer, "traced by torch.jit, which keeps random bits and scales fixed"))
 
 
 def refuse_scripts(layer: str) -> NoReturn:
     """Raises the ``ValueError`` of ``torch.jit.script``."""
-    # Its class, whose forward pass cannot be compiled, stays that of a converted layer until it is baked.
-    raise ValueError(_TRACED.format(layer, "compiled by torch.jit.script", f"lightning_lowbit.bake({_PLAIN})"))
+    raise ValueError(_TRACED.format(layer, "compiled by torch.jit.script"))
 
 
 def check_operands(layer: str, *tensors: Tensor | None) -> None:
     """Raises a ``ValueError`` for tensors of other dtypes than :data:`COMPUTED`, or with a tangent."""
-    if any(tensor is not None and tensor.dtype not in COMPUTED for tensor in tensors):
-        got = ", ".join(str(tensor.dtype) for tensor in tensors if tensor is not None)
-        raise ValueError(
-            f"Layer {layer} is quantized, and takes float16, bfloat16, float32 or float64; got {got}. "
-            "Cast the input to a real dtype; a layer of another dtype is left out with skip=[...]."
-        )
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype not in COMPUTED:
+            got = ", ".join(str(each.dtype) for each in tensors if each is not None)
+            raise ValueError(
+                f"Layer {layer} is quantized, and takes float16, bfloat16, float32 or float64; got {got}. Convert the "
+                "input, or leave a layer with such a weight out, by skip=[...]."
+            )
     if not torch.compiler.is_compiling():
         refuse_tangents(layer, *tensors)
 
