@@ -5,6 +5,7 @@ parameters, their names and all references to the module stay valid.
 """
 
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from lightning_lowbit.nn.layers.frozen import Frozen
 from lightning_lowbit.nn.layers.window import Window
 from lightning_lowbit.nn.native.layer import NativeGemms
 from lightning_lowbit.nn.operands import PrequantizedWeight, Settings
-from lightning_lowbit.nn.passes.inputs import check_inputs, check_operands, of_nested, refuse_scripts
+from lightning_lowbit.nn.passes.inputs import COMPUTED, check_inputs, of_nested, refuse_dtypes, refuse_scripts
 from lightning_lowbit.nn.saving import Readers, saved_bits
 from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
 from lightning_lowbit.nn.watch import LayerAmaxes, amax_in_force, stage_
@@ -29,6 +30,7 @@ from lightning_lowbit.quant import amax_along, smoothing_factor
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
 _WHOLE = Shards()
+_NOTHING = nullcontext()
 
 
 class QuantizedLayer(NativeGemms):
@@ -135,20 +137,12 @@ class QuantizedLayer(NativeGemms):
         """:attr:`name_in_model`, but in compiled graphs, which the blocks of a model share."""
         return "(compiled)" if torch.compiler.is_compiling() else self.name_in_model
 
-    def is_plain_for(self, *inputs: Any) -> bool:
-        """Whether a pass of these inputs is that of the class that this one was converted from, since there is nothing
-        to quantize: no casts, or no values. Raises for inputs that a quantized pass cannot take."""
-        if self.casts.plan.is_empty:
-            return True
-        check_inputs(self.name_in_model, *inputs, takes_nested=self.kind == "linear")
-        return bool(inputs[0].device.type == "meta")
-
     def __prepare_scriptable__(self) -> Any:  # torch.jit.script asks for it
         refuse_scripts(self.name_in_model)
 
     def forward(self, input: Tensor) -> Tensor:  # as nn.Linear names it, which callers may do too
         """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
-        if self.is_plain_for(input):
+        if self.casts.plan.is_empty or check_inputs(self, input):  # nothing to quantize: the original layer
             if self.frozen is not None:
                 return F.linear(input, self.weight_matrix().to(input.dtype), self.bias)
             return super().forward(input)
@@ -182,10 +176,13 @@ class QuantizedLayer(NativeGemms):
             )
         casts, source, dtype, shape, device = self.casts, x, x.dtype, x.shape, x.device
         prequantized, amaxes = self.prequantized_weight, self.amaxes
+        device_type = device.type
         is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert
-        check_operands(self.name_in_model, x, None if is_made else weight, bias)
-        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:  # autocast does not cast float64
-            dtype = torch.get_autocast_dtype(device.type)
+        if dtype not in COMPUTED or not (is_made or weight.dtype in COMPUTED):
+            refuse_dtypes(self.name_in_model, x, weight)
+        is_autocast = torch.is_autocast_enabled(device_type)
+        if is_autocast and dtype != torch.float64:  # autocast does not cast float64
+            dtype = torch.get_autocast_dtype(device_type)
         elif dtype != weight.dtype and frozen is None:
             raise ValueError(
                 f"Input and weight must have one dtype; got {dtype} and {weight.dtype}. Cast one of them, or use "
@@ -202,7 +199,7 @@ class QuantizedLayer(NativeGemms):
                 "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
             )
         gathered, rescale = window, None
-        with no_autocast(device.type):
+        with no_autocast(device_type) if is_autocast else _NOTHING:
             if window is None:
                 if x.dim() != 2:
                     x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
@@ -220,7 +217,7 @@ class QuantizedLayer(NativeGemms):
                 in_force=None if amaxes is None else amaxes.in_force,
                 staged=None if amaxes is None or not amaxes.switch[0] else amaxes.staged,
                 exact=self.exact,
-                native=self.native_gemms(device, dtype=dtype),
+                native=self.native_gemms(device, dtype=dtype) if casts.plan.native_gemms else (),
                 blend=self.blend,
                 operand_sums=self.operand_sums,
                 gradient_sums=self.gradient_sums,

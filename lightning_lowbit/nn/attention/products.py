@@ -18,7 +18,7 @@ from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.gemm import no_autocast
 from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.operands import Settings
-from lightning_lowbit.nn.passes.inputs import check_inputs, check_operands
+from lightning_lowbit.nn.passes.inputs import COMPUTED, check_inputs, refuse_dtypes
 from lightning_lowbit.nn.plan import CONTRACTION, GEMM
 from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.quant import Cast
@@ -117,20 +117,19 @@ def attend(
             ``is_causal``.
     """
     qk, pv = (products[name] for name in PRODUCTS_OF_ATTENTION)
-    is_empty = qk.casts.plan.is_empty and pv.casts.plan.is_empty
-    if not is_empty:
-        check_inputs(qk.name_in_model, query, key, value)
-    if is_empty or query.device.type == "meta" or 0 in (query.numel(), key.numel(), value.numel()):
+    is_plain = (qk.casts.plan.is_empty and pv.casts.plan.is_empty) or check_inputs(qk, query, key, value)
+    if is_plain or 0 in (query.numel(), key.numel(), value.numel()):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    if query.dtype not in COMPUTED:
+        refuse_dtypes(qk.name_in_model, query, key, value)
     _check_call(query, key, value, attn_mask, dropout_p, is_causal)
     bits = None if dropout_p == 0 else mix_key(torch.randint(2**62, (), device=query.device))
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    check_operands(qk.name_in_model, query, key, value)
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"q, k and v have one dtype; got {query.dtype}, {key.dtype} and {value.dtype}.")
     if enable_gqa:

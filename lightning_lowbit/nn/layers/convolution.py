@@ -22,6 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from lightning_lowbit.nn.calls import keys_of_call
 from lightning_lowbit.nn.layers.window import Images, Window
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.passes.inputs import check_inputs
 from lightning_lowbit.nn.saving import saved_bits
 
 DEPTHWISE = "a depthwise convolution, whose contractions are narrower than a block"
@@ -85,7 +86,7 @@ class QuantizedConvolution(QuantizedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
-        if self.is_plain_for(input):
+        if self.casts.plan.is_empty or check_inputs(self, input):
             return super().forward(input)
         x = self._batch(input)
         padding = self.padding
@@ -178,7 +179,7 @@ class QuantizedTransposed(QuantizedConvolution):
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """The transposed convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
-        if self.is_plain_for(input):
+        if self.casts.plan.is_empty or check_inputs(self, input):
             return super(QuantizedLayer, self).forward(input, output_size)
         if self.padding_mode != "zeros":
             raise ValueError(f"A transposed convolution pads with zeros alone; got padding_mode={self.padding_mode!r}.")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.nn.layers.wrapped import follow_class
 from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.passes.inputs import check_inputs, refuse_scripts
+from lightning_lowbit.nn.passes.inputs import refuse_scripts
 
 PRODUCTS = "_products"  # the child of a host that holds its products
 
@@ -88,13 +88,6 @@ class Host(nn.Module):
     def is_plain(self) -> bool:
         """Whether no product has anything to quantize: the host then computes as the class that it was."""
         return has_nothing_to_quantize(self)
-
-    def is_plain_for(self, *inputs: Any) -> bool:
-        """As of a layer (:meth:`QuantizedLayer.is_plain_for`)."""
-        if self.is_plain:
-            return True
-        check_inputs(self.name_in_model, *inputs)
-        return bool(inputs[0].device.type == "meta")
 
     def __prepare_scriptable__(self) -> Any:  # torch.jit.script asks for it
         refuse_scripts(self.name_in_model)

@@ -156,7 +156,7 @@ def _product_alone(layer: Any, multiply: Callable[[Tensor], Tensor], *args: Any,
 
 
 def _multiply(layer: Any, x: Tensor) -> Tensor:
-    check_inputs(layer.name_in_model, x, takes_nested=True)
+    check_inputs(layer, x)
     weight, bias = layer.weight_matrix(), getattr(layer, "bias", None)
     bias = bias if isinstance(bias, Tensor) else None  # of some classes it is a flag
     if isinstance(weight, DTensor):

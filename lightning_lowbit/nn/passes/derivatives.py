@@ -65,12 +65,12 @@ class _Underivable(torch.autograd.Function):
         )
 
 
-def refuse_transforms(layer: str) -> None:
-    """Raises a ``ValueError`` within transforms of ``torch.func``."""
+def refuse_transforms(layer: Any) -> None:
+    """Raises a ``ValueError`` within transforms of ``torch.func``, compiled or not."""
     if _is_transformed():
         raise ValueError(
-            f"Layer {layer}: a quantized layer cannot be transformed by torch.func (vmap, grad, vjp, jvp, jacrev, "
-            f"...). Use loss.backward() and a loop. {HIGH_PRECISION}"
+            f"Layer {layer.name_in_model}: a quantized layer cannot be transformed by torch.func (vmap, grad, vjp, "
+            f"jvp, jacrev, ...). Use loss.backward() and a loop. {HIGH_PRECISION}"
         )
 
 
@@ -79,15 +79,13 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def refuse_tangents(layer: str, *tensors: Tensor | None) -> None:
-    """Raises a ``ValueError`` for tensors with a tangent, which forward-mode derivatives are made of."""
-    if forward_ad._current_level < 0:
-        return
-    tangents = (forward_ad.unpack_dual(tensor).tangent for tensor in tensors if tensor is not None)  # type: ignore[no-untyped-call]
-    if any(tangent is not None for tangent in tangents):
+def refuse_tangents(layer: Any, *inputs: Tensor) -> None:
+    """Raises a ``ValueError`` for inputs or parameters of a layer with tangents, those of forward-mode derivatives."""
+    parameters = layer.own_parameters() if hasattr(layer, "own_parameters") else layer.parameters()
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in (*inputs, *parameters)):  # type: ignore[no-untyped-call]
         raise ValueError(
-            f"Layer {layer}: a quantized layer has no forward-mode derivative (torch.autograd.forward_ad). "
-            f"{HIGH_PRECISION}"
+            f"Layer {layer.name_in_model}: a quantized layer has no forward-mode derivative "
+            f"(torch.autograd.forward_ad). {HIGH_PRECISION}"
         )
 
 

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from lightning_lowbit.nn.passes.derivatives import refuse_tangents, refuse_transforms
@@ -18,29 +19,46 @@ _TRACED = (
 )
 
 
-def check_inputs(layer: str, *tensors: Any, takes_nested: bool = False) -> None:
-    """Raises for what a quantized layer cannot take, or be part of: a ``TypeError`` for what is no tensor, and a
-    ``ValueError`` for sparse or nested tensors, within transforms of ``torch.func``, and for tracers but those of
-    ``torch.compile`` and ``torch.export``."""
-    refuse_transforms(layer)
+def check_inputs(layer: Any, *tensors: Any) -> bool:
+    """Whether the inputs of a layer, or of a host, are on ``meta``: they have shapes and no values to quantize.
+
+    Raises:
+        TypeError: an input is no tensor.
+        ValueError: it is sparse or nested, or has a tangent; or within transforms of ``torch.func``, or tracers but
+            those of ``torch.compile`` and ``torch.export``.
+    """
     if torch.compiler.is_compiling():
-        return
+        refuse_transforms(layer)
+        return bool(tensors[0].device.type == "meta")
     for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            if tensor.is_nested:
-                if not takes_nested:
-                    raise ValueError(
-                        f"Layer {layer} takes no nested tensors. Pad them (torch.nested.to_padded_tensor), and give a "
-                        "mask, such as key_padding_mask, where the module takes one."
-                    )
-            elif tensor.layout is not torch.strided:
-                raise ValueError(f"Layer {layer} takes dense tensors; got {tensor.layout}. Call its to_dense().")
-        elif isinstance(tensor, Proxy):
-            raise ValueError(_TRACED.format(layer, "traced by torch.fx"))
-        else:
-            raise TypeError(f"Layer {layer} takes a Tensor; got {type(tensor).__name__}. Use torch.as_tensor.")
-    if torch._C._is_tracing():
-        raise ValueError(_TRACED.format(layer, "traced by torch.jit, which keeps random bits and scales fixed"))
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+            _check_kind(layer, tensor)
+    if _is_tracing():
+        how = "traced by torch.jit, which keeps random bits and scales fixed"
+        raise ValueError(_TRACED.format(layer.name_in_model, how))
+    if is_transformed():
+        refuse_transforms(layer)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(layer, *tensors)
+    return bool(tensors[0].is_meta)
+
+
+_is_tracing, is_transformed = torch._C._is_tracing, torch._C._are_functorch_transforms_active
+
+
+def _check_kind(layer: Any, tensor: Any) -> None:
+    name = layer.name_in_model
+    if isinstance(tensor, Proxy):
+        raise ValueError(_TRACED.format(name, "traced by torch.fx"))
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"Layer {name} takes a Tensor; got {type(tensor).__name__}. Use torch.as_tensor.")
+    if not tensor.is_nested:
+        raise ValueError(f"Layer {name} takes dense tensors; got {tensor.layout}. Call its to_dense().")
+    if getattr(layer, "kind", None) != "linear":
+        raise ValueError(
+            f"Layer {name} takes no nested tensors. Pad them (torch.nested.to_padded_tensor), and give a mask, such as "
+            "key_padding_mask, where the module takes one."
+        )
 
 
 def refuse_scripts(layer: str) -> NoReturn:
@@ -48,17 +66,13 @@ def refuse_scripts(layer: str) -> NoReturn:
     raise ValueError(_TRACED.format(layer, "compiled by torch.jit.script"))
 
 
-def check_operands(layer: str, *tensors: Tensor | None) -> None:
-    """Raises a ``ValueError`` for tensors of other dtypes than :data:`COMPUTED`, or with a tangent."""
-    for tensor in tensors:
-        if tensor is not None and tensor.dtype not in COMPUTED:
-            got = ", ".join(str(each.dtype) for each in tensors if each is not None)
-            raise ValueError(
-                f"Layer {layer} is quantized, and takes float16, bfloat16, float32 or float64; got {got}. Convert the "
-                "input, or leave a layer with such a weight out, by skip=[...]."
-            )
-    if not torch.compiler.is_compiling():
-        refuse_tangents(layer, *tensors)
+def refuse_dtypes(layer: str, *tensors: Tensor) -> NoReturn:
+    """Raises the ``ValueError`` for other dtypes than those of :data:`COMPUTED`."""
+    raise ValueError(
+        f"Layer {layer} is quantized, and takes float16, bfloat16, float32 or float64; got "
+        f"{', '.join(str(tensor.dtype) for tensor in tensors)}. Convert the input, or leave a layer with such a weight "
+        "out, by skip=[...]."
+    )
 
 
 def of_nested(layer: str, x: Any, multiply: Callable[[Tensor], Tensor]) -> Tensor:
