@@ -46,7 +46,7 @@ _EMBEDDING = Reason("an embedding's weight as a matrix", "an nn.Linear with that
 LAZY = Reason("no weight yet", "run one batch before the Trainer starts")
 _SUBCLASS = Reason(
     "a subclass of nn.Linear with a forward of its own",
-    "register_linear takes it for a linear layer, with a function for what it computes beside the product",
+    "register_linear takes it, given that forward",
 )
 _WEIGHT = Reason("no nn.Linear", "register_linear takes it for one, if it computes x · Wᵀ + b")
 _EXPERTS = Reason("a stack of experts, no nn.Linear", "experts that are nn.Linear layers are quantized")

@@ -189,7 +189,7 @@ def of_a_trainer(layer: nn.Module) -> nn.Module:
 # What a remedy says, the module that it is for, and what is done; "odd" is quantized then.
 REMEDIES: list[tuple[str, Callable[[], nn.Module], Callable[[nn.Module], nn.Module]]] = [
     (
-        "register_linear takes it for a linear layer, with a function for what it computes beside the product",
+        "register_linear takes it, given that forward",
         lambda: Registered(64, 64),
         lambda odd: (register_linear(Registered, forward=relu_of), convert(nn.ModuleDict({"odd": odd}), "nvfp4"))[1],
     ),
