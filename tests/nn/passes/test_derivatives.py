@@ -167,6 +167,7 @@ def test_in_a_region_that_is_recomputed() -> None:
         gradient(lambda x: checkpoint(model, x, use_reentrant=False), x).square().sum().backward()
 
 
+@pytest.mark.slow
 @each("backend", ["eager", "aot_eager"])
 def test_compiled_torch_refuses(backend: str) -> None:
     torch._dynamo.reset()
