@@ -39,16 +39,16 @@ class QuantizedGemms(torch.autograd.Function):
         dtype = settings.dtype or x.dtype
         ctx.layer, ctx.dtypes = settings.layer, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        of_all = _forward if settings.ends is None else _forward_of_groups
-        y, kept = of_all(ctx, x, weight, bias, settings)
-        of_inputs = mark(ctx, y)
-        ctx.save_for_backward(*kept, of_inputs)
-        return y, of_inputs
+        forward = _forward if settings.ends is None else _forward_of_groups
+        y, saved = forward(ctx, x, weight, bias, settings)
+        end = mark(ctx, y)
+        ctx.save_for_backward(*saved, end)
+        return y, end
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, g: Tensor, kept: Any) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, g, kept) if ctx.settings.ends is None else _backward_of_groups(ctx, g, kept)
+    def backward(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, g, saved) if ctx.settings.ends is None else _backward_of_groups(ctx, g, saved)
 
 
 def _forward(
@@ -89,7 +89,7 @@ def _forward(
         for_wgrad = packed or settings.kept("wgrad_x", for_wgrad, x)
         for_dgrad = settings.kept("dgrad_w", for_dgrad, w) if keeps_operand else for_dgrad
     reads_x = (needs_x and "fprop_x" in casts.surrogate) or (needs_w and settings.gradient_sums is not None)
-    kept = (
+    saved = (
         *(for_wgrad if needs_w else (None, None)),
         source_x.amax,
         *(for_dgrad if needs_x else (None, None)),
@@ -103,12 +103,12 @@ def _forward(
     if given.blend is not None:
         given = given._replace(blend=given.blend.clone())
     ctx.settings, ctx.dtype, ctx.shape = given, dtype, x.shape
-    return y, kept
+    return y, saved
 
 
-def _backward(ctx: Any, g: Tensor, kept: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = kept
+    x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = saved
     settings: Settings = ctx.settings.of_part()
     window = settings.window
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
@@ -169,21 +169,21 @@ def _forward_of_groups(
     groups = [_Group(i, own, ctx.needs_input_grad) for i, own in enumerate(rows) if own.stop > own.start]
     keys = None if settings.keys is None else keys_of_parts(settings.keys, len(weight), settings.part or 0)
     results: list[Tensor] = []
-    kept: list[Tensor | None] = []  # by autograd: it frees the tensors in time, and knows the hooks of saved tensors
+    saved: list[Tensor | None] = []  # by autograd: it frees the tensors in time, and knows the hooks of saved tensors
     for group in groups:
         own = settings._replace(ends=None, part=None, keys=None if keys is None else keys[group.index])
         w, b = weight[group.index], None if bias is None else bias[group.index]
         w = w if settings.recasts else w.to(x.dtype)
         group.dtypes = x.dtype, w.dtype, None if b is None else b.dtype
-        y, kept_by_group = _forward(group, x[group.rows], w, b, own)
+        y, saved_by_group = _forward(group, x[group.rows], w, b, own)
         results.append(y)
-        kept += kept_by_group
+        saved += saved_by_group
     ctx.settings, ctx.groups, ctx.shape = settings, groups, x.shape
     ctx.weight = torch.empty_like(weight, device="meta")
-    return torch.cat([*results, x.new_zeros(len(x) - settings.ends[-1], weight.shape[1])]), (*kept,)
+    return torch.cat([*results, x.new_zeros(len(x) - settings.ends[-1], weight.shape[1])]), (*saved,)
 
 
-def _backward_of_groups(ctx: Any, g: Tensor, kept: Any) -> tuple[Tensor | None, ...]:
+def _backward_of_groups(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     x_dtype, _, bias_dtype = ctx.dtypes
     dx = g.new_empty(ctx.shape, dtype=x_dtype) if needs_x else None
@@ -198,11 +198,11 @@ def _backward_of_groups(ctx: Any, g: Tensor, kept: Any) -> tuple[Tensor | None, 
     settings: Settings = ctx.settings
     # Another draw of the random bits changes the layer's keys in place.
     keys = None if settings.keys is None else keys_of_parts(settings.keys, len(ctx.weight), settings.part or 0)
-    size = len(kept) // max(len(ctx.groups), 1)
+    size = len(saved) // max(len(ctx.groups), 1)
     for i, group in enumerate(ctx.groups):
         if keys is not None:
             group.settings = group.settings._replace(keys=keys[group.index])
-        gradients = _backward(group, g[group.rows], kept[i * size : (i + 1) * size])
+        gradients = _backward(group, g[group.rows], saved[i * size : (i + 1) * size])
         for whole, part, own in zip((dx, dw, db), (group.rows, group.index, group.index), gradients, strict=False):
             if whole is not None and own is not None:
                 whole[part].copy_(own)  # to the dtype of the parameter

@@ -90,15 +90,15 @@ class QuantizedAttention(torch.autograd.Function):
             left, right = _first(qp, 2, seen, keys), transposed(_first(qv, 2, seen, keys))
             product = multiply(left, right, wide, how.owner("pv", "fprop"))
             o[:, start:end] = product.to(q.dtype)
-        of_inputs = mark(ctx, o)
-        ctx.save_for_backward(q, k, v, mask, of_inputs)
+        last = mark(ctx, o)
+        ctx.save_for_backward(q, k, v, mask, last)
         ctx.how, ctx.layer = how, how.qk.layer
-        return o.view(*q.shape[:-1], v.shape[-1]), of_inputs
+        return o.view(*q.shape[:-1], v.shape[-1]), last
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, g: Tensor, kept: Any) -> tuple[Tensor | None, ...]:
-        q, k, v, mask = kept
+    def backward(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, mask = saved
         with no_autocast(g.device.type):
             return (*_gradients(g.to(q.dtype), q, k, v, mask, ctx.how, ctx.needs_input_grad), None)
 

@@ -2,7 +2,7 @@
 
 Rounding has the derivative zero, so autograd would take the gradient for a constant. With ``create_graph=True`` the
 gradients therefore come out of :class:`_Underivable`, whose backward pass raises. It must be found on every way from a
-gradient back to x and w, which the layer may not have kept: each function gives a second output without elements, the
+gradient back to x and w, which the layer may not have saved: each function gives a second output without elements, the
 ``mark``, and keeps it. The mark leads to the node of the function, and so to all of its inputs.
 """
 
@@ -34,26 +34,26 @@ def first_derivative(backward: Callable[[Any, Tensor, Any], Gradients]) -> Calla
     function gets the gradient of its first output, and the saved tensors before the mark."""
 
     @wraps(backward)
-    def of_two_outputs(ctx: Any, g: Tensor | None, _: Tensor | None = None) -> Gradients:
+    def wrapper(ctx: Any, g: Tensor | None, _: Tensor | None = None) -> Gradients:
         if g is None:  # nothing that was differentiated depends on the output
             return (None,) * len(ctx.needs_input_grad)
         refuse_batches(ctx.layer, g)
-        *kept, of_inputs = ctx.saved_tensors  # which a recomputed region gives once
+        *saved, mark_of_inputs = ctx.saved_tensors  # which a recomputed region gives once
         if not torch.is_grad_enabled():
-            return backward(ctx, g, kept)
+            return backward(ctx, g, saved)
         with torch.no_grad():
-            gradients = backward(ctx, g, kept)
-        underivable: Gradients = _Underivable.apply(ctx.layer, of_inputs, g, *gradients)  # type: ignore[no-untyped-call]
+            gradients = backward(ctx, g, saved)
+        underivable: Gradients = _Underivable.apply(ctx.layer, mark_of_inputs, g, *gradients)  # type: ignore[no-untyped-call]
         return underivable
 
-    return of_two_outputs
+    return wrapper
 
 
 class _Underivable(torch.autograd.Function):
     """Returns gradients as they are, which depend on a :func:`mark` and on the gradient of the output."""
 
     @staticmethod
-    def forward(ctx: Any, layer: str, of_inputs: Tensor, of_output: Tensor, *gradients: Tensor | None) -> Gradients:
+    def forward(ctx: Any, layer: str, mark_of_inputs: Tensor, g: Tensor, *gradients: Tensor | None) -> Gradients:
         ctx.layer = layer
         return gradients
 
@@ -93,8 +93,8 @@ def refuse_batches(layer: str, g: Tensor) -> None:
     """Raises a ``ValueError`` for a batch of gradients where one is taken."""
     if torch.compiler.is_compiling():
         return
-    of_torch = torch._C._functorch
-    if of_torch.is_legacy_batchedtensor(g) or of_torch.is_functorch_wrapped_tensor(g):
+    functorch = torch._C._functorch
+    if functorch.is_legacy_batchedtensor(g) or functorch.is_functorch_wrapped_tensor(g):
         raise ValueError(
             f"Layer {layer}: the backward pass of a quantized layer takes one gradient at a time, and not a batch of "
             f"them (is_grads_batched=True, vectorize=True, vmap). Take them in a loop. {HIGH_PRECISION}"
