@@ -5,6 +5,7 @@ parameters, their names and all references to the module stay valid.
 """
 
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from lightning_lowbit.nn.layers.frozen import Frozen
 from lightning_lowbit.nn.layers.window import Window
 from lightning_lowbit.nn.native.layer import NativeGemms
 from lightning_lowbit.nn.operands import PrequantizedWeight, Settings
+from lightning_lowbit.nn.passes.inputs import COMPUTED, check_inputs, of_nested, refuse_dtypes, refuse_scripts
 from lightning_lowbit.nn.saving import Readers, saved_bits
 from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
 from lightning_lowbit.nn.watch import LayerAmaxes, amax_in_force, stage_
@@ -28,6 +30,7 @@ from lightning_lowbit.quant import amax_along, smoothing_factor
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
 _WHOLE = Shards()
+_NOTHING = nullcontext()
 
 
 class QuantizedLayer(NativeGemms):
@@ -51,6 +54,7 @@ class QuantizedLayer(NativeGemms):
         weight_amax: float32, 0-d, scales the weight (:mod:`lightning_lowbit.nn.conversion.shared_amax`), if not None.
         frozen: what the bytes are that the weight is kept as (:func:`lightning_lowbit.pack_frozen`); None for a matrix.
         prequantized_weight: set while gathering a weight that is quantized (:mod:`lightning_lowbit.nn.sharded.gather`).
+        name_in_model: what errors call the layer: its name in the model that was converted, or its class and shape.
     """
 
     kind: ClassVar[str] = "linear"
@@ -74,6 +78,7 @@ class QuantizedLayer(NativeGemms):
     weight_amax: Tensor | None = None
     frozen: Frozen | None = None
     prequantized_weight: PrequantizedWeight | None = None
+    name_in_model: str = "(without a name)"
 
     weight: Any  # as nn.Linear and Conv1D declare it
     bias: Any
@@ -136,9 +141,17 @@ class QuantizedLayer(NativeGemms):
         """Where the layer computes."""
         return self.weight.device
 
+    @property
+    def called(self) -> str:
+        """:attr:`name_in_model`, but in compiled graphs, which the blocks of a model share."""
+        return "(compiled)" if torch.compiler.is_compiling() else self.name_in_model
+
+    def __prepare_scriptable__(self) -> Any:  # torch.jit.script asks for it
+        refuse_scripts(self.name_in_model)
+
     def forward(self, input: Tensor) -> Tensor:  # as nn.Linear names it, which callers may do too
         """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
-        if self.casts.plan.is_empty:  # nothing to quantize: the layer that this one was converted from
+        if self.casts.plan.is_empty or check_inputs(self, input):  # nothing to quantize: the original layer
             if self.frozen is not None:
                 return F.linear(input, self.weight_matrix().to(input.dtype), self.bias)
             return super().forward(input)
@@ -166,12 +179,19 @@ class QuantizedLayer(NativeGemms):
         has a row per position. ``keys`` are those of this call, by default a new one, and ``part`` is the index of one
         of its products. A ``frozen`` weight is bytes. With ``ends``, where groups of rows end, weights and biases are
         stacks."""
+        if x.is_nested:
+            return of_nested(
+                self.name_in_model, x, lambda rows: self.quantized_forward(rows, weight, bias, shards, frozen=frozen)
+            )
         casts, source, dtype, shape, device = self.casts, x, x.dtype, x.shape, x.device
         prequantized, amaxes = self.prequantized_weight, self.amaxes
-        switch = None if amaxes is None else amaxes.switch
+        switch, device_type = None if amaxes is None else amaxes.switch, device.type
         is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert
-        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:  # autocast does not cast float64
-            dtype = torch.get_autocast_dtype(device.type)
+        if dtype not in COMPUTED or not (is_made or weight.dtype in COMPUTED):
+            refuse_dtypes(self.name_in_model, x, weight)
+        is_autocast = torch.is_autocast_enabled(device_type)
+        if is_autocast and dtype != torch.float64:  # autocast does not cast float64
+            dtype = torch.get_autocast_dtype(device_type)
         elif dtype != weight.dtype and frozen is None:
             raise ValueError(
                 f"Input and weight must have one dtype; got {dtype} and {weight.dtype}. Cast one of them, or use "
@@ -188,14 +208,14 @@ class QuantizedLayer(NativeGemms):
                 "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
             )
         gathered, rescale = window, None
-        with no_autocast(device.type):
+        with no_autocast(device_type) if is_autocast else _NOTHING:
             if window is None:
                 if x.dim() != 2:
                     x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
             elif window.is_tiling:
                 x, gathered = window.tiles(x.to(dtype)), None
             features = (weight if frozen is None else frozen).shape[-1]
-            if gathered is None and x.shape[1] != features:  # a rotation would pad both to whole groups
+            if gathered is None and (not shape or x.shape[1] != features):  # a rotation would pad both to whole groups
                 raise ValueError(f"The layer takes {features} features; got {tuple(shape)}.")
             if casts.smooth is not None:
                 bias = None if bias is None else bias.to(dtype)
@@ -206,7 +226,7 @@ class QuantizedLayer(NativeGemms):
                 in_force=None if amaxes is None else amaxes.in_force,
                 staged=amaxes.staged if amaxes is not None and switch is not None and switch[0] else None,
                 exact=self.exact,
-                native=self.native_gemms(device, dtype=dtype),
+                native=self.native_gemms(device, dtype=dtype) if casts.plan.native_gemms else (),
                 blend=self.blend,
                 operand_sums=self.operand_sums,
                 gradient_sums=self.gradient_sums,
@@ -220,8 +240,9 @@ class QuantizedLayer(NativeGemms):
                 ends=ends,
                 part=part,
                 dtype=dtype,
+                layer=self.called,
             )
-            y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
+            y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)[0]  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
         if self.training and y.requires_grad and (self.is_left or (amaxes is not None and switch is None)):

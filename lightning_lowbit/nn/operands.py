@@ -55,6 +55,7 @@ class Settings(NamedTuple):
         part: index of one of several products of a call, or of the first one of a stack; all keep the keys of the call
             for the backward pass, where another draw may change them in place. None for the only, or the whole, one.
         dtype: of the computation; None for that of x.
+        layer: what errors of the backward pass call the layer.
     """
 
     casts: LinearCasts
@@ -76,6 +77,7 @@ class Settings(NamedTuple):
     ends: tuple[int, ...] | None = None
     part: int | None = None
     dtype: torch.dtype | None = None
+    layer: str = "(without a name)"
 
     def of_part(self) -> "Settings":
         """With the keys of the product that this is."""

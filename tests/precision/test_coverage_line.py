@@ -118,7 +118,7 @@ def test_little_coverage_is_said_once_with_its_reasons(told: pytest.LogCaptureFi
     cases = {
         "subclass": (
             [special()],
-            "with a forward of its own: register_linear takes it for a linear layer), such as rest.0.",
+            "with a forward of its own: register_linear takes it, given that forward), such as rest.0.",
         ),
         "convolution": ([Odd(16, 16, 9, padding=4)], "Odd (a subclass of a convolution, with a forward of its own)"),
         "experts": ([Experts()], "Experts (a stack of experts, no nn.Linear"),

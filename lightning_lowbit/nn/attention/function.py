@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_lowbit.nn.attention.operands import decoded, multiply, of_rows, of_weights, part, transposed
 from lightning_lowbit.nn.gemm import no_autocast
 from lightning_lowbit.nn.operands import Settings
+from lightning_lowbit.nn.passes.derivatives import first_derivative, mark
 from lightning_lowbit.quant import Cast, Operand
 from lightning_lowbit.quant.rounding import uniform
 from lightning_lowbit.quant.shard import amax_of
@@ -70,10 +70,13 @@ class Attention(NamedTuple):
 
 class QuantizedAttention(torch.autograd.Function):
     """Takes q ``[..., queries, d]``, k ``[..., keys, d]`` and v ``[..., keys, e]`` of one dtype, an additive or bool
-    mask that broadcasts to ``[..., queries, keys]`` or None, and :class:`Attention`; returns ``[..., queries, e]``."""
+    mask that broadcasts to ``[..., queries, keys]`` or None, and :class:`Attention`; returns ``[..., queries, e]`` and
+    a :func:`lightning_lowbit.nn.passes.derivatives.mark`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Attention) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Attention
+    ) -> tuple[Tensor, Tensor | None]:
         x, w, wv = _rows_first(q), k.flatten(0, -3), v.flatten(0, -3).mT
         queries, keys, wide = q.shape[-2], k.shape[-2], _wide(q.dtype)
         qx, qw = of_rows("fprop_x", x, how.qk), of_weights("fprop_w", w, how.qk)
@@ -87,14 +90,15 @@ class QuantizedAttention(torch.autograd.Function):
             left, right = _first(qp, 2, seen, keys), transposed(_first(qv, 2, seen, keys))
             product = multiply(left, right, wide, how.owner("pv", "fprop"))
             o[:, start:end] = product.to(q.dtype)
-        ctx.save_for_backward(q, k, v, mask)
-        ctx.how = how
-        return o.view(*q.shape[:-1], v.shape[-1])
+        last = mark(ctx, o)
+        ctx.save_for_backward(q, k, v, mask, last)
+        ctx.how, ctx.layer = how, how.qk.layer
+        return o.view(*q.shape[:-1], v.shape[-1]), last
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask = ctx.saved_tensors
+    @first_derivative
+    def backward(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, mask = saved
         with no_autocast(g.device.type):
             return (*_gradients(g.to(q.dtype), q, k, v, mask, ctx.how, ctx.needs_input_grad), None)
 

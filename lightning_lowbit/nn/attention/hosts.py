@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_lowbit.nn.attention.products import PRODUCTS_OF_ATTENTION, ActivationProduct, attend
+from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.classes import derived
 from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products
 from lightning_lowbit.nn.layers.multihead import MultiheadHost
@@ -87,7 +88,9 @@ def convert_attention(model: nn.Module, name: str) -> Any:
     products = getattr(host, PRODUCTS)
     if product not in products:  # of nn.MultiheadAttention, which has products of its own
         products.update(AttentionHost.make_products(host))
-    return products[product]
+    layer = products[product]
+    layer.name_in_model = clean_name(name)
+    return layer
 
 
 @cache

@@ -18,6 +18,7 @@ from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.gemm import no_autocast
 from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.operands import Settings
+from lightning_lowbit.nn.passes.inputs import COMPUTED, check_inputs, refuse_dtypes
 from lightning_lowbit.nn.plan import CONTRACTION, GEMM
 from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.quant import Cast
@@ -66,6 +67,7 @@ class ActivationProduct(Product):
             shards=Shards(),
             weight_amax=None,
             prequantized=None,
+            layer=self.name_in_model,
         )
 
 
@@ -115,10 +117,13 @@ def attend(
             ``is_causal``.
     """
     qk, pv = (products[name] for name in PRODUCTS_OF_ATTENTION)
-    if (qk.casts.plan.is_empty and pv.casts.plan.is_empty) or 0 in (query.numel(), key.numel(), value.numel()):
+    is_plain = (qk.casts.plan.is_empty and pv.casts.plan.is_empty) or check_inputs(qk, query, key, value)
+    if is_plain or 0 in (query.numel(), key.numel(), value.numel()):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    if query.dtype not in COMPUTED:
+        refuse_dtypes(qk.name_in_model, query, key, value)
     _check_call(query, key, value, attn_mask, dropout_p, is_causal)
     bits = None if dropout_p == 0 else mix_key(torch.randint(2**62, (), device=query.device))
     device = query.device.type
@@ -147,7 +152,7 @@ def attend(
         bits,
     )
     with no_autocast(device):
-        o: Tensor = QuantizedAttention.apply(q, k, v, mask, how)  # type: ignore[no-untyped-call]
+        o: Tensor = QuantizedAttention.apply(q, k, v, mask, how)[0]  # type: ignore[no-untyped-call]
     return o if lead else o.squeeze(0)
 
 
@@ -156,8 +161,6 @@ def _check_call(
 ) -> None:
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is at least 0 and less than 1; got {dropout_p}.")
-    if query.is_nested or key.is_nested or value.is_nested:
-        raise ValueError("Quantized attention takes no nested tensors: pad them, and give a mask.")
     if any(isinstance(x, DTensor) for x in (query, key, value)):
         raise ValueError(
             "Quantized attention takes no DTensors: have the layers before it return local tensors (use_local_output), "

@@ -1,7 +1,8 @@
 """Turns the linear layers of any model into quantized ones."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.defaults import left_out, unnamed
 from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.conversion.patterns import Names
 from lightning_lowbit.nn.conversion.patterns import select as select
 from lightning_lowbit.nn.conversion.reasons import LAZY, of_class
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
@@ -167,10 +169,11 @@ def plan(
             f"attention={of_attention} needs modules that call F.scaled_dot_product_attention, in a method or through "
             f"transformers' interface (attn_implementation='sdpa'); {type(model).__name__} has none. Leave it out."
         )
-    layers += list(products)
-    skipped = select(layers, skip, "skip")
-    chosen = layers if only is None else select(layers, only, "only")
-    overridden = {pattern: select(layers, [pattern], "overrides") for pattern in others}
+    layers = Names(model, [*layers, *products])
+    left = partial(_left, model, layers)
+    skipped = select(layers, skip, "skip", left=left)
+    chosen = layers if only is None else select(layers, only, "only", left=left)
+    overridden = {pattern: select(layers, [pattern], "overrides", left=left) for pattern in others}
     result = {}
     for name in layers:
         if name in chosen and name not in skipped:
@@ -209,6 +212,12 @@ def check_planned_attention(planned: Mapping[str, LinearCasts], products: Mappin
                 "F.scaled_dot_product_attention can be quantized. Load the model with attn_implementation='sdpa', or "
                 "leave such modules, or attention, out."
             )
+
+
+def _left(model: nn.Module, layers: Sequence[str]) -> dict[str, str]:
+    """Why other modules than these layers stay in high precision, by name."""
+    reasons = {name: of_class(module) for name, module in model.named_modules() if name not in layers}
+    return {clean_name(name): str(reason) for name, reason in reasons.items() if reason is not None}
 
 
 def _instead(model: nn.Module) -> str:

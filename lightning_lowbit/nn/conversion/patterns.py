@@ -6,15 +6,52 @@ first block. Numbers count from the end, too: ``layers\\.-1`` is the last one.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
+
+from torch import nn
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.layers.host import PRODUCTS
 
 
-def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: str = "linear layer") -> set[str]:
-    """The names that patterns match; a pattern without a match among ``kind`` is a ``ValueError`` of ``argument``."""
+class Names(list[str]):
+    """Names of a model's layers, each once, and in :attr:`others` those under which the model holds a layer, too: a
+    pattern may match any of them."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        super().__init__(names)
+        paths: dict[int, list[str]] = {}
+        for path, module in _paths(model):
+            paths.setdefault(id(module), []).append(path)
+        self.others: dict[str, list[str]] = {}
+        for name in self:
+            owner, inside, product_name = name.rpartition(f"{PRODUCTS}.")
+            path = owner.rstrip(".") if inside else name
+            found = [other for other in paths[id(model.get_submodule(path))] if other != path]
+            if found:
+                ending = f".{inside}{product_name}" if inside else ""
+                self.others[name] = [f"{other}{ending}".lstrip(".") for other in found]
+
+
+def _paths(module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """All names of all modules; a module within itself has none there."""
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None and child is not module and child not in around:
+            yield from _paths(child, f"{path}.{name}".lstrip("."), (*around, module))
+
+
+def select(
+    names: Sequence[str],
+    patterns: Iterable[str],
+    argument: str,
+    kind: str = "linear layer",
+    left: Callable[[], Mapping[str, str]] = dict,
+) -> set[str]:
+    """The names that patterns match, by any of a layer's :class:`Names`; a pattern without a match among ``kind`` is a
+    ``ValueError`` of ``argument``. ``left`` gives the reasons of what cannot be selected, by name."""
     if isinstance(patterns, str):
         raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
     if not isinstance(patterns, Iterable):
@@ -30,6 +67,11 @@ def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: s
         called = _spellings(pattern, names)
         matched = {name for name, paths in called.items() if any(_matches(compiled, path) for path in paths)}
         if not matched:
+            for name, why in left().items():
+                if _matches(compiled, clean_name(name).split(".")):
+                    raise ValueError(
+                        f"{argument}: the pattern {pattern!r} matches {name}, which stays in high precision: {why}."
+                    )
             there = f"There are {len(names)}, e.g. {some(names)}. {_advice(pattern, names)}"
             raise ValueError(f"{argument}: the pattern {pattern!r} matches no {kind}. {there}")
         selected |= matched
@@ -44,7 +86,10 @@ def select_by_name(names: Sequence[str], pattern: str) -> set[str]:
 
 
 def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]:
-    return _from_the_end(names) if _NEGATIVE.search(pattern) else {n: [clean_name(n).split(".")] for n in names}
+    others: Mapping[str, list[str]] = names.others if isinstance(names, Names) else {}
+    every = [*names, *(other for found in others.values() for other in found)]
+    paths = _from_the_end(every) if _NEGATIVE.search(pattern) else {n: [clean_name(n).split(".")] for n in every}
+    return {name: [path for one in (name, *others.get(name, ())) for path in paths[one]] for name in names}
 
 
 def _advice(pattern: str, names: Sequence[str]) -> str:

@@ -4,13 +4,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.defaults import left_out
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.moe import is_router_class
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.classes import converted_class, convertible, obstacle, without_weight
+from lightning_lowbit.nn.layers.classes import (
+    COMPUTED_WEIGHT,
+    converted_class,
+    convertible,
+    obstacle,
+    odd_parameter,
+    without_weight,
+)
 from lightning_lowbit.nn.layers.host import Host
 from lightning_lowbit.nn.linear import QuantizedLayer
 
@@ -36,7 +44,10 @@ _OWN = Reason(
 )
 _EMBEDDING = Reason("an embedding's weight as a matrix", "an nn.Linear with that weight is quantized")
 LAZY = Reason("no weight yet", "run one batch before the Trainer starts")
-_SUBCLASS = Reason("a subclass of nn.Linear with a forward of its own", "register_linear takes it for a linear layer")
+_SUBCLASS = Reason(
+    "a subclass of nn.Linear with a forward of its own",
+    "register_linear takes it, given that forward",
+)
 _WEIGHT = Reason("no nn.Linear", "register_linear takes it for one, if it computes x · Wᵀ + b")
 _EXPERTS = Reason("a stack of experts, no nn.Linear", "experts that are nn.Linear layers are quantized")
 
@@ -95,8 +106,14 @@ def of_class(module: Any) -> Reason | None:
     if without_weight(module):
         return LAZY
     cls: Any = type(module)
-    if converted_class(cls) is not None and (blocked := obstacle(module)) is not None:
-        return Reason(blocked)
+    if converted_class(cls) is not None:
+        blocked = obstacle(module)
+        return None if blocked is None else Reason(blocked)
+    # A product, if any, is not theirs.
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)):
+        return None
+    if is_parametrized(module):
+        return Reason(COMPUTED_WEIGHT)
     matrices = [parameter for parameter in module.parameters(recurse=False) if is_matrix(parameter)]
     if isinstance(module, nn.modules.conv._ConvNd):
         return Reason("a subclass of a convolution, with a forward of its own")
@@ -106,15 +123,15 @@ def of_class(module: Any) -> Reason | None:
         return Reason("recurrent")
     if is_router_class(type(module)):
         return Reason("a router of experts")
+    if matrices and (odd := odd_parameter(module)) is not None:
+        return Reason(odd)
     if isinstance(module, nn.Linear):
         return _SUBCLASS
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):  # no product, where it is used as one
-        return None
     if any(name.startswith("lora_") for name, _ in module.named_parameters(recurse=False)):
         return Reason("an adapter")
-    if any(parameter.dim() == 3 for parameter in matrices):
+    if any(parameter.dim() == 3 for parameter in matrices) and not isinstance(module, nn.Bilinear):
         return _EXPERTS
-    if any(parameter is getattr(module, "weight", None) for parameter in matrices):
+    if any(parameter.dim() == 2 and parameter is getattr(module, "weight", None) for parameter in matrices):
         return _WEIGHT
     return Reason("no nn.Linear") if matrices else None
 

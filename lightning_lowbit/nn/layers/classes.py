@@ -4,11 +4,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.convolution import find_convolution
 from lightning_lowbit.nn.layers.derive import derived as derived
 from lightning_lowbit.nn.layers.experts import experts_class
@@ -18,6 +20,9 @@ from lightning_lowbit.nn.layers.multihead import find as multihead_class
 from lightning_lowbit.nn.layers.multihead import uncalled
 from lightning_lowbit.nn.layers.wrapped import follow_class, replaced_forward
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.passes.inputs import COMPUTED
+
+COMPUTED_WEIGHT = "its weight is computed (torch.nn.utils.parametrize)"
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -75,32 +80,45 @@ def convertible(model: nn.Module) -> dict[str, nn.Module]:
             if obstacle(module) is None:
                 found[name] = module
         elif not isinstance(module, Host) and (cls := host_class(type(module))) is not None:
-            products = {} if replaced_forward(module) else cls.make_products(module)
+            products = {} if replaced_forward(module) or odd_parameter(module) else cls.make_products(module)
             found |= {f"{name}.{PRODUCTS}.{product}".lstrip("."): module for product in products}
     return found
 
 
 def obstacle(module: Any) -> str | None:
-    """Why a layer cannot be converted although its class can; None if it can, or has been.
+    """Why a layer, or a host, cannot be converted although its class can; None if it can, or has been.
 
     Raises:
         ValueError: it is of a class that was registered as linear, and has no weight of two dimensions.
     """
-    if isinstance(module, QuantizedLayer):
+    if isinstance(module, (QuantizedLayer, Host)):
         return None
     cls = quantized_class(type(module))
     if cls is not None and (own := cls.obstacle(module)) is not None:
         return own
-    if is_parametrized(module):
-        return "its weight is computed (torch.nn.utils.parametrize)"
+    if cls is not None and is_parametrized(module):
+        return COMPUTED_WEIGHT
     if without_weight(module):
         return "it has no weight yet"
     if (other := replaced_forward(module)) is not None:
         return f"its forward pass was replaced, by {other}"
+    if (odd := odd_parameter(module)) is not None:
+        return odd
     check_registered(module)
     settings = (name for name in QuantizedLayer.__annotations__ if name not in ("weight", "bias"))
     clash = next((name for name in settings if hasattr(module, name)), None)
     return None if clash is None else f"it has an attribute {clash}, which means something else in converted layers"
+
+
+def odd_parameter(module: nn.Module) -> str | None:
+    """What is odd about a parameter of a layer, or of a host, such as ``its weight is complex64``: no quantized layer
+    computes with it. None if nothing is."""
+    is_host = host_class(type(module)) is not None
+    for name, parameter in module.named_parameters(recurse=is_host):  # some hosts have the matrices in a child
+        for kind, usual in ((parameter.dtype, COMPUTED), (parameter.layout, (torch.strided,))):
+            if kind not in usual:
+                return f"its {name} is {str(kind).removeprefix('torch.')}"
+    return None
 
 
 def without_weight(module: nn.Module) -> bool:
@@ -114,10 +132,13 @@ def convert_layer(model: nn.Module, name: str) -> Any:
     if product != name:
         host: Any = model.get_submodule(host_name.rstrip("."))
         add_products(host, host_class(type(host)))  # type: ignore[arg-type]
-        return host.product(product)
-    layer: Any = model.get_submodule(name)
+        layer: Any = host.product(product)
+        layer.name_in_model = clean_name(name)
+        return layer
+    layer = model.get_submodule(name)
     follow_class(layer)
     layer.__class__ = quantized_class(type(layer))
+    layer.name_in_model = clean_name(name) or f"{type(layer).__name__} {tuple(layer.weight.shape)}"
     parent, _, child = name.rpartition(".")
     caller = host_class(type(model.get_submodule(parent)))
     if caller is not None and child in caller.called_layers:

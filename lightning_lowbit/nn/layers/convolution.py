@@ -22,6 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from lightning_lowbit.nn.calls import keys_of_call
 from lightning_lowbit.nn.layers.window import Images, Window
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.passes.inputs import check_inputs
 from lightning_lowbit.nn.saving import saved_bits
 
 DEPTHWISE = "a depthwise convolution, whose contractions are narrower than a block"
@@ -85,7 +86,7 @@ class QuantizedConvolution(QuantizedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
-        if self.casts.plan.is_empty:
+        if self.casts.plan.is_empty or check_inputs(self, input):
             return super().forward(input)
         x = self._batch(input)
         padding = self.padding
@@ -178,7 +179,7 @@ class QuantizedTransposed(QuantizedConvolution):
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """The transposed convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
-        if self.casts.plan.is_empty:
+        if self.casts.plan.is_empty or check_inputs(self, input):
             return super(QuantizedLayer, self).forward(input, output_size)
         if self.padding_mode != "zeros":
             raise ValueError(f"A transposed convolution pads with zeros alone; got padding_mode={self.padding_mode!r}.")
@@ -190,7 +191,7 @@ class QuantizedTransposed(QuantizedConvolution):
         window = Window(self.kernel_size, self.stride, self.dilation, self.padding, after)
         shape = (len(x), self.out_channels // self.groups, *window.sizes(x.shape[2:]))
         rows = self._products(x.movedim(1, -1).flatten(0, -2), None, None)
-        parts = [Images.apply(patches, window, shape) for patches in rows]  # type: ignore[no-untyped-call]
+        parts = [Images.apply(patches, window, shape, self.called) for patches in rows]  # type: ignore[no-untyped-call]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype).view(-1, *[1] * len(self.kernel_size))

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.layers.grouped import GroupedLayer, GroupedLinear, GroupedProduct, QuantGroupedLinear
 from lightning_lowbit.nn.layers.host import Host, Product
+from lightning_lowbit.nn.passes.inputs import check_inputs
 
 
 class RoutedExperts(Host):
@@ -55,7 +56,7 @@ class RoutedExperts(Host):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``hidden_states`` [tokens, features] through the experts ``top_k_index`` [tokens, k] of each token, summed by
         ``top_k_weights`` [tokens, k]. A number from ``num_experts`` on is an expert of another process."""
-        if self.is_plain:
+        if self.is_plain or check_inputs(self, hidden_states, top_k_index, top_k_weights):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         return self._quantized(hidden_states, top_k_index, top_k_weights)
 
@@ -145,7 +146,7 @@ class UniformExperts(Host):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``hidden_states`` [experts · tokens, features], sorted by expert."""
-        if self.is_plain:
+        if self.is_plain or check_inputs(self, hidden_states):
             return super().forward(hidden_states)
         experts = len(self.gate_up_proj)
         rows = len(hidden_states) // experts

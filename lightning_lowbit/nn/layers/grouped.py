@@ -25,6 +25,7 @@ from lightning_lowbit.distributed import local, offsets_of
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.passes.inputs import check_inputs
 
 # int32 [experts], or the same numbers on the host.
 Offsets = Tensor | Sequence[int]
@@ -142,7 +143,7 @@ class GroupedLayer(QuantizedLayer):
         if isinstance(weight, DTensor):
             first = self.first_of(weight)
             weight, bias = local(weight), None if bias is None else local(bias)
-        if self.casts.plan.is_empty:
+        if self.casts.plan.is_empty or check_inputs(self, x):
             return grouped_linear(x, weight, offsets, bias)
         return self._quantized(x, weight, bias, offsets, first)
 

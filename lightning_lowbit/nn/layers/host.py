@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.nn.layers.wrapped import follow_class
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.passes.inputs import refuse_scripts
 
 PRODUCTS = "_products"  # the child of a host that holds its products
 
@@ -87,6 +88,14 @@ class Host(nn.Module):
     def is_plain(self) -> bool:
         """Whether no product has anything to quantize: the host then computes as the class that it was."""
         return has_nothing_to_quantize(self)
+
+    def __prepare_scriptable__(self) -> Any:  # torch.jit.script asks for it
+        refuse_scripts(self.name_in_model)
+
+    @property
+    def name_in_model(self) -> str:
+        """That of the first of the products."""
+        return next((str(product.name_in_model) for product in self.products.values()), type(self).__name__)
 
     @property
     def is_high_precision(self) -> bool:

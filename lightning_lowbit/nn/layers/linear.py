@@ -20,6 +20,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from lightning_lowbit.checks import choose
 from lightning_lowbit.nn.layers.derive import derived
 from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
+from lightning_lowbit.nn.passes.inputs import check_inputs
 from lightning_lowbit.nn.sharded.parallel import tensor_parallel
 
 ROWS, COLUMNS = "[out, in]", "[in, out]"  # how a weight is stored
@@ -121,7 +122,9 @@ def _by_itself(cls: Any) -> type[QuantizedLayer] | None:
 
 def _derived(cls: Any, known: _Layer) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.casts.plan.is_empty:  # nothing to quantize: what the class itself computes
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        # What the class itself computes.
+        if self.casts.plan.is_empty or (isinstance(x, Tensor) and x.device.type == "meta"):
             return cls.forward(self, *args, **kwargs)
         return of_product(self, partial(_multiply, self), *args, **kwargs)
 
@@ -153,6 +156,7 @@ def _product_alone(layer: Any, multiply: Callable[[Tensor], Tensor], *args: Any,
 
 
 def _multiply(layer: Any, x: Tensor) -> Tensor:
+    check_inputs(layer, x)
     weight, bias = layer.weight_matrix(), getattr(layer, "bias", None)
     bias = bias if isinstance(bias, Tensor) else None  # of some classes it is a flag
     if isinstance(weight, DTensor):

@@ -18,6 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_lowbit.nn.layers.host import Host, Product, has_nothing_to_quantize
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.passes.inputs import check_inputs
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 
@@ -90,13 +91,9 @@ class MultiheadHost(Host):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         host: Any = self
-        if self.is_plain:
+        if self.is_plain or check_inputs(self, query, key, value):
             plain = super().forward
             return plain(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        if query.is_nested or key.is_nested or value.is_nested:
-            raise ValueError(
-                "A converted nn.MultiheadAttention takes no nested tensors. Pad them, and give key_padding_mask."
-            )
         is_batched = F._mha_shape_check(  # type: ignore[attr-defined]
             query, key, value, key_padding_mask, attn_mask, host.num_heads
         )

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.kernels.patches import add_patches
+from lightning_lowbit.nn.passes.derivatives import refuse_batches
 from lightning_lowbit.quant import Cast
 
 
@@ -162,14 +162,14 @@ def is_pixelwise(cast: Cast | None, channels: int) -> bool:
 
 
 class Images(torch.autograd.Function):
-    """:meth:`Window.scatter`, whose gradient is :meth:`Window.gather`."""
+    """:meth:`Window.scatter`, whose gradient is :meth:`Window.gather`, through which autograd finds its way."""
 
     @staticmethod
-    def forward(ctx: Any, patches: Tensor, window: Window, shape: tuple[int, ...]) -> Tensor:
-        ctx.window = window
+    def forward(ctx: Any, patches: Tensor, window: Window, shape: tuple[int, ...], layer: str) -> Tensor:
+        ctx.window, ctx.layer = window, layer
         return window.scatter(patches, shape)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.window.gather(g), None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_batches(ctx.layer, g)
+        return ctx.window.gather(g), None, None, None

@@ -45,7 +45,7 @@ def in_tiles(tile: int) -> Callable[..., Tensor]:
             given.get("is_causal", False),
             tile,
         )
-        return QuantizedAttention.apply(q, k, v, mask, how)  # type: ignore[no-any-return, no-untyped-call]
+        return QuantizedAttention.apply(q, k, v, mask, how)[0]  # type: ignore[no-any-return, no-untyped-call]
 
     return call
 
@@ -257,7 +257,7 @@ def test_dropout_drops_its_share_of_p_alike_in_both_passes_and_all_tiles() -> No
     def call(*x: Tensor, tile: int = 64) -> Tensor:
         made = products("bf16")
         settings = made["qk"].settings(), made["pv"].settings()
-        return QuantizedAttention.apply(*x, None, Attention(*settings, (0, 0), 0.2, True, tile, 0.25, key))  # type: ignore[no-any-return, no-untyped-call]
+        return QuantizedAttention.apply(*x, None, Attention(*settings, (0, 0), 0.2, True, tile, 0.25, key))[0]  # type: ignore[no-any-return, no-untyped-call]
 
     ones = torch.ones(6, 40, 40, dtype=torch.float64)
     kept = Attention(*[products("bf16")["qk"].settings()] * 2, (0, 0), 0.2, True, 64, 0.25, key).dropped(ones, 0)

@@ -2,15 +2,23 @@
 
 import inspect
 import re
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_lowbit
-from lightning_lowbit import LinearCasts, LowBitPrecision, convert
+from lightning_lowbit import LinearCasts, LowBitPrecision, convert, register_linear
+from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion import reasons
 from lightning_lowbit.nn.conversion.reasons import Reason, Reasons
+from tests.tables import each
 
 
 class Special(nn.Linear):
@@ -22,6 +30,14 @@ class Matrix(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(64, 64))
+
+
+class Kernel(nn.Module):
+    """With a weight that register_linear does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 64, 3, 3))
 
 
 class SomeTopKRouter(Matrix):
@@ -50,6 +66,8 @@ def model() -> nn.Module:
             "head": nn.Linear(64, 2),
             "special": Special(64, 64),
             "matrix": Matrix(),
+            "kernel": Kernel(),
+            "bilinear": nn.Bilinear(64, 64, 64),
             "moe": of_experts,
             "adapted": LoRALinear(),
             "embedding": nn.Embedding(8, 64),
@@ -67,6 +85,8 @@ WHY = {
     "head": "narrow, 2 outputs for blocks of 16: name it in overrides or only",
     "special": "a subclass of nn.Linear with a forward of its own: register_linear",
     "matrix": "no nn.Linear: register_linear takes it for one, if it computes",
+    "kernel": "no nn.Linear",
+    "bilinear": "no nn.Linear",
     "moe.experts": "a stack of experts, no nn.Linear",
     "moe.gate": "a router of experts: name it in overrides or only",
     "moe.router": "a router of experts",
@@ -116,6 +136,118 @@ def test_remedies_name_what_there_is() -> None:
             assert "".join(name) in arguments, remedy
         for name in re.findall(r"\bregister_\w+", remedy):
             assert hasattr(lightning_lowbit, name), remedy
+
+
+def relu_of(layer: Any, multiply: Any, x: Tensor) -> Tensor:
+    return multiply(x).relu()  # type: ignore[no-any-return]
+
+
+class Attends(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+class Registered(Special):
+    pass
+
+
+class RegisteredMatrix(Matrix):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+def linear_of(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(*reversed(weight.shape), bias=False)
+    layer.weight = nn.Parameter(weight.detach())
+    return layer
+
+
+def lazy_after_a_batch() -> nn.Module:
+    layer = nn.LazyLinear(64)
+    layer(torch.randn(2, 64))
+    return layer
+
+
+def of_a_trainer(layer: nn.Module) -> nn.Module:
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.odd = layer
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return self.odd(batch[0]).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    model, loader = Model(), DataLoader(TensorDataset(torch.randn(2, 64)))
+    plugin = LowBitPrecision("nvfp4", compute_dtype="fp32")
+    Trainer(fast_dev_run=True, accelerator="cpu", plugins=[plugin], enable_progress_bar=False).fit(model, loader)
+    return model
+
+
+# What a remedy says, the module that it is for, and what is done; "odd" is quantized then.
+REMEDIES: list[tuple[str, Callable[[], nn.Module], Callable[[nn.Module], nn.Module]]] = [
+    (
+        "register_linear takes it, given that forward",
+        lambda: Registered(64, 64),
+        lambda odd: (register_linear(Registered, forward=relu_of), convert(nn.ModuleDict({"odd": odd}), "nvfp4"))[1],
+    ),
+    (
+        "register_linear takes it for one, if it computes x · Wᵀ + b",
+        RegisteredMatrix,
+        lambda odd: (register_linear(RegisteredMatrix), convert(nn.ModuleDict({"odd": odd}), "nvfp4"))[1],
+    ),
+    (
+        "experts that are nn.Linear layers are quantized",
+        SomeExperts,
+        lambda odd: convert(nn.ModuleDict({"odd": nn.ModuleList(map(linear_of, odd.up))}), "nvfp4"),
+    ),
+    (
+        "an nn.Linear with that weight is quantized",
+        lambda: nn.Embedding(64, 64),
+        lambda odd: convert(nn.ModuleDict({"odd": linear_of(odd.weight)}), "nvfp4"),
+    ),
+    (
+        "run one batch before the Trainer starts",
+        lambda: nn.LazyLinear(64),
+        lambda _: convert(nn.ModuleDict({"odd": lazy_after_a_batch()}), "nvfp4"),
+    ),
+    (
+        "name it in overrides or only to quantize it",
+        lambda: nn.Linear(64, 2),
+        lambda odd: convert(nn.ModuleDict({"odd": odd}), "nvfp4", only=["odd"]),
+    ),
+    (
+        "name it in overrides or only to quantize it",
+        lambda: nn.Linear(64, 2),
+        lambda odd: convert(nn.ModuleDict({"odd": odd}), "nvfp4", overrides={"odd": "nvfp4"}),
+    ),
+    (
+        "attention= quantizes attention's",
+        Attends,
+        lambda odd: convert(nn.ModuleDict({"odd": odd, "other": nn.Linear(64, 64)}), "nvfp4", attention="nvfp4"),
+    ),
+    ("a LowBitPrecision among the plugins of the Trainer converts layers", lambda: nn.Linear(64, 64), of_a_trainer),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:Lazy modules are a new feature")
+@each("remedy, make, apply", REMEDIES)
+def test_each_remedy_does_what_it_says(remedy: str, make: Any, apply: Any) -> None:
+    model = nn.ModuleDict({"usual": nn.Linear(64, 64), "odd": make()})
+    is_converted = not remedy.startswith("a LowBitPrecision")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of lazy layers
+        found = Reasons(convert(model, "nvfp4") if is_converted else model)
+    assert found.of("odd").remedy == remedy
+    converted = [n for n, m in apply(model["odd"]).named_modules() if isinstance(m, QuantizedLayer)]
+    assert any(name.startswith("odd") for name in converted)
+
+
+def test_the_table_has_every_remedy() -> None:
+    written = {value.remedy for value in vars(reasons).values() if isinstance(value, Reason)} - {""}
+    assert written - {row[0] for row in REMEDIES} == {"call an nn.Linear there"}
 
 
 def test_a_model_without_layers_is_told_what_it_has_instead() -> None:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import LinearCasts, convert, quantize
@@ -92,21 +92,6 @@ def test_print_shows_the_casts() -> None:
     assert lines[3].strip() == "(2): QuantConv1D(casts=nvfp4)"
     set_phase(model, "bf16")
     assert "casts=bf16" in str(model[0])
-
-
-def test_second_derivatives() -> None:
-    """Without casts they are those of nn.Linear; with casts they are refused, not wrong."""
-    original = nn.Linear(IN, OUT)
-    x = torch.randn(TOKENS, IN, requires_grad=True)
-
-    def penalty(layer: nn.Module) -> Tensor:
-        (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-        return layer.weight.grad
-
-    assert torch.equal(penalty(layer_like(original, "bf16")), penalty(original))
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        penalty(layer_like(original, "nvfp4"))
 
 
 def test_stochastic_rounding_without_keys_is_refused() -> None:
