@@ -79,7 +79,8 @@ def export_checkpoint(
         dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: of the tensors that are not quantized; None for bf16, or what the
             format takes.
         shape: of an input of a model that takes no tokens, with which ``onnx`` traces it.
-        rescale: quantizes weights again where an engine needs other scales, and tells the error of each layer.
+        rescale: changes scales where an engine needs others, and tells the error of each layer: it rounds them and
+            keeps the codes, or quantizes weights again by the largest scale of layers that engines fuse.
         overwrite: replaces ``output`` if it exists.
         parity: loads the result by the format's own client, and raises if it computes something else.
 

@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--dtype", choices=DTYPES, help="of tensors that are not quantized; bf16, or what the format takes, by default")
     add("--shape", type=_sizes, metavar="2,3,32,32", help="of an input of a model that takes no tokens, for onnx")
-    add("--rescale", action="store_true", help="quantizes weights again where an engine needs other scales")
+    add("--rescale", action="store_true", help="rounds scales, or shares them, where an engine needs others")
     add("--module", metavar="CLASS", help="package.module.Class of your own LightningModule; its code runs")
     add("--overwrite", action="store_true", help="replaces DIR")
     add("--no-parity", action="store_true", help="does not load and compare the result")

@@ -19,7 +19,8 @@ class Options:
     """What a user asks for.
 
     Attributes:
-        rescale: quantizes weights again where an engine needs other scales.
+        rescale: changes scales where an engine needs others: it rounds them and keeps the codes, or quantizes weights
+            again by the scale of a group.
         input_amaxes: by layer, the amax of its input over calibration data; None without calibration.
         dtype: of the tensors that are not quantized.
         shape: of an input of the model, for formats that trace it; None for tokens.

@@ -30,7 +30,7 @@ from lightning_lowbit.export.folder import Shards, load_network, write_network
 from lightning_lowbit.export.formats.base import Format, Inputs, NoClient, Options, Written, row
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor
+from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor, has_second_level
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant import Cast, Scale
@@ -192,8 +192,12 @@ def _is_nvfp4(cast: Cast) -> bool:
 
 
 def _is_mx(element: str) -> Callable[[Cast], bool]:
-    plain = Scale("e8m0", 32)
-    return lambda cast: (cast.element, cast.scale.format, cast.scale.block) == (element, "e8m0", plain.block)
+    def fits(cast: Cast) -> bool:
+        return (cast.element, cast.scale.format, cast.scale.block) == (element, "e8m0", 32) and not has_second_level(
+            cast
+        )
+
+    return fits
 
 
 def _is_fp8(cast: Cast) -> bool:
@@ -202,10 +206,14 @@ def _is_fp8(cast: Cast) -> bool:
 
 def _is_int(bits: int) -> Callable[[Cast], bool]:
     elements = ("int2", "ternary") if bits == 2 else (f"int{bits}",)
-    return lambda cast: cast.element in elements and not isinstance(cast.scale.block, tuple)
+
+    def fits(cast: Cast) -> bool:
+        return cast.element in elements and not isinstance(cast.scale.block, tuple) and not has_second_level(cast)
+
+    return fits
 
 
-_INT = "in rows, groups or one tensor, with scales in bf16, fp16 or fp32"
+_INT = "in rows, groups or one tensor, with scales of one level in bf16, fp16 or fp32"
 KINDS: dict[str, Kind] = {
     "nvfp4-w4a16": Kind(
         _needs("NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)", _is_nvfp4),
@@ -218,9 +226,11 @@ KINDS: dict[str, Kind] = {
         fused=True,
         activations=True,
     ),
-    "mxfp4": Kind(_needs("MXFP4 (e2m1/e8m0:1x32)", _is_mx("e2m1")), _mx),
-    "mxfp6": Kind(_needs("MXFP6 in E2M3 (e2m3/e8m0:1x32; engines hold no E3M2)", _is_mx("e2m3")), _mx),
-    "mxfp8": Kind(_needs("MXFP8 (e4m3/e8m0:1x32)", _is_mx("e4m3")), _mx),
+    "mxfp4": Kind(_needs("MXFP4 (e2m1/e8m0:1x32, one level)", _is_mx("e2m1")), _mx),
+    "mxfp6": Kind(
+        _needs("MXFP6 in E2M3 (e2m3/e8m0:1x32; engines hold no E3M2, nor a second level)", _is_mx("e2m3")), _mx
+    ),
+    "mxfp8": Kind(_needs("MXFP8 (e4m3/e8m0:1x32, one level)", _is_mx("e4m3")), _mx),
     "fp8": Kind(_needs("E4M3 with float32 scales of the tensor, rows or tiles of 128x128", _is_fp8), _fp8, fused=True),
     **{f"int{bits}": Kind(_needs(f"int{bits} {_INT}", _is_int(bits)), _integers) for bits in range(2, 9)},
 }

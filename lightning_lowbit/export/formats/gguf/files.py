@@ -17,7 +17,7 @@ from lightning_lowbit.export.formats.gguf.blocks import TQ2_0, BlockType, block_
 from lightning_lowbit.export.formats.gguf.networks import Network, add_values, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight, check, common_obstacle, weights
+from lightning_lowbit.export.weights import TRAIN_WITH_SCALES, Weight, check, common_obstacle, weights
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast
@@ -126,11 +126,16 @@ def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _put_layer(writer: Any, weight: Weight, network: Network, config: Any, kind: BlockType, rescale: bool) -> Written:
     """Writes a layer's blocks, and the scale of its tensor."""
     blocks = pack(weight.quantized, kind)
-    if blocks.error > 0 and not (rescale and blocks.error < float("inf")):
+    if blocks.error == math.inf:
+        raise ValueError(
+            f"{weight.name} ({weight.cast}) has scales beyond the range of float16, which {kind.name} has: weights are "
+            "too small or too large. Take a format with scales in bf16 or fp32, such as int4, onnx or dequantized."
+        )
+    if blocks.error > 0 and not rescale:
         raise ValueError(
             f"{weight.name} ({weight.cast}) has scales that float16, which {kind.name} has, does not hold. Train with "
-            "scales that it holds (fprop_w: {scale: {format: fp16}}), or give rescale (--rescale), which rounds them "
-            "and tells the error of each layer."
+            f"{TRAIN_WITH_SCALES.format('fp16')}, or give rescale (--rescale), which keeps the codes, rounds the "
+            "scales, and tells the error of each layer."
         )
     _put(writer, blocks.data, network.rows(str(network.name(weight.name)), config))
     if blocks.scale is not None:

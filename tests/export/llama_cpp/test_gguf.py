@@ -11,7 +11,7 @@ from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.quant import Cast, Scale, quantize
-from tests.export.gguf_blocks import READERS
+from tests.export.llama_cpp.gguf_blocks import READERS
 
 E2M1 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 TERNARY = Cast("ternary", Scale("fp32", "tensor", statistic="absmean"))
