@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.export.calibration import input_amaxes, tokens_of
@@ -202,7 +203,10 @@ def _compared(
     if tokens is not None:
         report = compare(source, client, rows, format.weights(source, options), tokens, options.dtype, format.shown)
         report.check(format.tolerance)
-        return _Compared(report)
+        chat = None if format.chat is None else format.chat(source, client)
+        if chat is not None and not chat.is_same_prompt:
+            rank_zero_warn(f"The exported file makes another prompt than the tokenizer of the training: {chat}.")
+        return _Compared(replace(report, chat=chat))
     assert shape is not None
     difference = outputs_difference(source, client, shape)
     if not difference <= format.tolerance:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.formats.base import Inputs, Written, shown_weight
+from lightning_lowbit.export.formats.base import Chat, Inputs, Written, shown_weight
 from lightning_lowbit.export.source import Source, hp_forward
 from lightning_lowbit.export.weights import Weight
 from lightning_lowbit.quant import quantize
@@ -51,6 +51,7 @@ class Parity:
         greedy: share of positions whose most likely next token is that of the training's forward pass.
         same: share of positions whose most likely token is that of the same operands in few bits.
         tokens: how many positions were compared.
+        chat: the answers of both to a question, where the format's files tell in their own way how a prompt is made.
     """
 
     weights: Mapping[str, float]
@@ -64,6 +65,7 @@ class Parity:
     greedy: float
     same: float
     tokens: int
+    chat: Chat | None = None
 
     def check(self, tolerance: float) -> None:
         """Raises a ``ValueError`` if parameters or layers differ, or logits by more than rounding explains, which is
@@ -103,6 +105,7 @@ class Parity:
             f"logits, relative difference: {self.logits:.2g} with the same operands in few bits\n"
             f"loss: {self.exported:.4f}, in training {self.trained:.4f} ({self.tokens} tokens)\n"
             f"greedy tokens equal: {self.same:.1%} with the same operands, {self.greedy:.1%} of the training's"
+            + (f"\nchat: {self.chat}" if self.chat is not None else "")
         )
 
 

@@ -64,6 +64,34 @@ class Written:
     inputs: Inputs | None = None
 
 
+@dataclass(frozen=True)
+class Chat:
+    """A question to the training and to an exported model; of each pair, the training's comes first.
+
+    Attributes:
+        question: in words.
+        ids: of the prompt.
+        prompts: as texts.
+        answers: the greedy ones.
+    """
+
+    question: str
+    ids: tuple[Sequence[int], Sequence[int]]
+    prompts: tuple[str, str]
+    answers: tuple[str, str]
+
+    @property
+    def is_same_prompt(self) -> bool:
+        return [*self.ids[0]] == [*self.ids[1]]
+
+    def __str__(self) -> str:
+        ours, theirs = self.answers
+        told = "as in training" if ours == theirs else f"in training {ours!r}"
+        if not self.is_same_prompt:
+            told += f"; the prompt is {self.prompts[1]!r}, in training {self.prompts[0]!r}"
+        return f"{self.question} {theirs!r}, {told}"
+
+
 def shown_weight(loaded: Any, weight: Weight) -> Tensor | None:
     """The weight of a loaded layer ``[out_features, in_features]``; None if it is not kept as numbers."""
     there = getattr(loaded, "weight", None)
@@ -93,6 +121,8 @@ class Format:
         rounds_scales: whether engines keep scales of rows and blocks in the dtype of the model.
         dtypes: of what is not quantized: those that it holds, the default first.
         shown: the weight of a loaded layer, as numbers; None if the layer does not show it.
+        chat: a short chat with the training and with what was loaded, for formats whose files tell in their own way how
+            a prompt is made.
     """
 
     name: str
@@ -108,6 +138,7 @@ class Format:
     rounds_scales: bool = False
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
     shown: Callable[[Any, Weight], Tensor | None] = shown_weight
+    chat: Callable[[Source, Any], Chat | None] | None = None
 
     def weights(self, source: Source, options: Options) -> Iterator[Weight]:
         """The weights of all layers as the format stores them; see :func:`lightning_lowbit.export.weights.weights`."""

@@ -131,5 +131,5 @@ def test_the_vocabulary_of_bytes() -> None:
     assert isinstance(found, Vocabulary)
     assert len(found.tokens) == len({*found.tokens}) == len(found.types) == 300
     assert [found.tokens[byte] for byte in b"a ~\n"] == ["a", "Ġ", "~", "Ċ"]
-    assert found.types[255:257] == [1, 5] and found.end == 0
+    assert found.types[255:257] == [1, 5] and found.special == {"bos": 0, "eos": 0}
     assert "does not name one" in str(vocabulary(None, 300)) and "fewer than bytes" in str(vocabulary("bytes", 100))

@@ -1,7 +1,7 @@
 """GGUF files for llama.cpp: the codes of the training in its block types, bit for bit.
 
 ``blocks`` has the block types, ``networks`` what llama.cpp runs, ``vocabulary`` tokenizers, ``files`` writes files, and
-``client`` is llama.cpp.
+``client`` is llama.cpp, and ``chat`` a chat with it.
 """
 
 from functools import partial
@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_lowbit.export.formats import Format
 from lightning_lowbit.export.formats.gguf.blocks import TQ1_0
+from lightning_lowbit.export.formats.gguf.chat import chat
 from lightning_lowbit.export.formats.gguf.client import LlamaCpp
 from lightning_lowbit.export.formats.gguf.files import FILE, obstacle, write
 from lightning_lowbit.export.formats.gguf.networks import network_of
@@ -34,6 +35,7 @@ GGUF = Format(
     write,
     load,
     accepts=accepts,
+    chat=chat,
 )
 GGUF_TQ1 = Format(
     "gguf-tq1",
@@ -42,5 +44,6 @@ GGUF_TQ1 = Format(
     partial(write, ternary=TQ1_0),
     load,
     accepts=accepts,
+    chat=chat,
 )
 FORMATS = {format.name: format for format in (GGUF, GGUF_TQ1)}

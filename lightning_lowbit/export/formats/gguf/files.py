@@ -158,20 +158,31 @@ def _describe(writer: Any, source: Source, network: Network, kinds: dict[str, Bl
     writer.add_name(Path(source.facts.get("checkpoint", FILE)).stem)
     writer.add_file_type(Counter(kind.file_type for kind in kinds.values()).most_common(1)[0][0])
     writer.add_quantization_version(2)
-    found = vocabulary(source.facts.get("tokenizer"), config.vocab_size)
-    if not isinstance(found, Vocabulary):
+    ends = getattr(getattr(source.model, "generation_config", None), "eos_token_id", None)
+    listed = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    found = vocabulary(source.facts.get("tokenizer"), config.vocab_size, listed)
+    if isinstance(found, Vocabulary):
+        _describe_tokenizer(writer, found)
+    else:
         rank_zero_warn(f"The GGUF file has no tokenizer, and llama.cpp takes token ids alone: {found}.")
         writer.add_tokenizer_model("none")
-        return
+
+
+def _describe_tokenizer(writer: Any, vocabulary: Vocabulary) -> None:
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(found.pre)
-    writer.add_token_list(found.tokens)
-    writer.add_token_types(found.types)
-    writer.add_token_merges(found.merges)
-    writer.add_add_bos_token(False)  # no document of the training begins with one
-    if found.end is not None:
-        writer.add_bos_token_id(found.end)
-        writer.add_eos_token_id(found.end)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    writer.add_token_merges(vocabulary.merges)
+    for name, id in vocabulary.special.items():
+        getattr(writer, f"add_{name}_token_id")(id)
+    for name, is_added in vocabulary.added.items():  # always said: without, it depends on the cut
+        getattr(writer, f"add_add_{name}_token")(is_added)
+    template = vocabulary.template
+    if isinstance(template, str):
+        writer.add_chat_template(template)
+    elif template is not None:
+        writer.add_chat_template([{"name": name, "template": each} for name, each in template.items()])
 
 
 def _declare(writer: Any, name: str, number: int, *shape: int) -> None:
