@@ -51,6 +51,8 @@ class Parity:
         greedy: share of positions whose most likely next token is that of the training's forward pass.
         same: share of positions whose most likely token is that of the same operands in few bits.
         tokens: how many positions were compared.
+        merged: norm of the difference of logits, relative to theirs, from the training's forward pass with adapters
+            that are not merged; None without adapters.
         chat: the answers of both to a question, where the format's files tell in their own way how a prompt is made.
     """
 
@@ -65,6 +67,7 @@ class Parity:
     greedy: float
     same: float
     tokens: int
+    merged: float | None = None
     chat: Chat | None = None
 
     def check(self, tolerance: float) -> None:
@@ -105,6 +108,7 @@ class Parity:
             f"logits, relative difference: {self.logits:.2g} with the same operands in few bits\n"
             f"loss: {self.exported:.4f}, in training {self.trained:.4f} ({self.tokens} tokens)\n"
             f"greedy tokens equal: {self.same:.1%} with the same operands, {self.greedy:.1%} of the training's"
+            + (f"\nlogits, from unmerged adapters: {self.merged:.2g}" if self.merged is not None else "")
             + (f"\nchat: {self.chat}" if self.chat is not None else "")
         )
 
@@ -132,7 +136,7 @@ def compare(
     """
     outputs = _logits(loaded, tokens)
     weights, layers, is_rescaled = _layers(loaded, {row.name: row.inputs for row in rows}, written, tokens[:1], shown)
-    trained = _logits(source.model, tokens)
+    trained = _logits(source.model if source.unmerged is None else source.unmerged, tokens)
     with _high_precision_inputs(source, [row.name for row in rows if row.inputs is None]):
         same = _logits(source.model, tokens)
     targets = tokens[:, 1:].flatten()
@@ -149,13 +153,18 @@ def compare(
         {row.name: _limit(row.inputs) for row in rows},
         _other_parameters(source, loaded, dtype) if layers else [],
         not is_rescaled and all(row.inputs is None for row in rows),
-        float((outputs - same).norm() / (same - same.mean(-1, keepdim=True)).norm()),
+        _logits_difference(outputs, same),
         loss(trained),
         loss(outputs),
         agreement(trained),
         agreement(same),
         tokens.numel(),
+        None if source.unmerged is None else _logits_difference(outputs, trained),
     )
+
+
+def _logits_difference(outputs: Tensor, logits: Tensor) -> float:
+    return float((outputs - logits).norm() / (logits - logits.mean(-1, keepdim=True)).norm())
 
 
 def _limit(inputs: Inputs | None) -> float:

@@ -28,6 +28,8 @@ def export(arguments: Sequence[str]) -> None:
         dtype=given.dtype,
         shape=given.shape,
         rescale=given.rescale,
+        merge=given.merge,
+        license=given.license,
         overwrite=given.overwrite,
         parity=not given.no_parity,
     )
@@ -72,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--shape", type=_sizes, metavar="2,3,32,32", help="of an input of a model that takes no tokens, for onnx")
     add("--rescale", action="store_true", help="rounds scales, or shares them, where an engine needs others")
     add("--module", metavar="CLASS", help="package.module.Class of your own LightningModule; its code runs")
-    add("--overwrite", action="store_true", help="replaces DIR")
+    add("--merge", action="store_true", help="adds adapters to the weights, and rounds the sums to few bits")
+    add("--license", metavar="NAME", help="of the model, for its card: apache-2.0; else that of the base's card")
+    add("--overwrite", action="store_true", help="replaces DIR if an export wrote it")
     add("--no-parity", action="store_true", help="does not load and compare the result")
     return parser

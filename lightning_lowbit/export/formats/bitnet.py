@@ -135,5 +135,6 @@ FORMATS = {
         _write,
         _load,
         shown=_shown,
+        programs=("transformers, accelerate", "lightning_lowbit"),
     )
 }

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import Shards, load_network, write_network
-from lightning_lowbit.export.formats.base import Format, Inputs, NoClient, Options, Written, row
+from lightning_lowbit.export.formats.base import Format, Inputs, NoClient, Options, Written, integers, row
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor, has_second_level
@@ -62,12 +62,14 @@ class Kind:
     Attributes:
         fits: what casts of weights must be, in words, or None for one that fits.
         encode: the layer in the file.
+        own_cast: of :class:`Format`.
         fused: of :class:`Format`.
         activations: whether engines quantize inputs to NVFP4, too.
     """
 
     fits: Callable[[Cast], str | None]
     encode: Callable[[Weight, Options], Encoded]
+    own_cast: Callable[[torch.dtype], Cast | None] = lambda dtype: None
     fused: bool = False
     activations: bool = False
 
@@ -218,6 +220,7 @@ KINDS: dict[str, Kind] = {
     "nvfp4-w4a16": Kind(
         _needs("NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)", _is_nvfp4),
         partial(_nvfp4, activations=False),
+        lambda dtype: Cast("e2m1", Scale("e4m3", 16, two_level=True)),
         fused=True,
     ),
     "nvfp4-w4a4": Kind(
@@ -226,13 +229,25 @@ KINDS: dict[str, Kind] = {
         fused=True,
         activations=True,
     ),
-    "mxfp4": Kind(_needs("MXFP4 (e2m1/e8m0:1x32, one level)", _is_mx("e2m1")), _mx),
+    "mxfp4": Kind(
+        _needs("MXFP4 (e2m1/e8m0:1x32, one level)", _is_mx("e2m1")), _mx, lambda dtype: Cast("e2m1", Scale("e8m0", 32))
+    ),
     "mxfp6": Kind(
         _needs("MXFP6 in E2M3 (e2m3/e8m0:1x32; engines hold no E3M2, nor a second level)", _is_mx("e2m3")), _mx
     ),
-    "mxfp8": Kind(_needs("MXFP8 (e4m3/e8m0:1x32, one level)", _is_mx("e4m3")), _mx),
-    "fp8": Kind(_needs("E4M3 with float32 scales of the tensor, rows or tiles of 128x128", _is_fp8), _fp8, fused=True),
-    **{f"int{bits}": Kind(_needs(f"int{bits} {_INT}", _is_int(bits)), _integers) for bits in range(2, 9)},
+    "mxfp8": Kind(
+        _needs("MXFP8 (e4m3/e8m0:1x32, one level)", _is_mx("e4m3")), _mx, lambda dtype: Cast("e4m3", Scale("e8m0", 32))
+    ),
+    "fp8": Kind(
+        _needs("E4M3 with float32 scales of the tensor, rows or tiles of 128x128", _is_fp8),
+        _fp8,
+        lambda dtype: Cast("e4m3", Scale("fp32", "row")),
+        fused=True,
+    ),
+    **{
+        f"int{bits}": Kind(_needs(f"int{bits} {_INT}", _is_int(bits)), _integers, partial(integers, bits, 32))
+        for bits in range(2, 9)
+    },
 }
 
 
@@ -335,7 +350,9 @@ FORMATS = {
         partial(_write, name, kind),
         partial(_load, _dtype(name)),
         fused=kind.fused,
+        own_cast=kind.own_cast,
         rounds_scales=name.startswith("int"),
+        programs=("transformers, compressed-tensors", "vLLM", "lightning_lowbit"),
     )
     for name, kind in KINDS.items()
 }

@@ -100,6 +100,8 @@ FORMATS = {
         partial(_obstacle, kind),
         partial(_write, name, kind),
         fused=True,
+        own_cast=KINDS[kind].own_cast if name == "modelopt-nvfp4" else lambda dtype: None,
+        programs=("TensorRT-LLM", "vLLM", "lightning_lowbit"),
     )
     for name, kind in {"modelopt-nvfp4": "nvfp4-w4a16", "modelopt-fp8": "fp8"}.items()
 }

@@ -257,5 +257,6 @@ FORMATS = {
         needs_network=False,
         traces=True,
         dtypes=(torch.float32,),
+        programs=("onnxruntime",),
     )
 }

@@ -7,9 +7,11 @@
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from lightning_lowbit.export.formats import Format
+from lightning_lowbit.export.formats.base import integers
 from lightning_lowbit.export.formats.gguf.blocks import TQ1_0
 from lightning_lowbit.export.formats.gguf.chat import chat
 from lightning_lowbit.export.formats.gguf.client import LlamaCpp
@@ -35,6 +37,8 @@ GGUF = Format(
     write,
     load,
     accepts=accepts,
+    own_cast=lambda dtype: integers(4, 32, torch.float16),
+    programs=("llama.cpp",),
     chat=chat,
 )
 GGUF_TQ1 = Format(
@@ -44,6 +48,7 @@ GGUF_TQ1 = Format(
     partial(write, ternary=TQ1_0),
     load,
     accepts=accepts,
+    programs=("llama.cpp",),
     chat=chat,
 )
 FORMATS = {format.name: format for format in (GGUF, GGUF_TQ1)}

@@ -68,7 +68,7 @@ def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vo
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(os.path.expanduser(tokenizer))
+        loaded = AutoTokenizer.from_pretrained(os.path.expanduser(tokenizer), trust_remote_code=False)
         made = json.loads(loaded.backend_tokenizer.to_str())
     except Exception as error:  # a missing network, file or package: each has its own class
         return f"{tokenizer!r} cannot be loaded ({str(error).strip().splitlines()[0]})"

@@ -1,0 +1,116 @@
+"""Adapters that are merged into their base, and the sum in few bits.
+
+    W' = decode(W) + B A · alpha / rank       in float32
+    exported: W' rounded to nearest, by the cast of the base where the format holds it, or else by the format's own
+
+The base was rounded before the adapters were trained, and their sum is on no grid: it is rounded again, which nothing
+was trained for. What that costs is in the parity report, which compares with the unmerged model.
+"""
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit.checks import some
+from lightning_lowbit.export.formats.base import Format
+from lightning_lowbit.export.source import Source, parameters_on_meta
+from lightning_lowbit.export.weights import groups, weights
+from lightning_lowbit.nn import convert, unpack_frozen
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.quant import Cast
+
+
+@torch.no_grad()
+def merged(source: Source, format: Format, dtype: torch.dtype) -> Source:
+    """A model whose adapters are merged, with weights in few bits that a format holds, and inputs in high precision.
+
+    Args:
+        source: a model with adapters of PEFT.
+        format: of the export.
+        dtype: of the files, in which engines may keep scales.
+
+    Raises:
+        ValueError: the adapters cannot be merged, or the format holds neither the cast of the base nor has one.
+    """
+    trained: Any = source.model
+    names = [_name_in_base(name) for name in source.layers] or _linear_layers(trained.get_base_model())
+    model = _dense(trained)
+    casts = [layer.casts.cast_of("fprop_w") for layer in source.layers.values()]
+    candidates = [cast for cast in (*dict.fromkeys(casts), format.own_cast(dtype)) if isinstance(cast, Cast)]
+    refused: dict[str, str] = {}
+    for cast in candidates:
+        found = _quantized(source, model, cast.replace(rounding="nearest"), names)
+        obstacles = {name: format.obstacle(name, layer) for name, layer in found.layers.items()}
+        if not (named := {name: why for name, why in obstacles.items() if why is not None}):
+            return replace(found, shared=groups(found) if format.fused and cast.scale.needs_amax else ())
+        refused[f"{cast}: {some(named)}"] = next(iter(named.values()))
+    told = "; ".join(f"{what}: {why}" for what, why in refused.items()) or "the base was in high precision"
+    raise ValueError(
+        f"The format {format.name} has no cast for merged weights here ({told}). Take another one, such as "
+        "nvfp4-w4a16, int4 or gguf."
+    )
+
+
+def rounding(source: Source) -> Mapping[str, float]:
+    """By layer, the largest change of a merged weight by its rounding to few bits."""
+    return {
+        each.name: float((each.quantized.dequantize() - each.layer.weight_matrix().float()).abs().max())
+        for each in weights(source)
+    }
+
+
+def _dense(trained: Any) -> Any:
+    """A model of ``transformers`` with the sums of weights and adapters, in float32."""
+    whole = unpack_frozen(copy.deepcopy(trained)).float()
+    try:
+        state: dict[str, Tensor] = whole.merge_and_unload(safe_merge=True).state_dict()
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        NotImplementedError,
+    ) as error:  # prompts, or sums that are not finite
+        raise ValueError(f"PEFT cannot merge these adapters into the weights: {error}") from error
+    base = trained.get_base_model()
+    with parameters_on_meta():
+        model = type(base)(copy.deepcopy(base.config))
+    missing, unexpected = model.load_state_dict({clean_name(name): each for name, each in state.items()}, False, True)
+    assert not unexpected and not missing, (missing, unexpected)
+    model.tie_weights()
+    model.generation_config = base.generation_config
+    return model.eval().requires_grad_(False)
+
+
+def _quantized(source: Source, model: Any, cast: Cast, names: list[str]) -> Source:
+    only = [re.escape(name) for name in names]
+    convert(model, LinearCasts(fprop_w=cast), only=only)
+    layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
+    adapters = {name: _described(each) for name, each in source.model.peft_config.items()}  # type: ignore[union-attr,operator]
+    facts = {**source.facts, "adapters": f"merged: {'; '.join(adapters.values())}"}
+    return Source(model, layers, torch.float32, model.config, facts, (), source.model)
+
+
+def _described(config: Any) -> str:
+    told = {name: getattr(config, name, None) for name in ("r", "lora_alpha")}
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    return " ".join([kind, *(f"{name}={value}" for name, value in told.items() if value is not None)])
+
+
+def _name_in_base(name: str) -> str:
+    """The name of a layer of a model with adapters, in the model without."""
+    return re.sub(r"^base_model\.model\.", "", name).replace(".base_layer", "")
+
+
+def _linear_layers(base: Any) -> list[str]:
+    """All linear layers of a base in high precision but its output layer."""
+    head = base.get_output_embeddings()
+    names = [name for name, module in base.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    own = [name for name in names if ".lora_" not in name and "modules_to_save" not in name]
+    return [*dict.fromkeys(_name_in_base(clean_name(name)) for name in own)]
