@@ -29,8 +29,8 @@ class IntegerPrecision(LowBitPrecision):
         symmetric: False gives each group of weights a zero point, so all 2^bits levels span its range. Activations stay
             symmetric.
         scale_format: of the weights' scales: ``"fp32"``, or ``"bf16"`` or ``"fp16"``, in which inference engines keep
-            those of groups and rows: bf16 for compressed-tensors (``int2`` to ``int8``), fp16 for GGUF. The exported
-            weights are then those of the training.
+            those of groups and rows, so that exported weights are those of the training: bf16 in compressed-tensors'
+            folders, fp16 in GGUF files, which hold bf16's from 6e-5 on, too.
         **kwargs: those of :class:`LowBitPrecision`.
 
     Raises:

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_lowbit import LowBitPrecision, export_checkpoint
 from lightning_lowbit._lightning import Trainer
+from lightning_lowbit.cli import main
 from lightning_lowbit.export.checkpoint import Exported, explain_formats
 from lightning_lowbit.export.source import read
+from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.recipes.adapters import LoRACausalLM
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
@@ -133,3 +136,25 @@ def test_adapters_are_refused_by_the_name_of_the_flag(adapted: Any, tmp_path: Pa
 def test_a_model_without_adapters_has_none_to_merge(trained: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no adapters to merge"):
         export_checkpoint(trained("llama", "mxfp8", steps=2), "mxfp8", tmp_path / "out", merge=True)
+
+
+def test_the_commands_of_the_guide(base: Path) -> None:
+    """A run of the recipe tells its class: nothing but the checkpoint is given."""
+    bytes_tokenizer().save_pretrained(base)
+    Path("text.txt").write_text(TEXT)
+    settings = {
+        "model.init_args.network": base,
+        "data.init_args.tokenizer": base,
+        "data.init_args.path": "text.txt",
+        "data.init_args.sequence_length": 32,
+        "data.init_args.val_fraction": 0.3,
+        "trainer.max_steps": 2,
+        "trainer.val_check_interval": 2,
+    }
+    assert main(["fit", "--config=lora", *(f"--{name}={value}" for name, value in settings.items())]) == 0
+    run = "runs/lora/version_0/checkpoints/last.ckpt"
+    assert main(["export", run, "--merge", "--format=nvfp4-w4a16", "--output=merged"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained("merged")
+    model = AutoModelForCausalLM.from_pretrained("merged", dtype="auto")
+    inputs = tokenizer("for number", return_tensors="pt")
+    assert len(model.generate(**inputs, max_new_tokens=4, do_sample=False)[0]) > inputs["input_ids"].shape[1]

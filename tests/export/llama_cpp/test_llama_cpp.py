@@ -25,6 +25,7 @@ from lightning_lowbit.export.formats.base import NoClient
 from lightning_lowbit.export.formats.gguf import GGUF, GGUF_TQ1
 from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
 from lightning_lowbit.export.source import Source, hp_forward, read
+from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.layers import quantized_layers
@@ -280,13 +281,13 @@ def test_llama_cpp_tokenizes_as_the_training_did(tmp_path: Path) -> None:
 
 
 def test_llama_cpp_gives_texts_of_bytes_back(tmp_path: Path) -> None:
-    GGUF.write(untrained("mxfp4"), tmp_path, Options())
-    llama, text = client(tmp_path), "f (a , b) .  don 't\n\té e\u0301 漢 Ā"
-    tokens, room = [*text.encode()], 1000
-    assert llama.tokenize(text) == tokens
-    characters = llama.ffi.new("char[]", room)
-    size = llama.lib.llama_detokenize(llama.vocab, tokens, len(tokens), characters, room, False, True)
-    assert llama.ffi.buffer(characters, size)[:].decode() == text
+    text = "f (a , b) .  don 't\n\té e\u0301 漢 Ā"
+    bytes_tokenizer().save_pretrained(tmp_path)
+    for tokenizer in ("bytes", str(tmp_path)):
+        GGUF.write(replace(untrained("mxfp4"), facts={"tokenizer": tokenizer}), tmp_path, Options())
+        llama, tokens = client(tmp_path), [*text.encode()]
+        assert llama.tokenize(text) == llama.tokenize(text, special=True) == tokens
+        assert llama.text(tokens) == text
 
 
 def test_a_tokenizer_that_a_file_cannot_tell_is_left_out(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ _CUTS = {
     f"{_QUOTES}|{_WORDS}|\\p{{N}}{{1,3}}|{_SIGNS}": ("llama-bpe", True),
     f"{_QUOTES}|{_WORDS}|\\p{{N}}|{_SIGNS}": ("qwen2", False),
 }
+# Where no piece is merged the cut does not matter, but with this one texts keep the spaces before signs.
+_OF_BYTES = "qwen2"
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _NO_MERGE = "!! !!"  # a list must not be empty, and pieces begin as one character: this one never applies
 
@@ -62,9 +64,8 @@ def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vo
     if tokenizer == "bytes":
         if size < 256:
             return f"the model has {size} ids, fewer than bytes"
-        # No piece is merged, so that the cut does not matter, but with this one texts keep the spaces before signs.
         pieces = _filled(dict(enumerate(byte_characters())), {}, size)
-        return Vocabulary("qwen2", *pieces, [_NO_MERGE], {"bos": 0, "eos": 0}, {"bos": False, "eos": False})
+        return Vocabulary(_OF_BYTES, *pieces, [_NO_MERGE], {"bos": 0, "eos": 0}, {"bos": False, "eos": False})
     from transformers import AutoTokenizer
 
     try:
@@ -142,6 +143,8 @@ def _cut(made: dict[str, Any]) -> str | None:
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         return None
     merges_whole = bool(model.get("ignore_merges"))
+    if not (first or model["merges"] or merges_whole or normalizer):  # of bytes
+        return _OF_BYTES
     if not first and last.get("use_regex", True) and normalizer is None:
         return None if merges_whole else "gpt-2"
     if len(first) != 1 or first[0].get("type") != "Split" or first[0].get("behavior") != "Isolated":
