@@ -22,11 +22,6 @@ from lightning_lowbit.quant.shard import amax_of
 # What engines fuse, by the last part of a name: one pattern for each group of a module.
 FUSED = (r"q_proj|k_proj|v_proj", r"gate_proj|up_proj", r"w1|w3", r"query|key|value")
 
-# What a plugin takes for scales in a format.
-TRAIN_WITH_SCALES = (
-    "scales in {0} (IntegerPrecision(scale_format='{0}'), or casts with fprop_w: {{scale: {{format: {0}}}}})"
-)
-
 
 @dataclass(frozen=True)
 class Weight:
@@ -212,12 +207,24 @@ def _rounded(weight: Weight, dtype: torch.dtype, rescale: bool) -> Weight:
     if not rescale:
         raise ValueError(
             f"Engines keep the scales of {weight.name} in {short}, and it was trained with "
-            f"{trained.cast.scale.format} scales: its weight would differ by their rounding. Train with "
-            f"{TRAIN_WITH_SCALES.format('fp16' if dtype is torch.float16 else 'bf16')}, give --dtype fp32 for engines "
-            "that compute in it, or --rescale, which keeps the codes, rounds the scales, and tells the error of each "
-            "layer."
+            f"{trained.cast.scale.format} scales: its weight would differ by their rounding. "
+            f"{training_with_scales(trained.cast, 'fp16' if dtype is torch.float16 else 'bf16')}Give --dtype fp32 for "
+            "engines that compute in it, or --rescale, which keeps the codes, rounds the scales, and tells the error "
+            "of each layer."
         )
     return replace(weight, quantized=rounded, error=_distance(rounded, trained))
+
+
+def training_with_scales(cast: Cast, format: str) -> str:
+    """How to train with scales in a format, a sentence and a space; nothing for casts that take no such scales."""
+    try:
+        cast.replace(scale={"format": format})
+    except ValueError:  # such as of a mean, or with zero points
+        return ""
+    return (
+        f"Train with scales in {format} (IntegerPrecision(scale_format='{format}'), or casts with fprop_w: {{scale: "
+        f"{{format: {format}}}}}). "
+    )
 
 
 def _distance(changed: Quantized, trained: Quantized) -> float:

@@ -45,8 +45,16 @@ def test_rescaled_integers_keep_their_codes(precision: IntegerPrecision | Ternar
     assert rounded.error == float(differences.max())
     is_changed = not torch.equal(theirs.scales.float(), ours.scales.float())
     if is_changed:
-        with pytest.raises(ValueError, match=rf"scale_format='{name}'.*scale: {{format: {name}}}.*keeps the codes"):
+        with pytest.raises(ValueError, match="keeps the codes") as refusal:
             [*weights(source, scale_dtype=dtype)]
+        can_train = isinstance(precision, IntegerPrecision) and ours.zero_points is None
+        advice = f"IntegerPrecision(scale_format='{name}'), or casts with fprop_w: {{scale: {{format: {name}}}}}"
+        assert (advice in str(refusal.value)) == can_train
+
+
+def test_what_a_refusal_advises_can_be_trained() -> None:
+    casts = LinearCasts.of({"preset": "int4", "fprop_w": {"scale": {"format": "bf16"}}})
+    assert casts == IntegerPrecision(4, 4, scale_format="bf16").casts
 
 
 @each(("factor", "dtype"), [(1e7, torch.float16), (1e-5, torch.float16), (1e-36, torch.bfloat16)])

@@ -17,7 +17,7 @@ from lightning_lowbit.export.formats.gguf.blocks import TQ2_0, BlockType, block_
 from lightning_lowbit.export.formats.gguf.networks import Network, add_values, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import TRAIN_WITH_SCALES, Weight, check, common_obstacle, weights
+from lightning_lowbit.export.weights import Weight, check, common_obstacle, training_with_scales, weights
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast
@@ -133,9 +133,9 @@ def _put_layer(writer: Any, weight: Weight, network: Network, config: Any, kind:
         )
     if blocks.error > 0 and not rescale:
         raise ValueError(
-            f"{weight.name} ({weight.cast}) has scales that float16, which {kind.name} has, does not hold. Train with "
-            f"{TRAIN_WITH_SCALES.format('fp16')}, or give rescale (--rescale), which keeps the codes, rounds the "
-            "scales, and tells the error of each layer."
+            f"{weight.name} ({weight.cast}) has scales that float16, which {kind.name} has, does not hold. "
+            f"{training_with_scales(weight.cast, 'fp16')}Or give rescale (--rescale), which keeps the codes, rounds "
+            "the scales, and tells the error of each layer."
         )
     _put(writer, blocks.data, network.rows(str(network.name(weight.name)), config))
     if blocks.scale is not None:
