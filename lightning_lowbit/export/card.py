@@ -106,18 +106,18 @@ def _base(name: str) -> Mapping[str, Any]:
     """What the card in the folder of a model tells the Hub; nothing without a card."""
     try:
         text = (Path(name).expanduser() / "README.md").read_text() if name else ""
-        told = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
+        front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
     except (OSError, ValueError, IndexError, yaml.YAMLError):
         return {}
-    return told if isinstance(told, Mapping) else {}
+    return front if isinstance(front, Mapping) else {}
 
 
 def portable(value: Any) -> Any:
     """A value without the folders of this machine: of an absolute path its last name."""
     if isinstance(value, Mapping):
-        return {name: portable(each) for name, each in value.items()}
+        return {name: portable(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [portable(each) for each in value]
+        return [portable(item) for item in value]
     if isinstance(value, Path):
         value = str(value)
     if not isinstance(value, str):

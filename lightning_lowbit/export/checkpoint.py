@@ -142,7 +142,7 @@ def export_checkpoint(
 
 def _chosen(format: str, dtype: str | None) -> Format:
     chosen = FORMATS[choose("format", format, FORMATS)]
-    held = {name: each for name, each in DTYPES.items() if each in chosen.dtypes}
+    held = {name: value for name, value in DTYPES.items() if value in chosen.dtypes}
     if dtype is not None and choose("dtype", dtype, DTYPES) not in held:
         raise ValueError(
             f"The format {format} holds tensors in {some(held)}, not in {dtype}: leave out dtype (--dtype)."
@@ -210,8 +210,8 @@ _CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 def _unwritten(error: Exception, output: Path) -> str | None:
     """Why the system did not let an export be written, and what to do, in words; None if that was not the reason."""
-    told = re.search(r"os error (\d+)", str(error))  # of safetensors
-    number = getattr(error, "errno", None) or (int(told[1]) if told else None)
+    number_in_text = re.search(r"os error (\d+)", str(error))  # of safetensors
+    number = getattr(error, "errno", None) or (int(number_in_text[1]) if number_in_text else None)
     if isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)):  # of numpy
         number = errno.ENOSPC
     parent = output.absolute().parent
@@ -246,13 +246,13 @@ def _export(
     if source.unmerged is not None:
         changes = rounding(source)
         rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
-    found = _Compared(why_not=_NOT_ASKED)
+    comparison = _Compared(why_not=_NOT_ASKED)
     if parity:
-        found = _compared(format, source, partial, rows, options, tokens)
+        comparison = _compared(format, source, partial, rows, options, tokens)
     total = sum(parameter.numel() for parameter in source.model.parameters())
     few = sum(layer.weight_matrix().numel() for layer in source.layers.values())
     size = sum(path.stat().st_size for path in partial.rglob("*"))
-    return Exported(output, rows, found.parity, found.why_not, size, (total, few), found.outputs)
+    return Exported(output, rows, comparison.parity, comparison.why_not, size, (total, few), comparison.outputs)
 
 
 def fitting(source: Source) -> list[str]:
@@ -274,10 +274,10 @@ def _fits(format: Format, source: Source) -> bool:
 def explain_formats(source: Source) -> str:
     """Which formats fit a model, in a sentence."""
     if source.has_adapters:
-        own = [name for name, format in FORMATS.items() if format.own_cast(torch.bfloat16) is not None]
+        names = [name for name, format in FORMATS.items() if format.own_cast(torch.bfloat16) is not None]
         return (
             "It has adapters: --merge adds them to the weights. Formats fit then that hold the cast of the base, and "
-            f"these in any case: {some(own, 20)}."
+            f"these in any case: {some(names, 20)}."
         )
     return f"Formats that hold it: {some(fitting(source), 20) or 'none'}."
 

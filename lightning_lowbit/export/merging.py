@@ -46,14 +46,14 @@ def merged(source: Source, format: Format, dtype: torch.dtype) -> Source:
     candidates = [cast for cast in (*dict.fromkeys(casts), format.own_cast(dtype)) if isinstance(cast, Cast)]
     refused: dict[str, str] = {}
     for cast in candidates:
-        found = _quantized(source, model, cast.replace(rounding="nearest"), names)
-        obstacles = {name: format.obstacle(name, layer) for name, layer in found.layers.items()}
+        candidate = _quantized(source, model, cast.replace(rounding="nearest"), names)
+        obstacles = {name: format.obstacle(name, layer) for name, layer in candidate.layers.items()}
         if not (named := {name: why for name, why in obstacles.items() if why is not None}):
-            return replace(found, shared=groups(found) if format.fused and cast.scale.needs_amax else ())
+            return replace(candidate, shared=groups(candidate) if format.fused and cast.scale.needs_amax else ())
         refused[f"{cast}: {some(named)}"] = next(iter(named.values()))
-    told = "; ".join(f"{what}: {why}" for what, why in refused.items()) or "the base was in high precision"
+    reasons = "; ".join(f"{what}: {why}" for what, why in refused.items()) or "the base was in high precision"
     raise ValueError(
-        f"The format {format.name} has no cast for merged weights here ({told}). Take another one, such as "
+        f"The format {format.name} has no cast for merged weights here ({reasons}). Take another one, such as "
         "nvfp4-w4a16, int4 or gguf."
     )
 
@@ -61,8 +61,8 @@ def merged(source: Source, format: Format, dtype: torch.dtype) -> Source:
 def rounding(source: Source) -> Mapping[str, float]:
     """By layer, the largest change of a merged weight by its rounding to few bits."""
     return {
-        each.name: float((each.quantized.dequantize() - each.layer.weight_matrix().float()).abs().max())
-        for each in weights(source)
+        weight.name: float((weight.quantized.dequantize() - weight.layer.weight_matrix().float()).abs().max())
+        for weight in weights(source)
     }
 
 
@@ -81,7 +81,9 @@ def _dense(trained: Any) -> Any:
     base = trained.get_base_model()
     with parameters_on_meta():
         model = type(base)(copy.deepcopy(base.config))
-    missing, unexpected = model.load_state_dict({clean_name(name): each for name, each in state.items()}, False, True)
+    missing, unexpected = model.load_state_dict(
+        {clean_name(name): tensor for name, tensor in state.items()}, False, True
+    )
     assert not unexpected and not missing, (missing, unexpected)
     model.tie_weights()
     model.generation_config = base.generation_config
@@ -92,15 +94,15 @@ def _quantized(source: Source, model: Any, cast: Cast, names: list[str]) -> Sour
     only = [re.escape(name) for name in names]
     convert(model, LinearCasts(fprop_w=cast), only=only)
     layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
-    adapters = {name: _described(each) for name, each in source.model.peft_config.items()}  # type: ignore[union-attr,operator]
+    adapters = {name: _described(config) for name, config in source.model.peft_config.items()}  # type: ignore[union-attr,operator]
     facts = {**source.facts, "adapters": f"merged: {'; '.join(adapters.values())}"}
     return Source(model, layers, torch.float32, model.config, facts, (), source.model)
 
 
 def _described(config: Any) -> str:
-    told = {name: getattr(config, name, None) for name in ("r", "lora_alpha")}
+    settings = {name: getattr(config, name, None) for name in ("r", "lora_alpha")}
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    return " ".join([kind, *(f"{name}={value}" for name, value in told.items() if value is not None)])
+    return " ".join([kind, *(f"{name}={value}" for name, value in settings.items() if value is not None)])
 
 
 def _name_in_base(name: str) -> str:
@@ -112,5 +114,5 @@ def _linear_layers(base: Any) -> list[str]:
     """All linear layers of a base in high precision but its output layer."""
     head = base.get_output_embeddings()
     names = [name for name, module in base.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    own = [name for name in names if ".lora_" not in name and "modules_to_save" not in name]
-    return [*dict.fromkeys(_name_in_base(clean_name(name)) for name in own)]
+    names_in_base = [name for name in names if ".lora_" not in name and "modules_to_save" not in name]
+    return [*dict.fromkeys(_name_in_base(clean_name(name)) for name in names_in_base)]

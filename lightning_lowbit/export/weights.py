@@ -149,11 +149,11 @@ def weights(
             raise ValueError(f"The weight of {name} holds NaN or infinities: export a checkpoint from before.")
         amaxes |= _largest(source, read, [group for group in fusing if group[0] in read], rescale)
         trained = quantize(weight, cast, amax=layer.scaled_by(weight))
-        found = Weight(name, layer, trained)
+        stored = Weight(name, layer, trained)
         if name in amaxes:
             changed = quantize(weight, cast, amax=amaxes[name])
-            found = Weight(name, layer, changed, _distance(changed, trained))
-        yield found if scale_dtype is None else _rounded(found, scale_dtype, rescale)
+            stored = Weight(name, layer, changed, _distance(changed, trained))
+        yield stored if scale_dtype is None else _rounded(stored, scale_dtype, rescale)
 
 
 def _largest(
@@ -162,9 +162,9 @@ def _largest(
     """The largest amax of each group whose layers have several, by layer."""
     changed: dict[str, Tensor] = {}
     for names in fusing:
-        own = {name: amax for name in names if (amax := _scale_amax(source.layers[name], read[name])) is not None}
-        if len({float(amax) for amax in own.values()}) > 1:
-            changed |= dict.fromkeys(own, torch.stack([*own.values()]).amax())
+        trained = {name: amax for name in names if (amax := _scale_amax(source.layers[name], read[name])) is not None}
+        if len({float(amax) for amax in trained.values()}) > 1:
+            changed |= dict.fromkeys(trained, torch.stack([*trained.values()]).amax())
     if changed and not rescale:
         raise ValueError(
             f"Engines multiply {some(changed)} by one scale for the layers of a group, and these were trained with "
@@ -180,8 +180,8 @@ def _scale_amax(layer: QuantizedLayer, weight: Tensor) -> Tensor | None:
     cast = layer.casts.cast_of("fprop_w")
     if cast is None or not cast.scale.needs_amax:
         return None
-    given = layer.scaled_by(weight)
-    return amax_of(weight) if given is None else given.detach().float().reshape(())
+    amax = layer.scaled_by(weight)
+    return amax_of(weight) if amax is None else amax.detach().float().reshape(())
 
 
 def with_scales_in(dtype: torch.dtype, trained: Quantized) -> Quantized | None:
@@ -263,7 +263,8 @@ def check(source: Source, obstacles: Mapping[str, str | None], format: str) -> N
         if why is not None:
             refused.setdefault(why, []).append(name)
     if refused:
-        told = "; ".join(f"{some(names)}: {why}" for why, names in refused.items())
+        reasons = "; ".join(f"{some(names)}: {why}" for why, names in refused.items())
         raise ValueError(
-            f"The format {format} cannot hold {sum(map(len, refused.values()))} of {len(source.layers)} layers. {told}."
+            f"The format {format} cannot hold {sum(map(len, refused.values()))} of {len(source.layers)} layers. "
+            f"{reasons}."
         )

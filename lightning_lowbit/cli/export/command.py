@@ -13,25 +13,27 @@ from lightning_lowbit.export.source import read
 
 
 def export(arguments: Sequence[str]) -> None:
-    given = _parser().parse_args(arguments)
-    if given.format is None or given.output is None:
-        told = explain_formats(read(given.checkpoint, given.module))
-        raise ValueError(f"lowbit export takes --format and --output. {told} `lowbit export --help` describes them.")
+    options = _parser().parse_args(arguments)
+    if options.format is None or options.output is None:
+        explanation = explain_formats(read(options.checkpoint, options.module))
+        raise ValueError(
+            f"lowbit export takes --format and --output. {explanation} `lowbit export --help` describes them."
+        )
     signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind
     exported = export_checkpoint(
-        given.checkpoint,
-        given.format,
-        given.output,
-        module=given.module,
-        calibrate=given.calibrate,
-        tokenizer=given.tokenizer,
-        dtype=given.dtype,
-        shape=given.shape,
-        rescale=given.rescale,
-        merge=given.merge,
-        license=given.license,
-        overwrite=given.overwrite,
-        parity=not given.no_parity,
+        options.checkpoint,
+        options.format,
+        options.output,
+        module=options.module,
+        calibrate=options.calibrate,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        shape=options.shape,
+        rescale=options.rescale,
+        merge=options.merge,
+        license=options.license,
+        overwrite=options.overwrite,
+        parity=not options.no_parity,
     )
     total, few = exported.parameters
     print(layers_table(exported))

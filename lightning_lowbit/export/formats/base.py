@@ -86,10 +86,10 @@ class Chat:
 
     def __str__(self) -> str:
         ours, theirs = self.answers
-        told = "as in training" if ours == theirs else f"in training {ours!r}"
+        comparison = "as in training" if ours == theirs else f"in training {ours!r}"
         if not self.is_same_prompt:
-            told += f"; the prompt is {self.prompts[1]!r}, in training {self.prompts[0]!r}"
-        return f"{self.question} {theirs!r}, {told}"
+            comparison += f"; the prompt is {self.prompts[1]!r}, in training {self.prompts[0]!r}"
+        return f"{self.question} {theirs!r}, {comparison}"
 
 
 def shown_weight(loaded: Any, weight: Weight) -> Tensor | None:

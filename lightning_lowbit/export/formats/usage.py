@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.tokenizer import load_tokenizer
 
 _LOADED = """```python
 from transformers import {model}
@@ -81,7 +82,5 @@ def _code(source: Source, folder: Path) -> str:
     name = source.facts.get("tokenizer")
     if source.config is None or name is None or not model.can_generate():
         return _LOADED.format(model=type(model).__name__, folder=folder.name)
-    from lightning_lowbit.export.tokenizer import load_tokenizer
-
     inputs = _TEXT if load_tokenizer(name).chat_template is None else _CHAT
     return _GENERATED.format(folder=folder.name, inputs=inputs)

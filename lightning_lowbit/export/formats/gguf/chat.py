@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_lowbit.export.formats.base import Chat
 from lightning_lowbit.export.formats.gguf.client import LlamaCpp
 from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.tokenizer import load_tokenizer
 
 QUESTION, LENGTH = "Who are you?", 24  # tokens of the answer, at most
 
@@ -20,8 +21,6 @@ def chat(source: Source, client: Any) -> Chat | None:
     name = source.facts.get("tokenizer")
     if name is None or not client.has_tokenizer:
         return None
-    from lightning_lowbit.export.tokenizer import load_tokenizer
-
     tokenizer, model, config = load_tokenizer(name), source.model, source.config
     ours, theirs = _prompt(tokenizer), client.prompt(QUESTION)
     room = int(getattr(config, "max_position_embeddings", LENGTH)) - max(len(ours), len(theirs))

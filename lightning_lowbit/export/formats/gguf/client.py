@@ -110,8 +110,8 @@ class LlamaCpp(nn.Module):
 
     @property
     def chat_template(self) -> str | None:
-        found = self.lib.llama_model_chat_template(self.file, self.ffi.NULL)
-        return None if found == self.ffi.NULL else self.ffi.string(found).decode()
+        template = self.lib.llama_model_chat_template(self.file, self.ffi.NULL)
+        return None if template == self.ffi.NULL else self.ffi.string(template).decode()
 
     def prompt(self, question: str) -> list[int]:
         """The ids of a question as llama.cpp's programs make them: by the file's template of a chat, if it has one,

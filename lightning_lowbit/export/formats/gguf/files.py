@@ -160,11 +160,11 @@ def _describe(writer: Any, source: Source, network: Network, kinds: dict[str, Bl
     writer.add_quantization_version(2)
     ends = getattr(getattr(source.model, "generation_config", None), "eos_token_id", None)
     listed = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    found = vocabulary(source.facts.get("tokenizer"), config.vocab_size, listed)
-    if isinstance(found, Vocabulary):
-        _describe_tokenizer(writer, found)
+    tokenizer = vocabulary(source.facts.get("tokenizer"), config.vocab_size, listed)
+    if isinstance(tokenizer, Vocabulary):
+        _describe_tokenizer(writer, tokenizer)
     else:
-        rank_zero_warn(f"The GGUF file has no tokenizer, and llama.cpp takes token ids alone: {found}.")
+        rank_zero_warn(f"The GGUF file has no tokenizer, and llama.cpp takes token ids alone: {tokenizer}.")
         writer.add_tokenizer_model("none")
 
 
@@ -182,7 +182,7 @@ def _describe_tokenizer(writer: Any, vocabulary: Vocabulary) -> None:
     if isinstance(template, str):
         writer.add_chat_template(template)
     elif template is not None:
-        writer.add_chat_template([{"name": name, "template": each} for name, each in template.items()])
+        writer.add_chat_template([{"name": name, "template": text} for name, text in template.items()])
 
 
 def _declare(writer: Any, name: str, number: int, *shape: int) -> None:

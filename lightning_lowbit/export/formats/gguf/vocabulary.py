@@ -70,11 +70,11 @@ def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vo
 
     try:
         loaded = AutoTokenizer.from_pretrained(os.path.expanduser(tokenizer), trust_remote_code=False)
-        made = json.loads(loaded.backend_tokenizer.to_str())
+        content = json.loads(loaded.backend_tokenizer.to_str())
     except Exception as error:  # a missing network, file or package: each has its own class
         return f"{tokenizer!r} cannot be loaded ({str(error).strip().splitlines()[0]})"
-    model = made["model"]
-    pre, added = _cut(made), _added(loaded)
+    model = content["model"]
+    pre, added = _cut(content), _added(loaded)
     if pre is None:
         return (
             f"{tokenizer!r} is not byte-level BPE with a cut of text that llama.cpp has (GPT-2's, LLaMA 3's, Qwen2's)"
@@ -93,13 +93,13 @@ def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vo
 def _special(tokenizer: Any, ends: Sequence[int]) -> dict[str, int]:
     """The ids of special tokens. Without an own one, llama.cpp would take a fixed id for ``bos`` and ``eos``."""
     names = ("bos", "eos", "unk", "sep", "pad", "mask")
-    found = {name: id for name in names if (id := getattr(tokenizer, f"{name}_token_id", None)) is not None}
-    end = next((found[name] for name in ("eos", "sep", "bos") if name in found), next(iter(ends), None))
+    ids = {name: id for name in names if (id := getattr(tokenizer, f"{name}_token_id", None)) is not None}
+    end = next((ids[name] for name in ("eos", "sep", "bos") if name in ids), next(iter(ends), None))
     if end is not None:
-        found = {"bos": end, "eos": end} | found
+        ids = {"bos": end, "eos": end} | ids
     others = dict.fromkeys([*_ends_of_turns(tokenizer), *ends])
-    turns = [id for id in others if id != found.get("eos")]
-    return found | dict(zip(("eot", "eom"), turns, strict=False))
+    turns = [id for id in others if id != ids.get("eos")]
+    return ids | dict(zip(("eot", "eom"), turns, strict=False))
 
 
 def _ends_of_turns(tokenizer: Any) -> list[int]:
