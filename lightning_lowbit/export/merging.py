@@ -113,6 +113,7 @@ def _name_in_base(name: str) -> str:
 def _linear_layers(base: Any) -> list[str]:
     """All linear layers of a base in high precision but its output layer."""
     head = base.get_output_embeddings()
-    names = [name for name, module in base.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    names_in_base = [name for name in names if ".lora_" not in name and "modules_to_save" not in name]
-    return [*dict.fromkeys(_name_in_base(clean_name(name)) for name in names_in_base)]
+    parts = {id(part) for part in head.modules()} if head is not None else set()
+    linear = {name for name, part in base.named_modules() if isinstance(part, nn.Linear) and id(part) not in parts}
+    names = [name for name in linear if ".lora_" not in name and "modules_to_save" not in name]
+    return sorted({_name_in_base(clean_name(name)) for name in names})

@@ -7,20 +7,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from lightning_lowbit import LowBitPrecision, export_checkpoint
+from lightning_lowbit import LinearCasts, LowBitPrecision, export_checkpoint, pack_frozen
 from lightning_lowbit._lightning import Trainer
 from lightning_lowbit.cli import main
 from lightning_lowbit.export.checkpoint import Exported, explain_formats
-from lightning_lowbit.export.source import read
+from lightning_lowbit.export.formats.table import FORMATS
+from lightning_lowbit.export.merging import merged
+from lightning_lowbit.export.source import Source, read
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
+from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.recipes.adapters import LoRACausalLM
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
 from tests.tables import each
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 # PEFT reads a name that transformers has renamed.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")]
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -119,6 +122,31 @@ def test_the_sum_is_that_of_the_training(adapted: Any, tmp_path: Path) -> None:
     assert "model.layers.0.mlp.up_proj.weight_packed" in tensors
     [row] = [row for row in exported.rows if row.name == "model.layers.0.mlp.up_proj"]
     assert row.error <= float(expected.detach().abs().max()) / 127
+
+
+@each(
+    ("adapters", "base"),
+    [
+        ({"target_modules": "all-linear"}, "nvfp4-nvidia"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}, "nvfp4-nvidia"),
+        ({"target_modules": "all-linear", "use_rslora": True}, "int4"),
+        ({"target_modules": ["q_proj", "up_proj"], "use_dora": True}, None),
+        ({"target_modules": ["lm_head", "q_proj"]}, None),
+    ],
+)
+def test_merged_weights_compute_what_adapters_beside_them_do(adapters: Any, base: str | None) -> None:
+    torch.manual_seed(0)
+    network = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES)).requires_grad_(False)
+    if base is not None:
+        pack_frozen(network, LinearCasts.preset(base).replace(fprop_x=None, wgrad_x=None), skip=["lm_head"])
+    model = peft.get_peft_model(network, peft.LoraConfig(r=4, init_lora_weights=False, **adapters)).eval()
+    layers = {name: layer for name, layer in quantized_layers(model).items() if layer.casts.fprop_w is not None}
+    source = merged(Source(model, layers, torch.float32, network.config), FORMATS["int8"], torch.float32)
+    assert len(source.layers) == 14 and "lm_head" not in source.layers
+    tokens = torch.randint(256, (2, 16))
+    with torch.no_grad():
+        expected, found = model(input_ids=tokens).logits, source.model(input_ids=tokens).logits
+    assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 def test_adapters_are_refused_by_the_name_of_the_flag(adapted: Any, tmp_path: Path) -> None:
