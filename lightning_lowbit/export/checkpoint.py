@@ -106,7 +106,7 @@ def export_checkpoint(
             reason; or the exported model computes something else. Nothing is written then.
 
     Examples:
-        >>> exported = export_checkpoint("last.ckpt", "int4", "llama-int4", dtype="fp32")
+        >>> exported = export_checkpoint("last.ckpt", "int4", "llama-int4", dtype="fp32", tokenizer="bytes")
         >>> print(exported.parity)
     """
     chosen = _chosen(format, dtype)
