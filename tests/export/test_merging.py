@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from lightning_lowbit import LinearCasts, LowBitPrecision, export_checkpoint, pack_frozen
 from lightning_lowbit._lightning import Trainer
 from lightning_lowbit.cli import main
+from lightning_lowbit.cli.evaluate import models
 from lightning_lowbit.export.checkpoint import Exported, explain_formats
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merged
@@ -159,6 +160,11 @@ def test_adapters_are_refused_by_the_name_of_the_flag(adapted: Any, tmp_path: Pa
     assert not [*tmp_path.iterdir()]
     told = explain_formats(read(adapted("nvfp4"), LORA))
     assert "--merge adds them" in told and "nvfp4-w4a16" in told and "gguf" in told and "bitnet" not in told
+
+
+def test_adapters_are_evaluated_beside_their_base(adapted: Any) -> None:
+    evaluated = models.load(adapted("nvfp4"), None, LORA, torch.device("cpu"))
+    assert hasattr(evaluated.model, "peft_config") and "e2m1/e4m3" in evaluated.about
 
 
 def test_a_model_without_adapters_has_none_to_merge(trained: Any, tmp_path: Path) -> None:

@@ -193,6 +193,16 @@ def test_a_report_shows_another_prompt(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_template_that_takes_other_turns_is_no_chat(tmp_path: Path) -> None:
+    tokenizer = tokenizers.llama3(tmp_path)
+    tokenizer.chat_template = "{{ raise_exception('the first turn is of the system') }}"
+    tokenizer.save_pretrained(tmp_path)
+    source = untrained(str(tmp_path))
+    GGUF.write(source, tmp_path, Options())
+    assert chat(source, client(tmp_path)) is None
+
+
+@pytest.mark.slow
 def test_without_room_or_a_tokenizer_there_is_no_chat(tmp_path: Path) -> None:
     for tokenizer, changes in ((None, {}), ("bytes", {"max_position_embeddings": 8})):
         source = untrained("bytes", **changes)

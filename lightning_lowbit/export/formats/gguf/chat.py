@@ -1,6 +1,7 @@
 """A short chat with a file in llama.cpp and with the training: the file's template, first and last tokens are those of
 the tokenizer if both get the same ids and give the same text."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,26 +17,30 @@ QUESTION, LENGTH = "Who are you?", 24  # tokens of the answer, at most
 
 
 def chat(source: Source, client: Any) -> Chat | None:
-    """What a file in llama.cpp and the training answer to a question; None without a tokenizer, or room for it."""
+    """What a file in llama.cpp and the training answer to a question; None without a tokenizer, room for it, or a
+    template that takes it."""
     assert isinstance(client, LlamaCpp)
     name = source.facts.get("tokenizer")
     if name is None or not client.has_tokenizer:
         return None
     tokenizer, model, config = load_tokenizer(name), source.model, source.config
-    ours, theirs = _prompt(tokenizer), client.prompt(QUESTION)
+    try:
+        ours, theirs = _prompt(tokenizer), client.prompt(QUESTION)
+    except Exception:  # of a template that takes other turns: each has its own class
+        return None
     room = int(getattr(config, "max_position_embeddings", LENGTH)) - max(len(ours), len(theirs))
     if room <= 0 or not ours or not theirs:
         return None
     ends = _ends(model, tokenizer)
-    return Chat(
-        QUESTION,
-        (ours, theirs),
-        (tokenizer.decode(ours), client.text(theirs)),
-        (
-            tokenizer.decode(_greedy(model, ours, min(LENGTH, room), ends.__contains__)),
-            client.text(_greedy(client, theirs, min(LENGTH, room), client.ends)),
-        ),
-    )
+    answer = _greedy(model, ours, min(LENGTH, room), ends.__contains__)
+    answer_there = _greedy(client, theirs, min(LENGTH, room), client.ends)
+    answers = _shown(tokenizer.decode(answer)), _shown(client.text(answer_there))
+    return Chat(QUESTION, (ours, theirs), (tokenizer.decode(ours), client.text(theirs)), answers)
+
+
+def _shown(text: str) -> str:
+    """A text in which one sign stands for any number of bytes that are no text, which decoders count differently."""
+    return re.sub("\ufffd+", "\ufffd", text)
 
 
 def _prompt(tokenizer: Any) -> list[int]:
