@@ -164,7 +164,7 @@ def test_adapters_are_refused_by_the_name_of_the_flag(adapted: Any, tmp_path: Pa
 
 def test_adapters_are_evaluated_beside_their_base(adapted: Any) -> None:
     evaluated = models.load(adapted("nvfp4"), None, LORA, torch.device("cpu"))
-    assert hasattr(evaluated.model, "peft_config") and "e2m1/e4m3" in evaluated.about
+    assert hasattr(evaluated.model, "peft_config") and "nvfp4-nvidia in 14 layers" in evaluated.about
 
 
 def test_a_model_without_adapters_has_none_to_merge(trained: Any, tmp_path: Path) -> None:
