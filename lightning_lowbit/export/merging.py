@@ -24,6 +24,7 @@ from lightning_lowbit.nn import convert, unpack_frozen
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast
 
 
@@ -40,18 +41,19 @@ def merged(source: Source, format: Format, dtype: torch.dtype) -> Source:
         ValueError: the adapters cannot be merged, or the format holds neither the cast of the base nor has one.
     """
     trained: Any = source.model
-    names = [_name_in_base(name) for name in source.layers] or _linear_layers(trained.get_base_model())
-    model = _dense(trained)
-    casts = [layer.casts.cast_of("fprop_w") for layer in source.layers.values()]
-    candidates = [cast for cast in (*dict.fromkeys(casts), format.own_cast(dtype)) if isinstance(cast, Cast)]
-    refused: dict[str, str] = {}
-    for cast in candidates:
-        candidate = _quantized(source, model, cast.replace(rounding="nearest"), names)
-        obstacles = {name: format.obstacle(name, layer) for name, layer in candidate.layers.items()}
-        if not (named := {name: why for name, why in obstacles.items() if why is not None}):
-            return replace(candidate, shared=groups(candidate) if format.fused and cast.scale.needs_amax else ())
-        refused[f"{cast}: {some(named)}"] = next(iter(named.values()))
-    reasons = "; ".join(f"{what}: {why}" for what, why in refused.items()) or "the base was in high precision"
+    model, own = _dense(trained), format.own_cast(dtype)
+    casts = {_name_in_base(name): _nearest(layer, own) for name, layer in source.layers.items()}
+    candidates = [casts] if casts else []
+    if own is not None:
+        candidates.append(dict.fromkeys(casts or _linear_layers(trained.get_base_model()), own))
+    reasons = "the base was in high precision"
+    for candidate in candidates:
+        rounded = _quantized(source, model, candidate)
+        obstacles = {name: format.obstacle(name, layer) for name, layer in rounded.layers.items()}
+        if not (refused := {name: why for name, why in obstacles.items() if why is not None}):
+            together = [names for names in groups(rounded) if all(candidate[name].scale.needs_amax for name in names)]
+            return replace(rounded, shared=together if format.fused else ())
+        reasons = f"{some(refused)}: {next(iter(refused.values()))}"
     raise ValueError(
         f"The format {format.name} has no cast for merged weights here ({reasons}). Take another one, such as "
         "nvfp4-w4a16, int4 or gguf."
@@ -69,30 +71,35 @@ def rounding(source: Source) -> Mapping[str, float]:
 def _dense(trained: Any) -> Any:
     """A model of ``transformers`` with the sums of weights and adapters, in float32."""
     whole = unpack_frozen(copy.deepcopy(trained)).float()
-    try:
+    try:  # prompts cannot be merged, and sums may be infinite
         state: dict[str, Tensor] = whole.merge_and_unload(safe_merge=True).state_dict()
-    except (
-        AttributeError,
-        TypeError,
-        ValueError,
-        NotImplementedError,
-    ) as error:  # prompts, or sums that are not finite
+    except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(f"PEFT cannot merge these adapters into the weights: {error}") from error
     base = trained.get_base_model()
     with parameters_on_meta():
         model = type(base)(copy.deepcopy(base.config))
-    missing, unexpected = model.load_state_dict(
-        {clean_name(name): tensor for name, tensor in state.items()}, False, True
-    )
-    assert not unexpected and not missing, (missing, unexpected)
+    model.load_state_dict({clean_name(name): tensor for name, tensor in state.items()}, assign=True)
     model.tie_weights()
     model.generation_config = base.generation_config
     return model.eval().requires_grad_(False)
 
 
-def _quantized(source: Source, model: Any, cast: Cast, names: list[str]) -> Source:
-    only = [re.escape(name) for name in names]
-    convert(model, LinearCasts(fprop_w=cast), only=only)
+def _nearest(layer: QuantizedLayer, own: Cast | None) -> Cast:
+    """The cast of a base's layer, rounding to nearest; with scales as the format keeps them, where it can have such."""
+    cast = layer.casts.cast_of("fprop_w")
+    assert isinstance(cast, Cast)
+    cast = cast.replace(rounding="nearest")
+    if own is None or own.element != cast.element:
+        return cast
+    try:
+        return cast.replace(scale={"format": own.scale.format})
+    except ValueError:  # such as with zero points
+        return cast
+
+
+def _quantized(source: Source, model: Any, casts: Mapping[str, Cast]) -> Source:
+    names = {re.escape(name): LinearCasts(fprop_w=cast) for name, cast in casts.items()}
+    convert(model, next(iter(names.values())), only=[*names], overrides=names)
     layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
     adapters = {name: _described(config) for name, config in source.model.peft_config.items()}  # type: ignore[union-attr,operator]
     facts = {**source.facts, "adapters": f"merged: {'; '.join(adapters.values())}"}

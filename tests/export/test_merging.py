@@ -86,8 +86,8 @@ CASES = [
     ("nvfp4", "gguf", "e2m1/e4m3"),
     ("nvfp4", "onnx", "e2m1/e4m3"),
     ("nvfp4", "dequantized", "e2m1/e4m3"),
-    ("int4", "int4", "int4/fp32:row"),
-    ("int4", "gguf", "int4"),
+    ("int4", "int4", "int4/bf16:row"),
+    ("int4", "gguf", "int4/fp16:row"),
     ("bf16", "int8", "int8/bf16:1x32"),
     ("bf16", "fp8", "e4m3/fp32:row"),
     ("bf16", "gguf", "int4/fp16:1x32"),
@@ -97,8 +97,7 @@ CASES = [
 @each(("casts", "format", "cast"), CASES)
 def test_one_export_merges_and_rounds(adapted: Any, tmp_path: Path, casts: str, format: str, cast: str) -> None:
     folder = tmp_path / f"{casts}-{format}"
-    rescale = {"rescale": True} if casts == "int4" else {}
-    exported: Exported = export_checkpoint(adapted(casts), format, folder, merge=True, module=LORA, **rescale)
+    exported: Exported = export_checkpoint(adapted(casts), format, folder, merge=True, module=LORA)
     assert {row.cast[: len(cast)] for row in exported.rows} == {cast}
     assert all(row.error > 0 for row in exported.rows) and len(exported.rows) == 14
     assert not any(".base_layer" in row.name or "lora" in row.name for row in exported.rows)
@@ -148,6 +147,17 @@ def test_merged_weights_compute_what_adapters_beside_them_do(adapters: Any, base
     with torch.no_grad():
         expected, found = model(input_ids=tokens).logits, source.model(input_ids=tokens).logits
     assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def test_each_layer_keeps_the_cast_of_its_base() -> None:
+    network = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES)).requires_grad_(False)
+    casts = [LinearCasts.preset(name).replace(fprop_x=None, wgrad_x=None) for name in ("int4", "int8")]
+    pack_frozen(network, casts[0], skip=["lm_head"], overrides={"down_proj": casts[1]})
+    model = peft.get_peft_model(network, peft.LoraConfig(r=4, target_modules="all-linear")).eval()
+    layers = {name: layer for name, layer in quantized_layers(model).items() if layer.casts.fprop_w is not None}
+    source = merged(Source(model, layers, torch.float32, network.config), FORMATS["gguf"], torch.bfloat16)
+    elements = {name.rpartition(".")[2]: layer.casts.fprop_w.element for name, layer in source.layers.items()}
+    assert elements["down_proj"] == "int8" and {*elements.values()} == {"int4", "int8"}
 
 
 def test_adapters_are_refused_by_the_name_of_the_flag(adapted: Any, tmp_path: Path) -> None:
