@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightning_lowbit._lightning import (
@@ -226,6 +226,9 @@ class CausalLM(RecipeModule):
         else:
             with self.initialized(seed):
                 self.model = AutoModelForCausalLM.from_config(made, trust_remote_code=False)
+            if made.name_or_path:
+                with suppress(OSError):  # without a file of them: those of the configuration
+                    self.model.generation_config = GenerationConfig.from_pretrained(made.name_or_path)
         vars(self.model)["save_pretrained"] = SavePretrained(self.model)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable()

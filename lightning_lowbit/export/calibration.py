@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.tokenizer import load_tokenizer
 
 LENGTH, SEQUENCES = 128, 16  # tokens of a sequence, and how many
 
@@ -30,8 +31,6 @@ def tokens_of(source: Source, text: str | Path | None) -> Tensor:
         raise FileNotFoundError(f"There is no file of text {path}. Give one in UTF-8.")
     if name is None:
         raise ValueError("The checkpoint does not tell its tokenizer: give --tokenizer bytes, or a folder or name.")
-    from lightning_lowbit.export.tokenizer import load_tokenizer
-
     ids = torch.tensor(load_tokenizer(name)(path.read_text(errors="replace"), add_special_tokens=False)["input_ids"])
     count = min(len(ids) // length, SEQUENCES)
     if count == 0:

@@ -1,10 +1,18 @@
-"""The model card of an export, ``README.md``: casts, training, coverage, parity and versions."""
+"""The model card of an export, ``README.md``: casts, training, coverage, parity, use and versions.
 
+Nothing in it is of the machine that made it: of paths their last names are told.
+"""
+
+import re
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from lightning_lowbit.export.formats.base import Format
+from lightning_lowbit.export.formats.usage import usage
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.report.tables import as_markdown
@@ -14,33 +22,42 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("lightning_lowbit", "torch", "transformers", "compressed-tensors")
 _SHOWN = 200  # rows of layers
+_PATH = re.compile(r"(?:file://)?(?<![\w./\\~-])(?:~|[A-Za-z]:)?[/\\](?![/\\])[^\s,'\"\])}]*")
+_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_CACHED = re.compile(r".*models--([^/]+)--([^/]+)/snapshots/\w+/?")  # a folder of the Hub's cache
 
 
-def write_card(exported: "Exported", source: Source, format: Format, folder: Path) -> None:
-    (folder / "README.md").write_text(card(exported, source, format))
+def write_card(exported: "Exported", source: Source, format: Format, folder: Path, license: str | None = None) -> None:
+    (folder / "README.md").write_text(card(exported, source, format, license))
 
 
-def card(exported: "Exported", source: Source, format: Format) -> str:
-    """The card as markdown."""
+def card(exported: "Exported", source: Source, format: Format, license: str | None = None) -> str:
+    """The card as markdown; ``license`` of the model, None for that of the model from which the training started."""
     total, few = exported.parameters
-    facts = {name: source.facts.get(name) for name in ("checkpoint", "step", "phase", "casts", "tokenizer")}
-    library = "pytorch" if source.config is None else "transformers"
+    names = ("checkpoint", "step", "phase", "casts", "tokenizer", "adapters")
+    facts = {name: source.facts.get(name) for name in names} | {
+        "base model": getattr(source.config, "name_or_path", "")
+    }
+    metadata = _metadata(source, format, license)
     blocks = [
-        f"---\nlibrary_name: {library}\ntags: [lightning_lowbit, quantized]\n---",
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {exported.folder.name}",
         f"Trained in few bits with lightning_lowbit, and exported as `{format.name}` ({format.about}).",
         f"{few:,} of {total:,} parameters ({few / total:.0%}) are in few bits, those of {len(exported.rows)} layers; "
         "the rest is in high precision.",
+        "The license is not known." if metadata["license"] == "unknown" else "",
+        "## Use",
+        usage(source, _programs(source, format), exported.folder),
         "## Training",
-        _table(("", ""), [(name, value) for name, value in facts.items() if value is not None]),
-        _table(("hyper-parameter", "value"), list(source.facts.get("hyper_parameters", {}).items())),
-        _table(("of the run", ""), list(source.facts.get("run", {}).items())),
+        _table(("", ""), facts),
+        _table(("hyper-parameter", "value"), source.facts.get("hyper_parameters", {})),
+        _table(("of the run", ""), source.facts.get("run", {})),
         "## Parity with the training",
         f"```text\n{exported.compared()}\n```",
         "## Layers",
         layers_table(exported),
         "## Versions",
-        _table(("package", "version"), [(name, _version(name)) for name in _PACKAGES]),
+        _table(("package", "version"), {name: _version(name) for name in _PACKAGES}),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -48,14 +65,72 @@ def card(exported: "Exported", source: Source, format: Format) -> str:
 def layers_table(exported: "Exported") -> str:
     """A row for each layer: its cast, its bytes, and how far its weight is from that of the training."""
     shown = exported.rows[:_SHOWN]
-    rows = [(row.name, row.cast, f"{row.bytes:,}", f"{row.error:.3g}") for row in shown]
-    table = _table(("layer", "weight", "bytes", "difference from the training"), rows)
+    rows = [[row.name, row.cast, f"{row.bytes:,}", f"{row.error:.3g}"] for row in shown]
+    table = as_markdown(Table(("layer", "weight", "bytes", "difference from the training"), rows)) if rows else ""
     left = len(exported.rows) - len(shown)
     return f"{table}\n\n{left} more layers are left out here." if left else table
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    return as_markdown(Table(head, [[str(cell) for cell in line] for line in rows])) if rows else ""
+def _programs(source: Source, format: Format) -> tuple[str, ...]:
+    return ("PyTorch",) if source.config is None and "transformers" in format.programs else format.programs
+
+
+def _metadata(source: Source, format: Format, license: str | None) -> dict[str, Any]:
+    """What the Hugging Face Hub reads of a card."""
+    name = str(getattr(source.config, "name_or_path", "") or "")
+    base = _base(name)
+    model: Any = source.model
+    generates = source.config is not None and bool(model.can_generate())
+    is_folder = "transformers" in format.programs[0]
+    metadata = {
+        "license": license or base.get("license", "unknown"),
+        "library_name": "transformers" if source.config is not None and is_folder else None,
+        "pipeline_tag": "text-generation" if generates else None,
+        "language": base.get("language"),
+        "base_model": _hub_name(name) or base.get("base_model"),
+        "tags": ["lightning_lowbit", "quantized", format.name],
+    }
+    if metadata["base_model"]:
+        metadata["base_model_relation"] = "quantized"
+    return {name: value for name, value in metadata.items() if value is not None}
+
+
+def _hub_name(name: str) -> str | None:
+    """The name on the Hugging Face Hub of a model that was loaded by a name or from a folder; None if it has none."""
+    if (cached := _CACHED.fullmatch(name)) is not None:
+        return f"{cached[1]}/{cached[2]}"
+    return name if _HUB.fullmatch(name) and not Path(name).exists() else None
+
+
+def _base(name: str) -> Mapping[str, Any]:
+    """What the card in the folder of a model tells the Hub; nothing without a card."""
+    try:
+        text = (Path(name).expanduser() / "README.md").read_text() if name else ""
+        front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
+    except (OSError, ValueError, IndexError, yaml.YAMLError):
+        return {}
+    return front if isinstance(front, Mapping) else {}
+
+
+def portable(value: Any) -> Any:
+    """A value without the folders of this machine: of an absolute path its last name."""
+    if isinstance(value, Mapping):
+        return {name: portable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(item) for item in value]
+    if isinstance(value, Path):
+        value = str(value)
+    if not isinstance(value, str):
+        return value
+    text = value.removeprefix("file://")
+    if PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute() or text.startswith("~/"):
+        return (PureWindowsPath if "\\" in text else PurePosixPath)(text).name
+    return _PATH.sub(lambda found: PurePosixPath(found[0].replace("\\", "/")).name, value)
+
+
+def _table(head: tuple[str, ...], facts: Mapping[str, Any]) -> str:
+    rows = [[name, str(portable(value))] for name, value in facts.items() if value is not None and value != ""]
+    return as_markdown(Table(head, rows)) if rows else ""
 
 
 def _version(package: str) -> str:

@@ -1,5 +1,8 @@
 """Exports a checkpoint: checks, files, parity report and model card, in a folder that appears when all is done."""
 
+import errno
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,13 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.export.calibration import input_amaxes, tokens_of
 from lightning_lowbit.export.card import write_card
 from lightning_lowbit.export.formats.base import Format, NoClient, Options, Written, example_shape
 from lightning_lowbit.export.formats.table import FORMATS
+from lightning_lowbit.export.merging import merged, rounding
 from lightning_lowbit.export.parity import Parity, compare, outputs_difference
+from lightning_lowbit.export.record import NAME as RECORD
 from lightning_lowbit.export.record import write_record
 from lightning_lowbit.export.source import Source, read
 from lightning_lowbit.packages import install
@@ -64,6 +70,8 @@ def export_checkpoint(
     dtype: str | None = None,
     shape: Sequence[int] | None = None,
     rescale: bool = False,
+    merge: bool = False,
+    license: str | None = None,
     overwrite: bool = False,
     parity: bool = True,
 ) -> Exported:
@@ -80,8 +88,13 @@ def export_checkpoint(
         dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: of the tensors that are not quantized; None for bf16, or what the
             format takes.
         shape: of an input of a model that takes no tokens, with which ``onnx`` traces it.
-        rescale: quantizes weights again where an engine needs other scales, and tells the error of each layer.
-        overwrite: replaces ``output`` if it exists.
+        rescale: changes scales where an engine needs others, and tells the error of each layer: it rounds them and
+            keeps the codes, or quantizes weights again by the largest scale of layers that engines fuse.
+        merge: adds adapters of PEFT to the weights of their base, and rounds the sums to nearest by the base's cast, or
+            by the format's own; the report tells what that changes.
+        license: of the model, for its card, such as ``"apache-2.0"``; None for that of the model from which the
+            training started, if its folder tells.
+        overwrite: replaces ``output`` if an export wrote it, or it is an empty folder.
         parity: loads the result by the format's own client, and raises if it computes something else.
 
     Returns:
@@ -89,64 +102,158 @@ def export_checkpoint(
 
     Raises:
         FileNotFoundError, FileExistsError: there is no checkpoint, or ``output`` exists.
+        OSError: ``output`` cannot be written; nothing is left of it then.
         ValueError: the checkpoint cannot be read; the format cannot hold a layer, which the message names with the
             reason; or the exported model computes something else. Nothing is written then.
 
     Examples:
-        >>> exported = export_checkpoint("last.ckpt", "int4", "llama-int4", dtype="fp32")
+        >>> exported = export_checkpoint("last.ckpt", "int4", "llama-int4", dtype="fp32", tokenizer="bytes")
         >>> print(exported.parity)
     """
-    choose("format", format, FORMATS)
-    chosen = FORMATS[format]
-    held = {name: each for name, each in DTYPES.items() if each in chosen.dtypes}
+    chosen = _chosen(format, dtype)
+    output = Path(output).expanduser()
+    _check_output(output, overwrite, [path for path in (checkpoint, calibrate) if path is not None])
+    source = read(checkpoint, module)
+    if tokenizer is not None:
+        source = replace(source, facts={**source.facts, "tokenizer": tokenizer})
+    _check_source(source, chosen, calibrate, shape)
+    options = Options(rescale, None, chosen.dtypes[0] if dtype is None else DTYPES[dtype], shape)
+    if _must_merge(source, merge):
+        source = merged(source, chosen, options.dtype)
+    tokens = tokens_of(source, calibrate) if _is_language_model(source) else None
+    amaxes = input_amaxes(source, tokens) if calibrate is not None and tokens is not None else None
+    options = replace(options, input_amaxes=amaxes)
+    try:
+        with being_written(output) as partial:
+            try:
+                partial.mkdir()
+                exported = _export(source, chosen, options, tokens, parity, partial, output)
+                write_record(source, chosen.name, partial)
+                write_card(exported, source, chosen, partial, license)
+                put_in_place(partial, output)
+            except BaseException:
+                remove(partial)
+                raise
+    except Exception as error:  # of the system, or of a library that wraps it
+        if (why := _unwritten(error, output)) is not None:
+            raise OSError(why) from error
+        raise
+    return exported
+
+
+def _chosen(format: str, dtype: str | None) -> Format:
+    chosen = FORMATS[choose("format", format, FORMATS)]
+    held = {name: value for name, value in DTYPES.items() if value in chosen.dtypes}
     if dtype is not None and choose("dtype", dtype, DTYPES) not in held:
         raise ValueError(
             f"The format {format} holds tensors in {some(held)}, not in {dtype}: leave out dtype (--dtype)."
         )
-    output = Path(output).expanduser()
-    if not output.name:
+    return chosen
+
+
+def _check_output(output: Path, overwrite: bool, inputs: Sequence[str | Path]) -> None:
+    """Raises an error if a folder cannot be made, or must not be replaced."""
+    if output.name in ("", ".."):
         raise ValueError(f"output (--output) is a folder to make, such as llama-int4; got {str(output)!r}.")
-    if output.exists() and not overwrite:
-        raise FileExistsError(f"{output} exists. Give another folder, or overwrite (--overwrite).")
-    for path in (checkpoint, calibrate):
-        if path is not None and Path(path).expanduser().resolve().is_relative_to(output.resolve()):
+    for path in inputs:
+        if Path(path).expanduser().resolve().is_relative_to(output.resolve()):
             raise ValueError(f"{output} would be replaced, and holds {path}, which is read. Give another folder.")
-    source = read(checkpoint, module)
-    if tokenizer is not None:
-        source = replace(source, facts={**source.facts, "tokenizer": tokenizer})
-    if chosen.needs_network and source.config is None:
+    if not os.path.lexists(output):
+        return
+    is_export = output.is_dir() and ((output / RECORD).exists() or not any(output.iterdir()))
+    if not overwrite:
+        remedy = "Give another folder, or overwrite (--overwrite)." if is_export else "Give another folder."
+        raise FileExistsError(f"{output} exists. {remedy}")
+    if not is_export:
+        raise FileExistsError(
+            f"{output} is no folder that an export wrote (it has no {RECORD}), and is not replaced. Move or delete it "
+            "yourself, or give another folder."
+        )
+
+
+def _check_source(source: Source, format: Format, calibrate: str | Path | None, shape: Sequence[int] | None) -> None:
+    """Raises an error if a format or a setting does not fit a model; warns if the model will have no tokenizer."""
+    if format.needs_network and source.config is None:
         raise ValueError(
-            f"The format {format} holds models of transformers, and the trained module has none: take dequantized."
+            f"The format {format.name} holds models of transformers, and the trained module has none: take dequantized."
         )
     if calibrate is not None and not _is_language_model(source):
         raise ValueError(
             "Calibration takes a causal language model of transformers, which the trained module is not: leave out "
             "calibrate (--calibrate), or take a format whose scales of activations are dynamic."
         )
-    if shape is not None and (not chosen.traces or _is_language_model(source)):
-        why = "the model takes tokens" if chosen.traces else f"the format {format} does not trace the model"
+    if shape is not None and (not format.traces or _is_language_model(source)):
+        why = "the model takes tokens" if format.traces else f"the format {format.name} does not trace the model"
         raise ValueError(f"shape (--shape) is of an input to trace, and {why}: leave it out.")
-    tokens = tokens_of(source, calibrate) if _is_language_model(source) else None
-    amaxes = input_amaxes(source, tokens) if calibrate is not None and tokens is not None else None
-    options = Options(rescale, amaxes, chosen.dtypes[0] if dtype is None else DTYPES[dtype], shape)
-    with being_written(output) as partial:
-        try:
-            partial.mkdir()
-            rows = chosen.write(source, partial, options)
-            found = (
-                _compared(chosen, source, partial, rows, options, tokens) if parity else _Compared(why_not=_NOT_ASKED)
-            )
-            total = sum(parameter.numel() for parameter in source.model.parameters())
-            few = sum(layer.weight_matrix().numel() for layer in source.layers.values())
-            size = sum(path.stat().st_size for path in partial.rglob("*"))
-            exported = Exported(output, rows, found.parity, found.why_not, size, (total, few), found.outputs)
-            write_record(source, chosen.name, partial)
-            write_card(exported, source, chosen, partial)
-            put_in_place(partial, output)
-        except BaseException:
-            remove(partial)
-            raise
-    return exported
+    if source.facts.get("tokenizer") is None and format.chat is None and _is_language_model(source):
+        rank_zero_warn(
+            "The checkpoint does not tell its tokenizer, so that the exported folder has none, which AutoTokenizer "
+            "could load: give --tokenizer bytes, a folder, or a name on the Hugging Face Hub."
+        )
+
+
+def _must_merge(source: Source, merge: bool) -> bool:
+    """Whether adapters are to be merged; raises a ``ValueError`` if that was not asked for, or there are none."""
+    if merge and not source.has_adapters:
+        raise ValueError("The trained module has no adapters to merge: leave out merge (--merge).")
+    if source.has_adapters and not merge:
+        raise ValueError(
+            "The trained module has adapters, which no format here holds beside a base. Give merge (--merge), which "
+            "adds them to the weights and rounds the sums to few bits; PEFT's save_pretrained writes adapters alone."
+        )
+    return merge
+
+
+# Numbers of errors of the system: what they mean, and what to do.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def _unwritten(error: Exception, output: Path) -> str | None:
+    """Why the system did not let an export be written, and what to do, in words; None if that was not the reason."""
+    number_in_text = re.search(r"os error (\d+)", str(error))  # of safetensors
+    number = getattr(error, "errno", None) or (int(number_in_text[1]) if number_in_text else None)
+    if isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)):  # of numpy
+        number = errno.ENOSPC
+    parent = output.absolute().parent
+    if isinstance(error, OSError) and error.filename is not None:
+        path = Path(os.fsdecode(error.filename)).absolute()
+        if not (path.is_relative_to(parent) or parent.is_relative_to(path)):
+            return None  # of another file, such as one that is read
+    if number in _FULL:
+        return (
+            f"The export does not fit into {parent} ({os.strerror(number)}). Nothing was exported: free some space, or "
+            "give --output on another disk."
+        )
+    if number in _CLOSED:
+        return (
+            f"{parent} cannot be written ({os.strerror(number)}). Nothing was exported: give --output in a folder of "
+            "yours."
+        )
+    return None
+
+
+def _export(
+    source: Source,
+    format: Format,
+    options: Options,
+    tokens: Tensor | None,
+    parity: bool,
+    partial: Path,
+    output: Path,
+) -> Exported:
+    """Writes the model to ``partial``, and compares it with the training."""
+    rows = format.write(source, partial, options)
+    if source.unmerged is not None:
+        changes = rounding(source)
+        rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
+    comparison = _Compared(why_not=_NOT_ASKED)
+    if parity:
+        comparison = _compared(format, source, partial, rows, options, tokens)
+    total = sum(parameter.numel() for parameter in source.model.parameters())
+    few = sum(layer.weight_matrix().numel() for layer in source.layers.values())
+    size = sum(path.stat().st_size for path in partial.rglob("*"))
+    return Exported(output, rows, comparison.parity, comparison.why_not, size, (total, few), comparison.outputs)
 
 
 def fitting(source: Source) -> list[str]:
@@ -167,6 +274,12 @@ def _fits(format: Format, source: Source) -> bool:
 
 def explain_formats(source: Source) -> str:
     """Which formats fit a model, in a sentence."""
+    if source.has_adapters:
+        names = [name for name, format in FORMATS.items() if format.own_cast(torch.bfloat16) is not None]
+        return (
+            "It has adapters: --merge adds them to the weights. Formats fit then that hold the cast of the base, and "
+            f"these in any case: {some(names, 20)}."
+        )
     return f"Formats that hold it: {some(fitting(source), 20) or 'none'}."
 
 
@@ -203,7 +316,10 @@ def _compared(
     if tokens is not None:
         report = compare(source, client, rows, format.weights(source, options), tokens, options.dtype, format.shown)
         report.check(format.tolerance)
-        return _Compared(report)
+        chat = None if format.chat is None else format.chat(source, client)
+        if chat is not None and not chat.is_same_prompt:
+            rank_zero_warn(f"The exported file makes another prompt than the tokenizer of the training: {chat}.")
+        return _Compared(replace(report, chat=chat))
     assert shape is not None
     difference = outputs_difference(source, client, shape)
     if not difference <= format.tolerance:

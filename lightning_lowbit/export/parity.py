@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.formats.base import Inputs, Written, shown_weight
+from lightning_lowbit.export.formats.base import Chat, Inputs, Written, shown_weight
 from lightning_lowbit.export.source import Source, hp_forward
 from lightning_lowbit.export.weights import Weight
 from lightning_lowbit.quant import quantize
@@ -51,6 +51,9 @@ class Parity:
         greedy: share of positions whose most likely next token is that of the training's forward pass.
         same: share of positions whose most likely token is that of the same operands in few bits.
         tokens: how many positions were compared.
+        merged: norm of the difference of logits, relative to theirs, from the training's forward pass with adapters
+            that are not merged; None without adapters.
+        chat: the answers of both to a question, where the format's files tell in their own way how a prompt is made.
     """
 
     weights: Mapping[str, float]
@@ -64,6 +67,8 @@ class Parity:
     greedy: float
     same: float
     tokens: int
+    merged: float | None = None
+    chat: Chat | None = None
 
     def check(self, tolerance: float) -> None:
         """Raises a ``ValueError`` if parameters or layers differ, or logits by more than rounding explains, which is
@@ -103,6 +108,8 @@ class Parity:
             f"logits, relative difference: {self.logits:.2g} with the same operands in few bits\n"
             f"loss: {self.exported:.4f}, in training {self.trained:.4f} ({self.tokens} tokens)\n"
             f"greedy tokens equal: {self.same:.1%} with the same operands, {self.greedy:.1%} of the training's"
+            + (f"\nlogits, from unmerged adapters: {self.merged:.2g}" if self.merged is not None else "")
+            + (f"\nchat: {self.chat}" if self.chat is not None else "")
         )
 
 
@@ -129,7 +136,7 @@ def compare(
     """
     outputs = _logits(loaded, tokens)
     weights, layers, is_rescaled = _layers(loaded, {row.name: row.inputs for row in rows}, written, tokens[:1], shown)
-    trained = _logits(source.model, tokens)
+    trained = _logits(source.model if source.unmerged is None else source.unmerged, tokens)
     with _high_precision_inputs(source, [row.name for row in rows if row.inputs is None]):
         same = _logits(source.model, tokens)
     targets = tokens[:, 1:].flatten()
@@ -146,13 +153,18 @@ def compare(
         {row.name: _limit(row.inputs) for row in rows},
         _other_parameters(source, loaded, dtype) if layers else [],
         not is_rescaled and all(row.inputs is None for row in rows),
-        float((outputs - same).norm() / (same - same.mean(-1, keepdim=True)).norm()),
+        _logits_difference(outputs, same),
         loss(trained),
         loss(outputs),
         agreement(trained),
         agreement(same),
         tokens.numel(),
+        None if source.unmerged is None else _logits_difference(outputs, trained),
     )
+
+
+def _logits_difference(outputs: Tensor, logits: Tensor) -> float:
+    return float((outputs - logits).norm() / (logits - logits.mean(-1, keepdim=True)).norm())
 
 
 def _limit(inputs: Inputs | None) -> float:

@@ -52,6 +52,7 @@ class Source:
         facts: what a model card tells of the training: ``step``, ``phase``, ``tokenizer``, hyper-parameters, and
             what the folder of the ``run`` tells.
         shared: the names of layers whose weights are scaled by one amax, a list for each group.
+        unmerged: the model of the training with its adapters, which ``model`` has in its weights; None without any.
     """
 
     model: nn.Module
@@ -60,6 +61,12 @@ class Source:
     config: Any | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     shared: Sequence[Sequence[str]] = ()
+    unmerged: nn.Module | None = None
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model has adapters of PEFT beside its weights, see :mod:`lightning_lowbit.export.merging`."""
+        return hasattr(self.model, "peft_config")
 
 
 def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = True) -> Source:
@@ -69,7 +76,7 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
         checkpoint: a file, or a folder of shards, that a run with a plugin of this package wrote.
         module: the class of the trained ``LightningModule``, ``"package.module.Class"``, made from the file's
             hyper-parameters. None: that of a recipe.
-        in_few_bits: whether to refuse a model whose forward pass quantizes no weight.
+        in_few_bits: whether to refuse a model whose forward pass quantizes no weight, and that has no adapters.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -95,7 +102,7 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
         fold(model)  # the same function, without smoothing
     layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
     quantized = {name: layer for name, layer in layers.items() if layer.casts.fprop_w is not None}
-    if in_few_bits and not quantized:
+    if in_few_bits and not quantized and not hasattr(model, "peft_config"):
         raise ValueError(
             f"{checkpoint} was saved in phase {state['phase']!r}, with casts {trained}: its forward pass quantizes no "
             "weight, so that there is nothing to export in few bits. Use save_pretrained."
@@ -269,13 +276,7 @@ def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module]:
             f"The trained module has {some(others)} outside of {name}, the model of transformers: they are not "
             "exported."
         )
-    part = found[name]
-    if hasattr(part, "peft_config"):
-        raise ValueError(
-            "The trained module has adapters, which no format here holds. Merge them first: load the module, "
-            "call lightning_lowbit.unpack_frozen(model) and model.merge_and_unload(), and save_pretrained."
-        )
-    return name, part
+    return name, found[name]
 
 
 def _is_of_transformers(module: nn.Module) -> bool:

@@ -129,11 +129,13 @@ def weights(
     Args:
         source: the model.
         fused: whether the format's engines take one scale of the tensor for each group of layers.
-        rescale: whether to quantize weights again where an engine needs other scales.
+        rescale: whether to change scales where an engine needs others: groups of layers are quantized again, and other
+            weights keep their codes.
         scale_dtype: in which engines keep scales of rows and blocks; None for that of the file.
 
     Raises:
-        ValueError: engines need other scales, and ``rescale`` is False; or a weight is not finite.
+        ValueError: engines need other scales, and ``rescale`` is False, or no such scale is near; or a weight is not
+            finite.
     """
     fusing = groups(source) if fused else []
     amaxes: dict[str, Tensor] = {}
@@ -147,15 +149,11 @@ def weights(
             raise ValueError(f"The weight of {name} holds NaN or infinities: export a checkpoint from before.")
         amaxes |= _largest(source, read, [group for group in fusing if group[0] in read], rescale)
         trained = quantize(weight, cast, amax=layer.scaled_by(weight))
-        changed = trained
+        stored = Weight(name, layer, trained)
         if name in amaxes:
             changed = quantize(weight, cast, amax=amaxes[name])
-        elif scale_dtype is not None and not torch.equal(
-            trained.scales.to(scale_dtype).float(), trained.scales.float()
-        ):
-            changed = _with_scales_in(scale_dtype, weight, trained, name, rescale)
-        error = 0.0 if changed is trained else float((changed.dequantize() - trained.dequantize()).abs().max())
-        yield Weight(name, layer, changed, error)
+            stored = Weight(name, layer, changed, _distance(changed, trained))
+        yield stored if scale_dtype is None else _rounded(stored, scale_dtype, rescale)
 
 
 def _largest(
@@ -164,9 +162,9 @@ def _largest(
     """The largest amax of each group whose layers have several, by layer."""
     changed: dict[str, Tensor] = {}
     for names in fusing:
-        own = {name: amax for name in names if (amax := _scale_amax(source.layers[name], read[name])) is not None}
-        if len({float(amax) for amax in own.values()}) > 1:
-            changed |= dict.fromkeys(own, torch.stack([*own.values()]).amax())
+        trained = {name: amax for name in names if (amax := _scale_amax(source.layers[name], read[name])) is not None}
+        if len({float(amax) for amax in trained.values()}) > 1:
+            changed |= dict.fromkeys(trained, torch.stack([*trained.values()]).amax())
     if changed and not rescale:
         raise ValueError(
             f"Engines multiply {some(changed)} by one scale for the layers of a group, and these were trained with "
@@ -182,25 +180,61 @@ def _scale_amax(layer: QuantizedLayer, weight: Tensor) -> Tensor | None:
     cast = layer.casts.cast_of("fprop_w")
     if cast is None or not cast.scale.needs_amax:
         return None
-    given = layer.scaled_by(weight)
-    return amax_of(weight) if given is None else given.detach().float().reshape(())
+    amax = layer.scaled_by(weight)
+    return amax_of(weight) if amax is None else amax.detach().float().reshape(())
 
 
-def _with_scales_in(dtype: torch.dtype, weight: Tensor, trained: Quantized, name: str, rescale: bool) -> Quantized:
-    """Integers of a weight by scales that are rounded to a dtype."""
-    short = str(dtype).removeprefix("torch.")
-    if not rescale or trained.zero_points is not None:
-        raise ValueError(
-            f"Engines keep the scales of {name} in {short}, and it was trained with {trained.cast.scale.format} "
-            "scales: its weight would differ by their rounding. Train with scales in bf16 ({scale: {format: bf16}}), "
-            "give --dtype fp32 for engines that compute in it, or --rescale, which rounds the weight again and tells "
-            "the error of each layer."
-        )
+def with_scales_in(dtype: torch.dtype, trained: Quantized) -> Quantized | None:
+    """The same codes with scales of one level that are rounded to a dtype; None if it does not hold them to its digits:
+    they are beyond its range, or among its subnormal numbers."""
     rounded = replace(trained, scales=trained.scales.to(dtype).float())
-    units = replace(rounded, codes=torch.full_like(trained.codes, 1), zero_points=None).dequantize()
-    largest = trained.cast.format.max
-    elements = torch.where(units > 0, weight.float() / units, 0).round().clamp(-largest, largest)
-    return replace(rounded, codes=trained.cast.format.encode(elements))
+    exact = trained.dequantize()
+    is_near = (rounded.dequantize() - exact).abs() <= torch.finfo(dtype).eps / 2 * exact.abs()
+    return rounded if bool(is_near.all()) else None
+
+
+def _rounded(weight: Weight, dtype: torch.dtype, rescale: bool) -> Weight:
+    """A weight with scales as engines keep them."""
+    trained, short = weight.quantized, str(dtype).removeprefix("torch.")
+    if torch.equal(trained.scales.to(dtype).float(), trained.scales.float()):
+        return weight
+    rounded = with_scales_in(dtype, trained)
+    if rounded is None:
+        raise ValueError(
+            f"Engines keep the scales of {weight.name} in {short}, whose range does not hold them: give another "
+            "--dtype: bf16, or fp32 for engines that compute in it."
+        )
+    if not rescale:
+        raise ValueError(
+            f"Engines keep the scales of {weight.name} in {short}, and it was trained with "
+            f"{trained.cast.scale.format} scales: its weight would differ by their rounding. "
+            f"{training_with_scales(trained.cast, 'fp16' if dtype is torch.float16 else 'bf16')}Give --dtype fp32 for "
+            "engines that compute in it, or --rescale, which keeps the codes, rounds the scales, and tells the error "
+            "of each layer."
+        )
+    return replace(weight, quantized=rounded, error=_distance(rounded, trained))
+
+
+def training_with_scales(cast: Cast, format: str) -> str:
+    """How to train with scales in a format, a sentence and a space; nothing for casts that take no such scales."""
+    try:
+        cast.replace(scale={"format": format})
+    except ValueError:  # such as of a mean, or with zero points
+        return ""
+    return (
+        f"Train with scales in {format} (IntegerPrecision(scale_format='{format}'), or casts with fprop_w: {{scale: "
+        f"{{format: {format}}}}}). "
+    )
+
+
+def _distance(changed: Quantized, trained: Quantized) -> float:
+    """The largest difference of two weights."""
+    return float((changed.dequantize() - trained.dequantize()).abs().max())
+
+
+def has_second_level(cast: Cast) -> bool:
+    """Whether scales of blocks are multiplied by a float32 scale of the tensor, or of rows."""
+    return bool(cast.scale.two_level) or cast.scale.prescale != 1
 
 
 def divisor(scale: Tensor) -> Tensor:
@@ -229,7 +263,8 @@ def check(source: Source, obstacles: Mapping[str, str | None], format: str) -> N
         if why is not None:
             refused.setdefault(why, []).append(name)
     if refused:
-        told = "; ".join(f"{some(names)}: {why}" for why, names in refused.items())
+        reasons = "; ".join(f"{some(names)}: {why}" for why, names in refused.items())
         raise ValueError(
-            f"The format {format} cannot hold {sum(map(len, refused.values()))} of {len(source.layers)} layers. {told}."
+            f"The format {format} cannot hold {sum(map(len, refused.values()))} of {len(source.layers)} layers. "
+            f"{reasons}."
         )

@@ -17,6 +17,7 @@ EXAMPLES = {
     for page in sorted(DOCS.glob("**/*.md"))
 }
 ALONE = {"guides/lightnings.md"}  # in a process of its own: which Lightning is imported first matters
+SLOW = {"guides/pretrained_to_chat.md"}  # a run and two exports by their commands
 SHARED = [page for page, examples in EXAMPLES.items() if examples and page not in ALONE]
 
 
@@ -31,8 +32,10 @@ def test_examples_of_a_page_are_python(page):
         compile(example, f"docs/{page}, example {number}", "exec")
 
 
-@pytest.mark.parametrize("page", SHARED)  # they may do what Lightning warns of
-@pytest.mark.filterwarnings("ignore", "error:lightning_lowbit:DeprecationWarning")
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in SHARED])
+@pytest.mark.filterwarnings(
+    "ignore", "error:lightning_lowbit:DeprecationWarning"
+)  # they may do what Lightning warns of
 @pytest.mark.skipif("LOWBIT_TEST_LIGHTNING" in os.environ, reason="the pages import lightning")
 def test_examples_of_a_page_run_one_after_the_other(page, monkeypatch):
     module = types.ModuleType("page")

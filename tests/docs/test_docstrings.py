@@ -67,7 +67,7 @@ def compressed_llama():
 
 def trained_llama():
     """Trains a network of the recipes, which its checkpoint names."""
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "vocab_size": 64, "intermediate_size": 128}
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "vocab_size": 256, "intermediate_size": 128}
     precision = IntegerPrecision(4, activation_bits=None, group=64, skip=["lm_head"])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You defined a `validation_step`", UserWarning)
@@ -77,7 +77,9 @@ def trained_llama():
 def exported_llama():
     """Writes the folder ``llama-nvfp4``."""
     trained_llama()
-    lightning_lowbit.export_checkpoint("last.ckpt", "int4", "llama-nvfp4", dtype="fp32", parity=False)
+    lightning_lowbit.export_checkpoint(
+        "last.ckpt", "int4", "llama-nvfp4", dtype="fp32", tokenizer="bytes", parity=False
+    )
 
 
 # What an example needs beside the names of the package, by the name that has the example.

@@ -158,18 +158,6 @@ def test_the_formats_that_hold_each_preset():
         assert [name for name in fitting(source) if name != "gguf-tq1"] == formats.split(), preset
 
 
-def test_an_existing_folder_is_replaced_only_when_asked(trained, tmp_path):
-    checkpoint, folder = trained("llama", "mxfp8", steps=2), tmp_path / "out"
-    folder.mkdir()
-    (folder / "mine.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="--overwrite"):
-        export(checkpoint, "mxfp8", folder)
-    assert (folder / "mine.txt").exists()
-    export(checkpoint, "mxfp8", folder, overwrite=True)
-    assert not (folder / "mine.txt").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_bytes_on_disk_are_those_of_the_bits(trained, tmp_path):
     exported = export(trained("llama", "mxfp8", steps=2), "mxfp8", tmp_path / "out")
     few, total = exported.parameters[1], exported.parameters[0]
@@ -177,17 +165,6 @@ def test_bytes_on_disk_are_those_of_the_bits(trained, tmp_path):
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     assert size == few * 33 // 32 + (total - few) * 2  # 8 bits and a scale for 32; the rest in bfloat16
     assert sum(row.bytes for row in exported.rows) == few * 33 // 32
-
-
-def test_a_card_and_the_files_of_transformers_come_with_it(trained, tmp_path):
-    export(trained("llama", "mxfp8", steps=2), "mxfp8", tmp_path / "out")
-    card = (tmp_path / "out" / "README.md").read_text()
-    for told in ("mxfp8", "| step | 2 |", "model.layers.0.self_attn.q_proj", "e4m3/e8m0:1x32", "| tokenizer | bytes |"):
-        assert told in card, told
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["quantization_config"]["ignore"] == ["lm_head"]
-    assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
 def test_what_differs_outside_of_the_quantized_layers_is_not_exported(trained, tmp_path, monkeypatch):
@@ -309,17 +286,6 @@ def test_text_for_what_is_no_language_model_is_refused(trained, text, tmp_path, 
     monkeypatch.setattr(checkpoints, "_is_language_model", lambda source: False)
     with pytest.raises(ValueError, match="Calibration takes a causal language model"):
         export(trained("llama", "mxfp8", steps=2), "dequantized", tmp_path / "out", calibrate=text)
-
-
-def test_the_checkpoint_is_not_replaced_by_its_export(trained, tmp_path):
-    (tmp_path / "run").mkdir()
-    path = trained("llama", "mxfp8", steps=2)
-    path = saved(path, tmp_path / "run" / "last.ckpt", torch.load(path, weights_only=True)["state_dict"])
-    with pytest.raises(ValueError, match="run would be replaced, and holds .*last.ckpt"):
-        export(path, "mxfp8", tmp_path / "run", overwrite=True)
-    assert path.exists()
-    with pytest.raises(ValueError, match=r"output \(--output\) is a folder to make.*got '\.'"):
-        export(path, "mxfp8", ".", overwrite=True)
 
 
 @pytest.mark.slow

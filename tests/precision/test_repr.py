@@ -15,6 +15,7 @@ CALLS = [
     "FP4Precision('nvfp4', rounding={'wgrad_x': 'nearest'}, skip=['lm_head'])",
     "FP8Precision('row', overrides={'up_proj': 'bf16'}, seed=3)",
     "IntegerPrecision(4, activation_bits=6, group='row', symmetric=False)",
+    "IntegerPrecision(4, scale_format='bf16')",
     "TernaryPrecision(None, scale_factor=1.5)",
     "LowBitPrecision({'preset': 'nvfp4', 'fprop_x': None}, compute_dtype='fp32', only=['a', 'b'])",
 ]

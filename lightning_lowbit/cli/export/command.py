@@ -13,23 +13,27 @@ from lightning_lowbit.export.source import read
 
 
 def export(arguments: Sequence[str]) -> None:
-    given = _parser().parse_args(arguments)
-    if given.format is None or given.output is None:
-        told = explain_formats(read(given.checkpoint, given.module))
-        raise ValueError(f"lowbit export takes --format and --output. {told} `lowbit export --help` describes them.")
+    options = _parser().parse_args(arguments)
+    if options.format is None or options.output is None:
+        explanation = explain_formats(read(options.checkpoint, options.module))
+        raise ValueError(
+            f"lowbit export takes --format and --output. {explanation} `lowbit export --help` describes them."
+        )
     signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind
     exported = export_checkpoint(
-        given.checkpoint,
-        given.format,
-        given.output,
-        module=given.module,
-        calibrate=given.calibrate,
-        tokenizer=given.tokenizer,
-        dtype=given.dtype,
-        shape=given.shape,
-        rescale=given.rescale,
-        overwrite=given.overwrite,
-        parity=not given.no_parity,
+        options.checkpoint,
+        options.format,
+        options.output,
+        module=options.module,
+        calibrate=options.calibrate,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        shape=options.shape,
+        rescale=options.rescale,
+        merge=options.merge,
+        license=options.license,
+        overwrite=options.overwrite,
+        parity=not options.no_parity,
     )
     total, few = exported.parameters
     print(layers_table(exported))
@@ -70,8 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--dtype", choices=DTYPES, help="of tensors that are not quantized; bf16, or what the format takes, by default")
     add("--shape", type=_sizes, metavar="2,3,32,32", help="of an input of a model that takes no tokens, for onnx")
-    add("--rescale", action="store_true", help="quantizes weights again where an engine needs other scales")
+    add("--rescale", action="store_true", help="rounds scales, or shares them, where an engine needs others")
     add("--module", metavar="CLASS", help="package.module.Class of your own LightningModule; its code runs")
-    add("--overwrite", action="store_true", help="replaces DIR")
+    add("--merge", action="store_true", help="adds adapters to the weights, and rounds the sums to few bits")
+    add("--license", metavar="NAME", help="of the model, for its card: apache-2.0; else that of the base's card")
+    add("--overwrite", action="store_true", help="replaces DIR if an export wrote it")
     add("--no-parity", action="store_true", help="does not load and compare the result")
     return parser

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, weights
 from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant import Cast, Scale
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Options:
     """What a user asks for.
 
     Attributes:
-        rescale: quantizes weights again where an engine needs other scales.
+        rescale: changes scales where an engine needs others: it rounds them and keeps the codes, or quantizes weights
+            again by the scale of a group.
         input_amaxes: by layer, the amax of its input over calibration data; None without calibration.
         dtype: of the tensors that are not quantized.
         shape: of an input of the model, for formats that trace it; None for tokens.
@@ -63,6 +64,34 @@ class Written:
     inputs: Inputs | None = None
 
 
+@dataclass(frozen=True)
+class Chat:
+    """A question to the training and to an exported model; of each pair, the training's comes first.
+
+    Attributes:
+        question: in words.
+        ids: of the prompt.
+        prompts: as texts.
+        answers: the greedy ones.
+    """
+
+    question: str
+    ids: tuple[Sequence[int], Sequence[int]]
+    prompts: tuple[str, str]
+    answers: tuple[str, str]
+
+    @property
+    def is_same_prompt(self) -> bool:
+        return [*self.ids[0]] == [*self.ids[1]]
+
+    def __str__(self) -> str:
+        ours, theirs = self.answers
+        comparison = "as in training" if ours == theirs else f"in training {ours!r}"
+        if not self.is_same_prompt:
+            comparison += f"; the prompt is {self.prompts[1]!r}, in training {self.prompts[0]!r}"
+        return f"{self.question} {theirs!r}, {comparison}"
+
+
 def shown_weight(loaded: Any, weight: Weight) -> Tensor | None:
     """The weight of a loaded layer ``[out_features, in_features]``; None if it is not kept as numbers."""
     there = getattr(loaded, "weight", None)
@@ -92,6 +121,11 @@ class Format:
         rounds_scales: whether engines keep scales of rows and blocks in the dtype of the model.
         dtypes: of what is not quantized: those that it holds, the default first.
         shown: the weight of a loaded layer, as numbers; None if the layer does not show it.
+        own_cast: by which sums of weights and adapters are rounded where the format cannot hold the cast of the base,
+            for the dtype in which engines keep scales; None where there is none.
+        programs: who run its folders, keys of ``PROGRAMS`` of :mod:`lightning_lowbit.export.formats.usage`.
+        chat: a short chat with the training and with what was loaded, for formats whose files tell in their own way how
+            a prompt is made.
     """
 
     name: str
@@ -107,11 +141,20 @@ class Format:
     rounds_scales: bool = False
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
     shown: Callable[[Any, Weight], Tensor | None] = shown_weight
+    own_cast: Callable[[torch.dtype], Cast | None] = lambda dtype: None
+    programs: tuple[str, ...] = ()
+    chat: Callable[[Source, Any], Chat | None] | None = None
 
     def weights(self, source: Source, options: Options) -> Iterator[Weight]:
         """The weights of all layers as the format stores them; see :func:`lightning_lowbit.export.weights.weights`."""
         scale_dtype = options.dtype if self.rounds_scales else None
         return weights(source, self.fused, options.rescale, scale_dtype)
+
+
+def integers(bits: int, block: int, dtype: torch.dtype) -> Cast:
+    """Integers in groups with scales that a dtype holds."""
+    formats = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    return Cast(f"int{bits}", Scale(formats[dtype], block))
 
 
 def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None) -> Written:

@@ -57,9 +57,15 @@ def tensors(weight: Weight) -> dict[str, Tensor]:
 
 def error(weight: Weight, dtype: torch.dtype) -> float:
     """The largest difference of a weight from the training's, in a model that is loaded in ``dtype``: its
-    ``weight_scale`` is rounded."""
+    ``weight_scale`` is rounded. A ``ValueError`` where the dtype's range does not hold it."""
     scale = _scale(weight)
-    return weight.error + float((divisor(scale).to(dtype).float().reciprocal() - scale).abs())
+    rounded = divisor(scale).to(dtype).float().reciprocal()
+    if not (rounded - scale).abs() <= torch.finfo(dtype).eps * scale:
+        raise ValueError(
+            f"The layers of bitnet divide by weight_scale in the dtype of the model, and {dtype} does not hold that of "
+            f"{weight.name}, {float(divisor(scale)):.3g}: give --dtype bf16 or fp32."
+        )
+    return weight.error + float((rounded - scale).abs())
 
 
 def _scale(weight: Weight) -> Tensor:
@@ -129,5 +135,6 @@ FORMATS = {
         _write,
         _load,
         shown=_shown,
+        programs=("transformers, accelerate", "lightning_lowbit"),
     )
 }

@@ -27,7 +27,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import Shards, load_network, write_network
-from lightning_lowbit.export.formats.base import Format, Inputs, NoClient, Options, Written, row
+from lightning_lowbit.export.formats.base import Format, Inputs, NoClient, Options, Written, integers, row
+from lightning_lowbit.export.formats.holding import (
+    INTEGERS,
+    is_fp8,
+    is_int,
+    is_mx,
+    is_nvfp4,
+    needs,
+    takes_nvfp4,
+)
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor
@@ -62,18 +71,16 @@ class Kind:
     Attributes:
         fits: what casts of weights must be, in words, or None for one that fits.
         encode: the layer in the file.
+        own_cast: of :class:`Format`.
         fused: of :class:`Format`.
         activations: whether engines quantize inputs to NVFP4, too.
     """
 
     fits: Callable[[Cast], str | None]
     encode: Callable[[Weight, Options], Encoded]
+    own_cast: Callable[[torch.dtype], Cast | None] = lambda dtype: None
     fused: bool = False
     activations: bool = False
-
-
-def _needs(text: str, test: Callable[[Cast], bool]) -> Callable[[Cast], str | None]:
-    return lambda cast: None if test(cast) else f"it takes {text}, and the weight has {cast}"
 
 
 def _args(bits: int, kind: str, strategy: str, group: int | None = None, dynamic: Any = False, **others: Any) -> Scheme:
@@ -186,50 +193,41 @@ def _integers(weight: Weight, options: Options) -> Encoded:
     return Encoded(tensors, "pack-quantized", args, acts, by)
 
 
-def _is_nvfp4(cast: Cast) -> bool:
-    scale = cast.scale
-    return (cast.element, scale.format, scale.two_level) == ("e2m1", "e4m3", True) and scale.block in (16, (16, 16))
-
-
-def _is_mx(element: str) -> Callable[[Cast], bool]:
-    plain = Scale("e8m0", 32)
-    return lambda cast: (cast.element, cast.scale.format, cast.scale.block) == (element, "e8m0", plain.block)
-
-
-def _is_fp8(cast: Cast) -> bool:
-    return (cast.element, cast.scale.format) == ("e4m3", "fp32") and cast.scale.block in ("row", "tensor", (128, 128))
-
-
-def _is_int(bits: int) -> Callable[[Cast], bool]:
-    elements = ("int2", "ternary") if bits == 2 else (f"int{bits}",)
-    return lambda cast: cast.element in elements and not isinstance(cast.scale.block, tuple)
-
-
-_INT = "in rows, groups or one tensor, with scales in bf16, fp16 or fp32"
 KINDS: dict[str, Kind] = {
     "nvfp4-w4a16": Kind(
-        _needs("NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)", _is_nvfp4),
+        needs("NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)", is_nvfp4),
         partial(_nvfp4, activations=False),
+        lambda dtype: Cast("e2m1", Scale("e4m3", 16, two_level=True)),
         fused=True,
     ),
     "nvfp4-w4a4": Kind(
-        _needs("NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)", _is_nvfp4),
+        needs("NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)", is_nvfp4),
         partial(_nvfp4, activations=True),
         fused=True,
         activations=True,
     ),
-    "mxfp4": Kind(_needs("MXFP4 (e2m1/e8m0:1x32)", _is_mx("e2m1")), _mx),
-    "mxfp6": Kind(_needs("MXFP6 in E2M3 (e2m3/e8m0:1x32; engines hold no E3M2)", _is_mx("e2m3")), _mx),
-    "mxfp8": Kind(_needs("MXFP8 (e4m3/e8m0:1x32)", _is_mx("e4m3")), _mx),
-    "fp8": Kind(_needs("E4M3 with float32 scales of the tensor, rows or tiles of 128x128", _is_fp8), _fp8, fused=True),
-    **{f"int{bits}": Kind(_needs(f"int{bits} {_INT}", _is_int(bits)), _integers) for bits in range(2, 9)},
+    "mxfp4": Kind(
+        needs("MXFP4 (e2m1/e8m0:1x32, one level)", is_mx("e2m1")), _mx, lambda dtype: Cast("e2m1", Scale("e8m0", 32))
+    ),
+    "mxfp6": Kind(
+        needs("MXFP6 in E2M3 (e2m3/e8m0:1x32; engines hold no E3M2, nor a second level)", is_mx("e2m3")),
+        _mx,
+        lambda dtype: Cast("e2m3", Scale("e8m0", 32)),
+    ),
+    "mxfp8": Kind(
+        needs("MXFP8 (e4m3/e8m0:1x32, one level)", is_mx("e4m3")), _mx, lambda dtype: Cast("e4m3", Scale("e8m0", 32))
+    ),
+    "fp8": Kind(
+        needs("E4M3 with float32 scales of the tensor, rows or tiles of 128x128", is_fp8),
+        _fp8,
+        lambda dtype: Cast("e4m3", Scale("fp32", "row")),
+        fused=True,
+    ),
+    **{
+        f"int{bits}": Kind(needs(f"int{bits} {INTEGERS}", is_int(bits)), _integers, partial(integers, bits, 32))
+        for bits in range(2, 9)
+    },
 }
-
-
-def takes_nvfp4(layer: QuantizedLayer) -> bool:
-    """Whether the training quantized a layer's input to NVFP4."""
-    cast = layer.casts.fprop_x
-    return cast is not None and _is_nvfp4(cast)
 
 
 def obstacle(kind: Kind, name: str, layer: QuantizedLayer) -> str | None:
@@ -325,7 +323,9 @@ FORMATS = {
         partial(_write, name, kind),
         partial(_load, _dtype(name)),
         fused=kind.fused,
+        own_cast=kind.own_cast,
         rounds_scales=name.startswith("int"),
+        programs=("transformers, compressed-tensors", "vLLM", "lightning_lowbit"),
     )
     for name, kind in KINDS.items()
 }

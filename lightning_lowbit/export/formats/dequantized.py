@@ -73,5 +73,6 @@ FORMATS = {
         _write,
         load_network,
         needs_network=False,
+        programs=("transformers", "vLLM"),
     )
 }

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import Shards, write_json, write_network
 from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written, row
-from lightning_lowbit.export.formats.compressed_tensors import KINDS, input_amax, obstacle, takes_nvfp4
+from lightning_lowbit.export.formats.compressed_tensors import KINDS, input_amax, obstacle
+from lightning_lowbit.export.formats.holding import takes_nvfp4
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check
@@ -100,6 +101,8 @@ FORMATS = {
         partial(_obstacle, kind),
         partial(_write, name, kind),
         fused=True,
+        own_cast=KINDS[kind].own_cast if name == "modelopt-nvfp4" else lambda dtype: None,
+        programs=("TensorRT-LLM", "vLLM", "lightning_lowbit"),
     )
     for name, kind in {"modelopt-nvfp4": "nvfp4-w4a16", "modelopt-fp8": "fp8"}.items()
 }

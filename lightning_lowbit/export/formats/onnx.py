@@ -258,5 +258,6 @@ FORMATS = {
         needs_network=False,
         traces=True,
         dtypes=(torch.float32,),
+        programs=("onnxruntime",),
     )
 }

@@ -31,6 +31,7 @@ Plugin = Callable[[], LowBitPrecision]
 PLUGINS: dict[str, Plugin] = {
     "ternary": lambda: TernaryPrecision(skip=["head"]),
     "int2": lambda: IntegerPrecision(2, 8, group=32),
+    "int4, fp16 scales": lambda: IntegerPrecision(4, 8, group=32, scale_format="fp16"),
     "nvfp4": lambda: FP4Precision("nvfp4", overrides={"down_proj": "mxfp8"}),
     "fp8-delayed": lambda: FP8Precision("delayed", history=3, smooth_swiglu="channel"),
     "shared": lambda: FP8Precision("current", shared_amax=["gate_proj|up_proj"], compute_dtype="fp32"),

@@ -58,6 +58,7 @@ TERNARY = Cast("ternary", GAMMA)
         (IntegerPrecision, {"activation_group": "row"}, qat(integer(8, "row"), integer(8))),
         (IntegerPrecision, {"group": 32, "activation_group": 64}, qat(integer(8, 64), integer(8, 32))),
         (IntegerPrecision, {"symmetric": False}, qat(integer(8), integer(8, statistic="minmax"))),
+        (IntegerPrecision, {"scale_format": "bf16"}, qat(integer(8), integer(8).replace(scale={"format": "bf16"}))),
         (
             IntegerPrecision,
             {"weight_bits": 3, "activation_bits": None, "group": "row", "symmetric": False},
@@ -109,6 +110,14 @@ GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
             {"activation_bits": None, "activation_group": 32},
             "activation_group=32, and activation_bits",
         ),
+        (IntegerPrecision, {"scale_format": "bfloat16"}, "Unknown scale_format 'bfloat16'. Did you mean|Choose"),
+        (IntegerPrecision, {"scale_format": "e8m0"}, "Unknown scale_format 'e8m0'"),
+        (
+            IntegerPrecision,
+            {"weight_bits": None, "scale_format": "bf16"},
+            "of the weights' scales, and weight_bits=None",
+        ),
+        (IntegerPrecision, {"symmetric": False, "scale_format": "fp16"}, "zero points .* have fp32 scales"),
         (IntegerPrecision, {"group": 0}, f"{GROUP} 0"),
         (IntegerPrecision, {"group": "rows"}, f"{GROUP} 'rows'"),
         (IntegerPrecision, {"activation_group": 0}, f"{GROUP} 0"),
@@ -185,5 +194,7 @@ def test_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
         "IntegerPrecision", "{weight_bits: 4, activation_bits: 8, group: 16, activation_group: row, symmetric: false}"
     )
     assert found.casts == IntegerPrecision(4, 8, 16, activation_group="row", symmetric=False).casts
+    found = plugin("IntegerPrecision", "{weight_bits: 4, group: row, scale_format: bf16}")
+    assert found.casts == IntegerPrecision(4, 8, "row", scale_format="bf16").casts
     found = plugin("IntegerPrecision", "{weight_bits: 2, activation_bits: null, group: tensor}")
     assert found.casts == IntegerPrecision(2, None, "tensor").casts

@@ -1,16 +1,19 @@
 """GGUF files for llama.cpp: the codes of the training in its block types, bit for bit.
 
 ``blocks`` has the block types, ``networks`` what llama.cpp runs, ``vocabulary`` tokenizers, ``files`` writes files, and
-``client`` is llama.cpp.
+``client`` is llama.cpp, and ``chat`` a chat with it.
 """
 
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from lightning_lowbit.export.formats import Format
+from lightning_lowbit.export.formats.base import integers
 from lightning_lowbit.export.formats.gguf.blocks import TQ1_0
+from lightning_lowbit.export.formats.gguf.chat import chat
 from lightning_lowbit.export.formats.gguf.client import LlamaCpp
 from lightning_lowbit.export.formats.gguf.files import FILE, obstacle, write
 from lightning_lowbit.export.formats.gguf.networks import network_of
@@ -34,6 +37,9 @@ GGUF = Format(
     write,
     load,
     accepts=accepts,
+    own_cast=lambda dtype: integers(4, 32, torch.float16),
+    programs=("llama.cpp",),
+    chat=chat,
 )
 GGUF_TQ1 = Format(
     "gguf-tq1",
@@ -42,5 +48,7 @@ GGUF_TQ1 = Format(
     partial(write, ternary=TQ1_0),
     load,
     accepts=accepts,
+    programs=("llama.cpp",),
+    chat=chat,
 )
 FORMATS = {format.name: format for format in (GGUF, GGUF_TQ1)}

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_lowbit.export.weights import has_second_level
 from lightning_lowbit.quant import Cast, Quantized
 
 
@@ -54,7 +55,8 @@ class Blocks:
         type: of its blocks.
         data: uint8 ``[out_features, bytes of a row]``.
         scale: float32, 0-d: the tensor ``NAME.scale``; None without one.
-        error: the largest difference from the values of the codes; above 0 where float16 does not hold a scale.
+        error: the largest difference from the values of the codes; above 0 where float16 rounds a scale, and infinite
+            where a scale is beyond its normal numbers.
     """
 
     type: BlockType
@@ -162,8 +164,7 @@ def block_type(cast: Cast, in_features: int, ternary: BlockType = TQ2_0) -> Bloc
 
 def has_scale(cast: Cast) -> bool:
     """Whether blocks of a cast have a tensor ``NAME.scale`` beside them."""
-    scale = cast.scale
-    return bool(scale.two_level) or scale.prescale != 1 or (scale.block == "tensor" and cast.element != "e2m1")
+    return has_second_level(cast) or (cast.scale.block == "tensor" and cast.element != "e2m1")
 
 
 def pack(quantized: Quantized, kind: BlockType) -> Blocks:
@@ -188,7 +189,9 @@ def pack(quantized: Quantized, kind: BlockType) -> Blocks:
     spread = _spread(scales, (out, inner // kind.scale_block), cast, kind)
     if spread.is_floating_point() and not torch.equal(spread.half().float(), spread):
         largest = _split(quantized.elements().abs(), -1, kind.scale_block).amax(-1)
-        error = float(((spread.half().float() - spread).abs() * largest).max())
+        errors = (spread.half().float() - spread).abs()
+        is_near = (errors <= torch.finfo(torch.float16).eps / 2 * spread.abs()) | (largest == 0)
+        error = float((errors * largest).max()) if bool(is_near.all()) else torch.inf
         error *= 1.0 if tensor_scale is None else float(tensor_scale)
     blocks = (out, inner // kind.elements, -1)
     return Blocks(kind, kind.pack(codes.reshape(blocks), spread.reshape(blocks)).flatten(1), tensor_scale, error)

@@ -1,6 +1,7 @@
 """llama.cpp as a module: a file computes logits on the CPU, as it does for those who run the file."""
 
 import re
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,9 +91,54 @@ class LlamaCpp(nn.Module):
         )
         return values.view(len(tokens), -1)
 
-    def tokenize(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens."""
+    def tokenize(self, text: str, special: bool = False) -> list[int]:
+        """The ids of a text; ``special``: with the tokens that the file puts around it, and those that it spells."""
         encoded = text.encode()
-        room = self.ffi.new("llama_token[]", len(encoded) + 1)
-        count = self.lib.llama_tokenize(self.vocab, encoded, len(encoded), room, len(encoded) + 1, False, False)
+        room = self.ffi.new("llama_token[]", len(encoded) + 2)
+        count = self.lib.llama_tokenize(self.vocab, encoded, len(encoded), room, len(encoded) + 2, special, special)
         return [*room[0:count]]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of ids, special ones as they are spelled."""
+        size = 64 * len(tokens) + 64
+        room = self.ffi.new("char[]", size)
+        count = self.lib.llama_detokenize(self.vocab, [*tokens], len(tokens), room, size, False, True)
+        return str(self.ffi.buffer(room, max(count, 0))[:].decode(errors="replace"))
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return bool(self.lib.llama_vocab_type(self.vocab) != 0)  # LLAMA_VOCAB_TYPE_NONE
+
+    @property
+    def chat_template(self) -> str | None:
+        template = self.lib.llama_model_chat_template(self.file, self.ffi.NULL)
+        return None if template == self.ffi.NULL else self.ffi.string(template).decode()
+
+    def prompt(self, question: str) -> list[int]:
+        """The ids of a question as llama.cpp's programs make them: by the file's template of a chat, if it has one,
+        without a second ``bos``."""
+        template = self.chat_template
+        if template is None:
+            return self.tokenize(question, special=True)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        bos, eos = (
+            self.ffi.string(self.lib.llama_vocab_get_text(self.vocab, id)).decode()
+            for id in (self.lib.llama_vocab_bos(self.vocab), self.lib.llama_vocab_eos(self.vocab))
+        )
+        conversation = [{"role": "user", "content": question}]
+        rendered: Any = render_jinja_template(
+            conversations=[conversation],
+            chat_template=template,
+            add_generation_prompt=True,
+            bos_token=bos,
+            eos_token=eos,
+        )
+        [text], _ = rendered
+        if self.lib.llama_vocab_get_add_bos(self.vocab):
+            text = text.removeprefix(bos)
+        return self.tokenize(text, special=True)
+
+    def ends(self, token: int) -> bool:
+        """Whether generation stops at a token."""
+        return bool(self.lib.llama_vocab_is_eog(self.vocab, token))

@@ -17,7 +17,7 @@ from lightning_lowbit.export.formats.gguf.blocks import TQ2_0, BlockType, block_
 from lightning_lowbit.export.formats.gguf.networks import Network, add_values, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight, check, common_obstacle, weights
+from lightning_lowbit.export.weights import Weight, check, common_obstacle, training_with_scales, weights
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.packages import install
@@ -127,11 +127,16 @@ def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _put_layer(writer: Any, weight: Weight, network: Network, config: Any, kind: BlockType, rescale: bool) -> Written:
     """Writes a layer's blocks, and the scale of its tensor."""
     blocks = pack(weight.quantized, kind)
-    if blocks.error > 0 and not (rescale and blocks.error < float("inf")):
+    if blocks.error == math.inf:
         raise ValueError(
-            f"{weight.name} ({weight.cast}) has scales that float16, which {kind.name} has, does not hold. Train with "
-            "scales that it holds (fprop_w: {scale: {format: fp16}}), or give rescale (--rescale), which rounds them "
-            "and tells the error of each layer."
+            f"{weight.name} ({weight.cast}) has scales beyond the range of float16, which {kind.name} has: weights are "
+            "too small or too large. Take a format with scales in bf16 or fp32, such as int4, onnx or dequantized."
+        )
+    if blocks.error > 0 and not rescale:
+        raise ValueError(
+            f"{weight.name} ({weight.cast}) has scales that float16, which {kind.name} has, does not hold. "
+            f"{training_with_scales(weight.cast, 'fp16')}Or give rescale (--rescale), which keeps the codes, rounds "
+            "the scales, and tells the error of each layer."
         )
     _put(writer, blocks.data, network.rows(str(network.name(weight.name)), config))
     if blocks.scale is not None:
@@ -154,20 +159,31 @@ def _describe(writer: Any, source: Source, network: Network, kinds: dict[str, Bl
     writer.add_name(Path(source.facts.get("checkpoint", FILE)).stem)
     writer.add_file_type(Counter(kind.file_type for kind in kinds.values()).most_common(1)[0][0])
     writer.add_quantization_version(2)
-    found = vocabulary(source.facts.get("tokenizer"), config.vocab_size)
-    if not isinstance(found, Vocabulary):
-        rank_zero_warn(f"The GGUF file has no tokenizer, and llama.cpp takes token ids alone: {found}.")
+    ends = getattr(getattr(source.model, "generation_config", None), "eos_token_id", None)
+    listed = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    tokenizer = vocabulary(source.facts.get("tokenizer"), config.vocab_size, listed)
+    if isinstance(tokenizer, Vocabulary):
+        _describe_tokenizer(writer, tokenizer)
+    else:
+        rank_zero_warn(f"The GGUF file has no tokenizer, and llama.cpp takes token ids alone: {tokenizer}.")
         writer.add_tokenizer_model("none")
-        return
+
+
+def _describe_tokenizer(writer: Any, vocabulary: Vocabulary) -> None:
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(found.pre)
-    writer.add_token_list(found.tokens)
-    writer.add_token_types(found.types)
-    writer.add_token_merges(found.merges)
-    writer.add_add_bos_token(False)  # no document of the training begins with one
-    if found.end is not None:
-        writer.add_bos_token_id(found.end)
-        writer.add_eos_token_id(found.end)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    writer.add_token_merges(vocabulary.merges)
+    for name, id in vocabulary.special.items():
+        getattr(writer, f"add_{name}_token_id")(id)
+    for name, is_added in vocabulary.added.items():  # always said: without, it depends on the cut
+        getattr(writer, f"add_add_{name}_token")(is_added)
+    template = vocabulary.template
+    if isinstance(template, str):
+        writer.add_chat_template(template)
+    elif template is not None:
+        writer.add_chat_template([{"name": name, "template": text} for name, text in template.items()])
 
 
 def _declare(writer: Any, name: str, number: int, *shape: int) -> None:

@@ -1,4 +1,5 @@
-"""The tokenizer of a file: pieces of bytes that llama.cpp merges as the tokenizer of the training does.
+"""The tokenizer of a file: pieces of bytes that llama.cpp merges as the tokenizer of the training does, the tokens that
+begin and end texts and turns, and the template of a chat.
 
 llama.cpp knows by name, ``tokenizer.ggml.pre``, the regular expressions that cut a text before bytes are merged. A
 tokenizer with another one cannot be told to it: the file then has no vocabulary, and llama.cpp takes token ids alone.
@@ -6,7 +7,7 @@ tokenizer with another one cannot be told to it: the file then has no vocabulary
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ _CUTS = {
     f"{_QUOTES}|{_WORDS}|\\p{{N}}{{1,3}}|{_SIGNS}": ("llama-bpe", True),
     f"{_QUOTES}|{_WORDS}|\\p{{N}}|{_SIGNS}": ("qwen2", False),
 }
+# Where no piece is merged the cut does not matter, but with this one texts keep the spaces before signs.
+_OF_BYTES = "qwen2"
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _NO_MERGE = "!! !!"  # a list must not be empty, and pieces begin as one character: this one never applies
 
@@ -33,50 +36,95 @@ class Vocabulary:
         tokens: of each id; a byte is a character of :func:`byte_characters`.
         types: of each id, llama.cpp's numbers.
         merges: pairs of pieces, the most frequent first.
-        end: the id that ends a document; None without one.
+        special: ids by what a file calls them: ``bos`` and ``eos`` of a text, ``eot`` of a turn, ``eom``, ``unk``,
+            ``sep``, ``pad``, ``mask``.
+        added: whether ``bos`` comes before a text, and ``eos`` behind it.
+        template: of a chat, in Jinja, or several by name; None without one.
     """
 
     pre: str
     tokens: Sequence[str]
     types: Sequence[int]
     merges: Sequence[str]
-    end: int | None
+    special: Mapping[str, int]
+    added: Mapping[str, bool]
+    template: str | Mapping[str, str] | None = None
 
 
-def vocabulary(tokenizer: str | None, size: int) -> Vocabulary | str:
+def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vocabulary | str:
     """The vocabulary of a tokenizer, or why a file cannot tell it, in words.
 
     Args:
         tokenizer: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes.
         size: ids of the model; those without a token are filled.
+        ends: ids at which the model's generation stops.
     """
     if tokenizer is None:
-        return "the checkpoint does not name one"
+        return "the checkpoint does not name one: give --tokenizer bytes, a folder, or a name on the Hugging Face Hub"
     if tokenizer == "bytes":
         if size < 256:
             return f"the model has {size} ids, fewer than bytes"
-        # No piece is merged, so that the cut does not matter, but with this one texts keep the spaces before signs.
-        return Vocabulary("qwen2", *_filled(dict(enumerate(byte_characters())), {}, size), [_NO_MERGE], 0)
+        pieces = _filled(dict(enumerate(byte_characters())), {}, size)
+        return Vocabulary(_OF_BYTES, *pieces, [_NO_MERGE], {"bos": 0, "eos": 0}, {"bos": False, "eos": False})
     from transformers import AutoTokenizer
 
     try:
         loaded = AutoTokenizer.from_pretrained(os.path.expanduser(tokenizer), trust_remote_code=False)
-        made = json.loads(loaded.backend_tokenizer.to_str())
+        content = json.loads(loaded.backend_tokenizer.to_str())
     except Exception as error:  # a missing network, file or package: each has its own class
         return f"{tokenizer!r} cannot be loaded ({str(error).strip().splitlines()[0]})"
-    model = made["model"]
-    pre = _cut(made)
+    model = content["model"]
+    pre, added = _cut(content), _added(loaded)
     if pre is None:
         return (
             f"{tokenizer!r} is not byte-level BPE with a cut of text that llama.cpp has (GPT-2's, LLaMA 3's, Qwen2's)"
         )
+    if added is None:
+        return f"{tokenizer!r} puts other tokens around a text than its bos_token before and its eos_token behind"
     if 1 + max(loaded.get_vocab().values()) > size:
         return f"{tokenizer!r} has {1 + max(loaded.get_vocab().values())} ids, and the model {size}"
-    added = {int(id): _CONTROL if token.special else _USER_DEFINED for id, token in loaded.added_tokens_decoder.items()}
-    tokens = _filled({id: token for token, id in loaded.get_vocab().items()}, added, size)
+    types = {int(id): _CONTROL if token.special else _USER_DEFINED for id, token in loaded.added_tokens_decoder.items()}
+    pieces = _filled({id: token for token, id in loaded.get_vocab().items()}, types, size)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    ends = (loaded.eos_token_id, loaded.sep_token_id, loaded.bos_token_id)
-    return Vocabulary(pre, *tokens, merges or [_NO_MERGE], next((end for end in ends if end is not None), None))
+    special = _special(loaded, [end for end in ends if end < size])
+    return Vocabulary(pre, *pieces, merges or [_NO_MERGE], special, added, loaded.chat_template)
+
+
+def _special(tokenizer: Any, ends: Sequence[int]) -> dict[str, int]:
+    """The ids of special tokens. Without an own one, llama.cpp would take a fixed id for ``bos`` and ``eos``."""
+    names = ("bos", "eos", "unk", "sep", "pad", "mask")
+    ids = {name: id for name in names if (id := getattr(tokenizer, f"{name}_token_id", None)) is not None}
+    end = next((ids[name] for name in ("eos", "sep", "bos") if name in ids), next(iter(ends), None))
+    if end is not None:
+        ids = {"bos": end, "eos": end} | ids
+    others = dict.fromkeys([*_ends_of_turns(tokenizer), *ends])
+    turns = [id for id in others if id != ids.get("eos")]
+    return ids | dict(zip(("eot", "eom"), turns, strict=False))
+
+
+def _ends_of_turns(tokenizer: Any) -> list[int]:
+    """The special token that a chat's template puts behind an answer, if it puts one there."""
+    answer = "0x5eed"
+    try:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        behind = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)[2]
+    except Exception:  # no template, or one that takes other turns: each has its own class
+        return []
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
+    added = tokenizer.added_tokens_decoder
+    return [id for id in ids if id in added and added[id].special]
+
+
+def _added(tokenizer: Any) -> dict[str, bool] | None:
+    """Whether a tokenizer puts its first token before a text, and its last one behind; None if it puts others."""
+    text = tokenizer("a", add_special_tokens=False)["input_ids"]
+    around = tokenizer("a")["input_ids"]
+    for bos in (False, True):
+        for eos in (False, True):
+            before, behind = [tokenizer.bos_token_id] * bos, [tokenizer.eos_token_id] * eos
+            if around == [*before, *text, *behind]:
+                return {"bos": bos, "eos": eos}
+    return None
 
 
 def _filled(tokens: dict[int, str], types: dict[int, int], size: int) -> tuple[list[str], list[int]]:
@@ -95,6 +143,8 @@ def _cut(made: dict[str, Any]) -> str | None:
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         return None
     merges_whole = bool(model.get("ignore_merges"))
+    if not (first or model["merges"] or merges_whole or normalizer):  # of bytes
+        return _OF_BYTES
     if not first and last.get("use_regex", True) and normalizer is None:
         return None if merges_whole else "gpt-2"
     if len(first) != 1 or first[0].get("type") != "Split" or first[0].get("behavior") != "Isolated":

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 from lightning.pytorch import Trainer
+from tokenizers.normalizers import NFC
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -24,13 +24,14 @@ from lightning_lowbit.export.formats import Options, Written
 from lightning_lowbit.export.formats.base import NoClient
 from lightning_lowbit.export.formats.gguf import GGUF, GGUF_TQ1
 from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
-from lightning_lowbit.export.formats.gguf.vocabulary import _CUTS
 from lightning_lowbit.export.source import Source, hp_forward, read
+from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM, network_config
+from tests.export.llama_cpp import tokenizers
 
 pytestmark = pytest.mark.slow
 gguf = pytest.importorskip("gguf")
@@ -260,27 +261,17 @@ def test_tensors_that_are_not_quantized_have_the_dtype_that_was_asked_for(tmp_pa
 
 
 def byte_level(cut: str | None, whole: bool, normalizer: Any = None) -> PreTrainedTokenizerFast:
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=whole))
-    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut is None)
-    split = [] if cut is None else [tokenizers.pre_tokenizers.Split(tokenizers.Regex(cut), "isolated")]
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*split, level]) if split else level
-    if normalizer is not None:
-        made.normalizer = normalizer
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
-    )
-    made.train_from_iterator([path.read_text() for path in (CODE / "quant").glob("*.py")], trainer)
+    texts = [path.read_text() for path in (CODE / "quant").glob("*.py")]
+    made = tokenizers.byte_level(cut, whole, ["<end>"], normalizer=normalizer, texts=texts)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
 
 
 def test_llama_cpp_tokenizes_as_the_training_did(tmp_path: Path) -> None:
-    llama3, qwen2 = _CUTS
     text = "def quantize(x: Tensor) -> Quantized:\n    return 12345 + 678  # don't — naïve 漢字\n\n\tif x:"
     for name, made in {
         "gpt-2": byte_level(None, False),
-        "llama-bpe": byte_level(llama3, True),
-        "qwen2": byte_level(qwen2, False, tokenizers.normalizers.NFC()),
+        "llama-bpe": byte_level(tokenizers.LLAMA3, True),
+        "qwen2": byte_level(tokenizers.QWEN2, False, NFC()),
     }.items():
         made.save_pretrained(tmp_path / name)
         source = untrained("mxfp4", vocab_size=512)
@@ -290,13 +281,13 @@ def test_llama_cpp_tokenizes_as_the_training_did(tmp_path: Path) -> None:
 
 
 def test_llama_cpp_gives_texts_of_bytes_back(tmp_path: Path) -> None:
-    GGUF.write(untrained("mxfp4"), tmp_path, Options())
-    llama, text = client(tmp_path), "f (a , b) .  don 't\n\té e\u0301 漢 Ā"
-    tokens, room = [*text.encode()], 1000
-    assert llama.tokenize(text) == tokens
-    characters = llama.ffi.new("char[]", room)
-    size = llama.lib.llama_detokenize(llama.vocab, tokens, len(tokens), characters, room, False, True)
-    assert llama.ffi.buffer(characters, size)[:].decode() == text
+    text = "f (a , b) .  don 't\n\té e\u0301 漢 Ā"
+    bytes_tokenizer().save_pretrained(tmp_path)
+    for tokenizer in ("bytes", str(tmp_path)):
+        GGUF.write(replace(untrained("mxfp4"), facts={"tokenizer": tokenizer}), tmp_path, Options())
+        llama, tokens = client(tmp_path), [*text.encode()]
+        assert llama.tokenize(text) == llama.tokenize(text, special=True) == tokens
+        assert llama.text(tokens) == text
 
 
 def test_a_tokenizer_that_a_file_cannot_tell_is_left_out(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.quant import Cast, Scale, quantize
-from tests.export.gguf_blocks import READERS
+from tests.export.llama_cpp.gguf_blocks import READERS
 
 E2M1 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 TERNARY = Cast("ternary", Scale("fp32", "tensor", statistic="absmean"))
@@ -131,5 +131,5 @@ def test_the_vocabulary_of_bytes() -> None:
     assert isinstance(found, Vocabulary)
     assert len(found.tokens) == len({*found.tokens}) == len(found.types) == 300
     assert [found.tokens[byte] for byte in b"a ~\n"] == ["a", "Ġ", "~", "Ċ"]
-    assert found.types[255:257] == [1, 5] and found.end == 0
+    assert found.types[255:257] == [1, 5] and found.special == {"bos": 0, "eos": 0}
     assert "does not name one" in str(vocabulary(None, 300)) and "fewer than bytes" in str(vocabulary("bytes", 100))

@@ -1,0 +1,86 @@
+"""How programs run a folder: for each a section of its model card."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.tokenizer import load_tokenizer
+
+_LOADED = """```python
+from transformers import {model}
+
+model = {model}.from_pretrained("{folder}", dtype="auto")
+```"""
+_GENERATED = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+{inputs}
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
+```"""
+_CHAT = """question = [{"role": "user", "content": "Who are you?"}]
+settings = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+inputs = tokenizer.apply_chat_template(question, **settings)"""
+_TEXT = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
+
+# By program; "transformers" stands for code that depends on the model.
+PROGRAMS = {
+    "transformers": "`pip install transformers`\n\n{code}",
+    "transformers, compressed-tensors": "`pip install transformers compressed-tensors`. Weights are decoded when "
+    "they are loaded: the folder saves disk, and neither memory nor time.\n\n{code}",
+    "transformers, accelerate": "`pip install transformers accelerate`\n\n{code}",
+    "vLLM": "```bash\npip install vllm\nvllm serve {folder}\n```",
+    "TensorRT-LLM": "```bash\ntrtllm-serve {folder}\n```",
+    "llama.cpp": "```bash\nllama-cli -m {folder}/model.gguf     # a chat, if the tokenizer has a template of one\n"
+    "llama-server -m {folder}/model.gguf  # over HTTP\n```",
+    "onnxruntime": """`pip install onnxruntime`. Without the entry below it multiplies by inputs that it rounds to int8:
+faster, with other outputs.
+
+```python
+import numpy
+import onnxruntime
+
+options = onnxruntime.SessionOptions()
+options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+session = onnxruntime.InferenceSession("{folder}/model.onnx", options)
+[given] = session.get_inputs()
+shape = [size if isinstance(size, int) else 2 for size in given.shape]  # names are of sizes that are free
+inputs = numpy.zeros(shape, "int64" if given.type == "tensor(int64)" else "float32")
+[outputs] = session.run(None, {{given.name: inputs}})
+```""",
+    "PyTorch": """```python
+from safetensors.torch import load_file
+
+state = load_file("{folder}/model.safetensors")  # for load_state_dict of the model's class
+```""",
+    "lightning_lowbit": """`pip install lightning-lowbit`
+
+```python
+from lightning_lowbit import load
+
+model = load("{folder}")  # layers that compute with the codes of the folder
+```""",
+}
+
+
+def usage(source: Source, programs: tuple[str, ...], folder: Path) -> str:
+    """The sections of some programs, in Markdown.
+
+    Args:
+        source: the model.
+        programs: keys of ``PROGRAMS``.
+        folder: as people will call it.
+    """
+    code = _code(source, folder)
+    sections = {program: PROGRAMS[program].format(folder=folder.name, code=code) for program in programs}
+    return "\n\n".join(f"### {program}\n\n{text}" for program, text in sections.items())
+
+
+def _code(source: Source, folder: Path) -> str:
+    model: Any = source.model
+    name = source.facts.get("tokenizer")
+    if source.config is None or name is None or not model.can_generate():
+        return _LOADED.format(model=type(model).__name__, folder=folder.name)
+    inputs = _TEXT if load_tokenizer(name).chat_template is None else _CHAT
+    return _GENERATED.format(folder=folder.name, inputs=inputs)

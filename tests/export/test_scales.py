@@ -1,0 +1,105 @@
+"""Scales that an engine keeps in fewer digits: codes stay those of the training, or the export is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowbit import Cast, IntegerPrecision, LinearCasts, Scale, TernaryPrecision, quantize
+from lightning_lowbit.export.formats import bitnet
+from lightning_lowbit.export.formats.gguf.blocks import block_type, pack
+from lightning_lowbit.export.formats.table import FORMATS
+from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.weights import weights
+from tests.export.sources import source_of
+from tests.tables import each
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def trained(precision: IntegerPrecision | TernaryPrecision, factor: float = 1.0) -> Source:
+    model = nn.Sequential(nn.Linear(256, 64))
+    with torch.no_grad():
+        model[0].weight.normal_(std=0.05 * factor)
+    return source_of(model, precision.casts)
+
+
+@each(
+    "precision",
+    [
+        *(IntegerPrecision(bits, None, group) for bits in (2, 4, 8) for group in (32, "row", "tensor")),
+        *(IntegerPrecision(bits, None, group, symmetric=False) for bits in (2, 4, 8) for group in (32, "row")),
+        IntegerPrecision(4, None, 64, scale_format="bf16"),
+        TernaryPrecision(),
+    ],
+)
+@each("name", DTYPES)
+def test_rescaled_integers_keep_their_codes(precision: IntegerPrecision | TernaryPrecision, name: str) -> None:
+    source, dtype = trained(precision), DTYPES[name]
+    [exact], [rounded] = weights(source), weights(source, rescale=True, scale_dtype=dtype)
+    ours, theirs = exact.quantized, rounded.quantized
+    assert torch.equal(theirs.codes, ours.codes)
+    assert (theirs.zero_points is None) == (ours.zero_points is None)
+    assert torch.equal(theirs.scales.float(), ours.scales.to(dtype).float())
+    differences = (theirs.dequantize() - ours.dequantize()).abs()
+    assert bool((differences <= torch.finfo(dtype).eps / 2 * ours.dequantize().abs()).all())
+    assert rounded.error == float(differences.max())
+    is_changed = not torch.equal(theirs.scales.float(), ours.scales.float())
+    if is_changed:
+        with pytest.raises(ValueError, match="keeps the codes") as refusal:
+            [*weights(source, scale_dtype=dtype)]
+        can_train = isinstance(precision, IntegerPrecision) and ours.zero_points is None
+        advice = f"IntegerPrecision(scale_format='{name}'), or casts with fprop_w: {{scale: {{format: {name}}}}}"
+        assert (advice in str(refusal.value)) == can_train
+
+
+def test_what_a_refusal_advises_can_be_trained() -> None:
+    casts = LinearCasts.of({"preset": "int4", "fprop_w": {"scale": {"format": "bf16"}}})
+    assert casts == IntegerPrecision(4, 4, scale_format="bf16").casts
+
+
+@each(("factor", "dtype"), [(1e7, torch.float16), (1e-5, torch.float16), (1e-36, torch.bfloat16)])
+def test_scales_beyond_the_range_of_a_dtype_are_refused(factor: float, dtype: torch.dtype) -> None:
+    """They would become infinite, 0 or numbers of few digits."""
+    source = trained(IntegerPrecision(4, None, 32), factor)
+    with pytest.raises(ValueError, match=r"whose range does not hold them: give another --dtype"):
+        [*weights(source, rescale=True, scale_dtype=dtype)]
+
+
+def test_blocks_of_zeros_have_no_scale_to_round() -> None:
+    source = trained(IntegerPrecision(4, None, 32))
+    with torch.no_grad():
+        source.layers["0"].weight[3, 32:64] = 0
+    [weight] = weights(source, rescale=True, scale_dtype=torch.float16)
+    assert not weight.quantized.dequantize()[3, 32:64].any()
+
+
+@each(("factor", "is_held"), [(1.0, True), (1e7, False), (1e-5, False)])
+def test_blocks_of_gguf_know_where_float16_ends(factor: float, is_held: bool) -> None:
+    cast = Cast("int4", Scale("fp32", 32))
+    kind = block_type(cast, 64)
+    assert not isinstance(kind, str)
+    error = pack(quantize(torch.randn(8, 64) * factor, cast), kind).error
+    assert (0 < error < torch.inf) == is_held and (error == torch.inf) != is_held
+
+
+@each(("factor", "dtype"), [(1e-6, torch.float16), (1e9, torch.float16)])
+def test_bitnet_refuses_a_dtype_that_loses_the_scale(factor: float, dtype: torch.dtype) -> None:
+    [weight] = weights(trained(TernaryPrecision(), factor))
+    with pytest.raises(ValueError, match="give --dtype bf16 or fp32"):
+        bitnet.error(weight, dtype)
+    assert bitnet.error(weight, torch.bfloat16) >= 0
+
+
+@each(
+    ("scale", "element", "format"),
+    [
+        (Scale("e8m0", 32, two_level=True), "e2m1", "mxfp4"),
+        (Scale("e8m0", 32, "floor", prescale=0.75), "e2m1", "mxfp4"),
+        (Scale("e8m0", 32, two_level=True), "e4m3", "mxfp8"),
+        (Scale("bf16", 32, two_level=True), "int4", "int4"),
+        (Scale("e4m3", 16, two_level=True), "int4", "int4"),
+    ],
+)
+def test_a_second_level_is_not_left_out(scale: Scale, element: str, format: str) -> None:
+    source = source_of(nn.Sequential(nn.Linear(64, 8)), LinearCasts(fprop_w=Cast(element, scale)))
+    assert "and the weight has" in str(FORMATS[format].obstacle("0", source.layers["0"]))
