@@ -17,9 +17,7 @@ from lightning_lowbit.precision.checkpoints.overridden import asked_options, ove
 from lightning_lowbit.precision.checkpoints.trained import LACKING, Origin, Trained, primitive
 from lightning_lowbit.precision.layers import ConvertedLayers
 from lightning_lowbit.precision.loss_scaling import LossScaling
-from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
-
-_DTYPE_NAMES = {dtype: name for name, (_, dtype) in COMPUTE_DTYPES.items()}
+from lightning_lowbit.precision.run_settings import ComputeDtype
 
 
 class SavedLayers(ConvertedLayers):
@@ -31,7 +29,7 @@ class SavedLayers(ConvertedLayers):
     scaler: GradScaler | None
     fresh_histories: bool
     casts_of_checkpoint: bool
-    _compute_dtype: torch.dtype
+    _compute: ComputeDtype
     _scaling: LossScaling | None
 
     def __init__(self) -> None:
@@ -62,7 +60,7 @@ class SavedLayers(ConvertedLayers):
     def trained(self) -> Trained:
         return Trained(
             self._casts,
-            _DTYPE_NAMES[self._compute_dtype],
+            self._compute.name,
             self.smooth_swiglu,
             (*self.shared_amax,),
             self.exact,

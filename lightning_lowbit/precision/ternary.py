@@ -29,6 +29,8 @@ class TernaryPrecision(LowBitPrecision):
         >>> Trainer(plugins=[TernaryPrecision(skip=["lm_head"])])
     """
 
+    quantizes_output = False
+
     def __init__(self, activation_bits: int | None = 8, scale_factor: float = 1.0, **kwargs: Any) -> None:
         number("scale_factor", scale_factor, "what mean|W| is multiplied by", above=0, below=2**16)
         ternary = LinearCasts.preset("ternary")

@@ -12,7 +12,7 @@ from lightning_lowbit.nn.attention.hosts import attending, convert_attention, is
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.defaults import left_out, unnamed
+from lightning_lowbit.nn.conversion.defaults import left_out, mark_outputs, output_layers, unnamed
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.patterns import select as select
 from lightning_lowbit.nn.conversion.reasons import LAZY, of_class
@@ -93,6 +93,7 @@ def convert_layers(
     for name, former in before.items():
         former.check_casts(planned.get(name, LinearCasts()))  # raises before anything has changed
     ForwardContext.detach(model)  # of casts that it had before
+    mark_outputs(model, ())
     for name, former in before.items():
         if name not in planned:  # converted before, and to be left alone now
             former.set_casts(LinearCasts())
@@ -147,13 +148,19 @@ def plan(
     overrides: Mapping[str, CastsLike] | None = None,
     smooth_swiglu: str | None = None,
     attention: CastsLike | None = None,
+    quantize_output: bool = True,
 ) -> dict[str, LinearCasts]:
-    """The casts that :func:`convert` would give each layer, by name. Arguments and errors are the same."""
+    """The casts that :func:`convert` would give each layer, by name. Arguments and errors are the same.
+
+    ``quantize_output=False`` leaves out the layers that :func:`output_layers` finds, unless a pattern names them or no
+    other layer is left.
+    """
     if not isinstance(model, nn.Module):
         raise ValueError(f"A model is an instance of nn.Module; got {model!r}.")
     default = LinearCasts.of(casts)
     others = overriding(overrides)
-    layers = list(convertible(model))
+    modules = convertible(model)
+    layers = list(modules)
     if not layers:
         raise ValueError(
             f"{type(model).__name__} holds no layer to quantize: no linear layer, convolution, stack of experts or "
@@ -183,7 +190,11 @@ def plan(
     if not result:
         raise ValueError(f"No layer is left to quantize: {found}, and skip and only leave none. Skip fewer layers.")
     by_default = left_out(model, {name: of for name, of in result.items() if not is_attention(name)})
-    for name in unnamed(by_default, layers, [*(only or ()), *others]):
+    outputs = [] if quantize_output else [name for name in output_layers(model, modules) if name in result]
+    left = unnamed({*outputs, *by_default}, layers, [*(only or ()), *others])
+    if left >= result.keys():  # it would be all that is quantized
+        left -= set(outputs) - by_default.keys()
+    for name in left:
         del result[name]
     if not result:
         reasons = some(f"{name} ({why})" for name, why in by_default.items())
