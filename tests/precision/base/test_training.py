@@ -82,11 +82,11 @@ def test_compute_dtype(compute_dtype, autocast):
     assert {on for _, _, on in model.seen} == {autocast}
 
 
-@pytest.mark.parametrize(("compute_dtype", "times"), [("bf16", 1), ("fp32", 0)])
+@pytest.mark.parametrize(("compute_dtype", "times"), [("bf16", 1), ("fp32", 0), ("auto", 0)])
 def test_a_cpu_without_instructions_for_the_compute_dtype_is_said(monkeypatch, compute_dtype, times):
     said = []
-    monkeypatch.setattr("lightning_lowbit.precision.base.SLOW_ON_CPU", frozenset({torch.bfloat16}))
-    monkeypatch.setattr("lightning_lowbit.precision.base.say_once", said.append)
+    monkeypatch.setattr("lightning_lowbit.precision.run_settings.SLOW_ON_CPU", frozenset({torch.bfloat16}))
+    monkeypatch.setattr("lightning_lowbit.precision.run_settings.say_once", said.append)
     quiet(plugins=[LowBitPrecision("nvfp4", compute_dtype=compute_dtype)]).fit(BoringModel())
     assert sum("compute_dtype='fp32'" in text for text in said) == times
 

@@ -70,7 +70,10 @@ class Save(Callback):
 
 def train(name, save_to=None, resume_from=None):
     """Trains for STEPS steps, on one thread, and returns the weights."""
-    plugin, optimizer, callbacks = RUNS[name]
+    make, optimizer, callbacks = RUNS[name]
+    plugin = make()
+    if resume_from is None:
+        plugin.quantize_output = True  # as that version had it; a resumed run follows its checkpoint
     torch.manual_seed(0)
     model = Model(optimizer)
     data = TensorDataset(torch.randn(16, 32), torch.randn(16, 16))  # one batch, so that all steps see the same
@@ -78,7 +81,7 @@ def train(name, save_to=None, resume_from=None):
         accelerator="cpu",
         max_steps=STEPS,
         max_epochs=-1,
-        plugins=[plugin()],
+        plugins=[plugin],
         callbacks=[*callbacks(), Save(save_to)],
         logger=False,
         enable_checkpointing=False,
