@@ -12,8 +12,8 @@ from lightning_lowbit.precision import run_settings
 from lightning_lowbit.precision.run_settings import has_bf16
 from tests.launch import launch
 from tests.lightning_imports import LightningCLI
+from tests.precision.checkpoints.ranks import RANKS
 from tests.precision.regression_model import Regression, flat, state, trainer
-from tests.precision.strategies.models import RANKS
 from tests.tables import each
 
 pytestmark = pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch")
@@ -149,7 +149,9 @@ def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(
         if asked == "auto":
             follows = any("as the checkpoint was trained" in line for line in cpu.told)
             assert follows == ((trained == "bf16") != has), cpu.told
-            assert any("no instructions for torch.bfloat16" in line for line in cpu.told) == (trained == "bf16" and not has)
+            assert any("no instructions for torch.bfloat16" in line for line in cpu.told) == (
+                trained == "bf16" and not has
+            )
     assert torch.equal(*weights)
     evaluation = trainer(FP8Precision(), limit_val_batches=1)  # another dtype would be an error
     evaluation.validate(Regression(), ckpt_path=path, verbose=False)
@@ -175,20 +177,13 @@ def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(cpu: CP
     assert plugin.compute_dtype == FP32
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch("tests.precision.ranks_defaults", RANKS, tmp_path_factory.mktemp("defaults"))
-
-
-@pytest.mark.slow
-def test_processes_agree_and_follow_their_checkpoint_under_every_strategy(results: list[dict[str, Any]]) -> None:
-    for name in results[0]:
-        here, there = (result[name] for result in results)
-        assert here["dtypes"] == there["dtypes"] == ["torch.float32"] * 3, name
-        for told, whose in ((here, "the device of another process"), (there, "this CPU")):
-            assert told["told"][0] == f"compute_dtype='auto': float32, as {whose} has no bf16 instructions.", name
-        assert here["layers"] == there["layers"], name
-        everything, fresh, *resumed = here["layers"]
-        assert set(everything) - set(fresh) == {"model.lm_head"}, name
-        assert resumed == [everything, everything], name
-        assert torch.equal(*here["losses"]), f"{name}: a resumed run with default arguments computes otherwise"
+@pytest.mark.fast("ddp")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "tensor parallel"])
+def test_processes_agree_and_follow_their_checkpoint(tmp_path: Path, strategy: str) -> None:
+    ranks = [result[strategy] for result in launch("tests.precision.ranks_defaults", RANKS, tmp_path, strategy)]
+    for rank, whose in zip(ranks, ("the device of another process", "this CPU"), strict=True):
+        assert rank["dtypes"] == ["torch.float32"] * 3
+        assert rank["told"][0] == f"compute_dtype='auto': float32, as {whose} has no bf16 instructions."
+        assert rank["layers"] == [["body.0", "body.2"], ["body.0"], *[["body.0", "body.2"]] * 2]
+        followed, explicit = rank["weights"]
+        assert all(map(torch.equal, followed, explicit)), "with default arguments a resumed run computes otherwise"
