@@ -9,6 +9,7 @@ the smallest block of the GEMM's casts, while its other side has at least four b
 layer ``[4, 4]`` of a model that is small throughout. Scales of rows or tensors make no layer narrow.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -26,6 +27,7 @@ _SIDES = {"fprop": 1, "dgrad": 0}  # of the weight [out, in], along which each G
 _LEVELS = 3  # most modules between an adapter and the layer that it adapts
 
 OUTPUT = "the output layer"
+_HEAD = re.compile(r"(\w+_)?head|classifier")  # may be registered before what it reads from
 _IS_LEFT_OUTPUT = "_is_left_output"  # a module's attribute: for reasons
 
 
@@ -44,9 +46,10 @@ def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str
     """The names of a model's output layers, among linear layers and convolutions of ``layers`` (modules by name).
 
     They are what ``get_output_embeddings`` of its modules returns, as models of transformers have it; else layers whose
-    weight is also an embedding's; else the last layer in the order in which modules were registered, of those that are
-    trained if there are any. If that one is an entry of an ``nn.ModuleDict``, so are the others: heads by name. Routers
-    and adapters are none. A model that is one layer has none.
+    weight is also an embedding's; else the last layer in the order in which modules were registered: of those that are
+    trained and called a head or a classifier, else of those that are trained, else of all. If that one is an entry of an
+    ``nn.ModuleDict``, so are the others: heads by name. Routers and adapters are none. A model that is one layer has
+    none.
     """
     modules = _by_name(model)
     names = [name for name, layer in layers.items() if name and _can_be_output(clean_name(name), layer, modules)]
@@ -58,10 +61,11 @@ def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str
     if found := [name for name in names if id(getattr(layers[name], "weight", None)) in embeddings]:
         return found
     trained = [name for name in names if any(p.requires_grad for p in layers[name].parameters(recurse=False))]
-    last = (trained or names)[-1:]
+    heads = [name for name in trained if _HEAD.fullmatch(name.rpartition(".")[2])]
+    last = (heads or trained or names)[-1:]
     around = [modules.get(clean_name(name).rpartition(".")[0]) for name in last]
-    heads = [*around[0].values()] if around and isinstance(around[0], nn.ModuleDict) else []
-    return [name for name in names if name in last or any(layers[name] is head for head in heads)]
+    beside = [*around[0].values()] if around and isinstance(around[0], nn.ModuleDict) else []
+    return [name for name in names if name in last or any(layers[name] is other for other in beside)]
 
 
 def _by_name(model: nn.Module) -> dict[str, nn.Module]:

@@ -47,7 +47,9 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
     "a stack": (perceptron, ["2"]),
     "one layer within a module": (lambda: nn.Sequential(linear()), ["0"]),
     "one layer": (linear, []),
-    "by registration, not by name": (lambda: named("Net", head=linear(), body=linear()), ["body"]),
+    "by registration": (lambda: named("Net", top=linear(), bottom=linear()), ["bottom"]),
+    "a head that is registered first": (lambda: named("Net", head=linear(), body=linear()), ["head"]),
+    "a frozen one": (lambda: named("Net", old_head=linear(frozen=True), body=perceptron()), ["body.2"]),
     "U-Net": (
         lambda: named("UNet", up=nn.ConvTranspose2d(64, 64, 2), middle=linear(), out=nn.Conv2d(64, 64, 1)),
         ["out"],
