@@ -47,8 +47,8 @@ def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str
 
     They are what ``get_output_embeddings`` of its modules returns, as models of transformers have it; else layers whose
     weight is also an embedding's; else the last layer in the order in which modules were registered: of those that are
-    trained and called a head or a classifier, else of those that are trained, else of all. If that one is an entry of an
-    ``nn.ModuleDict``, so are the others: heads by name. Routers and adapters are none. A model that is one layer has
+    trained and called a head or a classifier, else of those that are trained, else of all. With an entry of an
+    ``nn.ModuleDict`` go its other entries: heads by name. Routers and adapters are none. A model that is one layer has
     none.
     """
     modules = _by_name(model)

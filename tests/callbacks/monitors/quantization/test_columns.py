@@ -84,7 +84,7 @@ class Witness(Callback):
 @pytest.mark.parametrize(
     ("kind", "plugin"),
     [
-        ("ternary", TernaryPrecision),
+        ("ternary", lambda: TernaryPrecision(quantize_output=True)),
         ("int4", lambda: LowBitPrecision("int4")),
         ("zero points", lambda: IntegerPrecision(4, 8, group="row", symmetric=False)),
     ],
