@@ -155,18 +155,10 @@ def plan(
     ``quantize_output=False`` leaves out the layers that :func:`output_layers` finds, unless a pattern names them or no
     other layer is left.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"A model is an instance of nn.Module; got {model!r}.")
     default = LinearCasts.of(casts)
     others = overriding(overrides)
-    modules = convertible(model)
+    modules = _convertible(model)
     layers = list(modules)
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} holds no layer to quantize: no linear layer, convolution, stack of experts or "
-            f"nn.MultiheadAttention. {_instead(model)}"
-            "Layers that are created in configure_model must exist when the Trainer sets up the strategy."
-        )
     products = {} if attention is None else attending(model)
     of_attention = default if attention is None else casts_of_attention(attention)
     if attention is not None and not products:
@@ -192,10 +184,9 @@ def plan(
     by_default = left_out(model, {name: of for name, of in result.items() if not is_attention(name)})
     outputs = [] if quantize_output else [name for name in output_layers(model, modules) if name in result]
     left = unnamed({*outputs, *by_default}, layers, [*(only or ()), *others])
-    if left >= result.keys():  # it would be all that is quantized
+    if left >= result.keys():  # then the output layer is all that there is to quantize
         left -= set(outputs) - by_default.keys()
-    for name in left:
-        del result[name]
+    result = {name: casts for name, casts in result.items() if name not in left}
     if not result:
         reasons = some(f"{name} ({why})" for name, why in by_default.items())
         raise ValueError(
@@ -206,6 +197,19 @@ def plan(
         return result
     linear = {name: casts for name, casts in result.items() if not is_attention(name)}
     return {**result, **smooth_casts(model, linear, smooth_swiglu)}
+
+
+def _convertible(model: Any) -> dict[str, nn.Module]:
+    """The layers of a model by name; a ``ValueError`` if there are none."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"A model is an instance of nn.Module; got {model!r}.")
+    if layers := convertible(model):
+        return layers
+    raise ValueError(
+        f"{type(model).__name__} holds no layer to quantize: no linear layer, convolution, stack of experts or "
+        f"nn.MultiheadAttention. {_instead(model)}"
+        "Layers that are created in configure_model must exist when the Trainer sets up the strategy."
+    )
 
 
 def check_planned_attention(planned: Mapping[str, LinearCasts], products: Mapping[str, nn.Module]) -> None:

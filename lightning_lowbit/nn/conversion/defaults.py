@@ -58,8 +58,8 @@ def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str
         parts = {part for output in declared for part in output.modules()}
         return [name for name in names if layers[name] in parts]
     embeddings = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
-    if found := [name for name in names if id(getattr(layers[name], "weight", None)) in embeddings]:
-        return found
+    if tied := [name for name in names if id(getattr(layers[name], "weight", None)) in embeddings]:
+        return tied
     trained = [name for name in names if any(p.requires_grad for p in layers[name].parameters(recurse=False))]
     heads = [name for name in trained if _HEAD.fullmatch(name.rpartition(".")[2])]
     last = (heads or trained or names)[-1:]
