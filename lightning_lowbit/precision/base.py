@@ -29,11 +29,10 @@ from lightning_lowbit.nn.attention.products import casts_of_attention, check_att
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, overriding
-from lightning_lowbit.nn.conversion.defaults import mark_outputs
 from lightning_lowbit.nn.saving import check_save
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
-from lightning_lowbit.precision.checkpoints.followed import Followed
 from lightning_lowbit.precision.checkpoints.overridden import asked_options
+from lightning_lowbit.precision.checkpoints.planned import PlannedLayers
 from lightning_lowbit.precision.checkpoints.trained import Origin, check_changes
 from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["LowBitPrecision", "compute_dtype"]
 
 
-class LowBitPrecision(Shown, Followed, FSDPPrecision):
+class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):
     """Trains the linear layers of any ``LightningModule`` with the given casts.
 
     Args:
@@ -105,7 +104,7 @@ class LowBitPrecision(Shown, Followed, FSDPPrecision):
         attention: CastsLike | None = None,
         quantize_output: bool | None = None,
     ) -> None:
-        Followed.__init__(self, compute_dtype, quantize_output)
+        PlannedLayers.__init__(self, compute_dtype, quantize_output)
         FSDPPrecision.__init__(self, "bf16-mixed")  # "16-mixed" would create a scaler, which needs CUDA
         self.precision = self._compute.precision
         self.scaler: GradScaler | None = scaler_for(self._compute, scaler)  # type: ignore[assignment]  # of any class
@@ -186,7 +185,7 @@ class LowBitPrecision(Shown, Followed, FSDPPrecision):
         self._decide_dtype(trainer.strategy)
         restored = getattr(getattr(ForwardContext.of(module), "enter", None), "trained", None)
         if restored is not None:
-            self._follow(restored, module)
+            self._follow(restored, self._plan(module)[1])
         self._convert_as_planned(module)
         if self._origin is not None and self._is_evaluating:
             self._load(self._origin.state)
@@ -204,11 +203,10 @@ class LowBitPrecision(Shown, Followed, FSDPPrecision):
 
             check_gathers(module, planned, self._autocast_dtype)
         self._convert(module, planned, self.seed)
-        mark_outputs(module, outputs)
         self._root = module
         if self.quantize_before_gather:
             self._gathers = WeightGathers(module, self._autocast_dtype, planned)
-        self._say_outputs(outputs)
+        self._note_outputs(outputs, module)
 
     def convert_input(self, data: Any) -> Any:
         """Leaves batches unchanged, as Lightning's ``bf16-mixed`` does. (The FSDP plugin would cast them.)"""

@@ -23,7 +23,7 @@ class FP4Precision(LowBitPrecision):
         >>> Trainer(plugins=[FP4Precision("nvfp4", rounding={"wgrad_x": "nearest"}, skip=["lm_head"])])
     """
 
-    quantizes_output = False
+    leaves_output = True
 
     def __init__(self, casts: CastsLike = "nvfp4", *, rounding: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         super().__init__(LinearCasts.of(casts).with_rounding(rounding or {}), **kwargs)

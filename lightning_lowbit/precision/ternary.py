@@ -29,7 +29,7 @@ class TernaryPrecision(LowBitPrecision):
         >>> Trainer(plugins=[TernaryPrecision(skip=["lm_head"])])
     """
 
-    quantizes_output = False
+    leaves_output = True
 
     def __init__(self, activation_bits: int | None = 8, scale_factor: float = 1.0, **kwargs: Any) -> None:
         number("scale_factor", scale_factor, "what mean|W| is multiplied by", above=0, below=2**16)

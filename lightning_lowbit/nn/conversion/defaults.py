@@ -57,8 +57,9 @@ def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str
     if declared:
         parts = {part for output in declared for part in output.modules()}
         return [name for name in names if layers[name] in parts]
-    embeddings = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
-    if tied := [name for name in names if id(getattr(layers[name], "weight", None)) in embeddings]:
+    embeddings = [getattr(module, "weight", None) for module in modules.values() if isinstance(module, nn.Embedding)]
+    shared = {id(weight) for weight in embeddings if weight is not None}
+    if tied := [name for name in names if id(getattr(layers[name], "weight", None)) in shared]:
         return tied
     trained = [name for name in names if any(p.requires_grad for p in layers[name].parameters(recurse=False))]
     heads = [name for name in trained if _HEAD.fullmatch(name.rpartition(".")[2])]

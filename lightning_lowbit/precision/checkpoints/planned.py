@@ -17,6 +17,7 @@ from lightning_lowbit._lightning import rank_zero_info, say_once
 from lightning_lowbit.checks import flag, some
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import plan, plan_by_name
+from lightning_lowbit.nn.conversion.defaults import mark_outputs
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.precision.checkpoints.trained import Trained
@@ -24,10 +25,10 @@ from lightning_lowbit.precision.run_settings import ComputeDtype
 from lightning_lowbit.precision.state import SavedLayers
 
 
-class Followed(SavedLayers):
+class PlannedLayers(SavedLayers):
     """The part of :class:`LowBitPrecision` that plans the casts, with the settings that a checkpoint may decide."""
 
-    quantizes_output: ClassVar[bool] = True  # by default
+    leaves_output: ClassVar[bool] = False  # what quantize_output=None is: True leaves the output layer out
 
     # Set by the plugin.
     casts: LinearCasts
@@ -42,7 +43,8 @@ class Followed(SavedLayers):
         super().__init__()
         self._compute = ComputeDtype(compute_dtype)
         self.quantize_output = None if quantize_output is None else flag("quantize_output", quantize_output)
-        self._outputs: frozenset[str] = frozenset()  # that the checkpoint of this run has quantized
+        self._outputs: frozenset[str] = frozenset()  # output layers that the checkpoint of this run has quantized
+        self._left: frozenset[str] = frozenset()  # those that are left out
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -57,28 +59,32 @@ class Followed(SavedLayers):
         """Returns the casts of each layer by name, without changing the model. Raises the same errors as conversion."""
         return self._plan(model)[0]
 
-    def _plan(self, model: nn.Module) -> tuple[dict[str, LinearCasts], set[str]]:
+    def _plan(self, model: nn.Module) -> tuple[dict[str, LinearCasts], frozenset[str]]:
         """The casts of each layer by name, and the output layers that are left out, by clean names."""
-        left = set[str]()
+        left = frozenset[str]()
         if self._origin is not None:
             planned = plan_by_name(model, self._origin.trained.planned)
         else:
             settings = self.skip, self.only, self.overrides, self.smooth_swiglu, self.attention
             planned = plan(model, self.casts, *settings)
-            if not (self.quantizes_output if self.quantize_output is None else self.quantize_output):
+            if self.leaves_output if self.quantize_output is None else not self.quantize_output:
                 without = plan(model, self.casts, *settings, quantize_output=False)
-                left = {clean_name(name) for name in planned if name not in without} - self._outputs
+                left = frozenset(clean_name(name) for name in planned if name not in without) - self._outputs
                 planned = {name: casts for name, casts in planned.items() if clean_name(name) not in left}
         if self.shared_amax:
             check_groups(planned, self.shared_amax)
         return planned, left
 
-    def _say_outputs(self, left: Iterable[str]) -> None:
-        if names := sorted(left):
-            layers = f"the output layer{'s' * (len(names) > 1)} {some(names)}"
-            it = "them" if len(names) > 1 else "it"
-            kind = type(self).__name__
-            say_once(f"{kind} leaves {layers} in high precision (quantize_output=True quantizes {it}).")
+    def _note_outputs(self, left: frozenset[str], model: nn.Module) -> None:
+        """Keeps, marks and says which output layers are left out."""
+        self._left = left
+        mark_outputs(model, left)
+        if left:
+            layers, it = ("layers", "them") if len(left) > 1 else ("layer", "it")
+            say_once(
+                f"{type(self).__name__} leaves the output {layers} {some(sorted(left))} in high precision "
+                f"(quantize_output=True quantizes {it})."
+            )
 
     def _convert_as_planned(self, module: nn.Module) -> None:
         raise NotImplementedError
@@ -99,25 +105,27 @@ class Followed(SavedLayers):
             ValueError: the state is damaged or does not fit the model.
         """
         trained, model = Trained.of(checkpoint), self._converted_model
-        if trained is not None and model is not None and self._follow(trained, model):
+        if trained is not None and model is not None and self._follow(trained, self._left):
             root, self.histories = self._root, None
             self._release()
             self._convert_as_planned(model)
             self._root = root
         super().on_load_checkpoint(checkpoint)
 
-    def _follow(self, trained: Trained, model: nn.Module) -> bool:
-        """Takes from a checkpoint's record what the arguments leave open. Returns whether that changes anything."""
+    def _follow(self, trained: Trained, left: frozenset[str]) -> bool:
+        """Takes from a checkpoint's record what the arguments leave open. Returns whether that changes anything.
+
+        ``left`` are the output layers that would be left out.
+        """
         has_dtype = isinstance(self._root, FullyShardedDataParallel)  # FSDP1 has been given one
-        changed = not has_dtype and self._compute.follow(trained.compute_dtype, self._device)
+        is_other_dtype = not has_dtype and self._compute.follow(trained.compute_dtype, self._device)
         self.precision = self._compute.precision
-        if self._origin is None and self.quantize_output is None:
-            quantized = {name for name, casts in trained.planned.items() if casts != LinearCasts()}
-            if outputs := self._plan(model)[1] & quantized:
-                self._outputs |= outputs
-                changed = True
-                rank_zero_info(
-                    f"The checkpoint was trained with {some(sorted(outputs))} quantized: it stays so, although "
-                    f"{type(self).__name__} by default leaves it in high precision (as quantize_output=False does)."
-                )
-        return changed
+        before, quantized = self._outputs, {name for name, casts in trained.planned.items() if casts != LinearCasts()}
+        if self.quantize_output is None:
+            self._outputs = (left | before) & quantized
+        if new := self._outputs - before:
+            rank_zero_info(
+                f"The checkpoint was trained with {some(sorted(new))} quantized: it stays so, although "
+                f"{type(self).__name__} by default leaves it in high precision (as quantize_output=False does)."
+            )
+        return is_other_dtype or self._outputs != before
