@@ -18,7 +18,8 @@ class TernaryPrecision(LowBitPrecision):
 
     The gradient is a straight-through estimate: backward passes use w_q and x_q, and are not quantized themselves.
     Where the hardware has int8 units, the forward GEMM runs on them, exactly. BitNet's RMSNorm before each layer
-    (SubLN) has parameters, so it belongs to the model: the recipes' ``network: bitnet-small`` has it.
+    (SubLN) has parameters, so it belongs to the model: the recipes' ``network: bitnet-small`` has it. The output layer
+    stays in high precision, as BitNet's, unless ``quantize_output`` is true, see :class:`LowBitPrecision`.
 
     Args:
         activation_bits: 2 to 8; None leaves activations in high precision.
@@ -26,7 +27,7 @@ class TernaryPrecision(LowBitPrecision):
         **kwargs: those of :class:`LowBitPrecision`.
 
     Examples:
-        >>> Trainer(plugins=[TernaryPrecision(skip=["lm_head"])])
+        >>> Trainer(plugins=[TernaryPrecision()])
     """
 
     leaves_output = True

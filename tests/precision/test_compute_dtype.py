@@ -169,6 +169,11 @@ def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(cpu: CP
     with pytest.warns(UserWarning, match="computed in bf16 in the checkpoint, in fp32 here"):
         trainer(plugin).fit(Regression(), ckpt_path=path)
     assert plugin.compute_dtype == FP32
+    in_fp16 = trainer(FP8Precision(compute_dtype="fp16"), max_steps=1)
+    in_fp16.fit(Regression())
+    in_fp16.save_checkpoint(tmp_path / "fp16.ckpt")
+    with pytest.warns(UserWarning, match="computed in fp16 in the checkpoint, in bf16 here"):  # it has a loss scale
+        trainer(FP8Precision()).fit(Regression(), ckpt_path=tmp_path / "fp16.ckpt")
     cpu.has(False)
     trainer(plugin := FP8Precision()).fit(Regression(), ckpt_path=path)
     assert plugin.compute_dtype == BF16
