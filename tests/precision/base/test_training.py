@@ -98,7 +98,9 @@ def test_bf16_casts_train_as_lightnings_bf16_mixed_does_to_the_bit():
         quiet(max_steps=4, **kwargs).fit(model)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    assert torch.equal(weights(plugins=[LowBitPrecision("bf16")]), weights(precision="bf16-mixed"))
+    assert torch.equal(
+        weights(plugins=[LowBitPrecision("bf16", compute_dtype="bf16")]), weights(precision="bf16-mixed")
+    )
 
 
 def test_manual_optimization_with_two_optimizers():

@@ -28,17 +28,17 @@ from tests.lightning_imports import Callback, LightningModule, Trainer
 SAVED, STEPS = 3, 6
 RUNS = {
     "fp4": (
-        lambda: FP4Precision("nvfp4", skip=["2"], seed=1),
+        lambda: FP4Precision("nvfp4", skip=["2"], seed=1, compute_dtype="bf16"),
         lambda parameters: StableSPAM(parameters, lr=1e-2, reset_interval=4),
         lambda: [QAFSwitch(at=0.7), SpikeRollback(), GradientNormMonitor()],
     ),
     "fp8": (
-        lambda: FP8Precision(history=3, seed=1),
+        lambda: FP8Precision(history=3, seed=1, compute_dtype="bf16"),
         lambda parameters: LowBitAdamW(parameters, lr=1e-2, moments="fp8"),
         lambda: [PrecisionSwitch(to="hp-forward", step=4)],
     ),
     "ternary": (
-        lambda: TernaryPrecision(seed=1),
+        lambda: TernaryPrecision(seed=1, compute_dtype="bf16"),
         lambda parameters: StableSPAM(parameters, lr=1e-2),
         lambda: [OsciReset(window=2, every=2), PrecisionSwitch(to="bf16", step=5)],
     ),

@@ -105,7 +105,7 @@ def test_phases_and_shares_go_together() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_evaluation_has_the_share_in_force(share: float) -> None:
-    plugin = TernaryPrecision(quantize_output=True)
+    plugin = TernaryPrecision(quantize_output=True, compute_dtype="bf16")
     model = Regression()
     made = trainer(plugin, callbacks=[Ramp(share)], limit_val_batches=1, limit_test_batches=1)
     made.fit(model)
