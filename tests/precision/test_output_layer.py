@@ -1,5 +1,6 @@
 """Plugins that leave the output layer in high precision: what they say, and which checkpoints they follow."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,15 @@ def test_what_is_no_flag_is_refused() -> None:
             FP4Precision(quantize_output=value)
 
 
-@each("make", [*LEAVING, lambda **how: FP4Precision("fp8-delayed", **how)])
+@each(
+    "make",
+    [
+        *LEAVING,
+        partial(FP4Precision, "fp8-delayed", smooth_swiglu="channel"),
+        partial(FP4Precision, "nvfp4", shared_amax=["gate_proj|up_proj"], save="codes"),
+        partial(FP4Precision, "nvfp4", overrides={"up_proj": "mxfp8"}, compute_dtype="fp32"),
+    ],
+)
 def test_a_run_goes_on_with_the_output_layer_of_its_checkpoint(make: Any, tmp_path: Path) -> None:
     path = tmp_path / "all.ckpt"
     fit(make(quantize_output=True)).save_checkpoint(path)
@@ -97,6 +106,12 @@ def test_a_run_goes_on_with_the_output_layer_of_its_checkpoint(make: Any, tmp_pa
     run = fit(plugin := make(), 3, path)
     assert torch.equal(flat(run.lightning_module), flat(expected.lightning_module))
     assert layers(plugin) == {*LAYERS}
+
+
+def test_what_comes_after_a_run_that_has_followed_its_checkpoint(tmp_path: Path) -> None:
+    make, path = FP4Precision, tmp_path / "all.ckpt"
+    fit(make(quantize_output=True)).save_checkpoint(path)
+    run = fit(plugin := make(), 3, path)
     run.save_checkpoint(later := tmp_path / "later.ckpt")
     assert "head" in layers(fit(make(), 4, later).precision_plugin), "of a run that had followed one"
     run.validate(run.lightning_module, verbose=False)
