@@ -1,6 +1,6 @@
 """Low-bit training for PyTorch Lightning: FP4, FP8, and what keeps them stable.
 
-trainer = Trainer(plugins=[FP4Precision("nvfp4", skip=["lm_head"])], callbacks=[QAFSwitch(at=0.9)])
+trainer = Trainer(plugins=[FP4Precision("nvfp4")], callbacks=[PrecisionSummary()])
 """
 
 # ruff: noqa: F403, F405

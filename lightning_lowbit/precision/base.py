@@ -27,17 +27,15 @@ from lightning_lowbit.distributed import clip_gradients_, connect, is_flat, is_s
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, overriding, plan, plan_by_name
-from lightning_lowbit.nn.conversion.shared_amax import check_groups
-from lightning_lowbit.nn.gemm import SLOW_ON_CPU
+from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, overriding
 from lightning_lowbit.nn.saving import check_save
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.precision.checkpoints.overridden import asked_options
+from lightning_lowbit.precision.checkpoints.planned import PlannedLayers
 from lightning_lowbit.precision.checkpoints.trained import Origin, check_changes
 from lightning_lowbit.precision.coverage_line import CoverageLine
-from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES, compute_dtype, data_rank, global_seed, run_of
+from lightning_lowbit.precision.run_settings import as_list, compute_dtype, data_rank, global_seed, run_of
 from lightning_lowbit.precision.shown import Shown
-from lightning_lowbit.precision.state import SavedLayers
 
 if TYPE_CHECKING:
     from lightning_lowbit.nn.sharded.gather import WeightGathers
@@ -45,12 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["LowBitPrecision", "compute_dtype"]
 
 
-def _as_list(patterns: Iterable[str]) -> Iterable[str]:
-    is_list = isinstance(patterns, Iterable) and not isinstance(patterns, str)
-    return list(patterns) if is_list else patterns  # anything else is kept: selecting by it raises
-
-
-class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc]  # `scaler` is a property here
+class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):  # type: ignore[misc]  # `scaler` is a property here
     """Trains the linear layers of any ``LightningModule`` with the given casts.
 
     Args:
@@ -58,8 +51,10 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
         skip: name patterns of layers to leave in high precision, e.g. ``["lm_head"]``; see :func:`convert`.
         only: name patterns of layers to convert; None for all.
         overrides: other casts for some layers, by name pattern.
-        compute_dtype: ``"bf16"``, ``"fp16"`` (autocast) or ``"fp32"``: the dtype of everything that is not quantized.
-            Operands are rounded to it before they are quantized. Parameters keep their dtype.
+        compute_dtype: the dtype of everything that is not quantized: ``"bf16"`` or ``"fp16"`` (autocast), ``"fp32"``,
+            or their names in Lightning or torch. ``"auto"`` is bf16 if the devices of all processes have instructions
+            for it, else float32; a run that loads a checkpoint takes the dtype in which that was trained. Operands are
+            rounded to it before they are quantized. Parameters keep their dtype.
         scaler: any ``torch.amp.GradScaler``, for ``"fp16"`` only; None for a :class:`ConservativeGradScaler`.
         seed: of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
@@ -73,6 +68,9 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
         quantize_before_gather: FSDP2 gathers codes and scales, see :mod:`lightning_lowbit.nn.sharded.gather`.
         casts_of_checkpoint: evaluating a checkpoint that was trained with other casts is an error; False allows it.
         attention: casts of attention's two products; None leaves them in high precision. See :func:`convert`.
+        quantize_output: False leaves the output layer in high precision, see
+            :mod:`lightning_lowbit.nn.conversion.defaults`, unless a pattern of ``only`` or ``overrides`` names it. None
+            is False in FP4 and ternary plugins, but keeps it quantized if the checkpoint that a run loads has it so.
 
     Raises:
         ValueError: an argument is invalid, a pattern does not fit the model, or a checkpoint is damaged or has other
@@ -90,7 +88,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
         skip: Iterable[str] = (),
         only: Iterable[str] | None = None,
         overrides: Mapping[str, CastsLike] | None = None,
-        compute_dtype: str = "bf16",
+        compute_dtype: str | int | torch.dtype = "auto",
         scaler: GradScaler | None = None,
         seed: int | None = None,
         exact: bool = False,
@@ -102,16 +100,16 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
         quantize_before_gather: bool = False,
         casts_of_checkpoint: bool = True,
         attention: CastsLike | None = None,
+        quantize_output: bool | None = None,
     ) -> None:
-        precision, self._compute_dtype = COMPUTE_DTYPES[choose("compute_dtype", compute_dtype, COMPUTE_DTYPES)]
-        SavedLayers.__init__(self)
+        PlannedLayers.__init__(self, compute_dtype, quantize_output)
         FSDPPrecision.__init__(self, "bf16-mixed")  # "16-mixed" would create a scaler, which needs CUDA
-        self.precision = precision
+        self.precision = self._compute.precision
         self.scaler = scaler
         self.casts = LinearCasts.of(casts)
         self.overrides = overriding(overrides)
-        self.skip, self.only = _as_list(skip), None if only is None else _as_list(only)
-        self.shared_amax = _as_list(shared_amax)
+        self.skip, self.only = as_list(skip), None if only is None else as_list(only)
+        self.shared_amax = as_list(shared_amax)
         self.seed = global_seed() if seed is None else integer("seed", seed)
         self.exact = flag("exact", exact)
         self.backend, self.save, self.smooth_swiglu = backend, save, smooth_swiglu
@@ -163,29 +161,9 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
         return f"{self!r} ({goes_with(self)})" if both_are_imported() else repr(self)
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of everything that is not quantized."""
-        return self._compute_dtype
-
-    @property
-    def _autocast_dtype(self) -> torch.dtype | None:
-        return None if self._compute_dtype == torch.float32 else self._compute_dtype
-
-    @property
     def skipped_steps(self) -> Tensor:
         """Optimizer steps skipped in fp16 because of a non-finite gradient; 0-d int64. ``step`` counts them too."""
         return torch.tensor(0, device="cpu") if self._scaling is None else self._scaling.skipped_steps
-
-    def plan(self, model: nn.Module) -> dict[str, LinearCasts]:
-        """Returns the casts of each layer by name, without changing the model. Raises the same errors as conversion."""
-        if self._origin is not None:
-            planned = plan_by_name(model, self._origin.trained.planned)
-        else:
-            settings = self.skip, self.only, self.overrides, self.smooth_swiglu, self.attention
-            planned = plan(model, self.casts, *settings)
-        if self.shared_amax:
-            check_groups(planned, self.shared_amax)
-        return planned
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         trainer, module = run_of(self, module)
@@ -194,12 +172,19 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
         if self._scaling is not None:
             self._scaling.check(module, type(trainer.strategy).__name__)
         self._device, self._rank = trainer.strategy.root_device, data_rank(trainer)
-        if self._device.type == "cpu" and self._compute_dtype in SLOW_ON_CPU:
-            say_once(
-                f"This CPU has no instructions for {self._compute_dtype}. What is not quantized takes many times as "
-                "long as with compute_dtype='fp32'."
-            )
-        planned = self.plan(module)
+        self._decide_dtype(trainer.strategy)
+        restored = getattr(getattr(ForwardContext.of(module), "enter", None), "trained", None)
+        if restored is not None:
+            self._follow(restored, self._plan(module)[1])
+        self._convert_as_planned(module)
+        if self._origin is not None and self._is_evaluating:
+            self._load(self._origin.state)
+        if restored is not None:
+            self._compare(restored, "The model, restored from a checkpoint,")
+        return module
+
+    def _convert_as_planned(self, module: nn.Module) -> None:
+        planned, outputs = self._plan(module)
         check_backend(planned, self.backend, self.exact, self._device)  # raises before the model is changed
         check_save(planned, self.save)
         if self.quantize_before_gather:
@@ -207,16 +192,11 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):  # type: ignore[misc] 
             from lightning_lowbit.nn.sharded.gather import WeightGathers
 
             check_gathers(module, planned, self._autocast_dtype)
-        restored = getattr(getattr(ForwardContext.of(module), "enter", None), "trained", None)
         self._convert(module, planned, self.seed)
         self._root = module
         if self.quantize_before_gather:
             self._gathers = WeightGathers(module, self._autocast_dtype, planned)
-        if self._origin is not None and self._is_evaluating:
-            self._load(self._origin.state)
-        if restored is not None:
-            self._compare(restored, "The model, restored from a checkpoint,")
-        return module
+        self._note_outputs(outputs, module)
 
     def convert_input(self, data: Any) -> Any:
         """Leaves batches unchanged, as Lightning's ``bf16-mixed`` does. (The FSDP plugin would cast them.)"""

@@ -13,13 +13,15 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_lowbit._lightning import MisconfigurationException, Precision, rank_zero_info
 from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, overflow, share_overflow
+from lightning_lowbit.precision.run_settings import ComputeDtype
 
 
-def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | None:
-    if compute_dtype != "fp16":
+def scaler_for(compute: ComputeDtype, given: GradScaler | None) -> GradScaler | None:
+    if compute.name != "fp16":
         if given is not None:
+            name = "auto" if compute.is_auto else compute.name
             raise ValueError(
-                f"A scaler of the loss is for compute_dtype='fp16'; got {compute_dtype!r}, which has the range of "
+                f"A scaler of the loss is for compute_dtype='fp16'; got {name!r}, which has the range of "
                 f"float32: leave out scaler={type(given).__name__}, or train in fp16."
             )
         return None

@@ -1,4 +1,4 @@
-"""The ``repr`` of plugins: the constructor call that makes an equal one."""
+"""The ``repr`` of plugins, which is the constructor call that makes an equal one, and the signature of this call."""
 
 import inspect
 from collections.abc import Mapping
@@ -8,14 +8,21 @@ from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 
 
 class Shown:
-    """Gives a class the ``repr`` of its constructor call, such as ``FP4Precision('nvfp4', skip=['lm_head'])``."""
+    """Gives a class the ``repr`` of its constructor call, such as ``FP4Precision('nvfp4', skip=['lm_head'])``.
+
+    The signature that ``help`` and notebooks show has the arguments behind ``**kwargs``, too.
+    """
 
     _arguments: str
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = inspect.Signature(list(_parameters(cls).values()))  # type: ignore[attr-defined]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Stores the arguments: subclass constructors change them before they reach a base class."""
         made = super().__new__(cls)
-        defaults = _defaults(cls)
+        defaults = {name: parameter.default for name, parameter in _parameters(cls).items()}
         first = next(iter(defaults))  # the casts: always shown
         if not args and defaults[first] is not inspect.Parameter.empty:
             kwargs = {first: defaults[first]} | kwargs
@@ -29,14 +36,19 @@ class Shown:
         return f"{type(self).__name__}({self._arguments})"
 
 
-def _defaults(cls: type) -> dict[str, Any]:
-    defaults: dict[str, Any] = {}
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """The parameters of a constructor by name, and in the place of its ``**kwargs`` those of the next one."""
+    found: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
-        if issubclass(base, Shown) and "__init__" in vars(base):
-            _, *parameters = inspect.signature(base.__init__).parameters.values()
-            for each in parameters:
-                defaults.setdefault(each.name, each.default)
-    return defaults
+        if not issubclass(base, Shown) or "__init__" not in vars(base):
+            continue
+        _, *own = inspect.signature(base.__init__).parameters.values()
+        named = [each for each in own if each.kind is not each.VAR_KEYWORD]
+        behind = bool(found)  # then positions are those of the class before
+        found |= {p.name: p for p in named if p.name not in found and (not behind or p.kind is p.KEYWORD_ONLY)}
+        if len(named) == len(own):  # no **kwargs
+            break
+    return found
 
 
 def _show(value: Any) -> str:

@@ -16,9 +16,7 @@ from lightning_lowbit.precision.checkpoints.overridden import asked_options, ove
 from lightning_lowbit.precision.checkpoints.trained import LACKING, Origin, Trained, primitive
 from lightning_lowbit.precision.layers import ConvertedLayers
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
-from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES, Runs, averaging_of
-
-_DTYPE_NAMES = {dtype: name for name, (_, dtype) in COMPUTE_DTYPES.items()}
+from lightning_lowbit.precision.run_settings import ComputeDtype, Runs, averaging_of
 
 
 class SavedLayers(ConvertedLayers):
@@ -29,7 +27,7 @@ class SavedLayers(ConvertedLayers):
     seed: int
     fresh_histories: bool
     casts_of_checkpoint: bool
-    _compute_dtype: torch.dtype
+    _compute: ComputeDtype
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +73,7 @@ class SavedLayers(ConvertedLayers):
 
     @scaler.setter
     def scaler(self, scaler: GradScaler | None) -> None:
-        chosen, before = scaler_for(_DTYPE_NAMES[self._compute_dtype], scaler), self._scaling
+        chosen, before = scaler_for(self._compute, scaler), self._scaling
         self._scaling = None if chosen is None else LossScaling(chosen)
         if self._scaling is not None and before is not None:
             self._scaling.skipped_steps = before.skipped_steps
@@ -115,7 +113,7 @@ class SavedLayers(ConvertedLayers):
     def trained(self) -> Trained:
         return Trained(
             self._casts,
-            _DTYPE_NAMES[self._compute_dtype],
+            self._compute.name,
             self.smooth_swiglu,
             (*self.shared_amax,),
             self.exact,

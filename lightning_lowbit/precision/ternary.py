@@ -18,7 +18,8 @@ class TernaryPrecision(LowBitPrecision):
 
     The gradient is a straight-through estimate: backward passes use w_q and x_q, and are not quantized themselves.
     Where the hardware has int8 units, the forward GEMM runs on them, exactly. BitNet's RMSNorm before each layer
-    (SubLN) has parameters, so it belongs to the model: the recipes' ``network: bitnet-small`` has it.
+    (SubLN) has parameters, so it belongs to the model: the recipes' ``network: bitnet-small`` has it. The output layer
+    stays in high precision, as BitNet's, unless ``quantize_output`` is true, see :class:`LowBitPrecision`.
 
     Args:
         activation_bits: 2 to 8; None leaves activations in high precision.
@@ -26,8 +27,10 @@ class TernaryPrecision(LowBitPrecision):
         **kwargs: those of :class:`LowBitPrecision`.
 
     Examples:
-        >>> Trainer(plugins=[TernaryPrecision(skip=["lm_head"])])
+        >>> Trainer(plugins=[TernaryPrecision()])
     """
+
+    leaves_output = True
 
     def __init__(self, activation_bits: int | None = 8, scale_factor: float = 1.0, **kwargs: Any) -> None:
         number("scale_factor", scale_factor, "what mean|W| is multiplied by", above=0, below=2**16)

@@ -36,7 +36,8 @@ def trained(tmp_path_factory):
         data = TextDataModule(str(folder / "text.txt"), sequence_length=32, batch_size=8, val_fraction=0.3)
         patterns = ["(q|k|v)_proj", "gate_proj|up_proj"] if shared else []
         others = {"layers.0.mlp": _casts(overridden)} if overridden else {}
-        precision = LowBitPrecision(_casts(casts), skip=["lm_head"], shared_amax=patterns, overrides=others)
+        how = {"skip": ["lm_head"], "shared_amax": patterns, "overrides": others, "compute_dtype": "bf16"}
+        precision = LowBitPrecision(_casts(casts), **how)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = Trainer(

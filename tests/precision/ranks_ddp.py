@@ -20,21 +20,22 @@ RANKS, STEPS, HISTORY, ACCUMULATE = 2, 4, 3, 2
 SMOOTHINGS = (None, "channel")
 
 QAT = {
-    "ternary": lambda: TernaryPrecision(),
+    "ternary": lambda: TernaryPrecision(quantize_output=True),
     "integers": lambda: IntegerPrecision(4, 8, group=8, activation_group="row"),
 }
 
-# Runs whose collectives are counted. Those with histories have one more in each step than one without the plugin.
+# Runs whose collectives are counted. Those with histories have one more in each step than one without the plugin, and
+# "auto" would have one in all.
 COUNTED = {
     "without the plugin": lambda: None,
-    "bf16": lambda: LowBitPrecision("bf16"),
-    "current": lambda: FP8Precision("current"),
-    "current, tokens smoothed": lambda: FP8Precision("current", smooth_swiglu="token"),
-    "mx": lambda: FP8Precision("mx"),
-    "current, channels smoothed": lambda: FP8Precision("current", smooth_swiglu="channel"),
-    "delayed": lambda: FP8Precision("delayed"),
-    "delayed, channels smoothed": lambda: FP8Precision("delayed", smooth_swiglu="channel"),
-    "delayed, tokens smoothed": lambda: FP8Precision("delayed", smooth_swiglu="token"),
+    "bf16": lambda: LowBitPrecision("bf16", compute_dtype="bf16"),
+    "current": lambda: FP8Precision("current", compute_dtype="bf16"),
+    "current, tokens smoothed": lambda: FP8Precision("current", compute_dtype="bf16", smooth_swiglu="token"),
+    "mx": lambda: FP8Precision("mx", compute_dtype="bf16"),
+    "current, channels smoothed": lambda: FP8Precision("current", compute_dtype="bf16", smooth_swiglu="channel"),
+    "delayed": lambda: FP8Precision("delayed", compute_dtype="bf16"),
+    "delayed, channels smoothed": lambda: FP8Precision("delayed", compute_dtype="bf16", smooth_swiglu="channel"),
+    "delayed, tokens smoothed": lambda: FP8Precision("delayed", compute_dtype="bf16", smooth_swiglu="token"),
 }
 
 

@@ -106,7 +106,7 @@ def lines(told: pytest.LogCaptureFixture) -> list[str]:
 
 
 def train(model: LightningModule, plugin: LowBitPrecision | None = None, *callbacks: Any, **kwargs: Any) -> Any:
-    plugin = FP4Precision("nvfp4", seed=1) if plugin is None else plugin
+    plugin = FP4Precision("nvfp4", seed=1, quantize_output=True) if plugin is None else plugin
     settings = {"max_steps": 3, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, **kwargs}
     Trainer(accelerator="cpu", plugins=[plugin], callbacks=[*callbacks], enable_model_summary=False, **settings).fit(
         model

@@ -1,12 +1,22 @@
 """What a plugin looks like, in a notebook and in errors: the call that makes it."""
 
 import copy
+import inspect
 import pickle
+import pydoc
+from typing import Any
 
 import pytest
 
 import lightning_lowbit
-from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, LowBitPrecision
+from lightning_lowbit import (
+    FP4Precision,
+    FP8Precision,
+    IntegerPrecision,
+    LinearCasts,
+    LowBitPrecision,
+    TernaryPrecision,
+)
 from tests.lightning_imports import Trainer
 from tests.tables import each
 
@@ -36,6 +46,26 @@ def test_defaults_are_left_out_but_for_what_is_quantized() -> None:
     )
     assert repr(FP4Precision()) == "FP4Precision('nvfp4')"
     assert repr(FP8Precision(history=16, scaling="delayed", margin=1)) == "FP8Precision('delayed', margin=1)"
+
+
+def test_help_shows_the_arguments_behind_kwargs() -> None:
+    class Without(IntegerPrecision):
+        pass
+
+    class Own(FP8Precision):
+        def __init__(self, margin_of_mine: int = 1, **kwargs: Any) -> None:
+            super().__init__("row", **kwargs)
+
+    shared = [*inspect.signature(LowBitPrecision).parameters][1:]
+    assert {"skip", "only", "overrides", "compute_dtype", "backend", "quantize_output"} <= {*shared}
+    for plugin in (FP4Precision, FP8Precision, TernaryPrecision, IntegerPrecision, Without, Own):
+        names = [*inspect.signature(plugin).parameters]
+        assert names[-len(shared) :] == shared and "kwargs" not in names, plugin
+        own = inspect.signature(plugin.__init__).parameters
+        assert {*own} - {"self", "kwargs", "args"} <= {*names}, plugin
+    assert [*inspect.signature(Without).parameters] == [*inspect.signature(IntegerPrecision).parameters]
+    assert next(iter(inspect.signature(Own).parameters)) == "margin_of_mine"
+    assert "compute_dtype" in pydoc.render_doc(FP4Precision).split("Fully quantized training")[0]
 
 
 def test_casts_are_named_or_described() -> None:

@@ -40,7 +40,7 @@ def test_an_owner_may_keep_its_place() -> None:
 
 
 def test_layers_follow() -> None:
-    model, plugin = Regression(), FP4Precision()
+    model, plugin = Regression(), FP4Precision(quantize_output=True)
     trainer(plugin, max_steps=1).fit(model)
     full = model.head.full_casts
     plugin.push_phase("a", "qaf")

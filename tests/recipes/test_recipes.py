@@ -324,6 +324,18 @@ def test_every_overlay_and_recipe_is_told_apart():
     assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, *others}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("casts", ["nvfp4", "ternary"])
+def test_recipes_name_what_they_leave_out(casts):
+    """Their layers, and what was published of them, do not depend on which one is taken for the output layer."""
+    for name in ("quickstart", "c4", "bitnet", "digits", "series", "control"):
+        made = run.make_on_meta(["fit", "--config", name, "--config", casts])
+        (plugin,) = made.plugins
+        named = plugin.plan(made.model)
+        plugin.quantize_output = True
+        assert named == plugin.plan(made.model) and plugin.leaves_output, name
+
+
 def test_the_readme_lists_them_all():
     page = Path(__file__).parent.parent.parent / "recipes" / "README.md"
     for name in recipes():

@@ -59,7 +59,7 @@ def train(build: Callable[[], nn.Module], batch: Any) -> Trained:
     trainer = Trainer(
         accelerator="cpu",
         max_steps=2,
-        plugins=[FP4Precision("nvfp4", seed=1)],
+        plugins=[FP4Precision("nvfp4", seed=1, quantize_output=True)],
         callbacks=[summary],
         logger=False,
         enable_checkpointing=False,

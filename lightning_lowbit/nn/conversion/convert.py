@@ -13,7 +13,7 @@ from lightning_lowbit.nn.attention.hosts import attending, convert_attention, is
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.defaults import left_out, unnamed
+from lightning_lowbit.nn.conversion.defaults import left_out, mark_outputs, output_layers, unnamed
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.patterns import Names
 from lightning_lowbit.nn.conversion.patterns import select as select
@@ -95,6 +95,7 @@ def convert_layers(
     for name, former in before.items():
         former.check_casts(planned.get(name, LinearCasts()))  # raises before anything has changed
     ForwardContext.detach(model)  # of casts that it had before
+    mark_outputs(model, ())
     for name, former in before.items():
         if name not in planned:  # converted before, and to be left alone now
             former.set_casts(LinearCasts())
@@ -149,19 +150,17 @@ def plan(
     overrides: Mapping[str, CastsLike] | None = None,
     smooth_swiglu: str | None = None,
     attention: CastsLike | None = None,
+    quantize_output: bool = True,
 ) -> dict[str, LinearCasts]:
-    """The casts that :func:`convert` would give each layer, by name. Arguments and errors are the same."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"A model is an instance of nn.Module; got {model!r}.")
+    """The casts that :func:`convert` would give each layer, by name. Arguments and errors are the same.
+
+    ``quantize_output=False`` leaves out the layers that :func:`output_layers` finds, unless a pattern names them or no
+    other layer is left.
+    """
     default = LinearCasts.of(casts)
     others = overriding(overrides)
-    layers = list(convertible(model))
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} holds no layer to quantize: no linear layer, convolution, stack of experts or "
-            f"nn.MultiheadAttention. {_instead(model)}"
-            "Layers that are created in configure_model must exist when the Trainer sets up the strategy."
-        )
+    modules = _convertible(model)
+    layers = list(modules)
     products = {} if attention is None else attending(model)
     of_attention = default if attention is None else casts_of_attention(attention)
     if attention is not None and not products:
@@ -186,8 +185,11 @@ def plan(
     if not result:
         raise ValueError(f"No layer is left to quantize: {found}, and skip and only leave none. Skip fewer layers.")
     by_default = left_out(model, {name: of for name, of in result.items() if not is_attention(name)})
-    for name in unnamed(by_default, layers, [*(only or ()), *others]):
-        del result[name]
+    outputs = [] if quantize_output else [name for name in output_layers(model, modules) if name in result]
+    excluded = unnamed({*outputs, *by_default}, layers, [*(only or ()), *others])
+    if excluded >= result.keys():  # then the output layer is all that there is to quantize
+        excluded -= set(outputs) - by_default.keys()
+    result = {name: casts for name, casts in result.items() if name not in excluded}
     if not result:
         reasons = some(f"{name} ({why})" for name, why in by_default.items())
         raise ValueError(
@@ -198,6 +200,19 @@ def plan(
         return result
     linear = {name: casts for name, casts in result.items() if not is_attention(name)}
     return {**result, **smooth_casts(model, linear, smooth_swiglu)}
+
+
+def _convertible(model: Any) -> dict[str, nn.Module]:
+    """The layers of a model by name; a ``ValueError`` if there are none."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"A model is an instance of nn.Module; got {model!r}.")
+    if layers := convertible(model):
+        return layers
+    raise ValueError(
+        f"{type(model).__name__} holds no layer to quantize: no linear layer, convolution, stack of experts or "
+        f"nn.MultiheadAttention. {_instead(model)}"
+        "Layers that are created in configure_model must exist when the Trainer sets up the strategy."
+    )
 
 
 def check_planned_attention(planned: Mapping[str, LinearCasts], products: Mapping[str, nn.Module]) -> None:

@@ -1,4 +1,5 @@
-"""Layers that conversion leaves in high precision unless they are named: routers, adapters, narrow layers.
+"""Layers that conversion leaves in high precision unless they are named: routers, adapters, narrow layers; where asked
+for, output layers.
 
 Routers decide by small differences, adapters are small matrices beside large ones, and a narrow layer has next to no
 arithmetic. A pattern of ``only`` or ``overrides`` that matches the layer's own name, such as ``router``, quantizes it.
@@ -8,7 +9,9 @@ the smallest block of the GEMM's casts, while its other side has at least four b
 layer ``[4, 4]`` of a model that is small throughout. Scales of rows or tensors make no layer narrow.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -23,18 +26,82 @@ from lightning_lowbit.nn.layers.host import Product
 _SIDES = {"fprop": 1, "dgrad": 0}  # of the weight [out, in], along which each GEMM contracts
 _LEVELS = 3  # most modules between an adapter and the layer that it adapts
 
+OUTPUT = "the output layer"
+_HEAD = re.compile(r"(\w+_)?head|classifier")  # may be registered before what it reads from
+_IS_LEFT_OUTPUT = "_is_left_output"  # a module's attribute: for reasons
+
 
 def left_out(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, str]:
     """The layers of a model that stay in high precision by default, with the reason, by name.
 
     ``casts`` are those that the layers would have; only layers that it names are looked at.
     """
-    modules: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        modules.setdefault(clean_name(name), module)
+    modules = _by_name(model)
     # A model that is one layer was named by giving it.
     found = {name: _why(clean_name(name), modules, of_layer) for name, of_layer in casts.items() if name}
     return {name: why for name, why in found.items() if why is not None}
+
+
+def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
+    """The names of a model's output layers, among linear layers and convolutions of ``layers`` (modules by name).
+
+    They are what ``get_output_embeddings`` of its modules returns, as models of transformers have it; else layers whose
+    weight is also an embedding's; else the last layer in the order in which modules were registered: of those that are
+    trained and called a head or a classifier, else of those that are trained, else of all. With an entry of an
+    ``nn.ModuleDict`` go its other entries: heads by name. Routers and adapters are none. A model that is one layer has
+    none.
+    """
+    modules = _by_name(model)
+    names = [name for name, layer in layers.items() if name and _can_be_output(clean_name(name), layer, modules)]
+    declared = [output for module in modules.values() if (output := _declared(module)) is not None]
+    if declared:
+        parts = {part for output in declared for part in output.modules()}
+        return [name for name in names if layers[name] in parts]
+    embeddings = [getattr(module, "weight", None) for module in modules.values() if isinstance(module, nn.Embedding)]
+    shared = {id(weight) for weight in embeddings if weight is not None}
+    if tied := [name for name in names if id(getattr(layers[name], "weight", None)) in shared]:
+        return tied
+    trained = [name for name in names if any(p.requires_grad for p in layers[name].parameters(recurse=False))]
+    heads = [name for name in trained if _HEAD.fullmatch(name.rpartition(".")[2])]
+    last = (heads or trained or names)[-1:]
+    around = [modules.get(clean_name(name).rpartition(".")[0]) for name in last]
+    beside = [*around[0].values()] if around and isinstance(around[0], nn.ModuleDict) else []
+    return [name for name in names if name in last or any(layers[name] is other for other in beside)]
+
+
+def _by_name(model: nn.Module) -> dict[str, nn.Module]:
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        modules.setdefault(clean_name(name), module)
+    return modules
+
+
+def _can_be_output(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
+    kind = None if isinstance(layer, Product) else quantized_class(type(layer))
+    if kind is None or kind.kind not in ("linear", "convolution"):
+        return False
+    return not is_router(name, getattr(layer, "out_features", None), modules) and not _is_adapter(name, modules)
+
+
+def _declared(module: Any) -> nn.Module | None:
+    """What a module says its output layer is; None if it says nothing."""
+    output = None
+    if callable(method := getattr(type(module), "get_output_embeddings", None)):
+        with suppress(AttributeError, NotImplementedError, TypeError):
+            output = method(module)
+    return output if isinstance(output, nn.Module) else None
+
+
+def mark_outputs(model: nn.Module, names: Collection[str]) -> None:
+    """Notes in the modules which output layers, by clean names, conversion has left out, and in no others."""
+    for name, module in model.named_modules():
+        vars(module).pop(_IS_LEFT_OUTPUT, None)
+        if clean_name(name) in names:
+            vars(module)[_IS_LEFT_OUTPUT] = True
+
+
+def is_left_output(module: nn.Module) -> bool:
+    return _IS_LEFT_OUTPUT in vars(module)
 
 
 def unnamed(found: Collection[str], layers: Sequence[str], patterns: Iterable[str]) -> set[str]:

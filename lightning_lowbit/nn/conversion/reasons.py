@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.conversion.defaults import left_out
+from lightning_lowbit.nn.conversion.defaults import OUTPUT, is_left_output, left_out
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.moe import is_router_class
 from lightning_lowbit.nn.keys import clean_name
@@ -69,6 +69,7 @@ class Reasons:
         usual = max(casts, key=casts.count, default=LinearCasts())
         rest = {name: usual for name in convertible(model) if name not in layers or layers[name].full_casts != usual}
         self.defaults = {clean_name(name): why for name, why in left_out(model, rest).items()}
+        self.defaults |= {name: OUTPUT for name, module in self._modules.items() if is_left_output(module)}
 
     def of(self, name: str) -> Reason:
         """The reason for a name of :attr:`Coverage.uncovered`."""
@@ -87,7 +88,9 @@ class Reasons:
         if isinstance(module, Host):
             return Reason("its casts are those of high precision") if module.is_high_precision else None
         if name in self.defaults:
-            return Reason(self.defaults[name], "name it in overrides or only to quantize it")
+            is_output = self.defaults[name] == OUTPUT
+            remedy = "quantize_output=True quantizes it" if is_output else "name it in overrides or only to quantize it"
+            return Reason(self.defaults[name], remedy)
         if isinstance(module, QuantizedLayer):
             return Reason("its casts are those of high precision")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

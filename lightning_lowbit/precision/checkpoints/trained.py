@@ -94,6 +94,12 @@ class Trained:
             by_layer("started"),
         )
 
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any]) -> "Trained | None":
+        """The record in a checkpoint; None if it has none. A ``ValueError`` names an invalid entry."""
+        state = state_of(checkpoint)
+        return None if state is None or state.get("trained") is None else cls.read(state["trained"])
+
     def differences(self, other: "Trained") -> list[str]:
         """Lists how this model (in the checkpoint) and another one (here) differ, one line per difference."""
         there, here = ({n: c for n, c in each.layers.items() if c != _HP} for each in (self, other))

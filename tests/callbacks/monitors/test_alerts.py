@@ -105,7 +105,7 @@ def test_a_vit_is_warned_of_once_and_not_advised_what_is_on() -> None:
         max_steps=4,
         accelerator="cpu",
         log_every_n_steps=1,
-        plugins=[FP4Precision("nvfp4")],
+        plugins=[FP4Precision("nvfp4", quantize_output=True)],
         callbacks=[QuantizationMonitor(), GradientNormMonitor()],
         logger=False,
         enable_checkpointing=False,

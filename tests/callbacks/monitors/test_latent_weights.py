@@ -43,7 +43,7 @@ class LastForward(Callback):
 
 
 PLUGINS: dict[str, Any] = {
-    "ternary": lambda: TernaryPrecision(backend="emulated"),
+    "ternary": lambda: TernaryPrecision(backend="emulated", quantize_output=True),
     "int4 in fp32": lambda: LowBitPrecision("int4", compute_dtype="fp32"),
     "int4 with zero points": lambda: IntegerPrecision(4, None, group="row", symmetric=False, exact=True),
     "fp8 delayed": lambda: FP8Precision("delayed", backend="emulated"),

@@ -136,7 +136,7 @@ BY_DTYPE = {"bfloat16": 4e4, "float32": 1e4, "float4": 1.0}
 @pytest.mark.parametrize(
     ("settings", "peak"),
     [
-        ({"plugins": lambda: [FP4Precision()]}, 4e4),  # emulated in bf16
+        ({"plugins": lambda: [FP4Precision(compute_dtype="bf16")]}, 4e4),  # emulated in bf16
         ({"plugins": lambda: [FP4Precision(compute_dtype="fp32")]}, 1e4),
         ({"precision": lambda: "bf16-mixed"}, 4e4),
         ({"precision": lambda: "32-true"}, 1e4),

@@ -43,7 +43,7 @@ def trainer_with(*callbacks, plugin=None, **kwargs):
         "enable_model_summary": False,
     }
     if "precision" not in kwargs:
-        kwargs["plugins"] = [plugin or FP4Precision(**SKIP)]
+        kwargs["plugins"] = [plugin or FP4Precision(**SKIP, compute_dtype="bf16")]
     return Trainer(accelerator="cpu", callbacks=list(callbacks), **{**defaults, **kwargs})
 
 

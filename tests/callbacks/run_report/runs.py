@@ -58,7 +58,7 @@ def trainer(*callbacks, report=None, **kwargs):
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "plugins": [FP4Precision()],
+        "plugins": [FP4Precision(quantize_output=True)],
     }
     return Trainer(accelerator="cpu", callbacks=[*callbacks, report or RunReport()], **{**defaults, **kwargs})
 

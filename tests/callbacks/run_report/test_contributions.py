@@ -213,7 +213,9 @@ def test_recording_waits_for_no_device(accelerator):
 
     options = {"accelerator": accelerator, "devices": 1, "max_steps": 6, "log_every_n_steps": 1, "limit_val_batches": 1}
     quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-    Trainer(callbacks=[report_class()], plugins=[FP4Precision()], **options, **quiet).fit(OnDevice())
+    Trainer(callbacks=[report_class()], plugins=[FP4Precision(quantize_output=True)], **options, **quiet).fit(
+        OnDevice()
+    )
     assert steps(load(), "level") == [1, 2, 3, 4, 5, 6]
     with pytest.raises(AssertionError), NoSync():
         torch.ones(()).item()

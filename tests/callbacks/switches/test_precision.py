@@ -42,7 +42,7 @@ def fit(*switches, model=None, plugin=None, **kwargs):
     }
     trainer = Trainer(
         accelerator="cpu",
-        plugins=[plugin or FP4Precision()],
+        plugins=[plugin or FP4Precision(quantize_output=True)],
         callbacks=[*switches, phases],
         **{**defaults, **kwargs},
     )
@@ -89,7 +89,7 @@ def test_a_longer_run_from_a_checkpoint_in_the_phase_says_so(tmp_path):
             accelerator="cpu",
             max_steps=steps,
             limit_train_batches=4,
-            plugins=[FP4Precision()],
+            plugins=[FP4Precision(quantize_output=True)],
             callbacks=[switch],
             logger=False,
             enable_checkpointing=False,
@@ -120,7 +120,7 @@ def test_ends_of_the_run(at, phases):
 
 
 def test_overrides_survive_a_switch_and_a_switch_back():
-    plugin, model = FP4Precision(overrides={"layer.2": {"fprop_w": {"element": "e1m2"}}}), Two()
+    plugin, model = FP4Precision(overrides={"layer.2": {"fprop_w": {"element": "e1m2"}}}, quantize_output=True), Two()
     fit(QAFSwitch(step=2), PrecisionSwitch("fqt", step=4), plugin=plugin, model=model)
     assert model.layer[0].casts == PRESETS["nvfp4"]()
     assert model.layer[2].casts.fprop_w.element == "e1m2"

@@ -137,7 +137,7 @@ def test_the_last_one_due_holds_whatever_their_order(reverse: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:Training ended at")
 def test_goes_with_a_switch_of_something_else() -> None:
-    plugin, witness = FP4Precision(), Witness(keep=False)
+    plugin, witness = FP4Precision(quantize_output=True), Witness(keep=False)
     switches = [WeightDecaySwitch(step=3), PrecisionSwitch("qaf", step=4), PrecisionSwitch("hp-forward", step=3)]
     trainer(plugin, callbacks=[*switches, witness], max_steps=6, limit_train_batches=6).fit(Decayed())
     assert list(witness.decays.values()) == [BEFORE] * 3 + [AFTER] * 3

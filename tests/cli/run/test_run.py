@@ -15,7 +15,7 @@ from tests.cli.run.commands import OPTIMIZER, TINY, lowbit, scalars
 
 
 def test_quickstart(capsys):
-    assert lowbit() == 0
+    assert lowbit(recipes=("quickstart", "qaf")) == 0
     run = Path("runs/tiny/version_0")
     losses = scalars(run, "loss")
     assert list(losses) == list(range(6))

@@ -64,7 +64,13 @@ def trainer(plugin: LowBitPrecision, folder: Path, *callbacks: Any, **kwargs: An
 
 def fitted(folder: Path, attention: Any = "nvfp4", *callbacks: Any, **kwargs: Any) -> tuple[Trainer, Model]:
     model = Model()
-    run = trainer(FP4Precision("nvfp4", attention=attention, seed=1), folder, *callbacks, max_steps=4, **kwargs)
+    run = trainer(
+        FP4Precision("nvfp4", attention=attention, seed=1, quantize_output=True),
+        folder,
+        *callbacks,
+        max_steps=4,
+        **kwargs,
+    )
     run.fit(model)
     return run, model
 
@@ -89,7 +95,10 @@ def test_a_checkpoint_tells_attention(tmp_path: Path) -> None:
     run.save_checkpoint(path)
     validated = [
         trainer(plugin, tmp_path, logger=False).validate(Model(), ckpt_path=path, verbose=False, weights_only=False)
-        for plugin in (LowBitPrecision.from_checkpoint(path), FP4Precision("nvfp4", attention="mxfp8", seed=1))
+        for plugin in (
+            LowBitPrecision.from_checkpoint(path),
+            FP4Precision("nvfp4", attention="mxfp8", seed=1, quantize_output=True),
+        )
     ]
     assert validated[0] == validated[1]
     restored = restore(Model(), path)
@@ -98,7 +107,7 @@ def test_a_checkpoint_tells_attention(tmp_path: Path) -> None:
     x = next(iter(model.val_dataloader()))
     assert restored(x).float().square().mean().item() == pytest.approx(validated[0][0]["found"], abs=1e-6)
     with pytest.raises(ValueError, match=r"own\.qk, own\.pv"):
-        trainer(FP4Precision("nvfp4", seed=1), tmp_path, logger=False).validate(
+        trainer(FP4Precision("nvfp4", seed=1, quantize_output=True), tmp_path, logger=False).validate(
             Model(), ckpt_path=path, weights_only=False
         )
 

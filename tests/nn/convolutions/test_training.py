@@ -77,8 +77,8 @@ def test_callbacks_see_convolutions(tmp_path: Path) -> None:
     metrics, out, monitor = Metrics(), io.StringIO(), QuantizationMonitor()
     noise, resets = GradientNoiseMonitor(every_n_steps=2), OsciReset(window=2, every=2, threshold=1.01)
     with redirect_stdout(out):
-        trainer = fit(FP4Precision("nvfp4"), tmp_path, monitor, resets, noise, metrics)
-        fit(FP4Precision("nvfp4"), tmp_path, PrecisionSummary(), steps=1)
+        trainer = fit(FP4Precision("nvfp4", quantize_output=True), tmp_path, monitor, resets, noise, metrics)
+        fit(FP4Precision("nvfp4", quantize_output=True), tmp_path, PrecisionSummary(), steps=1)
     assert "reset/fprop_w/body" in metrics.seen
     data = monitor.report_data(trainer)
     assert {"body", "groups"} <= data["quantized_operands"]["layers"].keys()

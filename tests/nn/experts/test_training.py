@@ -42,7 +42,9 @@ class Model(LightningModule):
 
 def test_summaries_coverage_and_monitors_know_the_experts() -> None:
     model, monitor = Model(), QuantizationMonitor(underflow_limit=1.0)
-    run = trainer(FP4Precision("nvfp4"), callbacks=[PrecisionSummary(), monitor], log_every_n_steps=1)
+    run = trainer(
+        FP4Precision("nvfp4", quantize_output=True), callbacks=[PrecisionSummary(), monitor], log_every_n_steps=1
+    )
     run.fit(model)
     rows = {row[0]: row for row in layer_table(model).rows}
     assert rows[STACK][1:4] == ["GroupedProduct", "4 × (32 → 64)", "8.19 k"]
@@ -54,7 +56,10 @@ def test_summaries_coverage_and_monitors_know_the_experts() -> None:
 
 @pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
 def test_runs_go_on_from_checkpoints(tmp_path: Path) -> None:
-    makers: list[Callable[[], Any]] = [lambda: FP4Precision("nvfp4"), lambda: FP8Precision("delayed")]
+    makers: list[Callable[[], Any]] = [
+        lambda: FP4Precision("nvfp4", quantize_output=True),
+        lambda: FP8Precision("delayed"),
+    ]
     for number, make in enumerate(makers):
         path, whole, half, rest = tmp_path / f"{number}.ckpt", Model(), Model(), Model()
         trainer(make(), limit_train_batches=4, max_steps=4).fit(whole)

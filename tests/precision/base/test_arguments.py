@@ -151,7 +151,7 @@ def test_every_preset_from_yaml(monkeypatch, name):
         (lambda: FP4Precision("bf16", rounding={"wgrad_x": "nearest"}), r"needs an operand with a cast of its own"),
         (
             lambda: FP4Precision(compute_dtype="fp8"),
-            r"Unknown compute_dtype 'fp8'. Choose one of: 'bf16', 'fp16', 'fp32'",
+            r"Unknown compute_dtype 'fp8'. Choose one of: 'auto', 'bf16', 'fp16', 'fp32'",
         ),
         (lambda: FP4Precision(overrides={"x": "nvfp"}), r"Unknown preset 'nvfp'"),
         (lambda: FP4Precision(overrides=["lm_head"]), r"overrides maps name patterns to casts, .*; got \['lm_head'\]"),

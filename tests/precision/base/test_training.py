@@ -82,11 +82,11 @@ def test_compute_dtype(compute_dtype, autocast):
     assert {on for _, _, on in model.seen} == {autocast}
 
 
-@pytest.mark.parametrize(("compute_dtype", "times"), [("bf16", 1), ("fp32", 0)])
+@pytest.mark.parametrize(("compute_dtype", "times"), [("bf16", 1), ("fp32", 0), ("auto", 0)])
 def test_a_cpu_without_instructions_for_the_compute_dtype_is_said(monkeypatch, compute_dtype, times):
     said = []
-    monkeypatch.setattr("lightning_lowbit.precision.base.SLOW_ON_CPU", frozenset({torch.bfloat16}))
-    monkeypatch.setattr("lightning_lowbit.precision.base.say_once", said.append)
+    monkeypatch.setattr("lightning_lowbit.precision.run_settings.SLOW_ON_CPU", frozenset({torch.bfloat16}))
+    monkeypatch.setattr("lightning_lowbit.precision.run_settings.say_once", said.append)
     quiet(plugins=[LowBitPrecision("nvfp4", compute_dtype=compute_dtype)]).fit(BoringModel())
     assert sum("compute_dtype='fp32'" in text for text in said) == times
 
@@ -98,7 +98,9 @@ def test_bf16_casts_train_as_lightnings_bf16_mixed_does_to_the_bit():
         quiet(max_steps=4, **kwargs).fit(model)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    assert torch.equal(weights(plugins=[LowBitPrecision("bf16")]), weights(precision="bf16-mixed"))
+    assert torch.equal(
+        weights(plugins=[LowBitPrecision("bf16", compute_dtype="bf16")]), weights(precision="bf16-mixed")
+    )
 
 
 def test_manual_optimization_with_two_optimizers():

@@ -56,7 +56,7 @@ def test_other_dtypes_have_no_scaler(dtype: str) -> None:
 @each(
     ("arguments", "message"),
     [
-        ({"scaler": moving()}, r"for compute_dtype='fp16'; got 'bf16'.* leave out scaler=ConservativeGradScaler, or"),
+        ({"scaler": moving()}, r"for compute_dtype='fp16'; got 'auto'.* leave out scaler=ConservativeGradScaler, or"),
         ({"compute_dtype": "fp32", "scaler": static()}, r"got 'fp32'.* leave out scaler=StaticGradScaler, or train"),
         ({"compute_dtype": "fp16", "scaler": 2.0**16}, r"scaler is a torch.amp.GradScaler, or None; got 65536.0"),
         ({"compute_dtype": "fp16", "scaler": GradScaler}, r"scaler is a torch.amp.GradScaler, or None; got <class"),

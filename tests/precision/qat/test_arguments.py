@@ -162,7 +162,13 @@ def test_a_short_row_is_one_group(columns: int, symmetric: bool) -> None:
 
 
 @on_int8_units
-@pytest.mark.parametrize("make", [TernaryPrecision, lambda **how: IntegerPrecision(4, 8, "row", **how)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **how: TernaryPrecision(quantize_output=True, **how),
+        lambda **how: IntegerPrecision(4, 8, "row", **how),
+    ],
+)
 def test_backend_native(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     """Trains on int8 units, and is refused before anything is changed where there are none."""
     model = Regression()

@@ -19,8 +19,8 @@ from tests.precision.regression_model import LAYERS, Ramp, Regression, flat, sta
 from tests.tables import each
 
 PLUGINS = {
-    "ternary": TernaryPrecision,
-    "ternary, x in hp": lambda **how: TernaryPrecision(None, **how),
+    "ternary": lambda **how: TernaryPrecision(quantize_output=True, **how),
+    "ternary, x in hp": lambda **how: TernaryPrecision(None, quantize_output=True, **how),
     "A8W8": lambda **how: IntegerPrecision(group=8, **how),
     "A8W4, zero points": lambda **how: IntegerPrecision(4, 8, 8, activation_group="row", symmetric=False, **how),
     "W2": lambda **how: IntegerPrecision(2, None, "row", **how),
@@ -62,7 +62,7 @@ def test_at_0_it_trains_as_without_casts_and_at_1_as_without_a_share(name: str) 
 
 
 def test_the_share_is_one_tensor_for_all_layers() -> None:
-    plugin = TernaryPrecision()
+    plugin = TernaryPrecision(quantize_output=True)
     assert (plugin.blend.shape, plugin.blend.dtype, plugin.blend.item()) == ((), torch.float32, 1.0)
     model = trained(plugin, 0.25)
     for name in LAYERS:
@@ -76,7 +76,7 @@ def test_the_share_is_one_tensor_for_all_layers() -> None:
 
 @each("share", [-0.1, 1.5, torch.nan, True, "0.5", None, torch.tensor(0.5)])
 def test_what_is_no_share_is_refused(share: Any) -> None:
-    plugin = TernaryPrecision()
+    plugin = TernaryPrecision(quantize_output=True)
     model = trained(plugin, 0.25)
     with pytest.raises(ValueError, match="1 for full quantization, 0 or more and at most 1; got "):
         plugin.set_blend(share)
@@ -84,14 +84,14 @@ def test_what_is_no_share_is_refused(share: Any) -> None:
 
 
 def test_a_run_begins_with_the_share_that_was_set_and_another_one_at_1() -> None:
-    plugin = TernaryPrecision()
+    plugin = TernaryPrecision(quantize_output=True)
     plugin.set_blend(0.5)
     model = trained(plugin)
     assert plugin.blend == model.head.blend == 0.5
     other = trained(plugin)
     assert plugin.blend == 1
     assert other.head.blend is None
-    assert torch.equal(flat(other), flat(trained(TernaryPrecision())))
+    assert torch.equal(flat(other), flat(trained(TernaryPrecision(quantize_output=True))))
 
 
 def test_phases_and_shares_go_together() -> None:
@@ -105,7 +105,7 @@ def test_phases_and_shares_go_together() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_evaluation_has_the_share_in_force(share: float) -> None:
-    plugin = TernaryPrecision()
+    plugin = TernaryPrecision(quantize_output=True, compute_dtype="bf16")
     model = Regression()
     made = trainer(plugin, callbacks=[Ramp(share)], limit_val_batches=1, limit_test_batches=1)
     made.fit(model)
@@ -132,7 +132,7 @@ class ElsewhereTensor(Tensor):
 
 def test_training_goes_on_where_evaluation_has_moved_the_share() -> None:
     """Evaluation runs under ``torch.inference_mode``, whose tensors cannot be refilled outside."""
-    model, plugin = Regression(), TernaryPrecision()
+    model, plugin = Regression(), TernaryPrecision(quantize_output=True)
     made = trainer(plugin, callbacks=[Ramp(0.25, 0.5)], limit_val_batches=1)
     plugin.blend = plugin.blend.as_subclass(ElsewhereTensor)
     made.validate(model, verbose=False)
@@ -146,7 +146,7 @@ def test_it_may_be_set_in_evaluation() -> None:
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.precision_plugin.set_blend(0.5)
 
-    plugin = TernaryPrecision()
+    plugin = TernaryPrecision(quantize_output=True)
     model = trained(plugin, 0.25, callbacks=[Later()], val_check_interval=2, limit_val_batches=1)
     assert plugin.blend == model.head.blend == 0.5
     assert len(model.losses) == 4
@@ -182,7 +182,7 @@ def test_a_resumed_run_goes_on_with_the_share(name: str) -> None:
 
 
 def test_what_is_saved_stays_as_it_was() -> None:
-    plugin = TernaryPrecision()
+    plugin = TernaryPrecision(quantize_output=True)
     trained(plugin, 0.25)
     saved = state(plugin)
     plugin.set_blend(0.75)
@@ -191,7 +191,7 @@ def test_what_is_saved_stays_as_it_was() -> None:
 
 def test_a_checkpoint_evaluates_with_its_share() -> None:
     model, options = Regression(), {"limit_val_batches": 1, "num_sanity_val_steps": 0}
-    trainer(TernaryPrecision(), callbacks=[Ramp(0.25), Keep()], **options).fit(model)
+    trainer(TernaryPrecision(quantize_output=True), callbacks=[Ramp(0.25), Keep()], **options).fit(model)
     plugin, fresh = LowBitPrecision("ternary"), Regression()
     trainer(plugin, **options).validate(fresh, ckpt_path="x.ckpt", verbose=False)
     assert plugin.blend == 0.25, "the state is kept under the name of a class"

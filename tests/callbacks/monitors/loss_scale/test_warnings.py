@@ -141,7 +141,10 @@ def test_torchs_own_scale_has_no_cap() -> None:
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [
-        (lambda: [LowBitPrecision("bf16")], "LowBitPrecision with precision 'bf16-mixed' has none"),
+        (
+            lambda: [LowBitPrecision("bf16", compute_dtype="bf16")],
+            "LowBitPrecision with precision 'bf16-mixed' has none",
+        ),
         (lambda: [MixedPrecision("bf16-mixed", "cpu")], "MixedPrecision with precision 'bf16-mixed' has none"),
         (lambda: [mixed(GradScaler("cpu", enabled=False))], "MixedPrecision with precision '16-mixed' has none"),
         (list, "Precision with precision '32-true' has none"),

@@ -57,7 +57,7 @@ def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    plugins = [plugin or TernaryPrecision()]
+    plugins = [plugin or TernaryPrecision(quantize_output=True, compute_dtype="bf16")]
     return Trainer(accelerator="cpu", plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 

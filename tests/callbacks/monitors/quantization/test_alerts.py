@@ -51,7 +51,11 @@ def heavy_tailed(weight: Tensor) -> None:
 
 def test_a_healthy_run_has_no_alerts() -> None:
     """Warnings are errors."""
-    for plugin in (TernaryPrecision(), TernaryPrecision(scale_factor=2 / math.sqrt(3)), LowBitPrecision("int2")):
+    for plugin in (
+        TernaryPrecision(quantize_output=True),
+        TernaryPrecision(scale_factor=2 / math.sqrt(3), quantize_output=True),
+        LowBitPrecision("int2"),
+    ):
         monitor = QuantizationMonitor(no_flips_for=2)
         run = trainer(monitor, plugin=plugin, log_every_n_steps=1)
         run.fit(Two())
@@ -87,7 +91,7 @@ def test_an_alert_of_the_last_step_is_said() -> None:
 
 def test_a_share_of_zeros_that_is_not_expected() -> None:
     monitor = QuantizationMonitor()
-    run = trainer(monitor, log_every_n_steps=1, plugin=TernaryPrecision(scale_factor=0.866))
+    run = trainer(monitor, log_every_n_steps=1, plugin=TernaryPrecision(scale_factor=0.866, quantize_output=True))
     with alerts_said() as said:
         run.fit(still(heavy_tailed))
     (text,) = said

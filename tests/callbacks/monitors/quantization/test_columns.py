@@ -84,9 +84,9 @@ class Witness(Callback):
 @pytest.mark.parametrize(
     ("kind", "plugin"),
     [
-        ("ternary", TernaryPrecision),
-        ("int4", lambda: LowBitPrecision("int4")),
-        ("zero points", lambda: IntegerPrecision(4, 8, group="row", symmetric=False)),
+        ("ternary", lambda: TernaryPrecision(quantize_output=True, compute_dtype="bf16")),
+        ("int4", lambda: LowBitPrecision("int4", compute_dtype="bf16")),
+        ("zero points", lambda: IntegerPrecision(4, 8, group="row", symmetric=False, compute_dtype="bf16")),
     ],
 )
 @pytest.mark.parametrize("accumulate", [1, 3])

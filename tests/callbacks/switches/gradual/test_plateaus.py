@@ -80,7 +80,7 @@ def test_a_validation_in_mid_step_counts_for_the_next_one() -> None:
 def test_validations_outside_training_do_not_count() -> None:
     model, switch = Validated(1), PrecisionSwitch("qaf", plateau={"patience": 9})
     kwargs = {"max_steps": 8, "limit_train_batches": 64, "val_check_interval": 2, "limit_val_batches": 1}
-    made = trainer(FP4Precision(), callbacks=[switch], num_sanity_val_steps=1, **kwargs)
+    made = trainer(FP4Precision(quantize_output=True), callbacks=[switch], num_sanity_val_steps=1, **kwargs)
     made.fit(model)
     assert seen(switch) == {"due": INF, "best": 1.0, "stalled": 3}, "the sanity check counts"
     made.validate(model, verbose=False)
@@ -99,7 +99,9 @@ def test_the_same_trainer_goes_on() -> None:
     model, witness = Validated(3, 2, 2), Witness()
     switch = PrecisionSwitch("fqt", plateau={"patience": 2}, steps=4)
     kwargs = {"max_steps": -1, "limit_train_batches": 2, "limit_val_batches": 1, "val_check_interval": 1}
-    made = trainer(FP4Precision(), callbacks=[switch, witness], num_sanity_val_steps=0, max_epochs=1, **kwargs)
+    made = trainer(
+        FP4Precision(quantize_output=True), callbacks=[switch, witness], num_sanity_val_steps=0, max_epochs=1, **kwargs
+    )
     for epochs in range(1, 5):  # the fourth validation is in the second epoch
         made.fit_loop.max_epochs = epochs
         made.fit(model)

@@ -142,6 +142,6 @@ def test_changes_by_hand() -> None:
 
 @pytest.mark.filterwarnings("ignore:The run is at λ")
 def test_a_sudden_switch_goes_all_the_way() -> None:
-    plugin = FP4Precision()
+    plugin = FP4Precision(quantize_output=True)
     plugin.set_blend(0.5)
     assert blends(PrecisionSwitch("fqt", step=4), plugin=plugin) == [0.5] * 4 + [1] * 4

@@ -75,7 +75,7 @@ def fit(*callbacks: Callback, model: Any = None, plugin: Any = None, ckpt_path: 
     """Six steps, with callbacks and then a witness."""
     witness = Casts(kwargs.pop("keep", False))
     made = trainer(
-        plugin or FP4Precision(),
+        plugin or FP4Precision(quantize_output=True),
         callbacks=[*callbacks, witness],
         **{"max_steps": 6, "limit_train_batches": 64, **kwargs},
     )

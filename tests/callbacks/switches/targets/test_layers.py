@@ -147,7 +147,7 @@ def test_casts_of_a_checkpoint_are_primitives(preset: str, tmp_path: Path) -> No
 
 
 def test_another_run_begins_with_the_constructors_casts() -> None:
-    plugin, model = FP4Precision(overrides={"first": "mxfp4"}), Regression()
+    plugin, model = FP4Precision(overrides={"first": "mxfp4"}, quantize_output=True), Regression()
     for _ in range(2):
         seen = fit(PrecisionSwitch({"head": "bf16", "first": "bf16"}, step=3), plugin=plugin, model=model)
         assert seen.of("head") == ["nvfp4"] * 3 + ["bf16"] * 3
@@ -168,7 +168,7 @@ def test_the_same_trainer_goes_back_to_an_earlier_checkpoint(tmp_path: Path) -> 
     """From before the switch, when it had no state to save."""
     model, seen = Model(), Casts(keep=True)
     switch = PrecisionSwitch({"head": "bf16"}, step=3, rewarm=2)
-    made = trainer(FP4Precision(), callbacks=[switch, seen], max_steps=6, limit_train_batches=64)
+    made = trainer(FP4Precision(quantize_output=True), callbacks=[switch, seen], max_steps=6, limit_train_batches=64)
     made.fit(model)
     assert seen.of("head") == ["nvfp4"] * 3 + ["bf16"] * 3
     rates, before = list(model.rates), len(seen.full)
@@ -200,7 +200,7 @@ def test_another_model_without_a_layer_whose_casts_were_changed() -> None:
             h = self.first(x)
             return self.tail(h + self.mlp(h))
 
-    plugin = FP4Precision()
+    plugin = FP4Precision(quantize_output=True)
     made = trainer(plugin, max_steps=-1, max_epochs=1)
     made.fit(Regression())
     plugin.set_casts({"head": "bf16"})
@@ -282,7 +282,7 @@ def test_casts_that_the_backend_refuses() -> None:
 
 def test_by_hand_before_there_is_a_model() -> None:
     with pytest.raises(MisconfigurationException, match="none has been converted yet. Give the plugin overrides"):
-        FP4Precision().set_casts({"head": "bf16"})
+        FP4Precision(quantize_output=True).set_casts({"head": "bf16"})
 
 
 @pytest.mark.slow

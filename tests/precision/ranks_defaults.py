@@ -1,0 +1,62 @@
+"""One of two processes that train with default arguments, under the named strategies:
+``python -m tests.precision.ranks_defaults 0 FOLDER STRATEGY …``.
+
+The second one has a CPU without instructions for bf16. What came out lies in ``FOLDER/0.pt`` and ``FOLDER/1.pt``.
+"""
+
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from lightning_lowbit import FP4Precision, LowBitPrecision
+from lightning_lowbit.precision import run_settings
+from tests.launch import take_part
+from tests.lightning_imports import NAME, Callback, Trainer, quiet_trainer
+from tests.precision.checkpoints.ranks import RANKS, STRATEGIES, Regression, _in_place
+
+
+class Keep(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def fit(name: str, plugin: LowBitPrecision, *callbacks: Callback, ckpt_path: str | None = None) -> list[torch.Tensor]:
+    """All weights after one step, or after the second one."""
+    make, cut = STRATEGIES[name]
+    model = Regression(lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9), cut)
+    how = {"use_distributed_sampler": False, "limit_val_batches": 0, "max_steps": 2 if ckpt_path else 1}
+    run = quiet_trainer(plugin, strategy=make(), devices=RANKS, callbacks=[*callbacks], **how)
+    with patch(f"{NAME}.strategies.fsdp._get_full_state_dict_context", _in_place):
+        run.fit(model, ckpt_path=ckpt_path)
+    return model.weights
+
+
+def run(name: str) -> dict[str, Any]:
+    """A run of a plugin that quantizes everything, one with defaults alone, and two that resume the first."""
+    path, first, fresh = f"{name}.ckpt", FP4Precision(quantize_output=True, compute_dtype="fp32"), FP4Precision()
+    fit(name, first, Keep(path))
+    run_settings.say_once = (told := list[str]()).append
+    fit(name, fresh)
+    resumed = [FP4Precision(), FP4Precision(quantize_output=True)]
+    weights = [fit(name, plugin, ckpt_path=path) for plugin in resumed]
+    return {
+        "told": told,
+        "dtypes": [str(plugin.compute_dtype) for plugin in (fresh, *resumed)],
+        "layers": [sorted(plugin.trained.layers) for plugin in (first, fresh, *resumed)],
+        "weights": weights,
+    }
+
+
+def work() -> dict[str, Any]:
+    lacking = {torch.bfloat16} if torch.distributed.get_rank() == 1 else set[torch.dtype]()
+    run_settings.SLOW_ON_CPU = frozenset(lacking)
+    return {name: run(name) for name in sys.argv[3:]}
+
+
+if __name__ == "__main__":
+    take_part(RANKS, work)

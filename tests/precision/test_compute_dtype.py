@@ -1,0 +1,193 @@
+"""The dtype of what is not quantized: its names, and what "auto" is on a device, on several, and after a resume."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision, TernaryPrecision, restore
+from lightning_lowbit.precision import run_settings
+from lightning_lowbit.precision.run_settings import has_bf16
+from tests.launch import launch
+from tests.lightning_imports import LightningCLI
+from tests.precision.checkpoints.ranks import RANKS
+from tests.precision.regression_model import Regression, flat, state, trainer
+from tests.tables import each
+
+pytestmark = pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class CPU:
+    """Pretends that this CPU has instructions for bf16, or not, and keeps what is said once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch, self.told = monkeypatch, list[str]()
+        monkeypatch.setattr(run_settings, "say_once", self.told.append)
+
+    def has(self, bf16: bool) -> None:
+        self._monkeypatch.setattr(run_settings, "SLOW_ON_CPU", frozenset() if bf16 else frozenset({BF16}))
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> CPU:
+    return CPU(monkeypatch)
+
+
+@each(
+    "names, dtype, precision",
+    [
+        (("bf16", "bf16-mixed", "bfloat16", BF16, "torch.bfloat16"), BF16, "bf16-mixed"),
+        (("fp16", "16-mixed", "16", 16, "float16", FP16), FP16, "16-mixed"),
+        (("fp32", "32-true", "32", 32, "float32", FP32, "torch.float32"), FP32, "32-true"),
+    ],
+)
+def test_names_of_lightning_and_torch_are_taken(names: tuple[Any, ...], dtype: torch.dtype, precision: str) -> None:
+    for name in names:
+        for plugin in (FP4Precision(compute_dtype=name), LowBitPrecision("fp8-current", compute_dtype=name)):
+            assert (plugin.compute_dtype, plugin.precision) == (dtype, precision)
+            assert (plugin.scaler is not None) == (dtype == FP16)
+            assert plugin.trained.compute_dtype == names[0], "a checkpoint has one name for each"
+
+
+@each(
+    "name, message",
+    [
+        ("bf16-true", r"parameters 16 bits wide.* Give 'bf16' for the computation"),
+        ("16-true", r"parameters 16 bits wide.* Give 'fp16' for the computation"),
+        ("64-true", r"float32 at most. Give 'fp32'"),
+        (64, r"compute_dtype=64: .*Give 'fp32'"),
+        (torch.float64, r"compute_dtype=torch.float64: .*Give 'fp32'"),
+        ("transformer-engine", r"FP8Precision quantizes the layers; here give 'auto' or 'bf16'"),
+        (torch.float8_e4m3fn, r"FP8Precision quantizes the layers"),
+        ("bfloat", r"Unknown compute_dtype 'bfloat'"),
+        ("Bf16", r"Unknown compute_dtype 'Bf16'. Did you mean 'bf16'"),
+        (torch.int8, r"Unknown compute_dtype torch.int8. Choose one of: 'auto', 'bf16', 'fp16', 'fp32'"),
+        (8, r"Unknown compute_dtype 8"),
+        (True, r"Unknown compute_dtype True"),
+        (None, r"Unknown compute_dtype None"),
+        (["bf16"], r"Unknown compute_dtype \['bf16'\]"),
+        ("", r"Unknown compute_dtype ''"),
+    ],
+)
+def test_others_are_refused_with_what_to_give(name: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FP4Precision(compute_dtype=name)
+
+
+@each(
+    "plugin, text, dtype",
+    [
+        ("FP4Precision", "auto", BF16),
+        ("FP8Precision", "32", FP32),
+        ("TernaryPrecision", "'32'", FP32),
+        ("IntegerPrecision", "32-true", FP32),
+        ("LowBitPrecision", "16", FP16),
+    ],
+)
+def test_a_recipe_has_the_same_names(
+    monkeypatch: pytest.MonkeyPatch, plugin: str, text: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    casts = {"casts": "nvfp4"} if plugin == "LowBitPrecision" else {}
+    given = {"class_path": f"lightning_lowbit.{plugin}", "init_args": {**casts, "compute_dtype": yaml.safe_load(text)}}
+    made = {"plugins": given, "logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    how: dict[str, Any] = {"run": False, "save_config_callback": None, "auto_configure_optimizers": False}
+    cli = LightningCLI(Regression, args={"seed_everything": 1, "trainer": made}, **how)
+    assert cli.trainer.precision_plugin.compute_dtype == dtype
+
+
+@each("has, dtype", [(True, BF16), (False, FP32)])
+def test_auto_is_bf16_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch, has: bool, dtype: torch.dtype) -> None:
+    cpu = CPU(monkeypatch)
+    cpu.has(has)
+    found, same = Regression(), Regression()
+    plugin = TernaryPrecision()
+    run = trainer(plugin)
+    run.fit(found)
+    trainer(TernaryPrecision(compute_dtype=dtype)).fit(same)
+    assert torch.equal(flat(found), flat(same))
+    assert plugin.compute_dtype == dtype and run.precision == plugin.precision
+    assert state(plugin)["trained"]["compute_dtype"] == ("bf16" if has else "fp32")
+    expected = [] if has else ["compute_dtype='auto': float32, as this CPU has no bf16 instructions."]
+    assert cpu.told == expected
+
+
+def test_devices_are_asked_for_their_own_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: asked.append(1) or False)
+    assert not has_bf16(torch.device("cuda", 0)) and asked
+    for version, has in {(14, 0): True, (13, 0): False}.items():
+        monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *least, is_=version: is_ >= least)
+        assert has_bf16(torch.device("mps")) == has
+    assert has_bf16(torch.device("xla", 0)), "a device that does not tell"
+
+
+@each("trained, has", [("bf16", False), ("fp32", True), ("fp32", False), ("bf16", True)])
+def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: str, has: bool
+) -> None:
+    cpu = CPU(monkeypatch)
+    path = tmp_path / f"{trained}.ckpt"
+    cpu.has(True)
+    first = trainer(FP8Precision(compute_dtype=trained), max_steps=1)
+    first.fit(Regression())
+    first.save_checkpoint(path)
+    cpu.has(has)
+    weights = []
+    for asked in ("auto", trained):
+        cpu.told.clear()
+        model, plugin = Regression(), FP8Precision(compute_dtype=asked)
+        run = trainer(plugin)
+        run.fit(model, ckpt_path=path)
+        weights.append(flat(model))
+        assert state(plugin)["trained"]["compute_dtype"] == trained
+        assert run.precision == plugin.precision
+        if asked == "auto":
+            follows = any("as the checkpoint was trained" in line for line in cpu.told)
+            assert follows == ((trained == "bf16") != has), cpu.told
+            is_slow = any("no instructions for torch.bfloat16" in line for line in cpu.told)
+            assert is_slow == (trained == "bf16" and not has)
+    assert torch.equal(*weights)
+    evaluation = trainer(FP8Precision(), limit_val_batches=1)  # another dtype would be an error
+    evaluation.validate(Regression(), ckpt_path=path, verbose=False)
+    assert state(evaluation.precision_plugin)["trained"]["compute_dtype"] == trained
+    assert LowBitPrecision.from_checkpoint(path).trained.compute_dtype == trained
+    trainer(plugin := FP8Precision(), max_steps=1).fit(restore(Regression(), path).train())
+    assert plugin.trained.compute_dtype == trained, "a restored model"
+
+
+def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(cpu: CPU, tmp_path: Path) -> None:
+    cpu.has(True)
+    first = trainer(FP8Precision(compute_dtype="bf16"), max_steps=1)
+    first.fit(Regression())
+    first.save_checkpoint(path := tmp_path / "bf16.ckpt")
+    plugin = FP8Precision(compute_dtype="32-true")
+    with pytest.warns(UserWarning, match="computed in bf16 in the checkpoint, in fp32 here"):
+        trainer(plugin).fit(Regression(), ckpt_path=path)
+    assert plugin.compute_dtype == FP32
+    in_fp16 = trainer(FP8Precision(compute_dtype="fp16"), max_steps=1)
+    in_fp16.fit(Regression())
+    in_fp16.save_checkpoint(tmp_path / "fp16.ckpt")
+    with pytest.warns(UserWarning, match="computed in fp16 in the checkpoint, in bf16 here"):  # it has a loss scale
+        trainer(FP8Precision()).fit(Regression(), ckpt_path=tmp_path / "fp16.ckpt")
+    cpu.has(False)
+    trainer(plugin := FP8Precision()).fit(Regression(), ckpt_path=path)
+    assert plugin.compute_dtype == BF16
+    trainer(plugin, max_steps=1).fit(Regression())
+    assert plugin.compute_dtype == FP32
+
+
+@pytest.mark.fast("ddp")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "tensor parallel"])
+def test_processes_agree_and_follow_their_checkpoint(tmp_path: Path, strategy: str) -> None:
+    ranks = [result[strategy] for result in launch("tests.precision.ranks_defaults", RANKS, tmp_path, strategy)]
+    for rank, whose in zip(ranks, ("the device of another process", "this CPU"), strict=True):
+        assert rank["dtypes"] == ["torch.float32"] * 3
+        assert rank["told"][0] == f"compute_dtype='auto': float32, as {whose} has no bf16 instructions."
+        assert rank["layers"] == [["body.0", "body.2"], ["body.0"], *[["body.0", "body.2"]] * 2]
+        followed, explicit = rank["weights"]
+        assert all(map(torch.equal, followed, explicit)), "with default arguments a resumed run computes otherwise"
