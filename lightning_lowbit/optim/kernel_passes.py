@@ -1,5 +1,6 @@
 """The passes of a step in kernels, C++ on CPUs and Triton on GPUs: each is one call for all parameters of a batch."""
 
+import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,9 @@ from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.kernels.cpu import adam as cpu
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import adam as gpu
+from lightning_lowbit.kernels.memory import address, dense
 from lightning_lowbit.kernels.shards import DENSE, FP8, KINDS, NOTHING, SPARSE, ParameterShard, Rules, moved
-from lightning_lowbit.optim.batch import Batch, Member, Step
+from lightning_lowbit.optim.batch import Batch, Member, Step, scalar_dtype
 from lightning_lowbit.optim.moments import NAMES, DenseMoments, FP8Moments, SparseMoments
 from lightning_lowbit.optim.passes import ElementClip, Passes, Update
 
@@ -28,7 +30,7 @@ class KernelPasses(Passes):
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
-        self._gradients = [None if m.gradient is None else m.gradient.contiguous() for m in batch.members]
+        self._gradients = [None if m.gradient is None else dense(m.gradient) for m in batch.members]
         self._fields = [_fields(*pair) for pair in zip(batch.members, self._gradients, strict=True)]
         self._shards = self._shards_of(self._fields)
 
@@ -61,7 +63,10 @@ class KernelPasses(Passes):
         chosen = moved(indices, self.batch.device)
         given = {"limit": elements.limit[chosen], "ratio": elements.ratio[chosen], "factor": factor[chosen]}
         fields = [
-            self._fields[index]._replace(weights=target.data_ptr(), weights_kind=KINDS[target.dtype])
+            self._fields[index]._replace(
+                weights=address("a clipped gradient", target, target.dtype, self._fields[index].size, target.device),
+                weights_kind=KINDS[target.dtype],
+            )
             for index, target in zip(indices, targets, strict=True)
         ]
         self._shards_of(fields).write_clipped(Rules(elements.rule, given))
@@ -73,7 +78,8 @@ class CppPasses(KernelPasses):
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
-        self._scalars = cpu.Scalars({name: [member.state[name] for member in batch.members] for name in batch.names})
+        scalars = {name: [member.state[name] for member in batch.members] for name in batch.names}
+        self._scalars = cpu.Scalars(scalars, {name: scalar_dtype(name, batch.dtype) for name in batch.names})
 
     def _shards_of(self, fields: Sequence[ParameterShard]) -> cpu.Shards:
         return cpu.Shards(fields)
@@ -156,6 +162,7 @@ def _are_near(found: Tensor, wanted: Tensor) -> bool:
 
 
 def _fits(member: Member) -> bool:
+    """Whether kernels know the dtypes and layouts of a member's tensors; their addresses compare the sizes."""
     shard, gradient, kept = member.shard, member.gradient, member.kept
     if gradient is not None and not (type(gradient) is Tensor and gradient.dtype in KINDS):
         return False
@@ -165,10 +172,10 @@ def _fits(member: Member) -> bool:
         type(shard) in (Tensor, Parameter)
         and shard.dtype in KINDS
         and shard.is_contiguous()
+        and not shard.is_neg()
         and is_in_rows
-        and all(tensor.is_contiguous() for tensor in kept.values())
+        and all(tensor.is_contiguous() and not tensor.is_neg() for tensor in kept.values())
         and all(kept[name].dtype in (torch.float32, torch.uint8) for name in NAMES if name in kept)
-        and all(value.dtype in (torch.float32, torch.int64) for name, value in member.state.items() if name not in kept)
     )
 
 
@@ -178,23 +185,28 @@ def _of_step(step: Step) -> dict[str, Tensor]:
 
 
 def _fields(member: Member, gradient: Tensor | None) -> ParameterShard:
-    shard, moments, kept = member.shard, member.moments, member.kept
+    shard, moments, kept, device = member.shard, member.moments, member.kept, member.shard.device
     kind, every, first, stride = DENSE, 1, 0, 0
     row = columns = size = shard.numel()
     if moments.draws:
         kind, every = (SPARSE, moments.every) if isinstance(moments, SparseMoments) else (FP8, 1)
-        row, columns = shard.shape[-1], kept["mean"].shape[-1]
+        row = shard.shape[-1]
+        columns = -(-row // every)
         whole, offsets = member.parameter.shape, offsets_of(member.parameter)
         stride = columns if kind == SPARSE else whole[-1]  # rows with sparse moments are whole
         above = offsets[0]  # rows of the whole parameter before those of the shard
         for offset, length in zip(offsets[1:-1], whole[1:-1], strict=True):
             above = above * length + offset
         first = above * stride + offsets[-1]
-    addresses = {name: kept[name].data_ptr() if name in kept else 0 for name in _KEPT}
+    entries = {**moments.entries(shard.shape, torch.float32), "master": (shard.shape, torch.float16)}
+    starts = dict.fromkeys(_KEPT, 0)
+    for name, tensor in kept.items():
+        shape, dtype = entries[name]
+        starts[name] = address(name, tensor, dtype, math.prod(shape), device)
     return ParameterShard(
-        weights=shard.data_ptr(),
-        gradient=0 if gradient is None else gradient.data_ptr(),
-        **addresses,
+        weights=address("a parameter", shard, shard.dtype, size, device),
+        gradient=0 if gradient is None else address("a gradient", gradient, gradient.dtype, size, device),
+        **starts,
         weights_kind=KINDS[shard.dtype],
         gradient_kind=NOTHING if gradient is None else KINDS[gradient.dtype],
         moments=kind,

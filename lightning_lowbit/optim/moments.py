@@ -32,6 +32,10 @@ BLOCK = 128
 NAMES = ("mean", "mean_square")
 
 
+#: Shapes and dtypes by name.
+Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
 class Draw(NamedTuple):
     """What the random bits of some rows of a parameter depend on.
 
@@ -63,6 +67,10 @@ class DenseMoments:
     names: ClassVar[tuple[str, ...]] = NAMES  # of what is kept
     draws: ClassVar[bool] = False  # whether random bits are needed
     is_sparse: ClassVar[bool] = False  # whether some elements have no moments
+
+    def entries(self, shape: torch.Size, dtype: torch.dtype) -> Entries:
+        """The shapes and dtypes of what is kept of a shard."""
+        return {"mean": (shape, dtype), "mean_square": (shape, dtype)}
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         return {name: torch.zeros_like(parameter, dtype=dtype) for name in NAMES}
@@ -97,6 +105,10 @@ class FP8Moments(DenseMoments):
     names: ClassVar[tuple[str, ...]] = (*NAMES, "mean_scale", "mean_square_scale")
     draws: ClassVar[bool] = True
 
+    def entries(self, shape: torch.Size, dtype: torch.dtype) -> Entries:
+        codes, scales = (shape, torch.uint8), (_with_columns(shape, BLOCK), torch.float32)
+        return {"mean": codes, "mean_square": codes, "mean_scale": scales, "mean_square_scale": scales}
+
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         state = {}
         for name in NAMES:
@@ -130,6 +142,9 @@ class SparseMoments(DenseMoments):
     is_sparse: ClassVar[bool] = True
     every: int = 1
 
+    def entries(self, shape: torch.Size, dtype: torch.dtype) -> Entries:
+        return dict.fromkeys(NAMES, (_with_columns(shape, self.every), dtype))
+
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         if local(parameter).shape[-1] != parameter.shape[-1]:
             raise ValueError(
@@ -152,6 +167,11 @@ class SparseMoments(DenseMoments):
         first = torch.arange(0, columns, self.every, device=rows.device)
         neighbors = (columns - first).clamp_(max=self.every)  # fewer at the end
         return first + (draws * neighbors).long()
+
+
+def _with_columns(shape: torch.Size, share: int) -> tuple[int, ...]:
+    """The shape with one element for so many in a row."""
+    return (*shape[:-1], -(-shape[-1] // share))
 
 
 def moments_of(kind: str, density: float, dims: int) -> DenseMoments:

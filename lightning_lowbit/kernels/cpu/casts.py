@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.memory import address, dense
 from lightning_lowbit.quant.blocks import Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import (
@@ -23,7 +24,7 @@ from lightning_lowbit.quant.operand import (
 )
 from lightning_lowbit.quant.scales import e8m0_rule, fp32_numerator
 from lightning_lowbit.quant.shard import Shard
-from lightning_lowbit.quant.transforms import rotated_shape
+from lightning_lowbit.quant.transforms import SIZES, rotated_shape
 
 # The numbers of dtypes in source/casts.cpp.
 INPUTS = {torch.float32: 0, torch.bfloat16: 1}
@@ -74,7 +75,7 @@ class Plan(NamedTuple):
 
     Attributes:
         settings, address: the structure that the kernels read.
-        dtype: that of the values.
+        source, dtype: that of the matrix, and of the values.
         cast, dim, tile: the cast, the dimension of its blocks, and its tile.
         has_factor: whether there is a factor.
         draws, needs_amax: whether the cast needs a key, and the amax of the tensor.
@@ -83,6 +84,7 @@ class Plan(NamedTuple):
 
     settings: ctypes.Structure
     address: int
+    source: torch.dtype
     dtype: torch.dtype
     cast: Cast
     dim: int
@@ -148,10 +150,10 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
         factor=scale.factor,
         size=fp32_numerator(cast) if scale.format == "fp32" else 0.0,
     )
-    address = ctypes.addressof(settings)
     return Plan(
         settings,
-        address,
+        ctypes.addressof(settings),
+        source,
         dtype,
         cast,
         dim,
@@ -176,14 +178,16 @@ def takes(
     is_given = plan.draws or amax is not None  # else there is nothing to check
     if is_given and not are_regular(plan.draws, plan.needs_amax, key, amax, x.device):
         return False
-    if rotation is not None and not (plan.rotates and are_signs(rotation)):
+    if rotation is not None and not (plan.rotates and are_signs(rotation, plan.dim)):
         return False
-    return x.numel() > 0 and (shard is None or stands_alone(plan.cast, plan.dim, amax, shard))
+    is_matrix = x.dim() == 2 and x.numel() > 0
+    return is_matrix and (shard is None or stands_alone(plan.cast, plan.dim, amax, shard))
 
 
-def are_signs(rotation: Tensor) -> bool:
-    """Whether the kernels read the signs of a rotation."""
-    return type(rotation) is Tensor and rotation.is_cpu and rotation.dtype == torch.float32 and rotation.is_contiguous()
+def are_signs(rotation: Tensor, dim: int) -> bool:
+    """Whether the kernels rotate groups along a dimension by these signs."""
+    is_there = type(rotation) is Tensor and rotation.is_cpu and rotation.dtype == torch.float32
+    return is_there and rotation.dim() == 1 and len(rotation) in SIZES and rotation.is_contiguous() and dim in (0, 1)
 
 
 def quantize(
@@ -200,7 +204,7 @@ def quantize(
     plan = plan_of(spec, dim, x.dtype, dtype)
     if plan is None or not takes(x, plan, key, amax, shard, rotation):
         return None
-    x, factor = x.contiguous(), None
+    x, factor = dense(x), None
     if rotation is None:
         values = torch.empty_like(x, dtype=plan.dtype, memory_format=torch.contiguous_format)
     else:
@@ -222,19 +226,19 @@ def write(
     rotation: Tensor | None = None,
     codes: Codes | None = None,
 ) -> None:
-    """Writes what a cast gives to ``values`` and ``factor``: values of the plan's dtype, or codes."""
-    place = None
+    """Writes what a cast gives to ``values`` and ``factor``, which are new: values of the plan's dtype, or codes."""
+    place, factors = None, 0 if factor is None else factor.numel()
     if shard is not None:
         shape = x.shape if rotation is None else rotated_shape(x.shape, rotation, plan.dim)
         place = (ctypes.c_int32 * 2)(*shard.place(shape, plan.tile)[1:])
     library().lowbit_cast(  # type: ignore[union-attr]
-        x.data_ptr(),
+        address("a matrix", x, plan.source, x.numel()),
         *x.shape,
         plan.address,
-        values.data_ptr(),
-        None if factor is None else factor.data_ptr(),
-        key.data_ptr() if plan.draws and key is not None else None,
-        None if amax is None else amax.data_ptr(),
+        address("values", values, plan.dtype if codes is None else torch.uint8, values.numel()),
+        None if factor is None else address("factors", factor, torch.float32, factors),
+        address("a key", key, torch.int64, 1) if plan.draws and key is not None else None,
+        None if amax is None else address("an amax", amax, torch.float32, 1),
         _turn(rotation, plan.dim),
         place,
         None if codes is None else ctypes.byref(codes),
@@ -246,11 +250,14 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor |
     """max|x| of a float32 or bfloat16 tensor, of a rotated one a matrix: 0-d float32, not finite if an element is not;
     None for all others."""
     dtype, kernels, count = INPUTS.get(x.dtype), library(), x.numel()
-    if dtype is None or kernels is None or count == 0 or not (rotation is None or are_signs(rotation)):
+    if dtype is None or kernels is None or count == 0:
         return None
-    x, result = x.contiguous(), x.new_empty((), dtype=torch.float32)
+    if rotation is not None and not (x.dim() == 2 and are_signs(rotation, dim)):
+        return None
+    x, result = dense(x), x.new_empty((), dtype=torch.float32)
     shape, turn = x.shape if x.dim() == 2 else (1, count), _turn(rotation, dim)
-    kernels.lowbit_amax(x.data_ptr(), dtype, *shape, turn, result.data_ptr(), torch.get_num_threads())
+    source, to = address("a tensor", x, x.dtype, count), address("an amax", result, torch.float32, 1)
+    kernels.lowbit_amax(source, dtype, *shape, turn, to, torch.get_num_threads())
     return result
 
 
@@ -258,23 +265,27 @@ def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: S
     """:func:`lightning_lowbit.kernels.delayed.delayed_amax` on a CPU; None where no kernel does it."""
     if (kernels := library()) is None:
         return None
-    result, force = torch.empty_like(own), in_force.data_ptr() + places[0] * in_force.itemsize
-    bits, record = sum(1 << place for place in places), None if staged is None else staged.data_ptr()
-    kernels.lowbit_delayed_amax(own.data_ptr(), force, record, bits, result.data_ptr())
+    result, count, bits = torch.empty_like(own), in_force.numel(), sum(1 << place for place in places)
+    force = address("amaxes in force", in_force, torch.float32, count) + places[0] * in_force.itemsize
+    record = None if staged is None else address("amaxes of a step", staged, torch.float32, count)
+    source, to = address("an amax", own, torch.float32, 1), address("an amax", result, torch.float32, 1)
+    kernels.lowbit_delayed_amax(source, force, record, bits, to)
     return result
 
 
 def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor | None:
     """A float32 or bfloat16 matrix as :func:`lightning_lowbit.quant.rotate` has it; None for all others."""
     dtype, kernels = INPUTS.get(x.dtype), library()
-    if dtype is None or kernels is None or x.numel() == 0 or not are_signs(rotation):
+    if dtype is None or kernels is None or x.numel() == 0 or x.dim() != 2 or not are_signs(rotation, dim):
         return None
-    x, result, turn = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim)), _turn(rotation, dim)
-    kernels.lowbit_rotate(x.data_ptr(), dtype, *x.shape, turn, result.data_ptr(), torch.get_num_threads())
+    x, result, turn = dense(x), x.new_empty(rotated_shape(x.shape, rotation, dim)), _turn(rotation, dim)
+    source, to = address("a matrix", x, x.dtype, x.numel()), address("values", result, x.dtype, result.numel())
+    kernels.lowbit_rotate(source, dtype, *x.shape, turn, to, torch.get_num_threads())
     return result
 
 
 def _turn(rotation: Tensor | None, dim: int) -> Any:
     if rotation is None:
         return None
-    return ctypes.byref(_Rotation(rotation.data_ptr(), rotation.numel(), 0 if dim in (0, -2) else 1))
+    signs = address("signs", rotation, torch.float32, len(rotation))
+    return ctypes.byref(_Rotation(signs, len(rotation), dim))
