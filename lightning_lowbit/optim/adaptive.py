@@ -235,6 +235,7 @@ class Adaptive(GuardedOptimizer):
         taken = torch.stack([seen.finite.to(batches[0].device) for seen in measured]).all()
         # Not SGD: after a skipped first step, the momentum of its fused form is uninitialized memory.
         is_told = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD)
+        is_told = is_told and all(group.get("fused", True) for group in self.param_groups)  # a loaded group may not be
         if not is_told and not bool(taken):
             return [None] * len(batches)
         with _clipped_gradients(batches, clipped):

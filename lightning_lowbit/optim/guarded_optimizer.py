@@ -173,8 +173,6 @@ class GuardedOptimizer(torch.optim.Optimizer):
         own, entries = {name: value for name, value in saved.items() if self._is_own(name)}, {}
         if own or (saved and not self._takes_more):
             entries = self._entries(local(parameter), group)
-        if more := own.keys() - entries:
-            return f"it has {some(map(str, more))}, which {type(self).__name__} does not keep"
         for name, value in own.items():
             if isinstance(value, DTensor) and isinstance(parameter, DTensor) and name not in self.SCALARS:
                 if value.placements != parameter.placements:
@@ -182,7 +180,8 @@ class GuardedOptimizer(torch.optim.Optimizer):
             elif isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta != parameter.is_meta):
                 return f"{name} is {described(value)}, without the numbers of a dense tensor"
         shards = {name: local(value) if isinstance(value, Tensor) else value for name, value in own.items()}
-        return misfit(shards, entries)
+        more = sorted(map(str, own.keys() - entries))
+        return misfit(shards, entries) or (f"nothing reads its {some(more)}" if more else "")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -61,7 +61,7 @@ def swap_last_dimensions(value: Tensor, draw: random.Random) -> Any:
 
 
 def recast(value: Tensor, draw: random.Random) -> Any:
-    return value.to(draw.choice(DTYPES))
+    return value if value.is_complex() else value.to(draw.choice(DTYPES))
 
 
 def fill(value: Tensor, draw: random.Random) -> Any:
@@ -170,9 +170,10 @@ def damaged(entry: Entry, draw: random.Random) -> Any:
             damage_entry(saved, names, draw)
         elif kind < 8:
             damage_states(saved, draw)
-        elif all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in saved["param_groups"]):
-            if saved["param_groups"]:
-                damage_group(saved, options, draw)
+        elif saved["param_groups"] and all(
+            isinstance(group, dict) and isinstance(group.get("params"), list) for group in saved["param_groups"]
+        ):
+            damage_group(saved, options, draw)
     return saved
 
 
