@@ -4,7 +4,7 @@ C++ and Triton get addresses and sizes; of a tensor that is smaller they would r
 they see numbers as they are stored: torch marks some tensors to be read as their negatives (`Tensor.is_neg`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -42,11 +42,12 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, elements: int, device
     return start
 
 
-def addresses(
-    name: str, tensors: Iterable[Tensor], dtype: torch.dtype, elements: int, device: torch.device = CPU
-) -> list[int]:
-    """:func:`address` of each tensor."""
-    return [address(name, tensor, dtype, elements, device) for tensor in tensors]
+def addresses(name: str, scalars: Sequence[Tensor], dtype: torch.dtype) -> list[int]:
+    """:func:`address` of each of some tensors of one element on a CPU, of which optimizers have hundreds."""
+    starts = [
+        one.data_ptr() for one in scalars if one.dtype is dtype and one.numel() == 1 and one.is_cpu and not one.is_neg()
+    ]
+    return starts if len(starts) == len(scalars) and all(starts) else [address(name, one, dtype, 1) for one in scalars]
 
 
 def checked(name: str, tensor: _T, dtype: torch.dtype, elements: int, device: torch.device) -> _T:

@@ -22,9 +22,9 @@ from lightning_lowbit.distributed import Sharding, local
 from lightning_lowbit.kernels.memory import described
 from lightning_lowbit.optim.batch import Batch, remember
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, statistics_dtype
+from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.guards import Clipped, Measured
-from lightning_lowbit.optim.moments import DenseMoments
+from lightning_lowbit.optim.moments import DenseMoments, statistics_dtype
 from lightning_lowbit.optim.options import check_options
 from lightning_lowbit.optim.passes import ElementClip
 

@@ -20,9 +20,9 @@ from lightning_lowbit.distributed import Sharding, local
 from lightning_lowbit.optim import clipping
 from lightning_lowbit.optim.batch import SCALARS, Batch, Step, remember
 from lightning_lowbit.optim.clipping import Scalar
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, misfit, statistics_dtype
+from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.guards import Clipped, Measured, decay_factor
-from lightning_lowbit.optim.moments import DenseMoments, Entries, FP8Moments, moments_of
+from lightning_lowbit.optim.moments import DenseMoments, Entries, FP8Moments, moments_of, statistics_dtype
 from lightning_lowbit.optim.options import check_options
 from lightning_lowbit.optim.passes import Update
 
@@ -150,26 +150,17 @@ class GuardedAdam(GuardedOptimizer):
                 f"{', '.join(sorted(wanted))}: moments and master_weights cannot be changed in mid-training; build a "
                 "new optimizer."
             )
-        values, shard = {name: local(state[name]) for name in wanted}, local(parameter)
-        if strange := misfit(values, self._kept_entries(shard, moments, has_master)):
-            raise ValueError(
-                f"The state of a parameter of {tuple(shard.shape)} was changed since it was made or loaded: {strange}. "
-                "Put back what belongs to the parameter, or build a new optimizer."
-            )
-        return state, moments, values
+        return state, moments, {name: local(state[name]) for name in wanted}
 
     def _format(self, group: Mapping[str, Any], dims: int) -> tuple[DenseMoments, bool]:
         """The format of moments of a parameter of so many dimensions, and whether there are master weights."""
         return moments_of(group["moments"], group["density"], dims), group["master_weights"] is not None
 
-    def _kept_entries(self, shard: Tensor, moments: DenseMoments, has_master: bool) -> Entries:
-        entries = moments.entries(shard.shape, statistics_dtype(shard))
-        return {**entries, "master": (shard.shape, torch.float16)} if has_master else entries
-
     def _entries(self, shard: Tensor, group: Mapping[str, Any]) -> Entries:
         moments, has_master = self._format(group, shard.dim())
-        scale: Entries = {"master_scale": ((), torch.float32)} if has_master else {}
-        return super()._entries(shard, group) | self._kept_entries(shard, moments, has_master) | scale
+        masters: Entries = {"master": (shard.shape, torch.float16), "master_scale": ((), torch.float32)}
+        entries = super()._entries(shard, group) | moments.entries(shard.shape, statistics_dtype(shard))
+        return entries | masters if has_master else entries
 
     def _new_state(self, parameter: Tensor, moments: DenseMoments, has_master: bool) -> dict[str, Tensor]:
         dtype, device = statistics_dtype(parameter), local(parameter).device

@@ -15,7 +15,7 @@ from lightning_lowbit.kernels.memory import described
 from lightning_lowbit.optim.batch import SCALARS, Batch, GradientStatistics, Member, scalar_dtype
 from lightning_lowbit.optim.guards import Clipped, Measured, add_sums, clip, measure
 from lightning_lowbit.optim.kernel_passes import passes_for
-from lightning_lowbit.optim.moments import DenseMoments, Entries
+from lightning_lowbit.optim.moments import STATISTICS, DenseMoments, Entries, misfit, statistics_dtype
 from lightning_lowbit.optim.options import OPTIONS, check_options
 
 # Options of parameters of fewer than two dimensions under matrices_only.
@@ -23,9 +23,6 @@ _UNGUARDED = {"element_clip": None, "norm_clip": None, "reset_interval": None, "
 
 # Options that are names, checked in each step: a name misspelled in mid-training would silently switch its rule off.
 _RULES = ("element_clip", "norm_clip", "moments", "master_weights")
-
-# Dtypes of statistics, which become that of the parameter's.
-_STATISTICS = (torch.float32, torch.float64)
 
 _REMEDY = "Take the checkpoint of the same run, or load the weights alone and start with a new state."
 
@@ -104,7 +101,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         for index, parameter in zip(saved_parameters, parameters, strict=True):
             for name, value in final["state"].get(index, {}).items():
                 if self._is_own(name):  # the base class casts statistics and counters of a bf16 parameter to bf16
-                    dtype = statistics_dtype(parameter) if value.dtype in _STATISTICS else value.dtype
+                    dtype = statistics_dtype(parameter) if value.dtype in STATISTICS else value.dtype
                     self.state[parameter][name] = value.detach().to(parameter.device, dtype, copy=True)
 
     def _is_own(self, name: str) -> bool:
@@ -228,12 +225,12 @@ class GuardedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 number += 1
                 self._check_parameter(parameter)
-                sharding, gradient = sharding_of(parameter), local_gradient(parameter)
+                sharding, gradient, shard = sharding_of(parameter), local_gradient(parameter), local(parameter)
                 if gradient is not None:
-                    self._check_gradient(parameter, gradient)
+                    self._check_gradient(shard, gradient)
                 elif not (sharding.groups and parameter.requires_grad):  # else another rank may have one
                     continue
-                shard, dtype = local(parameter), statistics_dtype(parameter)
+                dtype = statistics_dtype(parameter)
                 is_guarded = len(sharding.shape) > 1 or not group["matrices_only"]
                 key = (shard.device, dtype, sharding.groups, is_guarded)
                 if key not in alike:
@@ -255,9 +252,8 @@ class GuardedOptimizer(torch.optim.Optimizer):
             "from another: use DDP, FSDPStrategy or ModelParallelStrategy; for parameters of your own, add_param_group."
         )
 
-    def _check_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        shard = local(parameter)
-        if gradient.shape != shard.shape or gradient.device != shard.device:
+    def _check_gradient(self, shard: Tensor, gradient: Tensor) -> None:
+        if gradient.shape != shard.shape:
             raise ValueError(
                 f"{type(self).__name__} found a gradient that is {described(gradient)} at a parameter that is "
                 f"{described(shard)}: the parameter was replaced after the backward pass. Call zero_grad() then."
@@ -298,17 +294,6 @@ def _statistics(batch: Batch, measured: Measured, clipped: Clipped) -> _Statisti
     return [member.parameter for member in batch.members], [*columns, step.steps_since_reset()]
 
 
-def misfit(values: Mapping[str, Any], entries: Entries) -> str:
-    """What differs from the shapes and dtypes of entries, in words; empty if nothing does."""
-    for name, (shape, dtype) in entries.items():
-        value = values.get(name)
-        if not isinstance(value, Tensor):
-            return f"{name} is {'missing' if value is None else described(value)}"
-        if value.shape != shape or (value.dtype != dtype and not {value.dtype, dtype} <= {*_STATISTICS}):
-            return f"{name} is {described(value)}, and {tuple(shape)}, {dtype} is needed"
-    return ""
-
-
 def _are_groups(groups: Any) -> bool:
     """Whether these are groups of parameters, each with numbers or names of its own."""
     return isinstance(groups, list | tuple) and all(
@@ -317,8 +302,3 @@ def _are_groups(groups: Any) -> bool:
         and all(isinstance(index, int | str) for index in group["params"])
         for group in groups
     )
-
-
-def statistics_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of a parameter's statistics and moments."""
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

@@ -1,6 +1,5 @@
 """The passes of a step in kernels, C++ on CPUs and Triton on GPUs: each is one call for all parameters of a batch."""
 
-import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,11 +17,20 @@ from lightning_lowbit.kernels.gpu import adam as gpu
 from lightning_lowbit.kernels.memory import address, dense
 from lightning_lowbit.kernels.shards import DENSE, FP8, KINDS, NOTHING, SPARSE, ParameterShard, Rules, moved
 from lightning_lowbit.optim.batch import Batch, Member, Step, scalar_dtype
-from lightning_lowbit.optim.moments import NAMES, DenseMoments, FP8Moments, SparseMoments
+from lightning_lowbit.optim.moments import (
+    DenseMoments,
+    Entries,
+    FP8Moments,
+    SparseMoments,
+    misfit,
+    statistics_dtype,
+)
 from lightning_lowbit.optim.passes import ElementClip, Passes, Update
 
 # The tensors of a member that `ParameterShard` has by the same names.
 _KEPT = (*FP8Moments.names, "master")
+_KEPT_DTYPES = (torch.float32, torch.uint8, torch.float16)
+_NOT_KEPT = dict.fromkeys(_KEPT, 0)
 
 
 class KernelPasses(Passes):
@@ -99,8 +107,13 @@ class TritonPasses(KernelPasses):
 
 
 def passes_for(batch: Batch) -> Passes:
-    """The passes that a batch is worked on by."""
-    return (kernels_for(batch) or Passes)(batch)
+    """The passes that a batch is worked on by; a ``ValueError`` where a state has not the sizes of its parameter."""
+    if kernels := kernels_for(batch):
+        return kernels(batch)
+    for member in batch.members:
+        if strange := misfit(member.kept, {name: _entries(member)[name] for name in member.kept}):
+            raise ValueError(_misfit(member, strange))
+    return Passes(batch)
 
 
 def kernels_for(batch: Batch) -> type[KernelPasses] | None:
@@ -166,22 +179,32 @@ def _fits(member: Member) -> bool:
     shard, gradient, kept = member.shard, member.gradient, member.kept
     if gradient is not None and not (type(gradient) is Tensor and gradient.dtype in KINDS):
         return False
+    for tensor in kept.values():
+        is_dense = isinstance(tensor, Tensor) and tensor.is_contiguous() and not tensor.is_neg()
+        if not is_dense or tensor.dtype not in _KEPT_DTYPES:
+            return False
     # Random bits are of places in the whole parameter, which kernels count by rows.
     is_in_rows = not member.moments.draws or shard.shape[1:-1] == member.parameter.shape[1:-1]
-    return (
-        type(shard) in (Tensor, Parameter)
-        and shard.dtype in KINDS
-        and shard.is_contiguous()
-        and not shard.is_neg()
-        and is_in_rows
-        and all(tensor.is_contiguous() and not tensor.is_neg() for tensor in kept.values())
-        and all(kept[name].dtype in (torch.float32, torch.uint8) for name in NAMES if name in kept)
-    )
+    is_known = type(shard) in (Tensor, Parameter) and shard.dtype in KINDS
+    return is_known and shard.is_contiguous() and not shard.is_neg() and is_in_rows
 
 
 def _of_step(step: Step) -> dict[str, Tensor]:
     steps = step.scalars["steps"]
     return {"taken": step.taken, "steps": steps, "since_reset": step.scalars.get("steps_since_reset", steps)}
+
+
+def _entries(member: Member) -> Entries:
+    """The shapes and dtypes that the tensors of a member have."""
+    shape, dtype = member.shard.shape, statistics_dtype(member.shard)
+    return {**member.moments.entries(shape, dtype), "master": (shape, torch.float16)}
+
+
+def _misfit(member: Member, strange: str) -> str:
+    return (
+        f"The state of a parameter of {tuple(member.shard.shape)} was changed since it was made or loaded: {strange}. "
+        "Put back what belongs to the parameter, or build a new optimizer."
+    )
 
 
 def _fields(member: Member, gradient: Tensor | None) -> ParameterShard:
@@ -198,11 +221,12 @@ def _fields(member: Member, gradient: Tensor | None) -> ParameterShard:
         for offset, length in zip(offsets[1:-1], whole[1:-1], strict=True):
             above = above * length + offset
         first = above * stride + offsets[-1]
-    entries = {**moments.entries(shard.shape, torch.float32), "master": (shard.shape, torch.float16)}
-    starts = dict.fromkeys(_KEPT, 0)
+    starts, entries = _NOT_KEPT.copy(), moments.entries(shard.shape, torch.float32)
     for name, tensor in kept.items():
-        shape, dtype = entries[name]
-        starts[name] = address(name, tensor, dtype, math.prod(shape), device)
+        shape, dtype = entries.get(name) or (shard.shape, torch.float16)
+        if tensor.shape != shape:
+            raise ValueError(_misfit(member, misfit(kept, {name: (shape, dtype)})))
+        starts[name] = address(name, tensor, dtype, tensor.numel(), device)
     return ParameterShard(
         weights=address("a parameter", shard, shard.dtype, size, device),
         gradient=0 if gradient is None else address("a gradient", gradient, gradient.dtype, size, device),

@@ -17,7 +17,7 @@ Source: arXiv 2409.12517, section 5, for the two formats; COAT (arXiv 2410.19313
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +26,34 @@ from torch import Tensor
 from lightning_lowbit.compilation import compiled, opaque
 from lightning_lowbit.distributed import local, zeros_sharded_as
 from lightning_lowbit.formats import ELEMENT_FORMATS, Format
+from lightning_lowbit.kernels.memory import described
 from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform
 
 BLOCK = 128
 NAMES = ("mean", "mean_square")
 
 
+#: Dtypes of statistics; a saved one becomes that of the parameter.
+STATISTICS = (torch.float32, torch.float64)
+
 #: Shapes and dtypes by name.
 Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def statistics_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's statistics and moments."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def misfit(values: Mapping[str, Any], entries: Entries) -> str:
+    """What differs from the shapes and dtypes of entries, in words; empty if nothing does."""
+    for name, (shape, dtype) in entries.items():
+        value = values.get(name)
+        if not isinstance(value, Tensor):
+            return f"{name} is {'missing' if value is None else described(value)}"
+        if value.shape != shape or (value.dtype != dtype and not {value.dtype, dtype} <= {*STATISTICS}):
+            return f"{name} is {described(value)}, and {tuple(shape)}, {dtype} is needed"
+    return ""
 
 
 class Draw(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_lowbit.distributed import local
 from lightning_lowbit.optim import Adaptive
-from lightning_lowbit.optim.guarded_optimizer import misfit
+from lightning_lowbit.optim.moments import misfit
 from tests.optim.conformance.entries import ENTRIES, Entry, assert_nothing_happened
 from tests.optim.parameters import set_gradients, snapshot, train
 

@@ -115,7 +115,7 @@ class Scalars:
     def __init__(self, tensors: Mapping[str, Sequence[Tensor]], dtypes: Mapping[str, torch.dtype]) -> None:
         self._tensors, self._dtypes = tensors, dtypes  # kept alive
         self._addresses = {
-            name: array("q", addresses(name, scalars, dtypes[name], 1)) for name, scalars in tensors.items()
+            name: array("q", addresses(name, scalars, dtypes[name])) for name, scalars in tensors.items()
         }
 
     def load(self) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.memory import address, checked, together
 from lightning_lowbit.kernels.shards import Rules
 from lightning_lowbit.nn.layers.frozen import Frozen
-from tests.kernels import signs
+from tests.kernels.memory import signs
 from tests.quant.tensors import NVFP4
 from tests.tables import each
 
