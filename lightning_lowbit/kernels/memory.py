@@ -36,10 +36,15 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, elements: int, device
         ValueError: Kernels need scales as 8 contiguous elements of torch.float32 on cpu, and got a tensor of shape
             (4,), torch.float32, on cpu. Give what fits the other arguments.
     """
-    start = checked(name, tensor, dtype, elements, device).data_ptr()
-    if not start and elements:
-        raise ValueError(f"Kernels need {name}, and the memory of {described(tensor)} was freed.")
-    return start
+    return start(checked(name, tensor, dtype, elements, device))
+
+
+def start(tensor: Tensor) -> int:
+    """The address of a tensor that the caller has just compared, made contiguous, or made, in the kernel's sizes."""
+    place = tensor.data_ptr()
+    if not place and tensor.numel():
+        raise ValueError(f"Kernels need memory, and that of {described(tensor)} was freed.")
+    return place
 
 
 def addresses(name: str, scalars: Sequence[Tensor], dtype: torch.dtype) -> list[int]:

@@ -60,7 +60,7 @@ def _fake_operand(
 def _lay_out_operand(
     x: Tensor, spec: str, block: int, dim: int, key: Tensor | None, amax: Tensor | None, shard: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x, key, amax = resolved(x), resolved(key), resolved(amax)
+    x = resolved(x)
     if takes_triton(x.device) and type(x) in (Tensor, Parameter):
         part = None if shard is None else Shard.from_spec(shard)
         if (made := _by_triton(x, Cast.from_spec(spec), block, dim, key, amax, part)) is not None:

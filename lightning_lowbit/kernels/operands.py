@@ -59,7 +59,7 @@ def quantize_operand(
         to, of_shard = dtype or operand_dtype(x.dtype, cast), None if shard is None else shard.spec
         values, factor = _quantize_operand(x, cast.spec, dim, key, amax, to, of_shard, rotation)
         return Operand(values, factor if has_factor(cast) else None)
-    made, x, key, amax, rotation = None, resolved(x), resolved(key), resolved(amax), resolved(rotation)
+    made, x = None, resolved(x)
     if type(x) in (Tensor, Parameter):  # FakeTensor and other subclasses have no memory of their own
         if takes_cpp(x.device):
             made = cpu.quantize(x, cast.spec, dim, key, amax, dtype, shard, rotation)
@@ -112,7 +112,7 @@ def quantize_both(
 ) -> tuple[Operand, Operand] | None:
     """The operands of a matrix along its rows (dim 1) and along its columns (dim 0), each as :func:`quantize_operand`
     makes it, from one read of a tensor of :func:`reads_once`; None where no kernel makes both."""
-    device, x, keys, amax = x.device, resolved(x), (resolved(keys[0]), resolved(keys[1])), resolved(amax)
+    device, x = x.device, resolved(x)
     if not 0 < x.numel() < 2**31 or x.dim() != 2:
         return None
     to = dtypes[0] or operand_dtype(x.dtype, casts[0]), dtypes[1] or operand_dtype(x.dtype, casts[1])
@@ -249,7 +249,7 @@ def coverage(
 def amax_of(x: Tensor, shard: str | None = None, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
     """max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code; with ``rotation`` that of
     ``rotate(x, rotation, dim)``. ``shard`` is the spec of one."""
-    x, rotation = resolved(x), resolved(rotation)
+    x = resolved(x)
     if shard is not None:
         return plain_amax(x if rotation is None else rotate(x, rotation, dim), Shard.from_spec(shard))
     made = cpu.amax_of(x, rotation, dim) if _is_by_cpp(x) else None
@@ -272,7 +272,7 @@ def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
     """A matrix as :func:`lightning_lowbit.quant.rotate` has it, by the fastest code."""
     made = None
     if not inverse and not torch.compiler.is_compiling():
-        x, signs = resolved(x), resolved(signs)
+        x = resolved(x)
         made = cpu.rotate(x, signs, dim) if _is_by_cpp(x) else None
         if made is None and _is_by_triton(x, signs, dim):
             made = gpu.rotate(x, signs, dim)

@@ -111,7 +111,7 @@ def _pack_operand(
     rotation: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     part, made = None if shard is None else Shard.from_spec(shard), None
-    x, key, amax, rotation = resolved(x), resolved(key), resolved(amax), resolved(rotation)
+    x = resolved(x)
     by_kernel = type(x) in (Tensor, Parameter)
     if by_kernel and takes_cpp(x.device):
         made = cpu.pack(x, spec, dim, key, amax, part, rotation)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import address, addresses
+from lightning_lowbit.kernels.memory import address, addresses, start
 from lightning_lowbit.kernels.shards import ParameterShard, Rules
 
 _RULES = {None: 0, "ada_clip": 1, "spike_clip": 2}
@@ -57,13 +57,13 @@ class Shards:
     def squares(self, rules: Rules) -> Tensor:
         """Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]. After `measure`."""
         result = torch.empty(2, self._count, dtype=torch.float32, device="cpu")
-        self._decide("squares", rules, *self._of_chunks(self._measured), self._result(result))
+        self._decide("squares", rules, *map(_pointer, (*self._measured, result)))
         return result
 
     def update(self, rules: Rules) -> Tensor | None:
         """Adam; with ``unit`` among the numbers, what `squares` gives, of the same pass."""
         result = torch.empty(2, self._count, dtype=torch.float32, device="cpu") if "unit" in rules.numbers else None
-        self._decide("update", rules, None if result is None else self._result(result))
+        self._decide("update", rules, None if result is None else _pointer(result))
         return result
 
     def write_clipped(self, rules: Rules) -> None:
@@ -79,16 +79,8 @@ class Shards:
 
     def _measure(self, of_weights: int, of_chunks: tuple[Tensor, Tensor]) -> Tensor:
         amaxes = torch.empty(self._count, dtype=torch.float32, device="cpu")
-        to = ctypes.c_void_p(address("maxima", amaxes, torch.float32, self._count))
-        self._call("measure", ctypes.c_int(of_weights), to, *self._of_chunks(of_chunks))
+        self._call("measure", ctypes.c_int(of_weights), *map(_pointer, (amaxes, *of_chunks)))
         return amaxes
-
-    def _of_chunks(self, measured: tuple[Tensor, Tensor]) -> list[ctypes.c_void_p]:
-        pairs = zip(measured, (torch.float32, torch.float64), strict=True)
-        return [ctypes.c_void_p(address("what was measured", part, dtype, self._chunks)) for part, dtype in pairs]
-
-    def _result(self, result: Tensor) -> ctypes.c_void_p:
-        return ctypes.c_void_p(address("sums", result, torch.float32, 2 * self._count))
 
     def _call(self, name: str, *arguments: object) -> None:
         found = library()
@@ -107,6 +99,10 @@ class Shards:
         }
         made = _Rules(eps=rules.eps, rule=_RULES[rules.rule], decays=rules.decays, **starts)
         self._call(name, ctypes.byref(made), *arguments)
+
+
+def _pointer(new: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(start(new))
 
 
 class Scalars:

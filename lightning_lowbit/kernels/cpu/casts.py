@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import address, dense
+from lightning_lowbit.kernels.memory import address, dense, start
 from lightning_lowbit.quant.blocks import Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import (
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
     Attributes:
         settings, address: the structure that the kernels read.
-        source, dtype: that of the matrix, and of the values.
+        dtype: that of the values.
         cast, dim, tile: the cast, the dimension of its blocks, and its tile.
         has_factor: whether there is a factor.
         draws, needs_amax: whether the cast needs a key, and the amax of the tensor.
@@ -84,7 +84,6 @@ class Plan(NamedTuple):
 
     settings: ctypes.Structure
     address: int
-    source: torch.dtype
     dtype: torch.dtype
     cast: Cast
     dim: int
@@ -153,7 +152,6 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
     return Plan(
         settings,
         ctypes.addressof(settings),
-        source,
         dtype,
         cast,
         dim,
@@ -186,7 +184,9 @@ def takes(
 
 def are_signs(rotation: Tensor, dim: int) -> bool:
     """Whether the kernels rotate groups along a dimension by these signs."""
-    is_there = type(rotation) is Tensor and rotation.is_cpu and rotation.dtype == torch.float32
+    is_there = (
+        type(rotation) is Tensor and rotation.is_cpu and rotation.dtype == torch.float32 and not rotation.is_neg()
+    )
     return is_there and rotation.dim() == 1 and len(rotation) in SIZES and rotation.is_contiguous() and dim in (0, 1)
 
 
@@ -226,19 +226,20 @@ def write(
     rotation: Tensor | None = None,
     codes: Codes | None = None,
 ) -> None:
-    """Writes what a cast gives to ``values`` and ``factor``, which are new: values of the plan's dtype, or codes."""
-    place, factors = None, 0 if factor is None else factor.numel()
+    """Writes what a cast gives to ``values`` and ``factor``, which are new: values of the plan's dtype, or codes. The
+    other tensors are those that :func:`takes` has seen, and ``x`` is contiguous."""
+    place = None
     if shard is not None:
         shape = x.shape if rotation is None else rotated_shape(x.shape, rotation, plan.dim)
         place = (ctypes.c_int32 * 2)(*shard.place(shape, plan.tile)[1:])
     library().lowbit_cast(  # type: ignore[union-attr]
-        address("a matrix", x, plan.source, x.numel()),
+        start(x),
         *x.shape,
         plan.address,
-        address("values", values, plan.dtype if codes is None else torch.uint8, values.numel()),
-        None if factor is None else address("factors", factor, torch.float32, factors),
-        address("a key", key, torch.int64, 1) if plan.draws and key is not None else None,
-        None if amax is None else address("an amax", amax, torch.float32, 1),
+        start(values),
+        None if factor is None else start(factor),
+        start(key) if plan.draws and key is not None else None,
+        None if amax is None else start(amax),
         _turn(rotation, plan.dim),
         place,
         None if codes is None else ctypes.byref(codes),
@@ -256,8 +257,7 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor |
         return None
     x, result = dense(x), x.new_empty((), dtype=torch.float32)
     shape, turn = x.shape if x.dim() == 2 else (1, count), _turn(rotation, dim)
-    source, to = address("a tensor", x, x.dtype, count), address("an amax", result, torch.float32, 1)
-    kernels.lowbit_amax(source, dtype, *shape, turn, to, torch.get_num_threads())
+    kernels.lowbit_amax(start(x), dtype, *shape, turn, start(result), torch.get_num_threads())
     return result
 
 
@@ -268,8 +268,7 @@ def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: S
     result, count, bits = torch.empty_like(own), in_force.numel(), sum(1 << place for place in places)
     force = address("amaxes in force", in_force, torch.float32, count) + places[0] * in_force.itemsize
     record = None if staged is None else address("amaxes of a step", staged, torch.float32, count)
-    source, to = address("an amax", own, torch.float32, 1), address("an amax", result, torch.float32, 1)
-    kernels.lowbit_delayed_amax(source, force, record, bits, to)
+    kernels.lowbit_delayed_amax(address("an amax", own, torch.float32, 1), force, record, bits, start(result))
     return result
 
 
@@ -279,8 +278,7 @@ def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor | None:
     if dtype is None or kernels is None or x.numel() == 0 or x.dim() != 2 or not are_signs(rotation, dim):
         return None
     x, result, turn = dense(x), x.new_empty(rotated_shape(x.shape, rotation, dim)), _turn(rotation, dim)
-    source, to = address("a matrix", x, x.dtype, x.numel()), address("values", result, x.dtype, result.numel())
-    kernels.lowbit_rotate(source, dtype, *x.shape, turn, to, torch.get_num_threads())
+    kernels.lowbit_rotate(start(x), dtype, *x.shape, turn, start(result), torch.get_num_threads())
     return result
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import address, dense
+from lightning_lowbit.kernels.memory import address, dense, start
 
 # The numbers of dtypes in source/patches.cpp.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -28,7 +28,7 @@ def add_patches(patches: Tensor, images: int, channels: int, dimensions: Sequenc
     kernels.lowbit_add_patches(
         address("patches", patches, patches.dtype, touched),
         _DTYPES[patches.dtype],
-        address("images", result, patches.dtype, result.numel()),
+        start(result),
         images,
         channels,
         ctypes.addressof(numbers),

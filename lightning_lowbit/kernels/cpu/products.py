@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import address, dense
+from lightning_lowbit.kernels.memory import address, dense, start
 
 # The numbers of dtypes in source/products.cpp.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -29,14 +29,14 @@ def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: t
         arguments += [address("factors", factor, torch.float32, {1: 1, 2: rows, 3: columns}[extent]), extent]
     arguments += [None, 0] * 2
     kernels.lowbit_finish(
-        address("a product", product, product.dtype, rows * columns),
+        start(product),
         _PRODUCTS[product.dtype],
         rows,
         columns,
         *arguments[:4],
         None if bias is None else address("a bias", bias, bias.dtype, columns),
         0 if bias is None else _DTYPES[bias.dtype],
-        address("a result", result, dtype, rows * columns),
+        start(result),
         _DTYPES[dtype],
         torch.get_num_threads(),
     )

@@ -212,8 +212,9 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
 
 def are_signs(rotation: Tensor, x: Tensor, dim: int) -> bool:
     """Whether the kernels rotate groups of a matrix along a dimension by these signs."""
-    is_there = type(rotation) is Tensor and rotation.device == x.device and rotation.is_contiguous()
-    are_known = is_there and rotation.dim() == 1 and len(rotation) in SIZES and rotation.dtype == torch.float32
+    if type(rotation) is not Tensor or rotation.device != x.device or rotation.dtype != torch.float32:
+        return False
+    are_known = rotation.dim() == 1 and len(rotation) in SIZES and rotation.is_contiguous() and not rotation.is_neg()
     return are_known and dim in (0, 1) and x.dtype in _INPUTS and x.numel() < 2**30
 
 
