@@ -140,9 +140,9 @@ class Adaptive(GuardedOptimizer):
             self.optimizer.__setstate__(loaded)
             # What its earlier versions did not have it has completed itself.
             needed, why = self.optimizer.defaults.keys(), ""
-            lacking = [some(needed - group.keys()) for group in self.param_groups if needed - group.keys()]
-            if lacking:
-                why = f"its groups have no {lacking[0]}"
+            missing = [some(needed - group.keys()) for group in self.param_groups if needed - group.keys()]
+            if missing:
+                why = f"its groups have no {missing[0]}"
         except Exception as error:  # each optimizer has its own
             why = f"{type(error).__name__}: {error}"
         if why:
@@ -182,9 +182,9 @@ class Adaptive(GuardedOptimizer):
         # Some optimizers have usual options in their groups but not in their defaults, as Adam-mini its weight_decay.
         super()._check_names({name: value for name, value in param_group.items() if name not in _USUAL})
 
-    def _strange(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
-        if strange := super()._strange(saved, parameter, group):
-            return strange
+    def _fault_of(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
+        if fault := super()._fault_of(saved, parameter, group):
+            return fault
         # torch's fused steps are kernels, too, which compare nothing.
         names = _OF_TORCH & saved.keys() if type(self.optimizer).__module__.startswith("torch.optim") else set()
         for name in sorted(names):

@@ -121,10 +121,13 @@ class GuardedOptimizer(torch.optim.Optimizer):
                 f"each with its 'params'. The one to load has {described(state)} and {described(groups)} there, or a "
                 "group without them: it is damaged, or no optimizer's."
             )
-        sizes, wanted = ([len(group["params"]) for group in of_one] for of_one in (groups, self.param_groups))
-        if sizes != wanted:
+        sizes, needed = (
+            [len(group["params"]) for group in groups],
+            [len(group["params"]) for group in self.param_groups],
+        )
+        if sizes != needed:
             raise ValueError(
-                f"The saved state has parameter groups of {sizes} parameters, this {type(self).__name__} of {wanted}: "
+                f"The saved state has parameter groups of {sizes} parameters, this {type(self).__name__} of {needed}: "
                 "it is of another model, or of other groups. Build both as they were, or start without the state."
             )
         indices = [*chain.from_iterable(group["params"] for group in groups)]
@@ -133,14 +136,14 @@ class GuardedOptimizer(torch.optim.Optimizer):
                 f"The saved state is damaged: a parameter is in its groups twice, or it has entries of parameters that "
                 f"are in none. {_REMEDY}"
             )
-        for number, (group, now) in enumerate(zip(groups, self.param_groups, strict=True)):
-            self._check_saved_group(group, now)
-            names = now.get("param_names") or group.get("param_names") or group["params"]
-            for place, (index, parameter) in enumerate(zip(group["params"], now["params"], strict=True)):
-                if strange := self._strange(state.get(index, {}), parameter, now):
+        for number, (group, current) in enumerate(zip(groups, self.param_groups, strict=True)):
+            self._check_saved_group(group, current)
+            names = current.get("param_names") or group.get("param_names") or group["params"]
+            for place, (index, parameter) in enumerate(zip(group["params"], current["params"], strict=True)):
+                if fault := self._fault_of(state.get(index, {}), parameter, current):
                     raise ValueError(
                         f"The saved state of parameter {place} of group {number} ({names[place]!r}, "
-                        f"{tuple(parameter.shape)}) does not fit {type(self).__name__}: {strange}. States go to "
+                        f"{tuple(parameter.shape)}) does not fit {type(self).__name__}: {fault}. States go to "
                         "parameters by their order: build the model with its layers in the order of the saved run, and "
                         f"the same optimizer. {_REMEDY}"
                     )
@@ -163,21 +166,21 @@ class GuardedOptimizer(torch.optim.Optimizer):
                     "it with the saved value, or start without the state."
                 )
 
-    def _strange(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
+    def _fault_of(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
         """What of a parameter's saved state does not fit, in words; empty if all does."""
         if not isinstance(saved, dict):
             return f"it is {described(saved)}"
-        own, entries = {name: value for name, value in saved.items() if self._is_own(name)}, {}
-        if own or (saved and not self._takes_more):
-            entries = self._entries(local(parameter), group)
-        for name, value in own.items():
+        values = {name: value for name, value in saved.items() if self._is_own(name)}
+        is_new = not (values if self._takes_more else saved)
+        entries = {} if is_new else self._entries(local(parameter), group)
+        for name, value in values.items():
             if isinstance(value, DTensor) and isinstance(parameter, DTensor) and name not in self.SCALARS:
                 if value.placements != parameter.placements:
                     return f"{name} is sharded as {value.placements}, the parameter as {parameter.placements}"
             elif isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta != parameter.is_meta):
                 return f"{name} is {described(value)}, without the numbers of a dense tensor"
-        shards = {name: local(value) if isinstance(value, Tensor) else value for name, value in own.items()}
-        more = sorted(map(str, own.keys() - entries))
+        shards = {name: local(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        more = sorted(map(str, values.keys() - entries))
         return misfit(shards, entries) or (f"nothing reads its {some(more)}" if more else "")
 
     @torch.no_grad()

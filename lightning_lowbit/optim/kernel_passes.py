@@ -29,7 +29,7 @@ from lightning_lowbit.optim.passes import ElementClip, Passes, Update
 
 # The tensors of a member that `ParameterShard` has by the same names.
 _KEPT = (*FP8Moments.names, "master")
-_KEPT_DTYPES = (torch.float32, torch.uint8, torch.float16)
+_KEPT_DTYPES = dict.fromkeys(_KEPT, (torch.float32, torch.uint8)) | {"master": (torch.float16,)}
 _NOT_KEPT = dict.fromkeys(_KEPT, 0)
 
 
@@ -111,8 +111,9 @@ def passes_for(batch: Batch) -> Passes:
     if kernels := kernels_for(batch):
         return kernels(batch)
     for member in batch.members:
-        if strange := misfit(member.kept, {name: _entries(member)[name] for name in member.kept}):
-            raise ValueError(_misfit(member, strange))
+        # What `Adaptive` wraps has moments in dtypes of its own.
+        if "mean" in member.kept and (fault := misfit(member.kept, _entries(member))):
+            raise ValueError(_changed(member, fault))
     return Passes(batch)
 
 
@@ -179,9 +180,9 @@ def _fits(member: Member) -> bool:
     shard, gradient, kept = member.shard, member.gradient, member.kept
     if gradient is not None and not (type(gradient) is Tensor and gradient.dtype in KINDS):
         return False
-    for tensor in kept.values():
+    for name, tensor in kept.items():
         is_dense = isinstance(tensor, Tensor) and tensor.is_contiguous() and not tensor.is_neg()
-        if not is_dense or tensor.dtype not in _KEPT_DTYPES:
+        if not is_dense or tensor.dtype not in _KEPT_DTYPES[name]:
             return False
     # Random bits are of places in the whole parameter, which kernels count by rows.
     is_in_rows = not member.moments.draws or shard.shape[1:-1] == member.parameter.shape[1:-1]
@@ -197,12 +198,13 @@ def _of_step(step: Step) -> dict[str, Tensor]:
 def _entries(member: Member) -> Entries:
     """The shapes and dtypes that the tensors of a member have."""
     shape, dtype = member.shard.shape, statistics_dtype(member.shard)
-    return {**member.moments.entries(shape, dtype), "master": (shape, torch.float16)}
+    masters: Entries = {"master": (shape, torch.float16)} if "master" in member.kept else {}
+    return member.moments.entries(shape, dtype) | masters
 
 
-def _misfit(member: Member, strange: str) -> str:
+def _changed(member: Member, fault: str) -> str:
     return (
-        f"The state of a parameter of {tuple(member.shard.shape)} was changed since it was made or loaded: {strange}. "
+        f"The state of a parameter of {tuple(member.shard.shape)} was changed since it was made or loaded: {fault}. "
         "Put back what belongs to the parameter, or build a new optimizer."
     )
 
@@ -225,7 +227,7 @@ def _fields(member: Member, gradient: Tensor | None) -> ParameterShard:
     for name, tensor in kept.items():
         shape, dtype = entries.get(name) or (shard.shape, torch.float16)
         if tensor.shape != shape:
-            raise ValueError(_misfit(member, misfit(kept, {name: (shape, dtype)})))
+            raise ValueError(_changed(member, misfit(kept, {name: (shape, dtype)})))
         starts[name] = address(name, tensor, dtype, tensor.numel(), device)
     return ParameterShard(
         weights=address("a parameter", shard, shard.dtype, size, device),

@@ -202,8 +202,8 @@ def attempt(number: int) -> str:
     assert [parameter.shape for parameter in parameters] == shapes, "a step changed shapes"
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            strange = misfit(optimizer.state[parameter], optimizer._entries(local(parameter), group))
-            assert not strange, f"after a step {strange}"
+            fault = misfit(optimizer.state[parameter], optimizer._entries(local(parameter), group))
+            assert not fault, f"after a step {fault}"
     return "loaded"
 
 

@@ -238,6 +238,18 @@ def test_gradients_and_parameters_have_the_signs_that_torch_reads(name: str) -> 
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_second_moments_of_a_wrapped_optimizer_have_its_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        parameters = make_parameters(dtype, [(6, 5), (4,)])
+        optimizer = Adaptive(torch.optim.AdamW(parameters, eps=1e-3), element_clip="spike_clip")
+        train(optimizer, parameters, range(3))
+        assert optimizer.state[parameters[0]]["exp_avg_sq"].dtype == dtype
+        optimizer.state[parameters[0]]["exp_avg_sq"] = torch.zeros(3)
+        set_gradients(parameters, seed=3)
+        with pytest.raises(ValueError, match="SpikeClip compares the elements.*shape \\(3,\\)"):
+            optimizer.step()
+
+
 # --- in Lightning ---
 
 

@@ -58,35 +58,35 @@ def calls(view: View, source: torch.dtype) -> dict[str, Callable[[], object]]:
     key, amax, signs = torch.tensor(0x5DEECE66D), torch.tensor(6.0), Hadamard(16).diagonal(None, torch.device("cpu"))
     factors = [torch.rand(32, 1, generator=draw), torch.rand(1, 64, generator=draw)]
     bias = torch.randn(64, generator=draw)
-    made: dict[str, Callable[[], object]] = {}
+    ways: dict[str, Callable[[], object]] = {}
     for name, cast in CASTS.items():
         for dim in (0, 1):
             what = f"{name}, dim {dim}: "
-            given = amax if cast.scale.needs_amax else None
-            made[what + "cast"] = lambda c=cast, d=dim: quantize_operand(view(x), c, d, view(key) if c.draws else None)
-            made[what + "cast of a transposed view"] = lambda c=cast, d=dim: quantize_operand(
+            whole = amax if cast.scale.needs_amax else None
+            ways[what + "cast"] = lambda c=cast, d=dim: quantize_operand(view(x), c, d, view(key) if c.draws else None)
+            ways[what + "cast of a transposed view"] = lambda c=cast, d=dim: quantize_operand(
                 view(x.t().contiguous()).t(), c, d, key if c.draws else None
             )
-            made[what + "amax"] = lambda c=cast, d=dim, a=given: quantize_operand(
+            ways[what + "amax"] = lambda c=cast, d=dim, a=whole: quantize_operand(
                 x, c, d, key if c.draws else None, None if a is None else view(a)
             )
-            made[what + "packed"] = lambda c=cast, d=dim: pack_operand(view(x), c, d, key if c.draws else None)
-            made[what + "unpacked"] = lambda c=cast, d=dim: _unpacked(view, pack_operand(x, c, d, key), c, d, x)
+            ways[what + "packed"] = lambda c=cast, d=dim: pack_operand(view(x), c, d, key if c.draws else None)
+            ways[what + "unpacked"] = lambda c=cast, d=dim: _unpacked(view, pack_operand(x, c, d, key), c, d, x)
             for part, (matrix, diagonal) in {"matrix": (view, same), "signs": (same, view)}.items():
-                made[f"{what}rotated, {part}"] = lambda c=cast, d=dim, of_x=matrix, of_signs=diagonal: quantize_operand(
+                ways[f"{what}rotated, {part}"] = lambda c=cast, d=dim, of_x=matrix, of_signs=diagonal: quantize_operand(
                     of_x(x), c, d, key if c.draws else None, rotation=of_signs(signs)
                 )
     for dim in (0, 1):
-        made[f"rotation, dim {dim}"] = lambda d=dim: rotate(view(x), signs, d)
-        made[f"rotation by signs, dim {dim}"] = lambda d=dim: rotate(x, view(signs), d)
-        made[f"amax rotated, dim {dim}"] = lambda d=dim: amax_of(view(x), None, signs, d)
-        made[f"layout, dim {dim}"] = lambda d=dim: lay_out_operand(view(x), NVFP4, 16, d)
-    made["amax"] = lambda: amax_of(view(x))
-    made["both"] = lambda: quantize_both(view(x), (NVFP4, NVFP4), (None, None), None)
-    made["finish"] = lambda: finish(view(x.float()), [view(f) for f in factors], view(bias), torch.float32)
-    made["patches"] = lambda: add_patches(view(x), 2, 16, [(16, 16, 4, 1, 1, 1)])
-    made["delayed"] = lambda: delayed_amax(view(amax), view(torch.ones(6)), torch.zeros(6), [1, 2])
-    return made
+        ways[f"rotation, dim {dim}"] = lambda d=dim: rotate(view(x), signs, d)
+        ways[f"rotation by signs, dim {dim}"] = lambda d=dim: rotate(x, view(signs), d)
+        ways[f"amax rotated, dim {dim}"] = lambda d=dim: amax_of(view(x), None, signs, d)
+        ways[f"layout, dim {dim}"] = lambda d=dim: lay_out_operand(view(x), NVFP4, 16, d)
+    ways["amax"] = lambda: amax_of(view(x))
+    ways["both"] = lambda: quantize_both(view(x), (NVFP4, NVFP4), (None, None), None)
+    ways["finish"] = lambda: finish(view(x.float()), [view(f) for f in factors], view(bias), torch.float32)
+    ways["patches"] = lambda: add_patches(view(x), 2, 16, [(16, 16, 4, 1, 1, 1)])
+    ways["delayed"] = lambda: delayed_amax(view(amax), view(torch.ones(6)), torch.zeros(6), [1, 2])
+    return ways
 
 
 def _unpacked(view: View, packed: tuple[Tensor, Tensor], cast: Cast, dim: int, x: Tensor) -> object:
@@ -96,7 +96,7 @@ def _unpacked(view: View, packed: tuple[Tensor, Tensor], cast: Cast, dim: int, x
 
 def differences(name: str) -> list[str]:
     """Where a view of another sign changes what kernels of a backend make."""
-    found = []
+    differing = []
     with backend(name):
         for source in (torch.float32, torch.bfloat16):
             wanted = calls(same, source)
@@ -104,10 +104,10 @@ def differences(name: str) -> list[str]:
                 for what, call in calls(view, source).items():
                     if view is part_of_a_conjugate and ("drawn" in what or "packed" in what):
                         continue  # keys are whole numbers
-                    made = call()  # None where plain code is to do it
-                    if made is not None and [*map(_bits, _flat(made))] != [*map(_bits, _flat(wanted[what]()))]:
-                        found.append(f"{what}, {source}, {view.__name__}")
-    return found
+                    result = call()  # None where plain code is to do it
+                    if result is not None and [*map(_bits, _flat(result))] != [*map(_bits, _flat(wanted[what]()))]:
+                        differing.append(f"{what}, {source}, {view.__name__}")
+    return differing
 
 
 def _flat(made: object) -> list[Tensor]:

@@ -38,10 +38,10 @@ needs_cpp = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot
 
 def test_one_module_hands_out_addresses():
     files = [file for room in ("kernels", "optim") for file in (PACKAGE / room).rglob("*.py")]
-    found = {
+    users = {
         file.name for file in files if re.search(r"data_ptr|_cdata|addressof\((?!settings|numbers)", file.read_text())
     }
-    assert len(files) > 20 and found == {"memory.py"}
+    assert len(files) > 20 and users == {"memory.py"}
 
 
 @each(
@@ -161,10 +161,10 @@ def test_the_kernel_itself_reads_no_other_number_of_bytes():
 
 def outcome(call: Callable[[], object]) -> object:
     try:
-        made = call()
+        result = call()
     except Exception as error:  # which one is the plain code's matter
         return type(error)
-    values = made if isinstance(made, Tensor) else getattr(made, "values", made)
+    values = result if isinstance(result, Tensor) else getattr(result, "values", result)
     return values.float().tolist() if isinstance(values, Tensor) else values
 
 

@@ -25,10 +25,10 @@ FLAGS = "-g -fsanitize=address,undefined -fno-sanitize-recover=all"
 def runtimes() -> str:
     """The libraries that must be in a process before all others."""
     names = ["libasan.so", "libubsan.so"]
-    found = [subprocess.run(["g++", f"-print-file-name={n}"], capture_output=True, text=True).stdout for n in names]
-    if not all(map(os.path.isabs, found)):
+    paths = [subprocess.run(["g++", f"-print-file-name={n}"], capture_output=True, text=True).stdout for n in names]
+    if not all(map(os.path.isabs, paths)):
         pytest.skip("g++ has no sanitizers here")
-    return ":".join(path.strip() for path in found)
+    return ":".join(path.strip() for path in paths)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run(environment: dict[str, str], *arguments: str) -> None:
     command = [sys.executable, *arguments]
     result = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True)
-    said = result.stdout + result.stderr
-    assert result.returncode == 0, said[-6000:]
-    assert "Sanitizer" not in said and "runtime error" not in said, said[-6000:]
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output[-6000:]
+    assert "Sanitizer" not in output and "runtime error" not in output, output[-6000:]
     assert list(Path(environment["LOWBIT_CACHE_DIR"]).glob("*.so")), "kernels were built"
 
 
