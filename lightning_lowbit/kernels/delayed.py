@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_lowbit.compilation import takes_cpp, takes_triton
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.kernels.memory import resolved
 
 
 def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
@@ -27,9 +28,12 @@ def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: S
         >>> delayed_amax(torch.tensor(3.0), torch.zeros(6), torch.zeros(6), [1, 3])
         tensor(3.)
     """
-    tensors = (own, in_force) if staged is None else (own, in_force, staged)
-    if torch.compiler.is_compiling() or not all(map(_is_plain, tensors)):
+    if torch.compiler.is_compiling():
         return None
+    tensors = (own, in_force) if staged is None else (own, in_force, staged)
+    if not all(map(_is_plain, tensors)) or own.numel() != 1 or not 0 <= min(places) <= max(places) < in_force.numel():
+        return None
+    own, in_force = resolved(own), resolved(in_force)
     if takes_cpp(own.device):
         return cpu.delayed_amax(own, in_force, staged, places)
     if takes_triton(own.device) and gpu.obstacle(own.device) is None:

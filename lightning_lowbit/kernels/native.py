@@ -10,7 +10,9 @@ from lightning_lowbit.compilation import backend, opaque, takes_triton
 from lightning_lowbit.kernels import layout
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.layout import laid_out_shapes, plain_lay_out
+from lightning_lowbit.kernels.memory import resolved
 from lightning_lowbit.kernels.operands import found_equal, sample_of
+from lightning_lowbit.kernels.packing import check_bytes
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import are_regular, stands_alone
@@ -41,6 +43,7 @@ def lay_out_operand(
 
 def lay_out_packed(data: Tensor, cast: Cast, block: int, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """The same from the bytes that :func:`lightning_lowbit.kernels.pack_operand` made of a matrix of ``shape``."""
+    check_bytes(data, cast, dim, shape)
     return _lay_out_packed(data, cast.spec, block, dim, shape[0], shape[1])
 
 
@@ -57,6 +60,7 @@ def _fake_operand(
 def _lay_out_operand(
     x: Tensor, spec: str, block: int, dim: int, key: Tensor | None, amax: Tensor | None, shard: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    x = resolved(x)
     if takes_triton(x.device) and type(x) in (Tensor, Parameter):
         part = None if shard is None else Shard.from_spec(shard)
         if (made := _by_triton(x, Cast.from_spec(spec), block, dim, key, amax, part)) is not None:
@@ -67,7 +71,7 @@ def _lay_out_operand(
 def _by_triton(
     x: Tensor, cast: Cast, block: int, dim: int, key: Tensor | None, amax: Tensor | None, shard: Shard | None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    is_regular = are_regular(cast.draws, cast.scale.needs_amax, key, amax, x.device)
+    is_regular = x.dim() == 2 and are_regular(cast.draws, cast.scale.needs_amax, key, amax, x.device)
     if not is_regular or not stands_alone(cast, dim, amax, shard):
         return None
     if not gpu.lays_out(cast, x, block, dim) or not _agrees(cast.spec, block, dim, x.dtype, x.device):

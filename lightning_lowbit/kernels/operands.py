@@ -15,6 +15,7 @@ from lightning_lowbit.compilation import backend, opaque, takes_cpp, takes_trito
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.kernels.memory import resolved
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import (
@@ -58,7 +59,7 @@ def quantize_operand(
         to, of_shard = dtype or operand_dtype(x.dtype, cast), None if shard is None else shard.spec
         values, factor = _quantize_operand(x, cast.spec, dim, key, amax, to, of_shard, rotation)
         return Operand(values, factor if has_factor(cast) else None)
-    made = None
+    made, x = None, resolved(x)
     if type(x) in (Tensor, Parameter):  # FakeTensor and other subclasses have no memory of their own
         if takes_cpp(x.device):
             made = cpu.quantize(x, cast.spec, dim, key, amax, dtype, shard, rotation)
@@ -85,9 +86,13 @@ def _by_triton(
     arguments."""
     size, device = 0 if rotation is None else len(rotation), x.device
     dtype, offset = dtype or operand_dtype(x.dtype, cast), None
-    if not 0 < x.numel() < 2**31 or not are_regular(cast.draws, cast.scale.needs_amax, key, amax, device):
+    if (
+        not 0 < x.numel() < 2**31
+        or x.dim() != 2
+        or not are_regular(cast.draws, cast.scale.needs_amax, key, amax, device)
+    ):
         return None
-    if not stands_alone(cast, dim, amax, shard) or (rotation is not None and not gpu.are_signs(rotation, x)):
+    if not stands_alone(cast, dim, amax, shard) or (rotation is not None and not gpu.are_signs(rotation, x, dim)):
         return None
     if not _agrees(cast.spec, dim, x.dtype, dtype, device, size):
         return None
@@ -107,8 +112,8 @@ def quantize_both(
 ) -> tuple[Operand, Operand] | None:
     """The operands of a matrix along its rows (dim 1) and along its columns (dim 0), each as :func:`quantize_operand`
     makes it, from one read of a tensor of :func:`reads_once`; None where no kernel makes both."""
-    device = x.device
-    if not 0 < x.numel() < 2**31:
+    device, x = x.device, resolved(x)
+    if not 0 < x.numel() < 2**31 or x.dim() != 2:
         return None
     to = dtypes[0] or operand_dtype(x.dtype, casts[0]), dtypes[1] or operand_dtype(x.dtype, casts[1])
     for cast, key in zip(casts, keys, strict=True):
@@ -244,10 +249,11 @@ def coverage(
 def amax_of(x: Tensor, shard: str | None = None, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
     """max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code; with ``rotation`` that of
     ``rotate(x, rotation, dim)``. ``shard`` is the spec of one."""
+    x = resolved(x)
     if shard is not None:
         return plain_amax(x if rotation is None else rotate(x, rotation, dim), Shard.from_spec(shard))
     made = cpu.amax_of(x, rotation, dim) if _is_by_cpp(x) else None
-    if made is None and _is_by_triton(x, rotation):
+    if made is None and _is_by_triton(x, rotation, dim):
         made = gpu.amax_of(x, rotation, dim)
     return plain_amax(x if rotation is None else rotate(x, rotation, dim)) if made is None else made
 
@@ -266,8 +272,9 @@ def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
     """A matrix as :func:`lightning_lowbit.quant.rotate` has it, by the fastest code."""
     made = None
     if not inverse and not torch.compiler.is_compiling():
+        x = resolved(x)
         made = cpu.rotate(x, signs, dim) if _is_by_cpp(x) else None
-        if made is None and _is_by_triton(x, signs):
+        if made is None and _is_by_triton(x, signs, dim):
             made = gpu.rotate(x, signs, dim)
     return plain_rotate(x, signs, dim, inverse) if made is None else made
 
@@ -277,13 +284,13 @@ def _is_by_cpp(x: Tensor) -> bool:
     return takes_cpp(x.device) and type(x) in (Tensor, Parameter)
 
 
-def _is_by_triton(x: Tensor, rotation: Tensor | None) -> bool:
+def _is_by_triton(x: Tensor, rotation: Tensor | None, dim: int) -> bool:
     """Whether the Triton kernels measure or rotate a matrix."""
     if not takes_triton(x.device) or type(x) not in (Tensor, Parameter) or x.numel() == 0 or x.dim() != 2:
         return False
     if gpu.obstacle(x.device) is not None:
         return False
-    return rotation is None or (gpu.are_signs(rotation, x) and _rotates_equally(len(rotation), x.dtype, x.device))
+    return rotation is None or (gpu.are_signs(rotation, x, dim) and _rotates_equally(len(rotation), x.dtype, x.device))
 
 
 @cache

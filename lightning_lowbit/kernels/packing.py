@@ -1,5 +1,6 @@
 """Operands as codes and scales, a quarter of their size, for tensors that wait for the backward pass."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch.nn import Parameter
 from lightning_lowbit.compilation import backend, opaque, takes_cpp, takes_triton
 from lightning_lowbit.kernels.cpu import codes as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.kernels.memory import described, resolved
 from lightning_lowbit.kernels.operands import found_equal, rotate, sample_of
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
@@ -55,10 +57,31 @@ def unpack_operand(
         packed, cast, dim: of the packed operand.
         shape, source: shape and dtype of the tensor that was packed.
         dtype: of the values, as in :func:`quantize_operand`.
+
+    Raises:
+        ValueError: ``packed`` has another number of bytes, or of factors, than a matrix of ``shape`` needs.
     """
     dtype = dtype or operand_dtype(source, cast)
+    check_bytes(packed.data, cast, dim, shape)
+    factors = shape[1 - dim % 2] if cast.scale.two_level == "row" else 1
+    if packed.factor.numel() != factors:
+        raise ValueError(
+            f"A packed matrix of {tuple(shape)} as {cast} has {factors} float32 scales of its rows or of itself, and "
+            f"got {described(packed.factor)}: pack the matrix again."
+        )
     values, factor = _unpack_operand(packed.data, packed.factor, cast.spec, dim, list(shape), source, dtype)
     return Operand(values, factor if has_factor(cast) else None)
+
+
+def check_bytes(data: Tensor, cast: Cast, dim: int, shape: Sequence[int], more: int = 0) -> None:
+    """Raises a ``ValueError`` if a packed matrix of ``shape``, with ``more`` bytes behind it, has another size."""
+    size = packed_bytes(shape[0], shape[1], cast, dim) + more
+    if data.dtype != torch.uint8 or data.shape != (size,):
+        raise ValueError(
+            f"A packed matrix of {tuple(shape)} as {cast} is {size} bytes, torch.uint8, and got {described(data)}. The "
+            "bytes are those of another matrix or cast, or were cut: load the file from its source, or pack the matrix "
+            "again."
+        )
 
 
 def _fake_pack(
@@ -88,6 +111,7 @@ def _pack_operand(
     rotation: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     part, made = None if shard is None else Shard.from_spec(shard), None
+    x = resolved(x)
     by_kernel = type(x) in (Tensor, Parameter)
     if by_kernel and takes_cpp(x.device):
         made = cpu.pack(x, spec, dim, key, amax, part, rotation)

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_lowbit.compilation import takes_cpp, takes_triton
 from lightning_lowbit.kernels.cpu import products as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.kernels.memory import resolved
 
 
 def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -21,6 +22,7 @@ def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: t
     """
     if type(product) is not Tensor or product.numel() == 0:
         return None
+    product, factors, bias = resolved(product), [resolved(factor) for factor in factors], resolved(bias)
     if takes_cpp(product.device):
         return cpu.finish(product, factors, bias, dtype)
     if not takes_triton(product.device):

@@ -8,7 +8,7 @@ Source: the Stable-SPAM thesis, section 4.2 and table 4.5 (Lion and Adam-mini wi
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
+from lightning_lowbit.checks import is_number, some
 from lightning_lowbit.distributed import Sharding, local
+from lightning_lowbit.kernels.memory import described
 from lightning_lowbit.optim.batch import Batch, remember
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, statistics_dtype
+from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.guards import Clipped, Measured
-from lightning_lowbit.optim.moments import DenseMoments
+from lightning_lowbit.optim.moments import DenseMoments, statistics_dtype
 from lightning_lowbit.optim.options import check_options
 from lightning_lowbit.optim.passes import ElementClip
 
@@ -31,6 +33,10 @@ _USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}
 
 # Rules of `GuardedAdam` that do not exist here. spike_decay is 0 because exp_avg_sq is not bias-corrected.
 _NO_MOMENTS = {"reset_interval": None, "total_steps": None, "master_weights": None, "spike_decay": 0.0}
+
+
+# Entries of torch's optimizers that have a parameter's shape; and a 0-d one.
+_OF_TORCH = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "variance", "step"}
 
 
 class Adaptive(GuardedOptimizer):
@@ -60,6 +66,8 @@ class Adaptive(GuardedOptimizer):
     Examples:
         >>> Adaptive(torch.optim.AdamW(model.parameters(), lr=1e-3), norm_clip=None)
     """
+
+    _takes_more = True
 
     optimizer: torch.optim.Optimizer
     options: dict[str, Any]
@@ -121,9 +129,29 @@ class Adaptive(GuardedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         loaded: dict[str, Any] = {name: state[name] for name in ("state", "param_groups") if name in state}
         if loaded:
-            self.optimizer.__setstate__(loaded)
+            self._set_wrapped(loaded)
         self._set_aside = {}
         super().__setstate__({name: value for name, value in state.items() if name not in loaded})
+
+    def _set_wrapped(self, loaded: dict[str, Any]) -> None:
+        """Gives the wrapped optimizer a loaded state, or leaves it as it is."""
+        owner, before = type(self.optimizer).__name__, dict(self.optimizer.__dict__)
+        try:
+            self.optimizer.__setstate__(loaded)
+            # What its earlier versions did not have it has completed itself.
+            needed, why = self.optimizer.defaults.keys(), ""
+            missing = [some(needed - group.keys()) for group in self.param_groups if needed - group.keys()]
+            if missing:
+                why = f"its groups have no {missing[0]}"
+        except Exception as error:  # each optimizer has its own
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self.optimizer.__dict__.clear()
+            self.optimizer.__dict__.update(before)
+            raise ValueError(
+                f"{owner} cannot go on with the saved state, which is damaged, or that of another optimizer ({why}). "
+                "Load it into the optimizer that it is of, or start without it."
+            )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -139,7 +167,7 @@ class Adaptive(GuardedOptimizer):
         """Adds a group to the wrapped optimizer, also in mid-training; an option out of range is a ValueError."""
         self._check_names(param_group)
         merged = {**self.options, **param_group}
-        check_options("Adaptive", {name: merged[name] for name in self.options})
+        self._check_options({name: merged[name] for name in self.options})
         self.optimizer.add_param_group(merged)
         self._remember_parameters()
 
@@ -153,6 +181,22 @@ class Adaptive(GuardedOptimizer):
     def _check_names(self, param_group: Mapping[str, Any]) -> None:
         # Some optimizers have usual options in their groups but not in their defaults, as Adam-mini its weight_decay.
         super()._check_names({name: value for name, value in param_group.items() if name not in _USUAL})
+
+    def _fault_of(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
+        if fault := super()._fault_of(saved, parameter, group):
+            return fault
+        # torch's fused steps are kernels, too, which compare nothing.
+        names = _OF_TORCH & saved.keys() if type(self.optimizer).__module__.startswith("torch.optim") else set()
+        for name in sorted(names):
+            value, shape = saved[name], () if name == "step" else local(parameter).shape
+            is_whole = isinstance(value, Tensor) and local(value).shape == shape
+            if not (is_whole or value is None or (name == "step" and is_number(value))):
+                return f"{name} is {described(value)}, and {tuple(shape)} is needed"
+        return ""
+
+    @property
+    def _options(self) -> Set[str]:
+        return self.options.keys()
 
     def _is_own(self, name: str) -> bool:
         return name in self.SCALARS
@@ -174,7 +218,16 @@ class Adaptive(GuardedOptimizer):
             )
         known = own or self._set_aside.get(parameter)
         state = known or self.new_scalars(local(parameter).device, statistics_dtype(parameter))
-        return state, DenseMoments(), {"mean_square": local(kept["exp_avg_sq"])} if "exp_avg_sq" in kept else {}
+        if group["element_clip"] != "spike_clip" or "exp_avg_sq" not in kept:
+            return state, DenseMoments(), {}
+        mean_square, shard = kept["exp_avg_sq"], local(parameter)
+        if not isinstance(mean_square, Tensor) or local(mean_square).shape != shard.shape:
+            raise ValueError(
+                f"SpikeClip compares the elements of gradients with those of 'exp_avg_sq', which is "
+                f"{described(mean_square)} at a parameter that is {described(shard)}: use element_clip='ada_clip', or "
+                "put back the state of this parameter."
+            )
+        return state, DenseMoments(), {"mean_square": local(mean_square)}
 
     def _apply(
         self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]
@@ -182,6 +235,7 @@ class Adaptive(GuardedOptimizer):
         taken = torch.stack([seen.finite.to(batches[0].device) for seen in measured]).all()
         # Not SGD: after a skipped first step, the momentum of its fused form is uninitialized memory.
         is_told = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD)
+        is_told = is_told and all(group.get("fused", True) for group in self.param_groups)  # a loaded group may not be
         if not is_told and not bool(taken):
             return [None] * len(batches)
         with _clipped_gradients(batches, clipped):
@@ -211,7 +265,7 @@ def _clipped_gradients(batches: Sequence[Batch], clipped: Sequence[Clipped]) -> 
             targets = []
             for _, member, gradient in there:
                 # torch's fused optimizers walk through gradient and parameter in memory order.
-                is_alike = gradient.stride() == member.shard.stride()
+                is_alike = gradient.stride() == member.shard.stride() and not gradient.is_neg()
                 targets.append(gradient if is_alike else torch.empty_like(member.shard, dtype=gradient.dtype))
                 if targets[-1] is not member.parameter.grad:  # also the local part of a DTensor, or a redistributed one
                     replaced.append((member.parameter, member.parameter.grad))

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 SCALARS = ("steps", "threshold", "norm_mean", "norm_mean_weight", "norm_mean_square")
 
 
+def scalar_dtype(name: str, statistics: torch.dtype) -> torch.dtype:
+    """The dtype of a scalar of the state, where statistics have another."""
+    return torch.int64 if name.startswith("steps") else statistics
+
+
 class GradientStatistics(NamedTuple):
     """What the last step measured on one parameter's whole gradient; 0-d tensors on its device.
 

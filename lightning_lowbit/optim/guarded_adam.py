@@ -20,9 +20,9 @@ from lightning_lowbit.distributed import Sharding, local
 from lightning_lowbit.optim import clipping
 from lightning_lowbit.optim.batch import SCALARS, Batch, Step, remember
 from lightning_lowbit.optim.clipping import Scalar
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, statistics_dtype
+from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.guards import Clipped, Measured, decay_factor
-from lightning_lowbit.optim.moments import DenseMoments, FP8Moments, moments_of
+from lightning_lowbit.optim.moments import DenseMoments, Entries, FP8Moments, moments_of, statistics_dtype
 from lightning_lowbit.optim.options import check_options
 from lightning_lowbit.optim.passes import Update
 
@@ -87,14 +87,8 @@ class GuardedAdam(GuardedOptimizer):
         super().__init__(params, {**self.DEFAULTS, **options})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        check_options(type(self).__name__, options := {**self.defaults, **param_group})
-        alone = {"moments": "fp32", "norm_clip": None, "master_weights": None}
-        given = {name: options[name] for name in alone}
-        if options["density"] < 1 and given != alone:
-            raise ValueError(
-                f"{type(self).__name__} keeps sparse moments (density={options['density']}) in fp32, without a rule "
-                f"for norms and without master_weights; got {given}."
-            )
+        options = {**self.defaults, **param_group}
+        self._check_options(options)
         super().add_param_group(param_group)
         parameters = self.param_groups[-1]["params"]
         there = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
@@ -106,6 +100,16 @@ class GuardedAdam(GuardedOptimizer):
                     f"{name}={dtypes.value!r} is for parameters in {', '.join(sorted(map(str, dtypes.of)))}, got "
                     f"{', '.join(sorted(map(str, there)))}: {dtypes.advice}."
                 )
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        check_options(type(self).__name__, options)
+        alone = {"moments": "fp32", "norm_clip": None, "master_weights": None}
+        given = {name: options[name] for name in alone}
+        if options["density"] < 1 and given != alone:
+            raise ValueError(
+                f"{type(self).__name__} keeps sparse moments (density={options['density']}) in fp32, without a rule "
+                f"for norms and without master_weights; got {given}."
+            )
 
     @torch.no_grad()
     def reset_moments(self) -> None:
@@ -131,14 +135,13 @@ class GuardedAdam(GuardedOptimizer):
     def _kept(
         self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
     ) -> tuple[dict[str, Tensor], DenseMoments, dict[str, Tensor]]:
-        moments = moments_of(group["moments"], group["density"], len(sharding.shape))
+        moments, has_master = self._format(group, len(sharding.shape))
         if sharding.is_flat and moments.draws:
             raise ValueError(
                 "Under FSDP1 a rank holds a stretch of a matrix and no rows: FP8 and sparse moments need "
                 "ModelParallelStrategy (FSDP2), DDP, or FSDP1 with sharding_strategy='NO_SHARD'. "
                 "Or pass moments='fp32' and density=1."
             )
-        has_master = group["master_weights"] is not None
         state = self.state[parameter] or self._new_state(parameter, moments, has_master)
         kept, wanted = _KEPT & set(state), (*moments.names, *(["master"] if has_master else []))
         if kept != set(wanted):
@@ -148,6 +151,16 @@ class GuardedAdam(GuardedOptimizer):
                 "new optimizer."
             )
         return state, moments, {name: local(state[name]) for name in wanted}
+
+    def _format(self, group: Mapping[str, Any], dims: int) -> tuple[DenseMoments, bool]:
+        """The format of moments of a parameter of so many dimensions, and whether there are master weights."""
+        return moments_of(group["moments"], group["density"], dims), group["master_weights"] is not None
+
+    def _entries(self, shard: Tensor, group: Mapping[str, Any]) -> Entries:
+        moments, has_master = self._format(group, shard.dim())
+        masters: Entries = {"master": (shard.shape, torch.float16), "master_scale": ((), torch.float32)}
+        entries = super()._entries(shard, group) | moments.entries(shard.shape, statistics_dtype(shard))
+        return entries | masters if has_master else entries
 
     def _new_state(self, parameter: Tensor, moments: DenseMoments, has_master: bool) -> dict[str, Tensor]:
         dtype, device = statistics_dtype(parameter), local(parameter).device

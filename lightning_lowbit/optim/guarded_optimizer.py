@@ -1,7 +1,7 @@
 """The base of all optimizers here: measure, clip (`guards`), then a third stage that each optimizer defines."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit.checks import some
 from lightning_lowbit.distributed import Sharding, local, local_gradient, sharding_of
-from lightning_lowbit.optim.batch import SCALARS, Batch, GradientStatistics, Member
+from lightning_lowbit.kernels.memory import described
+from lightning_lowbit.optim.batch import SCALARS, Batch, GradientStatistics, Member, scalar_dtype
 from lightning_lowbit.optim.guards import Clipped, Measured, add_sums, clip, measure
 from lightning_lowbit.optim.kernel_passes import passes_for
-from lightning_lowbit.optim.moments import DenseMoments
+from lightning_lowbit.optim.moments import STATISTICS, DenseMoments, Entries, misfit, statistics_dtype
 from lightning_lowbit.optim.options import OPTIONS, check_options
 
 # Options of parameters of fewer than two dimensions under matrices_only.
@@ -21,6 +23,8 @@ _UNGUARDED = {"element_clip": None, "norm_clip": None, "reset_interval": None, "
 
 # Options that are names, checked in each step: a name misspelled in mid-training would silently switch its rule off.
 _RULES = ("element_clip", "norm_clip", "moments", "master_weights")
+
+_REMEDY = "Take the checkpoint of the same run, or load the weights alone and start with a new state."
 
 # Parameters of a batch, and what `GradientStatistics` has of them, [P] each.
 _Statistics = tuple[list[Tensor], list[Tensor | None]]
@@ -34,6 +38,9 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     #: Names of the scalars in the state of a parameter.
     SCALARS: ClassVar[tuple[str, ...]] = SCALARS
+
+    #: Whether others add to the state of a parameter.
+    _takes_more: ClassVar[bool] = False
 
     _statistics: list[_Statistics]
     _given: frozenset[int] = frozenset()
@@ -50,6 +57,14 @@ class GuardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._remember_parameters()
 
+    @property
+    def _options(self) -> Set[str]:
+        """Names of the options that `_check_options` knows."""
+        return self.defaults.keys()
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        check_options(type(self).__name__, options)
+
     def _check_names(self, param_group: Mapping[str, Any]) -> None:
         for name in param_group:
             if name in OPTIONS and name not in self.defaults:
@@ -60,16 +75,23 @@ class GuardedOptimizer(torch.optim.Optimizer):
         self._statistics = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a copy; the base class would cast the statistics and counters of a bf16 parameter to bf16."""
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
-            for name in ("moments", "density", "master_weights"):
-                if saved.get(name) != group.get(name):
-                    raise ValueError(
-                        f"The saved state has {name}={saved.get(name)!r}, this {type(self).__name__} "
-                        f"{name}={group.get(name)!r}: build it with the saved value, or start without the state."
-                    )
-        final: dict[str, Any] = {}  # after the user's pre-hooks: this one is registered last
-        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
+        """Loads a copy of what `state_dict` gave, or changes nothing.
+
+        Raises:
+            ValueError: the state is damaged, of another optimizer, or of other parameters: groups, options, and names,
+                shapes and dtypes of entries must be those of a new state.
+        """
+        if not isinstance(state_dict, dict):
+            raise ValueError(
+                f"{type(self).__name__} loads what its state_dict() gave, and got {described(state_dict)}."
+            )
+        final: dict[str, Any] = {}
+
+        def look(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+            self._check_saved(loaded)
+            final.update(loaded)
+
+        handle = self.register_load_state_dict_pre_hook(look)  # after the user's, which were registered before
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -78,13 +100,88 @@ class GuardedOptimizer(torch.optim.Optimizer):
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, parameter in zip(saved_parameters, parameters, strict=True):
             for name, value in final["state"].get(index, {}).items():
-                if self._is_own(name):
-                    is_statistic = value.dtype in (torch.float32, torch.float64)
-                    dtype = statistics_dtype(parameter) if is_statistic else value.dtype
-                    self.state[parameter][name] = value.to(parameter.device, dtype, copy=True)
+                if self._is_own(name):  # the base class casts statistics and counters of a bf16 parameter to bf16
+                    dtype = statistics_dtype(parameter) if value.dtype in STATISTICS else value.dtype
+                    self.state[parameter][name] = value.detach().to(parameter.device, dtype, copy=True)
 
     def _is_own(self, name: str) -> bool:
         return True
+
+    def _entries(self, shard: Tensor, group: Mapping[str, Any]) -> Entries:
+        """The shapes and dtypes of a new state of a shard, without what others add to it."""
+        return {name: ((), scalar_dtype(name, statistics_dtype(shard))) for name in self.SCALARS}
+
+    def _check_saved(self, saved: Mapping[str, Any]) -> None:
+        """Raises a ``ValueError`` if a state is not one that this optimizer can go on with."""
+        groups: Any = saved.get("param_groups")
+        state: Any = saved.get("state")
+        if not (isinstance(state, dict) and _are_groups(groups)):
+            raise ValueError(
+                f"{type(self).__name__} loads what its state_dict() gave: 'state', by parameter, and 'param_groups', "
+                f"each with its 'params'. The one to load has {described(state)} and {described(groups)} there, or a "
+                "group without them: it is damaged, or no optimizer's."
+            )
+        sizes, needed = (
+            [len(group["params"]) for group in groups],
+            [len(group["params"]) for group in self.param_groups],
+        )
+        if sizes != needed:
+            raise ValueError(
+                f"The saved state has parameter groups of {sizes} parameters, this {type(self).__name__} of {needed}: "
+                "it is of another model, or of other groups. Build both as they were, or start without the state."
+            )
+        indices = [*chain.from_iterable(group["params"] for group in groups)]
+        if len({*indices}) < len(indices) or not (self._takes_more or state.keys() <= {*indices}):
+            raise ValueError(
+                f"The saved state is damaged: a parameter is in its groups twice, or it has entries of parameters that "
+                f"are in none. {_REMEDY}"
+            )
+        for number, (group, current) in enumerate(zip(groups, self.param_groups, strict=True)):
+            self._check_saved_group(group, current)
+            names = current.get("param_names") or group.get("param_names") or group["params"]
+            for place, (index, parameter) in enumerate(zip(group["params"], current["params"], strict=True)):
+                if fault := self._fault_of(state.get(index, {}), parameter, current):
+                    raise ValueError(
+                        f"The saved state of parameter {place} of group {number} ({names[place]!r}, "
+                        f"{tuple(parameter.shape)}) does not fit {type(self).__name__}: {fault}. States go to "
+                        "parameters by their order: build the model with its layers in the order of the saved run, and "
+                        f"the same optimizer. {_REMEDY}"
+                    )
+
+    def _check_saved_group(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+        owner, names = type(self).__name__, saved.get("param_names", saved["params"])
+        if not isinstance(names, list | tuple) or len(names) != len(saved["params"]):
+            raise ValueError(f"The saved state is damaged: its param_names are {described(names)}. {_REMEDY}")
+        if ("moments" in saved) != ("moments" in group):
+            raise ValueError(
+                f"The saved state is that of another optimizer, and {owner} cannot go on with it: build that one. "
+                f"{_REMEDY}"
+            )
+        self._check_names(saved)
+        self._check_options({name: saved.get(name, group[name]) for name in self._options & group.keys()})
+        for name in ("moments", "density", "master_weights"):
+            if saved.get(name) != group.get(name):
+                raise ValueError(
+                    f"The saved state has {name}={saved.get(name)!r}, this {owner} {name}={group.get(name)!r}: build "
+                    "it with the saved value, or start without the state."
+                )
+
+    def _fault_of(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
+        """What of a parameter's saved state does not fit, in words; empty if all does."""
+        if not isinstance(saved, dict):
+            return f"it is {described(saved)}"
+        values = {name: value for name, value in saved.items() if self._is_own(name)}
+        is_new = not (values if self._takes_more else saved)
+        entries = {} if is_new else self._entries(local(parameter), group)
+        for name, value in values.items():
+            if isinstance(value, DTensor) and isinstance(parameter, DTensor) and name not in self.SCALARS:
+                if value.placements != parameter.placements:
+                    return f"{name} is sharded as {value.placements}, the parameter as {parameter.placements}"
+            elif isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta != parameter.is_meta):
+                return f"{name} is {described(value)}, without the numbers of a dense tensor"
+        shards = {name: local(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        more = sorted(map(str, values.keys() - entries))
+        return misfit(shards, entries) or (f"nothing reads its {some(more)}" if more else "")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -110,10 +207,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def new_scalars(cls, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {
-            name: torch.zeros((), dtype=torch.int64 if name.startswith("steps") else dtype, device=device)
-            for name in cls.SCALARS
-        }
+        return {name: torch.zeros((), dtype=scalar_dtype(name, dtype), device=device) for name in cls.SCALARS}
 
     def gradient_statistics(self) -> dict[Tensor, GradientStatistics]:
         """Statistics of the last step by parameter, as tensors on its device: no host sync, no collective."""
@@ -134,12 +228,12 @@ class GuardedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 number += 1
                 self._check_parameter(parameter)
-                sharding, gradient = sharding_of(parameter), local_gradient(parameter)
+                sharding, gradient, shard = sharding_of(parameter), local_gradient(parameter), local(parameter)
                 if gradient is not None:
-                    self._check_gradient(gradient)
+                    self._check_gradient(shard, gradient)
                 elif not (sharding.groups and parameter.requires_grad):  # else another rank may have one
                     continue
-                shard, dtype = local(parameter), statistics_dtype(parameter)
+                dtype = statistics_dtype(parameter)
                 is_guarded = len(sharding.shape) > 1 or not group["matrices_only"]
                 key = (shard.device, dtype, sharding.groups, is_guarded)
                 if key not in alike:
@@ -161,7 +255,12 @@ class GuardedOptimizer(torch.optim.Optimizer):
             "from another: use DDP, FSDPStrategy or ModelParallelStrategy; for parameters of your own, add_param_group."
         )
 
-    def _check_gradient(self, gradient: Tensor) -> None:
+    def _check_gradient(self, shard: Tensor, gradient: Tensor) -> None:
+        if gradient.shape != shard.shape:
+            raise ValueError(
+                f"{type(self).__name__} found a gradient that is {described(gradient)} at a parameter that is "
+                f"{described(shard)}: the parameter was replaced after the backward pass. Call zero_grad() then."
+            )
         if gradient.layout == torch.strided and not gradient.is_complex():
             return
         raise ValueError(
@@ -198,6 +297,11 @@ def _statistics(batch: Batch, measured: Measured, clipped: Clipped) -> _Statisti
     return [member.parameter for member in batch.members], [*columns, step.steps_since_reset()]
 
 
-def statistics_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of a parameter's statistics and moments."""
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+def _are_groups(groups: Any) -> bool:
+    """Whether these are groups of parameters, each with numbers or names of its own."""
+    return isinstance(groups, list | tuple) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list | tuple)
+        and all(isinstance(index, int | str) for index in group["params"])
+        for group in groups
+    )

@@ -14,13 +14,23 @@ from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.kernels.cpu import adam as cpu
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import adam as gpu
+from lightning_lowbit.kernels.memory import address, dense
 from lightning_lowbit.kernels.shards import DENSE, FP8, KINDS, NOTHING, SPARSE, ParameterShard, Rules, moved
-from lightning_lowbit.optim.batch import Batch, Member, Step
-from lightning_lowbit.optim.moments import NAMES, DenseMoments, FP8Moments, SparseMoments
+from lightning_lowbit.optim.batch import Batch, Member, Step, scalar_dtype
+from lightning_lowbit.optim.moments import (
+    DenseMoments,
+    Entries,
+    FP8Moments,
+    SparseMoments,
+    misfit,
+    statistics_dtype,
+)
 from lightning_lowbit.optim.passes import ElementClip, Passes, Update
 
 # The tensors of a member that `ParameterShard` has by the same names.
 _KEPT = (*FP8Moments.names, "master")
+_KEPT_DTYPES = dict.fromkeys(_KEPT, (torch.float32, torch.uint8)) | {"master": (torch.float16,)}
+_NOT_KEPT = dict.fromkeys(_KEPT, 0)
 
 
 class KernelPasses(Passes):
@@ -28,7 +38,7 @@ class KernelPasses(Passes):
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
-        self._gradients = [None if m.gradient is None else m.gradient.contiguous() for m in batch.members]
+        self._gradients = [None if m.gradient is None else dense(m.gradient) for m in batch.members]
         self._fields = [_fields(*pair) for pair in zip(batch.members, self._gradients, strict=True)]
         self._shards = self._shards_of(self._fields)
 
@@ -61,7 +71,10 @@ class KernelPasses(Passes):
         chosen = moved(indices, self.batch.device)
         given = {"limit": elements.limit[chosen], "ratio": elements.ratio[chosen], "factor": factor[chosen]}
         fields = [
-            self._fields[index]._replace(weights=target.data_ptr(), weights_kind=KINDS[target.dtype])
+            self._fields[index]._replace(
+                weights=address("a clipped gradient", target, target.dtype, self._fields[index].size, target.device),
+                weights_kind=KINDS[target.dtype],
+            )
             for index, target in zip(indices, targets, strict=True)
         ]
         self._shards_of(fields).write_clipped(Rules(elements.rule, given))
@@ -73,7 +86,8 @@ class CppPasses(KernelPasses):
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
-        self._scalars = cpu.Scalars({name: [member.state[name] for member in batch.members] for name in batch.names})
+        scalars = {name: [member.state[name] for member in batch.members] for name in batch.names}
+        self._scalars = cpu.Scalars(scalars, {name: scalar_dtype(name, batch.dtype) for name in batch.names})
 
     def _shards_of(self, fields: Sequence[ParameterShard]) -> cpu.Shards:
         return cpu.Shards(fields)
@@ -93,8 +107,14 @@ class TritonPasses(KernelPasses):
 
 
 def passes_for(batch: Batch) -> Passes:
-    """The passes that a batch is worked on by."""
-    return (kernels_for(batch) or Passes)(batch)
+    """The passes that a batch is worked on by; a ``ValueError`` where a state has not the sizes of its parameter."""
+    if kernels := kernels_for(batch):
+        return kernels(batch)
+    for member in batch.members:
+        # What `Adaptive` wraps has moments in dtypes of its own.
+        if "mean" in member.kept and (fault := misfit(member.kept, _entries(member))):
+            raise ValueError(_changed(member, fault))
+    return Passes(batch)
 
 
 def kernels_for(batch: Batch) -> type[KernelPasses] | None:
@@ -156,20 +176,18 @@ def _are_near(found: Tensor, wanted: Tensor) -> bool:
 
 
 def _fits(member: Member) -> bool:
+    """Whether kernels know the dtypes and layouts of a member's tensors; their addresses compare the sizes."""
     shard, gradient, kept = member.shard, member.gradient, member.kept
     if gradient is not None and not (type(gradient) is Tensor and gradient.dtype in KINDS):
         return False
+    for name, tensor in kept.items():
+        is_dense = isinstance(tensor, Tensor) and tensor.is_contiguous() and not tensor.is_neg()
+        if not is_dense or tensor.dtype not in _KEPT_DTYPES[name]:
+            return False
     # Random bits are of places in the whole parameter, which kernels count by rows.
     is_in_rows = not member.moments.draws or shard.shape[1:-1] == member.parameter.shape[1:-1]
-    return (
-        type(shard) in (Tensor, Parameter)
-        and shard.dtype in KINDS
-        and shard.is_contiguous()
-        and is_in_rows
-        and all(tensor.is_contiguous() for tensor in kept.values())
-        and all(kept[name].dtype in (torch.float32, torch.uint8) for name in NAMES if name in kept)
-        and all(value.dtype in (torch.float32, torch.int64) for name, value in member.state.items() if name not in kept)
-    )
+    is_known = type(shard) in (Tensor, Parameter) and shard.dtype in KINDS
+    return is_known and shard.is_contiguous() and not shard.is_neg() and is_in_rows
 
 
 def _of_step(step: Step) -> dict[str, Tensor]:
@@ -177,24 +195,44 @@ def _of_step(step: Step) -> dict[str, Tensor]:
     return {"taken": step.taken, "steps": steps, "since_reset": step.scalars.get("steps_since_reset", steps)}
 
 
+def _entries(member: Member) -> Entries:
+    """The shapes and dtypes that the tensors of a member have."""
+    shape, dtype = member.shard.shape, statistics_dtype(member.shard)
+    masters: Entries = {"master": (shape, torch.float16)} if "master" in member.kept else {}
+    return member.moments.entries(shape, dtype) | masters
+
+
+def _changed(member: Member, fault: str) -> str:
+    return (
+        f"The state of a parameter of {tuple(member.shard.shape)} was changed since it was made or loaded: {fault}. "
+        "Put back what belongs to the parameter, or build a new optimizer."
+    )
+
+
 def _fields(member: Member, gradient: Tensor | None) -> ParameterShard:
-    shard, moments, kept = member.shard, member.moments, member.kept
+    shard, moments, kept, device = member.shard, member.moments, member.kept, member.shard.device
     kind, every, first, stride = DENSE, 1, 0, 0
     row = columns = size = shard.numel()
     if moments.draws:
         kind, every = (SPARSE, moments.every) if isinstance(moments, SparseMoments) else (FP8, 1)
-        row, columns = shard.shape[-1], kept["mean"].shape[-1]
+        row = shard.shape[-1]
+        columns = -(-row // every)
         whole, offsets = member.parameter.shape, offsets_of(member.parameter)
         stride = columns if kind == SPARSE else whole[-1]  # rows with sparse moments are whole
         above = offsets[0]  # rows of the whole parameter before those of the shard
         for offset, length in zip(offsets[1:-1], whole[1:-1], strict=True):
             above = above * length + offset
         first = above * stride + offsets[-1]
-    addresses = {name: kept[name].data_ptr() if name in kept else 0 for name in _KEPT}
+    starts, entries = _NOT_KEPT.copy(), moments.entries(shard.shape, torch.float32)
+    for name, tensor in kept.items():
+        shape, dtype = entries.get(name) or (shard.shape, torch.float16)
+        if tensor.shape != shape:
+            raise ValueError(_changed(member, misfit(kept, {name: (shape, dtype)})))
+        starts[name] = address(name, tensor, dtype, tensor.numel(), device)
     return ParameterShard(
-        weights=shard.data_ptr(),
-        gradient=0 if gradient is None else gradient.data_ptr(),
-        **addresses,
+        weights=address("a parameter", shard, shard.dtype, size, device),
+        gradient=0 if gradient is None else address("a gradient", gradient, gradient.dtype, size, device),
+        **starts,
         weights_kind=KINDS[shard.dtype],
         gradient_kind=NOTHING if gradient is None else KINDS[gradient.dtype],
         moments=kind,

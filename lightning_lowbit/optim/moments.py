@@ -17,7 +17,7 @@ Source: arXiv 2409.12517, section 5, for the two formats; COAT (arXiv 2410.19313
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,34 @@ from torch import Tensor
 from lightning_lowbit.compilation import compiled, opaque
 from lightning_lowbit.distributed import local, zeros_sharded_as
 from lightning_lowbit.formats import ELEMENT_FORMATS, Format
+from lightning_lowbit.kernels.memory import described
 from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform
 
 BLOCK = 128
 NAMES = ("mean", "mean_square")
+
+
+#: Dtypes of statistics; a saved one becomes that of the parameter.
+STATISTICS = (torch.float32, torch.float64)
+
+#: Shapes and dtypes by name.
+Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def statistics_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's statistics and moments."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def misfit(values: Mapping[str, Any], entries: Entries) -> str:
+    """What differs from the shapes and dtypes of entries, in words; empty if nothing does."""
+    for name, (shape, dtype) in entries.items():
+        value = values.get(name)
+        if not isinstance(value, Tensor):
+            return f"{name} is {'missing' if value is None else described(value)}"
+        if value.shape != shape or (value.dtype != dtype and not {value.dtype, dtype} <= {*STATISTICS}):
+            return f"{name} is {described(value)}, and {tuple(shape)}, {dtype} is needed"
+    return ""
 
 
 class Draw(NamedTuple):
@@ -64,6 +88,10 @@ class DenseMoments:
     draws: ClassVar[bool] = False  # whether random bits are needed
     is_sparse: ClassVar[bool] = False  # whether some elements have no moments
 
+    def entries(self, shape: torch.Size, dtype: torch.dtype) -> Entries:
+        """The shapes and dtypes of what is kept of a shard."""
+        return {"mean": (shape, dtype), "mean_square": (shape, dtype)}
+
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         return {name: torch.zeros_like(parameter, dtype=dtype) for name in NAMES}
 
@@ -96,6 +124,10 @@ class FP8Moments(DenseMoments):
 
     names: ClassVar[tuple[str, ...]] = (*NAMES, "mean_scale", "mean_square_scale")
     draws: ClassVar[bool] = True
+
+    def entries(self, shape: torch.Size, dtype: torch.dtype) -> Entries:
+        codes, scales = (shape, torch.uint8), (_with_columns(shape, BLOCK), torch.float32)
+        return {"mean": codes, "mean_square": codes, "mean_scale": scales, "mean_square_scale": scales}
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         state = {}
@@ -130,6 +162,9 @@ class SparseMoments(DenseMoments):
     is_sparse: ClassVar[bool] = True
     every: int = 1
 
+    def entries(self, shape: torch.Size, dtype: torch.dtype) -> Entries:
+        return dict.fromkeys(NAMES, (_with_columns(shape, self.every), dtype))
+
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         if local(parameter).shape[-1] != parameter.shape[-1]:
             raise ValueError(
@@ -152,6 +187,11 @@ class SparseMoments(DenseMoments):
         first = torch.arange(0, columns, self.every, device=rows.device)
         neighbors = (columns - first).clamp_(max=self.every)  # fewer at the end
         return first + (draws * neighbors).long()
+
+
+def _with_columns(shape: torch.Size, share: int) -> tuple[int, ...]:
+    """The shape with one element for so many in a row."""
+    return (*shape[:-1], -(-shape[-1] // share))
 
 
 def moments_of(kind: str, density: float, dims: int) -> DenseMoments:

@@ -1,6 +1,6 @@
 """The options of the optimizers: a table of checks and messages."""
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +20,17 @@ def _is_decay(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**63
+
+
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and abs(value) <= sys.float_info.max
+
+
+def _is_rate(value: Any) -> bool:
+    return (
+        value.dim() == 0 and not value.is_complex() if isinstance(value, Tensor) else _is_finite(value) and value >= 0
+    )
 
 
 def _is_betas(value: Any) -> bool:
@@ -37,22 +47,18 @@ def _flag(advice: str) -> Option:
 
 
 def _not_negative(advice: str) -> Option:
-    return Option(lambda value: is_number(value) and 0 <= value < math.inf, "a finite number >= 0", advice)
+    return Option(lambda value: _is_finite(value) and value >= 0, "a finite number >= 0", advice)
 
 
 def _positive(advice: str) -> Option:
-    return Option(lambda value: is_number(value) and 0 < value < math.inf, "a finite number > 0", advice)
+    return Option(lambda value: _is_finite(value) and value > 0, "a finite number > 0", advice)
 
 
 _DECAY = Option(_is_decay, "a number in [0, 1)", "it is the decay of an average, such as 0.9")
 
 #: All options of this package's optimizers, by their key in a parameter group.
 OPTIONS: dict[str, Option] = {
-    "lr": Option(
-        lambda lr: lr.dim() == 0 if isinstance(lr, Tensor) else is_number(lr) and 0 <= lr < math.inf,
-        "a finite number >= 0, or a 0-d tensor",
-        "1e-3 is usual",
-    ),
+    "lr": Option(_is_rate, "a finite number >= 0, or a real 0-d tensor", "1e-3 is usual"),
     "betas": Option(_is_betas, "two numbers in [0, 1)", "(0.9, 0.999) is usual"),
     "eps": _positive("it keeps 0/0 away, 1e-8 is usual"),
     "norm_eps": _positive("it keeps 0/0 away, 1e-8 is usual"),

@@ -119,9 +119,14 @@ def operand_dtype(dtype: torch.dtype, cast: Cast) -> torch.dtype:
 
 def are_regular(draws: bool, needs_amax: bool, key: Tensor | None, amax: Tensor | None, device: torch.device) -> bool:
     """Whether a kernel takes a key and an amax: the plain code converts, or refuses, all others."""
-    if draws and (key is None or key.dtype != torch.int64 or key.numel() != 1 or key.device != device):
+    if draws and (key is None or key.dtype != torch.int64 or not _is_one(key, device)):
         return False
-    return amax is None or (needs_amax and amax.dtype == torch.float32 and amax.numel() == 1 and amax.device == device)
+    return amax is None or (needs_amax and amax.dtype == torch.float32 and _is_one(amax, device))
+
+
+def _is_one(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor is one number on a device, whose memory has its sign."""
+    return tensor.numel() == 1 and tensor.device == device and not tensor.is_neg()
 
 
 def stands_alone(cast: Cast, dim: int, amax: Tensor | None, shard: Shard | None) -> bool:

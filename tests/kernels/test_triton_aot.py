@@ -10,6 +10,7 @@ from lightning_lowbit import Cast, Scale
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.nn import PRESETS
+from lightning_lowbit.quant.packed import packed_bytes
 from tests.benchmarks import kernels
 from tests.benchmarks.kernels import meta
 from tests.kernels import steps
@@ -69,10 +70,10 @@ def test_kernels_compile_for_other_dtypes_layouts_and_shards(arch):
 
 @pytest.mark.parametrize("arch", kernels.ARCHITECTURES)
 def test_packing_compiles_and_nothing_spills(arch):
-    x, data, factor = meta(512, 256, dtype=torch.bfloat16), meta(2**20, dtype=torch.uint8), meta()
+    x, factor = meta(512, 256, dtype=torch.bfloat16), meta()
     for cast, dim in kernels.casts_of(["nvfp4", "mxfp8", "int4"]):
         if gpu.packs(cast, x, dim):
-            key = meta(dtype=torch.int64)
+            key, data = meta(dtype=torch.int64), meta(packed_bytes(512, 256, cast, dim), dtype=torch.uint8)
             pack = launches.of_pack(x, cast, dim, key, meta(), None, data, factor)
             for launch in (pack, launches.of_unpack(data, cast, dim, x.dtype, meta(512, 256, dtype=torch.bfloat16))):
                 code = kernels.resources_of(launch, arch)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.memory import address, addresses, start
 from lightning_lowbit.kernels.shards import ParameterShard, Rules
 
 _RULES = {None: 0, "ada_clip": 1, "spike_clip": 2}
@@ -20,6 +21,7 @@ _RULES = {None: 0, "ada_clip": 1, "spike_clip": 2}
 CHUNK = 2**14
 
 _ARRAYS = ("limit", "ratio", "unit", "factor", "weight1", "weight2", "rate", "decay", "old_scale", "new_scale")
+_DTYPES = {"taken": torch.bool, "steps": torch.int64, "since_reset": torch.int64}  # of the other numbers
 
 
 class _Rules(ctypes.Structure):
@@ -55,13 +57,13 @@ class Shards:
     def squares(self, rules: Rules) -> Tensor:
         """Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]. After `measure`."""
         result = torch.empty(2, self._count, dtype=torch.float32, device="cpu")
-        self._decide("squares", rules, *map(_address, (*self._measured, result)))
+        self._decide("squares", rules, *map(_pointer, (*self._measured, result)))
         return result
 
     def update(self, rules: Rules) -> Tensor | None:
         """Adam; with ``unit`` among the numbers, what `squares` gives, of the same pass."""
         result = torch.empty(2, self._count, dtype=torch.float32, device="cpu") if "unit" in rules.numbers else None
-        self._decide("update", rules, None if result is None else _address(result))
+        self._decide("update", rules, None if result is None else _pointer(result))
         return result
 
     def write_clipped(self, rules: Rules) -> None:
@@ -77,7 +79,7 @@ class Shards:
 
     def _measure(self, of_weights: int, of_chunks: tuple[Tensor, Tensor]) -> Tensor:
         amaxes = torch.empty(self._count, dtype=torch.float32, device="cpu")
-        self._call("measure", ctypes.c_int(of_weights), *map(_address, (amaxes, *of_chunks)))
+        self._call("measure", ctypes.c_int(of_weights), *map(_pointer, (amaxes, *of_chunks)))
         return amaxes
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -91,44 +93,47 @@ class Shards:
         numbers = dict(rules.numbers)
         floating = [key for key in numbers if key in _ARRAYS]
         rows = torch.stack([numbers[key] for key in floating]).float()
-        addresses = {
-            key: tensor.data_ptr() for key, tensor in (numbers | dict(zip(floating, rows, strict=True))).items()
+        numbers |= dict(zip(floating, rows, strict=True))
+        starts = {
+            key: address(key, tensor, _DTYPES.get(key, torch.float32), self._count) for key, tensor in numbers.items()
         }
-        made = _Rules(eps=rules.eps, rule=_RULES[rules.rule], decays=rules.decays, **addresses)
+        made = _Rules(eps=rules.eps, rule=_RULES[rules.rule], decays=rules.decays, **starts)
         self._call(name, ctypes.byref(made), *arguments)
 
 
-def _address(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+def _pointer(new: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(start(new))
 
 
 class Scalars:
-    """0-d tensors on a CPU, one for each shard and name, as one tensor [P] for each name: float32 or int64."""
+    """0-d tensors on a CPU, one for each shard and name, as one tensor [P] for each name, with the dtype of each."""
 
-    def __init__(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        self._tensors = tensors
-        self._addresses = {name: array("q", [one.data_ptr() for one in of_name]) for name, of_name in tensors.items()}
+    def __init__(self, tensors: Mapping[str, Sequence[Tensor]], dtypes: Mapping[str, torch.dtype]) -> None:
+        self._tensors, self._dtypes = tensors, dtypes  # kept alive
+        self._addresses = {
+            name: array("q", addresses(name, scalars, dtypes[name])) for name, scalars in tensors.items()
+        }
 
     def load(self) -> dict[str, Tensor]:
         loaded = {}
-        for name, tensors in self._tensors.items():
-            loaded[name] = torch.empty(len(tensors), dtype=tensors[0].dtype, device="cpu")
+        for name, starts in self._addresses.items():
+            loaded[name] = torch.empty(len(starts), dtype=self._dtypes[name], device="cpu")
             self._move(name, loaded[name], 1)
         return loaded
 
     def store(self, values: Mapping[str, Tensor]) -> None:
         """Writes what `load` gave, and what has become of it, back."""
         for name, value in values.items():
-            self._move(name, value.to(self._tensors[name][0].dtype).contiguous(), 0)
+            self._move(name, value.to(self._dtypes[name]).contiguous(), 0)
 
     def _move(self, name: str, value: Tensor, gathers: int) -> None:
         found = library()
         assert found is not None
-        addresses = self._addresses[name]
+        starts = self._addresses[name]
         found.move_scalars(
-            ctypes.c_void_p(addresses.buffer_info()[0]),
-            ctypes.c_int64(len(addresses)),
+            ctypes.c_void_p(starts.buffer_info()[0]),
+            ctypes.c_int64(len(starts)),
             ctypes.c_int64(value.element_size()),
-            _address(value),
+            ctypes.c_void_p(address(name, value, self._dtypes[name], len(starts))),
             ctypes.c_int(gathers),
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.memory import address, dense, start
 from lightning_lowbit.quant.blocks import Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import (
@@ -23,7 +24,7 @@ from lightning_lowbit.quant.operand import (
 )
 from lightning_lowbit.quant.scales import e8m0_rule, fp32_numerator
 from lightning_lowbit.quant.shard import Shard
-from lightning_lowbit.quant.transforms import rotated_shape
+from lightning_lowbit.quant.transforms import SIZES, rotated_shape
 
 # The numbers of dtypes in source/casts.cpp.
 INPUTS = {torch.float32: 0, torch.bfloat16: 1}
@@ -148,10 +149,9 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
         factor=scale.factor,
         size=fp32_numerator(cast) if scale.format == "fp32" else 0.0,
     )
-    address = ctypes.addressof(settings)
     return Plan(
         settings,
-        address,
+        ctypes.addressof(settings),
         dtype,
         cast,
         dim,
@@ -176,14 +176,18 @@ def takes(
     is_given = plan.draws or amax is not None  # else there is nothing to check
     if is_given and not are_regular(plan.draws, plan.needs_amax, key, amax, x.device):
         return False
-    if rotation is not None and not (plan.rotates and are_signs(rotation)):
+    if rotation is not None and not (plan.rotates and are_signs(rotation, plan.dim)):
         return False
-    return x.numel() > 0 and (shard is None or stands_alone(plan.cast, plan.dim, amax, shard))
+    is_matrix = x.dim() == 2 and x.numel() > 0
+    return is_matrix and (shard is None or stands_alone(plan.cast, plan.dim, amax, shard))
 
 
-def are_signs(rotation: Tensor) -> bool:
-    """Whether the kernels read the signs of a rotation."""
-    return type(rotation) is Tensor and rotation.is_cpu and rotation.dtype == torch.float32 and rotation.is_contiguous()
+def are_signs(rotation: Tensor, dim: int) -> bool:
+    """Whether the kernels rotate groups along a dimension by these signs."""
+    is_there = (
+        type(rotation) is Tensor and rotation.is_cpu and rotation.dtype == torch.float32 and not rotation.is_neg()
+    )
+    return is_there and rotation.dim() == 1 and len(rotation) in SIZES and rotation.is_contiguous() and dim in (0, 1)
 
 
 def quantize(
@@ -200,7 +204,7 @@ def quantize(
     plan = plan_of(spec, dim, x.dtype, dtype)
     if plan is None or not takes(x, plan, key, amax, shard, rotation):
         return None
-    x, factor = x.contiguous(), None
+    x, factor = dense(x), None
     if rotation is None:
         values = torch.empty_like(x, dtype=plan.dtype, memory_format=torch.contiguous_format)
     else:
@@ -222,19 +226,20 @@ def write(
     rotation: Tensor | None = None,
     codes: Codes | None = None,
 ) -> None:
-    """Writes what a cast gives to ``values`` and ``factor``: values of the plan's dtype, or codes."""
+    """Writes what a cast gives to ``values`` and ``factor``, which are new: values of the plan's dtype, or codes. The
+    other tensors are those that :func:`takes` has seen, and ``x`` is contiguous."""
     place = None
     if shard is not None:
         shape = x.shape if rotation is None else rotated_shape(x.shape, rotation, plan.dim)
         place = (ctypes.c_int32 * 2)(*shard.place(shape, plan.tile)[1:])
     library().lowbit_cast(  # type: ignore[union-attr]
-        x.data_ptr(),
+        start(x),
         *x.shape,
         plan.address,
-        values.data_ptr(),
-        None if factor is None else factor.data_ptr(),
-        key.data_ptr() if plan.draws and key is not None else None,
-        None if amax is None else amax.data_ptr(),
+        start(values),
+        None if factor is None else start(factor),
+        start(key) if plan.draws and key is not None else None,
+        None if amax is None else start(amax),
         _turn(rotation, plan.dim),
         place,
         None if codes is None else ctypes.byref(codes),
@@ -246,11 +251,13 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor |
     """max|x| of a float32 or bfloat16 tensor, of a rotated one a matrix: 0-d float32, not finite if an element is not;
     None for all others."""
     dtype, kernels, count = INPUTS.get(x.dtype), library(), x.numel()
-    if dtype is None or kernels is None or count == 0 or not (rotation is None or are_signs(rotation)):
+    if dtype is None or kernels is None or count == 0:
         return None
-    x, result = x.contiguous(), x.new_empty((), dtype=torch.float32)
+    if rotation is not None and not (x.dim() == 2 and are_signs(rotation, dim)):
+        return None
+    x, result = dense(x), x.new_empty((), dtype=torch.float32)
     shape, turn = x.shape if x.dim() == 2 else (1, count), _turn(rotation, dim)
-    kernels.lowbit_amax(x.data_ptr(), dtype, *shape, turn, result.data_ptr(), torch.get_num_threads())
+    kernels.lowbit_amax(start(x), dtype, *shape, turn, start(result), torch.get_num_threads())
     return result
 
 
@@ -258,23 +265,25 @@ def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: S
     """:func:`lightning_lowbit.kernels.delayed.delayed_amax` on a CPU; None where no kernel does it."""
     if (kernels := library()) is None:
         return None
-    result, force = torch.empty_like(own), in_force.data_ptr() + places[0] * in_force.itemsize
-    bits, record = sum(1 << place for place in places), None if staged is None else staged.data_ptr()
-    kernels.lowbit_delayed_amax(own.data_ptr(), force, record, bits, result.data_ptr())
+    result, count, bits = torch.empty_like(own), in_force.numel(), sum(1 << place for place in places)
+    force = address("amaxes in force", in_force, torch.float32, count) + places[0] * in_force.itemsize
+    record = None if staged is None else address("amaxes of a step", staged, torch.float32, count)
+    kernels.lowbit_delayed_amax(address("an amax", own, torch.float32, 1), force, record, bits, start(result))
     return result
 
 
 def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor | None:
     """A float32 or bfloat16 matrix as :func:`lightning_lowbit.quant.rotate` has it; None for all others."""
     dtype, kernels = INPUTS.get(x.dtype), library()
-    if dtype is None or kernels is None or x.numel() == 0 or not are_signs(rotation):
+    if dtype is None or kernels is None or x.numel() == 0 or x.dim() != 2 or not are_signs(rotation, dim):
         return None
-    x, result, turn = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim)), _turn(rotation, dim)
-    kernels.lowbit_rotate(x.data_ptr(), dtype, *x.shape, turn, result.data_ptr(), torch.get_num_threads())
+    x, result, turn = dense(x), x.new_empty(rotated_shape(x.shape, rotation, dim)), _turn(rotation, dim)
+    kernels.lowbit_rotate(start(x), dtype, *x.shape, turn, start(result), torch.get_num_threads())
     return result
 
 
 def _turn(rotation: Tensor | None, dim: int) -> Any:
     if rotation is None:
         return None
-    return ctypes.byref(_Rotation(rotation.data_ptr(), rotation.numel(), 0 if dim in (0, -2) else 1))
+    signs = address("signs", rotation, torch.float32, len(rotation))
+    return ctypes.byref(_Rotation(signs, len(rotation), dim))

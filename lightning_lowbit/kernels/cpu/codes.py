@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu import casts
 from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.memory import address, dense
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import factor_shape
 from lightning_lowbit.quant.packed import packed_bytes, per_byte
@@ -39,10 +40,10 @@ def pack(
     shape = x.shape if rotation is None else rotated_shape(x.shape, rotation, dim)
     if plan is None or not covers(cast, shape[1]) or not casts.takes(x, plan, key, amax, shard, rotation):
         return None
-    x, (rows, columns) = x.contiguous(), shape
+    x, (rows, columns) = dense(x), shape
     data = x.new_empty(packed_bytes(rows, columns, cast, dim), dtype=torch.uint8)
     factor = x.new_empty(factor_shape(x, cast, dim) if cast.scale.two_level == "row" else (), dtype=torch.float32)
-    casts.write(x, plan, key, amax, shard, data, factor, rotation, _codes(cast, data, rows * columns))
+    casts.write(x, plan, key, amax, shard, data, factor, rotation, _codes(cast, data, rows, columns, dim))
     return data, factor
 
 
@@ -51,17 +52,26 @@ def unpack_(out: Tensor, data: Tensor, cast: Cast, dtype: torch.dtype, dim: int)
     if out.dtype not in _OUTPUTS or dtype not in casts.INPUTS or not covers(cast, out.shape[1]) or out.numel() == 0:
         return False
     target = torch.float32 if out.dtype == torch.int8 else out.dtype
-    plan, codes = casts.plan_of(cast.spec, dim, dtype, target), _codes(cast, data, out.numel())
-    kernels, threads = library(), torch.get_num_threads()
+    plan, (rows, columns) = casts.plan_of(cast.spec, dim, dtype, target), out.shape
+    kernels, data = library(), dense(data)
     assert plan is not None and kernels is not None
-    address, to = out.data_ptr(), _OUTPUTS[out.dtype]
-    kernels.lowbit_unpack(data.data_ptr(), *out.shape, ctypes.byref(codes), plan.address, address, to, threads)
+    kernels.lowbit_unpack(
+        address("codes and scales", data, torch.uint8, packed_bytes(rows, columns, cast, dim)),
+        rows,
+        columns,
+        ctypes.byref(_codes(cast, data, rows, columns, dim)),
+        plan.address,
+        address("values", out, out.dtype, rows * columns),
+        _OUTPUTS[out.dtype],
+        torch.get_num_threads(),
+    )
     return True
 
 
-def _codes(cast: Cast, data: Tensor, elements: int) -> casts.Codes:
+def _codes(cast: Cast, data: Tensor, rows: int, columns: int, dim: int) -> casts.Codes:
     coding, scale, bits, count = _layout(cast)
-    return casts.Codes(data.data_ptr() + -(-elements // count), coding, scale, bits)
+    start = address("codes and scales", data, torch.uint8, packed_bytes(rows, columns, cast, dim))
+    return casts.Codes(start + -(-rows * columns // count), coding, scale, bits)
 
 
 @cache

@@ -1,12 +1,14 @@
 """Sums over patches by the C++ kernels."""
 
 import ctypes
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.memory import address, dense, start
 
 # The numbers of dtypes in source/patches.cpp.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -19,12 +21,14 @@ def add_patches(patches: Tensor, images: int, channels: int, dimensions: Sequenc
         return None
     three = [[1, 1, 1, 1, 1, 0]] * (3 - len(dimensions)) + [[*each] for each in dimensions]
     numbers = (ctypes.c_int64 * 18)(*(number for each in three for number in each))
-    patches, sizes = patches.contiguous(), [each[0] for each in dimensions]
-    result = patches.new_empty(images, *sizes, channels)
+    if min(images, channels, *(number for each in three for number in each[:5])) < 1:
+        return None
+    patches, result = dense(patches), patches.new_empty(images, *(each[0] for each in dimensions), channels)
+    touched = images * channels * math.prod(each[1] * each[2] for each in three)
     kernels.lowbit_add_patches(
-        patches.data_ptr(),
+        address("patches", patches, patches.dtype, touched),
         _DTYPES[patches.dtype],
-        result.data_ptr(),
+        start(result),
         images,
         channels,
         ctypes.addressof(numbers),

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.memory import address, dense, start
 
 # The numbers of dtypes in source/products.cpp.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -12,25 +13,30 @@ _PRODUCTS = {torch.float32: 0, torch.int32: 2}
 
 def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """:func:`lightning_lowbit.kernels.products.finish` on a CPU; None where no kernel does it."""
-    (rows, columns), kernels = product.shape, library()
+    kernels = library()
+    if kernels is None or product.dim() != 2:
+        return None
+    rows, columns = product.shape
     extents = [_extent(factor, rows, columns) for factor in factors]
     is_covered = product.dtype in _PRODUCTS and dtype in _DTYPES and 0 not in extents and len(factors) <= 2
     is_covered &= bias is None or (bias.dtype in _DTYPES and bias.numel() == columns == bias.shape[-1])
-    if kernels is None or not is_covered:
+    if not is_covered:
         return None
-    product, result = product.contiguous(), product.new_empty((rows, columns), dtype=dtype)
-    given = [(factor.contiguous(), extent) for factor, extent in zip(factors, extents, strict=True)]
-    bias = None if bias is None else bias.contiguous()
-    arguments = [value for factor, extent in given for value in (factor.data_ptr(), extent)] + [None, 0] * 2
+    product, result = dense(product), product.new_empty((rows, columns), dtype=dtype)
+    factors, bias = [dense(factor) for factor in factors], None if bias is None else dense(bias)
+    arguments: list[int | None] = []
+    for factor, extent in zip(factors, extents, strict=True):
+        arguments += [address("factors", factor, torch.float32, {1: 1, 2: rows, 3: columns}[extent]), extent]
+    arguments += [None, 0] * 2
     kernels.lowbit_finish(
-        product.data_ptr(),
+        start(product),
         _PRODUCTS[product.dtype],
         rows,
         columns,
         *arguments[:4],
-        None if bias is None else bias.data_ptr(),
+        None if bias is None else address("a bias", bias, bias.dtype, columns),
         0 if bias is None else _DTYPES[bias.dtype],
-        result.data_ptr(),
+        start(result),
         _DTYPES[dtype],
         torch.get_num_threads(),
     )

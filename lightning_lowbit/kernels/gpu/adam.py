@@ -14,6 +14,7 @@ from lightning_lowbit.kernels.gpu.casts import obstacle as obstacle
 from lightning_lowbit.kernels.gpu.casts import run
 from lightning_lowbit.kernels.gpu.constants import grid_of
 from lightning_lowbit.kernels.gpu.launches import Launch
+from lightning_lowbit.kernels.memory import checked
 from lightning_lowbit.kernels.shards import FP8, KINDS, NOTHING, ParameterShard, Rules, moved
 from lightning_lowbit.quant.rounding import mix_key
 
@@ -76,7 +77,7 @@ class Shards:
         clipping = {kind: _clipping(kind, rules) for kind in self._every_kind() if kind.gradient in _DTYPES}
         counts = {kind: self._counts(kind, constants["FP8"]) for kind, constants in clipping.items()}
         room = self._room_for_sums(counts.values())
-        given = {"numbers": _rows(rules.numbers, _SQUARED), **room}
+        given = {"numbers": self._rows(rules.numbers, _SQUARED), **room}
         for kind, constants in clipping.items():
             self._run("square_shards", kind, counts[kind], given, {**constants, "SQUARE": _FORMATS["SQUARE"]})
         return self._added(**room)
@@ -89,7 +90,7 @@ class Shards:
         if any(kind.moments == FP8 for kind in self._kinds):
             key = mix_key(rules.numbers["steps"] + (self._table[:, _AT.number] << 40))
             keys = torch.stack([mix_key(key), mix_key(key + 1)])
-        given = {"numbers": _rows(rules.numbers, _UPDATED), "keys": keys, **room}
+        given = {"numbers": self._rows(rules.numbers, _UPDATED), "keys": keys, **room}
         for kind, tiles in counts.items():
             constants = {
                 **_clipping(kind, rules),
@@ -103,7 +104,7 @@ class Shards:
 
     def write_clipped(self, rules: Rules) -> None:
         """factor·clip(g) into ``weights``."""
-        given = {"numbers": _rows(rules.numbers, _CLIPPED)}
+        given = {"numbers": self._rows(rules.numbers, _CLIPPED)}
         for kind in self._every_kind():
             constants = {**_clipping(kind, rules), "DTYPE": _DTYPES[kind.weights], "SQUARE": _FORMATS["SQUARE"]}
             self._run("write_shards", kind, self._counts(kind, constants["FP8"]), given, constants)
@@ -144,6 +145,11 @@ class Shards:
         pairs = zip(self._kinds, self._shards, strict=True)
         return tuple(_tiles_of(shard, by_rows) if of_shard == kind else 0 for of_shard, shard in pairs)
 
+    def _rows(self, numbers: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+        """What is given of these, float32 [K, P]."""
+        rows = torch.stack([numbers[name].to(torch.float32) for name in names if name in numbers])
+        return checked("numbers of shards", rows, torch.float32, len(rows) * len(self._shards), self._device)
+
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
 
@@ -152,11 +158,6 @@ def _clipping(kind: Kind, rules: Rules) -> dict[str, Any]:
     is_idle = rules.rule is None or (rules.rule == "spike_clip" and not kind.has_square)
     by_rows = rules.rule == "spike_clip" and kind.moments == FP8
     return {"GRADIENT": _DTYPES.get(kind.gradient), "RULE": "" if is_idle else rules.rule, "FP8": by_rows}
-
-
-def _rows(numbers: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    """What is given of these, float32 [K, P]."""
-    return torch.stack([numbers[name].to(torch.float32) for name in names if name in numbers])
 
 
 def _tiles_of(shard: ParameterShard, by_rows: bool) -> int:

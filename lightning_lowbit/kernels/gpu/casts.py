@@ -18,11 +18,12 @@ from torch import Tensor
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.layout import block_shape, laid_out_shapes
+from lightning_lowbit.kernels.memory import together
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.packed import packed_bytes, per_byte
 from lightning_lowbit.quant.scaling import rounding_key
-from lightning_lowbit.quant.transforms import rotated_shape
+from lightning_lowbit.quant.transforms import SIZES, rotated_shape
 
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _NARROWING = {"DTYPE", "DTYPE_ROW", "ROTATION"}  # constants of kernels that round to a dtype
@@ -209,10 +210,12 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
     return amax
 
 
-def are_signs(rotation: Tensor, x: Tensor) -> bool:
-    """Whether the kernels read the signs of a rotation of a matrix, and its dtype."""
-    is_there = type(rotation) is Tensor and rotation.device == x.device and rotation.is_contiguous()
-    return is_there and rotation.dtype == torch.float32 and x.dtype in _INPUTS and x.numel() < 2**30
+def are_signs(rotation: Tensor, x: Tensor, dim: int) -> bool:
+    """Whether the kernels rotate groups of a matrix along a dimension by these signs."""
+    if type(rotation) is not Tensor or rotation.device != x.device or rotation.dtype != torch.float32:
+        return False
+    are_known = rotation.dim() == 1 and len(rotation) in SIZES and rotation.is_contiguous() and not rotation.is_neg()
+    return are_known and dim in (0, 1) and x.dtype in _INPUTS and x.numel() < 2**30
 
 
 def rotates(cast: Cast, dim: int) -> str | None:
@@ -330,5 +333,7 @@ def options_of(launch: Launch) -> dict[str, Any]:
 
 def run(launch: Launch) -> None:
     kernel = getattr(_kernels()[0], launch.kernel)
+    device = launch.arguments["x"].device
+    together((value for value in launch.arguments.values() if isinstance(value, Tensor)), device)
     with torch.cuda.device_of(launch.arguments["x"]):  # type: ignore[no-untyped-call]
         kernel[(launch.programs,)](**launch.arguments, **compiled_for(launch), **options_of(launch))

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from lightning_lowbit.kernels.gpu.constants import constants_of
 from lightning_lowbit.kernels.layout import block_shape, multiples, round_up
+from lightning_lowbit.kernels.memory import checked
 from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import is_rounded
-from lightning_lowbit.quant.packed import per_byte
+from lightning_lowbit.quant.packed import packed_bytes, per_byte
 from lightning_lowbit.quant.transforms import rotated_shape, rotation_factors
 
 LARGEST_BLOCK = 1024  # elements: a block lies in the registers of one program
@@ -49,13 +50,12 @@ def of_cast(
     of a Hadamard transform, the matrix is rotated before."""
     group = 0 if rotation is None else len(rotation)
     form = _cast_form(cast.spec, dim, x.dtype, values.dtype, is_transposed(x), group)
+    amaxes = x.shape[1 - dim % 2] if cast.scale.two_level == "row" else 1
     arguments = {
         "x": x,
         "values": as_bytes(values),
         "factor": factor,
-        "amax": amax if form.takes_amax else None,
-        "key": key if form.draws else None,
-        "offset": offset if form.draws else None,
+        **_from_outside(x, form.draws, key, offset, amax if form.takes_amax else None, amaxes),
         **_layout(x, rotation, dim),
     }
     counts = _counts(values, form.size)
@@ -116,8 +116,9 @@ def of_both(
     constants: dict[str, Any] = {"SIDES": sides, "TILE": size}
     for name, cast, key, (values, factor) in zip(("row", "column"), casts, keys, operands, strict=True):
         arguments |= {f"values_{name}": values, f"factor_{name}": factor}
-        arguments |= {f"key_{name}": key if cast.rounding == "stochastic" else None}
-        arguments |= {f"amax_{name}": amax if cast.scale.needs_amax else None}
+        keyed, measured = cast.rounding == "stochastic", amax if cast.scale.needs_amax else None
+        outside = _from_outside(x, keyed, key, None, measured)
+        arguments |= {f"key_{name}": outside["key"], f"amax_{name}": outside["amax"]}
         constants |= {f"CAST_{name.upper()}": constants_of(cast), f"DTYPE_{name.upper()}": values.dtype}
         constants |= {f"THROUGH_{name.upper()}": x.dtype if is_rounded(x.dtype, cast) else values.dtype}
     warps = min(size[0] * size[1] // 1024, 8)  # one warp reduces along columns without shared memory
@@ -141,12 +142,12 @@ def of_pack(
     keyed = cast.rounding == "stochastic"
     arguments = {
         "x": x,
-        "codes": data,
+        "codes": checked(
+            "codes and scales", data, torch.uint8, packed_bytes(x.shape[0], x.shape[1], cast, dim), x.device
+        ),
         "scales_at": data[codes:],
         "factor": factor,
-        "amax": amax if cast.scale.needs_amax else None,
-        "key": key if keyed else None,
-        "offset": offset if keyed else None,
+        **_from_outside(x, keyed, key, offset, amax if cast.scale.needs_amax else None),
         **_layout(x),
     }
     # Elements are rounded alone; scales go beside them.
@@ -176,9 +177,7 @@ def of_layout(
         "codes": as_bytes(codes),
         "scales_at": scales.view(torch.uint8),
         "factor": factor,
-        "amax": amax if cast.scale.needs_amax else None,
-        "key": key if keyed else None,
-        "offset": offset if keyed else None,
+        **_from_outside(x, keyed, key, offset, amax if cast.scale.needs_amax else None),
         **_layout(matrix),
     }
     constants = {"CAST": constants_of(cast)._replace(scaled=False), "SIDES": sides, **_coding(cast)}
@@ -192,10 +191,22 @@ def of_unpack(data: Tensor, cast: Cast, dim: int, source: torch.dtype, values: T
     sides, size = tile_of(cast, dim, 2), _tile(is_transposed(values))
     through = source if is_rounded(source, cast) else values.dtype
     rows, columns = values.shape
+    checked("codes and scales", data, torch.uint8, packed_bytes(rows, columns, cast, dim), values.device)
     arguments: dict[str, Any] = {"x": data, "scales_at": data[packed_codes(values.shape, cast) :], "values": values}
     arguments |= {"rows": rows, "columns": columns}
     constants = {"CAST": constants_of(cast), "SIDES": sides, "TILE": size, "THROUGH": through, "DTYPE": values.dtype}
     return Launch("unpack_blocks", _programs(values, size), arguments, {**constants, **_coding(cast)})
+
+
+def _from_outside(
+    x: Tensor, draws: bool, key: Tensor | None, offset: Tensor | None, amax: Tensor | None, amaxes: int = 1
+) -> dict[str, Tensor | None]:
+    """What kernels read besides a matrix, where they draw and where there is an amax."""
+    return {
+        "amax": checked("an amax", amax, torch.float32, amaxes, x.device),
+        "key": checked("a key", key, torch.int64, 1, x.device) if draws else None,
+        "offset": checked("an offset", offset, torch.int32, 3, x.device) if draws else None,
+    }
 
 
 def _coding(cast: Cast) -> dict[str, Any]:
@@ -250,7 +261,8 @@ def of_delay(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Seque
     """Raises ``staged`` at ``places`` to ``own``, and writes the amax that scales an operand; all float32, 0-d but for
     ``staged``, which has one for each operand."""
     constants = {"PLACES": sum(1 << place for place in places)}
-    return Launch("delay", 1, {"x": own, "in_force": in_force, "staged": staged, "result": result}, constants, 1)
+    arguments = {"x": own, "in_force": in_force, "staged": staged, "result": result}
+    return Launch("delay", 1, arguments, constants, 1)
 
 
 def of_finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, result: Tensor) -> Launch:
@@ -261,6 +273,10 @@ def of_finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, resul
     for name, tensor in zip(("first", "second", "bias"), others, strict=True):
         arguments[name] = None if tensor is None else tensor.contiguous()
     spread = tuple(_axes(tensor) for tensor in others)
+    sizes = {"": 1, "rows": product.shape[0], "columns": product.shape[1], "both": product.numel()}
+    for name, axes in zip(("first", "second", "bias"), spread, strict=True):
+        if (tensor := arguments[name]) is not None:
+            checked("a factor or bias", tensor, tensor.dtype, sizes[axes], product.device)
     constants = {"SPREAD": spread, "TILE": size, "DTYPE": result.dtype}
     return Launch("finish", _programs(product, size), {**arguments, "result": result, **_layout(product)}, constants)
 
@@ -311,7 +327,8 @@ def _layout(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> dict[str
     if rotation is None:
         return {"rows": x.shape[0], "columns": x.shape[1], **strides}
     rows, columns = rotated_shape(x.shape, rotation, dim)
-    given = {"signs": rotation, "given_rows": x.shape[0], "given_columns": x.shape[1]}
+    signs = checked("signs", rotation, torch.float32, len(rotation), x.device)
+    given = {"signs": signs, "given_rows": x.shape[0], "given_columns": x.shape[1]}
     return {"rows": rows, "columns": columns, **strides, **given}
 
 

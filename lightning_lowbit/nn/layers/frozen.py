@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels import Packed, pack_operand, unpack_operand
+from lightning_lowbit.kernels.packing import check_bytes
 from lightning_lowbit.quant import Cast, Operand
 
 
@@ -23,6 +24,8 @@ class Frozen(NamedTuple):
         return joined(pack_operand(weight.to(self.dtype), self.cast, 1))
 
     def packed(self, data: Tensor) -> Packed:
+        """The bytes as an operand; a ``ValueError`` if they are not as many as the matrix needs."""
+        check_bytes(data, self.cast, 1, self.shape, more=4)
         return Packed(data[:-4], data[-4:].clone().view(torch.float32)[0])
 
     def operand(self, data: Tensor, source: torch.dtype, dtype: torch.dtype | None = None) -> Operand:

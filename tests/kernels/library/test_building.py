@@ -107,14 +107,6 @@ def run_casts(folder, flags, **environment):
 
 
 @pytest.mark.slow
-def test_address_sanitizer_finds_nothing(tmp_path):
-    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    if not os.path.isabs(runtime):
-        pytest.skip("g++ has no AddressSanitizer here")
-    run_casts(tmp_path, "-fsanitize=address -g", LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0")
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of instruction sets of x86-64")
 @pytest.mark.parametrize("instructions", ["x86-64", "haswell"])
 def test_older_instruction_sets_give_the_same_bits(tmp_path, instructions):

@@ -164,7 +164,7 @@ def test_casts_of_a_layer_that_is_gone_are_refused_and_not_recorded(told: pytest
             assert {*plugin.casts_of(".*")} == {"layer.0", "layer.4"}
             trainer.save_checkpoint("x.ckpt")
 
-    for plugin in (FP4Precision("nvfp4", only=["layer"]), FP8Precision("delayed")):
+    for plugin in (FP4Precision("nvfp4", only=["layer"], quantize_output=True), FP8Precision("delayed")):
         model = Net()
         fit(told, model, At(lambda net: net.layer.__setitem__(2, nn.Linear(32, 32))), Ask(), plugin=plugin)
         restored = restore(Net(), "x.ckpt")

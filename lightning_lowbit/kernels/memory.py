@@ -1,0 +1,87 @@
+"""Tensors as memory: the one place that hands it to kernels, after a check of what they will touch.
+
+C++ and Triton get addresses and sizes; of a tensor that is smaller they would read and write what lies behind it. And
+they see numbers as they are stored: torch marks some tensors to be read as their negatives (`Tensor.is_neg`).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+_T = TypeVar("_T", Tensor, Tensor | None)
+
+
+def resolved(tensor: _T) -> _T:
+    """The tensor, or a copy with the signs that torch reads. (Conjugates are complex, which no kernel takes.)"""
+    return tensor.resolve_neg() if tensor is not None and tensor.is_neg() else tensor
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, with its elements as kernels read them: contiguous and resolved."""
+    return resolved(tensor).contiguous()
+
+
+def address(name: str, tensor: Tensor, dtype: torch.dtype, elements: int, device: torch.device = CPU) -> int:
+    """The address at which a kernel may touch so many elements of a dtype; a ``ValueError`` that says what differs.
+
+    The tensor must outlive the kernel.
+
+    Examples:
+        >>> address("scales", torch.ones(4), torch.float32, 8)
+        Traceback (most recent call last):
+        ValueError: Kernels need scales as 8 contiguous elements of torch.float32 on cpu, and got a tensor of shape
+            (4,), torch.float32, on cpu. Give what fits the other arguments.
+    """
+    return start(checked(name, tensor, dtype, elements, device))
+
+
+def start(tensor: Tensor) -> int:
+    """The address of a tensor that the caller has just compared, made contiguous, or made, in the kernel's sizes."""
+    place = tensor.data_ptr()
+    if not place and tensor.numel():
+        raise ValueError(f"Kernels need memory, and that of {described(tensor)} was freed.")
+    return place
+
+
+def addresses(name: str, scalars: Sequence[Tensor], dtype: torch.dtype) -> list[int]:
+    """:func:`address` of each of some tensors of one element on a CPU, of which optimizers have hundreds."""
+    starts = [
+        one.data_ptr() for one in scalars if one.dtype is dtype and one.numel() == 1 and one.is_cpu and not one.is_neg()
+    ]
+    return starts if len(starts) == len(scalars) and all(starts) else [address(name, one, dtype, 1) for one in scalars]
+
+
+def checked(name: str, tensor: _T, dtype: torch.dtype, elements: int, device: torch.device) -> _T:
+    """The tensor, if a kernel may touch so many elements of it, or None; else the ``ValueError`` of :func:`address`."""
+    if tensor is None or (
+        tensor.dtype is dtype
+        and tensor.numel() == elements
+        and tensor.is_contiguous()
+        and tensor.device == device
+        and not tensor.is_neg()
+    ):
+        return tensor
+    is_view = not tensor.is_contiguous() or tensor.is_neg()
+    raise ValueError(
+        f"Kernels need {name} as {elements} contiguous elements of {dtype} on {device}, and got "
+        f"{described(tensor)}{', a view with another layout or sign' if is_view else ''}. Give what fits the other "
+        "arguments."
+    )
+
+
+def together(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Raises a ``ValueError`` if some of the tensors are not on a device, or not resolved."""
+    for tensor in tensors:
+        if tensor.device != device or tensor.is_neg():
+            raise ValueError(f"Kernels need resolved tensors on {device}, and got {described(tensor)}.")
+
+
+def described(value: object) -> str:
+    """Shape, dtype and device of a tensor in words, or the type of what is none."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"

@@ -1,0 +1,120 @@
+"""Each way into the kernels, with tensors that torch reads as their negatives, and with their copies."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit import Cast, Scale
+from lightning_lowbit.kernels import (
+    amax_of,
+    backend,
+    delayed_amax,
+    lay_out_operand,
+    pack_operand,
+    quantize_both,
+    quantize_operand,
+    rotate,
+    unpack_operand,
+)
+from lightning_lowbit.kernels.patches import add_patches
+from lightning_lowbit.kernels.products import finish
+from lightning_lowbit.quant import Hadamard
+from tests.quant.tensors import NVFP4
+
+CASTS = {
+    "blocks": NVFP4,
+    "drawn": NVFP4.replace(rounding="stochastic"),
+    "rows": Cast("e4m3", Scale("fp32", "row")),
+    "tensor": Cast("int8", Scale("fp32", "tensor")),
+    "mean": Cast("ternary", Scale("fp32", "tensor", statistic="absmean")),
+}
+View = Callable[[Tensor], Tensor]
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def marked(tensor: Tensor) -> Tensor:
+    """The same numbers, contiguous, with the bit that makes torch read them as their negatives."""
+    view = torch._neg_view(-tensor)
+    assert view.is_neg() and view.is_contiguous() and torch.equal(view, tensor)
+    return view
+
+
+def part_of_a_conjugate(tensor: Tensor) -> Tensor:
+    """The same numbers as the imaginary part of a conjugate, which has that bit too."""
+    view = torch.complex(tensor.float(), -tensor.float()).conj().imag
+    assert view.is_neg() and torch.equal(view, tensor.float())
+    return view
+
+
+def calls(view: View, source: torch.dtype) -> dict[str, Callable[[], object]]:
+    """What the kernels make of views of some tensors, by the name of the way in."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 64, generator=draw).to(source)
+    x[0, 0] = 5  # the largest magnitude is a positive number's
+    key, amax, signs = torch.tensor(0x5DEECE66D), torch.tensor(6.0), Hadamard(16).diagonal(None, torch.device("cpu"))
+    factors = [torch.rand(32, 1, generator=draw), torch.rand(1, 64, generator=draw)]
+    bias = torch.randn(64, generator=draw)
+    ways: dict[str, Callable[[], object]] = {}
+    for name, cast in CASTS.items():
+        for dim in (0, 1):
+            what = f"{name}, dim {dim}: "
+            whole = amax if cast.scale.needs_amax else None
+            ways[what + "cast"] = lambda c=cast, d=dim: quantize_operand(view(x), c, d, view(key) if c.draws else None)
+            ways[what + "cast of a transposed view"] = lambda c=cast, d=dim: quantize_operand(
+                view(x.t().contiguous()).t(), c, d, key if c.draws else None
+            )
+            ways[what + "amax"] = lambda c=cast, d=dim, a=whole: quantize_operand(
+                x, c, d, key if c.draws else None, None if a is None else view(a)
+            )
+            ways[what + "packed"] = lambda c=cast, d=dim: pack_operand(view(x), c, d, key if c.draws else None)
+            ways[what + "unpacked"] = lambda c=cast, d=dim: _unpacked(view, pack_operand(x, c, d, key), c, d, x)
+            for part, (matrix, diagonal) in {"matrix": (view, same), "signs": (same, view)}.items():
+                ways[f"{what}rotated, {part}"] = lambda c=cast, d=dim, of_x=matrix, of_signs=diagonal: quantize_operand(
+                    of_x(x), c, d, key if c.draws else None, rotation=of_signs(signs)
+                )
+    for dim in (0, 1):
+        ways[f"rotation, dim {dim}"] = lambda d=dim: rotate(view(x), signs, d)
+        ways[f"rotation by signs, dim {dim}"] = lambda d=dim: rotate(x, view(signs), d)
+        ways[f"amax rotated, dim {dim}"] = lambda d=dim: amax_of(view(x), None, signs, d)
+        ways[f"layout, dim {dim}"] = lambda d=dim: lay_out_operand(view(x), NVFP4, 16, d)
+    ways["amax"] = lambda: amax_of(view(x))
+    ways["both"] = lambda: quantize_both(view(x), (NVFP4, NVFP4), (None, None), None)
+    ways["finish"] = lambda: finish(view(x.float()), [view(f) for f in factors], view(bias), torch.float32)
+    ways["patches"] = lambda: add_patches(view(x), 2, 16, [(16, 16, 4, 1, 1, 1)])
+    ways["delayed"] = lambda: delayed_amax(view(amax), view(torch.ones(6)), torch.zeros(6), [1, 2])
+    return ways
+
+
+def _unpacked(view: View, packed: tuple[Tensor, Tensor], cast: Cast, dim: int, x: Tensor) -> object:
+    data, factor = packed
+    return unpack_operand(type(packed)(data, view(factor)), cast, dim, x.shape, x.dtype)  # type: ignore[call-arg]
+
+
+def differences(name: str) -> list[str]:
+    """Where a view of another sign changes what kernels of a backend make."""
+    differing = []
+    with backend(name):
+        for source in (torch.float32, torch.bfloat16):
+            wanted = calls(same, source)
+            for view in (marked, part_of_a_conjugate) if source == torch.float32 else (marked,):
+                for what, call in calls(view, source).items():
+                    if view is part_of_a_conjugate and ("drawn" in what or "packed" in what):
+                        continue  # keys are whole numbers
+                    result = call()  # None where plain code is to do it
+                    if result is not None and [*map(_bits, _flat(result))] != [*map(_bits, _flat(wanted[what]()))]:
+                        differing.append(f"{what}, {source}, {view.__name__}")
+    return differing
+
+
+def _flat(made: object) -> list[Tensor]:
+    if isinstance(made, Tensor):
+        return [made]
+    return [tensor for part in made if part is not None for tensor in _flat(part)]  # type: ignore[attr-defined]
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

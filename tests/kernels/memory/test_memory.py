@@ -1,0 +1,245 @@
+"""What reaches C++ and Triton is compared with what they touch, and has the signs that torch reads."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_lowbit
+from lightning_lowbit import Cast, Scale
+from lightning_lowbit.kernels import (
+    Packed,
+    amax_of,
+    backend,
+    delayed_amax,
+    lay_out_packed,
+    pack_operand,
+    quantize_operand,
+    rotate,
+    unpack_operand,
+)
+from lightning_lowbit.kernels.cpu import adam, casts, codes, patches
+from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.gpu import launches
+from lightning_lowbit.kernels.memory import address, checked, together
+from lightning_lowbit.kernels.shards import Rules
+from lightning_lowbit.nn.layers.frozen import Frozen
+from tests.kernels.memory import signs
+from tests.quant.tensors import NVFP4
+from tests.tables import each
+
+PACKAGE = Path(lightning_lowbit.__file__).parent
+CPU = torch.device("cpu")
+needs_cpp = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built here")
+
+
+def test_one_module_hands_out_addresses():
+    files = [file for room in ("kernels", "optim") for file in (PACKAGE / room).rglob("*.py")]
+    users = {
+        file.name for file in files if re.search(r"data_ptr|_cdata|addressof\((?!settings|numbers)", file.read_text())
+    }
+    assert len(files) > 20 and users == {"memory.py"}
+
+
+@each(
+    "tensor",
+    [
+        torch.ones(3),
+        torch.ones(5),
+        torch.ones(4, dtype=torch.float64),
+        torch.ones(4, dtype=torch.int32),
+        torch.ones(4, 2).t()[0],
+        torch.ones(()).expand(4),
+        torch._neg_view(torch.ones(4)),
+        torch.ones(4, device="meta"),
+    ],
+)
+def test_a_tensor_of_another_kind_has_no_address(tensor):
+    with pytest.raises(ValueError, match=r"need weights as 4 contiguous elements of torch.float32 on cpu, and got"):
+        address("weights", tensor, torch.float32, 4)
+    with pytest.raises(ValueError, match="need weights as 4"):
+        checked("weights", tensor, torch.float32, 4, CPU)
+
+
+def test_memory_that_was_freed_has_no_address():
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="was freed"):
+        address("weights", tensor, torch.float32, 4)
+
+
+def test_addresses_and_what_is_not_there():
+    tensor, empty = torch.ones(2, 2), torch.ones(0)
+    assert address("x", tensor, torch.float32, 4) == tensor.data_ptr()
+    assert address("x", empty, torch.float32, 0) == empty.data_ptr()
+    assert checked("x", None, torch.float32, 4, CPU) is None
+
+
+def test_a_launch_has_tensors_of_one_device():
+    for tensor in (torch.ones(2, device="meta"), torch._neg_view(torch.ones(2))):
+        with pytest.raises(ValueError, match="need resolved tensors on cpu"):
+            together([torch.ones(1), tensor], CPU)
+
+
+# --- packed bytes -----------------------------------------------------------------------------------------------------
+
+PACKED = [
+    NVFP4,
+    Cast("e2m1", Scale("e8m0", 32)),
+    Cast("e4m3", Scale("fp32", "row")),
+    Cast("int8", Scale("fp32", "tensor")),
+    Cast("int4", Scale("bf16", (16, 16))),
+    Cast("ternary", Scale("fp32", "tensor")),
+]
+
+
+def cut(data: Tensor) -> dict[str, Tensor]:
+    """Bytes that are not those of a matrix."""
+    return {
+        "one less": data[:-1],
+        "half": data[: len(data) // 2],
+        "none": data[:0],
+        "one more": torch.cat([data, data[:1]]),
+        "twice": data.repeat(2),
+        "a matrix": data.unsqueeze(0),
+        "signed": data.view(torch.int8),
+        "floats": data.float(),
+    }
+
+
+@each("name", ["cpp", "eager", "compiled"])
+@each("cast", PACKED)
+@each("dim", [0, 1])
+def test_bytes_of_another_size_are_refused(name, cast, dim):
+    shape = torch.Size((32, 64))
+    packed = pack_operand(torch.randn(shape), cast, dim)
+    with backend(name):
+        for what, data in cut(packed.data).items():
+            with pytest.raises(
+                ValueError, match=rf"packed matrix of \(32, 64\) .* is {len(packed.data)} bytes.*and got"
+            ):
+                unpack_operand(Packed(data, packed.factor), cast, dim, shape, torch.float32)
+                raise AssertionError(what)
+        with pytest.raises(ValueError, match="and got"):
+            unpack_operand(Packed(packed.data, torch.ones(3)), cast, dim, shape, torch.float32)
+        with pytest.raises(ValueError, match=r"packed matrix of \(64, 64\)"):
+            unpack_operand(packed, cast, dim, torch.Size((64, 64)), torch.float32)
+
+
+@each("cast", PACKED)
+def test_frozen_weights_of_another_size_are_refused(cast):
+    frozen = Frozen(cast, torch.Size((32, 64)), torch.bfloat16)
+    data = frozen.pack(torch.randn(32, 64))
+    assert frozen.dense(data).shape == (32, 64)
+    for bad in cut(data).values():
+        for read in (frozen.packed, frozen.dense, lambda bad: frozen.operand(bad, torch.bfloat16)):
+            with pytest.raises(ValueError, match=rf"packed matrix of \(32, 64\) .* is {len(data)} bytes"):
+                read(bad)
+
+
+def test_layouts_from_bytes_of_another_size_are_refused():
+    packed = pack_operand(torch.randn(32, 64), NVFP4, 1)
+    for bad in cut(packed.data).values():
+        with pytest.raises(ValueError, match="packed matrix"):
+            lay_out_packed(bad, NVFP4, 16, 1, torch.Size((32, 64)))
+
+
+@needs_cpp
+def test_the_kernel_itself_reads_no_other_number_of_bytes():
+    data = pack_operand(torch.randn(32, 64), NVFP4, 1).data
+    with pytest.raises(ValueError, match="need codes and scales as 1152"):
+        codes.unpack_(torch.empty(32, 64), data[:-1], NVFP4, torch.float32, 1)
+    with pytest.raises(ValueError, match="need codes and scales as 1152"):
+        launches.of_unpack(data[:-1], NVFP4, 1, torch.float32, torch.empty(32, 64))
+
+
+# --- other arguments --------------------------------------------------------------------------------------------------
+
+
+def outcome(call: Callable[[], object]) -> object:
+    try:
+        result = call()
+    except Exception as error:  # which one is the plain code's matter
+        return type(error)
+    values = result if isinstance(result, Tensor) else getattr(result, "values", result)
+    return values.float().tolist() if isinstance(values, Tensor) else values
+
+
+ONES = torch.ones
+ARGUMENTS = {
+    "three dimensions": lambda: quantize_operand(torch.randn(2, 3, 32), NVFP4, 1),
+    "a vector": lambda: quantize_operand(torch.randn(32), NVFP4, 0),
+    "groups of 8": lambda: rotate(torch.randn(4, 40), ONES(8), 1),
+    "groups of 256": lambda: rotate(torch.randn(4, 300), ONES(256), 1),
+    "groups of 24": lambda: rotate(torch.randn(4, 40), ONES(24), 1),
+    "signs as a matrix": lambda: rotate(torch.randn(4, 40), ONES(16, 1), 1),
+    "the last dimension": lambda: rotate(torch.randn(4, 40), ONES(16), -1),
+    "cast in groups of 8": lambda: quantize_operand(torch.randn(4, 40), NVFP4, 1, rotation=ONES(8)),
+    "cast in groups of 256": lambda: quantize_operand(torch.randn(4, 40), NVFP4, 1, rotation=ONES(256)),
+    "packed in groups of 8": lambda: pack_operand(torch.randn(4, 40), NVFP4, 1, rotation=ONES(8)).data,
+    "amax in groups of 8": lambda: amax_of(torch.randn(4, 40), None, ONES(8), 1),
+    "amax of three dimensions": lambda: amax_of(torch.randn(2, 3, 40), None, ONES(16), 1),
+    "rotation of three dimensions": lambda: rotate(torch.randn(2, 3, 32), ONES(16), 1),
+    "an amax of two": lambda: quantize_operand(torch.randn(4, 40), NVFP4, 1, amax=ONES(2)),
+    "a key of two": lambda: quantize_operand(torch.randn(4, 40), signs.CASTS["drawn"], 1, ONES(2).long()),
+    "a key in float32": lambda: quantize_operand(torch.randn(4, 40), signs.CASTS["drawn"], 1, ONES(())),
+}
+
+
+@needs_cpp
+@each("name", ARGUMENTS)
+def test_what_kernels_do_not_take_is_the_plain_code_s(name):
+    results = []
+    for code in ("cpp", "eager"):
+        torch.manual_seed(0)
+        with backend(code):
+            results.append(outcome(ARGUMENTS[name]))
+    assert results[0] == results[1]
+
+
+@needs_cpp
+@each("places", [[6], [-1], [0, 9]])
+def test_amaxes_of_places_that_are_not_there(places):
+    with backend("cpp"):
+        assert delayed_amax(ONES(()), ONES(6), ONES(6), places) is None
+    with pytest.raises(ValueError, match="amaxes of a step as 6"):
+        casts.delayed_amax(ONES(()), ONES(6), ONES(3), [0])
+
+
+@needs_cpp
+def test_patches_of_another_number_are_refused():
+    dimensions = [(16, 16, 4, 1, 1, 1)]
+    assert patches.add_patches(torch.ones(32, 64), 2, 16, dimensions).shape == (2, 16, 16)
+    for bad in (torch.ones(31, 64), torch.ones(32, 63), torch.ones(33, 64)):
+        with pytest.raises(ValueError, match="need patches as 2048"):
+            patches.add_patches(bad, 2, 16, dimensions)
+    for numbers in ((16, 16, 4, 0, 1, 1), (16, 0, 4, 1, 1, 1), (-1, 16, 4, 1, 1, 1)):
+        assert patches.add_patches(torch.ones(32, 64), 2, 16, [numbers]) is None
+
+
+@needs_cpp
+def test_numbers_of_rules_are_one_for_each_shard():
+    with pytest.raises(ValueError, match="need factor as 0 "):
+        adam.Shards([]).write_clipped(Rules(None, {"factor": ONES(2), "ratio": ONES(2)}))
+    with pytest.raises(ValueError, match="need taken as 0 contiguous elements of torch.bool"):
+        adam.Shards([]).update(Rules(None, {"factor": ONES(0), "taken": ONES(0)}))
+    with pytest.raises(ValueError, match="need steps as 1 contiguous elements of torch.int64"):
+        adam.Scalars({"steps": [ONES(())]}, {"steps": torch.int64})
+    with pytest.raises(ValueError, match="need mean as 1 "):
+        adam.Scalars({"mean": [ONES(()), ONES(3)]}, {"mean": torch.float32})
+
+
+# --- signs ------------------------------------------------------------------------------------------------------------
+
+
+@each("name", ["cpp", "eager"])
+def test_signs_are_those_that_torch_reads(name):
+    assert signs.differences(name) == []
+
+
+@pytest.mark.slow
+def test_signs_are_those_that_torch_reads_in_triton(run):
+    assert run(signs.differences, "triton") == []

@@ -1,0 +1,77 @@
+"""The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer: no memory of others is touched."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+TESTS = Path(__file__).parents[2]
+
+# What calls the kernels; tests that start processes are left out, and those that build for themselves.
+FILES = [
+    *(f"tests/kernels/test_{name}.py" for name in ("adam", "casts", "layers", "packing", "rotation")),
+    "tests/kernels/memory/test_memory.py",
+    "tests/optim/test_passes.py",
+    "tests/optim/test_loading.py",
+    "tests/optim/moments",
+]
+LONG = "tests/optim/test_passes.py::test_fp8_codes_are_equal_where_a_draw_hardly_decides"  # most of it in plain torch
+RANDOM = "from tests.optim.damaged_states import main; main(5000, 100)"
+FLAGS = "-g -fsanitize=address,undefined -fno-sanitize-recover=all"
+
+
+def runtimes() -> str:
+    """The libraries that must be in a process before all others."""
+    names = ["libasan.so", "libubsan.so"]
+    paths = [subprocess.run(["g++", f"-print-file-name={n}"], capture_output=True, text=True).stdout for n in names]
+    if not all(map(os.path.isabs, paths)):
+        pytest.skip("g++ has no sanitizers here")
+    return ":".join(path.strip() for path in paths)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """In which kernels are built with the sanitizers."""
+    folder = tmp_path_factory.mktemp("sanitized")
+    compiler = folder / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {FLAGS}\n')
+    compiler.chmod(0o755)
+    options = "detect_leaks=0:abort_on_error=0:exitcode=99:allocator_may_return_null=1"
+    return {
+        **os.environ, "CXX": str(compiler), "LOWBIT_CACHE_DIR": str(folder), "LD_PRELOAD": runtimes(),
+        "ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=99", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def run(environment: dict[str, str], *arguments: str) -> None:
+    command = [sys.executable, *arguments]
+    result = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output[-6000:]
+    assert "Sanitizer" not in output and "runtime error" not in output, output[-6000:]
+    assert list(Path(environment["LOWBIT_CACHE_DIR"]).glob("*.so")), "kernels were built"
+
+
+def test_sanitizers_find_nothing(environment: dict[str, str]) -> None:
+    run(environment, "-m", "pytest", "-q", "-n", "0", *FILES, f"--deselect={LONG}")
+
+
+def test_sanitizers_find_nothing_in_loads_of_damaged_states(environment: dict[str, str]) -> None:
+    run(environment, "-c", RANDOM)
+
+
+def test_sanitizers_find_what_is_beyond(environment: dict[str, str]) -> None:
+    """Bytes of which the last one is missing, past the check."""
+    code = (
+        "import torch; from lightning_lowbit.kernels.cpu import codes; from lightning_lowbit.quant.packed import pack; "
+        "from tests.quant.tensors import NVFP4; codes.address = lambda name, tensor, *_: tensor.data_ptr(); "
+        "data = pack(torch.ones(32, 64), NVFP4, None, None)[0][:-1].clone(); "
+        "codes.unpack_(torch.empty(32, 64), data, NVFP4, torch.float32, 1)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=TESTS.parent, capture_output=True, text=True
+    )
+    assert result.returncode == 99 and "heap-buffer-overflow" in result.stderr, result.stderr[-3000:]

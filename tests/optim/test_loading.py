@@ -1,0 +1,288 @@
+"""States that are not those of the parameters are refused with words, before anything changes, or changed later."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_lowbit.compilation import backend
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
+from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
+from tests.lightning_imports import LightningModule, Trainer
+from tests.optim.conformance.entries import assert_nothing_happened
+from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
+from tests.tables import each
+
+MAKERS: dict[str, Callable[..., GuardedOptimizer]] = {
+    "StableSPAM": lambda p: StableSPAM(p, reset_interval=4),
+    "StableSPAM fp8": lambda p: StableSPAM(p, moments="fp8"),
+    "SPAM": lambda p: SPAM(p),
+    "SPAM density": lambda p: SPAM(p, density=0.5),
+    "LowBitAdamW": lambda p: LowBitAdamW(p),
+    "LowBitAdamW fp32": lambda p: LowBitAdamW(p, moments="fp32"),
+    "LowBitAdamW master": lambda p: LowBitAdamW(p, master_weights="fp16"),
+    "Adaptive AdamW": lambda p: Adaptive(torch.optim.AdamW(p)),
+    "Adaptive AdamW fused": lambda p: Adaptive(torch.optim.AdamW(p, fused=True)),
+    "Adaptive SGD": lambda p: Adaptive(torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+}
+WITH_MOMENTS = {name: make for name, make in MAKERS.items() if not name.startswith("Adaptive")}
+MATRICES = [(6, 200), (64, 64), (12, 5), (64,)]
+
+
+def trained(name: str, shapes: list[tuple[int, ...]], names: list[str] | None = None) -> Any:
+    """Parameters and their optimizer after two steps."""
+    dtype = torch.bfloat16 if "master" in name else torch.float32
+    parameters = make_parameters(dtype, shapes)
+    optimizer = MAKERS[name](parameters if names is None else zip(names, parameters, strict=True))
+    train(optimizer, parameters, range(2))
+    return parameters, optimizer
+
+
+def refused(optimizer: GuardedOptimizer, parameters: list[Parameter], saved: Any) -> str:
+    """Why a state is refused, which changes nothing."""
+    before, groups = snapshot(optimizer, parameters), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    entries = {parameter: [*state] for parameter, state in optimizer.state.items()}
+    with pytest.raises(ValueError) as raised:
+        optimizer.load_state_dict(saved)
+    assert_nothing_happened(optimizer, parameters, before, groups, "a refused state")
+    assert entries == {parameter: [*state] for parameter, state in optimizer.state.items()}
+    return str(raised.value)
+
+
+@each("name", MAKERS)
+@each(
+    "shapes, others",
+    [
+        ([(64, 64), (64,)], [(64,), (64, 64)]),
+        ([(6, 200), (3,)], [(600, 200), (3,)]),
+        ([(600, 200), (3,)], [(6, 200), (3,)]),
+        ([(128,)], [(129,)]),
+        ([(6, 200)], [(200, 6)]),
+        ([(2, 3, 130)], [(6, 130)]),
+        ([()], [(1,)]),
+    ],
+)
+def test_a_state_of_other_shapes_is_refused(
+    name: str, shapes: list[tuple[int, ...]], others: list[tuple[int, ...]]
+) -> None:
+    _, saved = trained(name, shapes)
+    parameters, optimizer = trained(name, others)
+    why = refused(optimizer, parameters, saved.state_dict())
+    assert "parameter 0 of group 0" in why and str(others[0]) in why, why
+    assert "is needed" in why and "in the order of the saved run" in why, why
+
+
+def test_the_message_names_the_parameter() -> None:
+    _, saved = trained("StableSPAM", [(64, 64), (64,)])
+    parameters, optimizer = trained("StableSPAM", [(64, 64), (32,)], ["first.weight", "norm.weight"])
+    why = refused(optimizer, parameters, saved.state_dict())
+    assert "parameter 1 of group 0 ('norm.weight', (32,))" in why, why
+    assert "mean is a tensor of shape (64,), torch.float32, on cpu, and (32,), torch.float32 is needed" in why, why
+
+
+def damages(name: str) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
+    """Ways to spoil a state: of entries that the optimizer itself keeps, of what holds them, and of groups."""
+    entry = "threshold" if name.startswith("Adaptive") else "mean"
+    return {
+        "missing": lambda saved: saved["state"][0].pop(entry),
+        "a number": lambda saved: saved["state"][0].update({entry: 3}),
+        "nothing": lambda saved: saved["state"][0].update({entry: None}),
+        "a list": lambda saved: saved["state"][0].update({entry: [1.0]}),
+        "bools": lambda saved: saved["state"][0].update({entry: saved["state"][0][entry].bool()}),
+        "complex": lambda saved: saved["state"][0].update({entry: saved["state"][0][entry].float() * 1j}),
+        "sparse": lambda saved: saved["state"][0].update({entry: saved["state"][0][entry].to_sparse()}),
+        "without numbers": lambda saved: saved["state"][0].update({entry: saved["state"][0][entry].to("meta")}),
+        "steps in float": lambda saved: saved["state"][0].update(steps=torch.tensor(2.0)),
+        "many steps": lambda saved: saved["state"][0].update(steps=torch.tensor([2, 3])),
+        "no entries": lambda saved: saved["state"].update({0: 3}),
+        "no state": lambda saved: saved.pop("state"),
+        "no groups": lambda saved: saved.pop("param_groups"),
+        "a state as a list": lambda saved: saved.update(state=[]),
+        "groups as numbers": lambda saved: saved.update(param_groups=[1]),
+        "a group without parameters": lambda saved: saved["param_groups"][0].pop("params"),
+        "parameters twice": lambda saved: saved["param_groups"][0].update(params=[0, 0, 1, 2]),
+        "parameters as a number": lambda saved: saved["param_groups"][0].update(params=4),
+        "names of others": lambda saved: saved["param_groups"][0].update(param_names=["a"]),
+        "a rule without a name": lambda saved: saved["param_groups"][0].update(element_clip=3),
+        "a decay above 1": lambda saved: saved["param_groups"][0].update(gamma3=10**400),
+        "a rate of NaN": lambda saved: saved["param_groups"][0].update(max_norm=float("nan")),
+    }
+
+
+@each("name", ["StableSPAM", "SPAM density", "LowBitAdamW master", "Adaptive AdamW"])
+@each("what", damages("StableSPAM"))
+def test_a_damaged_state_is_refused(name: str, what: str) -> None:
+    if name.startswith(("SPAM", "LowBit")) and what == "a rate of NaN":
+        what = "a rule without a name"  # the same option is there
+    parameters, optimizer = trained(name, MATRICES)
+    saved = copy.deepcopy(optimizer.state_dict())
+    damages(name)[what](saved)
+    assert refused(optimizer, parameters, saved).endswith(".")
+
+
+@each("saved", [None, 3, [], "state", {}, {"state": {}}])
+def test_what_is_no_state_is_refused(saved: Any) -> None:
+    for name in MAKERS:
+        parameters, optimizer = trained(name, MATRICES)
+        assert "state_dict() gave" in refused(optimizer, parameters, saved)
+
+
+@each("name", WITH_MOMENTS)
+def test_entries_that_nobody_reads_are_refused(name: str) -> None:
+    parameters, optimizer = trained(name, MATRICES)
+    more = {**optimizer.state_dict()["state"][0], "exp_avg": torch.ones(3)}
+    for change in ({0: more}, {99: {}}, {"x": torch.ones(3)}):
+        saved = optimizer.state_dict()
+        saved["state"] = {**saved["state"], **change}
+        assert "exp_avg" in (why := refused(optimizer, parameters, saved)) or "damaged" in why
+
+
+def foreign(name: str, parameters: list[Parameter]) -> torch.optim.Optimizer:
+    if name in MAKERS:
+        return MAKERS[name](parameters)
+    return {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad}[name](parameters)
+
+
+@each("name", MAKERS)
+@each("other", [*MAKERS, "AdamW", "SGD", "Adagrad"])
+def test_a_state_of_another_optimizer_goes_on_or_is_refused(name: str, other: str) -> None:
+    """What goes on is of the same class, or of a relative with the same entries."""
+    dtype = torch.bfloat16 if "master" in name or "master" in other else torch.float32
+    parameters, others = make_parameters(dtype, MATRICES), make_parameters(dtype, MATRICES)
+    optimizer, saved = MAKERS[name](parameters), foreign(other, others)
+    train(optimizer, parameters, range(2))
+    train(saved, others, range(2))
+    dense, fp8, adam = {"StableSPAM", "SPAM", "LowBitAdamW fp32"}, {"StableSPAM fp8", "LowBitAdamW"}, {"AdamW"}
+    adam |= {"Adaptive AdamW", "Adaptive AdamW fused"}
+    alike = next((kin for kin in (dense, fp8, adam, {"Adaptive SGD", "SGD"}) if name in kin), {name})
+    if other in alike:
+        optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+        train(optimizer, parameters, [2])
+    else:
+        why = refused(optimizer, parameters, copy.deepcopy(saved.state_dict()))
+        assert "another optimizer" in why or "build it with the saved value" in why, why
+
+
+def test_statistics_in_another_precision_are_converted() -> None:
+    parameters, optimizer = trained("StableSPAM", MATRICES)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state.update({name: value.double() for name, value in state.items() if value.is_floating_point()})
+    before = snapshot(optimizer, parameters)
+    optimizer.load_state_dict(saved)
+    assert_same(snapshot(optimizer, parameters), before, "statistics in float64 are those in float32")
+
+
+# --- changed after loading ---
+
+LATER: dict[str, Callable[[GuardedOptimizer, Parameter], Any]] = {
+    "a moment is shorter": lambda o, p: o.state[p].update(mean=o.state[p]["mean"].new_zeros(3)),
+    "a moment is longer": lambda o, p: o.state[p].update(mean_square=o.state[p]["mean_square"].new_zeros(10**4, 10)),
+    "a moment is transposed": lambda o, p: o.state[p].update(mean=o.state[p]["mean"].new_zeros(5, 6)),
+    "a moment's memory is another": lambda o, p: setattr(o.state[p]["mean"], "data", torch.zeros(2)),
+    "a moment is a number": lambda o, p: o.state[p].update(mean=0.5),
+    "a moment is of another dtype": lambda o, p: o.state[p].update(mean=o.state[p]["mean"].short()),
+    "a moment is elsewhere": lambda o, p: o.state[p].update(mean=o.state[p]["mean"].to("meta")),
+    "a counter has no number": lambda o, p: o.state[p].update(steps=torch.zeros(0, dtype=torch.int64)),
+    "a counter is a float": lambda o, p: o.state[p].update(steps=torch.zeros(())),
+    "a statistic is a vector": lambda o, p: o.state[p].update(threshold=torch.zeros(5)),
+    "the parameter is larger": lambda o, p: setattr(p, "data", p.new_zeros(600, 500)),
+    "the parameter is smaller": lambda o, p: setattr(p, "data", p.new_zeros(2)),
+    "the gradient is smaller": lambda o, p: setattr(p.grad, "data", torch.zeros(2)),
+    "the gradient is larger": lambda o, p: setattr(p.grad, "data", torch.zeros(60, 50)),
+}
+
+
+@each("code", ["cpp", "eager"])
+@each("name", MAKERS)
+@each("what", LATER)
+def test_what_is_changed_later_never_reaches_a_kernel(code: str, name: str, what: str) -> None:
+    if name.startswith("Adaptive") and "moment" in what:
+        return  # those of the wrapped optimizer are its own
+    parameters, optimizer = trained(name, [(6, 5), (4, 3)])
+    set_gradients(parameters, seed=3)
+    LATER[what](optimizer, parameters[0])
+    # Plain torch itself refuses another device, and takes what broadcasts.
+    loose = code == "eager" and any(word in what for word in ("counter", "statistic", "elsewhere"))
+    with backend(code):  # type: ignore[arg-type]
+        if loose:
+            with contextlib.suppress(RuntimeError):
+                optimizer.step()
+        else:
+            with pytest.raises(ValueError, match="tensor of shape|a float"):
+                optimizer.step()
+
+
+@each("name", MAKERS)
+def test_gradients_and_parameters_have_the_signs_that_torch_reads(name: str) -> None:
+    runs = []
+    for is_marked in (False, True):
+        parameters, optimizer = trained(name, [(6, 5), (4, 130)])
+        for step in (2, 3):
+            set_gradients(parameters, seed=step)
+            if is_marked:
+                for p in parameters:
+                    assert p.grad is not None
+                    p.grad = torch._neg_view(-p.grad)
+                if step == 3 and "fused" not in name:  # torch's own fused step does not resolve them
+                    parameters[0].data = torch._neg_view(-parameters[0].detach())
+            optimizer.step()
+        runs.append([p.detach().resolve_neg() for p in parameters])
+    for found, wanted in zip(*reversed(runs), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_second_moments_of_a_wrapped_optimizer_have_its_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        parameters = make_parameters(dtype, [(6, 5), (4,)])
+        optimizer = Adaptive(torch.optim.AdamW(parameters, eps=1e-3), element_clip="spike_clip")
+        train(optimizer, parameters, range(3))
+        assert optimizer.state[parameters[0]]["exp_avg_sq"].dtype == dtype
+        optimizer.state[parameters[0]]["exp_avg_sq"] = torch.zeros(3)
+        set_gradients(parameters, seed=3)
+        with pytest.raises(ValueError, match="SpikeClip compares the elements.*shape \\(3,\\)"):
+            optimizer.step()
+
+
+# --- in Lightning ---
+
+
+class Swapped(LightningModule):
+    """Two layers, in either order: weights are found by name, states by place."""
+
+    def __init__(self, is_swapped: bool) -> None:
+        super().__init__()
+        layers = {"wide": nn.Linear(16, 512), "narrow": nn.Linear(512, 4)}
+        for name in reversed(layers) if is_swapped else layers:
+            self.add_module(name, layers[name])
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.narrow(self.wide(batch)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return StableSPAM(self.named_parameters(), lr=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_run_does_not_resume_with_its_layers_swapped(tmp_path: Path) -> None:
+    def trainer(steps: int) -> Trainer:
+        return Trainer(
+            default_root_dir=tmp_path, accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+
+    data = torch.utils.data.DataLoader(torch.randn(8, 16), batch_size=2)
+    first = trainer(2)
+    first.fit(Swapped(False), data)
+    first.save_checkpoint(tmp_path / "swap.ckpt")
+    with pytest.raises(
+        ValueError, match=r"parameter 0 of group 0 \('narrow.weight', \(4, 512\)\).*mean is .*\(512, 16\)"
+    ):
+        trainer(4).fit(Swapped(True), data, ckpt_path=tmp_path / "swap.ckpt")
+    trainer(4).fit(Swapped(False), data, ckpt_path=tmp_path / "swap.ckpt")
