@@ -158,7 +158,7 @@ def _check_output(output: Path, overwrite: bool, inputs: Sequence[str | Path]) -
     for path in inputs:
         if Path(path).expanduser().resolve().is_relative_to(output.resolve()):
             raise ValueError(f"{output} would be replaced, and holds {path}, which is read. Give another folder.")
-    if not os.path.lexists(output):
+    if not (output.exists() or output.is_symlink()):  # an OSError in a folder that cannot be entered
         return
     is_export = output.is_dir() and ((output / RECORD).exists() or not any(output.iterdir()))
     if not overwrite:

@@ -183,30 +183,12 @@ class QuantizedLayer(NativeGemms):
             return of_nested(
                 self.name_in_model, x, lambda rows: self.quantized_forward(rows, weight, bias, shards, frozen=frozen)
             )
-        casts, source, dtype, shape, device = self.casts, x, x.dtype, x.shape, x.device
+        casts, source, shape, device_type = self.casts, x, x.shape, x.device.type
         prequantized, amaxes = self.prequantized_weight, self.amaxes
-        switch, device_type = None if amaxes is None else amaxes.switch, device.type
+        switch = None if amaxes is None else amaxes.switch
         is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert
-        if dtype not in COMPUTED or not (is_made or weight.dtype in COMPUTED):
-            refuse_dtypes(self.name_in_model, x, weight)
         is_autocast = torch.is_autocast_enabled(device_type)
-        if is_autocast and dtype != torch.float64:  # autocast does not cast float64
-            dtype = torch.get_autocast_dtype(device_type)
-        elif dtype != weight.dtype and frozen is None:
-            raise ValueError(
-                f"Input and weight must have one dtype; got {dtype} and {weight.dtype}. Cast one of them, or use "
-                "torch.autocast."
-            )
-        if prequantized is not None and prequantized.source_dtype != dtype:
-            raise ValueError(
-                f"The weight was quantized in {prequantized.source_dtype}, before it was gathered, and this pass is "
-                f"one in {dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
-            )
-        if amaxes is None and casts.plan.delayed:
-            raise ValueError(
-                "Delayed scaling needs histories: they are set by the precision plugin, or by "
-                "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
-            )
+        dtype = self._dtype_of_pass(x, weight, is_autocast, is_made, frozen)
         gathered, rescale = window, None
         with no_autocast(device_type) if is_autocast else _NOTHING:
             if window is None:
@@ -226,7 +208,7 @@ class QuantizedLayer(NativeGemms):
                 in_force=None if amaxes is None else amaxes.in_force,
                 staged=amaxes.staged if amaxes is not None and switch is not None and switch[0] else None,
                 exact=self.exact,
-                native=self.native_gemms(device, dtype=dtype) if casts.plan.native_gemms else (),
+                native=self.native_gemms(x.device, dtype=dtype) if casts.plan.native_gemms else (),
                 blend=self.blend,
                 operand_sums=self.operand_sums,
                 gradient_sums=self.gradient_sums,
@@ -251,6 +233,32 @@ class QuantizedLayer(NativeGemms):
             return y
         # As nn.Linear does: FSDP2 warns of modules that return a view.
         return torch.ops.aten._unsafe_view.default(y, (*shape[:-1], y.shape[-1]))
+
+    def _dtype_of_pass(
+        self, x: Tensor, weight: Tensor, is_autocast: bool, is_made: bool, frozen: Frozen | None
+    ) -> torch.dtype:
+        """The dtype in which a pass computes; a ``ValueError`` if it cannot compute these tensors in one."""
+        dtype, prequantized = x.dtype, self.prequantized_weight
+        if dtype not in COMPUTED or not (is_made or weight.dtype in COMPUTED):
+            refuse_dtypes(self.name_in_model, x, weight)
+        if is_autocast and dtype != torch.float64:  # autocast does not cast float64
+            dtype = torch.get_autocast_dtype(x.device.type)
+        elif dtype != weight.dtype and frozen is None:
+            raise ValueError(
+                f"Input and weight must have one dtype; got {dtype} and {weight.dtype}. Cast one of them, or use "
+                "torch.autocast."
+            )
+        if prequantized is not None and prequantized.source_dtype != dtype:
+            raise ValueError(
+                f"The weight was quantized in {prequantized.source_dtype}, before it was gathered, and this pass is "
+                f"one in {dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
+            )
+        if self.amaxes is None and self.casts.plan.delayed:
+            raise ValueError(
+                "Delayed scaling needs histories: they are set by the precision plugin, or by "
+                "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
+            )
+        return dtype
 
     def _packs(self, source: Tensor, dtype: torch.dtype) -> bool:
         """Whether this pass keeps codes: not where a second backward pass will draw the random bits of x anew."""

@@ -81,7 +81,7 @@ def as_nobody():
         ([*EXPORT, "loop", "--output=out"], CIRCLE),
         ([*EXPORT, "secret.pt", "--output=out"], PERMISSIONS),
         ([*EXPORT, "~nobody_there/x", "--output=out"], HOME),
-        ([*EXPORT, "a.pt", "--output=sub/.."], "Give another folder"),
+        ([*EXPORT, "a.pt", "--output=sub/.."], "is a folder to make"),
         ([*EXPORT, "a.pt", "--output=locked/x"], PERMISSIONS),
         (["compare", "--from=folder"], FILE),
         (["compare", "--from=loop"], CIRCLE),

@@ -54,7 +54,7 @@ from safetensors.torch import load_file
 
 state = load_file("{folder}/model.safetensors")  # for load_state_dict of the model's class
 ```""",
-    "lightning_lowbit": """`pip install lightning-lowbit`
+    "lightning_lowbit": """[lightning_lowbit](https://github.com/lightning-lowbit/lightning_lowbit), from a clone:
 
 ```python
 from lightning_lowbit import load

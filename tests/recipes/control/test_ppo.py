@@ -136,5 +136,5 @@ def test_mistakes_are_errors_of_one_line(monkeypatch, capsys):
     assert "batch_size divides" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     assert cli.main(["fit", "--config=control", "--config=small.yaml"]) != 0
-    assert "pip install 'gymnasium[mujoco]'" in capsys.readouterr().err
+    assert "pip install 'gymnasium[mujoco]>=" in capsys.readouterr().err
     assert not Path("runs").exists()
