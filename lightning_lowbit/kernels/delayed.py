@@ -8,7 +8,6 @@ from torch import Tensor
 from lightning_lowbit.compilation import takes_cpp, takes_triton
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
-from lightning_lowbit.kernels.memory import resolved
 
 
 def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
@@ -30,16 +29,19 @@ def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: S
     """
     if torch.compiler.is_compiling():
         return None
-    tensors = (own, in_force) if staged is None else (own, in_force, staged)
-    if not all(map(_is_plain, tensors)) or own.numel() != 1 or not 0 <= min(places) <= max(places) < in_force.numel():
+    count, device = in_force.numel(), own.device
+    is_covered = _is_plain(own, 1, device) and _is_plain(in_force, count, device)
+    is_covered &= staged is None or _is_plain(staged, count, device)
+    if not is_covered or not 0 <= min(places) <= max(places) < count:
         return None
-    own, in_force = resolved(own), resolved(in_force)
-    if takes_cpp(own.device):
+    if takes_cpp(device):
         return cpu.delayed_amax(own, in_force, staged, places)
-    if takes_triton(own.device) and gpu.obstacle(own.device) is None:
+    if takes_triton(device) and gpu.obstacle(device) is None:
         return gpu.delayed_amax(own, in_force, staged, places)
     return None
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.dtype == torch.float32 and tensor.is_contiguous()
+def _is_plain(tensor: Tensor, elements: int, device: torch.device) -> bool:
+    """Whether kernels may touch so many elements of a tensor, of float32 and on this device."""
+    is_dense = type(tensor) is Tensor and tensor.dtype == torch.float32 and tensor.is_contiguous()
+    return is_dense and tensor.numel() == elements and tensor.device == device and not tensor.is_neg()

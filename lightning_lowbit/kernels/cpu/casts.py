@@ -262,13 +262,13 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor |
 
 
 def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
-    """:func:`lightning_lowbit.kernels.delayed.delayed_amax` on a CPU; None where no kernel does it."""
+    """:func:`lightning_lowbit.kernels.delayed.delayed_amax` on a CPU, which has compared the tensors; None where no
+    kernel does it."""
     if (kernels := library()) is None:
         return None
-    result, count, bits = torch.empty_like(own), in_force.numel(), sum(1 << place for place in places)
-    force = address("amaxes in force", in_force, torch.float32, count) + places[0] * in_force.itemsize
-    record = None if staged is None else address("amaxes of a step", staged, torch.float32, count)
-    kernels.lowbit_delayed_amax(address("an amax", own, torch.float32, 1), force, record, bits, start(result))
+    result, bits = torch.empty_like(own), sum(1 << place for place in places)
+    force, record = start(in_force) + places[0] * in_force.itemsize, None if staged is None else start(staged)
+    kernels.lowbit_delayed_amax(start(own), force, record, bits, start(result))
     return result
 
 
