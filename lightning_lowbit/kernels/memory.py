@@ -16,13 +16,9 @@ _T = TypeVar("_T", Tensor, Tensor | None)
 
 
 def resolved(tensor: _T) -> _T:
-    """The tensor, or a copy with the signs that torch reads. (Conjugates are complex, which no kernel takes.)"""
+    """The tensor, or a copy with the signs that torch reads: what kernels take, on every device, goes through here.
+    (Conjugates are complex, which no kernel takes.)"""
     return tensor.resolve_neg() if tensor is not None and tensor.is_neg() else tensor
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy, with its elements as kernels read them: contiguous and resolved."""
-    return resolved(tensor).contiguous()
 
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, elements: int, device: torch.device = CPU) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_lowbit.compilation import takes_cpp
 from lightning_lowbit.kernels.cpu import patches as cpu
+from lightning_lowbit.kernels.memory import resolved
 
 
 def add_patches(patches: Tensor, images: int, channels: int, dimensions: Sequence[Sequence[int]]) -> Tensor | None:
@@ -21,5 +22,5 @@ def add_patches(patches: Tensor, images: int, channels: int, dimensions: Sequenc
     if torch.compiler.is_compiling() or type(patches) is not Tensor or patches.numel() == 0:
         return None
     if takes_cpp(patches.device):
-        return cpu.add_patches(patches, images, channels, dimensions)
+        return cpu.add_patches(resolved(patches), images, channels, dimensions)
     return None

@@ -14,7 +14,7 @@ from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.kernels.cpu import adam as cpu
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import adam as gpu
-from lightning_lowbit.kernels.memory import address, dense
+from lightning_lowbit.kernels.memory import address, resolved
 from lightning_lowbit.kernels.shards import DENSE, FP8, KINDS, NOTHING, SPARSE, ParameterShard, Rules, moved
 from lightning_lowbit.optim.batch import Batch, Member, Step, scalar_dtype
 from lightning_lowbit.optim.moments import (
@@ -38,7 +38,7 @@ class KernelPasses(Passes):
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
-        self._gradients = [None if m.gradient is None else dense(m.gradient) for m in batch.members]
+        self._gradients = [None if m.gradient is None else resolved(m.gradient).contiguous() for m in batch.members]
         self._fields = [_fields(*pair) for pair in zip(batch.members, self._gradients, strict=True)]
         self._shards = self._shards_of(self._fields)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import address, dense, start
+from lightning_lowbit.kernels.memory import address, start
 from lightning_lowbit.quant.blocks import Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import (
@@ -204,7 +204,7 @@ def quantize(
     plan = plan_of(spec, dim, x.dtype, dtype)
     if plan is None or not takes(x, plan, key, amax, shard, rotation):
         return None
-    x, factor = dense(x), None
+    x, factor = x.contiguous(), None
     if rotation is None:
         values = torch.empty_like(x, dtype=plan.dtype, memory_format=torch.contiguous_format)
     else:
@@ -255,7 +255,7 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor |
         return None
     if rotation is not None and not (x.dim() == 2 and are_signs(rotation, dim)):
         return None
-    x, result = dense(x), x.new_empty((), dtype=torch.float32)
+    x, result = x.contiguous(), x.new_empty((), dtype=torch.float32)
     shape, turn = x.shape if x.dim() == 2 else (1, count), _turn(rotation, dim)
     kernels.lowbit_amax(start(x), dtype, *shape, turn, start(result), torch.get_num_threads())
     return result
@@ -277,7 +277,7 @@ def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor | None:
     dtype, kernels = INPUTS.get(x.dtype), library()
     if dtype is None or kernels is None or x.numel() == 0 or x.dim() != 2 or not are_signs(rotation, dim):
         return None
-    x, result, turn = dense(x), x.new_empty(rotated_shape(x.shape, rotation, dim)), _turn(rotation, dim)
+    x, result, turn = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim)), _turn(rotation, dim)
     kernels.lowbit_rotate(start(x), dtype, *x.shape, turn, start(result), torch.get_num_threads())
     return result
 

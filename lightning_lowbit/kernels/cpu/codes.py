@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu import casts
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import address, dense
+from lightning_lowbit.kernels.memory import address, resolved
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import factor_shape
 from lightning_lowbit.quant.packed import packed_bytes, per_byte
@@ -40,7 +40,7 @@ def pack(
     shape = x.shape if rotation is None else rotated_shape(x.shape, rotation, dim)
     if plan is None or not covers(cast, shape[1]) or not casts.takes(x, plan, key, amax, shard, rotation):
         return None
-    x, (rows, columns) = dense(x), shape
+    x, (rows, columns) = x.contiguous(), shape
     data = x.new_empty(packed_bytes(rows, columns, cast, dim), dtype=torch.uint8)
     factor = x.new_empty(factor_shape(x, cast, dim) if cast.scale.two_level == "row" else (), dtype=torch.float32)
     casts.write(x, plan, key, amax, shard, data, factor, rotation, _codes(cast, data, rows, columns, dim))
@@ -53,7 +53,7 @@ def unpack_(out: Tensor, data: Tensor, cast: Cast, dtype: torch.dtype, dim: int)
         return False
     target = torch.float32 if out.dtype == torch.int8 else out.dtype
     plan, (rows, columns) = casts.plan_of(cast.spec, dim, dtype, target), out.shape
-    kernels, data = library(), dense(data)
+    kernels, data = library(), resolved(data).contiguous()
     assert plan is not None and kernels is not None
     kernels.lowbit_unpack(
         address("codes and scales", data, torch.uint8, packed_bytes(rows, columns, cast, dim)),

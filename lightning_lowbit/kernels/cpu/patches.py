@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import address, dense, start
+from lightning_lowbit.kernels.memory import address, start
 
 # The numbers of dtypes in source/patches.cpp.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -23,7 +23,7 @@ def add_patches(patches: Tensor, images: int, channels: int, dimensions: Sequenc
     numbers = (ctypes.c_int64 * 18)(*(number for each in three for number in each))
     if min(images, channels, *(number for each in three for number in each[:5])) < 1:
         return None
-    patches, result = dense(patches), patches.new_empty(images, *(each[0] for each in dimensions), channels)
+    patches, result = patches.contiguous(), patches.new_empty(images, *(each[0] for each in dimensions), channels)
     touched = images * channels * math.prod(each[1] * each[2] for each in three)
     kernels.lowbit_add_patches(
         address("patches", patches, patches.dtype, touched),
