@@ -4,6 +4,7 @@ Codes and scales are the file's, to the bit. Only weights are read: how a file's
 the casts. A model is changed only after everything has been compared with it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -170,7 +171,9 @@ def _others(model: nn.Module, tensors: Mapping[str, Tensor], quantized: set[str]
     state = model.state_dict(keep_vars=True)
     names = {name: id(tensor) for name, tensor in state.items()}
     computed = dict(model.named_buffers()).keys() - state.keys()  # the model makes them
-    others = {name: tensor for name, tensor in tensors.items() if name not in computed}
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    is_known = {name: name in computed or any(one.search(name) for one in ignored) for name in tensors.keys() - state}
+    others = {name: tensor for name, tensor in tensors.items() if not is_known.get(name)}
     there = {names[name] for name in others if name in names}  # one of tied tensors suffices
     missing = [name for name in state if names[name] not in there and name not in quantized]
     unexpected = [name for name in others if name not in state or name in quantized]
@@ -184,6 +187,6 @@ def _others(model: nn.Module, tensors: Mapping[str, Tensor], quantized: set[str]
         if (how := differs(state[name], tensor, same_dtype=False)) is not None:
             raise ValueError(f"{folder} has another {name} than {type(model).__name__}: {how}. {AGAIN}")
         first = firsts.setdefault(names[name], name)
-        if not torch.equal(others[first].double(), tensor.double()):
+        if first != name and not torch.equal(others[first].double(), tensor.double()):
             raise ValueError(f"{folder} has other values for {first} than for {name}, which the model ties. {AGAIN}")
     return others

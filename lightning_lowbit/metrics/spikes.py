@@ -44,7 +44,8 @@ Rule = Callable[[Sequence[float], float], float]
 class Window:
     """The last ``length`` values, and the limit that a rule such as :func:`mean_limit` computes from them.
 
-    ``start`` is the median magnitude of the first ``length`` values.
+    Values of 0 are not learned: what is off has no level. ``start`` is the median magnitude of the first ``length``
+    values.
     """
 
     def __init__(self, length: int, rule: Rule) -> None:
@@ -53,6 +54,8 @@ class Window:
         self._length, self._rule = length, rule
 
     def add(self, value: float) -> None:
+        if value == 0:
+            return
         self.values.append(value)
         self.count += 1
         if self.count <= self._length:
@@ -76,7 +79,7 @@ def _magnitude(values: Iterable[float]) -> float:
 class RunningMean:
     """A limit of ``factor`` times a mean: at first of all values, then exponential over about ``memory`` values.
 
-    Values of 0 are not learned: what is off has no level. ``start`` is the mean of the first ``memory`` values.
+    Values of 0 are not learned here, either. ``start`` is the mean of the first ``memory`` values.
     """
 
     def __init__(self, factor: float, memory: int) -> None:

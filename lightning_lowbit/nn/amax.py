@@ -114,6 +114,11 @@ class AmaxHistories:
         self._switch = None
         self._place(self._history.device)
 
+    @property
+    def names(self) -> set[str]:
+        """The layers that have histories."""
+        return {row.name for row in self._rows}
+
     def go_on(self, before: "AmaxHistories", renewed: Collection[str]) -> None:
         """Copies amaxes from ``before``, prior to a change of casts; those of ``renewed`` layers start empty."""
         self._switch, self._gradient_scale = before._switch, before._gradient_scale

@@ -227,16 +227,15 @@ class QuantizedLayer(NativeGemms):
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)[0]  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
-        if self.training and y.requires_grad and (self.is_left or (amaxes is not None and switch is None)):
+        is_left = self.is_left or (amaxes is not None and switch is None)
+        if is_left and self.training and weight.requires_grad and y.requires_grad:
             y.register_hook(partial(_say_that_plugin_is_gone, casts, amaxes))  # type: ignore[no-untyped-call]
         if window is not None or len(shape) == 2:
             return y
         # As nn.Linear does: FSDP2 warns of modules that return a view.
         return torch.ops.aten._unsafe_view.default(y, (*shape[:-1], y.shape[-1]))
 
-    def _dtype_of_pass(
-        self, x: Tensor, weight: Tensor, is_autocast: bool, is_made: bool, frozen: Frozen | None
-    ) -> torch.dtype:
+    def _dtype_of_pass(self, x: Tensor, weight: Tensor, is_autocast: bool, is_made: bool, frozen: Any) -> torch.dtype:
         """The dtype in which a pass computes; a ``ValueError`` if it cannot compute these tensors in one."""
         dtype, prequantized = x.dtype, self.prequantized_weight
         if dtype not in COMPUTED or not (is_made or weight.dtype in COMPUTED):

@@ -229,6 +229,25 @@ class Adaptive(GuardedOptimizer):
             )
         return state, DenseMoments(), {"mean_square": local(mean_square)}
 
+    def _match_layouts(self) -> None:
+        """torch's fused steps walk through a parameter and its moments in memory order, and compare nothing: moments
+        get the strides of the parameter; a ``ValueError`` if they have another shape, or the parameter overlaps."""
+        fused = [parameter for group in self.param_groups if group.get("fused") for parameter in group["params"]]
+        for parameter in fused:
+            shard, state = local(parameter), self.state.get(parameter, {})
+            if not shard.is_contiguous() and torch.empty_like(shard, device="meta").stride() != shard.stride():
+                raise ValueError(f"A fused step needs parameters without overlaps or holes, got {described(shard)}.")
+            for name in _OF_TORCH & state.keys() - {"step"}:
+                value = local(state[name]) if isinstance(state[name], Tensor) else None
+                if value is None or (value.shape == shard.shape and value.stride() == shard.stride()):
+                    continue
+                if value.shape != shard.shape:
+                    raise ValueError(
+                        f"{name} is {described(value)} at a parameter that is {described(shard)}: put back one of "
+                        "them, or make a new optimizer."
+                    )
+                state[name] = torch.empty_like(shard, dtype=value.dtype).copy_(value)
+
     def _apply(
         self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]
     ) -> Sequence[None]:
@@ -238,6 +257,7 @@ class Adaptive(GuardedOptimizer):
         is_told = is_told and all(group.get("fused", True) for group in self.param_groups)  # a loaded group may not be
         if not is_told and not bool(taken):
             return [None] * len(batches)
+        self._match_layouts()
         with _clipped_gradients(batches, clipped):
             if is_told:
                 self.optimizer.grad_scale, self.optimizer.found_inf = None, (~taken).float()  # type: ignore[attr-defined]

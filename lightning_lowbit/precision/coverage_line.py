@@ -10,6 +10,7 @@ checkpoint is a single node; then weights are counted instead of FLOPs.
 
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -107,6 +108,7 @@ def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = 
         return found
     owners = _Owners(model)
     seen: set[Any] = set()
+    multiplied: set[str] = set()  # names of quantized layers
     stack = [loss.grad_fn]
     while stack:
         node = stack.pop()
@@ -119,8 +121,17 @@ def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = 
             return _of_weights(model)
         if flops := _flops(node):
             found.add(flops, *owners.of_product(node))
+        if _is_converted(node):
+            multiplied.add(node.settings.layer)  # type: ignore[attr-defined]
         stack += [edge for edge, _ in node.next_functions]
-    return found
+    return _of_weights(model) if _has_other_layers(model, multiplied) else found
+
+
+def _has_other_layers(model: nn.Module, multiplied: Collection[str]) -> bool:
+    """Whether the graph lacks quantized linear layers and convolutions because nothing behind them is trained."""
+    layers = [m for m in model.modules() if isinstance(m, QuantizedLayer) and m.kind in ("linear", "convolution")]
+    frozen = [layer for layer in layers if not any(p.requires_grad for p in layer.own_parameters())]
+    return any(layer.full_casts != LinearCasts() and layer.name_in_model not in multiplied for layer in frozen)
 
 
 def _shape(edge: tuple[Any, int]) -> tuple[int, ...] | None:

@@ -83,6 +83,13 @@ class ConvertedLayers:
         return {name: layer for name, layer in layers.items() if layer in present}
 
     @property
+    def _present_names(self) -> dict[str, str]:
+        """The names that layers have now, by those at conversion: an insertion moves layers behind it."""
+        model = self._converted_model
+        names = {} if model is None else {module: clean_name(name) for name, module in model.named_modules()}
+        return {name: names.get(layer, name) for name, layer in self._present.items()}
+
+    @property
     def _present_plan(self) -> dict[str, LinearCasts]:
         return {name: self._planned[name] for name in self._present if name in self._planned}
 
@@ -122,8 +129,10 @@ class ConvertedLayers:
         set_phase(model, self.phase)
         before, self.histories = self.histories, AmaxHistories(model)
         self._record(False)
-        if before is not None:  # the same run continues
+        if before is not None:  # the same run continues, maybe with other layers
+            self.histories.renewed = self.histories.names ^ before.names
             self.histories.load_state_dict(before.state_dict())
+            self.histories.renewed.clear()
         self.set_blend(float(self.blend))
         self._shared = SharedAmaxes(model, self.shared_amax) if self.shared_amax else None
         self._inventory = Inventory(model)

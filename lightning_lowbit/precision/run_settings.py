@@ -120,6 +120,7 @@ class ComputeDtype:
 
     Attributes:
         name: a key of :data:`COMPUTE_DTYPES`. Of ``"auto"`` it is ``"bf16"`` until a run decides.
+        is_followed: whether a checkpoint decided.
 
     Raises:
         ValueError: another dtype.
@@ -133,7 +134,7 @@ class ComputeDtype:
         if spelling not in _SPELLINGS:
             choose("compute_dtype", asked, ("auto", *COMPUTE_DTYPES))
         name = _SPELLINGS[spelling]
-        self.is_auto, self._is_decided = name == "auto", False
+        self.is_auto, self._is_decided, self.is_followed = name == "auto", False, False
         self.name = "bf16" if self.is_auto else name
 
     @property
@@ -147,7 +148,7 @@ class ComputeDtype:
 
     def restart(self) -> None:
         """Another run decides anew."""
-        self._is_decided = False
+        self._is_decided = self.is_followed = False
 
     def decide(self, strategy: Any) -> None:
         """Takes bf16 for ``"auto"`` if the devices of all processes have it, else float32. All processes must call it.
@@ -168,7 +169,7 @@ class ComputeDtype:
         """Takes for ``"auto"`` the dtype of a checkpoint, bf16 or float32; returns whether that is another one."""
         if not self.is_auto or name == self.name or name not in ("bf16", "fp32"):
             return False
-        self.name, self._is_decided = name, True
+        self.name, self._is_decided, self.is_followed = name, True, True
         say_once(f"compute_dtype='auto': {str(self.dtype).removeprefix('torch.')}, as the checkpoint was trained.")
         self._say_if_slow(device)
         return True
@@ -221,19 +222,20 @@ class Runs:
         """Whether no Trainer has used the plugin yet."""
         return self._trainer is None
 
-    def go_on(self, trainer: Any, model: nn.Module, keeps_histories: bool) -> bool:
+    def go_on(self, trainer: Any, model: nn.Module, has_state: bool, has_histories: bool) -> bool:
         """Notes that a Trainer begins to use the plugin, and returns whether the run goes on whose state it has.
 
-        ``keeps_histories`` is whether the run of another model would go on with nothing lost.
+        ``has_state`` is whether another run would lose something that evaluation depends on, and ``has_histories``
+        whether the same run of another model would.
         """
         by, of = (self.trainer, None) if self._trained is None else (self._trained[0](), self._trained[1]())
         self._trainer = weakref.ref(trainer)
         goes_on = trainer is by or (self.is_evaluating and model is of)
         self._is_lost = self._has_displaced(model if self.is_evaluating else trainer)
         if self._trained is not None and not goes_on:
-            self._displaced += self._trained
+            self._displaced += self._trained if has_state else ()
             self._trained = None
-        elif self._trained is not None and model is not of and not keeps_histories:
+        elif self._trained is not None and model is not of and has_histories:
             self._displaced.append(self._trained[1])
             self._trained = self._trained[0], weakref.ref(model)
         if not self.is_evaluating:

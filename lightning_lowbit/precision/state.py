@@ -37,6 +37,7 @@ class SavedLayers(ConvertedLayers):
         self.overridden: list[str] = []  # options of this run that the checkpoint overrides
         self._origin: Origin | None = None
         self._scaling: LossScaling | None = None
+        self._left: frozenset[str] = frozenset()  # output layers that are left out by default
         self._runs = Runs()
         self._epoch = -1  # the last one in which layers were looked at
 
@@ -52,7 +53,7 @@ class SavedLayers(ConvertedLayers):
     def _take_up(self, trainer: Any, model: nn.Module) -> bool:
         """Goes on with a run, or begins another one, and returns whether it does."""
         is_first = self._runs.is_first()
-        is_new = not self._runs.go_on(trainer, model, keeps_histories=not self.histories)
+        is_new = not self._runs.go_on(trainer, model, self._has_state, bool(self.histories))
         if is_new and not is_first:
             self.step, self.micro_batch = 0, 0
             self._start_afresh()
@@ -60,6 +61,17 @@ class SavedLayers(ConvertedLayers):
             self._scaling.restart()  # also at first: another plugin may have used this scaler
         self._expect(model)
         return is_new
+
+    @property
+    def _has_state(self) -> bool:
+        """Whether evaluation depends on anything but weights and constructor: phase, λ, casts, amaxes."""
+        is_changed = self.phase != "fqt" or bool(self._temporary or self._changed or self._followed)
+        return is_changed or float(self.blend) != 1.0 or bool(self.histories)
+
+    @property
+    def _followed(self) -> bool:
+        """Whether the plugin has settings of a checkpoint."""
+        return False
 
     @property
     def _has_averages(self) -> bool:
@@ -111,15 +123,17 @@ class SavedLayers(ConvertedLayers):
 
     @property
     def trained(self) -> Trained:
+        names = self._present_names
         return Trained(
-            self._casts,
+            {names[name]: casts for name, casts in self._casts.items()},
             self._compute.name,
             self.smooth_swiglu,
             (*self.shared_amax,),
             self.exact,
             self.backend,
             None if self.scaler is None else type(self.scaler).__name__,
-            {name: self._planned[name] for name in self._changed if name in self._planned},
+            {names[name]: self._planned[name] for name in self._changed if name in names and name in self._planned},
+            (*sorted(self._left),),
         )
 
     def attach(self, model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:

@@ -166,3 +166,11 @@ def test_losses_below_zero_and_through_it(name: str) -> None:
         assert not any(judged[:-1]) and judged[-1]
     assert not any(DETECTORS[name]([0.0] * 300)), "zeros"
     assert not any(DETECTORS[name]([1.0] * 300)), "as accuracies"
+
+
+@each("rule", [mean_limit(6.0), median_limit(6.0)])
+def test_what_begins_after_zeros_is_no_spike(rule: Callable[..., float]) -> None:
+    """Such as the loss of an agent whose buffer is still empty."""
+    detector = SpikeDetector(Window(100, rule), warmup=20)
+    assert not any(detector.judge(loss) for loss in [*[0.0] * 150, *[2.0 + 0.01 * (i % 7) for i in range(50)]])
+    assert detector.judge(20.0)

@@ -163,3 +163,20 @@ def test_only_output_layers_that_the_checkpoint_has_quantized_are_followed(tmp_p
     plugin = FP4Precision()
     trainer(plugin).fit(Heads(), ckpt_path=path)
     assert layers(plugin) & {"heads.a_head", "heads.b_head"} == {"heads.b_head"}
+
+
+@each("freeze", [["head"], ["down_proj", "head"], [*LAYERS]])
+def test_output_layers_that_the_checkpoint_has_left_out_stay_so(freeze: list[str], tmp_path: Path) -> None:
+    """Which layer is the output depends on what is trained: the checkpoint decides."""
+    path = rest_of(FP4Precision, tmp_path)
+    for resumes in (True, False):
+        model, plugin = Regression(), FP4Precision()
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in freeze:
+                module.requires_grad_(False)
+        made = trainer(plugin, max_steps=2)
+        if resumes and freeze != [*LAYERS]:
+            made.fit(model, ckpt_path=path)
+        else:
+            made.validate(model, ckpt_path=path, verbose=False)
+        assert layers(plugin) == REST

@@ -28,7 +28,7 @@ class Place(NamedTuple):
 def read_json(path: Path) -> dict[str, Any]:
     """The content of a JSON file, which is a mapping."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({first_line(error)}). {AGAIN}") from error
     if not isinstance(content, dict):
@@ -110,11 +110,10 @@ def _index(folder: Path) -> Mapping[str, str] | None:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A file of a folder. Links lead to its own files; in the cache of the Hugging Face Hub, to the cache's blobs."""
-    file, inside = folder / name, folder.resolve()
-    homes = [inside, inside.parent.parent / "blobs"] if inside.parent.name == "snapshots" else [inside]
-    if Path(name).name != name or not any(file.resolve().is_relative_to(home) for home in homes):
-        raise ValueError(f"{folder} has weights at {name}, which is outside of it. Copy the file into the folder.")
+    """A file of a folder, or a link there, which may lead anywhere: whoever made the folder has set it."""
+    file = folder / name
+    if Path(name).name != name:
+        raise ValueError(f"{folder / INDEX} names {name}, which is outside of the folder. Copy the file into it.")
     if not file.is_file():
-        raise ValueError(f"{folder / INDEX} names {name}, which is not there. {AGAIN}")
+        raise ValueError(f"{file} is no file, or is not there. {AGAIN}")
     return file

@@ -127,8 +127,10 @@ def codes_of(name: str, tensors: Parts, layouts: Sequence[Layout]) -> Codes:
         nearest = min(wrong, key=len, default=["config.json describes no weights"])
         raise ValueError(f"The tensors of {name} are not those of its format: {some(nearest)}. {AGAIN}")
     codes = fitting[0].decode(tensors)
-    if not (codes.scales.isfinite().all() and codes.factor.isfinite().all()) or codes.values.isnan().any():
-        raise ValueError(f"The weight of {name} holds NaN or Inf, in its scales or codes. {AGAIN}")
+    if not all(scale.isfinite().all() and (scale >= 0).all() for scale in (codes.scales, codes.factor)):
+        raise ValueError(f"The scales of {name} are not all finite and 0 or more. {AGAIN}")
+    if codes.values.isnan().any():
+        raise ValueError(f"The weight of {name} holds codes that mean no number. {AGAIN}")
     return codes
 
 

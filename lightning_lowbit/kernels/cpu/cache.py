@@ -100,17 +100,22 @@ def _make(folder: Path) -> None:
 
 
 def _check(path: Path, descriptor: int) -> None:
-    """Refuses what another user owns or can write; of files also what has a second name."""
+    """Refuses what another user owns or can write; of files also what has a second name. An own folder is closed."""
     if fcntl is None:
         return
     status = os.fstat(descriptor)
-    is_file = stat.S_ISREG(status.st_mode)
-    name = shown(path)
+    name, others = shown(path), stat.S_IWGRP | stat.S_IWOTH
+    is_file, is_folder = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
+    if is_folder and status.st_uid == os.geteuid() and status.st_mode & others:
+        # As `mkdir` under umask 002 makes it. What others may have left there is refused file by file.
+        with contextlib.suppress(OSError):
+            os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~others)
+            status = os.fstat(descriptor)
     if status.st_uid not in (0, os.geteuid()):
         raise PermissionError(f"{name} belongs to another user")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & others:
         raise PermissionError(f"other users can write to {name}; `chmod go-w {name}` forbids it")
-    if not (stat.S_ISDIR(status.st_mode) or (is_file and status.st_nlink == 1)):
+    if not (is_folder or (is_file and status.st_nlink == 1)):
         raise PermissionError(f"{name} is no file of its own")
 
 

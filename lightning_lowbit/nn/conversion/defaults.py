@@ -27,7 +27,7 @@ _SIDES = {"fprop": 1, "dgrad": 0}  # of the weight [out, in], along which each G
 _LEVELS = 3  # most modules between an adapter and the layer that it adapts
 
 OUTPUT = "the output layer"
-_HEAD = re.compile(r"(\w+_)?head|classifier")  # may be registered before what it reads from
+_HEAD = re.compile(r"(\w+_)?(head|classifier)|actor|critic")  # may be registered before what it reads from
 _IS_LEFT_OUTPUT = "_is_left_output"  # a module's attribute: for reasons
 
 
@@ -45,18 +45,20 @@ def left_out(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, st
 def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
     """The names of a model's output layers, among linear layers and convolutions of ``layers`` (modules by name).
 
-    They are what ``get_output_embeddings`` of its modules returns, as models of transformers have it; else layers whose
-    weight is also an embedding's; else the last layer in the order in which modules were registered: of those that are
-    trained and called a head or a classifier, else of those that are trained, else of all. With an entry of an
-    ``nn.ModuleDict`` go its other entries: heads by name. Routers and adapters are none. A model that is one layer has
-    none.
+    They are what ``get_output_embeddings`` of its modules returns, as models of transformers have it, of those that are
+    trained if any is; else layers whose weight is also an embedding's; else the last layer in the order in which
+    modules were registered: of those that are trained and called a head or a classifier, else of those that are
+    trained, else of all. With it go layers beside it that read the same, such as a second head, and with each layer
+    its twins in copies of the module around it, such as teachers and averages. Routers and adapters are none. A model
+    that is one layer has none.
     """
     modules = _by_name(model)
     names = [name for name, layer in layers.items() if name and _can_be_output(clean_name(name), layer, modules)]
     declared = [output for module in modules.values() if (output := _declared(module)) is not None]
     if declared:
-        parts = {part for output in declared for part in output.modules()}
-        return [name for name in names if layers[name] in parts]
+        outputs = [output for output in declared if any(p.requires_grad for p in output.parameters())] or declared
+        parts = {part for output in outputs for part in output.modules()}
+        return _with_twins([name for name in names if layers[name] in parts], names, modules)
     embeddings = [getattr(module, "weight", None) for module in modules.values() if isinstance(module, nn.Embedding)]
     shared = {id(weight) for weight in embeddings if weight is not None}
     if tied := [name for name in names if id(getattr(layers[name], "weight", None)) in shared]:
@@ -64,9 +66,44 @@ def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str
     trained = [name for name in names if any(p.requires_grad for p in layers[name].parameters(recurse=False))]
     heads = [name for name in trained if _HEAD.fullmatch(name.rpartition(".")[2])]
     last = (heads or trained or names)[-1:]
-    around = [modules.get(clean_name(name).rpartition(".")[0]) for name in last]
-    beside = [*around[0].values()] if around and isinstance(around[0], nn.ModuleDict) else []
-    return [name for name in names if name in last or any(layers[name] is other for other in beside)]
+    beside = [name for name in names if last and _are_parallel(name, last[0], layers, modules)]
+    return _with_twins([*last, *beside], names, modules)
+
+
+def _are_parallel(name: str, last: str, layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]) -> bool:
+    """Whether two layers are heads: beside each other, of the same inputs, outside of repeated blocks. They are called
+    so, or are entries of one ``nn.ModuleDict``, or of one ``nn.ModuleList`` and no chain."""
+    (path, _, here), (around, _, there) = (clean_name(layer).rpartition(".") for layer in (last, name))
+    if name == last or path != around or any(part.isdecimal() for part in path.split(".")):
+        return False
+    sides, size = _sides(layers[name]), _sides(layers[last])
+    if sides is None or size is None or sides[1] != size[1]:
+        return False
+    is_chain = sides[0] == size[1]
+    is_list = isinstance(modules.get(path), nn.ModuleList) and not is_chain
+    are_called = _HEAD.fullmatch(here) is not None and _HEAD.fullmatch(there) is not None
+    return is_list or are_called or isinstance(modules.get(path), nn.ModuleDict)
+
+
+def _sides(layer: Any) -> tuple[int, int] | None:
+    """Outputs and inputs of a linear layer, channels of a convolution."""
+    channels = getattr(layer, "out_channels", None), getattr(layer, "in_channels", None)
+    return channels if all(isinstance(size, int) for size in channels) else _shape(layer)  # type: ignore[return-value]
+
+
+def _with_twins(outputs: Sequence[str], names: Sequence[str], modules: Mapping[str, nn.Module]) -> list[str]:
+    """Output layers, and the layers at the same place in copies of a module around them, in the order of ``names``."""
+    kinds: dict[Any, list[str]] = {}
+    for path, module in modules.items():
+        if path:
+            shapes = tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters())
+            kinds.setdefault((type(module), shapes), []).append(path)
+    twins = {clean_name(name) for name in outputs}
+    for copies in kinds.values():
+        for path in copies if len(copies) > 1 else ():
+            inside = [name.removeprefix(f"{path}.") for name in twins if name.startswith(f"{path}.")]
+            twins |= {f"{copy}.{name}" for copy in copies for name in inside}
+    return [name for name in names if clean_name(name) in twins]
 
 
 def _by_name(model: nn.Module) -> dict[str, nn.Module]:

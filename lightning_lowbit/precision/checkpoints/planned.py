@@ -1,7 +1,7 @@
 """What a run takes from the checkpoint that it loads, where its plugin's arguments leave it open.
 
     compute_dtype="auto"    the dtype in which the checkpoint was trained, bf16 or float32
-    quantize_output=None    output layers that it has quantized stay so
+    quantize_output=None    output layers stay as they were there, quantized or left out
 
 Explicit arguments are kept, and the differences are reported.
 """
@@ -44,7 +44,7 @@ class PlannedLayers(SavedLayers):
         self._compute = ComputeDtype(compute_dtype)
         self.quantize_output = None if quantize_output is None else flag("quantize_output", quantize_output)
         self._outputs: frozenset[str] = frozenset()  # output layers that the checkpoint of this run has quantized
-        self._left: frozenset[str] = frozenset()  # those that are left out
+        self._left_before: frozenset[str] = frozenset()  # those that it has left out
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -69,7 +69,9 @@ class PlannedLayers(SavedLayers):
             planned = plan(model, self.casts, *settings)
             if self.leaves_output if self.quantize_output is None else not self.quantize_output:
                 without = plan(model, self.casts, *settings, quantize_output=False)
+                names = {clean_name(name) for name in planned}
                 left = frozenset(clean_name(name) for name in planned if name not in without) - self._outputs
+                left |= self._left_before & names
                 planned = {name: casts for name, casts in planned.items() if clean_name(name) not in left}
         if self.shared_amax:
             check_groups(planned, self.shared_amax)
@@ -92,7 +94,11 @@ class PlannedLayers(SavedLayers):
     def _start_afresh(self) -> None:
         super()._start_afresh()
         self._compute.restart()
-        self._outputs = frozenset()
+        self._outputs = self._left_before = frozenset()
+
+    @property
+    def _followed(self) -> bool:
+        return bool(self._outputs or self._left_before or self._compute.is_followed)
 
     def _decide_dtype(self, strategy: Any) -> None:
         self._compute.decide(strategy)
@@ -121,11 +127,12 @@ class PlannedLayers(SavedLayers):
         is_other_dtype = not has_dtype and self._compute.follow(trained.compute_dtype, self._device)
         self.precision = self._compute.precision
         before, quantized = self._outputs, {name for name, casts in trained.planned.items() if casts != LinearCasts()}
+        left_before = self._left_before
         if self.quantize_output is None:
-            self._outputs = (left | before) & quantized
+            self._outputs, self._left_before = (left | before) & quantized, frozenset(trained.outputs)
         if new := self._outputs - before:
             rank_zero_info(
                 f"The checkpoint was trained with {some(sorted(new))} quantized: it stays so, although "
                 f"{type(self).__name__} by default leaves it in high precision (as quantize_output=False does)."
             )
-        return is_other_dtype or self._outputs != before
+        return is_other_dtype or self._outputs != before or not self._left_before <= left | left_before

@@ -36,6 +36,7 @@ class Trained:
     backend: str = "auto"
     scaler: str | None = None  # class name
     started: Mapping[str, LinearCasts] = field(default_factory=dict)  # casts that have changed since
+    outputs: tuple[str, ...] = ()  # output layers that were left out by default
 
     def __str__(self) -> str:
         counted = Counter(map(str, self.layers.values())).most_common()
@@ -59,6 +60,7 @@ class Trained:
             "casts": {name: primitive(casts) for casts, name in names.items()},
             **rest,
             "shared_amax": [*self.shared_amax],
+            "outputs": [*self.outputs],
         }
 
     @classmethod
@@ -83,6 +85,7 @@ class Trained:
         if smooth is not None:
             choose("smooth_swiglu in the checkpoint", smooth, SMOOTHINGS)
         patterns = entry(record, "shared_amax", list, "trained.")
+        outputs = entry(record, "outputs", list, "trained.", default=[])  # which older versions do not have
         return cls(
             by_layer("layers"),
             dtype,
@@ -92,6 +95,7 @@ class Trained:
             entry(record, "backend", str, "trained."),
             entry(record, "scaler", str | None, "trained."),
             by_layer("started"),
+            tuple(entry({"outputs": name}, "outputs", str, "trained.") for name in outputs),
         )
 
     @classmethod

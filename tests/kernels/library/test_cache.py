@@ -99,8 +99,6 @@ def test_without_a_home_kernels_are_compiled_for_one_process(cache, compiler, un
 @each(
     "use, reason",
     [
-        (lambda folder: folder.chmod(0o775), "chmod go-w"),
-        (lambda folder: folder.chmod(0o1777), "chmod go-w"),
         (lambda folder: (folder.rmdir(), folder.touch()), "File exists|Not a directory"),
         (lambda folder: (folder.rmdir(), folder.symlink_to("nowhere")), "File exists|No such file"),
     ],
@@ -212,3 +210,13 @@ def test_nobody_exchanges_a_folder_that_was_checked(tmp_path):
         (tmp_path / "cache").mkdir()
         (tmp_path / "cache/file").write_text("exchanged")
         assert files.read_trusted(folder / "file") == b"checked"
+
+
+@each("mode", [0o775, 0o1777])
+def test_a_cache_of_ones_own_is_closed_to_others(cache, compiler, mode, unloaded):
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.mkdir()
+    cache.chmod(mode)
+    assert load() is not None
+    assert len([*cache.glob("*.so")]) == 1
+    assert not cache.stat().st_mode & 0o022

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import plan
@@ -43,6 +44,15 @@ def of_transformers(kind: str, **sizes: Any) -> nn.Module:
     return named("Module", model=getattr(transformers, kind.split(":")[1])(config), loss=linear())
 
 
+def wide() -> nn.Module:
+    return nn.Sequential(linear(64, 128), nn.ReLU(), linear(128, 64))
+
+
+def averaged(model: Any) -> nn.Module:
+    model.average = AveragedModel(model.net)
+    return model
+
+
 MODELS: dict[str, tuple[Any, list[str]]] = {
     "a stack": (perceptron, ["2"]),
     "one layer within a module": (lambda: nn.Sequential(linear()), ["0"]),
@@ -54,8 +64,22 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
         lambda: named("UNet", up=nn.ConvTranspose2d(64, 64, 2), middle=linear(), out=nn.Conv2d(64, 64, 1)),
         ["out"],
     ),
-    "GAN": (lambda: named("GAN", generator=perceptron(), discriminator=perceptron()), ["discriminator.2"]),
-    "encoder and decoder": (lambda: named("AE", encoder=perceptron(), decoder=perceptron()), ["decoder.2"]),
+    "GAN": (lambda: named("GAN", generator=perceptron(), discriminator=wide()), ["discriminator.2"]),
+    "a target network": (lambda: named("DQN", net=perceptron(), target=perceptron()), ["net.2", "target.2"]),
+    "an average": (lambda: averaged(named("Net", net=wide())), ["net.2", "average.module.2"]),
+    "two heads": (
+        lambda: named("Net", body=linear(), policy_head=linear(64, 8), value_head=linear(64, 32)),
+        ["policy_head", "value_head"],
+    ),
+    "actor and critic": (lambda: named("AC", actor=linear(64, 8), critic=linear(64, 1)), ["actor", "critic"]),
+    "a list of heads": (
+        lambda: named("Net", body=linear(), heads=nn.ModuleList([linear(64, 8), linear(64, 16)])),
+        ["heads.0", "heads.1"],
+    ),
+    "layers by name": (
+        lambda: named("Net", net=nn.ModuleDict({"first": linear(32, 64), "h": perceptron(), "out": linear(64, 8)})),
+        ["net.out"],
+    ),
     "heads by name": (
         lambda: named("Net", body=linear(), heads=nn.ModuleDict({"a": linear(), "b": linear()})),
         ["heads.a", "heads.b"],
@@ -67,7 +91,7 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
     ),
     "a frozen teacher": (
         lambda: named("Distilled", student=perceptron(), teacher=perceptron().requires_grad_(False)),
-        ["student.2"],
+        ["student.2", "teacher.2"],
     ),
     "all frozen": (lambda: perceptron().requires_grad_(False), ["2"]),
     "adapters": (adapted, ["head.base_layer"]),

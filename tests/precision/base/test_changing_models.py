@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, restore
+from lightning_lowbit.nn import QuantizedLayer
 from tests.lightning_imports import BoringModel, Callback, quiet_trainer
 from tests.tables import each
 
@@ -172,3 +173,29 @@ def test_casts_of_a_layer_that_is_gone_are_refused_and_not_recorded(told: pytest
         assert type(restored.layer[2]) is nn.Linear
         assert [str(layer.casts) for layer in restored.layer[::4]] == [str(layer.casts) for layer in model.layer[::4]]
         assert restored(x).shape == (4, 2)
+
+
+def test_casts_are_recorded_by_the_names_that_layers_have_now(told: pytest.LogCaptureFixture) -> None:
+    class Save(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint("grown.ckpt")
+
+    model = Net()
+    fit(told, model, At(insert), Save(), plugin=FP4Precision("nvfp4", quantize_output=True))
+    names = [name for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)]
+    assert names == ["layer.0", "layer.3", "layer.5"]
+    assert [*torch.load("grown.ckpt", weights_only=True)["lightning_lowbit"]["trained"]["layers"]] == names
+
+
+@each("change", [insert, replace, remove])
+def test_histories_of_layers_that_stay_go_on_in_the_next_fit(change: Callable[[Net], object]) -> None:
+    model, plugin = Net(), FP8Precision("delayed", history=8)
+    trainer = quiet_trainer(plugin, max_epochs=1, limit_train_batches=2, limit_val_batches=0)
+    histories = []
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(model)
+        histories.append(plugin.histories.state_dict()["amax_history"]["layer.0/fprop_x"])  # type: ignore[union-attr]
+        if epochs == 1:
+            change(model)
+    assert set(histories[0][-2:].tolist()) < set(histories[1].tolist())

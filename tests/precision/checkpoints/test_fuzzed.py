@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -61,13 +62,14 @@ def edit(value: Any, draw: random.Random) -> Any:
 @torch.no_grad()
 def outcome(path: Path) -> str:
     """Restores a file twice, and says what came of it."""
-    try:
-        LowBitPrecision.from_checkpoint(path)
-        found = restore(Module(), path)(BATCH)
-    except ValueError as error:
-        assert str(error)
-        return "error"
-    again = restore(Module(), path)(BATCH)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # entries that contradict each other are said
+        try:
+            LowBitPrecision.from_checkpoint(path)
+            found = restore(Module(), path)(BATCH)
+        except ValueError as error:
+            assert str(error)
+            return "error"
+        again = restore(Module(), path)(BATCH)
     assert torch.equal(found, again) or found.isnan().any()
     return "restored"
 

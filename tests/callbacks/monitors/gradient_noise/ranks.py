@@ -35,7 +35,7 @@ CASTS = {
     # Only a weight draws, with the same bits on all ranks: the noise does not depend on who computes which tokens.
     "weight": LinearCasts(dgrad_w=STOCHASTIC),
     "everything": LinearCasts.preset("nvfp4"),
-    "nearest": LinearCasts(fprop_w=Cast(**E2M1), fprop_x=Cast(**E2M1)),
+    "nearest": LinearCasts(fprop_w=Cast(**E2M1), fprop_x=Cast(**E2M1), dgrad_g=Cast(**E2M1)),
 }
 # Of strategy, casts and micro-batches in a step: two draws.
 RUNS = [
