@@ -190,10 +190,9 @@ def edit_index(folder: Path, draw: random.Random) -> None:
     if kind < 5:
         outside = folder.parent / "outside.safetensors"
         shutil.copy(folder / "a.safetensors", outside)
-        (folder / "link.safetensors").symlink_to(outside)
         (folder / "sub").mkdir()
         shutil.copy(outside, folder / "sub" / "a.safetensors")
-        new = ["missing.safetensors", "../outside.safetensors", str(outside), "link.safetensors", "sub/a.safetensors"]
+        new = ["missing.safetensors", "../outside.safetensors", str(outside), "./a.safetensors", "sub/a.safetensors"]
         where |= {name: new[kind] for name, file in where.items() if file == "a.safetensors"}
     elif kind == 5:
         where[name] = {"a.safetensors": "b.safetensors", "b.safetensors": "a.safetensors"}[where[name]]
