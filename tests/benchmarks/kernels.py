@@ -91,7 +91,8 @@ def launch_of(cast: Cast, dim: int, dtype: torch.dtype = torch.bfloat16, size: i
     x, key = meta(*SHAPE, dtype=dtype), meta(dtype=torch.int64)
     sums = meta(launches.SUMS, dtype=torch.float64) if cast.scale.statistic == "absmean" else None
     operand = gpu._empty(x, cast, dim, operand_dtype(dtype, cast))
-    return launches.of_cast(x, cast, dim, key, meta(), None, sums, *operand, meta(size) if size else None)
+    amax = meta(x.shape[1 - dim]) if cast.scale.two_level == "row" else meta()
+    return launches.of_cast(x, cast, dim, key, amax, None, sums, *operand, meta(size) if size else None)
 
 
 def layout_of(cast: Cast, block: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
