@@ -88,11 +88,10 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def launch_of(cast: Cast, dim: int, dtype: torch.dtype = torch.bfloat16, size: int = 0) -> Launch:
     """The launch that casts a matrix of ``SHAPE`` whose amax is known, rotated in groups of ``size`` unless it is 0."""
-    x, key = meta(*SHAPE, dtype=dtype), meta(dtype=torch.int64)
+    x, key, rows = meta(*SHAPE, dtype=dtype), meta(dtype=torch.int64), SHAPE[1 - dim :][: cast.scale.two_level == "row"]
     sums = meta(launches.SUMS, dtype=torch.float64) if cast.scale.statistic == "absmean" else None
     operand = gpu._empty(x, cast, dim, operand_dtype(dtype, cast))
-    amax = meta(x.shape[1 - dim]) if cast.scale.two_level == "row" else meta()
-    return launches.of_cast(x, cast, dim, key, amax, None, sums, *operand, meta(size) if size else None)
+    return launches.of_cast(x, cast, dim, key, meta(*rows), None, sums, *operand, meta(size) if size else None)
 
 
 def layout_of(cast: Cast, block: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
