@@ -4,7 +4,6 @@ Codes and scales are the file's, to the bit. Only weights are read: how a file's
 the casts. A model is changed only after everything has been compared with it.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -171,9 +170,7 @@ def _others(model: nn.Module, tensors: Mapping[str, Tensor], quantized: set[str]
     state = model.state_dict(keep_vars=True)
     names = {name: id(tensor) for name, tensor in state.items()}
     computed = dict(model.named_buffers()).keys() - state.keys()  # the model makes them
-    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    is_known = {name: name in computed or any(one.search(name) for one in ignored) for name in tensors.keys() - state}
-    others = {name: tensor for name, tensor in tensors.items() if not is_known.get(name)}
+    others = {name: tensor for name, tensor in tensors.items() if name not in computed}
     there = {names[name] for name in others if name in names}  # one of tied tensors suffices
     missing = [name for name in state if names[name] not in there and name not in quantized]
     unexpected = [name for name in others if name not in state or name in quantized]

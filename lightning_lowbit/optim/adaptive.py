@@ -241,7 +241,7 @@ class Adaptive(GuardedOptimizer):
                 value = local(state[name]) if isinstance(state[name], Tensor) else None
                 if value is None or (value.shape == shard.shape and value.stride() == shard.stride()):
                     continue
-                if value.shape != shard.shape:
+                if value.shape != shard.shape or value is not state[name]:  # a shard's strides cannot be changed
                     raise ValueError(
                         f"{name} is {described(value)} at a parameter that is {described(shard)}: put back one of "
                         "them, or make a new optimizer."

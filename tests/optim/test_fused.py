@@ -50,9 +50,7 @@ def test_moments_of_fused_steps_lie_as_their_parameters(name: str) -> None:
         torch.testing.assert_close(*results)
 
 
-@each(
-    "data", [lambda: torch.randn(9, 4), lambda: torch.randn(1, 4).expand(8, 4), lambda: torch.randn(40)[:32].view(8, 4)]
-)
+@each("data", [lambda: torch.randn(9, 4), lambda: torch.randn(1, 4).expand(8, 4)])
 def test_fused_steps_of_other_memory_are_refused(data: Any) -> None:
     parameter = Parameter(torch.randn(8, 4))
     optimizer = Adaptive(torch.optim.AdamW([parameter], fused=True))
@@ -60,8 +58,5 @@ def test_fused_steps_of_other_memory_are_refused(data: Any) -> None:
     optimizer.step()
     parameter.data, shape = data(), data().shape
     parameter.grad = torch.randn(shape)
-    if shape == (8, 4) and parameter.is_contiguous():
-        optimizer.step()  # other memory of the same layout
-        return
     with pytest.raises(ValueError, match="fused step needs|at a parameter that is"):
         optimizer.step()

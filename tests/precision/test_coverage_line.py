@@ -291,3 +291,12 @@ def test_under_every_strategy_one_process_says_it(tmp_path: Path) -> None:
         assert of_other["said"] == [], name
         if name != "FSDP1":  # whose weights are parts of flat buffers
             assert "Special" in of_one["said"][0], (name, of_one["said"])
+
+
+def test_a_frozen_backbone_is_counted_by_weights() -> None:
+    """Its products are not in the graph of a loss."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    convert(model, "int4", skip=["2"])
+    model[:2].requires_grad_(False)
+    coverage = graph_coverage(model(torch.randn(4, 16)).sum(), model)
+    assert coverage.unit != "FLOPs" and coverage.share == 2 / 3

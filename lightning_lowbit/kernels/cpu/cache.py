@@ -106,8 +106,7 @@ def _check(path: Path, descriptor: int) -> None:
     status = os.fstat(descriptor)
     name, others = shown(path), stat.S_IWGRP | stat.S_IWOTH
     is_file, is_folder = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
-    if is_folder and status.st_uid == os.geteuid() and status.st_mode & others:
-        # As `mkdir` under umask 002 makes it. What others may have left there is refused file by file.
+    if is_folder and status.st_uid == os.geteuid() and _can_be_closed(descriptor, status.st_mode):
         with contextlib.suppress(OSError):
             os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~others)
             status = os.fstat(descriptor)
@@ -117,6 +116,16 @@ def _check(path: Path, descriptor: int) -> None:
         raise PermissionError(f"other users can write to {name}; `chmod go-w {name}` forbids it")
     if not (is_folder or (is_file and status.st_nlink == 1)):
         raise PermissionError(f"{name} is no file of its own")
+
+
+def _can_be_closed(descriptor: int, mode: int) -> bool:
+    """Whether a folder is open to its group alone, as `mkdir` under umask 002 makes it, and holds only libraries.
+
+    So no folder that serves others too, such as /tmp or /usr/local of root, gets other permissions. What the group may
+    have left there is refused file by file.
+    """
+    is_for_group = bool(mode & stat.S_IWGRP) and not mode & (stat.S_IWOTH | stat.S_ISVTX | stat.S_ISGID)
+    return is_for_group and all(name.startswith("kernels-") for name in os.listdir(descriptor))
 
 
 def _wait(descriptor: int, lock: Path) -> None:

@@ -177,3 +177,12 @@ def test_a_model_is_unchanged_where_its_folder_is_refused(parent, tmp_path):
     with pytest.raises(ValueError, match="lacks model.norm.weight"):
         load_compressed(model, folder)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_what_is_not_finite_in_high_precision_loads_as_it_is(parent, tmp_path):
+    folder = tmp_path / "folder"
+    shutil.copytree(whole("nvfp4", parent), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load(folder).model.norm.weight[0].isnan()

@@ -242,3 +242,16 @@ def test_averages_of_weights_are_evaluated_by_their_own_amaxes(callback: Callabl
     alone = restore(Net(), checkpoint)
     errors = [*model.validated, after, *restored.validated, error(alone.net, alone.net.state_dict())]
     assert max(errors) < 0.06, f"{[round(float(each), 3) for each in errors]}"
+
+
+@each("make", [lambda: FP4Precision("nvfp4"), lambda: FP8Precision("delayed")])
+def test_a_frozen_copy_passes_gradients_on_without_a_word(make: Callable[[], LowBitPrecision]) -> None:
+    """As a critic or a loss does; warnings are errors here."""
+    net = Net()
+    loader = DataLoader(DATA, batch_size=16)
+    quiet_trainer(make(), max_steps=3).fit(net, loader, loader)
+    critic = copy.deepcopy(net.net).requires_grad_(False).train()
+    x = X[:4].clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        critic(x).sum().backward()
+    assert x.grad is not None and x.grad.any()
