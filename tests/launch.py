@@ -61,11 +61,12 @@ def _run(told: "_Descriptor", folder: Path, environment: dict[str, str], module:
 
 
 class Fork:
-    """Stands in for ``subprocess.Popen`` of ``python -m MODULE ARGUMENTS``."""
+    """Stands in for ``subprocess.Popen`` of ``python -P -m MODULE ARGUMENTS``."""
 
     def __init__(self, command: list[str], stdout: Any, pass_fds: Iterable[int] = (), **_: Any) -> None:
-        python, option, module, *arguments = command
-        assert (python, option) == (sys.executable, "-m"), command
+        python, *options, module = command[:4]
+        arguments = command[4:]
+        assert (python, options) == (sys.executable, ["-P", "-m"]), command
         inherited = [_Descriptor(number) for number in pass_fds]
         told = _Descriptor(stdout.fileno()), Path.cwd(), {**os.environ}, module, *arguments
         self._process = _forks.Process(target=_run_as_child, args=(inherited, *told))
