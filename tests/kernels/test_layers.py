@@ -18,8 +18,8 @@ from lightning_lowbit.kernels import delayed_amax
 from lightning_lowbit.kernels.cpu import casts as casts_in_cpp
 from lightning_lowbit.kernels.products import finish
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
-from lightning_lowbit.nn.gemm import _finish
-from lightning_lowbit.nn.watch import stage_and_choose
+from lightning_lowbit.nn.core.gemm import _finish
+from lightning_lowbit.nn.core.watch import stage_and_choose
 from tests.tables import each
 
 ROOT = Path(__file__).parents[2]
