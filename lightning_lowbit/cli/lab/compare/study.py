@@ -26,7 +26,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.cli.compare.claims import Effect, read_effects
+from lightning_lowbit.cli.lab.compare.claims import Effect, read_effects
 from lightning_lowbit.cli.configs import as_list, combined_name, find_config, merge, merge_all, read_config
 from lightning_lowbit.cli.mistakes import explain
 

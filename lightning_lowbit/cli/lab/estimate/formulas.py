@@ -10,9 +10,9 @@ from math import ceil, floor, prod
 
 import torch
 
-from lightning_lowbit.cli.estimate.devices import Device
-from lightning_lowbit.cli.estimate.layout import Assumptions, Batch, Layout
-from lightning_lowbit.cli.estimate.shapes import Decoder, Model, Weight
+from lightning_lowbit.cli.lab.estimate.devices import Device
+from lightning_lowbit.cli.lab.estimate.layout import Assumptions, Batch, Layout
+from lightning_lowbit.cli.lab.estimate.shapes import Decoder, Model, Weight
 from lightning_lowbit.nn.plan import GEMMS
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.shard import ends_within

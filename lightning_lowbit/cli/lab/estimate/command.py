@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.cli.estimate.devices import DEVICES, Device
-from lightning_lowbit.cli.estimate.formulas import Collective, StepTime, communication, flops, memory, times
-from lightning_lowbit.cli.estimate.layout import GATHERS, STRATEGIES, Assumptions, Batch, Layout
-from lightning_lowbit.cli.estimate.shapes import Model, describe
+from lightning_lowbit.cli.lab.estimate.devices import DEVICES, Device
+from lightning_lowbit.cli.lab.estimate.formulas import Collective, StepTime, communication, flops, memory, times
+from lightning_lowbit.cli.lab.estimate.layout import GATHERS, STRATEGIES, Assumptions, Batch, Layout
+from lightning_lowbit.cli.lab.estimate.shapes import Model, describe
 from lightning_lowbit.cli.run import make_on_meta
 from lightning_lowbit.precision import LowBitPrecision
 

@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
-from lightning_lowbit.cli.compare.claims import Effect
-from lightning_lowbit.cli.compare.losses import Results, differences
-from lightning_lowbit.cli.compare.power import MOST_PAIRS, Spread, pairs_for, power, resolved_by
+from lightning_lowbit.cli.lab.compare.claims import Effect
+from lightning_lowbit.cli.lab.compare.losses import Results, differences
+from lightning_lowbit.cli.lab.compare.power import MOST_PAIRS, Spread, pairs_for, power, resolved_by
 from lightning_lowbit.report.blocks import Table, Text
 from lightning_lowbit.report.formatting import duration, number
 from lightning_lowbit.report.tables import as_markdown

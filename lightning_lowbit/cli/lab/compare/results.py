@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from lightning_lowbit.cli.compare.claims import Effect, claims_table, gap_cells
-from lightning_lowbit.cli.compare.losses import (
+from lightning_lowbit.cli.lab.compare.claims import Effect, claims_table, gap_cells
+from lightning_lowbit.cli.lab.compare.losses import (
     LOSS,
     PERPLEXITY,
     RATIO,
@@ -21,7 +21,7 @@ from lightning_lowbit.cli.compare.losses import (
     history,
     metric,
 )
-from lightning_lowbit.cli.compare.power import Interval
+from lightning_lowbit.cli.lab.compare.power import Interval
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.report.tables import as_markdown
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lowbit.cli.estimate.devices import arithmetic
+from lightning_lowbit.cli.lab.estimate.devices import arithmetic
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.layers.classes import convertible, host_class, is_linear, quantized_class

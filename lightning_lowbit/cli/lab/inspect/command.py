@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_lowbit._lightning import Tqdm
 from lightning_lowbit.checks import from_fields
-from lightning_lowbit.cli.inspect.table import Candidate, Inspection
+from lightning_lowbit.cli.lab.inspect.table import Candidate, Inspection
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
 from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import select
