@@ -8,9 +8,9 @@ from statistics import mean
 from typing import Any
 
 from lightning_lowbit.checks import choose, is_number
+from lightning_lowbit.cli.configs import as_list
 from lightning_lowbit.cli.lab.compare.losses import Results, collect, differences, final_loss
 from lightning_lowbit.cli.lab.compare.power import Interval
-from lightning_lowbit.cli.configs import as_list
 from lightning_lowbit.report.blocks import Table
 
 SHOWN, CONTRADICTED, NOT_SHOWN, NO_POWER = "shown", "contradicted", "not shown", "no power"

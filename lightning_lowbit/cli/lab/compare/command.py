@@ -26,11 +26,11 @@ from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
 from lightning_lowbit.checks import integer, nearest
 from lightning_lowbit.cli.checkpoints import find_checkpoints
+from lightning_lowbit.cli.configs import as_list, merge
 from lightning_lowbit.cli.lab.compare.losses import reduced
 from lightning_lowbit.cli.lab.compare.pilot import as_text, pilot_seeds
 from lightning_lowbit.cli.lab.compare.record import Record, read_record
 from lightning_lowbit.cli.lab.compare.study import Row, Study, distinct, product, read_study
-from lightning_lowbit.cli.configs import as_list, merge
 from lightning_lowbit.cli.mistakes import explain
 from lightning_lowbit.cli.run import check
 

@@ -8,7 +8,15 @@ from urllib.parse import quote
 
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.cli.lab.compare.claims import NO_POWER, Effect, claims_table, gap_cells, verdict_on
-from lightning_lowbit.cli.lab.compare.losses import LOSS, Results, collect, differences, final_loss, group_by_step, history
+from lightning_lowbit.cli.lab.compare.losses import (
+    LOSS,
+    Results,
+    collect,
+    differences,
+    final_loss,
+    group_by_step,
+    history,
+)
 from lightning_lowbit.cli.lab.compare.power import Interval
 from lightning_lowbit.report.blocks import Block, Chart, Link, Section, Table, Text
 from lightning_lowbit.report.html import render

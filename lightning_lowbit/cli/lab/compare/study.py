@@ -26,8 +26,8 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.cli.lab.compare.claims import Effect, read_effects
 from lightning_lowbit.cli.configs import as_list, combined_name, find_config, merge, merge_all, read_config
+from lightning_lowbit.cli.lab.compare.claims import Effect, read_effects
 from lightning_lowbit.cli.mistakes import explain
 
 _CONFIGS = str | dict[str, Any] | list[str | dict[str, Any]]
