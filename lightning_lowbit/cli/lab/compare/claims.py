@@ -1,4 +1,4 @@
-"""The effects that a study looks for, and the verdict on each, from the 95 % interval of paired differences."""
+"""The effects that a study expects, and the verdict on each, from the 95 % interval of paired differences."""
 
 import math
 import re
@@ -40,22 +40,24 @@ class Effect:
 
     @property
     def expected(self) -> str:
-        if self.size is None:
-            return "lower" if self.sign < 0 else "higher"
-        size = self.sign * self.size
-        return f"{100 * size:+.3g}%" if self.is_share else f"{size:+.4g}"
+        return self._text(3, 4)
 
     @property
     def written(self) -> str:
-        """``expected`` as a study has it, with all digits."""
+        """The effect as a study has it, with all digits."""
+        return self._text(12, 12)
+
+    def _text(self, digits_of_share: int, digits: int) -> str:
         if self.size is None:
-            return self.expected
+            return "lower" if self.sign < 0 else "higher"
         size = self.sign * self.size
-        return f"{100 * size:+.12g}%" if self.is_share else f"{size:+.12g}"
+        return f"{100 * size:+.{digits_of_share}g}%" if self.is_share else f"{size:+.{digits}g}"
 
     def amount(self, results: Results) -> float | None:
-        """The size in units of the loss, without its sign; None if unknown. Without runs of ``against``, the share is
-        of all rows."""
+        """Returns the size in units of the loss, without its sign; None if unknown.
+
+        Without runs of ``against``, a share is one of the mean loss of all rows.
+        """
         if self.size is None or not self.is_share:
             return self.size
         losses = collect(results.get(self.against, {}).values(), final_loss)
@@ -64,49 +66,50 @@ class Effect:
         return self.size * mean(finite) if finite else None
 
 
-def read_effects(given: Any, rows: Sequence[str], baseline: str, where: str) -> list[Effect]:
-    """The effects of a study: by row, ``{against: row, expected: size, source: text}`` or a list of such mappings."""
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where}: effects are written by row, such as {{fp4: {{expected: +0.02}}}}; got {given!r}.")
-    effects = [_effect(row, one, rows, baseline, where) for row, each in given.items() for one in as_list(each)]
+def read_effects(content: Any, rows: Sequence[str], baseline: str, where: str) -> list[Effect]:
+    """Reads the effects of a study: by row, ``{against: row, expected: size, source: text}`` or a list of these."""
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{where}: effects are written by row, such as {{fp4: {{expected: +0.02}}}}; got {content!r}.")
+    pairs = [(row, entry) for row, entries in content.items() for entry in as_list(entries)]
+    effects = [_effect(row, entry, rows, baseline, where) for row, entry in pairs]
     names = [effect.name for effect in effects]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{where}: effects has {twice[0]!r} twice. Leave one out.")
     return effects
 
 
-def _effect(row: str, given: Any, rows: Sequence[str], baseline: str, where: str) -> Effect:
+def _effect(row: str, entry: Any, rows: Sequence[str], baseline: str, where: str) -> Effect:
     choose(f"row in effects of {where}", row, rows)
     what = f"{where}: the effect of row {row!r}"
-    if not isinstance(given, Mapping) or "expected" not in given:
-        raise ValueError(f"{what} is a mapping with expected, such as {{expected: +0.02}}; got {given!r}.")
-    for name in given:
+    if not isinstance(entry, Mapping) or "expected" not in entry:
+        raise ValueError(f"{what} is a mapping with expected, such as {{expected: +0.02}}; got {entry!r}.")
+    for name in entry:
         choose(f"field of {what[len(where) + 2 :]} in {where}", name, _FIELDS)
-    against = choose(f"row in effects of {where}", given.get("against", baseline), rows)
+    against = choose(f"row in effects of {where}", entry.get("against", baseline), rows)
     if against == row:
         raise ValueError(f"{what} compares it with itself: name another row as against.")
-    source = given.get("source", "")
+    source = entry.get("source", "")
     if not isinstance(source, str):
         raise ValueError(f"{what} has a source that is no text: put it in quotes; got {source!r}.")
-    return Effect(row, against, *_size(given["expected"], what), source)
+    return Effect(row, against, *_size(entry["expected"], what), source)
 
 
 def _size(expected: Any, what: str) -> tuple[int, float | None, bool]:
     if isinstance(expected, str) and expected in _DIRECTIONS:
         return _DIRECTIONS[expected], None, False
     text = str(expected) if is_number(expected) or isinstance(expected, str) else ""
-    found = re.fullmatch(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(%?)", text.strip(), re.IGNORECASE)
-    size = float(found[1]) if found else 0.0
-    if not found or not 0 < abs(size) < math.inf:
+    match = re.fullmatch(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(%?)", text.strip(), re.IGNORECASE)
+    size = float(match[1]) if match else 0.0
+    if not match or not 0 < abs(size) < math.inf:
         raise ValueError(
             f"{what}: expected is a difference of losses such as +0.02 or -3.4% (of the other row's loss), or "
             f"lower or higher; got {expected!r}."
         )
-    return (1 if size > 0 else -1), abs(size) / (100 if found[2] else 1), bool(found[2])
+    return (1 if size > 0 else -1), abs(size) / (100 if match[2] else 1), bool(match[2])
 
 
 def verdict(interval: Interval | None, sign: int, size: float | None = None) -> str:
-    """What an interval says about an effect of a sign and a size, or of a sign alone.
+    """Judges by an interval an effect of a sign and a size, or of a sign alone.
 
     ============ ===========================================================================
     shown        the interval excludes 0, in the direction of the sign
@@ -135,9 +138,9 @@ def verdict(interval: Interval | None, sign: int, size: float | None = None) -> 
 def claims_table(effects: Sequence[Effect], results: Results) -> Table:
     rows = []
     for effect in effects:
-        found = differences(results, effect.row, effect.against)
-        said = verdict_on(effect, results)
-        rows.append([effect.name, _expected(effect, results), *gap_cells(found), said, effect.source])
+        cells = gap_cells(differences(results, effect.row, effect.against))
+        verdict = verdict_on(effect, results)
+        rows.append([effect.name, _expected(effect, results), *cells, verdict, effect.source])
     return Table(["claim", "expected", "difference", "95 % interval", "verdict", "source"], rows)
 
 
@@ -151,8 +154,8 @@ def _expected(effect: Effect, results: Results) -> str:
     return f"{effect.expected} ({effect.sign * size:+.4f})" if effect.is_share and size else effect.expected
 
 
-def gap_cells(found: Sequence[float]) -> list[str]:
-    """The mean of differences, and its interval with the degrees of freedom; blank where there is none."""
-    interval = Interval.of(found)
-    told = f"{interval.low:+,.4f} to {interval.high:+,.4f} (df {interval.df})" if interval else ""
-    return [f"{mean(found):+,.4f}" if found else "", told]
+def gap_cells(gaps: Sequence[float]) -> list[str]:
+    """Formats the mean of differences, and its interval with the degrees of freedom; blank where there is none."""
+    interval = Interval.of(gaps)
+    ends = f"{interval.low:+,.4f} to {interval.high:+,.4f} (df {interval.df})" if interval else ""
+    return [f"{mean(gaps):+,.4f}" if gaps else "", ends]

@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Study:
-    """The rows to compare; gaps are relative to ``baseline``, or to the first row. ``name`` is that of the file."""
+    """The rows to compare; gaps are relative to ``baseline`` or the first row, and ``name`` is the file's."""
 
     rows: Sequence[Row]
     baseline: str | None = None
@@ -59,26 +59,26 @@ def product(base: Sequence[str], vary: Sequence[list[str]], rates: Sequence[str]
         overlays = [name for item in choice for name in item.split("+") if name != "none"]
         name, config = combined_name(overlays) or "base", merge_all([*base, *overlays])
         named = [(f"{name},lr={rate}", _with_rate(config, rate)) for rate in rates] or [(name, config)]
-        rows += [Row(*one, seeds) for one in named]
+        rows += [Row(*pair, seeds) for pair in named]
     return rows
 
 
 def read_study(name: str, seeds: Sequence[int] | None = None) -> Study:
     path = find_config(name, "--study")
-    given = _parse(path)
-    for row in given.more_seeds:
-        choose(f"row in more_seeds of {path}", row, given.rows)
+    study = _parse(path)
+    for row in study.more_seeds:
+        choose(f"row in more_seeds of {path}", row, study.rows)
     rows = []
-    for row, changes in given.rows.items():
+    for row, changes in study.rows.items():
         if not isinstance(row, str) or row != Path(row).name:
             raise ValueError(f"{path}: the name of a row is text, and that of a folder; got {row!r}.")
-        config = merge_all([*as_list(given.config), *as_list(changes)])
-        own = [*given.seeds, *given.more_seeds.get(row, [])] if seeds is None else seeds
-        rows.append(Row(row, config, own))
+        config = merge_all([*as_list(study.config), *as_list(changes)])
+        row_seeds = [*study.seeds, *study.more_seeds.get(row, [])] if seeds is None else seeds
+        rows.append(Row(row, config, row_seeds))
     names = [row.name for row in rows]
-    baseline = given.baseline if given.baseline in names else next(iter(names), "")
-    effects = read_effects(given.effects, names, baseline, str(path))
-    return Study(rows, given.baseline, path.stem, effects)
+    baseline = study.baseline if study.baseline in names else next(iter(names), "")
+    effects = read_effects(study.effects, names, baseline, str(path))
+    return Study(rows, study.baseline, path.stem, effects)
 
 
 def _parse(path: Path) -> Namespace:
@@ -93,12 +93,12 @@ def _parse(path: Path) -> Namespace:
     parser.add_argument("--more_seeds", type=dict[str, list[int]], default={})
     parser.add_argument("--effects", type=Any, default={})
     try:
-        given = parser.parse_object(copy.deepcopy(content))
+        study = parser.parse_object(copy.deepcopy(content))
     except ArgumentError as error:
         raise ValueError(f"{path}: {explain(error)}") from None
-    given.rows = content["rows"]  # the parser makes objects of mappings with a class_path
-    given.effects = content.get("effects", {})
-    return given
+    study.rows = content["rows"]  # the parser makes objects of mappings with a class_path
+    study.effects = content.get("effects", {})
+    return study
 
 
 def _with_rate(config: dict[str, Any], rate: str) -> dict[str, Any]:
