@@ -25,7 +25,7 @@ from lightning_lowbit.saved_state import OneOf, shown
 
 @dataclass
 class _Paths:
-    """How far the elements of a weight moved in a window, all ``[out_features, in_features]``; the sums are float32."""
+    """The paths of the elements of a weight in a window, all ``[out_features, in_features]``; sums are float32."""
 
     last: Tensor
     latent: Tensor

@@ -1,4 +1,4 @@
-"""Which layers compute in few bits, and how much of the arithmetic: measured in the first step, averaged at the end."""
+"""Shows which layers compute in few bits: measured in the first step, averaged at the end."""
 
 import json
 from collections import Counter
@@ -25,9 +25,9 @@ from lightning_lowbit.nn.conversion.layers import Inventory
 from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype
-from lightning_lowbit.report.console import Table, Text, show
-from lightning_lowbit.report.html import Section
+from lightning_lowbit.report.blocks import Section, Table, Text
 from lightning_lowbit.report.run_folder import run_folder
+from lightning_lowbit.report.tables import show
 from lightning_lowbit.saved_state import NUMBER, count
 
 _NEW = "new since the model was converted; the next fit converts it"
@@ -56,7 +56,7 @@ class PrecisionSummary(LowBitCallback):
 
     Attributes:
         counter: FLOPs of the first training step, by module and GEMM; None before.
-        shows_coverage: tells the plugin not to print the coverage.
+        shows_coverage: True, so the plugin does not print the coverage.
 
     Examples:
         >>> Trainer(plugins=[FP4Precision("nvfp4")], callbacks=[PrecisionSummary()])
@@ -149,20 +149,20 @@ class PrecisionSummary(LowBitCallback):
             self._write(trainer)
 
     def _close(self) -> bool:
-        """Stops counting; returns whether it was."""
-        was, self._counting = self._counting, False
-        if was and self.counter is not None:
+        """Stops counting; tells whether it counted."""
+        was_counting, self._counting = self._counting, False
+        if was_counting and self.counter is not None:
             self.counter.__exit__(None, None, None)
-        return was
+        return was_counting
 
     def coverage(self, phase: str | None = None) -> Coverage:
-        """The measured coverage, for the casts of a phase or those in force; ``RuntimeError`` before the first step."""
+        """Returns the measured coverage, for the current casts or a phase's; ``RuntimeError`` before the first step."""
         if self.counter is None or self._counting:
             raise RuntimeError("Coverage is measured in the first training step, and there was none yet.")
         return self.counter.coverage(phase, torch.finfo(self._dtype).bits)
 
     def average_bits(self) -> float:
-        """Bits of a GEMM operand, averaged over FLOPs and optimizer steps, also over those with other layers."""
+        """Averages the bits of a GEMM operand over FLOPs and all optimizer steps, also those with other layers."""
         steps = self._since if self._steps else Counter({"fqt": 1})
         parts = [*self._past, *([self._bits(phase), count] for phase, count in steps.items())]
         return sum(bits * count for bits, count in parts) / sum(count for _, count in parts)

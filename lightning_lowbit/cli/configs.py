@@ -23,8 +23,8 @@ _NEEDS_NO_RECIPE = r"--(model|model\.class_path|print_config|help|[\w.]+\.help)(
 
 
 def recipes() -> dict[str, Path]:
-    found = Path(str(files("lightning_lowbit.recipes")))
-    return {path.stem: path for path in sorted(found.rglob("*.yaml"), key=lambda path: path.stem)}
+    folder = Path(str(files("lightning_lowbit.recipes")))
+    return {path.stem: path for path in sorted(folder.rglob("*.yaml"), key=lambda path: path.stem)}
 
 
 def headline(path: Path) -> str:
@@ -36,7 +36,7 @@ def kind(path: Path) -> str:
 
 
 def find_config(name: str, option: str = "--config") -> Path:
-    """The file of an option: a path, or a recipe, overlay or study of this package; hyphens stand for underscores."""
+    """Finds the file of an option: a path, or a name of this package, in which hyphens stand for underscores."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -74,9 +74,9 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
     if base and "class_path" in overlay and overlay["class_path"] != base.get("class_path"):
         from lightning_lowbit.cli.mistakes import arguments_of
 
-        taken = arguments_of(overlay["class_path"])  # None for an unknown class, which the parser will report
-        kept = (base.get("init_args") or {}).items()
-        base = {"init_args": {name: value for name, value in kept if taken is None or name in taken}}
+        allowed = arguments_of(overlay["class_path"])  # None for an unknown class, which the parser will report
+        items = (base.get("init_args") or {}).items()
+        base = {"init_args": {name: value for name, value in items if allowed is None or name in allowed}}
         if not base["init_args"]:
             return overlay
     return {**base, **{name: merge(base.get(name), value, name) for name, value in overlay.items()}}
@@ -101,12 +101,12 @@ def read_config(path: Path) -> dict[str, Any]:
 def merge_all(configs: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
     """Merges configurations in order: names, paths, or contents of files; runs go to ``runs/<names>`` by default."""
     config: Any = {}
-    for each in configs:
-        config = merge(config, _read(each) if isinstance(each, str) else each)
+    for item in configs:
+        config = merge(config, _read(item) if isinstance(item, str) else item)
     if config.get("trainer") is None:
         config["trainer"] = {}
     if isinstance(trainer := config["trainer"], dict):
-        names = [each for each in configs if isinstance(each, str)]
+        names = [item for item in configs if isinstance(item, str)]
         trainer.setdefault("default_root_dir", f"runs/{combined_name(names)}")
     return config
 

@@ -33,7 +33,7 @@ def activation_sums(x: Tensor, k: float) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return torch.cat([elements, elements.new_zeros(len(SUMS) - 1)]), x.new_zeros(channels, dtype=torch.float32)
     tokens = x.reshape(-1, 1, channels)
-    *powers, amax = _of_channels(tokens).unbind()
+    *powers, amax = _channel_sums(tokens).unbind()
     sums = torch.stack(powers).sum(1, dtype=wide)
     limit = k * (sums[1] / x.numel()).sqrt()
     beyond = _count_beyond(tokens, limit.float().view(1, 1, 1)).sum(dtype=wide)
@@ -42,7 +42,7 @@ def activation_sums(x: Tensor, k: float) -> tuple[Tensor, Tensor]:
 
 # Both take [tokens, 1, channels], and reduce over tokens alone: so all sums are made by one loop.
 @compiled
-def _of_channels(x: Tensor) -> Tensor:
+def _channel_sums(x: Tensor) -> Tensor:
     """Sums of powers 1 to 4 and amax of each channel: float32 ``[5, channels]``."""
     x = x.float()
     square = x * x

@@ -1,4 +1,4 @@
-"""Spike detection: is a value far above the values before it?
+"""Detects spikes: values far above the values before them.
 
 A detector has a baseline, which learns what is normal, and a warm-up. The rules of this package:
 
@@ -19,6 +19,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_lowbit.checks import integer, positive
 
 # Values that rise by less matter to nobody: far below what is normal in the beginning, far above rounding errors.
 LEAST_RISE = 0.001
@@ -153,6 +155,25 @@ class SpikeDetector:
         if self.learns_spikes or not is_spike:
             self.baseline.add(value)
         return is_spike
+
+
+def count_spikes(losses: Sequence[float], window: int = 20, threshold: float = 6.0) -> int:
+    """Counts the spikes of a loss.
+
+    A value is a spike when it is not finite, or more than ``threshold`` robust standard deviations (1.4826 times the
+    median absolute deviation) above the median of the ``window`` values before it. Consecutive ones count once. A loss
+    that stays high becomes normal after half a window.
+
+    Args:
+        losses: training losses in nats, in the order of steps.
+        window: values to compare with, 2 or more; before the first full window only NaN and infinity are spikes.
+        threshold: in standard deviations, above 0.
+    """
+    integer("window", window, 2, "a number of losses")
+    positive("threshold", threshold, "a number of standard deviations")
+    detector = SpikeDetector(Window(window, median_limit(threshold)), window, learns_spikes=True)
+    spikes = [detector.judge(loss) for loss in losses]
+    return sum(now and not before for before, now in zip([False, *spikes], spikes, strict=False))
 
 
 # The state of `detect_spike`, one float32 tensor: the weighted sum and the sum of weights of the mean, the number of

@@ -1,4 +1,4 @@
-"""Warnings of callbacks: one per kind for all layers, repeated only when much worse, and listed in the run's report."""
+"""Warnings of callbacks, which the report of the run lists, too."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from typing import Any, ClassVar, NamedTuple
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.saved_state import NUMBER, OneOf
 
-# A warning is repeated if so many times as many layers are affected, or the worst is so many times as bad.
+# A warning is repeated if it concerns this many times as many layers, or the worst is this many times as bad.
 MUCH_WORSE = 4.0
 
 
-class _Found(NamedTuple):
+class _Problem(NamedTuple):
     severity: float
     subject: str
     message: str
@@ -24,7 +24,7 @@ class _Level(NamedTuple):
 
 
 class Alerts:
-    """Warnings of ``owner`` by kind; each names the worst layer and the number of layers.
+    """Collects warnings of ``owner``: one per kind, with the worst layer and the number of layers.
 
     Examples:
         >>> alerts.note("layers.0", "underflow", 0.6, "60% became 0.")
@@ -44,28 +44,29 @@ class Alerts:
 
     def __init__(self, owner: object) -> None:
         self._owner = type(owner).__name__
-        self._noted: dict[str, list[_Found]] = {}
+        self._noted: dict[str, list[_Problem]] = {}
         self._levels: dict[str, _Level] = {}
         self._kinds: dict[str, list[str]] = {}  # by subject
         self._texts: list[str] = []
 
     def note(self, subject: str, kind: str, severity: float, message: str) -> None:
         """Notes a problem for :meth:`say`; ``severity`` is above 0 and larger where the problem is worse."""
-        self._noted.setdefault(kind, []).append(_Found(severity, subject, message))
+        self._noted.setdefault(kind, []).append(_Problem(severity, subject, message))
         kinds = self._kinds.setdefault(subject, [])
         if kind not in kinds:
             kinds.append(kind)
 
     def say(self, step: int) -> None:
-        """Warns of what was noted in an optimizer step, once per kind; again if it is much worse."""
+        """Warns of the noted problems, once per kind; again if a kind is much worse."""
         noted, self._noted = self._noted, {}
-        for kind, found in noted.items():
-            worst, before = max(found, key=lambda one: one.severity), self._levels.get(kind, _Level(0, 0, 0.0))
+        for kind, problems in noted.items():
+            worst = max(problems, key=lambda problem: problem.severity)
+            before = self._levels.get(kind, _Level(0, 0, 0.0))
             is_worse = before.severity < worst.severity >= MUCH_WORSE * before.severity
-            if not is_worse and len(found) < MUCH_WORSE * before.layers:
+            if not is_worse and len(problems) < MUCH_WORSE * before.layers:
                 continue
-            self._levels[kind] = _Level(step, len(found), worst.severity)
-            who = worst.subject if len(found) == 1 else f"{len(found)} layers, the worst {worst.subject}"
+            self._levels[kind] = _Level(step, len(problems), worst.severity)
+            who = worst.subject if len(problems) == 1 else f"{len(problems)} layers, the worst {worst.subject}"
             since = f" It is much worse than at step {before.step}." if before.layers else ""
             self._texts.append(f"{who}, step {step}: {worst.message}{since}")
             rank_zero_warn(f"{self._owner}: {self._texts[-1]}")
@@ -88,8 +89,8 @@ class Alerts:
         """Takes a :meth:`state_dict` of the kind ``saved``."""
         self._noted = {}
         if not isinstance(state.get("texts"), list):
-            self._kinds = {subject: list(of_subject) for subject, of_subject in state.items()}
-            self._texts = [text for of_subject in state.values() for text in of_subject.values()]
+            self._kinds = {subject: list(texts) for subject, texts in state.items()}
+            self._texts = [text for texts in state.values() for text in texts.values()]
             counts = Counter(kind for kinds in self._kinds.values() for kind in kinds)
             self._levels = {kind: _Level(0, count, float("inf")) for kind, count in counts.items()}
             return

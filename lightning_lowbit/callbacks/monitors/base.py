@@ -1,4 +1,4 @@
-"""The base class of monitors: when they measure, when they read, and where their numbers go.
+"""The base class of monitors decides when they measure and read, and where their numbers go.
 
     during a batch          tensors are measured and kept on the device: `_keep`
     on_train_batch_end      means over layers are logged through Lightning: `_log`
@@ -9,7 +9,7 @@ The copy does not wait: Lightning's logger has already waited for values of the 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,11 +36,13 @@ class Monitor(LowBitCallback):
     """Measures on the device, reads one batch later, and sends the numbers to loggers and history.
 
     A subclass measures in its own hooks, calls :meth:`_keep` and :meth:`_log`, and interprets the numbers in
-    :meth:`_judge`. It calls ``super()`` in the hooks that are defined here.
+    :meth:`_judge`. It calls ``super()`` in the hooks that are defined here. Its alerts are part of its state.
 
-    A monitor ends no run. What a run does not have, :meth:`_begin` says by a ``MisconfigurationException``: it becomes
-    a warning, and the monitor is idle. Its hooks do nothing while ``_is_idle``.
+    A monitor ends no run. If :meth:`_begin` raises a ``MisconfigurationException``, the run lacks something to measure:
+    the monitor warns and stays idle (``_is_idle``).
     """
+
+    saved: ClassVar[Any] = {"alerts": Alerts.saved}
 
     def __init__(self) -> None:
         self._is_idle = False
@@ -67,10 +69,10 @@ class Monitor(LowBitCallback):
         self._try(lambda: self._begin(trainer, pl_module))
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """When training starts: prepares to measure, or says what is missing."""
+        """Prepares to measure, or raises, when training starts."""
 
     def _try(self, measure: Callable[[], _T]) -> _T | None:
-        """Calls a function unless the monitor is idle, which it becomes if the function says what is missing."""
+        """Calls a function unless the monitor is idle; an exception about a missing part makes it idle."""
         if self._is_idle:
             return None
         try:
@@ -94,17 +96,27 @@ class Monitor(LowBitCallback):
         self._read()
         return self._alerts.texts()
 
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._numbers(), "alerts": self._alerts.state_dict()}
+
+    def _numbers(self) -> dict[str, Any]:
+        """Returns the state without the alerts."""
+        return {}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._alerts.load_state_dict(state["alerts"])
+
     def _log(self, pl_module: LightningModule, metrics: Mapping[str, Tensor]) -> None:
         """Logs 0-d tensors for other callbacks to see; only in ``on_train_batch_end``."""
         pl_module.log_dict(dict(metrics), batch_size=1)
         self._logged += list(metrics)
 
     def _keep(self, what: Any, columns: Mapping[str, Tensor]) -> None:
-        """Keeps named tensors on the device until :meth:`_judge` gets ``what`` and their values."""
+        """Keeps named tensors on the device; :meth:`_judge` gets ``what`` and their values one batch later."""
         self._unread.append((what, columns))
 
     def _judge(self, what: Any, columns: Mapping[str, Any]) -> int:
-        """Interprets the tensors of :meth:`_keep` as nested lists; returns the optimizer step that was measured."""
+        """Interprets the values of :meth:`_keep`, nested lists; returns the optimizer step of the measurement."""
         raise NotImplementedError
 
     def _emit(self, numbers: LayerNumbers, step: int, logger_step: int) -> None:
@@ -121,12 +133,12 @@ class Monitor(LowBitCallback):
         try:
             numbers = iter(torch.cat(tensors).tolist() if tensors else [])
         except RuntimeError as error:
-            if is_of_device(error):  # whatever comes next reports it
+            if is_of_device(error):  # the next use of the device reports it
                 return
             raise
         for what, columns in unread:
-            found = {name: _nested(numbers, tensor.shape) for name, tensor in columns.items()}
-            self._alerts.say(self._judge(what, found))
+            values = {name: _nested(numbers, tensor.shape) for name, tensor in columns.items()}
+            self._alerts.say(self._judge(what, values))
 
 
 def _nested(numbers: Iterator[float], shape: Sequence[int]) -> Any:
@@ -134,5 +146,5 @@ def _nested(numbers: Iterator[float], shape: Sequence[int]) -> Any:
 
 
 def is_of_device(error: RuntimeError) -> bool:
-    """Whether an accelerator raised the error; nothing can be copied from it afterwards."""
+    """Tells whether an accelerator raised the error; nothing can be copied from it afterwards."""
     return isinstance(error, torch.AcceleratorError) or any(name in str(error) for name in ("CUDA error", "HIP error"))

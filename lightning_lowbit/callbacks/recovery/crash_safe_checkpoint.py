@@ -60,13 +60,13 @@ def _on_first_rank(trainer: Trainer, path: Path, change: Callable[[], _T]) -> _T
     if trainer.is_global_zero:
         try:
             result = change()
-        except OSError as found:
-            error = found
-    result, told = trainer.strategy.broadcast((result, None if error is None else repr(error)))
+        except OSError as os_error:
+            error = os_error
+    result, message = trainer.strategy.broadcast((result, None if error is None else repr(error)))
     if error is not None:
         raise error
-    if told is not None:
-        raise RuntimeError(f"The first rank could not save {path}: {told}")
+    if message is not None:
+        raise RuntimeError(f"The first rank could not save {path}: {message}")
     return result  # type: ignore[return-value]
 
 
@@ -162,11 +162,11 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
             return super()._find_last_checkpoints(trainer)
         if trainer.state.fn == "fit" and trainer.is_global_zero:
             mend(Path(folder), self.FILE_EXTENSION)
-        found = find(Path(folder), suffix=self.FILE_EXTENSION, below=False)
-        last = [path for path in found if re.match(rf"{self.CHECKPOINT_NAME_LAST}(-\d+)?", name_of(path))]
+        paths = find(Path(folder), suffix=self.FILE_EXTENSION, below=False)
+        last = [path for path in paths if re.match(rf"{self.CHECKPOINT_NAME_LAST}(-\d+)?", name_of(path))]
         newest, damaged = first_whole(last)
         if damaged:
-            instead, _ = first_whole(found)
+            instead, _ = first_whole(paths)
             raise DamagedCheckpointError(damaged, instead, f"ckpt_path={str(instead)!r}")
         return set() if newest is None else {str(newest)}
 

@@ -1,4 +1,4 @@
-"""What ``lowbit evaluate`` can evaluate: a checkpoint, or a folder of Hugging Face."""
+"""Loads a checkpoint, or a folder of Hugging Face, for ``lowbit evaluate``."""
 
 import zipfile
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ class Loaded:
     Attributes:
         model: of ``transformers``.
         tokenizer: of ``transformers``.
-        about: how it computes, in a line.
-        facts: what the results tell of the model.
+        about: its precision, in a line.
+        facts: entries about the model in the results.
         as_trained: arguments of the harness's model that tokenize as the training did.
     """
 
@@ -38,7 +38,7 @@ class Loaded:
 
 
 def load(path: Path, tokenizer: str | None, module: str | None, device: torch.device) -> Loaded:
-    """Loads what is to be evaluated.
+    """Loads a model and its tokenizer.
 
     Args:
         path: a checkpoint or a folder.

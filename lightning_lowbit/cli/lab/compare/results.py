@@ -126,10 +126,10 @@ def _picture(path: Path, height: float, rows: int = 1, lines: str = "both") -> G
     figure = Figure(figsize=(9, height), layout="constrained")
     axes = list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
     yield axes
-    if any(each.get_legend_handles_labels()[0] for each in axes):
+    if any(part.get_legend_handles_labels()[0] for part in axes):
         figure.legend(loc="outside right upper", frameon=False)
-    for each in axes:
-        each.grid(axis=lines, alpha=0.3)
+    for part in axes:
+        part.grid(axis=lines, alpha=0.3)
     figure.savefig(path, dpi=150)
 
 
