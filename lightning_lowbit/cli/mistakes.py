@@ -71,7 +71,7 @@ def remedy(error: BaseException) -> str:
 
 
 def is_of_a_path(error: Exception) -> bool:
-    """Whether pathlib or a library in Rust could not use a path; their exceptions are no ``OSError``."""
+    """Tells whether pathlib or a library in Rust could not use a path; their exceptions are no ``OSError``."""
     is_pathlib = isinstance(error, RuntimeError) and re.match("Symlink loop|Could not determine home", str(error))
     return bool(is_pathlib) or _FROM_RUST.search(str(error)) is not None
 

@@ -148,7 +148,7 @@ class SpikeDetector:
         return self.baseline.limit() if self.baseline.count >= self.warmup else math.inf
 
     def judge(self, value: float) -> bool:
-        """Whether the next value is a spike. Values that are not finite are never learned."""
+        """Tells whether the next value is a spike. Values that are not finite are never learned."""
         if not math.isfinite(value):
             return True
         is_spike = value > self.limit

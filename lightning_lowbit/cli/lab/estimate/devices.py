@@ -58,11 +58,8 @@ def arithmetic(casts: LinearCasts, gemm: str, high: str = "bf16") -> str:
         return kind
     operands = [cast for name in casts.operands_of(gemm) if (cast := casts.cast_of(name)) is not None]
     used = [cast.scale for cast in operands]
+    formats = {(s.format, s.block[-1] if isinstance(s.block, tuple) else s.block) for s in used}
     for kind, (elements, scales) in _BLOCK_SCALED.items():
-        blocks = [
-            cast.scale.block[-1] if isinstance(cast.scale.block, tuple) else cast.scale.block for cast in operands
-        ]
-        formats = {(cast.scale.format, block) for cast, block in zip(operands, blocks, strict=True)}
         if {cast.element for cast in operands} <= elements and len(formats) == 1 and formats <= scales:
             return kind
     return high
