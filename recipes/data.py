@@ -59,20 +59,20 @@ def find_files(path: str | None) -> list[Path]:
             f"TextDataModule needs a file or a folder of text, but {root} does not exist; check `path`, or write"
             f" {HUB}NAME or {HUB}NAME:CONFIG for a data set of the Hugging Face Hub."
         )
-    found = {}
+    files = {}
     for file in root.rglob("*"):
         parts = file.relative_to(root).parts
         standard = parts[0].removesuffix(".py") in sys.stdlib_module_names and TESTS.isdisjoint(parts)
         wanted = kind_of(file) is not None if path is not None else standard and file.suffix == ".py"
         if wanted and not any(part.startswith(".") for part in parts) and file.is_file():
-            found[hashlib.sha256("/".join(parts).encode(errors="surrogateescape")).digest()] = file
-    if not found:
+            files[hashlib.sha256("/".join(parts).encode(errors="surrogateescape")).digest()] = file
+    if not files:
         text, json, parquet = (", ".join(f"*{suffix}" for suffix in suffixes) for suffixes in SUFFIXES.values())
         raise ValueError(
             f"TextDataModule needs text, but found no {text} in {root}, and no {json} or {parquet} with rows of text;"
             " give another `path`."
         )
-    return [found[digest] for digest in sorted(found)]
+    return [files[digest] for digest in sorted(files)]
 
 
 def read_rows(file: Path, kind: str) -> Iterator[dict[str, Any]]:

@@ -167,7 +167,7 @@ class OsciReset(LowBitCallback):
         return self._layers[name].weight_matrix().detach().flatten(0, -2)
 
     def state_dict(self) -> dict[str, Any]:
-        """The open window, without the last values: between steps they equal the weights."""
+        """Returns the open window, without the last values: between steps they equal the weights."""
         paths = {name: {"latent": p.latent, "quantized": p.quantized} for name, p in self._paths.items()}
         return {"step": self._step, "end": self._end, "paths": self._loaded or paths}
 

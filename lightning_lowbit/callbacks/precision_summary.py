@@ -149,7 +149,6 @@ class PrecisionSummary(LowBitCallback):
             self._write(trainer)
 
     def _close(self) -> bool:
-        """Stops counting; tells whether it counted."""
         was_counting, self._counting = self._counting, False
         if was_counting and self.counter is not None:
             self.counter.__exit__(None, None, None)

@@ -85,7 +85,7 @@ class RunReport(LowBitCallback):
         self._rates: dict[str, Tensor] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Chooses the folder; here, because ``log_dir`` is a broadcast among all processes."""
+        """Chooses the folder in all processes, because ``log_dir`` is a broadcast."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._trainer = trainer

@@ -52,7 +52,7 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
 
 
 def _check_strategy(path: Path, trainer: Any) -> None:
-    """Raises if a strategy, which may be a name or a class in the configuration, does not load a folder of shards."""
+    """Raises if the strategy of the configuration, a name or a class, does not load a folder of shards."""
     strategy = getattr(trainer, "strategy", None)
     strategy = str(getattr(strategy, "class_path", strategy))
     if path.is_dir() and _WHOLE.fullmatch(strategy):

@@ -133,12 +133,11 @@ class LowBitCLI(LightningCLI):
             raise ValueError(f"{message.rstrip('.')}. {suggest(message, keys)}".strip()) from error
 
     def _parse_ckpt_path(self) -> None:
-        """Lightning would let hyperparameters in a checkpoint override the configuration that is asked for."""
+        """Does nothing: Lightning would let hyperparameters in a checkpoint override the configuration."""
 
 
 @contextmanager
 def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
-    """Removes the loggers' files and folders if the run fails before training starts."""
     loggers = trainer.loggers if trainer.is_global_zero else []  # other ranks would count their own versions
     logged = [Path(folder) for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
     new = [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]

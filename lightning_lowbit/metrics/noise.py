@@ -19,7 +19,7 @@ from lightning_lowbit.quant.statistics import wide_dtype
 
 @torch.no_grad()
 def gradient_noise_sums(first: Tensor, second: Tensor) -> Tensor:
-    """Noise ``Σ (g₁ - g₂)² / 2`` and signal ``Σ g₁ g₂`` of two draws of a gradient; sums of parts can be added.
+    """Returns noise ``Σ (g₁ - g₂)² / 2`` and signal ``Σ g₁ g₂`` of two draws of a gradient; sums of parts add up.
 
     The result is ``[2]``, float64 (float32 on Apple's GPUs), NaN or infinite where an element is. Draws of different
     shapes are a ``ValueError``.

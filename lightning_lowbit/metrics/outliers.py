@@ -23,7 +23,7 @@ SUMS = ("elements", "first", "second", "third", "fourth", "beyond")
 
 @opaque(lambda x, k: (x.new_empty(6, dtype=wide_dtype(x.device)), x.new_empty(x.shape[-1], dtype=torch.float32)))
 def activation_sums(x: Tensor, k: float) -> tuple[Tensor, Tensor]:
-    """`SUMS` of one pass, float64 (float32 on Apple's GPUs) ``[6]``, and amaxes, float32 ``[channels]``.
+    """Computes ``SUMS`` in one pass, float64 (float32 on Apple's GPUs) ``[6]``, and amaxes, float32 ``[channels]``.
 
     ``x`` is floating point, ``[..., channels]``. An element is an outlier if it exceeds ``k`` times the root mean
     square; of normally distributed elements 2e-9 are beyond 6.
@@ -43,7 +43,7 @@ def activation_sums(x: Tensor, k: float) -> tuple[Tensor, Tensor]:
 # Both take [tokens, 1, channels], and reduce over tokens alone: so all sums are made by one loop.
 @compiled
 def _channel_sums(x: Tensor) -> Tensor:
-    """Sums of powers 1 to 4 and amax of each channel: float32 ``[5, channels]``."""
+    """Returns sums of powers 1 to 4 and amax of each channel: float32 ``[5, channels]``."""
     x = x.float()
     square = x * x
     sums = [power.sum((0, 1)) for power in (x, square, square * x, square * square)]
@@ -52,12 +52,12 @@ def _channel_sums(x: Tensor) -> Tensor:
 
 @compiled
 def _count_beyond(x: Tensor, limit: Tensor) -> Tensor:
-    """Elements of each channel beyond a limit: float32 ``[channels]``, exact up to 2^24."""
+    """Counts elements of each channel beyond a limit: float32 ``[channels]``, exact up to 2^24."""
     return (x.float().abs() > limit).float().sum((0, 1))
 
 
 def kurtosis(sums: Tensor) -> Tensor:
-    """Central kurtosis from ``SUMS``, ``[..., 6]`` to ``[...]``; NaN where it is undefined."""
+    """Returns the central kurtosis from ``SUMS``, ``[..., 6]`` to ``[...]``; NaN where it is undefined."""
     elements, *powers, _ = sums.unbind(-1)
     mean, second, third, fourth = (power / elements for power in powers)
     variance = second - mean**2
@@ -68,5 +68,5 @@ def kurtosis(sums: Tensor) -> Tensor:
 
 
 def outlier_share(sums: Tensor) -> Tensor:
-    """Share of elements beyond k·rms from ``SUMS``, ``[..., 6]`` to ``[...]``; NaN where it is undefined."""
+    """Returns the share of elements beyond k·rms from ``SUMS``, ``[..., 6]`` to ``[...]``; NaN if undefined."""
     return torch.where(sums[..., 2].isfinite(), sums[..., 5] / sums[..., 0], torch.nan)

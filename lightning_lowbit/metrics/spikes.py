@@ -1,6 +1,6 @@
 """Detects spikes: values far above the values before them.
 
-A detector has a baseline, which learns what is normal, and a warm-up. The rules of this package:
+A detector has a warm-up and a baseline, which learns the normal level. The rules of this package:
 
     losses, online      SpikeDetector(Window(100, mean_limit(6.0)), warmup=100)
     losses of a run     SpikeDetector(Window(20, median_limit(6.0)), warmup=20, learns_spikes=True)
@@ -27,7 +27,7 @@ LEAST_RISE = 0.001
 
 
 class Baseline(Protocol):
-    """What is normal, learned from ``count`` values (forgotten ones included); a spike begins above ``limit``.
+    """The normal level, learned from ``count`` values (forgotten ones included); a spike begins above ``limit``.
 
     ``start`` is the level at the beginning, at least 0.
     """
@@ -46,8 +46,8 @@ Rule = Callable[[Sequence[float], float], float]
 class Window:
     """The last ``length`` values, and the limit that a rule such as :func:`mean_limit` computes from them.
 
-    Values of 0 are not learned: what is off has no level. ``start`` is the median magnitude of the first ``length``
-    values.
+    Values of 0 are not learned: a metric that is off has no level. ``start`` is the median magnitude of the first
+    ``length`` values.
     """
 
     def __init__(self, length: int, rule: Rule) -> None:
@@ -67,7 +67,7 @@ class Window:
         return self._rule(self.values, LEAST_RISE * self.start)
 
     def load(self, values: Iterable[float], count: int, start: float | None = None) -> None:
-        """Takes values that were learned; a ``start`` that is not known is that of these values."""
+        """Loads learned values; an unknown ``start`` is computed from them."""
         self.values.clear()
         self.values.extend(values)
         self.count, self.start = count, _magnitude(self.values) if start is None else start
@@ -129,9 +129,9 @@ class SpikeDetector:
     """Judges values one by one: a spike is not finite, or exceeds the limit of the baseline.
 
     Args:
-        baseline: what is normal.
+        baseline: learns the normal level.
         warmup: learned values before a finite one can be a spike.
-        learns_spikes: whether the baseline also learns finite spikes, so that a value that stays high becomes normal.
+        learns_spikes: the baseline also learns finite spikes, so that a value that stays high becomes normal.
 
     Examples:
         >>> detector = SpikeDetector(Window(100, mean_limit(6.0)), warmup=2)

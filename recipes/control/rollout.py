@@ -88,11 +88,11 @@ def advantages(
         trace: λ; 0 trusts the critic, 1 the rewards.
     """
     errors = rewards + discount * next_values * ~terminated - values
-    found, ahead = torch.empty_like(errors), torch.zeros_like(errors[0])
+    gains, ahead = torch.empty_like(errors), torch.zeros_like(errors[0])
     for step in reversed(range(len(errors))):
         ahead = errors[step] + discount * trace * ahead * ~ended[step]
-        found[step] = ahead
-    return found
+        gains[step] = ahead
+    return gains
 
 
 def episode_returns(rewards: Tensor, ended: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,6 @@ class Alerts:
             kinds.append(kind)
 
     def say(self, step: int) -> None:
-        """Warns of the noted problems, once per kind; again if a kind is much worse."""
         noted, self._noted = self._noted, {}
         for kind, problems in noted.items():
             worst = max(problems, key=lambda problem: problem.severity)
@@ -86,7 +85,6 @@ class Alerts:
         return {"levels": levels, "kinds": kinds, "texts": list(self._texts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes a :meth:`state_dict` of the kind ``saved``."""
         self._noted = {}
         if not isinstance(state.get("texts"), list):
             self._kinds = {subject: list(texts) for subject, texts in state.items()}

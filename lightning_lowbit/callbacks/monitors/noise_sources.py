@@ -56,8 +56,6 @@ class NoiseMeasurement:
 
 
 class FromDraws(NoiseMeasurement):
-    """Compares two gradients of the same loss."""
-
     without_noise = "Both draws of the gradient were always the same: nothing was rounded stochastically."
 
     def __init__(self) -> None:

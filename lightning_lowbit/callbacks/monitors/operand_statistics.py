@@ -119,7 +119,6 @@ def operand_blocks(numbers: OperandNumbers, at: str) -> list[Block]:
 
 
 def _histograms(numbers: OperandNumbers, used: list[str]) -> list[Block]:
-    """Tabulates the histograms of blocks, as means over the layers that have them."""
     scales = "below", [f"2^-{i}" for i in range(BINS)], "Shares of blocks by their scale, as a part of the largest one."
     ratios = [f"{3 * i} dB" for i in range(BINS)]
     errors = "block", ratios, "Shares of blocks by their signal to quantization noise ratio."

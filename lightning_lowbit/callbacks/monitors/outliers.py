@@ -254,7 +254,6 @@ class OutlierMonitor(Monitor):
 
 
 def _alignment(mlp: Any, limit: float | None) -> dict[str, Tensor]:
-    """Measures an MLP: the largest gate norm, the number of ``|cos|`` above the limit, and the largest few."""
     measured = swiglu_alignment(_whole_weight(mlp.gate_proj), _whole_weight(mlp.up_proj))
     cosines, channels = measured.cosine.topk(min(_NAMED, len(measured.cosine)))
     return {

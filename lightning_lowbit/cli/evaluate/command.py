@@ -79,7 +79,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _limit(limit: float | None) -> float | None:
-    """Documents (a whole number), or a share of them below 1."""
     if limit is not None and positive("--limit", limit, "a number of documents") > 1 and not limit.is_integer():
         raise ValueError(f"--limit is a whole number of documents, or a share below 1; got {limit}.")
     return limit

@@ -110,7 +110,7 @@ def _load_folder(folder: Path, tokenizer: str | None, device: torch.device) -> L
 
 
 def _check_method(folder: Path, method: str | None) -> None:
-    """Refuses what ``transformers`` would load without its quantization, with a warning."""
+    """Refuses a method that ``transformers`` would ignore with a warning."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as METHODS
 
     if method is not None and method not in METHODS:

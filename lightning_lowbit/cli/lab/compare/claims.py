@@ -155,7 +155,6 @@ def _expected(effect: Effect, results: Results) -> str:
 
 
 def gap_cells(gaps: Sequence[float]) -> list[str]:
-    """Formats the mean of differences, and its interval with the degrees of freedom; blank where there is none."""
     interval = Interval.of(gaps)
     ends = f"{interval.low:+,.4f} to {interval.high:+,.4f} (df {interval.df})" if interval else ""
     return [f"{mean(gaps):+,.4f}" if gaps else "", ends]

@@ -67,7 +67,6 @@ class Run:
         return f"# lowbit fit --config recipe.yaml {shlex.join(self.arguments)}\n{self.recipe}"
 
     def is_as_planned(self) -> bool:
-        """Tells whether the run's folder holds this configuration."""
         path = self.folder / "recipe.yaml"
         return path.exists() and path.read_text() == self.content
 
@@ -127,7 +126,6 @@ def _finished_runs(runs: Sequence[Run], output: Path) -> dict[int, Finished]:
 
 
 def _draw_again(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Draws everything from the record of a study, without its runs."""
     usual = vars(_parser().parse_args([]))
     names = [name for name, value in vars(options).items() if name not in ("record", "output") and value != usual[name]]
     if others := [*(f"--{name}" for name in names), *rest]:

@@ -90,7 +90,7 @@ def collect(runs: Iterable[Finished], get: Callable[[Finished], float | None]) -
 
 
 def metric(run: Finished, name: str) -> float | None:
-    """The last value; None if it was not logged, and NaN where it is not finite."""
+    """Returns the last value; None if it was not logged, NaN if it is not finite."""
     value = run.metrics.get(name)
     return nan if value is None and name in run.metrics else value
 
@@ -104,7 +104,6 @@ def history(run: Finished, name: str) -> list[tuple[float, float]]:
 
 
 def differences(results: Results, row: str, other: str) -> list[float]:
-    """Final losses of a row minus those of another at the same seeds."""
     others = results.get(other, {})
     pairs = [
         (final_loss(run), final_loss(others[seed])) for seed, run in results.get(row, {}).items() if seed in others

@@ -49,7 +49,6 @@ def _facts(results: Results, effects: Sequence[Effect]) -> list[tuple[str, str, 
 
 
 def _split_rows(rows: Sequence[str], baseline: str) -> list[list[str]]:
-    """Returns the rows of each chart; the baseline is in all of them."""
     others = [row for row in rows if row != baseline]
     first = [baseline] if baseline in rows else []
     return [[*first, *others[start : start + _ROWS]] for start in range(0, max(len(others), 1), _ROWS)]
@@ -97,7 +96,6 @@ def _runs(results: Results, folder: Path) -> Table:
 
 
 def _machine(results: Results) -> Table:
-    """Lists where and when the runs ran, and with which versions; several values where they differ."""
     values: dict[str, set[str]] = {}
     for run in (run for runs in results.values() for run in runs.values()):
         for name, value in run.machine.items():

@@ -87,14 +87,12 @@ def _count(pairs: int | None) -> str:
 
 
 def _seconds(effect: Effect, results: Results) -> float:
-    """Returns the time of a pair of runs, one after the other; a row without runs takes as long as the others."""
     measured = {row: [run.seconds for run in runs.values()] for row, runs in results.items() if runs}
     usual = [second for seconds in measured.values() for second in seconds]
     return sum(mean(measured.get(row) or usual) for row in (effect.row, effect.against))
 
 
 def notes(spread: Spread, needed: bool) -> list[str]:
-    """Returns the assumptions of the table, as sentences."""
     low, high = spread.bounds()
     freedom = f"{spread.df} degree{'s' if spread.df > 1 else ''} of freedom"
     known = f"Spread of the paired differences: {spread.value:.4f} ({freedom}; 95 %: {low:.4f} to {high:.4f})."

@@ -111,7 +111,6 @@ def _resolved_by(pairs: int) -> float:
 
 @cache
 def _power(ratio: float, pairs: int) -> float:
-    """Returns the power for an effect of ``ratio`` standard deviations of the differences."""
     critical, shift = _critical(pairs - 1), ratio * math.sqrt(pairs)
     return _over_spreads(lambda s: NormalDist().cdf(shift - critical * s), pairs - 1)
 

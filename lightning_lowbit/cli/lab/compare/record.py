@@ -43,7 +43,6 @@ class Record:
         return power_blocks(self.effects, self.seeds, self.results, self.baseline, needed=self.is_pilot)
 
     def power_text(self) -> str:
-        """Returns the power for each expected effect as text; empty where it is unknown."""
         blocks = self._power()
         texts = [as_markdown(block) + "\n" if isinstance(block, Table) else block.text for block in blocks]
         return "\n".join(["", *texts, ""]) if blocks else ""
@@ -117,7 +116,6 @@ def _finished(content: Mapping[str, Any], row: str) -> Finished:
 
 
 def _fields(run: Finished) -> dict[str, Any]:
-    """Returns the fields without the empty optional ones."""
     values = {field.name: getattr(run, field.name) for field in fields(run)}
     required = ("steps", "seconds", "metrics", "history", "spikes")
     return {name: value for name, value in values.items() if name in required or value not in (None, [], (), {})}

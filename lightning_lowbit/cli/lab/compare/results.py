@@ -138,7 +138,6 @@ def _style(number: int) -> dict[str, Any]:
 
 
 def _draw_band(axes: Any, by_step: Steps, style: Mapping[str, Any], alpha: float, label: str | None) -> None:
-    """Draws the mean over seeds, and their range."""
     means, low, high = ([function(values) for values in by_step.values()] for function in (mean, min, max))
     axes.plot(list(by_step), means, label=label, **style)
     axes.fill_between(list(by_step), low, high, color=style["color"], alpha=alpha, linewidth=0)

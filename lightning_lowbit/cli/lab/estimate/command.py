@@ -136,7 +136,7 @@ def _layout(options: argparse.Namespace, trainer: Any, gathered: str) -> Layout:
 
 
 def _devices_of_a_node(devices: Any) -> int | None:
-    """The number in ``trainer.devices``; None for all of a machine."""
+    """Reads the number in ``trainer.devices``; None for all devices of a machine."""
     if isinstance(devices, str):
         devices = int(devices) if devices.isdigit() else [part for part in devices.split(",") if part]
         if devices == ["auto"]:

@@ -23,7 +23,7 @@ class Device:
 
 
 def _device(chip: str, memory: float, fp32: float, link: float, network: float) -> Device:
-    """A device from GB, TFLOP/s, and GB/s in one direction; the peaks of GEMMs are those of ``PEAKS``."""
+    """Makes a device from GB, TFLOP/s, and GB/s in one direction; ``PEAKS`` has the peaks of its GEMMs."""
     peaks = {_KINDS[dtype]: peak for dtype, peak in PEAKS[chip].items()} | {"fp32": fp32 * 1e12}
     if "fp4" in peaks:
         peaks["mxfp8"] = peaks["fp8"]
@@ -121,8 +121,6 @@ class Layout:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumed shares of the peak speed of GEMMs and links."""
-
     utilization: float = 0.4
     link_utilization: float = 0.7
 

@@ -81,8 +81,6 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Model:
-    """A model to be trained."""
-
     weights: Sequence[Weight]
     layers: Sequence[Linear]
     decoder: Decoder | None  # if unknown, only inputs of linear layers count as activations

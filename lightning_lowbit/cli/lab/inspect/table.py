@@ -61,7 +61,7 @@ class Inspection:
         return {**total, "sqnr": sqnr_db(1.0, total["relative_mse"])}
 
     def table(self) -> str:
-        """Rows for each weight and candidate, then, below a second header, for each candidate over all weights."""
+        """Tabulates each weight and candidate, then, below a second header, each candidate over all weights."""
         header = ["weight", "shape", "cast", "bits", "SQNR dB", "relative MSE", "underflow %", "saturation %", "bias %"]
         shapes = {name: " x ".join(map(str, shape)) for name, shape in self.shapes.items()}
 
@@ -78,7 +78,6 @@ class Inspection:
         return plain(Table(header, [*weights, [""] * len(header), header, *means], caption))
 
     def draw(self, title: str, output: Path) -> None:
-        """Writes a PNG: SQNR of each weight and cast, and the histogram of codes of each cast; needs matplotlib."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -157,7 +156,7 @@ def _row_height(names: Sequence[str], casts: int) -> float:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """An axis around all finite values, at least 3 dB long, so that small differences look small."""
+    """Returns an axis around all finite values, at least 3 dB long, so that small differences look small."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
     room = max(0.05 * (high - low), (3 - high + low) / 2)
