@@ -80,7 +80,7 @@ _FIXED = {
 
 
 def network_config(network: str, config: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """The configuration of a causal language model of ``transformers``.
+    """Returns the configuration of a causal language model of ``transformers``.
 
     Args:
         network: a name in ``NETWORKS``; a folder with a ``config.json``, or that file; a model type of ``transformers``
@@ -118,7 +118,7 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
 
 
 class RecipeModule(LightningModule):
-    """What the modules of recipes have in common: optimizer and schedule, the gradient norm, and casts in checkpoints.
+    """The common base of the modules of recipes: optimizer, schedule, gradient norm, and casts in checkpoints.
 
     Attributes:
         make_optimizer: creates the optimizer from named parameters.

@@ -77,7 +77,7 @@ class PrecisionSummary(LowBitCallback):
         self.counter: GemmCounter | None = None
         self._counting = False
         self._steps: Counter[str] = Counter()  # optimizer steps by phase
-        self._since: Counter[str] = Counter()  # those since layers last came or went
+        self._since: Counter[str] = Counter()  # since the last change of layers
         self._past: list[list[float]] = []  # bits per operand, and steps, of each time before
         self._inventory: Inventory | None = None
         self._added: set[str] = set()

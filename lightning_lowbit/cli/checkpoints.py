@@ -23,7 +23,7 @@ _WHOLE = re.compile(r"(.*\.)?(auto|ddp\w*|DDPStrategy|SingleDeviceStrategy)")  #
 
 
 def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
-    """The checkpoint to resume from, or an alias that Lightning resolves itself.
+    """Returns the checkpoint to resume from, or an alias that Lightning resolves itself.
 
     ``last`` is the newest checkpoint of this recipe's runs, ``last-good`` the newest undamaged one. ``trainer`` is the
     configuration of the Trainer; training (``trains``) removes files that crashed runs left behind. A checkpoint that

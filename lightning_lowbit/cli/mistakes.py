@@ -33,7 +33,7 @@ def explain(error: BaseException) -> str:
     return " ".join([message, *getattr(error, "__notes__", ())])
 
 
-# For what the system refuses.
+# By the number of the system's error.
 _REMEDIES = {
     errno.EACCES: "Give another path, or change the permissions there.",
     errno.EBUSY: "It is in use: give another path.",

@@ -101,7 +101,7 @@ class RunningMean:
 
 
 def mean_limit(threshold: float, least: float = 0.01) -> Rule:
-    """The rule ``mean + threshold · max(deviation, least · |mean|)``; ``least`` leaves room for rounding errors."""
+    """Makes the rule ``mean + threshold · max(deviation, least · |mean|)``; ``least`` is for rounding errors."""
 
     def limit(values: Sequence[float], least_rise: float) -> float:
         mean = fmean(values)
@@ -111,7 +111,7 @@ def mean_limit(threshold: float, least: float = 0.01) -> Rule:
 
 
 def median_limit(threshold: float, least: float = 1 / 512) -> Rule:
-    """The rule ``median + threshold · max(1.4826 · MAD, least · |median|)``, which past spikes hardly move.
+    """Makes the rule ``median + threshold · max(1.4826 · MAD, least · |median|)``, which past spikes hardly move.
 
     MAD is the median absolute deviation; 1.4826 MAD is the standard deviation of normally distributed values. ``least``
     is needed because losses rounded to bfloat16 are often all equal.

@@ -19,7 +19,7 @@ _ROWS = 1024  # rows that are float32 at one time: at 4096 columns 16 MiB, and e
 
 @dataclass(frozen=True, eq=False)
 class SwiGLUAlignment:
-    """How close each channel of a SwiGLU is to squaring one projection of its input; from :func:`swiglu_alignment`.
+    """The closeness of each channel of a SwiGLU to squaring one projection of its input; see :func:`swiglu_alignment`.
 
     Attributes:
         cosine: ``|cos(w1, w2)|``, float32 ``[hidden]``, from 0 to 1; NaN where a row holds a NaN or an infinity, else 0

@@ -75,7 +75,7 @@ def configuration_of(folder: Path, trainer: Trainer, pl_module: LightningModule)
 def best_values(
     trainer: Trainer, names: Iterable[str], extremes: Mapping[str, tuple[float, float]]
 ) -> dict[str, float]:
-    """The best values of validation losses and of metrics that a callback monitors."""
+    """Returns the best values of validation losses and of metrics that a callback monitors."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     modes = {getattr(callback, "monitor", None): getattr(callback, "mode", "min") for callback in callbacks}
     known = [name for name in names if name in modes or re.search("loss|perplexity|ppl", name)]
@@ -83,7 +83,7 @@ def best_values(
 
 
 def strict(value: Any) -> Any:
-    """A value for strict JSON: null for NaN and infinity, text for other types."""
+    """Returns a value for strict JSON: null for NaN and infinity, text for other types."""
     if isinstance(value, Mapping):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

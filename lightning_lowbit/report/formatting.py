@@ -22,13 +22,13 @@ def number(value: float) -> str:
 
 
 def number_range(values: Sequence[float]) -> str:
-    """The lowest and the highest number, or one number if they look the same."""
+    """Returns the lowest and the highest number, or one number if they look the same."""
     low, high = number(min(values)), number(max(values))
     return low if low == high else f"{low} – {high}"
 
 
 def short_number(value: float) -> str:
-    """A tick of an axis: ``1500`` as ``1.5k``."""
+    """Returns a tick of an axis: ``1500`` as ``1.5k``."""
     for suffix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:g}{suffix}"
@@ -48,5 +48,5 @@ def duration(seconds: float) -> str:
 
 
 def common_parent(names: Sequence[str]) -> str:
-    """The common dotted prefix: ``model.layers`` of ``model.layers.0`` and ``model.layers.1``."""
+    """Returns the common dotted prefix: ``model.layers`` of ``model.layers.0`` and ``model.layers.1``."""
     return os.path.commonprefix(list(names)).rpartition(".")[0] if len(names) > 1 else ""

@@ -36,7 +36,7 @@ class History:
     def __init__(self) -> None:
         self.phases: list[tuple[int, int, str]] = []
         self.extremes: dict[str, tuple[float, float]] = {}  # lowest and highest of all values, before thinning
-        self.quantities: dict[str, str] = {}  # what the metrics of `add_layers` measure, by name
+        self.quantities: dict[str, str] = {}  # of the metrics of `add_layers`, by name
         self._points: dict[str, list[tuple[int, float]]] = {}
         self._pending: list[tuple[str, int, Tensor]] = []
         self._last: dict[str, int] = {}

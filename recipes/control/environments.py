@@ -15,7 +15,7 @@ Flags = NDArray[np.bool_]
 
 
 class Step(NamedTuple):
-    """What follows the actions of ``count`` environments.
+    """The results of the actions of ``count`` environments.
 
     Attributes:
         observations: float32 ``[count, observation_size]``, also the last ones of episodes that ended.
@@ -59,7 +59,7 @@ class Environments:
         self._ended[:] = True
 
     def observe(self, seed: int) -> Numbers:
-        """The observations of all, float32 ``[count, observation_size]``.
+        """Returns the observations of all, float32 ``[count, observation_size]``.
 
         Episodes that have ended begin anew: ``seed`` and the number of the copy decide how.
         """

@@ -245,7 +245,7 @@ class PPO(RecipeModule):
                 yield Samples(*(column[chosen.to(column.device)] for column in samples))
 
     def _loss(self, batch: Samples) -> tuple[Tensor, Tensor]:
-        """The loss, and ln ρ of each sample."""
+        """Returns the loss, and ln ρ of each sample."""
         change = self.policy.log_probability(batch.actions, self.policy.actor(batch.observations))
         change = change - batch.log_probabilities
         advantage = (batch.advantages - batch.advantages.mean()) / (batch.advantages.std() + 1e-8)

@@ -1,4 +1,4 @@
-"""What the environments did in an iteration, and how much better than expected each action was.
+"""The samples of an iteration, and the advantage of each action.
 
     δ_t = r_t + γ V(s_t+1) - V(s_t)          without V(s_t+1) where the task was over
     A_t = δ_t + γ λ A_t+1                    without A_t+1 where the episode ended
@@ -78,7 +78,7 @@ def advantages(
     discount: float,
     trace: float,
 ) -> Tensor:
-    """A ``[steps, environments]``, from tensors of this shape.
+    """Returns the advantages A ``[steps, environments]``, from tensors of this shape.
 
     Args:
         rewards: r.

@@ -90,7 +90,7 @@ class Forecaster(RecipeModule):
                 )
 
     def forward(self, past: Tensor) -> Tensor:
-        """The ``[batch, horizon, columns]`` that follow on ``past``, ``[batch, context, columns]``."""
+        """Returns the ``[batch, horizon, columns]`` that follow on ``past``, ``[batch, context, columns]``."""
         columns = past.transpose(1, 2).reshape(-1, past.shape[1], 1)
         forecasts: Tensor = self.model(past_values=columns).prediction_outputs
         return forecasts.reshape(len(past), -1, self.horizon).transpose(1, 2)

@@ -76,7 +76,7 @@ def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> 
         cast = None if layer.weight is None else nearest_cast(layer.casts)
         if cast is not None and id(layer.blend) not in off:
             values = layer.weight_matrix().detach().to(dtype)
-            if values.dim() > 2:  # a stack of matrices; where scales are those of rows, as good as one
+            if values.dim() > 2:  # a stack of matrices; with scales of rows, as good as one
                 if cast.scale.needs_amax or cast.scale.block == "tensor" or isinstance(cast.scale.block, tuple):
                     continue
                 values = values.flatten(0, -2)

@@ -84,7 +84,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over devices; raises a ``ValueError`` if the attributes contradict each other.
+    """The layout of a model over devices; raises a ``ValueError`` if the attributes contradict each other.
 
     FSDP gathers parameters ``"stored"`` (in their dtype) or in ``"bf16"``. With ``"casts"`` it gathers quantized
     matrices where possible, other parameters as stored; with ``"casts+bf16"`` others in bf16.
