@@ -45,10 +45,9 @@ class PrecisionSummary(LowBitCallback):
     When training starts, it prints a table of layers, parameters and casts, and why GEMMs are emulated. After the first
     training step it prints the coverage: FLOPs of GEMMs with two quantized operands over the FLOPs of all matrix
     products, attentions and convolutions. At the end it prints the bits of a GEMM operand, block scales included,
-    averaged over FLOPs and over the steps in each phase; steps of progressive quantization (λ below 1) count as high
-    precision. The same goes into a JSON file in the logger's directory. FLOPs are counted in one micro-batch of the
-    first process, in eager code, and again where an epoch begins with other layers: that step is several times slower,
-    with more memory and the same results.
+    averaged over FLOPs and steps; steps with λ below 1 count as high precision. A JSON file has the same. FLOPs are
+    counted in one micro-batch of the first process, in eager code, and again where an epoch begins with other layers:
+    that step is several times slower, with more memory and the same results.
 
     Args:
         filename: of the JSON file in the logger's directory.

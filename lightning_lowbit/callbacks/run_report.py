@@ -1,12 +1,8 @@
 """Writes a page about a run when it ends, also after an exception.
 
-Other callbacks contribute by methods, called in the order of the Trainer's list:
-
-    report_alerts(trainer) -> list[str]           warnings, shown first
-    report_sections(trainer) -> list[Section]     shown between the metrics and the environment
-    report_data(trainer) -> dict                  merged into "summary" of run.json
-
-Only the first process calls them, also after an exception, so they must not use collectives.
+Other callbacks contribute by methods, which the first process alone calls, in the order of the Trainer's list. They
+must not use collectives: ``report_alerts(trainer)`` returns texts, ``report_sections(trainer)`` a list of ``Section``, and
+``report_data(trainer)`` a dict for "summary" of run.json.
 """
 
 import json
@@ -46,12 +42,11 @@ class RunReport(LowBitCallback):
     """Writes ``report.html`` and ``run.json`` into the logger's directory when ``fit`` ends or raises.
 
     Without a logger they go to ``default_root_dir``; a dry run (``fast_dev_run``) writes nothing. If runs share the
-    directory, the first one writes into it and later ones into ``version_1`` and so on in it; a resumed run writes into
-    its own. ``WandbLogger`` and ``MLFlowLogger`` also get casts, coverage and the page.
+    directory, later ones write into ``version_1`` and so on in it; a resumed run continues its own files, since
+    checkpoints hold the history. ``WandbLogger`` and ``MLFlowLogger`` also get casts, coverage and the page.
 
-    The history of metrics is saved with the checkpoint, so that the page of a resumed run shows the whole run. Values
-    logged during the k-th optimizer step, or in a validation after it, are shown at k. Recording copies values to the
-    host once in many steps. With launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an
+    Values logged during the k-th optimizer step, or in a validation after it, are shown at k. Recording copies values
+    to the host once in many steps. With launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an
     exception is not reported: Lightning calls no callback in the process that raised it.
 
     Args:

@@ -83,16 +83,14 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, which leaves only complete checkpoints after a crash.
 
     Checkpoints are written and removed as ``NAME.ckpt.HOST-PID.partial``, and renamed atomically once all ranks are
-    done and the data are on the disk. While a directory replaces another, the old one is
-    ``NAME.ckpt.HOST-PID.previous``, where ``ckpt_path="last"`` finds it after a crash. The next training run in the
-    folder removes leftovers: at once on the same machine, after an hour on another. A link (``save_last="link"``)
-    always has a target. Concurrent runs need separate folders.
+    done and the data are on the disk. A directory that is being replaced is ``NAME.ckpt.HOST-PID.previous``, where
+    ``ckpt_path="last"`` finds it after a crash. The next training run in the folder removes leftovers: at once on the
+    same machine, after an hour on another. A link (``save_last="link"``) always has a target. Concurrent runs need
+    separate folders.
 
     ``ckpt_path="last"`` takes the newest by step of ``last.ckpt``, ``last-v1.ckpt`` and so on, and verifies its
-    checksums. If it is damaged, a :class:`DamagedCheckpointError` names the newest complete checkpoint of the folder.
-
-    A checkpoint due at the same step as a validation is saved after it, so a run that dies in the validation repeats
-    it. Arguments and state are those of ``ModelCheckpoint``.
+    checksums; if it is damaged, a :class:`DamagedCheckpointError` names the newest complete checkpoint. A checkpoint
+    due at the same step as a validation is saved after it. Arguments and state are those of ``ModelCheckpoint``.
 
     Raises:
         MisconfigurationException: when training starts: ``dirpath`` is remote, or an ``AsyncCheckpointIO`` is used.

@@ -32,13 +32,12 @@ class GracefulInterrupt(LowBitCallback):
     """On Ctrl-C or SIGTERM, finishes the optimizer step, saves a checkpoint and stops; a second Ctrl-C stops at once.
 
     A validation that is running or due at that step comes first. The checkpoint is ``interrupted.ckpt``, in the folder
-    of the Trainer's ``ModelCheckpoint`` or else in ``default_root_dir``, and is written as by
-    :class:`CrashSafeCheckpoint`. All ranks stop at the same step, whichever of them gets the signal.
-
-    After SIGTERM, sent by SLURM, ``timeout`` and ``docker stop``, the exit status is 143. Their delay before killing
-    the process must suffice for the rest of the step, a validation and a save. The signal at which Lightning requeues a
-    SLURM job (``SLURMEnvironment(auto_requeue=True)``) also waits for the end of the step. Signals ignored at the start
-    of training stay ignored, such as Ctrl-C in background jobs of a script.
+    of the Trainer's ``ModelCheckpoint`` or else in ``default_root_dir``, written as by :class:`CrashSafeCheckpoint`.
+    All ranks stop at the same step, whichever of them gets the signal. After SIGTERM, sent by SLURM, ``timeout`` and
+    ``docker stop``, the exit status is 143; their delay before killing the process must suffice for the rest of the
+    step, a validation and a save. The signal at which Lightning requeues a SLURM job
+    (``SLURMEnvironment(auto_requeue=True)``) also waits for the end of the step. Signals ignored at the start of
+    training stay ignored, such as Ctrl-C in background jobs of a script.
 
     Examples:
         >>> Trainer(callbacks=[GracefulInterrupt(), CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])

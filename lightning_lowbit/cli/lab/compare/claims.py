@@ -111,12 +111,8 @@ def _size(expected: Any, what: str) -> tuple[int, float | None, bool]:
 def verdict(interval: Interval | None, sign: int, size: float | None = None) -> str:
     """Judges by an interval an effect of a sign and a size, or of a sign alone.
 
-    ============ ===========================================================================
-    shown        the interval excludes 0, in the direction of the sign
-    contradicted it excludes 0 in the other direction
-    not shown    it contains 0 and excludes the size: the effect, if there is one, is smaller
-    no power     it contains both, or there is no interval
-    ============ ===========================================================================
+    ``shown``: the interval excludes 0, in the direction of the sign. ``contradicted``: it excludes 0 in the other one.
+    ``not shown``: it contains 0 and excludes the size. ``no power``: it contains both, or there is no interval.
 
     Examples:
         >>> verdict(Interval.of([0.021, 0.019, 0.02]), sign=1, size=0.02)

@@ -35,16 +35,10 @@ def write_comparison(
 ) -> str:
     """Writes a table and pictures into a folder; returns the table.
 
-    ========== =======================================================================================
-    table.md   a row for each row of the study, and a verdict on each expected effect
-    loss.png   validation loss over steps
-    gap.png    final validation loss minus that of the baseline, with 95 % intervals
-    rates.png  loss over learning rate, of rows such as ``adamw@1e-3`` with three rates or more
-    noise.png  measured ratio of gradient to quantization noise, above the gap to the baseline;
-               as figure 5 of FP4 All the Way (arXiv 2505.19115)
-    ========== =======================================================================================
-
-    The files of a study with a name are ``<name>.md``, ``<name>_loss.png`` and so on.
+    ``table.md`` has the rows and the verdicts, ``loss.png`` the validation loss over steps, ``gap.png`` the gaps to the
+    baseline with 95 % intervals. Rows such as ``adamw@1e-3`` with three rates or more also make ``rates.png``, the loss
+    over the learning rate; measured ratios of gradient to noise make ``noise.png``, as figure 5 of FP4 All the Way
+    (arXiv 2505.19115). The files of a study with a name are ``<name>.md``, ``<name>_loss.png`` and so on.
     """
     table = markdown(results, baseline)
     if effects:

@@ -1,19 +1,7 @@
 """The rows that ``lowbit compare`` compares: named configurations with seeds.
 
-They are the product of ``--vary`` and ``--lr``, or are listed in a file, a study:
-
-    # Does AdamW survive four bits?
-    config: [quickstart, study]       the recipe, and overlays for all rows
-    baseline: bf16                    the row that gaps are relative to; the first one by default
-    seeds: [0]
-    more_seeds: {bf16: [1, 2]}        additional seeds of some rows
-    rows:                             the changes of each row: an overlay, a piece of a configuration, or several
-      bf16: bf16
-      adamw: [nvfp4, adamw]
-      warm: [nvfp4, {model: {init_args: {scheduler: {init_args: {warmup_steps: 100}}}}}]
-    effects:                          what a source claims of the loss of a row, against the baseline or another row
-      adamw: {expected: +0.02}        in units of the loss; or -3.4%, of the loss of the other row; or lower, or higher
-      warm: {against: adamw, expected: lower, source: "figure 1"}
+They are the product of ``--vary`` and ``--lr``, or are listed in a file, a study; ``docs/guides/comparing.md`` has an
+example with all its entries.
 """
 
 import copy
