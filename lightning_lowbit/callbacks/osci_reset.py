@@ -52,9 +52,9 @@ class OsciReset(LowBitCallback):
     """Sets latent weights that oscillate between two levels to the center of their bin.
 
     In windows of ``window`` optimizer steps it adds up, for each element of every weight that is rounded to nearest,
-    the movements of the latent weight and the jumps of its quantized value. Elements whose jumps add up to ``threshold``
-    times their movement are set to their quantized value; the optimizer's moments stay. It logs the share of these
-    elements as ``reset/fprop_w/<layer>``.
+    the movements of the latent weight and the jumps of its quantized value. Elements whose jumps add up to
+    ``threshold`` times their movement are set to their quantized value; the optimizer's moments stay. It logs the share
+    of these elements as ``reset/fprop_w/<layer>``.
 
     The defaults are the authors' for 70 and 150 million parameters in NVFP4
     (github.com/thu-ml/TetraJet-v2-NVFP4Training), except ``start``: they begin at 60 to 70 % of a run. A window takes

@@ -1,8 +1,8 @@
 """Writes a page about a run when it ends, also after an exception.
 
 Other callbacks contribute by methods, which the first process alone calls, in the order of the Trainer's list. They
-must not use collectives: ``report_alerts(trainer)`` returns texts, ``report_sections(trainer)`` a list of ``Section``, and
-``report_data(trainer)`` a dict for "summary" of run.json.
+must not use collectives: ``report_alerts(trainer)`` returns texts, ``report_sections(trainer)`` a list of ``Section``,
+and ``report_data(trainer)`` a dict for "summary" of run.json.
 """
 
 import json
