@@ -9,13 +9,15 @@ import os
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from lightning_lowbit._lightning import rank_zero_only
 from lightning_lowbit.atomic_files import name_of, named
+
+_T = TypeVar("_T")
 
 FOREIGN = "is not a file that torch.save wrote"
 _REST, _INDEX = "meta.pt", ".metadata"  # Lightning's file; torch's index of tensors in shards
@@ -153,11 +155,8 @@ def _damage_of_shards(path: Path) -> str | None:
             file.seek(place.offset)
             return _damage_of_file(io.BytesIO(file.read(place.length)), threads=1) is not None
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for place, is_wrong in zip(places, pool.map(wrong, places), strict=True):
-            if is_wrong:
-                return f"does not match its checksums in {place.relative_path}"
-    return None
+    place = _first(wrong, places, _THREADS)
+    return None if place is None else f"does not match its checksums in {place.relative_path}"
 
 
 def _damage_of_file(file: IO[bytes], threads: int = _THREADS) -> str | None:
@@ -183,8 +182,10 @@ def _damage_of_file(file: IO[bytes], threads: int = _THREADS) -> str | None:
             return True
         return False
 
+    entry = _first(wrong, entries, threads)
+    return None if entry is None else f"does not match its checksum in {entry.filename}"
+
+
+def _first(is_wrong: Callable[[_T], bool], items: list[_T], threads: int) -> _T | None:
     with ThreadPoolExecutor(threads) as pool:
-        for entry, is_wrong in zip(entries, pool.map(wrong, entries), strict=True):
-            if is_wrong:
-                return f"does not match its checksum in {entry.filename}"
-    return None
+        return next((item for item, wrong in zip(items, pool.map(is_wrong, items), strict=True) if wrong), None)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, GradientNormMonitor, QuantizationMonitor, convert
-from lightning_lowbit.callbacks.monitors.alerts import Alerts
+from lightning_lowbit.callbacks.monitors.base import Alerts
 from lightning_lowbit.callbacks.monitors.faults import alignment_fault, channel_fault, judge_operand
 from lightning_lowbit.nn import LinearCasts
 from tests.lightning_imports import LightningModule, Trainer
