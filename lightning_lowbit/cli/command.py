@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, recipes
+from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path
 from lightning_lowbit.cli.search_path import current_folder_last
 
 _USAGE = """\
@@ -91,8 +92,6 @@ def _run(arguments: list[str]) -> int:
             return 141  # the status of a program that SIGPIPE ends
         if os.environ.get("LOWBIT_TRACEBACK") == "1" or not _is_mistake(error):
             raise
-        from lightning_lowbit.cli.mistakes import explain, hidden
-
         message = explain(error)
         print(f"lowbit: error: {message}{hidden(message)} (LOWBIT_TRACEBACK=1 shows where.)", file=sys.stderr)
         return 2
@@ -132,7 +131,6 @@ def _is_mistake(error: Exception) -> bool:
     from jsonargparse import ArgumentError
 
     from lightning_lowbit._lightning import MisconfigurationException
-    from lightning_lowbit.cli.mistakes import is_of_a_path
 
     return is_of_a_path(error) or isinstance(error, MisconfigurationException | ArgumentError)
 

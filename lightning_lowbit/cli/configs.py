@@ -15,6 +15,7 @@ import yaml
 
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.lists import options_with_lists, with_lists
+from lightning_lowbit.cli.mistakes import arguments_of
 
 # Folders of configurations that change a recipe, and of those that run a recipe many times.
 OVERLAY, STUDY = "overlays", "studies"
@@ -72,8 +73,6 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
         base = {"preset": base} if isinstance(base, str) else base
     base = base if isinstance(base, Mapping) else {}
     if base and "class_path" in overlay and overlay["class_path"] != base.get("class_path"):
-        from lightning_lowbit.cli.mistakes import arguments_of
-
         allowed = arguments_of(overlay["class_path"])  # None for an unknown class, which the parser will report
         items = (base.get("init_args") or {}).items()
         base = {"init_args": {name: value for name, value in items if allowed is None or name in allowed}}

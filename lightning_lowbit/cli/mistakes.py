@@ -147,7 +147,7 @@ def _first_cause(lines: list[str]) -> str:
 
 
 def arguments_of(class_path: str) -> set[str] | None:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser  # slow to import, and `lowbit ls` needs none
 
     cls = class_at(class_path)
     if cls is None:

@@ -15,7 +15,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median, pstdev
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,19 +23,6 @@ from lightning_lowbit.checks import integer, positive
 
 # Values that rise by less matter to nobody: far below what is normal in the beginning, far above rounding errors.
 LEAST_RISE = 0.001
-
-
-class Baseline(Protocol):
-    """The normal level, learned from ``count`` values (forgotten ones included); a spike begins above ``limit``.
-
-    ``start`` is the level at the beginning, at least 0.
-    """
-
-    count: int
-    start: float
-
-    def add(self, value: float) -> None: ...
-    def limit(self) -> float: ...
 
 
 # A rule: the limit, from the values and the least rise of a spike.
@@ -139,7 +125,7 @@ class SpikeDetector:
         [False, False, True, False]
     """
 
-    def __init__(self, baseline: Baseline, warmup: int, learns_spikes: bool = False) -> None:
+    def __init__(self, baseline: "Window | RunningMean", warmup: int, learns_spikes: bool = False) -> None:
         self.baseline, self.warmup, self.learns_spikes = baseline, warmup, learns_spikes
 
     @property

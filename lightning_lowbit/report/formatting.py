@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lightning_lowbit.checks import is_number
 
@@ -33,6 +33,12 @@ def short_number(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:g}{suffix}"
     return f"{value:g}"
+
+
+def needs_log_axis(values: Iterable[float]) -> bool:
+    """Tells whether a linear axis would show only the largest of some values."""
+    finite = list(filter(math.isfinite, values))
+    return bool(finite) and max(finite) > 20 * min(finite) > 0
 
 
 def cell(value: object) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_lowbit.report.blocks import Block, Chart, Section, Table, Text
-from lightning_lowbit.report.formatting import duration, number
+from lightning_lowbit.report.formatting import duration, needs_log_axis, number
 from lightning_lowbit.report.html import render
 
 MOST_CHARTS = 60
@@ -117,9 +117,7 @@ def _other_sections(run: Mapping[str, Any], names: Sequence[str]) -> list[Sectio
 def _chart(run: Mapping[str, Any], title: str, names: Iterable[str | None], log: bool | None = None) -> Chart:
     curves = {name: run["history"][name] for name in names if name}
     series = {name.removeprefix(f"{title}/"): tuple(zip(*points, strict=True)) for name, points in curves.items()}
-    values = [y for _, ys in series.values() for y in ys if math.isfinite(y)]
-    if log is None:  # a linear axis would show only the largest values
-        log = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
+    log = needs_log_axis(y for _, ys in series.values() for y in ys) if log is None else log
     return Chart(title, series, log=log, spans=run["phases"])  # type: ignore[arg-type]
 
 

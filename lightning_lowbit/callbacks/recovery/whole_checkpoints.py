@@ -133,7 +133,7 @@ def _damage_of_directory(path: Path) -> str | None:
 
 
 def _damage_of_shards(path: Path) -> str | None:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # slow to import
 
     try:
         places: list[Any] = list(FileSystemReader(path).read_metadata().storage_data.values())

@@ -11,6 +11,7 @@ from lightning_lowbit.cli.lab.compare.claims import NO_POWER, Effect, claims_tab
 from lightning_lowbit.cli.lab.compare.losses import Results, collect, final_loss, gaps_to, loss_curves
 from lightning_lowbit.cli.lab.compare.power import Interval
 from lightning_lowbit.report.blocks import Block, Chart, Link, Section, Table, Text
+from lightning_lowbit.report.formatting import needs_log_axis
 from lightning_lowbit.report.html import render
 
 _ROWS = 7  # of a chart, beside the baseline; a chart has eight colors
@@ -58,8 +59,7 @@ def _curves(results: Results, baseline: str) -> list[Chart]:
     curves = {row: (list(steps), [*map(mean, steps.values())]) for row, steps in loss_curves(results).items()}
     charts = []
     for rows in _split_rows(list(curves), baseline) if curves else []:
-        finite = [value for row in rows for value in curves[row][1] if isfinite(value)]
-        log = bool(finite) and max(finite) > 20 * min(finite) > 0  # a linear axis would show only the largest values
+        log = needs_log_axis(value for row in rows for value in curves[row][1])
         charts.append(Chart("", {row: curves[row] for row in rows}, y_label="loss", log=log))
     return charts
 
