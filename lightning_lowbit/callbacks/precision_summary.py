@@ -75,20 +75,21 @@ class PrecisionSummary(LowBitCallback):
         self.filename, self.quiet = filename, quiet
         self.counter: GemmCounter | None = None
         self._counting = False
-        self._steps: Counter[str] = Counter()  # optimizer steps by phase
-        self._since: Counter[str] = Counter()  # since the last change of layers
-        self._past: list[list[float]] = []  # bits per operand, and steps, of each time before
         self._inventory: Inventory | None = None
         self._added: set[str] = set()
         self._folder: Path | None = None
         self._model: nn.Module | None = None
         self._dtype = torch.float32
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self._steps: Counter[str] = Counter()  # optimizer steps by phase
+        self._since: Counter[str] = Counter()  # since the last change of layers
+        self._past: list[list[float]] = []  # bits per operand, and steps, of each time before
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.counter, self._counting, self._model = None, False, pl_module
         self._inventory, self._added = Inventory(pl_module), set()
-        if trainer.global_step == 0:  # another run
-            self._forget_steps()
         self._dtype = compute_dtype(trainer.precision_plugin)
         folder = trainer.log_dir  # all processes ask for it together
         self._folder = Path(folder) if folder is not None and trainer.loggers and "://" not in folder else None
@@ -247,8 +248,3 @@ class PrecisionSummary(LowBitCallback):
         self._steps = Counter(state["steps"])
         self._since = Counter(state.get("since", self._steps))
         self._past = [[*part] for part in state.get("past", [])]
-
-    def _forget_steps(self) -> None:
-        self._steps.clear()
-        self._since.clear()
-        self._past = []
