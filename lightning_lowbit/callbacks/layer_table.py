@@ -15,7 +15,7 @@ from lightning_lowbit.report.blocks import Table, Text
 
 
 def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
-    """One row per kind of layer; ``dtype`` is that of the computation."""
+    """Tabulates the kinds of layers; ``dtype`` is the compute dtype."""
     rows: dict[tuple[Any, ...], list[str]] = {}
     parameters: Counter[tuple[Any, ...]] = Counter()
     labels = _labels(model)

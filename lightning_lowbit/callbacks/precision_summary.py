@@ -161,7 +161,7 @@ class PrecisionSummary(LowBitCallback):
         return self.counter.coverage(phase, torch.finfo(self._dtype).bits)
 
     def average_bits(self) -> float:
-        """Averages the bits of a GEMM operand over FLOPs and all optimizer steps, also those with other layers."""
+        """Averages the bits of a GEMM operand over FLOPs and all optimizer steps, also before layers changed."""
         steps = self._since if self._steps else Counter({"fqt": 1})
         parts = [*self._past, *([self._bits(phase), count] for phase, count in steps.items())]
         return sum(bits * count for bits, count in parts) / sum(count for _, count in parts)

@@ -30,8 +30,8 @@ from lightning_lowbit.cli.configs import as_list, merge_configs
 from lightning_lowbit.cli.mistakes import explain, option_of, suggest, without_value
 from lightning_lowbit.precision import LowBitPrecision
 
-# Warnings that users need not act on: Lightning 2.6.6 uses what torch 2.13 deprecates; text in memory needs no
-# loader processes; a resumed run has its own folder.
+# Warnings that ask nothing of users: Lightning 2.6.6 uses a function that torch 2.13 deprecates; text in memory needs
+# no loader processes; a resumed run has its own folder.
 _NOISE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"The '.*_dataloader' does not have many workers",

@@ -129,7 +129,7 @@ class CastStatistics:
         cast, elements: how the tensor was quantized, and its number of elements.
         signal, noise: ``Σ x²`` and ``Σ (x - q)²``.
         magnitude, growth: ``Σ |x|`` and ``Σ (q - x) sign(x)``.
-        nonzero, underflowed: number of elements that are not 0, and of those of them that became 0, int64.
+        nonzero, underflowed: numbers of elements that are not 0, and of nonzero elements that became 0, int64.
         saturated: elements whose magnitude exceeds ``scale * tensor_scale * element.max`` of their block by more than
             float32 rounding of the scales. An E4M3 scale rounded to nearest leaves the largest element of about every
             other block slightly outside. A block whose scale underflowed to 0 counts as underflow only. With a zero

@@ -43,7 +43,7 @@ def gradient_to_noise(sums: Tensor) -> Tensor:
     signal is not above 0, infinite without noise, and NaN where no measurement is finite.
 
     Args:
-        sums: ``[measurements, ..., 2]`` from :func:`gradient_noise_sums`; those that are not finite are left out.
+        sums: ``[measurements, ..., 2]`` from :func:`gradient_noise_sums`; sums that are not finite are left out.
     """
     is_finite = sums.isfinite().all(-1, keepdim=True)
     total = torch.where(is_finite, sums, 0.0).sum(0)  # a ratio of means, since both have the same number of terms

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_lowbit.checks import integer, positive
 
-# Values that rise by less matter to nobody: far below what is normal in the beginning, far above rounding errors.
+# A smaller rise is no spike: it is far below the level at the beginning, and still far above rounding errors.
 LEAST_RISE = 0.001
 
 

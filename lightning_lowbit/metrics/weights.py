@@ -32,7 +32,7 @@ def expected_zeros(factor: float = 1.0) -> float:
 
 
 def is_ternary(cast: Cast) -> bool:
-    """Tells whether the levels of a cast are -1, 0 and 1, as those of ``"ternary"`` and ``"int2"`` are."""
+    """Tells whether the levels of a cast are -1, 0 and 1, as of ``"ternary"`` and ``"int2"``."""
     return levels(cast.grid) == _TERNARY
 
 

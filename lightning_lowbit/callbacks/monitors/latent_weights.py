@@ -1,4 +1,4 @@
-"""The weights that callbacks watch: those that a forward pass rounds to nearest."""
+"""The weights that callbacks watch: a forward pass rounds them to nearest."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple

@@ -26,7 +26,7 @@ class Throughput(LowBitCallback):
     """Logs ``<unit>/s`` over all processes and, if FLOPs and peak are known, ``tflops`` and ``mfu`` per device.
 
     Model FLOPs utilization (MFU) is the time that the model's FLOPs would take at the device's dense peak over the time
-    they took. The peak is that of the executed arithmetic: an emulated FP4 GEMM counts as bf16, native GEMMs at their
+    they took. The peak belongs to the executed arithmetic: an emulated FP4 GEMM counts as bf16, native GEMMs at their
     own peaks if :class:`PrecisionSummary` measures them. Recomputed activations do not count, except for one of the
     five products in the gradient of fused attention.
 
@@ -34,7 +34,7 @@ class Throughput(LowBitCallback):
     ``flops_per_batch``. The time excludes validation and the first batch. Logging does not wait for the device.
 
     Args:
-        unit: the name of what ``count`` counts.
+        unit: the name of the counted items, such as ``"tokens"``.
         count: returns how many a batch has; None takes the size of the first dimension. If that is unknown, the
             callback warns, and logs no ``<unit>/s``.
         peak_flops: FLOP/s of one device by ``"bfloat16"``, ``"float8"``, ``"int8"``, ``"float32"``, …; None looks the

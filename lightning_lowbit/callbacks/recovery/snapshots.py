@@ -29,7 +29,7 @@ class TrainingState(NamedTuple):
 
 
 class Snapshot:
-    """A reusable copy on ``device`` (``"same"``: that of the original), after ``step`` steps (None without one)."""
+    """A reusable copy on ``device`` (``"same"``: the original's), after ``step`` steps (None without one)."""
 
     def __init__(self, device: str = "same") -> None:
         self.step: int | None = None

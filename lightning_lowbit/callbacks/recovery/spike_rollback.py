@@ -205,7 +205,7 @@ class SpikeRollback(LowBitCallback):
     def _is_tolerated(self, step: int, loss: float) -> bool:
         """Tells whether a spike counts as a good loss, and learns it: it would end a run that has converged.
 
-        The loss of such a run is far below that of the first steps, and so is the spike.
+        Its loss is far below the first losses, and so is the spike.
         """
         if len(self._recent(step)) < self.max_rollbacks or not abs(loss) < _CONVERGED * self._good.start:
             return False

@@ -65,7 +65,7 @@ def find(*folders: Path, suffix: str, below: bool = True) -> list[Path]:
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints by run (``version_3``), step (unknown: last) and time; drops those that are gone."""
+    """Sorts checkpoints by run (``version_3``), step (unknown: last) and time; drops missing ones."""
     versions = {path: re.findall(r"version_(\d+)", str(path.parent)) for path in paths}
     newest = max((int(numbers[-1]) for numbers in versions.values() if numbers), default=0)
     keys = {}

@@ -63,7 +63,7 @@ class PrecisionSwitch(Switch):
 
     Raises:
         ValueError: an argument is unknown, out of range, or would have no effect.
-        MisconfigurationException: the run lacks what the arguments need, such as the metric.
+        MisconfigurationException: the run lacks something that the arguments need, such as the metric.
 
     Examples:
         >>> Trainer(plugins=[TernaryPrecision()], callbacks=[PrecisionSwitch("fqt", at=0.1, over=0.1)])

@@ -42,7 +42,7 @@ def load(path: Path, tokenizer: str | None, module: str | None, device: torch.de
 
     Args:
         path: a checkpoint or a folder.
-        tokenizer: ``"bytes"``, or what ``AutoTokenizer`` takes; None for the one that belongs to the model.
+        tokenizer: ``"bytes"``, or a name or folder for ``AutoTokenizer``; None for the tokenizer of the model.
         module: the class of the trained module, as in :func:`lightning_lowbit.export.source.read`.
         device: where it computes.
 

@@ -13,7 +13,7 @@ LOSS, PERPLEXITY, RATIO = "val_loss", "val_perplexity", "gradient_noise/ratio"
 
 _MACHINE = ("device", "processes", "CPU", "threads", "python", "torch", "lightning", "lightning_lowbit")
 _MOST_POINTS = 200  # of a history; a picture is about 1000 pixels wide
-_FLOAT32, _POINT = 9, 6  # significant digits: of last values, which float32 has exactly, and of what is drawn
+_FLOAT32, _POINT = 9, 6  # significant digits: of last values, as in float32, and of points of curves
 
 History = Sequence[tuple[float, float | None]]  # (step, value), None where the value is not finite
 Steps = dict[float, list[float]]  # by step, the values of the seeds
@@ -41,7 +41,7 @@ Results = Mapping[str, Mapping[int, Finished]]  # by row and seed
 
 
 def reduced(run: Mapping[str, Any], report: str | None = None) -> Finished:
-    """Reduces a ``run.json`` to what is shown; losses keep the digits of float32, curves six.
+    """Reduces a ``run.json`` to the shown values; losses keep the digits of float32, curves six.
 
     Examples:
         >>> losses = {"val_loss": [[9, 2.3456789]], "loss": [[8, 2.4], [9, 2.3]]}

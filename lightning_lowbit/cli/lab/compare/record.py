@@ -67,7 +67,7 @@ class Record:
 
 
 def read_record(path: Path) -> Record:
-    """Reads what :meth:`Record.write` wrote; a ``ValueError`` says what is wrong with the file."""
+    """Reads the file of :meth:`Record.write`; a damaged file is a ``ValueError``."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

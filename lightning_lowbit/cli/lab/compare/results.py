@@ -138,7 +138,7 @@ def _draw_band(axes: Any, by_step: Steps, style: Mapping[str, Any], alpha: float
 
 
 def _cut_losses(axes: Any, lines: Sequence[Sequence[float]]) -> str:
-    """Cuts the axis at losses that dwarf the others, given those of each line; returns a remark for the label."""
+    """Cuts the axis at losses that dwarf the others; returns a remark for the label."""
     ranges = [(min(finite), max(finite)) for losses in lines if (finite := list(filter(isfinite, losses)))]
     if not ranges:
         return ""

@@ -48,9 +48,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: its name, features, arithmetic of each GEMM, whether it is in a decoder block, the bytes per
-    element that it keeps of its input for the backward pass (None: those of the compute dtype), and its rows for each
-    token: of a stack of experts those of all experts."""
+    """A linear layer or a stack of experts.
+
+    ``arithmetic`` is by GEMM; ``saved`` are the bytes per element of its saved input (None: in the compute dtype), and
+    ``rows`` its rows for each token, in all experts together.
+    """
 
     name: str
     out_features: int
