@@ -60,8 +60,8 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
         return as_list(base) + [callback for callback in as_list(overlay) if callback not in as_list(base)]
     if key == "plugins" and isinstance(base, list) and isinstance(overlay, Mapping):
         if len(base) != 1:
-            what = "An overlay changes the one plugin of a recipe"
-            raise ValueError(f"{what}, but trainer.plugins lists {len(base)}. Write the whole list in the overlay.")
+            rule = "An overlay changes the one plugin of a recipe"
+            raise ValueError(f"{rule}, but trainer.plugins lists {len(base)}. Write the whole list in the overlay.")
         base = base[0]
     if not isinstance(overlay, Mapping):
         return overlay

@@ -141,7 +141,7 @@ def _scale_in_words(scale: Scale) -> list[str]:
     tile = f"each tile of {block[0]} x {block[1]}" if isinstance(block, tuple) else ""
     of = tile or _BLOCKS.get(str(block), f"each {block} elements along the contraction")
     times = "" if scale.factor == 1 else f" times {scale.factor:g}"
-    said = {
+    phrases = {
         f"one scale in {scale.format} for {of}": True,
         f"another scale in fp32 for {'each row' if scale.two_level == 'row' else 'the tensor'}": bool(scale.two_level),
         "scales are rounded up, so that nothing saturates": scale.rounding == "up",
@@ -155,7 +155,7 @@ def _scale_in_words(scale: Scale) -> list[str]:
         f"scales are made from {_STATISTICS[scale.statistic]}{times}": (scale.statistic, scale.factor) != ("absmax", 1),
         f"from the largest magnitudes of the {scale.history} steps before": scale.source == "delayed",
     }
-    return [text for text, holds in said.items() if holds]
+    return [text for text, holds in phrases.items() if holds]
 
 
 def environment(trainer: Trainer, started: datetime) -> dict[str, Any]:

@@ -91,9 +91,9 @@ class Alerts:
             if not is_worse and len(problems) < MUCH_WORSE * before.layers:
                 continue
             self._levels[kind] = _Level(step, len(problems), worst.severity)
-            who = worst.subject if len(problems) == 1 else f"{len(problems)} layers, the worst {worst.subject}"
+            subject = worst.subject if len(problems) == 1 else f"{len(problems)} layers, the worst {worst.subject}"
             since = f" It is much worse than at step {before.step}." if before.layers else ""
-            self._texts.append(f"{who}, step {step}: {worst.message}{since}")
+            self._texts.append(f"{subject}, step {step}: {worst.message}{since}")
             rank_zero_warn(f"{self._owner}: {self._texts[-1]}")
 
     def subjects(self) -> list[str]:
@@ -203,11 +203,11 @@ class Monitor(LowBitCallback):
         pl_module.log_dict(dict(metrics), batch_size=1)
         self._logged += list(metrics)
 
-    def _keep(self, what: Any, columns: Mapping[str, Tensor]) -> None:
-        """Keeps named tensors on the device; :meth:`_judge` gets ``what`` and their values one batch later."""
-        self._unread.append((what, columns))
+    def _keep(self, context: Any, columns: Mapping[str, Tensor]) -> None:
+        """Keeps named tensors on the device; :meth:`_judge` gets ``context`` and their values one batch later."""
+        self._unread.append((context, columns))
 
-    def _judge(self, what: Any, columns: Mapping[str, Any]) -> int:
+    def _judge(self, context: Any, columns: Mapping[str, Any]) -> int:
         """Interprets the values of :meth:`_keep`, nested lists; returns the optimizer step of the measurement."""
         raise NotImplementedError
 
@@ -228,9 +228,9 @@ class Monitor(LowBitCallback):
             if is_of_device(error):  # the next use of the device reports it
                 return
             raise
-        for what, columns in unread:
+        for context, columns in unread:
             values = {name: _nested(numbers, tensor.shape) for name, tensor in columns.items()}
-            self._alerts.say(self._judge(what, values))
+            self._alerts.say(self._judge(context, values))
 
 
 def _nested(numbers: Iterator[float], shape: Sequence[int]) -> Any:

@@ -191,14 +191,14 @@ class GradientNoiseMonitor(Monitor):
         sums = torch.stack([torch.stack([row.get(name, unknown) for name in names]) for row in rows])
         return dict(zip(names, gradient_to_noise(sums).float().unbind(), strict=True))
 
-    def _judge(self, what: int, columns: Mapping[str, Any]) -> int:
+    def _judge(self, context: int, columns: Mapping[str, Any]) -> int:
         ratio: float = columns["ratio"]
         if not math.isnan(ratio):  # NaN if no measurement was finite
-            self._measurements.append((what, ratio))
+            self._measurements.append((context, ratio))
         if ratio < self.threshold:
             advice = _ADVICE.format(ratio=ratio, threshold=self.threshold, switch="" if self._switches else _SWITCH)
             self._alerts.note("the gradient", "noise", self.threshold / ratio if ratio else math.inf, advice)
-        return what
+        return context
 
     def measurements(self, monitor: str = METRIC) -> list[tuple[int, float]]:
         """Returns optimizer steps from 1, and averaged ratios of a metric, oldest first; the same on all ranks.

@@ -97,8 +97,8 @@ class GradientNormMonitor(Monitor):
     ) -> None:
         times = _TIMES.fullmatch(limit) if isinstance(limit, str) else None
         if times is None or not float(times[1]) > 1:
-            what = "a norm, or a text such as '10x' (times the median of norms so far, above 1)"
-            positive("limit", limit, what, or_none=True)
+            kinds = "a norm, or a text such as '10x' (times the median of norms so far, above 1)"
+            positive("limit", limit, kinds, or_none=True)
         self.layers, self.limit = layers, limit
         self.every_n_steps = integer("every_n_steps", every_n_steps, 1, "a number of steps", or_none=True)
         self.spike_factor = number("spike_factor", spike_factor, "how many times the mean is a spike", above=1)
@@ -177,8 +177,8 @@ class GradientNormMonitor(Monitor):
                 metrics |= {f"grad_norm/{stage}{layer}": row[index] for index, stage in enumerate(stages)}
             self._log(pl_module, metrics)
 
-    def _judge(self, what: tuple[int, list[str]], columns: Mapping[str, Any]) -> int:
-        (step, layers), mean, is_spike = what, columns["mean"], columns["is_spike"]
+    def _judge(self, context: tuple[int, list[str]], columns: Mapping[str, Any]) -> int:
+        (step, layers), mean, is_spike = context, columns["mean"], columns["is_spike"]
         norm, *layer_norms = columns["norms"]
         if is_spike:
             self._spikes.append((step, norm, mean))

@@ -134,8 +134,8 @@ class LossScaleMonitor(Monitor):
     def _keep_counts(self, trainer: Trainer) -> None:
         self._keep((trainer.global_step, *_bounds(_scaler(trainer))), {"counts": self._counts})
 
-    def _judge(self, what: tuple[int, float, float], columns: Mapping[str, Any]) -> int:
-        (step, floor, cap), counts = what, dict(zip(_COUNTS, columns["counts"], strict=True))
+    def _judge(self, context: tuple[int, float, float], columns: Mapping[str, Any]) -> int:
+        (step, floor, cap), counts = context, dict(zip(_COUNTS, columns["counts"], strict=True))
         is_moving = floor < cap
         facts = {"falls": self.falls, "within": self.within, "scale": counts["scale"], "floor": floor, "cap": cap}
         for kind, holds in (

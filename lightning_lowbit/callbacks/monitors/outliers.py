@@ -182,13 +182,13 @@ class OutlierMonitor(Monitor):
             largest |= {name: mlps[name].amax() for name in _MLP_METRICS}
             columns |= mlps
         self._log(pl_module, largest)
-        what = _Measured(trainer.global_step, logger_step(trainer), list(inputs.layers), list(self._mlps))
-        self._keep(what, {**columns, "channel": channel, "elements": elements})
+        context = _Measured(trainer.global_step, logger_step(trainer), list(inputs.layers), list(self._mlps))
+        self._keep(context, {**columns, "channel": channel, "elements": elements})
 
-    def _judge(self, what: _Measured, columns: Mapping[str, Any]) -> int:
-        self._step = what.step
-        seen = {layer: row for row, layer in enumerate(what.layers) if columns["elements"][row]}
-        mlps = {mlp: row for row, mlp in enumerate(what.mlps)}
+    def _judge(self, context: _Measured, columns: Mapping[str, Any]) -> int:
+        self._step = context.step
+        seen = {layer: row for row, layer in enumerate(context.layers) if columns["elements"][row]}
+        mlps = {mlp: row for row, mlp in enumerate(context.mlps)}
         self._rows = {layer: {name: columns[name][row] for name in _LAYER_METRICS} for layer, row in seen.items()}
         self._mlp_rows = {mlp: {name: columns[name][row] for name in _MLP_METRICS} for mlp, row in mlps.items()}
         for layer, row in seen.items():
@@ -200,8 +200,8 @@ class OutlierMonitor(Monitor):
                 self._alerts.note(mlp, *fault)
         places = {**dict.fromkeys(_LAYER_METRICS, seen), **dict.fromkeys(_MLP_METRICS, mlps)}
         numbers = {name: {at: columns[name][row] for at, row in rows.items()} for name, rows in places.items() if rows}
-        self._emit(numbers, what.step, what.logger_step)
-        return what.step
+        self._emit(numbers, context.step, context.logger_step)
+        return context.step
 
     def _judge_layer(self, layer: str, amax: float, channel: int) -> None:
         module = None if self._inputs is None else self._inputs.layers.get(layer)

@@ -164,23 +164,23 @@ class QuantizationMonitor(Monitor):
         operands = self._watched.measure()
         if not self._weights and not self._watched.layers:
             return
-        what = _Measured(trainer.global_step, logger_step(trainer), casts, list(values))
-        self._keep(what, {**operands, "weights": torch.stack([*values.values()]) if values else torch.empty(0)})
+        context = _Measured(trainer.global_step, logger_step(trainer), casts, list(values))
+        self._keep(context, {**operands, "weights": torch.stack([*values.values()]) if values else torch.empty(0)})
         self._log(pl_module, self._watched.means(operands))
 
-    def _judge(self, what: _Measured, columns: Mapping[str, Any]) -> int:
+    def _judge(self, context: _Measured, columns: Mapping[str, Any]) -> int:
         operands = self._watched.numbers(columns)
-        rows: dict[str, dict[str, float]] = {layer: {} for layer in what.casts}
-        for (layer, name), number in zip(what.weights, columns["weights"], strict=True):
+        rows: dict[str, dict[str, float]] = {layer: {} for layer in context.casts}
+        for (layer, name), number in zip(context.weights, columns["weights"], strict=True):
             rows[layer][name] = number
-        self._publish(what, operands, rows)
+        self._publish(context, operands, rows)
         # A layer that was not measured may have flipped: its count starts again.
-        self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in what.casts}
+        self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in context.casts}
         for layer, numbers in rows.items():
-            self._last_flip[layer] = what.step if numbers.get("flips") else self._last_flip.get(layer, what.step)
-            faults = list(judge_weight(numbers, what.casts[layer], self.zeros_tolerance))
+            self._last_flip[layer] = context.step if numbers.get("flips") else self._last_flip.get(layer, context.step)
+            faults = list(judge_weight(numbers, context.casts[layer], self.zeros_tolerance))
             if self._weights[layer].weight.requires_grad and not any(fault.kind == "not finite" for fault in faults):
-                faults += judge_codes(what.step - self._last_flip[layer], self.no_flips_for)
+                faults += judge_codes(context.step - self._last_flip[layer], self.no_flips_for)
             self._note(layer, faults)
         for layer, row in operands.items():
             casts = self._watched.layers[layer].full_casts
@@ -189,9 +189,11 @@ class QuantizationMonitor(Monitor):
                 if numbers["underflow"] > limit and self._watched.is_ternary(layer, operand):
                     limit = 1.0
                 self._note(layer, judge_operand(operand, casts, numbers, limit))
-        return what.step
+        return context.step
 
-    def _publish(self, what: _Measured, operands: OperandNumbers, weights: Mapping[str, Mapping[str, float]]) -> None:
+    def _publish(
+        self, context: _Measured, operands: OperandNumbers, weights: Mapping[str, Mapping[str, float]]
+    ) -> None:
         numbers: dict[str, dict[str, float]] = {}
         rows = [(layer, operand, values) for layer, row in operands.items() for operand, values in row.items()]
         for layer, operand, values in [*rows, *((layer, "fprop_w", values) for layer, values in weights.items())]:
@@ -199,10 +201,10 @@ class QuantizationMonitor(Monitor):
                 numbers.setdefault(f"{name}/{operand}", {})[layer] = number
         if not numbers:  # nothing was quantized: the report keeps the last step with numbers
             return
-        self._step, self._rows = what.step, {layer: dict(row) for layer, row in weights.items()}
+        self._step, self._rows = context.step, {layer: dict(row) for layer, row in weights.items()}
         for layer, row in operands.items():  # the report keeps the last numbers if a phase no longer quantizes
             self._operands.setdefault(layer, {}).update(row)
-        self._emit(numbers, what.step, what.logger_step)
+        self._emit(numbers, context.step, context.logger_step)
 
     def _note(self, layer: str, faults: Iterable[Fault]) -> None:
         for fault in faults:

@@ -102,8 +102,8 @@ class SpikeRollback(LowBitCallback):
         self.every_n_steps = integer("every_n_steps", every_n_steps, 1)
         self.good_for = integer("good_for", good_for, 0)
         if good_for >= every_n_steps:
-            what = "A snapshot proves good before the next one is taken: good_for is less than every_n_steps"
-            raise ValueError(f"{what}; got {good_for=}, {every_n_steps=}.")
+            rule = "A snapshot proves good before the next one is taken: good_for is less than every_n_steps"
+            raise ValueError(f"{rule}; got {good_for=}, {every_n_steps=}.")
         self.device = choose("device of snapshots", device, ("same", "cpu"))
         self.recovery_steps = integer("recovery_steps", recovery_steps, 1)
         self.lr_factor = fraction("lr_factor", lr_factor, "what remains of learning rates")

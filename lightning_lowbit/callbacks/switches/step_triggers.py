@@ -130,8 +130,8 @@ class AtTokens(Trigger):
             return
         tokens = self._count(batch)
         if isinstance(tokens, Tensor) or not hasattr(tokens, "__index__"):
-            what = "count gives the number of tokens of a batch, an int that needs no device"
-            raise MisconfigurationException(f"{what}; got {tokens!r}. Take it from shapes, such as batch.numel().")
+            rule = "count gives the number of tokens of a batch, an int that needs no device"
+            raise MisconfigurationException(f"{rule}; got {tokens!r}. Take it from shapes, such as batch.numel().")
         self._local += operator.index(tokens)
 
     def _total(self, trainer: Trainer) -> int:
@@ -159,9 +159,9 @@ def count_tokens(batch: Any) -> int:
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         kind = f"{type(batch).__name__} of {batch.dtype}" if isinstance(batch, Tensor) else type(batch).__name__
-        what = "tokens are the elements of batch['input_ids'], or of a batch that is a tensor of integers"
+        rule = "tokens are the elements of batch['input_ids'], or of a batch that is a tensor of integers"
         raise MisconfigurationException(
-            f"{what}; got a {kind}. Give count, a callable that takes a batch and gives the number of its tokens."
+            f"{rule}; got a {kind}. Give count, a callable that takes a batch and gives the number of its tokens."
         )
     return ids.numel()
 

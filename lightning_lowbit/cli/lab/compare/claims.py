@@ -80,21 +80,21 @@ def read_effects(content: Any, rows: Sequence[str], baseline: str, where: str) -
 
 def _effect(row: str, entry: Any, rows: Sequence[str], baseline: str, where: str) -> Effect:
     choose(f"row in effects of {where}", row, rows)
-    what = f"{where}: the effect of row {row!r}"
+    subject = f"{where}: the effect of row {row!r}"
     if not isinstance(entry, Mapping) or "expected" not in entry:
-        raise ValueError(f"{what} is a mapping with expected, such as {{expected: +0.02}}; got {entry!r}.")
+        raise ValueError(f"{subject} is a mapping with expected, such as {{expected: +0.02}}; got {entry!r}.")
     for name in entry:
-        choose(f"field of {what[len(where) + 2 :]} in {where}", name, _FIELDS)
+        choose(f"field of {subject[len(where) + 2 :]} in {where}", name, _FIELDS)
     against = choose(f"row in effects of {where}", entry.get("against", baseline), rows)
     if against == row:
-        raise ValueError(f"{what} compares it with itself: name another row as against.")
+        raise ValueError(f"{subject} compares it with itself: name another row as against.")
     source = entry.get("source", "")
     if not isinstance(source, str):
-        raise ValueError(f"{what} has a source that is no text: put it in quotes; got {source!r}.")
-    return Effect(row, against, *_size(entry["expected"], what), source)
+        raise ValueError(f"{subject} has a source that is no text: put it in quotes; got {source!r}.")
+    return Effect(row, against, *_size(entry["expected"], subject), source)
 
 
-def _size(expected: Any, what: str) -> tuple[int, float | None, bool]:
+def _size(expected: Any, subject: str) -> tuple[int, float | None, bool]:
     if isinstance(expected, str) and expected in _DIRECTIONS:
         return _DIRECTIONS[expected], None, False
     text = str(expected) if is_number(expected) or isinstance(expected, str) else ""
@@ -102,7 +102,7 @@ def _size(expected: Any, what: str) -> tuple[int, float | None, bool]:
     size = float(match[1]) if match else 0.0
     if not match or not 0 < abs(size) < math.inf:
         raise ValueError(
-            f"{what}: expected is a difference of losses such as +0.02 or -3.4% (of the other row's loss), or "
+            f"{subject}: expected is a difference of losses such as +0.02 or -3.4% (of the other row's loss), or "
             f"lower or higher; got {expected!r}."
         )
     return (1 if size > 0 else -1), abs(size) / (100 if match[2] else 1), bool(match[2])

@@ -105,9 +105,9 @@ def _number(rate: str) -> float:
         raise ValueError(f"--lr takes numbers such as 1e-3,3e-4; got {rate!r}.") from None
 
 
-def distinct(what: str, names: Sequence[str]) -> None:
+def distinct(kind: str, names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"The study has the {what} {name!r} twice: their runs would share a folder. Leave one out."
+                f"The study has the {kind} {name!r} twice: their runs would share a folder. Leave one out."
             )

@@ -105,8 +105,8 @@ def _positive(name: str, value: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        what = "bf16=989,fp8=1979, in TFLOP/s" if name == "peak" else "80, in GB or GB/s"
-        raise ValueError(f"--{name} takes numbers above 0, such as {what}; got {value!r}.")
+        example = "bf16=989,fp8=1979, in TFLOP/s" if name == "peak" else "80, in GB or GB/s"
+        raise ValueError(f"--{name} takes numbers above 0, such as {example}; got {value!r}.")
     return number
 
 
@@ -150,8 +150,8 @@ def _batch(options: argparse.Namespace, data: Any, trainer: Any) -> Batch:
     for name in ("batch_size", "sequence_length"):
         size = getattr(options, name) if getattr(options, name) is not None else getattr(data, name, None)
         if not isinstance(size, int) or size < 1:
-            what = type(data).__name__ if data is not None else "the configuration, which names no data,"
-            raise ValueError(f"{what} tells no {name} of 1 or more (got {size!r}): give --{name}.")
+            owner = type(data).__name__ if data is not None else "the configuration, which names no data,"
+            raise ValueError(f"{owner} tells no {name} of 1 or more (got {size!r}): give --{name}.")
         sizes[name] = size
     return Batch(sizes["batch_size"], sizes["sequence_length"], trainer.accumulate_grad_batches or 1)
 
@@ -171,7 +171,7 @@ def _head(model: Model, batch: Batch, layout: Layout) -> list[str]:
 
 def _memory_table(memories: Mapping[str, int], device: Device, name: str) -> list[str]:
     total = sum(memories.values())
-    rows = [f"  {what:<26}{size / _GIB:>12.3f} GiB" for what, size in memories.items()]
+    rows = [f"  {purpose:<26}{size / _GIB:>12.3f} GiB" for purpose, size in memories.items()]
     verdict = "fits" if total <= device.memory else "does NOT fit"
     last = f"  {'sum':<26}{total / _GIB:>12.3f} GiB of {device.memory / _GIB:.1f}: {verdict} on {name}"
     return ["Memory of a device", *rows, last, ""]
@@ -180,8 +180,8 @@ def _memory_table(memories: Mapping[str, int], device: Device, name: str) -> lis
 def _work_table(counted: Mapping[str, int], traffic: Sequence[Collective], spent: StepTime) -> list[str]:
     rows = [f"  {f'FLOPs, {kind}':<26}{count / 1e12:>12.3f} TFLOP" for kind, count in counted.items()]
     for collective in traffic:
-        what, payload = f"{collective.name} of {collective.of}", collective.payload / 1e9
-        rows.append(f"  {what:<30}{payload:>8.3f} GB, of which a device sends {collective.sent / 1e9:.3f}")
+        label, payload = f"{collective.name} of {collective.of}", collective.payload / 1e9
+        rows.append(f"  {label:<30}{payload:>8.3f} GB, of which a device sends {collective.sent / 1e9:.3f}")
     waits = {"tensor parallelism": spent.tensor_parallel, "data parallelism": spent.data_parallel}
     seconds = {**spent.gemms, **{kind: value for kind, value in waits.items() if value}}
     rows += [f"  {f'time of {kind}':<26}{value * 1e3:>12.1f} ms" for kind, value in seconds.items()]

@@ -53,11 +53,11 @@ class Inspection:
         self.codes = [torch.stack(histograms).sum(0) for histograms in codes]
 
     def _total(self, candidate: int) -> dict[str, float]:
-        def mean(what: str) -> float:
+        def mean(metric: str) -> float:
             rows = ((math.prod(self.shapes[name]), self.numbers[name][candidate]) for name in self.finite)
-            return sum(size * row[what] for size, row in rows) / self.elements
+            return sum(size * row[metric] for size, row in rows) / self.elements
 
-        total = {what: mean(what) for what in ("relative_mse", "underflow", "saturation", "bias")}
+        total = {metric: mean(metric) for metric in ("relative_mse", "underflow", "saturation", "bias")}
         return {**total, "sqnr": sqnr_db(1.0, total["relative_mse"])}
 
     def table(self) -> str:
@@ -139,8 +139,8 @@ class Inspection:
         axes.set_xticks(places, [f"{values[place]:.3g}" for place in places], fontsize=7, rotation=45 * (step > 1))
         axes.tick_params(axis="y", labelsize=8)
         axes.set_ylabel("% of elements", fontsize=9)
-        what = ", ".join(f"{what} {total[what]:.2%}" for what in ("underflow", "saturation", "bias"))
-        axes.set_title(f"{candidate.label}: {what}", fontsize=9, loc="left")
+        errors = ", ".join(f"{metric} {total[metric]:.2%}" for metric in ("underflow", "saturation", "bias"))
+        axes.set_title(f"{candidate.label}: {errors}", fontsize=9, loc="left")
         if i == len(self.candidates) - 1:
             axes.set_xlabel("level of the element, in units of its scale", fontsize=9)
 
