@@ -48,7 +48,7 @@ def kind_of(file: Path) -> str | None:
 
 
 def find_files(path: str | None) -> list[Path]:
-    """The files of the corpus, ordered by a hash of their names, so that the first ones are a fair sample."""
+    """Returns the files of the corpus, ordered by a hash of their names, so that the first ones are a fair sample."""
     root = Path(sysconfig.get_path("stdlib") if path is None else path).expanduser().absolute()
     if root.is_file():
         if kind_of(root) is None and root.suffix.lower() in PACKED:
@@ -59,24 +59,24 @@ def find_files(path: str | None) -> list[Path]:
             f"TextDataModule needs a file or a folder of text, but {root} does not exist; check `path`, or write"
             f" {HUB}NAME or {HUB}NAME:CONFIG for a data set of the Hugging Face Hub."
         )
-    found = {}
+    files = {}
     for file in root.rglob("*"):
         parts = file.relative_to(root).parts
         standard = parts[0].removesuffix(".py") in sys.stdlib_module_names and TESTS.isdisjoint(parts)
         wanted = kind_of(file) is not None if path is not None else standard and file.suffix == ".py"
         if wanted and not any(part.startswith(".") for part in parts) and file.is_file():
-            found[hashlib.sha256("/".join(parts).encode(errors="surrogateescape")).digest()] = file
-    if not found:
+            files[hashlib.sha256("/".join(parts).encode(errors="surrogateescape")).digest()] = file
+    if not files:
         text, json, parquet = (", ".join(f"*{suffix}" for suffix in suffixes) for suffixes in SUFFIXES.values())
         raise ValueError(
             f"TextDataModule needs text, but found no {text} in {root}, and no {json} or {parquet} with rows of text;"
             " give another `path`."
         )
-    return [found[digest] for digest in sorted(found)]
+    return [files[digest] for digest in sorted(files)]
 
 
 def read_rows(file: Path, kind: str) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON or Parquet file."""
+    """Yields the rows of a JSON or Parquet file."""
     import datasets
 
     read = {"json": datasets.IterableDataset.from_json, "parquet": datasets.IterableDataset.from_parquet}[kind]
@@ -96,7 +96,7 @@ def read_rows(file: Path, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def read_documents(files: list[Path], column: str = "text") -> Iterator[bytes]:
-    """The documents of files as UTF-8: each text file is one, and each row of JSON or Parquet.
+    """Yields the documents of files as UTF-8: each text file is one, and each row of JSON or Parquet.
 
     In text files, invalid UTF-8 becomes U+FFFD, and line ends become ``\\n``.
     """
@@ -110,7 +110,7 @@ def read_documents(files: list[Path], column: str = "text") -> Iterator[bytes]:
 
 
 def take_bytes(documents: Iterable[bytes], number: int | None) -> list[bytes]:
-    """The first documents that are not blank, up to ``number`` bytes with one separator between any two."""
+    """Returns the first documents that are not blank, up to ``number`` bytes with one separator between any two."""
     taken = []
     left = sys.maxsize if number is None else number
     for document in documents:
@@ -279,7 +279,7 @@ class TextDataModule(LightningDataModule):
         return self._stream_loader
 
     def state_dict(self) -> dict[str, Any]:
-        """The tokenizer's name, and the position in a stream: Lightning drops the loader's at the end of an epoch."""
+        """Returns the tokenizer's name, and the position in a stream, which Lightning drops at the end of an epoch."""
         position = self._stream_loader.state_dict() if self._stream_loader is not None else {}
         return {"tokenizer": self.tokenizer, **position}
 

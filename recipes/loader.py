@@ -100,7 +100,7 @@ class ResumableLoader(DataLoader[Tensor]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, equal on all ranks, and the order that it belongs to."""
+        """Returns the position, equal on all ranks, and the order that it belongs to."""
         position = {"epoch": self._epoch, "trainer_epoch": self._trainer_epoch, "batches": self._batches}
         return {**position, "order": self._order}
 

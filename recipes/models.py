@@ -80,7 +80,7 @@ _FIXED = {
 
 
 def network_config(network: str, config: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """The configuration of a causal language model of ``transformers``.
+    """Returns the configuration of a causal language model of ``transformers``.
 
     Args:
         network: a name in ``NETWORKS``; a folder with a ``config.json``, or that file; a model type of ``transformers``
@@ -93,13 +93,13 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
     changes = dict(config or {})
     network = os.path.expanduser(network)
     if network in NETWORKS:
-        made: PreTrainedConfig = AutoConfig.for_model(**{**NETWORKS[network], **_FIXED, **changes})
+        result: PreTrainedConfig = AutoConfig.for_model(**{**NETWORKS[network], **_FIXED, **changes})
     elif network in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        made = AutoConfig.for_model(network, **changes)
+        result = AutoConfig.for_model(network, **changes)
     elif Path(network).exists() or re.fullmatch(r"[\w-]+/[\w.-]+", network):
         try:
             changed = {name: value for name, value in changes.items() if name != "trust_remote_code"}  # refused below
-            made = AutoConfig.from_pretrained(network, trust_remote_code=False, **changed)
+            result = AutoConfig.from_pretrained(network, trust_remote_code=False, **changed)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"The network {network!r} has no configuration that transformers can read: "
@@ -113,12 +113,12 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
             "transformers knows, such as gpt2."
         )
     for name in changes:
-        choose(f"value of {type(made).__name__}", name, sorted({*type(made)().to_dict(), *made.attribute_map}))
-    return made
+        choose(f"value of {type(result).__name__}", name, sorted({*type(result)().to_dict(), *result.attribute_map}))
+    return result
 
 
 class RecipeModule(LightningModule):
-    """What the modules of recipes have in common: optimizer and schedule, the gradient norm, and casts in checkpoints.
+    """The common base of the modules of recipes: optimizer, schedule, gradient norm, and casts in checkpoints.
 
     Attributes:
         make_optimizer: creates the optimizer from named parameters.
@@ -220,15 +220,15 @@ class CausalLM(RecipeModule):
         # Without classes and functions, so that the checkpoint loads with `weights_only=True`.
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
-        made = network_config(network, config)
+        settings = network_config(network, config)
         if pretrained:
-            self.model = _load(network, made)
+            self.model = _load(network, settings)
         else:
             with self.initialized(seed):
-                self.model = AutoModelForCausalLM.from_config(made, trust_remote_code=False)
-            if made.name_or_path:
+                self.model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+            if settings.name_or_path:
                 with suppress(OSError):  # without a file of them: those of the configuration
-                    self.model.generation_config = GenerationConfig.from_pretrained(made.name_or_path)
+                    self.model.generation_config = GenerationConfig.from_pretrained(settings.name_or_path)
         vars(self.model)["save_pretrained"] = SavePretrained(self.model)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable()
@@ -252,15 +252,15 @@ class CausalLM(RecipeModule):
     def prepare_data(self) -> None:
         """Checks the data against the network, before any logger writes a file."""
         data, config = getattr(self.trainer, "datamodule", None), self.model.config
-        for given, possible, value in (
+        for size, limit, value in (
             ("vocab_size", "vocab_size", "tokens of the data's tokenizer"),
             ("sequence_length", "max_position_embeddings", "tokens of a sequence"),
         ):
-            needed, there = getattr(data, given, None), getattr(config, possible, None)
-            if needed is not None and there is not None and needed > there:
+            needed, available = getattr(data, size, None), getattr(config, limit, None)
+            if needed is not None and available is not None and needed > available:
                 raise ValueError(
-                    f"The network's {possible} is {there}, fewer than the {needed} {value}. Set "
-                    f"model.init_args.config.{possible} to {needed} or more, or choose other data."
+                    f"The network's {limit} is {available}, fewer than the {needed} {value}. Set "
+                    f"model.init_args.config.{limit} to {needed} or more, or choose other data."
                 )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -287,8 +287,8 @@ class CausalLM(RecipeModule):
 def _load(network: str, config: PreTrainedConfig) -> Any:
     try:
         path = os.path.expanduser(network)
-        made = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, trust_remote_code=False)
-        return made.train()  # from_pretrained returns it in evaluation mode
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, trust_remote_code=False)
+        return model.train()  # from_pretrained returns it in evaluation mode
     except OSError as error:
         raise ValueError(
             f"pretrained needs a path with weights, but transformers can load none from {network!r}: "

@@ -43,7 +43,7 @@ class PreferenceLM(CausalLM):
         self.val_accuracy = MeanMetric(nan_strategy=math.nan)
 
     def _margins(self, batch: Tensor) -> Tensor:
-        """How much more than the reference the model prefers y to y', float32 (batch,)."""
+        """Returns how much more the model prefers y to y' than the reference does, float32 (batch,)."""
         answer = batch.shape[1] // 2
         mirrored = torch.cat([batch[:, :answer], batch[:, answer:].flip(1)], 1)
         both = torch.cat([batch, mirrored])

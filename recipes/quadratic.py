@@ -127,7 +127,7 @@ class Quadratic(LightningModule):
         return SGD([self.points], lr=1 / self.curvature)
 
     def losses(self) -> dict[Curve, Tensor]:
-        """The loss of each curve before each step of the last fit and after it, (steps + 1,)."""
+        """Returns the loss of each curve before each step of the last fit and after it, (steps + 1,)."""
         return dict(zip(self.curves, torch.stack(self.history).cpu().T, strict=True))
 
     def on_fit_end(self) -> None:

@@ -57,6 +57,6 @@ class SavePretrained:
 
 
 def is_quantization_aware(layer: QuantizedLayer) -> bool:
-    """Whether a layer quantizes its weight in the forward pass, but no gradient in the backward pass."""
+    """Tells whether a layer quantizes its weight in the forward pass, but no gradient in the backward pass."""
     casts = layer.casts
     return casts.fprop_w is not None and casts.dgrad_g is None and casts.wgrad_g is None

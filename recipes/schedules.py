@@ -38,7 +38,7 @@ class WarmupSchedule(LambdaLR):
         super().__init__(optimizer, self._factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position only; a resumed run takes all arguments from its own configuration."""
+        """Returns the position only; a resumed run takes all arguments from its own configuration."""
         shape = {*inspect.signature(type(self)).parameters, "warmup"}
         return {name: value for name, value in super().state_dict().items() if name not in shape}
 

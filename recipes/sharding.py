@@ -41,13 +41,13 @@ def spread(model: Any, mesh: DeviceMesh, gather_dtype: torch.dtype | None = None
 
 
 def blocks(model: Any) -> list[nn.Module]:
-    """The decoder blocks of a network; FSDP2 gathers the parameters of each together."""
+    """Returns the decoder blocks of a network; FSDP2 gathers the parameters of each together."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
 def tensor_parallel_plan(model: Any, size: int) -> dict[str, ParallelStyle]:
-    """The style of each linear layer over ``size`` processes, by patterns of names; raises as :func:`spread`."""
+    """Chooses the style of each linear layer over ``size`` processes, by patterns of names; raises as `spread`."""
     config, advice = model.config, "Train it with tensor_parallel_size=1."
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:

@@ -55,10 +55,10 @@ class GradientSpikes(Callback):
         drawn = torch.rand((), generator=generator).item() < self.probability
         pl_module.log("gradient_spike", float(drawn))
         if drawn:
-            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             for parameter in pl_module.parameters():  # not in the order of the optimizer
                 gradient: Any = parameter.grad
-                if gradient is not None and id(parameter) in own:
+                if gradient is not None and id(parameter) in optimized:
                     hit = torch.rand(gradient.shape, generator=generator) < self.share
                     local(gradient)[_spread_as(gradient, hit).to(gradient.device)] *= self.factor
 

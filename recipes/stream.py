@@ -49,7 +49,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def text_of(row: dict[str, Any], column: str, source: str) -> bytes:
-    """The text of a row as UTF-8, empty for None; raises a ``ValueError`` if there is no ``column`` of text."""
+    """Returns the text of a row as UTF-8, empty for None; raises a ``ValueError`` if there is no ``column`` of text."""
     if column not in row:
         columns = ", ".join(repr(name) for name in row)
         raise ValueError(f"{source} has no column {column!r}, but has {columns}; name the one with text in `column`.")
@@ -68,11 +68,11 @@ class Documents:
         self.start = self.position()
 
     def position(self) -> Position:
-        """The position of the latest `read`: after the document that it gave last."""
+        """Returns the position of the latest `read`: after the document that it gave last."""
         return self._dataset.state_dict()
 
     def read(self, position: Position) -> Iterator[bytes]:
-        """The documents from a position to the end of the data, without blank ones."""
+        """Yields the documents from a position to the end of the data, without blank ones."""
         self._dataset.load_state_dict(position)
         # Not `iter(dataset)`, which gives each worker of a `DataLoader` only a part of the rows. One row at a time,
         # because positions are exact only between batches of `iter`.
@@ -82,14 +82,14 @@ class Documents:
                 yield text
 
     def tokens(self, tokenizer: Tokenizer, position: Position, batch: int = BATCH) -> Iterator[tuple[Position, Tensor]]:
-        """The tokens of a few documents at a time, and the position before them."""
+        """Yields the tokens of a few documents at a time, and the position before them."""
         documents = self.read(position)
         while texts := list(islice(documents, batch)):
             yield position, tokenizer.encode(texts)
             position = self.position()
 
     def first_tokens(self, tokenizer: Tokenizer, number: int | None) -> Tensor:
-        """The first ``number`` tokens, or all for None."""
+        """Returns the first ``number`` tokens, or all for None."""
         parts, total = [torch.empty(0, dtype=torch.uint8)], 0
         for _, tokens in self.tokens(tokenizer, self.start, BATCH if number is None else 1):
             parts.append(tokens)
@@ -100,7 +100,7 @@ class Documents:
 
 
 def open_splits(path: str, column: str) -> dict[str, Documents]:
-    """The splits of ``hf:NAME[:CONFIG]``, a data set of the Hugging Face Hub or a folder in that shape."""
+    """Returns the splits of ``hf:NAME[:CONFIG]``, a data set of the Hugging Face Hub or a folder in that shape."""
     name, _, config = path.removeprefix(HUB).partition(":")
     with no_progress_bars():
         import datasets
@@ -155,7 +155,7 @@ class SequenceStream(Dataset[Tensor]):
         return PackedSequences(tokens, self.length)
 
     def _read_blocks(self, position: Position) -> Iterator[tuple[Position, Tensor]]:
-        """The blocks from a position on: where each begins, and its ``BLOCK * length + 1`` tokens."""
+        """Yields the blocks from a position on: where each begins, and its ``BLOCK * length + 1`` tokens."""
         block, offset, size = position["block"], position["offset"], BLOCK * self.length
         parts = self._read(position["documents"])
         held: deque[tuple[Position, Tensor]] = deque()
@@ -188,7 +188,7 @@ class SequenceStream(Dataset[Tensor]):
         return self._tokens[start : start + self.length + 1].long()
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Position]:
-        """A batch, and the position of its last block: later sequences of all ranks lie in it or after it."""
+        """Returns a batch, and the position of its last block: later sequences of all ranks lie in it or after it."""
         return torch.stack([self[index] for index in indices]), self.position
 
 
@@ -282,7 +282,7 @@ class StreamLoader(DataLoader[Tensor]):
 def open_stream(
     path: str, column: str, tokenizer: Tokenizer, length: int, val_sequences: int | None
 ) -> tuple[SequenceStream, PackedSequences]:
-    """The training stream, and the validation sequences in memory.
+    """Returns the training stream, and the validation sequences in memory.
 
     Validation takes the first sequences (all for None) of the split ``validation`` or ``test``; without such a split,
     the first documents of ``train``, which training then skips.

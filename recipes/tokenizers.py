@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, documents: list[bytes]) -> Tensor:
-        """The ids of all documents, each followed by the separator, 1-D, uint8 if they fit, else int32."""
+        """Returns the ids of all documents, each followed by the separator, 1-D, uint8 if they fit, else int32."""
 
 
 class ByteTokenizer:
@@ -92,6 +92,6 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def encode_all(tokenizer: Tokenizer, documents: list[bytes]) -> Tensor:
-    """The ids of any number of documents, 1-D, with a separator between them, but not after the last one."""
+    """Returns the ids of any number of documents, 1-D, with a separator between them, but not after the last one."""
     parts = range(0, len(documents), BATCH)
     return torch.cat([tokenizer.encode(documents[part : part + BATCH]) for part in parts])[:-1]

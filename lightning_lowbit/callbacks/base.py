@@ -1,4 +1,4 @@
-"""The base class of all callbacks of this package, and what several of them refuse."""
+"""The base class of all callbacks of this package, with the refusals that several of them share."""
 
 from typing import Any, ClassVar
 
@@ -39,7 +39,7 @@ class LowBitCallback(Callback):
             self._start_afresh()
 
     def _start_afresh(self) -> None:
-        """Resets what belongs to one run."""
+        """Resets the state of a run."""
 
     def _needs_plugin(self, trainer: Trainer) -> LowBitPrecision:
         if isinstance(plugin := trainer.precision_plugin, LowBitPrecision):

@@ -11,29 +11,29 @@ from torch import nn
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.layers.layer import clean_name
-from lightning_lowbit.report.console import Table, Text
+from lightning_lowbit.report.blocks import Table, Text
 
 
 def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
-    """One row per kind of layer; ``dtype`` is that of the computation."""
+    """Tabulates the kinds of layers; ``dtype`` is the compute dtype."""
     rows: dict[tuple[Any, ...], list[str]] = {}
     parameters: Counter[tuple[Any, ...]] = Counter()
     labels = _labels(model)
     counted: set[nn.Parameter] = set()  # tied parameters belong to several modules
-    of_products = {p for m in model.modules() if isinstance(m, Product) for p in m.own_parameters()}
+    shared = {p for m in model.modules() if isinstance(m, Product) for p in m.own_parameters()}  # with a host
     for name, module in model.named_modules():
         name = clean_name(name)
         if isinstance(module, QuantizedLayer):
             size, casts, where = module.size_text, labels[module.full_casts], _executed(module)
-            own = set(module.own_parameters())
-        elif own := set(module.parameters(recurse=False)) - of_products:
+            members = set(module.own_parameters())
+        elif members := set(module.parameters(recurse=False)) - shared:
             size, casts, where = "", "high precision", ""
         else:
             continue
         key = (re.sub(r"\d+", "*", name), type(module).__name__, size, casts, where)
         rows.setdefault(key, []).append(name)
-        parameters[key] += sum(parameter.numel() for parameter in own - counted)
-        counted |= own
+        parameters[key] += sum(parameter.numel() for parameter in members - counted)
+        counted |= members
     body = [
         [_range(names), kind, size, _count(parameters[key]), casts, where]
         for key, names in rows.items()
@@ -47,22 +47,14 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
     return Table(["layers", "class", "in → out", "parameters", "casts", "GEMMs"], body, caption)
 
 
-def _sizes(layer: QuantizedLayer) -> tuple[int | None, int | None]:
-    """in_features and out_features; None for a product of two activations."""
-    if layer.weight is None:
-        return None, None
-    out, inner = layer.weight_matrix().shape[-2:]
-    return inner, out
-
-
 def _savings(model: nn.Module, dtype: torch.dtype) -> str:
-    """What layers keep of their inputs, if not the tensors."""
+    """Says how many bits of their inputs layers keep, if not the tensors."""
     layers = [module for module in model.modules() if isinstance(module, QuantizedLayer) and module.save == "codes"]
     layers = [layer for layer in layers if layer.weight is not None]
     if not layers:
         return ""
-    kept = [layer.kept_input(dtype) for layer in layers]
-    bits = sum(width * bits for width, bits in kept) / max(sum(width for width, _ in kept), 1)
+    inputs = [layer.kept_input(dtype) for layer in layers]
+    bits = sum(width * bits for width, bits in inputs) / max(sum(width for width, _ in inputs), 1)
     whole = torch.finfo(dtype).bits
     return f" For the backward pass they keep {bits:.2f} bits per element of their inputs, of {whole} (save='codes')."
 
@@ -77,7 +69,7 @@ def _executed(layer: QuantizedLayer) -> str:
 
 
 def native_notes(model: nn.Module) -> list[Text]:
-    """Why GEMMs of two quantized operands are emulated, a line for each reason."""
+    """Explains why GEMMs of two quantized operands are emulated, a line for each reason."""
     labels, notes = _labels(model), dict[str, None]()
     for layer in model.modules():
         if isinstance(layer, QuantizedLayer):
@@ -115,15 +107,19 @@ def _labels(model: nn.Module) -> dict[LinearCasts, str]:
 def layer_data(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterable[dict[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
-            in_features, out_features = _sizes(module)
-            casts = _describe(module.full_casts)
-            native = list(module.native_gemms(module.device, module.full_casts))
-            own = {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts, "native": native}
-            yield own | {"saved_bits": module.kept_input(dtype)[1]}
+            shape = (None, None) if module.weight is None else module.weight_matrix().shape[-2:]  # None: activations
+            yield {
+                "name": clean_name(name),
+                "in": shape[1],
+                "out": shape[0],
+                "casts": _describe(module.full_casts),
+                "native": list(module.native_gemms(module.device, module.full_casts)),
+                "saved_bits": module.kept_input(dtype)[1],
+            }
 
 
 def merge_numbers(flops: Mapping[str, int], reasons: Mapping[str, str]) -> list[tuple[str, int, int, str]]:
-    """(names, count, FLOPs, reason) of entries of one reason whose names differ only in numbers, largest first."""
+    """Merges entries of one reason whose names differ only in numbers: (names, count, FLOPs, reason), largest first."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in flops:
         groups.setdefault((re.sub(r"\d+", "*", name), reasons[name]), []).append(name)

@@ -2,28 +2,33 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
+from lightning_lowbit._lightning import Trainer
+from lightning_lowbit.precision import LowBitPrecision
+
 
 class LowerRates:
-    """Multiplies the learning rates of an optimizer within its steps by ``factor``, which may be set between steps.
+    """Multiplies the learning rates of optimizers within their steps by ``factor``, which may be set between steps.
 
     Examples:
-        >>> lower = LowerRates(optimizer, 0.5)
+        >>> lower = LowerRates([optimizer], 0.5)
         >>> optimizer.step()
         >>> lower.release()
     """
 
-    def __init__(self, optimizer: Optimizer, factor: float) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], factor: float) -> None:
         self.factor = factor
-        self._hooks = _HOOKS.get(optimizer) or _Hooks(optimizer)
-        self._hooks.add(self)
+        self._hooks = [_HOOKS.get(optimizer) or _Hooks(optimizer) for optimizer in optimizers]
+        for hooks in self._hooks:
+            hooks.add(self)
 
     def release(self) -> None:
         """Restores the learning rates for good, also after a step that raised."""
-        self._hooks.remove(self)
+        for hooks in self._hooks:
+            hooks.remove(self)
 
 
 class Rewarm:
@@ -31,23 +36,93 @@ class Rewarm:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._lowered: list[LowerRates] = []
+        self._lowered: LowerRates | None = None
 
     def follow(self, optimizers: Sequence[Optimizer], taken: int) -> None:
         """Sets the factor of the next step, ``taken`` steps after the first; a negative ``taken`` means no factor."""
         factor = 1.0 if taken < 0 else min(1.0, (taken + 1) / self._steps)
         if factor == 1:
             self.release()
-        elif not self._lowered:
-            self._lowered = [LowerRates(optimizer, factor) for optimizer in optimizers]
-        for lowered in self._lowered:
-            lowered.factor = factor
+        elif self._lowered is None:
+            self._lowered = LowerRates(optimizers, factor)
+        else:
+            self._lowered.factor = factor
 
     def release(self) -> None:
         """Ends or interrupts the ramp; :meth:`follow` may start it again."""
-        for lowered in self._lowered:
-            lowered.release()
-        self._lowered = []
+        if self._lowered is not None:
+            self._lowered.release()
+        self._lowered = None
+
+
+class GentleSteps:
+    """Lowers learning rates and sets a temporary phase of ``owner`` until the step ``until``; None when inactive."""
+
+    saved: ClassVar[Any] = {"until": int | None, "phase_before": str | None, "is_phase_ours": bool}
+
+    def __init__(self, owner: str, lr_factor: float, phase: str | None) -> None:
+        self.until: int | None = None
+        self._owner, self._lr_factor, self._phase = owner, lr_factor, phase
+        self._phase_before: str | None = None
+        self._loaded: bool | None = None  # from a checkpoint: True if the phase was still ours
+        self._plugin: LowBitPrecision | None = None
+        self._lowered: LowerRates | None = None
+
+    def begin(self, trainer: Trainer, until: int) -> None:
+        self.end()
+        self.until = until
+        self._find_plugin(trainer)
+        if self._plugin is not None:
+            self._phase_before = self._plugin.phase
+            self._plugin.push_phase(self._owner, self._phase)
+        self._lower_rates(trainer)
+
+    def resume(self, trainer: Trainer) -> None:
+        """Continues, when training starts, the steps that the end of training or a checkpoint interrupted."""
+        loaded, self._loaded = self._loaded, None
+        self._find_plugin(trainer)
+        if self.until is None:
+            return
+        if (plugin := self._plugin) is not None and (plugin.has_pushed(self._owner) if loaded is None else loaded):
+            if loaded and self._phase is not None and self._phase_before is not None:
+                plugin.set_phase(self._phase_before)  # the plugin restored the temporary phase
+            plugin.push_phase(self._owner, self._phase)
+        self._lower_rates(trainer)
+
+    def suspend(self) -> None:
+        """Restores phase and learning rates when training ends, until :meth:`resume`."""
+        if self.until is not None and self._plugin is not None and self._plugin.has_pushed(self._owner):
+            self._plugin.push_phase(self._owner, None)
+        self.release_rates()
+
+    def end(self) -> None:
+        if self.until is not None and self._plugin is not None:
+            self._plugin.pop_phase(self._owner)
+        self.until = None
+        self.release_rates()
+
+    def release_rates(self) -> None:
+        if self._lowered is not None:
+            self._lowered.release()
+        self._lowered = None
+
+    def _find_plugin(self, trainer: Trainer) -> None:
+        self._plugin = trainer.precision_plugin if isinstance(trainer.precision_plugin, LowBitPrecision) else None
+
+    def _lower_rates(self, trainer: Trainer) -> None:
+        if self._lr_factor < 1:
+            self._lowered = LowerRates(trainer.optimizers, self._lr_factor)
+
+    def state(self) -> dict[str, Any]:
+        is_ours = self._loaded
+        if is_ours is None:
+            is_ours = self._plugin is None or self._plugin.has_pushed(self._owner)
+        is_ours = self.until is not None and is_ours
+        return {"until": self.until, "phase_before": self._phase_before, "is_phase_ours": is_ours}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.until, self._phase_before = state["until"], state["phase_before"]
+        self._loaded = state["is_phase_ours"]
 
 
 class _Hooks:
@@ -55,26 +130,26 @@ class _Hooks:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._lower_rates: list[LowerRates] = []
+        self._users: list[LowerRates] = []
         self._handles: list[Any] = []
         self._rates: list[Any] = []
         self._depth = 0  # torch calls the hooks again if step() calls the base class's step()
 
-    def add(self, one: LowerRates) -> None:
+    def add(self, user: LowerRates) -> None:
         if not self._handles:
             register = (self._optimizer.register_step_pre_hook, self._optimizer.register_step_post_hook)
             self._handles = [register[0](self._lower), register[1](self._restore)]
             _HOOKS[self._optimizer] = self
-        self._lower_rates.append(one)
+        self._users.append(user)
 
-    def remove(self, one: LowerRates) -> None:
-        if one not in self._lower_rates:
+    def remove(self, user: LowerRates) -> None:
+        if user not in self._users:
             return
-        self._lower_rates.remove(one)
+        self._users.remove(user)
         if self._depth:
             self._depth = 1
             self._restore()
-        if not self._lower_rates:
+        if not self._users:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
@@ -82,7 +157,7 @@ class _Hooks:
 
     def _lower(self, *_: Any) -> None:
         self._depth += 1
-        factor = prod(one.factor for one in self._lower_rates)
+        factor = prod(user.factor for user in self._users)
         if self._depth == 1:
             self._rates = [group["lr"] for group in self._optimizer.param_groups]
             for group in self._optimizer.param_groups if factor != 1 else ():

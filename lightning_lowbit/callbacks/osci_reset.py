@@ -1,10 +1,7 @@
 """Ends the oscillation of latent weights around rounding thresholds (OsciReset of TetraJet-v2).
 
-The quantized value q of a latent weight w near a threshold jumps between two levels while w hardly moves. Where
-
-    ratio  =  Σ |q_t - q_{t-1}| / Σ |w_t - w_{t-1}|        over a window of optimizer steps
-
-is large, w is set to q, the center of its bin.
+The measure is Σ |q_t - q_{t-1}| / Σ |w_t - w_{t-1}| over a window of optimizer steps, of a latent weight w and its
+quantized value q. Near a threshold, q jumps between two levels while w hardly moves.
 """
 
 from dataclasses import dataclass
@@ -25,7 +22,7 @@ from lightning_lowbit.saved_state import OneOf, shown
 
 @dataclass
 class _Paths:
-    """How far the elements of a weight moved in a window, all ``[out_features, in_features]``; the sums are float32."""
+    """The paths of the elements of a weight in a window, all ``[out_features, in_features]``; sums are float32."""
 
     last: Tensor
     latent: Tensor
@@ -54,13 +51,13 @@ def _is_path(value: object) -> bool:
 class OsciReset(LowBitCallback):
     """Sets latent weights that oscillate between two levels to the center of their bin.
 
-    In windows of ``window`` optimizer steps it sums up, for each element of every weight that is rounded to nearest,
-    how far the latent weight moves and how far its quantized value jumps. Then, elements whose jumps add up to
+    In windows of ``window`` optimizer steps it adds up, for each element of every weight that is rounded to nearest,
+    the movements of the latent weight and the jumps of its quantized value. Elements whose jumps add up to
     ``threshold`` times their movement are set to their quantized value; the optimizer's moments stay. It logs the share
     of these elements as ``reset/fprop_w/<layer>``.
 
-    The default ``window``, ``every`` and ``threshold`` are the authors' for 70 and 150 million parameters in NVFP4
-    (github.com/thu-ml/TetraJet-v2-NVFP4Training). They begin at 60 to 70 % of a run, so set ``start``. A window takes
+    The defaults are the authors' for 70 and 150 million parameters in NVFP4
+    (github.com/thu-ml/TetraJet-v2-NVFP4Training), except ``start``: they begin at 60 to 70 % of a run. A window takes
     two float32 tensors, which a checkpoint keeps, and a copy of each weight, and two quantizations of it per step. See
     ``docs/guides/monitoring.md`` for the weights that are left out.
 
@@ -167,7 +164,7 @@ class OsciReset(LowBitCallback):
         return self._layers[name].weight_matrix().detach().flatten(0, -2)
 
     def state_dict(self) -> dict[str, Any]:
-        """The open window, without the last values: between steps they equal the weights."""
+        """Returns the open window, without the last values: between steps they equal the weights."""
         paths = {name: {"latent": p.latent, "quantized": p.quantized} for name, p in self._paths.items()}
         return {"step": self._step, "end": self._end, "paths": self._loaded or paths}
 

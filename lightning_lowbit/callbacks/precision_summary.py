@@ -1,4 +1,4 @@
-"""Which layers compute in few bits, and how much of the arithmetic: measured in the first step, averaged at the end."""
+"""Shows which layers compute in few bits: measured in the first step, averaged at the end."""
 
 import json
 from collections import Counter
@@ -25,9 +25,9 @@ from lightning_lowbit.nn.conversion.inventory import Inventory
 from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype
-from lightning_lowbit.report.console import Table, Text, show
-from lightning_lowbit.report.html import Section
+from lightning_lowbit.report.blocks import Section, Table, Text
 from lightning_lowbit.report.run_folder import run_folder
+from lightning_lowbit.report.tables import show
 from lightning_lowbit.saved_state import NUMBER, count
 
 _NEW = "new since the model was converted; the next fit converts it"
@@ -45,10 +45,9 @@ class PrecisionSummary(LowBitCallback):
     When training starts, it prints a table of layers, parameters and casts, and why GEMMs are emulated. After the first
     training step it prints the coverage: FLOPs of GEMMs with two quantized operands over the FLOPs of all matrix
     products, attentions and convolutions. At the end it prints the bits of a GEMM operand, block scales included,
-    averaged over FLOPs and over the steps in each phase; steps of progressive quantization (λ below 1) count as high
-    precision. The same goes into a JSON file in the logger's directory. FLOPs are counted in one micro-batch of the
-    first process, in eager code, and again where an epoch begins with other layers: that step is several times slower,
-    with more memory and the same results.
+    averaged over FLOPs and steps; steps with λ below 1 count as high precision. A JSON file has the same. FLOPs are
+    counted in one micro-batch of the first process, in eager code, and again where an epoch begins with other layers:
+    that step is several times slower, with more memory and the same results.
 
     Args:
         filename: of the JSON file in the logger's directory.
@@ -56,7 +55,7 @@ class PrecisionSummary(LowBitCallback):
 
     Attributes:
         counter: FLOPs of the first training step, by module and GEMM; None before.
-        shows_coverage: tells the plugin not to print the coverage.
+        shows_coverage: True, so the plugin does not print the coverage.
 
     Examples:
         >>> Trainer(plugins=[FP4Precision("nvfp4")], callbacks=[PrecisionSummary()])
@@ -76,20 +75,21 @@ class PrecisionSummary(LowBitCallback):
         self.filename, self.quiet = filename, quiet
         self.counter: GemmCounter | None = None
         self._counting = False
-        self._steps: Counter[str] = Counter()  # optimizer steps by phase
-        self._since: Counter[str] = Counter()  # those since layers last came or went
-        self._past: list[list[float]] = []  # bits per operand, and steps, of each time before
         self._inventory: Inventory | None = None
         self._added: set[str] = set()
         self._folder: Path | None = None
         self._model: nn.Module | None = None
         self._dtype = torch.float32
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self._steps: Counter[str] = Counter()  # optimizer steps by phase
+        self._since: Counter[str] = Counter()  # since the last change of layers
+        self._past: list[list[float]] = []  # bits per operand, and steps, of each time before
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.counter, self._counting, self._model = None, False, pl_module
         self._inventory, self._added = Inventory(pl_module), set()
-        if trainer.global_step == 0:  # another run
-            self._forget_steps()
         self._dtype = compute_dtype(trainer.precision_plugin)
         folder = trainer.log_dir  # all processes ask for it together
         self._folder = Path(folder) if folder is not None and trainer.loggers and "://" not in folder else None
@@ -149,20 +149,19 @@ class PrecisionSummary(LowBitCallback):
             self._write(trainer)
 
     def _close(self) -> bool:
-        """Stops counting; returns whether it was."""
-        was, self._counting = self._counting, False
-        if was and self.counter is not None:
+        was_counting, self._counting = self._counting, False
+        if was_counting and self.counter is not None:
             self.counter.__exit__(None, None, None)
-        return was
+        return was_counting
 
     def coverage(self, phase: str | None = None) -> Coverage:
-        """The measured coverage, for the casts of a phase or those in force; ``RuntimeError`` before the first step."""
+        """Returns the measured coverage, for the current casts or a phase's; ``RuntimeError`` before the first step."""
         if self.counter is None or self._counting:
             raise RuntimeError("Coverage is measured in the first training step, and there was none yet.")
         return self.counter.coverage(phase, torch.finfo(self._dtype).bits)
 
     def average_bits(self) -> float:
-        """Bits of a GEMM operand, averaged over FLOPs and optimizer steps, also over those with other layers."""
+        """Averages the bits of a GEMM operand over FLOPs and all optimizer steps, also before layers changed."""
         steps = self._since if self._steps else Counter({"fqt": 1})
         parts = [*self._past, *([self._bits(phase), count] for phase, count in steps.items())]
         return sum(bits * count for bits, count in parts) / sum(count for _, count in parts)
@@ -249,8 +248,3 @@ class PrecisionSummary(LowBitCallback):
         self._steps = Counter(state["steps"])
         self._since = Counter(state.get("since", self._steps))
         self._past = [[*part] for part in state.get("past", [])]
-
-    def _forget_steps(self) -> None:
-        self._steps.clear()
-        self._since.clear()
-        self._past = []

@@ -1,12 +1,8 @@
 """Writes a page about a run when it ends, also after an exception.
 
-Other callbacks contribute by methods, called in the order of the Trainer's list:
-
-    report_alerts(trainer) -> list[str]           warnings, shown first
-    report_sections(trainer) -> list[Section]     shown between the metrics and the environment
-    report_data(trainer) -> dict                  merged into "summary" of run.json
-
-Only the first process calls them, also after an exception, so they must not use collectives.
+Other callbacks contribute by methods, which the first process alone calls, in the order of the Trainer's list. They
+must not use collectives: ``report_alerts(trainer)`` returns texts, ``report_sections(trainer)`` a list of ``Section``,
+and ``report_data(trainer)`` a dict for "summary" of run.json.
 """
 
 import json
@@ -38,7 +34,7 @@ from lightning_lowbit.report.blocks import Section
 from lightning_lowbit.report.history import History, learning_rates, scalars
 from lightning_lowbit.report.page import render_run
 from lightning_lowbit.report.run_folder import continue_in, run_folder
-from lightning_lowbit.report.trackers import begin, finish
+from lightning_lowbit.report.trackers import send_results, send_start
 from lightning_lowbit.saved_state import NUMBER
 
 
@@ -46,12 +42,11 @@ class RunReport(LowBitCallback):
     """Writes ``report.html`` and ``run.json`` into the logger's directory when ``fit`` ends or raises.
 
     Without a logger they go to ``default_root_dir``; a dry run (``fast_dev_run``) writes nothing. If runs share the
-    directory, the first one writes into it and later ones into ``version_1`` and so on in it; a resumed run writes into
-    its own. ``WandbLogger`` and ``MLFlowLogger`` also get casts, coverage and the page.
+    directory, later ones write into ``version_1`` and so on in it; a resumed run continues its own files, since
+    checkpoints hold the history. ``WandbLogger`` and ``MLFlowLogger`` also get casts, coverage and the page.
 
-    The history of metrics is saved with the checkpoint, so that the page of a resumed run shows the whole run. Values
-    logged during the k-th optimizer step, or in a validation after it, are shown at k. Recording copies values to the
-    host once in many steps. With launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an
+    Values logged during the k-th optimizer step, or in a validation after it, are shown at k. Recording copies values
+    to the host once in many steps. With launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an
     exception is not reported: Lightning calls no callback in the process that raised it.
 
     Args:
@@ -85,7 +80,7 @@ class RunReport(LowBitCallback):
         self._rates: dict[str, Tensor] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Chooses the folder; here, because ``log_dir`` is a broadcast among all processes."""
+        """Chooses the folder in all processes, because ``log_dir`` is a broadcast."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._trainer = trainer
@@ -99,7 +94,7 @@ class RunReport(LowBitCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trained = True
         if self._folder is not None and trainer.is_global_zero:
-            begin(trainer, contents.precision_of(trainer))
+            send_start(trainer, contents.precision_of(trainer))
             if trainer.global_step:
                 continue_in(trainer, self._folder, self._id)
         self._since, self._begin, self._recorded = time.monotonic(), trainer.global_step, trainer.global_step
@@ -141,10 +136,10 @@ class RunReport(LowBitCallback):
             self._history.add_layers(numbers, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The history. Another callback may save before the last step is recorded, so this records it first."""
+        """Returns the history, after recording the last step: another callback may save before it is recorded."""
         if self._trainer is not None and self._since is not None:
             if self._trainer.is_global_zero:  # monitors record the numbers that they have not read yet
-                contents.ask(self._trainer, "report_alerts", [])
+                contents.call_reports(self._trainer, "report_alerts", [])
             (self.on_validation_end if self._trainer.validating else self.on_train_batch_end)(self._trainer)
         state = {"history": self._history.state_dict(), "validation": list(self._validation)}
         return {**state, "seconds": self._elapsed(), "id": self._id}
@@ -177,7 +172,7 @@ class RunReport(LowBitCallback):
             self._validation += [name for name in new if name not in self._validation]
 
     def _take(self, metrics: Mapping[str, Any], step: int, forked: bool = True) -> list[str]:
-        """Adds newly logged metrics, and returns their names. Lightning keeps old tensors, but logs new ones."""
+        """Adds newly logged metrics and returns their names; Lightning logs a new tensor each time."""
         new = []
         for name, value in scalars(metrics).items():
             stem, _, suffix = name.rpartition("_")
@@ -217,7 +212,7 @@ class RunReport(LowBitCallback):
         assert self._folder is not None
         failures: list[Section] = []
         # First, because monitors record their last numbers then.
-        alerts = [text for texts in contents.ask(trainer, "report_alerts", failures) for text in texts]
+        alerts = contents.call_reports(trainer, "report_alerts", failures)
         try:
             history = self._history.points()
         except Exception:  # after a device error nothing can be copied
@@ -225,7 +220,7 @@ class RunReport(LowBitCallback):
             history = self._history.points()
         folder = run_folder(trainer, self._folder, self.filename)
         folder.mkdir(parents=True, exist_ok=True)
-        summaries = contents.ask(trainer, "report_data", failures)
+        summary = dict(contents.call_reports(trainer, "report_data", failures))
         run: dict[str, Any] = {
             "name": contents.name_of(folder),
             "id": self._id,
@@ -245,12 +240,12 @@ class RunReport(LowBitCallback):
             "quantities": self._history.quantities,
             "phases": self._history.phases,
             "environment": contents.environment(trainer, self._started),
-            "summary": {name: value for summary in summaries for name, value in summary.items()},
+            "summary": summary,
         }
-        run["coverage"] = run["summary"].get("coverage", contents.coverage_of(trainer))
+        run["coverage"] = summary.get("coverage", contents.coverage_of(trainer))
         replace_file(folder / "run.json", json.dumps(contents.strict(run), indent=1, allow_nan=False))
-        sections = [section for sections in contents.ask(trainer, "report_sections", failures) for section in sections]
+        sections = contents.call_reports(trainer, "report_sections", failures)
         sections += [*contents.cast_sections(pl_module), *failures]
         page = render_run(run, sections, exception, contents.configuration_of(self._folder, trainer, pl_module))
         replace_file(folder / self.filename, page)
-        finish(trainer, run, folder / self.filename)
+        send_results(trainer, run, folder / self.filename)

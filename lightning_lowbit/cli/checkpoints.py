@@ -1,6 +1,7 @@
-"""What ``--ckpt_path`` means: ``last``, ``last-good`` or a path."""
+"""Checkpoints that a command resumes from or evaluates."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from lightning_lowbit.callbacks.recovery.whole_checkpoints import (
     first_whole,
 )
 from lightning_lowbit.cli.configs import as_list
-from lightning_lowbit.precision.checkpoints.files import is_text
+from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.precision.checkpoints.files import is_text, load_checkpoint, state_of
 
 _SUFFIX = ".ckpt"
 _WHOLE = re.compile(r"(.*\.)?(auto|ddp\w*|DDPStrategy|SingleDeviceStrategy)")  # strategies that load files alone
 
 
 def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
-    """The checkpoint to resume from, or an alias that Lightning resolves itself.
+    """Returns the checkpoint to resume from, or an alias that Lightning resolves itself.
 
     ``last`` is the newest checkpoint of this recipe's runs, ``last-good`` the newest undamaged one. ``trainer`` is the
     configuration of the Trainer; training (``trains``) removes files that crashed runs left behind. A checkpoint that
@@ -32,25 +34,25 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
         if trains and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             for folder in folders:
                 mend(folder, _SUFFIX)
-        found = _find_last(path, folders)
-        _check_strategy(found, trainer)
-        print(f"Resuming from {found}")
-        return str(found)
+        newest = _find_last(path, folders)
+        _check_strategy(newest, trainer)
+        print(f"Resuming from {newest}")
+        return str(newest)
     if path in (None, "best", "hpc") or re.match(r"\w+:", str(path)):
         return path
     if not Path(str(path)).exists():
         raise FileNotFoundError(f"The checkpoint {path!r} does not exist. Give another path, or leave out --ckpt_path.")
     _check_strategy(Path(str(path)), trainer)
-    wrong = damage(Path(str(path)))
-    if wrong == FOREIGN and is_text(Path(str(path))):
+    fault = damage(Path(str(path)))
+    if fault == FOREIGN and is_text(Path(str(path))):
         raise ValueError(f"{path} is a text, and no checkpoint. Give the path of one, or leave out --ckpt_path.")
-    if wrong not in (None, FOREIGN):  # other plugins may write other files
-        raise ValueError(f"The checkpoint {path} is damaged: it {wrong}. Give another one, or --ckpt_path last-good.")
+    if fault not in (None, FOREIGN):  # other plugins may write other files
+        raise ValueError(f"The checkpoint {path} is damaged: it {fault}. Give another one, or --ckpt_path last-good.")
     return path
 
 
 def _check_strategy(path: Path, trainer: Any) -> None:
-    """Raises if a strategy, which may be a name or a class in the configuration, does not load a folder of shards."""
+    """Raises if the strategy of the configuration, a name or a class, does not load a folder of shards."""
     strategy = getattr(trainer, "strategy", None)
     strategy = str(getattr(strategy, "class_path", strategy))
     if path.is_dir() and _WHOLE.fullmatch(strategy):
@@ -66,8 +68,7 @@ def find_checkpoints(*folders: Path) -> list[Path]:
 
 
 def _find_last(which: str, folders: list[Path]) -> Path:
-    found = find_checkpoints(*folders)
-    newest, damaged = first_whole(found)
+    newest, damaged = first_whole(find_checkpoints(*folders))
     if damaged and (which == "last" or newest is None):
         raise DamagedCheckpointError(damaged, newest, "--ckpt_path last-good")
     if newest is None:
@@ -86,8 +87,27 @@ def _folders(trainer: Any) -> list[Path]:
     folders = [*(callback.get("dirpath") for callback in callbacks), arguments.get("save_dir")]
     if folders[-1] is None:
         folders.append(trainer.default_root_dir)
-    found = [Path(folder) for folder in folders if folder is not None]
-    if not found:
+    paths = [Path(folder) for folder in folders if folder is not None]
+    if not paths:
         need = "--ckpt_path last needs the folder of the run"
         raise ValueError(f"{need}: set the logger's save_dir or trainer.default_root_dir, or give a path.")
-    return found
+    return paths
+
+
+def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool = True) -> dict[str, Any]:
+    """Returns overrides of the Trainer's (instantiated) arguments that evaluate a checkpoint as it was trained.
+
+    Empty if the path is None or not local, the checkpoint does not hold its casts, or the configured plugin has
+    ``casts_of_checkpoint=False``.
+    """
+    plugins = as_list(trainer.get("plugins") or [])
+    configured = next((plugin for plugin in plugins if isinstance(plugin, LowBitPrecision)), None)
+    if path is None or not Path(path).exists() or (configured is not None and not configured.casts_of_checkpoint):
+        return {}
+    checkpoint = load_checkpoint(path, weights_only)
+    state = state_of(checkpoint)
+    if state is None or state.get("trained") is None:
+        return {}  # the plugin warns about it
+    same: dict[str, Any] = {} if configured is None else {"exact": configured.exact, "backend": configured.backend}
+    plugin = LowBitPrecision.from_checkpoint(checkpoint, **same)
+    return {"plugins": [*(other for other in plugins if other is not configured), plugin], "precision": None}

@@ -1,4 +1,7 @@
-"""Dispatch of the ``lowbit`` commands, and one-line messages for mistakes; does not import torch, to be quick."""
+"""Dispatches the ``lowbit`` commands and turns mistakes into one-line messages.
+
+Imports inside functions keep ``lowbit ls`` quick: it needs neither torch nor Lightning.
+"""
 
 import argparse
 import os
@@ -10,6 +13,7 @@ from pathlib import Path
 
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, recipes
+from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path
 from lightning_lowbit.cli.search_path import current_folder_last
 
 _USAGE = """\
@@ -56,6 +60,15 @@ _OPTIONS = """\
 # The subcommands of Lightning's command line.
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
+# The modules of the other commands, imported when called: they import torch.
+_MODULES = {
+    "compare": "lab.compare.command",
+    "inspect": "lab.inspect.command",
+    "export": "export.command",
+    "evaluate": "evaluate.command",
+    "estimate": "lab.estimate.command",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status. With ``LOWBIT_TRACEBACK=1`` errors keep their traceback."""
@@ -79,8 +92,6 @@ def _run(arguments: list[str]) -> int:
             return 141  # the status of a program that SIGPIPE ends
         if os.environ.get("LOWBIT_TRACEBACK") == "1" or not _is_mistake(error):
             raise
-        from lightning_lowbit.cli.mistakes import explain, hidden
-
         message = explain(error)
         print(f"lowbit: error: {message}{hidden(message)} (LOWBIT_TRACEBACK=1 shows where.)", file=sys.stderr)
         return 2
@@ -95,24 +106,23 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name in TRAINER_COMMANDS:
-        asked = next((i for i, argument in enumerate(rest) if argument in ("-h", "--help")), None)
-        if asked is not None and rest[asked + 1 : asked + 2] != ["all"]:
+        place = next((i for i, argument in enumerate(rest) if argument in ("-h", "--help")), None)
+        if place is not None and rest[place + 1 : place + 2] != ["all"]:
             print(_short_help(name))
             return 0
-        if asked is not None:
-            del rest[asked + 1]
+        if place is not None:
+            del rest[place + 1]
         from lightning_lowbit.cli.run import run
 
         run([name, *rest])
         return 0
-    own: dict[str, Callable[[Sequence[str]], int | None]] = {"ls": _list, "cp": _copy}
-    others = ("compare", "inspect", "export", "evaluate", "estimate")
-    if name in others:
-        own[name] = getattr(import_module(f"lightning_lowbit.cli.{name}"), name)
-    if name not in own:
-        commands = [*own, *others, *TRAINER_COMMANDS]
-        raise ValueError(f"There is no command {name!r}.{nearest(name, commands)} Commands are: {', '.join(commands)}.")
-    return own[name](rest) or 0
+    commands: dict[str, Callable[[Sequence[str]], int | None]] = {"ls": _list, "cp": _copy}
+    if name in _MODULES:
+        commands[name] = getattr(import_module(f"lightning_lowbit.cli.{_MODULES[name]}"), name)
+    if name not in commands:
+        names = [*commands, *_MODULES, *TRAINER_COMMANDS]
+        raise ValueError(f"There is no command {name!r}.{nearest(name, names)} Commands are: {', '.join(names)}.")
+    return commands[name](rest) or 0
 
 
 def _is_mistake(error: Exception) -> bool:
@@ -121,19 +131,18 @@ def _is_mistake(error: Exception) -> bool:
     from jsonargparse import ArgumentError
 
     from lightning_lowbit._lightning import MisconfigurationException
-    from lightning_lowbit.cli.mistakes import is_of_a_path
 
     return is_of_a_path(error) or isinstance(error, MisconfigurationException | ArgumentError)
 
 
 def _reader_is_gone() -> bool:
-    """Whether the reader of a pipe has closed it, as ``head`` does; then redirects stdout to /dev/null."""
+    """Tells whether the reader of the output has closed its pipe, as ``head`` does; then output goes to /dev/null."""
     poll = select.poll()
     poll.register(sys.stdout, 0)
-    gone = any(event & select.POLLERR for _, event in poll.poll(0))
-    if gone:
+    is_closed = any(event & select.POLLERR for _, event in poll.poll(0))
+    if is_closed:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return gone
+    return is_closed
 
 
 def _short_help(command: str) -> str:
@@ -166,10 +175,10 @@ def _copy(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("lowbit cp", description=_copy.__doc__, allow_abbrev=False)
     parser.add_argument("name", help="a name from `lowbit ls`")
     parser.add_argument("file", nargs="?", default=".", help="where to; a folder keeps the name")
-    given = parser.parse_args(arguments)
-    source = find_config(given.name)
-    target = Path(given.file).expanduser()
-    if target.is_dir() or given.file.endswith("/"):
+    options = parser.parse_args(arguments)
+    source = find_config(options.name)
+    target = Path(options.file).expanduser()
+    if target.is_dir() or options.file.endswith("/"):
         target /= source.name
     if os.path.lexists(target):
         raise ValueError(f"{target} exists already; give another name, or remove it first.")

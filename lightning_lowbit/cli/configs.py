@@ -15,6 +15,7 @@ import yaml
 
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.lists import options_with_lists, with_lists
+from lightning_lowbit.cli.mistakes import arguments_of
 
 # Folders of configurations that change a recipe, and of those that run a recipe many times.
 OVERLAY, STUDY = "overlays", "studies"
@@ -23,8 +24,8 @@ _NEEDS_NO_RECIPE = r"--(model|model\.class_path|print_config|help|[\w.]+\.help)(
 
 
 def recipes() -> dict[str, Path]:
-    found = Path(str(files("lightning_lowbit.recipes")))
-    return {path.stem: path for path in sorted(found.rglob("*.yaml"), key=lambda path: path.stem)}
+    folder = Path(str(files("lightning_lowbit.recipes")))
+    return {path.stem: path for path in sorted(folder.rglob("*.yaml"), key=lambda path: path.stem)}
 
 
 def headline(path: Path) -> str:
@@ -36,7 +37,7 @@ def kind(path: Path) -> str:
 
 
 def find_config(name: str, option: str = "--config") -> Path:
-    """The file of an option: a path, or a recipe, overlay or study of this package; hyphens stand for underscores."""
+    """Finds the file of an option: a path, or a name of this package, in which hyphens stand for underscores."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -59,8 +60,8 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
         return as_list(base) + [callback for callback in as_list(overlay) if callback not in as_list(base)]
     if key == "plugins" and isinstance(base, list) and isinstance(overlay, Mapping):
         if len(base) != 1:
-            what = "An overlay changes the one plugin of a recipe"
-            raise ValueError(f"{what}, but trainer.plugins lists {len(base)}. Write the whole list in the overlay.")
+            rule = "An overlay changes the one plugin of a recipe"
+            raise ValueError(f"{rule}, but trainer.plugins lists {len(base)}. Write the whole list in the overlay.")
         base = base[0]
     if not isinstance(overlay, Mapping):
         return overlay
@@ -72,11 +73,9 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
         base = {"preset": base} if isinstance(base, str) else base
     base = base if isinstance(base, Mapping) else {}
     if base and "class_path" in overlay and overlay["class_path"] != base.get("class_path"):
-        from lightning_lowbit.cli.mistakes import arguments_of
-
-        taken = arguments_of(overlay["class_path"])  # None for an unknown class, which the parser will report
-        kept = (base.get("init_args") or {}).items()
-        base = {"init_args": {name: value for name, value in kept if taken is None or name in taken}}
+        allowed = arguments_of(overlay["class_path"])  # None for an unknown class, which the parser will report
+        items = (base.get("init_args") or {}).items()
+        base = {"init_args": {name: value for name, value in items if allowed is None or name in allowed}}
         if not base["init_args"]:
             return overlay
     return {**base, **{name: merge(base.get(name), value, name) for name, value in overlay.items()}}
@@ -101,12 +100,12 @@ def read_config(path: Path) -> dict[str, Any]:
 def merge_all(configs: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
     """Merges configurations in order: names, paths, or contents of files; runs go to ``runs/<names>`` by default."""
     config: Any = {}
-    for each in configs:
-        config = merge(config, _read(each) if isinstance(each, str) else each)
+    for item in configs:
+        config = merge(config, _read(item) if isinstance(item, str) else item)
     if config.get("trainer") is None:
         config["trainer"] = {}
     if isinstance(trainer := config["trainer"], dict):
-        names = [each for each in configs if isinstance(each, str)]
+        names = [item for item in configs if isinstance(item, str)]
         trainer.setdefault("default_root_dir", f"runs/{combined_name(names)}")
     return config
 

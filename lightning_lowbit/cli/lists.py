@@ -14,22 +14,22 @@ def with_lists(config: Any) -> Any:
         return [with_lists(item) for item in config]
     if not isinstance(config, Mapping):
         return config
-    made = {key: with_lists(value) for key, value in config.items()}
-    if isinstance(given := made.get("init_args"), dict):
-        cls = class_at(made.get("class_path"))
-        made["init_args"] = {key: [value] if _is_item(value, cls, key) else value for key, value in given.items()}
-    return made
+    result = {key: with_lists(value) for key, value in config.items()}
+    if isinstance(arguments := result.get("init_args"), dict):
+        cls = class_at(result.get("class_path"))
+        result["init_args"] = {key: [value] if _is_item(value, cls, key) else value for key, value in arguments.items()}
+    return result
 
 
 def options_with_lists(arguments: Sequence[str], config: Mapping[str, Any]) -> list[str]:
-    """The same for a command line whose options change ``config``."""
-    made = list(arguments)
+    """Does the same for a command line whose options change ``config``."""
+    result = list(arguments)
     named: dict[str, str] = {}  # class paths by option
     for i, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
-        if not option.startswith("--") or (not equals and (i + 1 == len(arguments) or made[i + 1].startswith("--"))):
+        if not option.startswith("--") or (not equals and (i + 1 == len(arguments) or result[i + 1].startswith("--"))):
             continue
-        value = value if equals else made[i + 1]
+        value = value if equals else result[i + 1]
         key = option.removeprefix("--").removesuffix("+").removesuffix(".class_path")
         named[key] = value
         owner, _, name = key.rpartition(".")
@@ -40,8 +40,8 @@ def options_with_lists(arguments: Sequence[str], config: Mapping[str, Any]) -> l
             item = value
         if not option.endswith("+") and _is_item(item, class_at(named.get(owner) or _class_path(config, owner)), name):
             value = yaml.safe_dump([item], default_flow_style=True, width=10**9).strip()
-            made[i if equals else i + 1] = f"{option}={value}" if equals else value
-    return made
+            result[i if equals else i + 1] = f"{option}={value}" if equals else value
+    return result
 
 
 def _class_path(config: Any, path: str) -> Any:
@@ -53,7 +53,7 @@ def _class_path(config: Any, path: str) -> Any:
 
 
 def class_at(path: Any) -> Any:
-    """The class with a path, or a name in this package; None if it cannot be imported."""
+    """Returns the class with a path, or a name in this package; None if it cannot be imported."""
     try:
         cls = locate(str(path)) or locate(f"lightning_lowbit.{path}")
     except ErrorDuringImport:
@@ -71,5 +71,5 @@ def _is_item(value: Any, cls: Any, argument: str) -> bool:
         return False
     possible = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return not {Any, str, int, float} & set(possible) and any(
-        get_origin(each) in (list, Iterable, Sequence, Collection) for each in possible
+        get_origin(kind) in (list, Iterable, Sequence, Collection) for kind in possible
     )

@@ -19,11 +19,11 @@ _FROM_RUST = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors and
 
 
 def explain(error: BaseException) -> str:
-    """The message of an error in one line; of the parser's attempts for each type, only the first is kept."""
+    """Shortens the message of an error to one line; of the parser's attempts for each type, only the first stays."""
 
-    def missing(found: re.Match[str]) -> str:
-        package = found[2].replace("_", "-")  # as PyPI writes names
-        return f"{found[1]}, which the configuration names: install its package ({package}), or mend the name."
+    def missing(match: re.Match[str]) -> str:
+        package = match[2].replace("_", "-")  # as PyPI writes names
+        return f"{match[1]}, which the configuration names: install its package ({package}), or mend the name."
 
     lines = [line for line in str(error).splitlines() if line.strip()]
     message = re.sub(r"\s+", " ", _first_cause(lines)).strip() or type(error).__name__
@@ -33,7 +33,7 @@ def explain(error: BaseException) -> str:
     return " ".join([message, *getattr(error, "__notes__", ())])
 
 
-# For what the system refuses.
+# By the number of the system's error.
 _REMEDIES = {
     errno.EACCES: "Give another path, or change the permissions there.",
     errno.EBUSY: "It is in use: give another path.",
@@ -62,22 +62,22 @@ _MESSAGES = {
 
 
 def remedy(error: BaseException) -> str:
-    """What to do about a path or file that the system refuses; empty for other errors, whose messages say it."""
+    """Returns advice for a path or file that the system refuses; empty for other errors, whose messages have it."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (in_rust := _FROM_RUST.search(str(error))) is not None:
         number = int(in_rust[1])
-    told = (advice for text, advice in _MESSAGES.items() if re.search(text, str(error)))
-    return _REMEDIES.get(number or 0) or next(told, "")
+    advices = (advice for text, advice in _MESSAGES.items() if re.search(text, str(error)))
+    return _REMEDIES.get(number or 0) or next(advices, "")
 
 
 def is_of_a_path(error: Exception) -> bool:
-    """Whether pathlib or a library in Rust could not use a path; their exceptions are no ``OSError``."""
+    """Tells whether pathlib or a library in Rust could not use a path; their exceptions are no ``OSError``."""
     is_pathlib = isinstance(error, RuntimeError) and re.match("Symlink loop|Could not determine home", str(error))
     return bool(is_pathlib) or _FROM_RUST.search(str(error)) is not None
 
 
 def suggest(message: str, keys: Collection[str]) -> str:
-    """A hint for a message about an unknown key or class, from the valid ``keys``; empty for other messages."""
+    """Returns a hint for a message about an unknown key or class, from the valid ``keys``; empty for other messages."""
     no_class = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message)
     if no_class is not None:
         return nearest(no_class[2], dir(locate(no_class[1]))).strip()
@@ -92,7 +92,7 @@ def suggest(message: str, keys: Collection[str]) -> str:
 
 
 def hidden(message: str) -> str:
-    """A hint for a message about modules or classes, if a file of the current folder has an installed module's name."""
+    """Returns a hint if a message names a module that both an installed file and one of the current folder have."""
     words = re.findall(r"'([A-Za-z_]\w*)[\w.]*'", message) if re.search("module|import|class", message) else []
     for name in dict.fromkeys(words):
         local = next((path for path in (f"{name}.py", name) if os.path.exists(path)), None)
@@ -105,22 +105,22 @@ def hidden(message: str) -> str:
 
 
 def without_value(arguments: Sequence[str], message: str) -> str | None:
-    """The option that lacks its value; the parser's message names only the class of the option."""
-    found = re.search(r"argument (--\w+)\S*: expected one argument", message)
-    if found is None:
+    """Finds the option that lacks its value; the parser's message names only the class of the option."""
+    match = re.search(r"argument (--\w+)\S*: expected one argument", message)
+    if match is None:
         return None
     ends = (i for i, _ in enumerate(arguments) if i + 1 == len(arguments) or arguments[i + 1].startswith("--"))
-    return next((arguments[i] for i in ends if arguments[i].startswith(found[1]) and "=" not in arguments[i]), None)
+    return next((arguments[i] for i in ends if arguments[i].startswith(match[1]) and "=" not in arguments[i]), None)
 
 
 def option_of(error: BaseException, config: Mapping[str, Any]) -> str | None:
-    """The option that an error is about, if its message begins with an argument of the object that raised it."""
+    """Finds the option of an error whose message begins with an argument of the object that raised it."""
     name = re.split(r"\W", str(error), maxsplit=1)[0]
     raisers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     for path, owner in _arguments(config):
         if path.rpartition(".")[2] == name:
             cls = class_at(owner)
-            if cls is not None and any(isinstance(each, cls) for each in raisers):
+            if cls is not None and any(isinstance(raiser, cls) for raiser in raisers):
                 return f"--{path}"
     return None
 
@@ -142,12 +142,12 @@ def _first_cause(lines: list[str]) -> str:
     indent = len(bullet) - len(bullet.lstrip())
     ends = [i for i, line in enumerate(others) if len(line) - len(line.lstrip()) <= indent]
     block = [bullet.replace("- ", "", 1), *others[: ends[0] if ends else None]]
-    given = [line for line in others if "Given value:" in line and "Expected" in block[0]]
-    return " ".join([*where, _first_cause(block), *given[:1]])
+    values = [line for line in others if "Given value:" in line and "Expected" in block[0]]
+    return " ".join([*where, _first_cause(block), *values[:1]])
 
 
 def arguments_of(class_path: str) -> set[str] | None:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser  # slow to import, and `lowbit ls` needs none
 
     cls = class_at(class_path)
     if cls is None:

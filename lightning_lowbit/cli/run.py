@@ -1,4 +1,4 @@
-"""``lowbit fit | validate | test | predict``: Lightning's command line with recipes by name."""
+"""The commands ``fit``, ``validate``, ``test`` and ``predict``: Lightning's command line with recipes by name."""
 
 import tempfile
 import warnings
@@ -25,14 +25,13 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
-from lightning_lowbit.cli.checkpoints import resolve
+from lightning_lowbit.cli.checkpoints import as_trained, resolve
 from lightning_lowbit.cli.configs import as_list, merge_configs
-from lightning_lowbit.cli.evaluation import as_trained
 from lightning_lowbit.cli.mistakes import explain, option_of, suggest, without_value
 from lightning_lowbit.precision import LowBitPrecision
 
-# Warnings that users need not act on: Lightning 2.6.6 uses what torch 2.13 deprecates; text in memory needs no
-# loader processes; a resumed run has its own folder.
+# Warnings that ask nothing of users: Lightning 2.6.6 uses a function that torch 2.13 deprecates; text in memory needs
+# no loader processes; a resumed run has its own folder.
 _NOISE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"The '.*_dataloader' does not have many workers",
@@ -134,20 +133,19 @@ class LowBitCLI(LightningCLI):
             raise ValueError(f"{message.rstrip('.')}. {suggest(message, keys)}".strip()) from error
 
     def _parse_ckpt_path(self) -> None:
-        """Lightning would let hyperparameters in a checkpoint override the configuration that is asked for."""
+        """Does nothing: Lightning would let hyperparameters in a checkpoint override the configuration."""
 
 
 @contextmanager
 def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
-    """Removes the loggers' files and folders if the run fails before training starts."""
     loggers = trainer.loggers if trainer.is_global_zero else []  # other ranks would count their own versions
     logged = [Path(folder) for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
-    made = [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]
+    new = [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     except Exception:
         if not any((folder / "config.yaml").exists() for folder in logged):  # written when training starts
-            for folder in made:
+            for folder in new:
                 for path in (*folder.glob("events.out.tfevents.*"), folder / "hparams.yaml"):
                     path.unlink(missing_ok=True)
                 with suppress(OSError):  # not empty
@@ -156,7 +154,7 @@ def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Parses a command line of :func:`run`, and creates only the plugin; a ``ValueError`` tells what is wrong."""
+    """Parses a command line of :func:`run`, and creates only the plugin; a ``ValueError`` explains a mistake."""
     with tempfile.TemporaryDirectory() as folder:
         _make(_Parsed, merge_configs(arguments, Path(folder) / "merged.yaml"))
 
@@ -202,6 +200,6 @@ class OnMeta(_Parsed):
         config = self.config[name]
         trainer = Namespace(plugins=config.trainer.plugins)  # type: ignore[no-untyped-call]
         wanted = Namespace(model=config.model, data=config.data, trainer=trainer)  # type: ignore[no-untyped-call]
-        made = self._subcommand_parsers[name].instantiate(wanted)
-        self.model, self.datamodule = made.model, made.get("data")
-        self.plugins: list[Any] = as_list(made.trainer.plugins or [])
+        parts = self._subcommand_parsers[name].instantiate(wanted)
+        self.model, self.datamodule = parts.model, parts.get("data")
+        self.plugins: list[Any] = as_list(parts.trainer.plugins or [])

@@ -1,4 +1,4 @@
-"""Where the command looks for modules: in the current folder last, so that none there replaces an installed one.
+"""Makes the command look for modules in the current folder last, so that none there replaces an installed one.
 
 A configuration may name classes of the current folder. But a folder that somebody else made, such as a downloaded
 model, may hold a ``matplotlib.py``, which must not run because a command imports matplotlib.
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def current_folder_last() -> Iterator[None]:
-    """Within this context the current folder, which ``python -m`` and ``PYTHONPATH`` put in front, is searched last."""
+    """Searches the current folder last, which ``python -m`` and ``PYTHONPATH`` put in front."""
     before = sys.path[:]
     with suppress(FileNotFoundError):  # the folder has been removed
         folder = os.getcwd()

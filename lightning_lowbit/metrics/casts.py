@@ -27,7 +27,7 @@ _ULPS = 2.0**-20
 
 
 def sqnr(x: Tensor, q: Tensor) -> Tensor:
-    """Signal to quantization noise ratio: ``10 log10(Σ x² / Σ (x - q)²)`` in dB, 0-d.
+    """Returns the signal to quantization noise ratio, ``10 log10(Σ x² / Σ (x - q)²)`` in dB, 0-d.
 
     It is infinite where ``x`` equals ``q``; minus infinity where only ``x`` is all zeros; NaN with any NaN or infinity.
 
@@ -40,7 +40,7 @@ def sqnr(x: Tensor, q: Tensor) -> Tensor:
 
 
 def mse(x: Tensor, q: Tensor, relative: bool = False) -> Tensor:
-    """Mean squared error, 0-d: ``Σ (x - q)²`` over the number of elements, or if ``relative``, over ``Σ x²``.
+    """Returns the mean squared error, 0-d: ``Σ (x - q)²`` over the number of elements; ``relative``: over ``Σ x²``.
 
     Relative, it is 0 where ``x`` equals ``q``. Arguments and NaN are as in :func:`sqnr`; also NaN without elements.
     """
@@ -49,7 +49,7 @@ def mse(x: Tensor, q: Tensor, relative: bool = False) -> Tensor:
 
 
 def bias(x: Tensor, q: Tensor) -> Tensor:
-    """Mean growth of magnitudes, negative where they shrink: ``Σ (q - x) sign(x) / Σ |x|``, 0-d.
+    """Returns the mean growth of magnitudes, negative where they shrink: ``Σ (q - x) sign(x) / Σ |x|``, 0-d.
 
     Grids whose spacing grows with the magnitude, such as E2M1, lose magnitude when they round to nearest, and the loss
     adds up over layers (arXiv 2606.20381). Arguments and NaN are as in :func:`sqnr`; 0 where ``x`` equals ``q``.
@@ -67,12 +67,12 @@ def _sums(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def ratio(part: Tensor, whole: Tensor) -> Tensor:
-    """``part / whole``, and 0 where the part is 0, also for 0 / 0."""
+    """Returns ``part / whole``, and 0 where the part is 0, also for 0 / 0."""
     return torch.where(part == 0, 0.0, part / whole)
 
 
 def levels(format: Format) -> tuple[float, ...]:
-    """The values that rounding gives elements of a format, ascending: ``-6.0`` to ``6.0`` for E2M1, with one zero."""
+    """Returns the values that rounding gives elements of a format, ascending, with one zero: -6.0 to 6.0 for E2M1."""
     return tuple(sorted({value for value in _values(format) if abs(value) <= format.max}))
 
 
@@ -129,7 +129,7 @@ class CastStatistics:
         cast, elements: how the tensor was quantized, and its number of elements.
         signal, noise: ``Σ x²`` and ``Σ (x - q)²``.
         magnitude, growth: ``Σ |x|`` and ``Σ (q - x) sign(x)``.
-        nonzero, underflowed: number of elements that are not 0, and of those of them that became 0, int64.
+        nonzero, underflowed: numbers of elements that are not 0, and of nonzero elements that became 0, int64.
         saturated: elements whose magnitude exceeds ``scale * tensor_scale * element.max`` of their block by more than
             float32 rounding of the scales. An E4M3 scale rounded to nearest leaves the largest element of about every
             other block slightly outside. A block whose scale underflowed to 0 counts as underflow only. With a zero
@@ -184,13 +184,13 @@ class CastStatistics:
         return (self.elements - self.codes.sum()).to(self.signal) / self.elements
 
     def floats(self) -> dict[str, float]:
-        """The seven properties above by name, as numbers."""
+        """Returns the seven properties above by name, as numbers."""
         names = ("sqnr", "mse", "relative_mse", "bias", "underflow", "saturation", "not_finite")
         values = torch.stack([getattr(self, name) for name in names]).tolist()
         return dict(zip(names, values, strict=True))
 
     def __add__(self, other: "CastStatistics") -> "CastStatistics":
-        """The statistics of both tensors together; a ValueError if they were quantized by different casts."""
+        """Adds the statistics of two tensors; a ValueError if they were quantized by different casts."""
         if self.cast != other.cast:
             raise ValueError(f"Errors of one cast add up; got those of {self.cast} and {other.cast}.")
         names = [f.name for f in fields(self) if f.name != "cast"]

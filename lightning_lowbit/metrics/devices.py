@@ -21,6 +21,6 @@ PEAKS: dict[str, dict[str, float]] = {
 
 
 def peaks_of(device: torch.device) -> Mapping[str, float]:
-    """The peaks of a device; empty if they are not known."""
+    """Returns the peaks of a device; empty if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peaks for chip, peaks in PEAKS.items() if re.search(rf"{chip}(?!\d)", name)), {})

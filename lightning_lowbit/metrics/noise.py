@@ -19,7 +19,7 @@ from lightning_lowbit.quant.statistics import wide_dtype
 
 @torch.no_grad()
 def gradient_noise_sums(first: Tensor, second: Tensor) -> Tensor:
-    """Noise ``Σ (g₁ - g₂)² / 2`` and signal ``Σ g₁ g₂`` of two draws of a gradient; sums of parts can be added.
+    """Returns noise ``Σ (g₁ - g₂)² / 2`` and signal ``Σ g₁ g₂`` of two draws of a gradient; sums of parts add up.
 
     The result is ``[2]``, float64 (float32 on Apple's GPUs), NaN or infinite where an element is. Draws of different
     shapes are a ``ValueError``.
@@ -43,7 +43,7 @@ def gradient_to_noise(sums: Tensor) -> Tensor:
     signal is not above 0, infinite without noise, and NaN where no measurement is finite.
 
     Args:
-        sums: ``[measurements, ..., 2]`` from :func:`gradient_noise_sums`; those that are not finite are left out.
+        sums: ``[measurements, ..., 2]`` from :func:`gradient_noise_sums`; sums that are not finite are left out.
     """
     is_finite = sums.isfinite().all(-1, keepdim=True)
     total = torch.where(is_finite, sums, 0.0).sum(0)  # a ratio of means, since both have the same number of terms

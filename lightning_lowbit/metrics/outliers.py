@@ -23,7 +23,7 @@ SUMS = ("elements", "first", "second", "third", "fourth", "beyond")
 
 @opaque(lambda x, k: (x.new_empty(6, dtype=wide_dtype(x.device)), x.new_empty(x.shape[-1], dtype=torch.float32)))
 def activation_sums(x: Tensor, k: float) -> tuple[Tensor, Tensor]:
-    """`SUMS` of one pass, float64 (float32 on Apple's GPUs) ``[6]``, and amaxes, float32 ``[channels]``.
+    """Computes ``SUMS`` in one pass, float64 (float32 on Apple's GPUs) ``[6]``, and amaxes, float32 ``[channels]``.
 
     ``x`` is floating point, ``[..., channels]``. An element is an outlier if it exceeds ``k`` times the root mean
     square; of normally distributed elements 2e-9 are beyond 6.
@@ -33,7 +33,7 @@ def activation_sums(x: Tensor, k: float) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return torch.cat([elements, elements.new_zeros(len(SUMS) - 1)]), x.new_zeros(channels, dtype=torch.float32)
     tokens = x.reshape(-1, 1, channels)
-    *powers, amax = _of_channels(tokens).unbind()
+    *powers, amax = _channel_sums(tokens).unbind()
     sums = torch.stack(powers).sum(1, dtype=wide)
     limit = k * (sums[1] / x.numel()).sqrt()
     beyond = _count_beyond(tokens, limit.float().view(1, 1, 1)).sum(dtype=wide)
@@ -42,8 +42,8 @@ def activation_sums(x: Tensor, k: float) -> tuple[Tensor, Tensor]:
 
 # Both take [tokens, 1, channels], and reduce over tokens alone: so all sums are made by one loop.
 @compiled
-def _of_channels(x: Tensor) -> Tensor:
-    """Sums of powers 1 to 4 and amax of each channel: float32 ``[5, channels]``."""
+def _channel_sums(x: Tensor) -> Tensor:
+    """Returns sums of powers 1 to 4 and amax of each channel: float32 ``[5, channels]``."""
     x = x.float()
     square = x * x
     sums = [power.sum((0, 1)) for power in (x, square, square * x, square * square)]
@@ -52,12 +52,12 @@ def _of_channels(x: Tensor) -> Tensor:
 
 @compiled
 def _count_beyond(x: Tensor, limit: Tensor) -> Tensor:
-    """Elements of each channel beyond a limit: float32 ``[channels]``, exact up to 2^24."""
+    """Counts elements of each channel beyond a limit: float32 ``[channels]``, exact up to 2^24."""
     return (x.float().abs() > limit).float().sum((0, 1))
 
 
 def kurtosis(sums: Tensor) -> Tensor:
-    """Central kurtosis from ``SUMS``, ``[..., 6]`` to ``[...]``; NaN where it is undefined."""
+    """Returns the central kurtosis from ``SUMS``, ``[..., 6]`` to ``[...]``; NaN where it is undefined."""
     elements, *powers, _ = sums.unbind(-1)
     mean, second, third, fourth = (power / elements for power in powers)
     variance = second - mean**2
@@ -68,5 +68,5 @@ def kurtosis(sums: Tensor) -> Tensor:
 
 
 def outlier_share(sums: Tensor) -> Tensor:
-    """Share of elements beyond k·rms from ``SUMS``, ``[..., 6]`` to ``[...]``; NaN where it is undefined."""
+    """Returns the share of elements beyond k·rms from ``SUMS``, ``[..., 6]`` to ``[...]``; NaN if undefined."""
     return torch.where(sums[..., 2].isfinite(), sums[..., 5] / sums[..., 0], torch.nan)

@@ -1,6 +1,6 @@
-"""Spike detection: is a value far above the values before it?
+"""Detects spikes: values far above the values before them.
 
-A detector has a baseline, which learns what is normal, and a warm-up. The rules of this package:
+A detector has a warm-up and a baseline, which learns the normal level. The rules of this package:
 
     losses, online      SpikeDetector(Window(100, mean_limit(6.0)), warmup=100)
     losses of a run     SpikeDetector(Window(20, median_limit(6.0)), warmup=20, learns_spikes=True)
@@ -15,26 +15,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median, pstdev
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-# Values that rise by less matter to nobody: far below what is normal in the beginning, far above rounding errors.
+from lightning_lowbit.checks import integer, positive
+
+# A smaller rise is no spike: it is far below the level at the beginning, and still far above rounding errors.
 LEAST_RISE = 0.001
-
-
-class Baseline(Protocol):
-    """What is normal, learned from ``count`` values (forgotten ones included); a spike begins above ``limit``.
-
-    ``start`` is the level at the beginning, at least 0.
-    """
-
-    count: int
-    start: float
-
-    def add(self, value: float) -> None: ...
-    def limit(self) -> float: ...
 
 
 # A rule: the limit, from the values and the least rise of a spike.
@@ -44,8 +32,8 @@ Rule = Callable[[Sequence[float], float], float]
 class Window:
     """The last ``length`` values, and the limit that a rule such as :func:`mean_limit` computes from them.
 
-    Values of 0 are not learned: what is off has no level. ``start`` is the median magnitude of the first ``length``
-    values.
+    Values of 0 are not learned: a metric that is off has no level. ``start`` is the median magnitude of the first
+    ``length`` values.
     """
 
     def __init__(self, length: int, rule: Rule) -> None:
@@ -65,7 +53,7 @@ class Window:
         return self._rule(self.values, LEAST_RISE * self.start)
 
     def load(self, values: Iterable[float], count: int, start: float | None = None) -> None:
-        """Takes values that were learned; a ``start`` that is not known is that of these values."""
+        """Loads learned values; an unknown ``start`` is computed from them."""
         self.values.clear()
         self.values.extend(values)
         self.count, self.start = count, _magnitude(self.values) if start is None else start
@@ -99,7 +87,7 @@ class RunningMean:
 
 
 def mean_limit(threshold: float, least: float = 0.01) -> Rule:
-    """The rule ``mean + threshold · max(deviation, least · |mean|)``; ``least`` leaves room for rounding errors."""
+    """Makes the rule ``mean + threshold · max(deviation, least · |mean|)``; ``least`` is for rounding errors."""
 
     def limit(values: Sequence[float], least_rise: float) -> float:
         mean = fmean(values)
@@ -109,7 +97,7 @@ def mean_limit(threshold: float, least: float = 0.01) -> Rule:
 
 
 def median_limit(threshold: float, least: float = 1 / 512) -> Rule:
-    """The rule ``median + threshold · max(1.4826 · MAD, least · |median|)``, which past spikes hardly move.
+    """Makes the rule ``median + threshold · max(1.4826 · MAD, least · |median|)``, which past spikes hardly move.
 
     MAD is the median absolute deviation; 1.4826 MAD is the standard deviation of normally distributed values. ``least``
     is needed because losses rounded to bfloat16 are often all equal.
@@ -127,9 +115,9 @@ class SpikeDetector:
     """Judges values one by one: a spike is not finite, or exceeds the limit of the baseline.
 
     Args:
-        baseline: what is normal.
+        baseline: learns the normal level.
         warmup: learned values before a finite one can be a spike.
-        learns_spikes: whether the baseline also learns finite spikes, so that a value that stays high becomes normal.
+        learns_spikes: the baseline also learns finite spikes, so that a value that stays high becomes normal.
 
     Examples:
         >>> detector = SpikeDetector(Window(100, mean_limit(6.0)), warmup=2)
@@ -137,7 +125,7 @@ class SpikeDetector:
         [False, False, True, False]
     """
 
-    def __init__(self, baseline: Baseline, warmup: int, learns_spikes: bool = False) -> None:
+    def __init__(self, baseline: "Window | RunningMean", warmup: int, learns_spikes: bool = False) -> None:
         self.baseline, self.warmup, self.learns_spikes = baseline, warmup, learns_spikes
 
     @property
@@ -146,13 +134,32 @@ class SpikeDetector:
         return self.baseline.limit() if self.baseline.count >= self.warmup else math.inf
 
     def judge(self, value: float) -> bool:
-        """Whether the next value is a spike. Values that are not finite are never learned."""
+        """Tells whether the next value is a spike. Values that are not finite are never learned."""
         if not math.isfinite(value):
             return True
         is_spike = value > self.limit
         if self.learns_spikes or not is_spike:
             self.baseline.add(value)
         return is_spike
+
+
+def count_spikes(losses: Sequence[float], window: int = 20, threshold: float = 6.0) -> int:
+    """Counts the spikes of a loss.
+
+    A value is a spike when it is not finite, or more than ``threshold`` robust standard deviations (1.4826 times the
+    median absolute deviation) above the median of the ``window`` values before it. Consecutive ones count once. A loss
+    that stays high becomes normal after half a window.
+
+    Args:
+        losses: training losses in nats, in the order of steps.
+        window: values to compare with, 2 or more; before the first full window only NaN and infinity are spikes.
+        threshold: in standard deviations, above 0.
+    """
+    integer("window", window, 2, "a number of losses")
+    positive("threshold", threshold, "a number of standard deviations")
+    detector = SpikeDetector(Window(window, median_limit(threshold)), window, learns_spikes=True)
+    spikes = [detector.judge(loss) for loss in losses]
+    return sum(now and not before for before, now in zip([False, *spikes], spikes, strict=False))
 
 
 # The state of `detect_spike`, one float32 tensor: the weighted sum and the sum of weights of the mean, the number of

@@ -1,4 +1,4 @@
-"""Which channels of a SwiGLU make outliers, or soon will.
+"""Finds channels of a SwiGLU that make outliers, or soon will.
 
 With h = (w1ᵀx) Swish(w2ᵀx) a channel of a SwiGLU, w1 a row of its up projection and w2 one of its gate projection:
 
@@ -19,7 +19,7 @@ _ROWS = 1024  # rows that are float32 at one time: at 4096 columns 16 MiB, and e
 
 @dataclass(frozen=True, eq=False)
 class SwiGLUAlignment:
-    """How close each channel of a SwiGLU is to squaring one projection of its input; from :func:`swiglu_alignment`.
+    """The closeness of each channel of a SwiGLU to squaring one projection of its input; see :func:`swiglu_alignment`.
 
     Attributes:
         cosine: ``|cos(w1, w2)|``, float32 ``[hidden]``, from 0 to 1; NaN where a row holds a NaN or an infinity, else 0
@@ -33,7 +33,7 @@ class SwiGLUAlignment:
 
 @torch.no_grad()
 def swiglu_alignment(gate_weight: Tensor, up_weight: Tensor) -> SwiGLUAlignment:
-    """Measures which channels of a SwiGLU make outliers, or soon will.
+    """Measures how close each channel of a SwiGLU is to making outliers.
 
     In a channel ``(w1ᵀx) Swish(w2ᵀx)``, w1 is a row of the up projection and w2 one of the gate projection. Where w1 =
     ±w2 both factors are large for the same tokens, and the channel gives about ``±(w2ᵀx)²`` where its gate is open.
@@ -61,6 +61,6 @@ def swiglu_alignment(gate_weight: Tensor, up_weight: Tensor) -> SwiGLUAlignment:
 
 
 def _direction(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows over their largest magnitudes, and these: the squares then neither overflow nor all underflow."""
+    """Divides rows by their largest magnitudes: the squares then neither overflow nor all underflow."""
     size = amax_along(rows, 1)
     return rows / torch.where(size == 0, 1.0, size), size.squeeze(1)

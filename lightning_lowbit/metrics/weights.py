@@ -21,7 +21,7 @@ _TERNARY = (-1.0, 0.0, 1.0)
 
 
 def expected_zeros(factor: float = 1.0) -> float:
-    """Share of zeros among normally distributed weights that are ternary with ``γ = factor * mean|W|``, ``factor > 0``.
+    """Returns the share of zeros among normally distributed ternary weights with ``γ = factor * mean|W|``, above 0.
 
     An element becomes 0 where ``|w| < γ / 2``, which has a probability of ``erf(factor / (2 √π))``: 27.0 %, 31.0 % and
     35.5 % for factors of √3/2, 1 (BitNet b1.58, arXiv 2402.17764, section 2) and 2/√3.
@@ -32,13 +32,13 @@ def expected_zeros(factor: float = 1.0) -> float:
 
 
 def is_ternary(cast: Cast) -> bool:
-    """Whether the levels of a cast are -1, 0 and 1, as those of ``"ternary"`` and ``"int2"`` are."""
+    """Tells whether the levels of a cast are -1, 0 and 1, as of ``"ternary"`` and ``"int2"``."""
     return levels(cast.grid) == _TERNARY
 
 
 @torch.no_grad()
 def ternary_shares(quantized: Quantized) -> Tensor:
-    """Shares of -1, 0 and 1: float32 ``[3]``, with a sum of 1. Elements that decode to NaN are left out.
+    """Returns the shares of -1, 0 and 1: float32 ``[3]``, with a sum of 1. Elements that decode to NaN are left out.
 
     ``quantized`` is from :func:`lightning_lowbit.quantize`. A cast with other levels is a ``ValueError``:
     :func:`code_histogram` gives the shares of any.
@@ -52,7 +52,7 @@ def ternary_shares(quantized: Quantized) -> Tensor:
 
 @torch.no_grad()
 def flipped(before: Quantized, after: Quantized) -> Tensor:
-    """Which elements have another level than before: bool. Different casts or shapes are a ``ValueError``."""
+    """Finds elements with another level than before: bool. Different casts or shapes are a ``ValueError``."""
     if before.cast != after.cast or before.codes.shape != after.codes.shape:
         raise ValueError(
             "Flips are those of one tensor by one cast; got "
@@ -64,13 +64,13 @@ def flipped(before: Quantized, after: Quantized) -> Tensor:
 
 
 def flip_rate(before: Quantized, after: Quantized) -> Tensor:
-    """Share of elements that are :func:`flipped`: float32, 0-d; NaN without elements."""
+    """Returns the share of :func:`flipped` elements: float32, 0-d; NaN without elements."""
     return flipped(before, after).mean(dtype=torch.float32)
 
 
 @torch.no_grad()
 def threshold_distance(x: Tensor, cast: Cast, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Mean distance to the nearest rounding threshold, in units of the scale of each element's block: float32, 0-d.
+    """Returns the mean distance to the nearest rounding threshold, in units of each block's scale: float32, 0-d.
 
     A threshold lies halfway between two neighboring levels of ``cast.grid``: at ±0.5 for ternary elements, for which
     normally distributed weights with ``γ = mean|W|`` have a mean distance of 0.66. Where it is small, small steps make

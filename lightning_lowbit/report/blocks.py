@@ -42,7 +42,7 @@ class Chart:
     title: str
     series: Series  # (xs, ys) by name; values that are not finite leave a gap and are counted below the chart
     y_label: str = ""  # unit of the values
-    x_label: str = "step"  # what the xs count
+    x_label: str = "step"  # the unit of the xs
     log: bool = False  # whether the y axis is logarithmic; ignored if a value is not positive
     spans: Sequence[tuple[float, float, str]] = ()  # (start, end, label) of shaded intervals
     note: str = ""  # below the chart

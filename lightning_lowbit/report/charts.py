@@ -52,9 +52,9 @@ class Axis:
             decades = range(max(math.floor(low), -307), min(math.ceil(high), 307) + 1)
             factors = (1, 2, 5) if 3 * (high - low) < 2 * most else (1,)
             every = math.ceil(len(decades) / most)
-            found = [factor * 10.0**decade for decade in decades[::every] for factor in factors]
-            if len(found := [value for value in found if 0 <= self.share(value) <= 1]) > 1:
-                return found
+            values = [factor * 10.0**decade for decade in decades[::every] for factor in factors]
+            if len(values := [value for value in values if 0 <= self.share(value) <= 1]) > 1:
+                return values
             low, high = 10.0**low, 10.0 ** min(high, 307)
         power = 10.0 ** math.floor(math.log10(step := (high - low) / most))
         sizes = [factor * power for factor in ((1, 2, 5, 10) if integer else (1, 2, 2.5, 5, 10))]
@@ -68,7 +68,7 @@ def _place(value: float, log: bool) -> float:
 
 
 def draw(chart: Chart, kind: str) -> str:
-    """A chart as a figure: of ``kind`` ``"single"``, as wide as the page, or ``"multiples"``, small."""
+    """Draws a chart as a figure: of ``kind`` ``"single"``, as wide as the page, or ``"multiples"``, small."""
     values = [y for _, ys in chart.series.values() for y in ys if math.isfinite(y)]
     log = chart.log and bool(values) and min(values) > 0
     notes = _not_finite(chart)
@@ -84,14 +84,14 @@ def draw(chart: Chart, kind: str) -> str:
 def _not_finite(chart: Chart) -> list[str]:
     series = chart.series.items()
     steps = {name: [x for x, y in zip(xs, ys, strict=True) if not math.isfinite(y)] for name, (xs, ys) in series}
-    steps = {name: found for name, found in steps.items() if found}
+    steps = {name: xs for name, xs in steps.items() if xs}
     if len(steps) > _LINES:
-        steps = {f"{len(steps)} series": sorted(x for found in steps.values() for x in found)}
+        steps = {f"{len(steps)} series": sorted(x for xs in steps.values() for x in xs)}
     label = "" if _is_named_by_title(chart) else "{}: "
     return [
-        f"{label.format(name)}{len(found)} value{'s' if len(found) > 1 else ''} not finite, first at {chart.x_label} "
-        f"{number(found[0])}"
-        for name, found in steps.items()
+        f"{label.format(name)}{len(xs)} value{'s' if len(xs) > 1 else ''} not finite, first at {chart.x_label} "
+        f"{number(xs[0])}"
+        for name, xs in steps.items()
     ]
 
 
@@ -118,7 +118,7 @@ def _is_named_by_title(chart: Chart) -> bool:
 
 
 def _colored(chart: Chart) -> dict[str, str]:
-    """Colors of the series in the legend: of all, or, if there are many, of the highest and lowest final values."""
+    """Colors the series of the legend: all, or, if there are many, those of the highest and lowest final values."""
     names = list(chart.series)
     if len(names) > _LINES:
         last = {name: ys[-1] for name, (_, ys) in chart.series.items() if len(ys) and math.isfinite(ys[-1])}
@@ -134,9 +134,9 @@ def _span_colors(chart: Chart) -> dict[str, str]:
 def _plot(chart: Chart, log: bool, kind: str) -> str:
     is_single = kind == "single"
     series = {name: [*zip(xs, ys, strict=True)] for name, (xs, ys) in chart.series.items()}
-    points = {name: [(x, y) for x, y in of_one if math.isfinite(y)] for name, of_one in series.items()}
+    points = {name: [(x, y) for x, y in line if math.isfinite(y)] for name, line in series.items()}
     across = Axis.around([x for xs, _ in chart.series.values() for x in xs], 0.01)
-    values = [y for of_one in points.values() for _, y in of_one]
+    values = [y for line in points.values() for _, y in line]
     up = Axis.around(values, 0.05, log)
     counts = not log and all(float(y).is_integer() for y in values)
     x_ticks = across.ticks(8 if is_single else 4, integer=True)
@@ -193,14 +193,14 @@ def _line(points: _Points, across: Axis, up: Axis, color: str, most: int) -> str
 
 
 def _extremes(points: _Points) -> _Points:
-    """The lowest and highest of some points, in their order, so that no spike is lost."""
+    """Returns the lowest and highest of some points, in their order, so that no spike is lost."""
     height = itemgetter(1)
     finite = [point for point in points if math.isfinite(point[1])]
     return sorted({min(finite, key=height), max(finite, key=height)}) if finite else []
 
 
 def _bands(chart: Chart, points: dict[str, _Points], across: Axis, up: Axis, most: int) -> str:
-    xs = sorted({x for of_one in points.values() for x, _ in of_one})
+    xs = sorted({x for line in points.values() for x, _ in line})
     if not xs:
         return ""
     size = math.ceil(len(xs) / most)
@@ -210,19 +210,19 @@ def _bands(chart: Chart, points: dict[str, _Points], across: Axis, up: Axis, mos
     colored, parent, bands = _colored(chart), common_parent(list(chart.series)), []
     for group, middle, left, right in zip(groups, middles, edges[:-1], edges[1:], strict=True):
         texts, dots = [f"{chart.x_label} {number_range(group)}"], ""
-        for name, of_one in points.items():
-            start = bisect_left(of_one, group[0], key=itemgetter(0))
-            if found := of_one[start : bisect_right(of_one, group[-1], key=itemgetter(0))]:
+        for name, line in points.items():
+            start = bisect_left(line, group[0], key=itemgetter(0))
+            if inside := line[start : bisect_right(line, group[-1], key=itemgetter(0))]:
                 label = "" if _is_named_by_title(chart) else f"{name.removeprefix(f'{parent}.')} "
-                texts.append(label + number_range([y for _, y in found]))
-                for x, y in _extremes(found):
+                texts.append(label + number_range([y for _, y in inside]))
+                for x, y in _extremes(inside):
                     place = f"left:{_within(across.share(x), left, right)};bottom:{_percent(up.share(y))}"
                     dots += f'<b style="{place};background:{colored[name]}"></b>'
-        line = _within(middle, left, right)
-        side = f"left:{line}" if middle < 0.5 else f"right:{_within(left + right - middle, left, right)}"
+        marker = _within(middle, left, right)
+        side = f"left:{marker}" if middle < 0.5 else f"right:{_within(left + right - middle, left, right)}"
         bands.append(
             f'<div class="at" style="left:{_percent(left)};width:{_percent(right - left)}">'
-            f'<i style="left:{line}"></i>{dots}'
+            f'<i style="left:{marker}"></i>{dots}'
             f'<span style="{side}">{"<br>".join(map(escape, texts))}</span></div>'
         )
     return "".join(bands)

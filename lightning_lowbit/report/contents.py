@@ -19,17 +19,19 @@ from torch import Tensor
 from lightning_lowbit._lightning import LightningModule, SaveConfigCallback, SIGTERMException, Trainer
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant.cast import Scale
 from lightning_lowbit.report.blocks import Section, Table, Text
-from lightning_lowbit.report.cast_words import in_words
 
 
-def ask(trainer: Trainer, method: str, failures: list[Section]) -> list[Any]:
-    answers = []
+def call_reports(trainer: Trainer, method: str, failures: list[Section]) -> list[Any]:
+    """Calls a method of all callbacks that have it, and joins the lists, or the items of mappings, that they return."""
+    answers: list[Any] = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         try:
             if hasattr(callback, method):
                 answer = getattr(callback, method)(trainer)
-                answers.append(dict(answer) if isinstance(answer, Mapping) else list(answer))
+                answers += list(answer.items() if isinstance(answer, Mapping) else answer)
         except Exception:
             text = Text(traceback.format_exc(), preformatted=True)
             failures.append(Section(f"{type(callback).__name__}.{method} failed", [text]))
@@ -73,7 +75,7 @@ def configuration_of(folder: Path, trainer: Trainer, pl_module: LightningModule)
 def best_values(
     trainer: Trainer, names: Iterable[str], extremes: Mapping[str, tuple[float, float]]
 ) -> dict[str, float]:
-    """The best values of validation losses and of metrics that a callback monitors."""
+    """Returns the best values of validation losses and of metrics that a callback monitors."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     modes = {getattr(callback, "monitor", None): getattr(callback, "mode", "min") for callback in callbacks}
     known = [name for name in names if name in modes or re.search("loss|perplexity|ppl", name)]
@@ -81,7 +83,7 @@ def best_values(
 
 
 def strict(value: Any) -> Any:
-    """A value for strict JSON: null for NaN and infinity, text for other types."""
+    """Returns a value for strict JSON: null for NaN and infinity, text for other types."""
     if isinstance(value, Mapping):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -113,6 +115,49 @@ def cast_sections(pl_module: LightningModule) -> list[Section]:
     return [Section("Casts in words", [Table(["cast", "what it does to an operand"], rows)])] if rows else []
 
 
+_BLOCKS = {"tensor": "the tensor", "row": "each row along the contraction"}
+_STATISTICS = {
+    "absmax": "the largest magnitude",
+    "absmean": "the mean magnitude",
+    "minmax": "least and largest element",
+}
+
+
+def in_words(cast: Cast) -> str:
+    """Describes a cast in words, in the order of its notation.
+
+    Examples:
+        >>> in_words(Cast.from_spec('{"element": "e4m3", "scale": {"format": "fp32", "block": "tensor"}}'))
+        'elements in e4m3, rounded to nearest; one scale in fp32 for the tensor'
+    """
+    rounding = "rounded stochastically" if cast.rounding == "stochastic" else "rounded to nearest"
+    parts = [f"elements in {cast.element}, {rounding}", *_scale_in_words(cast.scale)]
+    parts += ["what enters the GEMM is rounded to bfloat16"] if cast.round_to_bfloat16 else []
+    return "; ".join(parts)
+
+
+def _scale_in_words(scale: Scale) -> list[str]:
+    block = scale.block
+    tile = f"each tile of {block[0]} x {block[1]}" if isinstance(block, tuple) else ""
+    of = tile or _BLOCKS.get(str(block), f"each {block} elements along the contraction")
+    times = "" if scale.factor == 1 else f" times {scale.factor:g}"
+    phrases = {
+        f"one scale in {scale.format} for {of}": True,
+        f"another scale in fp32 for {'each row' if scale.two_level == 'row' else 'the tensor'}": bool(scale.two_level),
+        "scales are rounded up, so that nothing saturates": scale.rounding == "up",
+        "scales are rounded stochastically": scale.rounding == "stochastic",
+        f"scales are rounded by {scale.rounding!r}": scale.rounding not in ("nearest", "up", "rceil", "stochastic"),
+        f"and corrected in groups of {scale.correction}, so that rounding is unbiased": scale.correction is not None,
+        "the largest element of a block becomes 6 or 4, whichever has the smaller error "
+        f"({scale.four_over_six})": scale.four_over_six is not None,
+        f"elements are multiplied by {scale.prescale:g} before": scale.prescale != 1,
+        f"2^{scale.margin} of room above the largest magnitude": bool(scale.margin),
+        f"scales are made from {_STATISTICS[scale.statistic]}{times}": (scale.statistic, scale.factor) != ("absmax", 1),
+        f"from the largest magnitudes of the {scale.history} steps before": scale.source == "delayed",
+    }
+    return [text for text, holds in phrases.items() if holds]
+
+
 def environment(trainer: Trainer, started: datetime) -> dict[str, Any]:
     versions = {"python": platform.python_version(), "torch": torch.__version__}  # which names the build
     for package in ("lightning", "lightning_lowbit", "transformers", "datasets"):
@@ -134,8 +179,8 @@ def environment(trainer: Trainer, started: datetime) -> dict[str, Any]:
 
 def _cpu_name() -> str:
     with suppress(OSError):
-        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return found[1]
+        if match := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return match[1]
     return platform.processor() or platform.machine()
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lightning_lowbit.checks import is_number
 
@@ -22,17 +22,23 @@ def number(value: float) -> str:
 
 
 def number_range(values: Sequence[float]) -> str:
-    """The lowest and the highest number, or one number if they look the same."""
+    """Returns the lowest and the highest number, or one number if they look the same."""
     low, high = number(min(values)), number(max(values))
     return low if low == high else f"{low} – {high}"
 
 
 def short_number(value: float) -> str:
-    """A tick of an axis: ``1500`` as ``1.5k``."""
+    """Returns a tick of an axis: ``1500`` as ``1.5k``."""
     for suffix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:g}{suffix}"
     return f"{value:g}"
+
+
+def needs_log_axis(values: Iterable[float]) -> bool:
+    """Tells whether a linear axis would show only the largest of some values."""
+    finite = list(filter(math.isfinite, values))
+    return bool(finite) and max(finite) > 20 * min(finite) > 0
 
 
 def cell(value: object) -> str:
@@ -48,5 +54,5 @@ def duration(seconds: float) -> str:
 
 
 def common_parent(names: Sequence[str]) -> str:
-    """The common dotted prefix: ``model.layers`` of ``model.layers.0`` and ``model.layers.1``."""
+    """Returns the common dotted prefix: ``model.layers`` of ``model.layers.0`` and ``model.layers.1``."""
     return os.path.commonprefix(list(names)).rpartition(".")[0] if len(names) > 1 else ""

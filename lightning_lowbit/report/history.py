@@ -1,4 +1,4 @@
-"""The metrics of a run by optimizer step: recorded without synchronizing the device, bounded in size, resumable."""
+"""Records the metrics of a run by optimizer step: without waiting for the device, bounded in size, resumable."""
 
 import math
 from collections import Counter
@@ -36,7 +36,7 @@ class History:
     def __init__(self) -> None:
         self.phases: list[tuple[int, int, str]] = []
         self.extremes: dict[str, tuple[float, float]] = {}  # lowest and highest of all values, before thinning
-        self.quantities: dict[str, str] = {}  # what the metrics of `add_layers` measure, by name
+        self.quantities: dict[str, str] = {}  # of the metrics of `add_layers`, by name
         self._points: dict[str, list[tuple[int, float]]] = {}
         self._pending: list[tuple[str, int, Tensor]] = []
         self._last: dict[str, int] = {}
@@ -112,11 +112,11 @@ class History:
 
 def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
     spacing = (points[-1][0] - points[0][0]) / (most // 2)
-    kept = points[:1]
+    result = points[:1]
     for point in points[1:-1]:
-        if point[0] - kept[-1][0] >= spacing:
-            kept.append(point)
-    return [*kept, points[-1]]
+        if point[0] - result[-1][0] >= spacing:
+            result.append(point)
+    return [*result, points[-1]]
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def learning_rates(trainer: Trainer) -> Iterable[tuple[str, Tensor]]:
-    """(name, rate) of each optimizer's first group and of groups with another rate, as ``LearningRateMonitor``."""
+    """Yields (name, rate) of an optimizer's first group and of groups with another rate, as ``LearningRateMonitor``."""
     used: Counter[str] = Counter()
     for optimizer in trainer.optimizers:
         name = f"lr-{type(optimizer).__name__}"

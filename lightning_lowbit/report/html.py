@@ -29,7 +29,7 @@ def render(
     lead: str = "",
     facts: Iterable[tuple[str, str, str]] = (),
 ) -> str:
-    """The page as HTML.
+    """Returns the page as HTML.
 
     ``status`` is a word next to the title (``"finished"``, ``"interrupted"`` and ``"failed"`` have colors), ``lead`` a
     sentence below it, ``facts`` the (label, value, remark) of the numbers at the top.

@@ -1,4 +1,4 @@
-"""The page of a run from ``run.json``: which metric is shown where."""
+"""Arranges the metrics of ``run.json`` on the page of a run."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_lowbit.report.blocks import Block, Chart, Section, Table, Text
-from lightning_lowbit.report.formatting import duration, number
+from lightning_lowbit.report.formatting import duration, needs_log_axis, number
 from lightning_lowbit.report.html import render
 
 MOST_CHARTS = 60
@@ -33,7 +33,7 @@ def render_run(
 
 
 def _find(names: Iterable[str], pattern: str) -> str | None:
-    """The metric with the shortest name that matches a pattern: the whole comes before its parts or layers."""
+    """Finds the metric with the shortest name that matches a pattern: the whole comes before its parts or layers."""
     return min((name for name in names if re.search(pattern, name.lower())), key=len, default=None)
 
 
@@ -109,17 +109,15 @@ def _other_sections(run: Mapping[str, Any], names: Sequence[str]) -> list[Sectio
     if left := list(groups)[MOST_CHARTS:]:
         others.append(Text(f"{len(left)} more are in run.json: {', '.join(left)}."))
     few = [block for blocks in layers.values() if len(blocks) < 3 for block in blocks]
-    found = {"Other metrics": others, "Metrics of layers": few}
-    found |= {f"{quantity} of layers": blocks for quantity, blocks in layers.items() if len(blocks) >= 3}
-    return [Section(title, blocks) for title, blocks in found.items() if blocks]
+    sections = {"Other metrics": others, "Metrics of layers": few}
+    sections |= {f"{quantity} of layers": blocks for quantity, blocks in layers.items() if len(blocks) >= 3}
+    return [Section(title, blocks) for title, blocks in sections.items() if blocks]
 
 
 def _chart(run: Mapping[str, Any], title: str, names: Iterable[str | None], log: bool | None = None) -> Chart:
-    found = {name: run["history"][name] for name in names if name}
-    series = {name.removeprefix(f"{title}/"): tuple(zip(*points, strict=True)) for name, points in found.items()}
-    values = [y for _, ys in series.values() for y in ys if math.isfinite(y)]
-    if log is None:  # a linear axis would show only the largest values
-        log = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
+    curves = {name: run["history"][name] for name in names if name}
+    series = {name.removeprefix(f"{title}/"): tuple(zip(*points, strict=True)) for name, points in curves.items()}
+    log = needs_log_axis(y for _, ys in series.values() for y in ys) if log is None else log
     return Chart(title, series, log=log, spans=run["phases"])  # type: ignore[arg-type]
 
 
@@ -135,5 +133,5 @@ def _throughput_chart(run: Mapping[str, Any], name: str) -> Chart:
     chart = _chart({**run, "history": {name: points[slow:]}}, name, [name], log=False)
     if not slow:
         return chart
-    told = ", ".join(f"{number(y)} at step {number(step)}" for step, y in points[: min(slow, 3)])
-    return replace(chart, note=f"Not drawn, since a run begins with compiling: {told}{', …' if slow > 3 else ''}.")
+    values = ", ".join(f"{number(y)} at step {number(step)}" for step, y in points[: min(slow, 3)])
+    return replace(chart, note=f"Not drawn, since a run begins with compiling: {values}{', …' if slow > 3 else ''}.")

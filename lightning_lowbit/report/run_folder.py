@@ -15,7 +15,7 @@ _CHOSEN: WeakKeyDictionary[Trainer, tuple[Path, Path]] = WeakKeyDictionary()  # 
 
 
 def run_folder(trainer: Trainer, folder: Path, filename: str) -> Path:
-    """The folder of a run, always the same; may create it. One that has a ``filename`` belongs to another run."""
+    """Returns the folder of a run, always the same, and may create it; one with a ``filename`` is another run's."""
     if trainer.loggers and isinstance(trainer.loggers[0], (TensorBoardLogger, CSVLogger)):
         return folder
     known, chosen = _CHOSEN.get(trainer, (None, folder))

@@ -1,16 +1,20 @@
-"""Writes a table as text for a terminal, as HTML or as markdown."""
+"""Writes tables as text for a terminal, as HTML or as markdown."""
 
 import re
+import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from html import escape
 from itertools import zip_longest
 
+from lightning_lowbit._lightning import Tqdm, TQDMProgressBar, Trainer
 from lightning_lowbit.report.blocks import Link, Table, Text
 from lightning_lowbit.report.formatting import cell
 
 _NUMBER = re.compile(r"([-+]?\d[\d.,]*(e[-+]?\d+)?( ?[^\s\d]{1,8})?|not finite|)")  # with a unit, or nothing
 _NARROWEST = 12  # characters; a column is not folded below this width
+_NOTEBOOK = 88  # columns that notebooks show without cutting them
 
 
 def _rows(table: Table) -> list[list[str]]:
@@ -66,6 +70,19 @@ def plain(*blocks: Table | Text, width: int | None = None) -> str:
         lines += [*header, "  ".join("-" * width for width in widths), *(line for row in body for line in row)]
         lines += [*_wrapped(block.caption, width), ""]
     return "\n".join(lines)
+
+
+def show(trainer: Trainer, *blocks: Table | Text) -> None:
+    """Prints blocks above the progress bar, if any, folded to the width of the terminal or notebook, not in a file."""
+    width = _NOTEBOOK if "ipykernel" in sys.modules else None
+    text = plain(*blocks, width=shutil.get_terminal_size().columns if sys.stdout.isatty() else width)
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, TQDMProgressBar):
+        Tqdm.write(text)  # bar.print is silent while no bar is drawn, as before training
+    elif bar is not None:
+        bar.print(text)
+    else:
+        print(text)
 
 
 def _wrapped(text: str, width: int | None) -> list[str]:

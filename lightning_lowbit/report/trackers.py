@@ -1,4 +1,4 @@
-"""What RunReport sends to experiment trackers: plugin and casts at the start, coverage and the page at the end."""
+"""Sends plugin and casts to experiment trackers at the start of a run, and coverage and its page at the end."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from lightning_lowbit._lightning import MLFlowLogger, Trainer, WandbLogger, rank
 _LONGEST = 5000  # characters of a tag in MLflow
 
 
-def begin(trainer: Trainer, precision: Mapping[str, str]) -> None:
+def send_start(trainer: Trainer, precision: Mapping[str, str]) -> None:
 
     def to_wandb(logger: WandbLogger) -> None:
         settings = {f"lightning_lowbit/{name}": text for name, text in precision.items()}
@@ -22,7 +22,7 @@ def begin(trainer: Trainer, precision: Mapping[str, str]) -> None:
     _send(trainer, to_wandb, to_mlflow)
 
 
-def finish(trainer: Trainer, run: Mapping[str, Any], page: Path) -> None:
+def send_results(trainer: Trainer, run: Mapping[str, Any], page: Path) -> None:
     bits = run["summary"].get("average_bits")
     numbers = {"coverage": run["coverage"], "average_bits": bits, "alerts": len(run["alerts"])}
     numbers = {f"lightning_lowbit/{name}": number for name, number in numbers.items() if number is not None}
@@ -55,5 +55,5 @@ def _send(trainer: Trainer, to_wandb: Callable[[Any], None], to_mlflow: Callable
             elif isinstance(logger, MLFlowLogger):
                 to_mlflow(logger)
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-            rank_zero_warn(f"{type(logger).__name__} did not take what RunReport knows: {told}")
+            message = f"{type(error).__name__}: {error}"
+            rank_zero_warn(f"{type(logger).__name__} did not take what RunReport knows: {message}")

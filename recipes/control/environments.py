@@ -15,7 +15,7 @@ Flags = NDArray[np.bool_]
 
 
 class Step(NamedTuple):
-    """What follows the actions of ``count`` environments.
+    """The results of the actions of ``count`` environments.
 
     Attributes:
         observations: float32 ``[count, observation_size]``, also the last ones of episodes that ended.
@@ -59,7 +59,7 @@ class Environments:
         self._ended[:] = True
 
     def observe(self, seed: int) -> Numbers:
-        """The observations of all, float32 ``[count, observation_size]``.
+        """Returns the observations of all, float32 ``[count, observation_size]``.
 
         Episodes that have ended begin anew: ``seed`` and the number of the copy decide how.
         """
@@ -89,22 +89,22 @@ def _make(environment: str) -> Any:
     try:
         return gymnasium.make(environment, disable_env_checker=True)
     except gymnasium.error.DependencyNotInstalled as error:
-        told = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"environment {environment!r} needs another package: {told}.") from error
+        message = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"environment {environment!r} needs another package: {message}.") from error
     except gymnasium.error.UnregisteredEnv as error:
         newest_first = [*reversed(gymnasium.registry)]
         hint = nearest(environment, newest_first, most=2) or " gymnasium.registry lists all."
         raise ValueError(f"environment is a name that gymnasium knows; got {environment!r}.{hint}") from error
     except (gymnasium.error.Error, ImportError) as error:
-        told = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"environment {environment!r} cannot be made: {told}.") from error
+        message = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"environment {environment!r} cannot be made: {message}.") from error
 
 
-def _check(environment: str, made: Any) -> None:
+def _check(environment: str, env: Any) -> None:
     from gymnasium import spaces
 
-    observations, actions = made.observation_space, made.action_space
-    if made.spec.max_episode_steps is None:
+    observations, actions = env.observation_space, env.action_space
+    if env.spec.max_episode_steps is None:
         raise ValueError(
             f"environment {environment!r} has no time limit, without which an evaluation may not end: register it with "
             "max_episode_steps."

@@ -65,7 +65,7 @@ class Policy(nn.Module):
         return (-0.5 * scaled.square() - self.log_deviation - 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def entropy(self) -> Tensor:
-        """Of the policy in any state, 0-d, in nats."""
+        """Returns the entropy of the policy in any state, 0-d, in nats."""
         return (self.log_deviation + 0.5 * math.log(2 * math.pi * math.e)).sum()
 
 

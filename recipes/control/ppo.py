@@ -174,8 +174,8 @@ class PPO(RecipeModule):
             raise ValueError("PPO counts optimizer steps: give trainer.max_steps, not epochs or time.")
 
     def train_dataloader(self) -> Iterations:
-        of_an_iteration = self.epochs * self.samples // self.batch_size
-        return Iterations(math.ceil(self.trainer.max_steps / of_an_iteration), self.samples)
+        batches = self.epochs * self.samples // self.batch_size
+        return Iterations(math.ceil(self.trainer.max_steps / batches), self.samples)
 
     def val_dataloader(self) -> list[int]:
         return [self.evaluation_episodes]
@@ -234,9 +234,9 @@ class PPO(RecipeModule):
         values, next_values = self.policy.value(torch.stack([observations, following]))
         actions, means = rollout.actions.to(self.device), rollout.means.to(self.device)
         ends = rollout.terminated.to(self.device), rollout.ended.to(self.device)
-        found = advantages(rewards, values, next_values, *ends, self.discount, self.trace)
+        gains = advantages(rewards, values, next_values, *ends, self.discount, self.trace)
         log_probabilities = self.policy.log_probability(actions, means)
-        columns = observations, actions, log_probabilities, found, found + values
+        columns = observations, actions, log_probabilities, gains, gains + values
         return Samples(*(column.flatten(0, 1) for column in columns))
 
     def _minibatches(self, samples: Samples, generator: torch.Generator) -> Iterator[Samples]:
@@ -245,7 +245,7 @@ class PPO(RecipeModule):
                 yield Samples(*(column[chosen.to(column.device)] for column in samples))
 
     def _loss(self, batch: Samples) -> tuple[Tensor, Tensor]:
-        """The loss, and ln ρ of each sample."""
+        """Returns the loss, and ln ρ of each sample."""
         change = self.policy.log_probability(batch.actions, self.policy.actor(batch.observations))
         change = change - batch.log_probabilities
         advantage = (batch.advantages - batch.advantages.mean()) / (batch.advantages.std() + 1e-8)

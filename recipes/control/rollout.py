@@ -1,4 +1,4 @@
-"""What the environments did in an iteration, and how much better than expected each action was.
+"""The samples of an iteration, and the advantage of each action.
 
     δ_t = r_t + γ V(s_t+1) - V(s_t)          without V(s_t+1) where the task was over
     A_t = δ_t + γ λ A_t+1                    without A_t+1 where the episode ended
@@ -78,7 +78,7 @@ def advantages(
     discount: float,
     trace: float,
 ) -> Tensor:
-    """A ``[steps, environments]``, from tensors of this shape.
+    """Returns the advantages A ``[steps, environments]``, from tensors of this shape.
 
     Args:
         rewards: r.
@@ -88,11 +88,11 @@ def advantages(
         trace: λ; 0 trusts the critic, 1 the rewards.
     """
     errors = rewards + discount * next_values * ~terminated - values
-    found, ahead = torch.empty_like(errors), torch.zeros_like(errors[0])
+    gains, ahead = torch.empty_like(errors), torch.zeros_like(errors[0])
     for step in reversed(range(len(errors))):
         ahead = errors[step] + discount * trace * ahead * ~ended[step]
-        found[step] = ahead
-    return found
+        gains[step] = ahead
+    return gains
 
 
 def episode_returns(rewards: Tensor, ended: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:

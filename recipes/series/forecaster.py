@@ -82,15 +82,15 @@ class Forecaster(RecipeModule):
     def prepare_data(self) -> None:
         """Checks the data against the network, before any logger writes a file."""
         for name in ("context", "horizon"):
-            given = getattr(getattr(self.trainer, "datamodule", None), name, None)
-            if given not in (None, getattr(self, name)):
+            steps = getattr(getattr(self.trainer, "datamodule", None), name, None)
+            if steps not in (None, getattr(self, name)):
                 raise ValueError(
-                    f"The data has a {name} of {given} steps, and the network one of {getattr(self, name)}. Set "
+                    f"The data has a {name} of {steps} steps, and the network one of {getattr(self, name)}. Set "
                     f"model.init_args.{name} and data.init_args.{name} to the same."
                 )
 
     def forward(self, past: Tensor) -> Tensor:
-        """The ``[batch, horizon, columns]`` that follow on ``past``, ``[batch, context, columns]``."""
+        """Returns the ``[batch, horizon, columns]`` that follow on ``past``, ``[batch, context, columns]``."""
         columns = past.transpose(1, 2).reshape(-1, past.shape[1], 1)
         forecasts: Tensor = self.model(past_values=columns).prediction_outputs
         return forecasts.reshape(len(past), -1, self.horizon).transpose(1, 2)

@@ -16,7 +16,7 @@ TIMES = ("date", "time", "datetime", "date time", "timestamp")
 
 
 def read_csv(path: Path) -> "DataFrame":
-    """The columns of numbers of a CSV, float64, in the order of its lines.
+    """Returns the columns of numbers of a CSV, float64, in the order of its lines.
 
     Raises:
         ValueError: there is no such file, its times do not parse or go back, or a value is no finite number. Lines are

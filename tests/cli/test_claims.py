@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from lightning_lowbit.cli.compare.claims import claims_table, read_effects, verdict
-from lightning_lowbit.cli.compare.losses import differences, reduced
-from lightning_lowbit.cli.compare.page import write_page
-from lightning_lowbit.cli.compare.pilot import pilot_seeds, power_blocks, spread_of
-from lightning_lowbit.cli.compare.power import Interval, Spread, pairs_for, power, resolved_by, t_quantile
-from lightning_lowbit.cli.compare.results import write_comparison
-from lightning_lowbit.cli.compare.study import read_study
+from lightning_lowbit.cli.lab.compare.claims import claims_table, read_effects, verdict
+from lightning_lowbit.cli.lab.compare.losses import differences, reduced
+from lightning_lowbit.cli.lab.compare.page import write_page
+from lightning_lowbit.cli.lab.compare.pilot import pilot_seeds, power_blocks, spread_of
+from lightning_lowbit.cli.lab.compare.power import Interval, Spread, pairs_for, power, resolved_by, t_quantile
+from lightning_lowbit.cli.lab.compare.results import write_comparison
+from lightning_lowbit.cli.lab.compare.study import read_study
 from lightning_lowbit.report.tables import as_markdown
 from tests.recipes.recipe_names import STUDIES
 

@@ -43,6 +43,12 @@ def test_cp(capsys):
     assert Path("bf16.yaml").read_text() == "mine"
 
 
+def test_nothing_imports_the_laboratory_but_its_own_commands():
+    for path in (ROOT / "lightning_lowbit").rglob("*.py"):
+        is_of_lab = path.is_relative_to(ROOT / "lightning_lowbit" / "cli" / "lab")
+        assert is_of_lab or "lightning_lowbit.cli.lab" not in path.read_text(), f"{path} imports from cli/lab"
+
+
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"lightning_lowbit {__version__}\n"

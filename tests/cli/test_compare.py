@@ -12,10 +12,10 @@ import yaml
 from matplotlib.figure import Figure
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.compare.command import _is_running, environment, plan
-from lightning_lowbit.cli.compare.losses import reduced
-from lightning_lowbit.cli.compare.results import markdown, write_comparison
-from lightning_lowbit.cli.compare.study import product
+from lightning_lowbit.cli.lab.compare.command import _is_running, environment, plan
+from lightning_lowbit.cli.lab.compare.losses import reduced
+from lightning_lowbit.cli.lab.compare.results import markdown, write_comparison
+from lightning_lowbit.cli.lab.compare.study import product
 from tests.launch import FORKS, start, wait_for
 
 TINY = """
@@ -29,7 +29,7 @@ BASE = ["--config=quickstart", "--config=tiny.yaml"]
 
 @pytest.fixture(autouse=True)
 def _files(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_lowbit.cli.compare.command.subprocess", FORKS)
+    monkeypatch.setattr("lightning_lowbit.cli.lab.compare.command.subprocess", FORKS)
     Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     Path("tiny.yaml").write_text(TINY)
 

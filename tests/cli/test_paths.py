@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.inspect import table
+from lightning_lowbit.cli.lab.inspect import table
 from tests.tables import each
 
 INSPECT = ["inspect", "a.pt", "--casts=nvfp4"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.compare.claims import read_effects
-from lightning_lowbit.cli.compare.losses import RATIO, history, metric, reduced
-from lightning_lowbit.cli.compare.record import Record, read_record
+from lightning_lowbit.cli.lab.compare.claims import read_effects
+from lightning_lowbit.cli.lab.compare.losses import RATIO, history, metric, reduced
+from lightning_lowbit.cli.lab.compare.record import Record, read_record
 
 DOCS = Path(__file__).parents[2] / "docs" / "results"
 RECORDS = sorted((DOCS / "studies").glob("*.json"))

@@ -8,10 +8,10 @@ import yaml
 from matplotlib.figure import Figure
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.compare.command import plan, prepare
-from lightning_lowbit.cli.compare.losses import reduced
-from lightning_lowbit.cli.compare.results import write_comparison
-from lightning_lowbit.cli.compare.study import read_study
+from lightning_lowbit.cli.lab.compare.command import plan, prepare
+from lightning_lowbit.cli.lab.compare.losses import reduced
+from lightning_lowbit.cli.lab.compare.results import write_comparison
+from lightning_lowbit.cli.lab.compare.study import read_study
 from tests.launch import FORKS
 
 TINY = """
@@ -35,7 +35,7 @@ rows:
 
 @pytest.fixture(autouse=True)
 def _files(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_lowbit.cli.compare.command.subprocess", FORKS)
+    monkeypatch.setattr("lightning_lowbit.cli.lab.compare.command.subprocess", FORKS)
     Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     Path("tiny.yaml").write_text(TINY)
     Path("mine.yaml").write_text(MINE)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lowbit.cli.compare.claims import verdict
-from lightning_lowbit.cli.compare.losses import differences
-from lightning_lowbit.cli.compare.power import Interval, t_quantile
-from lightning_lowbit.cli.compare.record import read_record
+from lightning_lowbit.cli.lab.compare.claims import verdict
+from lightning_lowbit.cli.lab.compare.losses import differences
+from lightning_lowbit.cli.lab.compare.power import Interval, t_quantile
+from lightning_lowbit.cli.lab.compare.record import read_record
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 PAGES = {page.stem: page for page in sorted((RESULTS / "papers").glob("*.md")) if page.stem != "index"}

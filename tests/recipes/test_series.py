@@ -13,7 +13,7 @@ from transformers import PatchTSTConfig, PatchTSTForPrediction
 from lightning_lowbit import FP4Precision, StableSPAM, cli
 from lightning_lowbit.callbacks import ExactResume
 from lightning_lowbit.cli import run
-from lightning_lowbit.cli.compare.study import read_study
+from lightning_lowbit.cli.lab.compare.study import read_study
 from lightning_lowbit.recipes.series.data import SeriesDataModule, add_anomalies
 from lightning_lowbit.recipes.series.forecaster import NETWORK, Forecaster
 from lightning_lowbit.recipes.series.tables import new_york

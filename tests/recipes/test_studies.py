@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_lowbit.cli import run
-from lightning_lowbit.cli.compare.command import plan
-from lightning_lowbit.cli.compare.study import read_study
+from lightning_lowbit.cli.lab.compare.command import plan
+from lightning_lowbit.cli.lab.compare.study import read_study
 from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.optim.stable_spam import PRESETS as GAMMAS

@@ -1,4 +1,4 @@
-"""Judges the numbers of an operand, weight or activation, and suggests remedies that are not yet in use."""
+"""Judges the numbers of operands, weights and activations, and suggests remedies that are not yet in use."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,39 +19,41 @@ class Fault(NamedTuple):
     message: str
 
 
-def of_operand(operand: str, casts: LinearCasts, found: Mapping[str, float], underflow_limit: float) -> Iterator[Fault]:
-    if math.isnan(found["sqnr"]):
+def judge_operand(
+    operand: str, casts: LinearCasts, numbers: Mapping[str, float], underflow_limit: float
+) -> Iterator[Fault]:
+    if math.isnan(numbers["sqnr"]):
         message = (
             f"{operand} holds a NaN or an infinity. Look at the data of this step and the learning rate; with a "
             "loss scaler, whether it skips such a step."
         )
         yield Fault(f"{operand} not finite", 1.0, message)
-    elif found["underflow"] > underflow_limit:
+    elif numbers["underflow"] > underflow_limit:
         message = (
-            f"{found['underflow']:.1%} of the elements of {operand} that are not 0 became 0 "
+            f"{numbers['underflow']:.1%} of the elements of {operand} that are not 0 became 0 "
             f"(underflow_limit={underflow_limit:g}): few large elements take the range from the others. "
             f"{_remedies(operand, casts)}"
         )
-        left = 1 - found["underflow"]
+        left = 1 - numbers["underflow"]
         yield Fault(f"{operand} underflow", 1 / left if left else math.inf, message)
 
 
 def _remedies(operand: str, casts: LinearCasts) -> str:
     cast = casts.cast_of(operand)
-    found = []
+    remedies = []
     if isinstance(cast, Cast):
         block = cast.scale.block
         is_small = isinstance(block, int) and block <= _SMALL_BLOCK
-        found += [] if is_small else ["smaller blocks"]
-        found += ["scales with more range (e8m0)"] if cast.scale.format == "e4m3" else []
-        found += [] if cast.rounding == "stochastic" else ["stochastic rounding"]
-    found += [] if operand.partition("_")[0] in casts.hadamard else ["a Hadamard rotation"]
-    found += ["a format with more range, by overrides"]
-    text = f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
-    return f"{text[0].upper()}{text[1:]} help{'' if len(found) > 1 else 's'}."
+        remedies += [] if is_small else ["smaller blocks"]
+        remedies += ["scales with more range (e8m0)"] if cast.scale.format == "e4m3" else []
+        remedies += [] if cast.rounding == "stochastic" else ["stochastic rounding"]
+    remedies += [] if operand.partition("_")[0] in casts.hadamard else ["a Hadamard rotation"]
+    remedies += ["a format with more range, by overrides"]
+    text = f"{', '.join(remedies[:-1])} or {remedies[-1]}" if len(remedies) > 1 else remedies[0]
+    return f"{text[0].upper()}{text[1:]} help{'' if len(remedies) > 1 else 's'}."
 
 
-def of_weight(row: Mapping[str, float], cast: Cast, zeros_tolerance: float) -> Iterator[Fault]:
+def judge_weight(row: Mapping[str, float], cast: Cast, zeros_tolerance: float) -> Iterator[Fault]:
     """Judges a weight that is rounded to nearest; ``zeros_tolerance`` bounds the deviation of its share of zeros."""
     zeros, expected = row.get("zeros"), expected_zeros(cast.scale.factor)
     if math.isnan(row.get("distance", 0.0)):
@@ -71,7 +73,7 @@ def of_weight(row: Mapping[str, float], cast: Cast, zeros_tolerance: float) -> I
         yield Fault("zeros", abs(zeros - expected), message)
 
 
-def of_codes(quiet: int, no_flips_for: int) -> Iterator[Fault]:
+def judge_codes(quiet: int, no_flips_for: int) -> Iterator[Fault]:
     if quiet >= no_flips_for:
         message = (
             f"no code of its weight has changed in a logged step for {quiet} optimizer steps (no_flips_for="
@@ -80,23 +82,23 @@ def of_codes(quiet: int, no_flips_for: int) -> Iterator[Fault]:
         yield Fault("no flips", 1.0, message)
 
 
-def of_input() -> Fault:
+def input_fault() -> Fault:
     advice = "Look at the data of this step, and at the weights of the layers before it for the step that broke them."
     return Fault("not finite", 1.0, f"what enters it is not finite. {advice}")
 
 
-def of_channel(layer: Any, channel: int, amax: float, mean: float, takeoff: float) -> Fault:
-    """An input channel exceeds ``takeoff`` times ``mean``, the running mean of its layer's largest magnitude."""
+def channel_fault(layer: Any, channel: int, amax: float, mean: float, takeoff: float) -> Fault:
+    """Reports a channel above ``takeoff`` times ``mean``, the running mean of its layer's largest magnitude."""
     message = (
         f"channel {channel} of what enters it reaches {amax:.4g}, where the largest of all was {mean:.4g} on average "
         f"(takeoff={takeoff:g}). Look at the data of this step and at the learning rate."
     )
-    return Fault("takeoff", amax / mean, f"{message}{_of_scales(layer)}")
+    return Fault("takeoff", amax / mean, f"{message}{_scale_advice(layer)}")
 
 
-def _of_scales(layer: Any) -> str:
+def _scale_advice(layer: Any) -> str:
     cast = layer.full_casts.cast_of("fprop_x") if isinstance(layer, QuantizedLayer) else None
-    if cast is None:  # it takes no levels from the rest
+    if cast is None:
         return ""
     few, remedies = "", []
     if isinstance(cast.scale.block, str):
@@ -110,13 +112,13 @@ def _of_scales(layer: Any) -> str:
     return f"{few}{keep} With skip the layer stays in high precision."
 
 
-def of_mlp(mlp: Any, pairs: Sequence[tuple[float, float]], beyond: int, limit: float) -> Fault:
-    """Aligned channels of a SwiGLU: the worst as (channel, ``|cos|``); ``beyond`` channels exceed ``limit``."""
-    told = ", ".join(f"{channel:.0f} ({cosine:.3f})" for channel, cosine in pairs)
+def alignment_fault(mlp: Any, pairs: Sequence[tuple[float, float]], beyond: int, limit: float) -> Fault:
+    """Reports aligned channels of a SwiGLU, the worst as (channel, ``|cos|``); ``beyond`` channels exceed ``limit``."""
+    channels = ", ".join(f"{channel:.0f} ({cosine:.3f})" for channel, cosine in pairs)
     more = f" and {beyond - len(pairs)} more channels have" if beyond > len(pairs) else ""
     more = more or (" has" if beyond == 1 else " have")
     message = (
-        f"{'channel' if beyond == 1 else 'channels'} {told}{more} |cos| between rows of its gate and up projection "
+        f"{'channel' if beyond == 1 else 'channels'} {channels}{more} |cos| between rows of its gate and up projection "
         f"above {limit:g} (alignment_limit). Such a channel squares one projection of its input, and makes outliers "
         "where that is large."
     )

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_step, is_mid_step, logger_step
-from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
-from lightning_lowbit.callbacks.monitors.noise_sources import FromDraws, FromLayers, Source, Sums
+from lightning_lowbit.callbacks.monitors.noise_sources import FromDraws, FromLayers, NoiseMeasurement, Sums
 from lightning_lowbit.checks import choose, integer, positive
 from lightning_lowbit.distributed import connect
 from lightning_lowbit.metrics.noise import gradient_to_noise
@@ -23,11 +22,11 @@ from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.report.html import Chart, Section, Text
 from lightning_lowbit.saved_state import NUMBER, check_state
 
-_OF_GRADIENTS = [operand for operand in OPERANDS if not operand.startswith("fprop")]
+_GRADIENT_OPERANDS = [operand for operand in OPERANDS if not operand.startswith("fprop")]
 
 METRIC = "gradient_noise/ratio"
 
-_SOURCES: dict[str, type[Source]] = {"draws": FromDraws, "layers": FromLayers}
+_SOURCES: dict[str, type[NoiseMeasurement]] = {"draws": FromDraws, "layers": FromLayers}
 
 _ADVICE = (
     "it is {ratio:.3g} times as large as the noise that quantization adds to it, below {threshold:.3g}: more and more "
@@ -37,7 +36,7 @@ _SWITCH = "To train in higher precision from here on, give PrecisionSwitch('qaf'
 
 
 def _is_measurement(value: object) -> bool:
-    """a measurement: names, the empty one first, and two sums for each"""
+    """a measurement: names, the empty one first, and two sums for each name"""
     try:
         check_state("", value, {"names": [str], "sums": [(NUMBER, NUMBER)]})
     except ValueError:
@@ -54,17 +53,12 @@ class GradientNoiseMonitor(Monitor):
     arXiv 2505.19115, section 4): ``PrecisionSwitch("qaf", below=...)`` switches to quantization-aware finetuning.
 
     Logs ``gradient_noise/ratio``, and ``gradient_noise/ratio/<layer>`` of chosen layers, in the measured step or the
-    next one that is logged. Without noise it is infinite; while no backward pass is quantized, as in the phase
-    ``"qaf"``, nothing is measured. ``"draws"`` are exact and cost two more backward passes; ``"layers"`` is
-    approximate, cheap, and works with every strategy. See ``docs/guides/monitoring.md``.
-
-    It warns, and measures nothing, if the Trainer has no plugin of lightning_lowbit, or optimization is manual; with
-    draws also under DeepSpeed, FSDP1, FSDP2 with accumulated gradients, with random bits in the forward pass, and with
-    reentrant activation checkpointing.
+    next one that is logged. The ratio is infinite without noise. Nothing is measured while no backward pass is
+    quantized. A run that cannot be measured gets a warning; ``docs/guides/monitoring.md`` lists them, and the cost.
 
     Args:
         every_n_steps: optimizer steps between measurements, as the logger counts them.
-        kind: ``"draws"`` or ``"layers"``.
+        kind: ``"draws"`` (exact, two more backward passes) or ``"layers"`` (approximate, cheap, for every strategy).
         average: number of last measurements with the same casts over which the squares are averaged.
         threshold: the ratio below which to warn.
         layers: patterns of layers to log as well, see :func:`lightning_lowbit.convert`.
@@ -82,7 +76,7 @@ class GradientNoiseMonitor(Monitor):
         "window": [_is_measurement],
         "measurements": [(int, NUMBER)],
         "to_log": bool,
-        "alerts": Alerts.saved,
+        **Monitor.saved,
     }
 
     def __init__(
@@ -100,7 +94,7 @@ class GradientNoiseMonitor(Monitor):
         self.layers = layers
         self._chosen: set[str] = set()
         self._switches = False  # a switch to higher precision depends on the measurements
-        self._source: Source = _SOURCES[kind]()
+        self._source: NoiseMeasurement = _SOURCES[kind]()
         super().__init__()
 
     def _start_afresh(self) -> None:
@@ -116,7 +110,7 @@ class GradientNoiseMonitor(Monitor):
         self._is_due = False  # in the current micro-batch
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Says what is missing, before a switch asks for measurements."""
+        """Checks the run now: a switch asks for measurements before training starts."""
         super().on_fit_start(trainer, pl_module)
         self._try(lambda: self._check(trainer, pl_module))
 
@@ -145,7 +139,7 @@ class GradientNoiseMonitor(Monitor):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._is_due and not _quantizes_gradients(pl_module):
-            self._casts = ""  # whatever is measured next, the weights are others
+            self._casts = ""  # the next measurement is of other weights
             self._cancel(trainer)
         if self._is_due:
             layers = _quantized(pl_module)
@@ -190,26 +184,26 @@ class GradientNoiseMonitor(Monitor):
             self._source.cancel(trainer)
 
     def _ratios(self) -> dict[str, Tensor]:
-        """Averaged ratios by layer, of the layers in the last measurement: float32, 0-d."""
+        """Returns averaged ratios by layer, of the layers in the last measurement: float32, 0-d."""
         names, latest = self._window[-1]
         unknown = torch.full_like(latest[0], math.nan)
-        rows = [dict(zip(of_one, sums.to(latest).unbind(), strict=True)) for of_one, sums in self._window]
+        rows = [dict(zip(row_names, sums.to(latest).unbind(), strict=True)) for row_names, sums in self._window]
         sums = torch.stack([torch.stack([row.get(name, unknown) for name in names]) for row in rows])
         return dict(zip(names, gradient_to_noise(sums).float().unbind(), strict=True))
 
-    def _judge(self, what: int, columns: Mapping[str, Any]) -> int:
+    def _judge(self, context: int, columns: Mapping[str, Any]) -> int:
         ratio: float = columns["ratio"]
         if not math.isnan(ratio):  # NaN if no measurement was finite
-            self._measurements.append((what, ratio))
+            self._measurements.append((context, ratio))
         if ratio < self.threshold:
             advice = _ADVICE.format(ratio=ratio, threshold=self.threshold, switch="" if self._switches else _SWITCH)
             self._alerts.note("the gradient", "noise", self.threshold / ratio if ratio else math.inf, advice)
-        return what
+        return context
 
     def measurements(self, monitor: str = METRIC) -> list[tuple[int, float]]:
-        """Optimizer steps from 1, and averaged ratios of a metric, oldest first; the same on all ranks.
+        """Returns optimizer steps from 1, and averaged ratios of a metric, oldest first; the same on all ranks.
 
-        The host knows all measurements up to the step before the last one. Those that were not finite are left out.
+        It has all measurements up to the step before the last one. Ratios that are not finite are left out.
 
         Raises:
             KeyError: there is no such metric, or nothing can be measured in this run.
@@ -220,7 +214,7 @@ class GradientNoiseMonitor(Monitor):
             raise KeyError(f"it measures {METRIC!r}, not {monitor!r}")
         return list(self._measurements)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, Any]:
         self._read()
         return {
             "kind": self.kind,
@@ -228,16 +222,15 @@ class GradientNoiseMonitor(Monitor):
             "window": [{"names": list(names), "sums": sums.tolist()} for names, sums in self._window],
             "measurements": list(self._measurements),
             "to_log": self._to_log,
-            "alerts": self._alerts.state_dict(),
         }
 
     def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
         rows = [(tuple(row["names"]), torch.tensor(row["sums"], dtype=torch.float64)) for row in state["window"]]
         is_same = state["kind"] == self.kind
         self._window, self._casts = deque(rows if is_same else [], maxlen=self.average), state["casts"]
         self._measurements = [(step, ratio) for step, ratio in state["measurements"]]
         self._to_log = is_same and state["to_log"] and bool(rows)
-        self._alerts.load_state_dict(state["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         self._read()
@@ -271,9 +264,8 @@ def _quantized(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
 
 
 def _quantizes_gradients(pl_module: LightningModule) -> bool:
-    """Whether any backward pass is quantized; where none is, there is no noise."""
-    casts = {layer.casts for layer in converted_layers(pl_module).values()}
-    return any(getattr(of_one, operand) is not None for of_one in casts for operand in _OF_GRADIENTS)
+    distinct = {layer.casts for layer in converted_layers(pl_module).values()}
+    return any(getattr(casts, operand) is not None for casts in distinct for operand in _GRADIENT_OPERANDS)
 
 
 def _casts_in_force(trainer: Trainer, layers: Mapping[str, QuantizedLayer]) -> str:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_step, is_overridden, logger_step
-from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.checks import integer, number, positive, some
 from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
@@ -58,18 +57,17 @@ _MOST_NORMS = 1000  # for the median; beyond it every other one is dropped
 class GradientNormMonitor(Monitor):
     """Logs norms of gradients, and warns when one spikes, is too large, or is not finite.
 
-    In each step that is logged, of all gradients together and of chosen layers (as
-    ``grad_norm/unclipped/layers.3.mlp.up_proj``): ``grad_norm/unclipped``; ``grad_norm/clipped`` if the Trainer or the
-    module clips; ``grad_norm/used``, as an optimizer of this package used it; and ``grad_norm/spikes``, the number of
-    spikes so far. Norms are of whole gradients on one device and under DDP, FSDP and tensor parallelism. A spike
-    exceeds ``spike_factor`` times the running mean of earlier norms, at least 10 of them. See
-    ``docs/guides/monitoring.md`` for manual optimization, loss scaling, the alerts and the cost.
+    In each logged step, of all gradients together and of chosen layers (``grad_norm/unclipped/layers.3.mlp.up_proj``):
+    ``grad_norm/unclipped``; ``grad_norm/clipped`` if the Trainer or the module clips; ``grad_norm/used``, as an
+    optimizer of this package used it; and ``grad_norm/spikes``, the number of spikes so far. Norms are of whole
+    gradients on one device and under DDP, FSDP and tensor parallelism. See ``docs/guides/monitoring.md``.
 
     Args:
         layers: patterns of layers, see :func:`lightning_lowbit.convert`. Any module with parameters of its own is a
             layer; a pattern that matches a block stands for all layers in it.
         every_n_steps: also look for spikes in each n-th step, as the logger counts them; None: only in logged steps.
-        spike_factor: how many times the running mean is a spike, above 1. Healthy norms vary by some ten per cent.
+        spike_factor: how many times the running mean of at least 10 earlier norms is a spike, above 1. Healthy norms
+            vary by some ten per cent.
         decay: of the running mean, in [0, 1): it reaches back about 1 / (1 - decay) norms.
         limit: the norm above which to warn; a text such as ``"10x"`` is relative to the median norm of the run so far
             (10 norms or more). None: no limit.
@@ -86,7 +84,7 @@ class GradientNormMonitor(Monitor):
         "running": {f"{name}?" if name == "start" else name: NUMBER for name in SPIKE_STATE},
         "spikes": [(int, NUMBER, NUMBER)],
         "norms?": [NUMBER],
-        "alerts": Alerts.saved,
+        **Monitor.saved,
     }
 
     def __init__(
@@ -99,8 +97,8 @@ class GradientNormMonitor(Monitor):
     ) -> None:
         times = _TIMES.fullmatch(limit) if isinstance(limit, str) else None
         if times is None or not float(times[1]) > 1:
-            what = "a norm, or a text such as '10x' (times the median of norms so far, above 1)"
-            positive("limit", limit, what, or_none=True)
+            kinds = "a norm, or a text such as '10x' (times the median of norms so far, above 1)"
+            positive("limit", limit, kinds, or_none=True)
         self.layers, self.limit = layers, limit
         self.every_n_steps = integer("every_n_steps", every_n_steps, 1, "a number of steps", or_none=True)
         self.spike_factor = number("spike_factor", spike_factor, "how many times the mean is a spike", above=1)
@@ -149,7 +147,7 @@ class GradientNormMonitor(Monitor):
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         steps, self._steps = self._steps, {}
-        parameters = [parameter for of_one, _ in steps.values() for parameter in of_one]
+        parameters = [parameter for members, _ in steps.values() for parameter in members]
         if not parameters:
             return
         stages, parts = ["unclipped"], [torch.cat([norms for _, norms in steps.values()])]
@@ -164,29 +162,29 @@ class GradientNormMonitor(Monitor):
             squares = torch.cat([squares, _used([*steps], parameters, squares)[:, None]], 1)
         norms = {"": squares.sum(0).sqrt()}  # by layer: [stages]
         indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-        for name, of_layer in _layers(pl_module).items() if self._chosen else ():  # again, because layers may thaw
-            members = [indices[id(parameter)] for parameter in of_layer if id(parameter) in indices]
+        for name, weights in _layers(pl_module).items() if self._chosen else ():  # again, because layers may thaw
+            members = [indices[id(weight)] for weight in weights if id(weight) in indices]
             if name in self._chosen and members:
                 norms[f"/{name}"] = torch.stack([squares[index] for index in members]).sum(0).sqrt()
         whole = norms[""][0]
         self._running, mean, is_spike = detect_spike(self._running, whole, self.spike_factor, self.decay, _ENOUGH)
-        unclipped = torch.stack([of_all_stages[0] for of_all_stages in norms.values()])
-        kept = {"mean": mean, "is_spike": is_spike, "norms": unclipped}
-        self._keep((trainer.global_step, [name[1:] for name in norms][1:]), kept)
+        unclipped = torch.stack([row[0] for row in norms.values()])
+        columns = {"mean": mean, "is_spike": is_spike, "norms": unclipped}
+        self._keep((trainer.global_step, [name[1:] for name in norms][1:]), columns)
         if is_logging_step(trainer):
             metrics = {"grad_norm/spikes": self._running[SPIKE_STATE.index("spikes")]}
-            for layer, of_all_stages in norms.items():
-                metrics |= {f"grad_norm/{stage}{layer}": of_all_stages[index] for index, stage in enumerate(stages)}
+            for layer, row in norms.items():
+                metrics |= {f"grad_norm/{stage}{layer}": row[index] for index, stage in enumerate(stages)}
             self._log(pl_module, metrics)
 
-    def _judge(self, what: tuple[int, list[str]], columns: Mapping[str, Any]) -> int:
-        (step, layers), mean, is_spike = what, columns["mean"], columns["is_spike"]
-        norm, *of_layers = columns["norms"]
+    def _judge(self, context: tuple[int, list[str]], columns: Mapping[str, Any]) -> int:
+        (step, layers), mean, is_spike = context, columns["mean"], columns["is_spike"]
+        norm, *layer_norms = columns["norms"]
         if is_spike:
             self._spikes.append((step, norm, mean))
-        bad = [name for name, value in zip(layers, of_layers, strict=True) if not math.isfinite(value)]
+        bad = [name for name, value in zip(layers, layer_norms, strict=True) if not math.isfinite(value)]
         where = f" (in {some(bad)})" if bad else ""
-        limit, told = self._limit(bool(is_spike))
+        limit, limit_text = self._limit(bool(is_spike))
         or_clip, clip = ("", "") if self._is_clipped else (_OR_CLIP, _CLIP)
         for kind, severity, holds in (
             ("not finite", 1.0, not math.isfinite(norm) and not self._has_scaler),
@@ -194,8 +192,9 @@ class GradientNormMonitor(Monitor):
             ("spike", norm / mean if mean else math.inf, is_spike),
         ):
             if holds:
-                facts = {"norm": norm, "mean": mean, "limit": told, "where": where, "or_clip": or_clip, "clip": clip}
-                self._alerts.note("Gradient norm", kind, severity, _ADVICE[kind].format(**facts))
+                facts = {"norm": norm, "mean": mean, "limit": limit_text, "where": where, "clip": clip}
+                advice = _ADVICE[kind].format(**facts, or_clip=or_clip)
+                self._alerts.note("Gradient norm", kind, severity, advice)
         if math.isfinite(norm):
             self._norms.append(norm)
             if len(self._norms) > _MOST_NORMS:
@@ -209,23 +208,21 @@ class GradientNormMonitor(Monitor):
             return math.inf, ""
         median = statistics.median(self._norms)
         least = LEAST_RISE * statistics.median(self._norms[:_ENOUGH])  # the norms of a converged model are near 0
-        return max(
-            self._times * median, least
-        ) or math.inf, f"{self._times:g} times the median of {median:.4g} so far (limit)"
+        limit = max(self._times * median, least) or math.inf
+        return limit, f"{self._times:g} times the median of {median:.4g} so far (limit)"
 
-    def state_dict(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, Any]:
         self._read()
         running = dict(zip(SPIKE_STATE, self._running.tolist(), strict=True))
-        kept = {"running": running, "spikes": list(self._spikes), "norms": list(self._norms)}
-        return kept | {"alerts": self._alerts.state_dict()}
+        return {"running": running, "spikes": list(self._spikes), "norms": list(self._norms)}
 
     def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
         running = state["running"]
         running = {"start": running["sum"] / running["weight"] if running["weight"] else 0.0, **running}
         self._running = torch.tensor([running[name] for name in SPIKE_STATE], dtype=torch.float32)
         self._spikes = deque(state["spikes"], maxlen=_MOST_SPIKES)
         self._norms = list(state.get("norms", ()))
-        self._alerts.load_state_dict(state["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         self._read()
@@ -242,12 +239,12 @@ class GradientNormMonitor(Monitor):
 
 
 def _layers(pl_module: LightningModule) -> dict[str, list[Tensor]]:
-    found = {clean_name(name): [*module.parameters(recurse=False)] for name, module in pl_module.named_modules()}
-    return {name: parameters for name, parameters in found.items() if name and parameters}
+    layers = {clean_name(name): [*module.parameters(recurse=False)] for name, module in pl_module.named_modules()}
+    return {name: parameters for name, parameters in layers.items() if name and parameters}
 
 
 def _used(optimizers: list[Optimizer], parameters: list[Tensor], squares: Tensor) -> Tensor:
-    """Σg² after the optimizers' own clipping, or as given to those without any: [P]; 0 in a skipped step."""
+    """Returns Σg² after the clipping of the optimizers, if they clip: [P]; 0 in a skipped step."""
     guarded = [optimizer for optimizer in optimizers if isinstance(optimizer, GuardedOptimizer)]
     seen = {parameter: row for optimizer in guarded for parameter, row in optimizer.gradient_statistics().items()}
     unknown = torch.full_like(squares[0, 0], math.nan)

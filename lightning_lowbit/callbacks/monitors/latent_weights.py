@@ -1,4 +1,4 @@
-"""The weights that callbacks watch: of layers whose forward pass rounds them to nearest."""
+"""The weights that callbacks watch: a forward pass rounds them to nearest."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class LatentWeight(NamedTuple):
         return quantize(self.values, self.cast, amax=self.amax)
 
     def sample(self) -> "LatentWeight":
-        """A fixed choice of rows of a large weight, with the scales of the whole."""
+        """Returns a fixed choice of rows of a large weight, with the scales of the whole."""
         amax = amax_of(self.values) if self.amax is None and self.cast.scale.needs_amax else self.amax
         return LatentWeight(sample(self.values, self.values.shape, self.cast, -1), self.cast, amax)
 
@@ -45,7 +45,7 @@ def has_flat_weights(trainer: Trainer) -> bool:
 
 
 def whole_layers(callback: Callback, trainer: Trainer, pl_module: LightningModule) -> dict[str, QuantizedLayer]:
-    """The converted layers that have weights, by name; a ``MisconfigurationException`` if these are sharded."""
+    """Returns the converted layers that have weights, by name; raises a ``MisconfigurationException`` if sharded."""
     layers = {name: layer for name, layer in converted_layers(pl_module).items() if layer.weight is not None}
     if layers and (has_flat_weights(trainer) or any(isinstance(layer.weight, DTensor) for layer in layers.values())):
         raise MisconfigurationException(
@@ -56,7 +56,7 @@ def whole_layers(callback: Callback, trainer: Trainer, pl_module: LightningModul
 
 
 def nearest_cast(casts: LinearCasts) -> Cast | None:
-    """The cast of a weight that is rounded to nearest; None for others, and for rotated or smoothed weights."""
+    """Returns the cast of a weight that is rounded to nearest; None for others, and for rotated or smoothed weights."""
     cast = casts.cast_of("fprop_w")
     if cast is None or cast.draws or "fprop" in casts.hadamard or casts.smooth == "channel":
         return None
@@ -64,11 +64,11 @@ def nearest_cast(casts: LinearCasts) -> Cast | None:
 
 
 def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> Iterator[tuple[str, LatentWeight]]:
-    """Yields the weights that the current casts round to nearest, with their names; none while λ is 0. Of stacks of
-    matrices, as of experts or grouped convolutions, it yields the ones whose scales are of rows.
+    """Yields (name, weight) of the weights that the current casts round to nearest; none while λ is 0.
 
-    Reading λ while it changes waits for the device once. DTensors are gathered one by one as the iteration reaches
-    them, so all ranks must iterate alike. ``dtype`` is the compute dtype.
+    A stack of matrices (experts, grouped convolutions) is one matrix if its scales are of rows; others are left out.
+    Reading λ while it changes waits for the device once. DTensors are gathered one by one, so all ranks must iterate
+    alike. ``dtype`` is the compute dtype.
     """
     blends = {id(layer.blend): layer.blend for layer in layers.values() if layer.blend is not None}
     off = {key for key, blend in blends.items() if not blend}
@@ -76,7 +76,7 @@ def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> 
         cast = None if layer.weight is None else nearest_cast(layer.casts)
         if cast is not None and id(layer.blend) not in off:
             values = layer.weight_matrix().detach().to(dtype)
-            if values.dim() > 2:  # a stack of matrices; where scales are those of rows, as good as one
+            if values.dim() > 2:  # a stack of matrices; with scales of rows, as good as one
                 if cast.scale.needs_amax or cast.scale.block == "tensor" or isinstance(cast.scale.block, tuple):
                     continue
                 values = values.flatten(0, -2)

@@ -40,12 +40,13 @@ class LayerInputs:
         self._handles: list[Any] = []
         for layer in self.layers.values():
             sums = torch.zeros(len(SUMS), dtype=wide_dtype(device), device=device)
-            found = _Input(sums, torch.zeros(in_features(layer), device=device, dtype=torch.float32))
-            self._inputs.append(found)
-            self._handles.append(layer.register_forward_pre_hook(_hook(self.switch, *found, k), with_kwargs=True))
+            statistics = _Input(sums, torch.zeros(in_features(layer), device=device, dtype=torch.float32))
+            self._inputs.append(statistics)
+            hook = _hook(self.switch, *statistics, k)
+            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The statistics since the last call, over all ranks: two collectives.
+        """Takes the statistics since the last call, over all ranks, by two collectives.
 
         Returns ``SUMS`` ``[layers, 6]``; the amax of each layer ``[layers]``, NaN for an input that is missing or not
         finite; and the channel of the amax ``[layers]``.
@@ -92,7 +93,7 @@ def _feature_axis(layer: nn.Module, x: Tensor) -> int:
 
 
 def in_features(layer: Any) -> int:
-    """The features, of a convolution the channels, of a layer's input."""
+    """Returns the number of features of a layer's input; of a convolution, its channels."""
     if isinstance(layer, CONVOLUTIONS):
         return layer.in_channels
     if isinstance(layer, nn.Linear):

@@ -1,4 +1,4 @@
-"""Watches the loss scale of fp16: its curve, the steps that it skips, and warnings where it does not settle."""
+"""Watches the loss scale of fp16."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_logging_step
-from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor, is_of_device
 from lightning_lowbit.checks import integer
 from lightning_lowbit.precision.grad_scalers import overflow
@@ -18,7 +17,7 @@ from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Text
 from lightning_lowbit.saved_state import NUMBER
 
-# Counts in one float32 tensor, exact up to 2^24 steps. "falls" is whether there ever were too many.
+# Counts in one float32 tensor, exact up to 2^24 steps. "falls" is 1 if there ever were too many.
 _COUNTS = ("step", "scale", "skipped_steps", "overflows", "falls", "at_floor", "at_cap")
 _LOGGED = ("scale", "growth_tracker", "overflows", "skipped_steps")
 
@@ -52,20 +51,17 @@ class LossScaleMonitor(Monitor):
     scale cools down; ``loss_scale/overflows``, the steps with a gradient that was not finite since the last logged
     step; ``loss_scale/skipped_steps``, all of these since training began. It warns if overflows lower the scale
     ``falls`` times within ``within`` optimizer steps, or would at its floor, or if it stays at its floor or cap for
-    ``within`` steps. Falls before the first step that is taken do not count. See ``docs/guides/monitoring.md``.
+    ``within`` steps. Falls before the first step that is taken do not count.
 
     Args:
-        falls: falls of the scale that are too many, at least 1.
-        within: window in optimizer steps, at least ``falls``.
-
-    Raises:
-        ValueError: an argument is out of range.
+        falls: falls of the scale that are too many, at least 1; fewer are a ``ValueError``.
+        within: window in optimizer steps, at least ``falls``; fewer are a ``ValueError``.
 
     Examples:
         >>> Trainer(plugins=[FP8Precision(compute_dtype="fp16")], callbacks=[LossScaleMonitor()])
     """
 
-    saved: ClassVar[Any] = {"counts": dict.fromkeys(_COUNTS, NUMBER), "fell": [NUMBER], "alerts": Alerts.saved}
+    saved: ClassVar[Any] = {"counts": dict.fromkeys(_COUNTS, NUMBER), "fell": [NUMBER], **Monitor.saved}
 
     def __init__(self, falls: int = 5, within: int = 100) -> None:
         self.falls = integer("falls", falls, 1, "how often the scale falls before a warning")
@@ -118,27 +114,28 @@ class LossScaleMonitor(Monitor):
         scale = scaler._get_scale_async()
         if self._under_way is None or scale is None:
             return
-        (before, tracker, found), self._under_way = self._under_way, None
+        (before, tracker, overflowed), self._under_way = self._under_way, None
         self._counts, self._fell = self._counts.to(scale.device), self._fell.to(scale.device)
         fell = scale < before
-        if found is None:  # torch's fused optimizers under Lightning's MixedPrecision: unscaled within their step
+        if overflowed is None:  # torch's fused optimizers under Lightning's MixedPrecision: unscaled within their step
             grew = (tracker + 1 == scaler.get_growth_interval()) & ~fell  # or would, if it were not at its cap
-            found = (scaler._growth_tracker != tracker + 1) & ~grew
+            overflowed = (scaler._growth_tracker != tracker + 1) & ~grew
         floor, cap = _bounds(scaler)
         step, _, skipped, overflows, falls, at_floor, at_cap = self._counts.unbind()
         # At its floor it cannot fall. Falls before the first taken step only correct the initial scale.
-        stopped = (fell & (step > skipped)) | (found & (scale <= floor))
+        stopped = (fell & (step > skipped)) | (overflowed & (scale <= floor))
         self._fell = torch.where(stopped, torch.cat([self._fell[1:], step[None] + 1]), self._fell)
         falls = falls.maximum(self._fell[-1] - self._fell[0] < self.within)
         at_floor = torch.where(scale <= floor, at_floor + 1, 0)
         at_cap = torch.where(scale >= cap, at_cap + 1, 0)
-        self._counts = torch.stack([step + 1, scale, skipped + found, overflows + found, falls, at_floor, at_cap])
+        counts = (step + 1, scale, skipped + overflowed, overflows + overflowed, falls, at_floor, at_cap)
+        self._counts = torch.stack(counts)
 
     def _keep_counts(self, trainer: Trainer) -> None:
         self._keep((trainer.global_step, *_bounds(_scaler(trainer))), {"counts": self._counts})
 
-    def _judge(self, what: tuple[int, float, float], columns: Mapping[str, Any]) -> int:
-        (step, floor, cap), counts = what, dict(zip(_COUNTS, columns["counts"], strict=True))
+    def _judge(self, context: tuple[int, float, float], columns: Mapping[str, Any]) -> int:
+        (step, floor, cap), counts = context, dict(zip(_COUNTS, columns["counts"], strict=True))
         is_moving = floor < cap
         facts = {"falls": self.falls, "within": self.within, "scale": counts["scale"], "floor": floor, "cap": cap}
         for kind, holds in (
@@ -151,15 +148,14 @@ class LossScaleMonitor(Monitor):
                 self._alerts.note("Loss scale", kind, 1.0, _ADVICE[kind].format(**facts))
         return step
 
-    def state_dict(self) -> dict[str, Any]:
-        counts, fell = self._counts.tolist(), self._fell.tolist()
-        return {"counts": dict(zip(_COUNTS, counts, strict=True)), "fell": fell, "alerts": self._alerts.state_dict()}
+    def _numbers(self) -> dict[str, Any]:
+        return {"counts": dict(zip(_COUNTS, self._counts.tolist(), strict=True)), "fell": self._fell.tolist()}
 
     def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
         self._counts = torch.tensor([state["counts"][name] for name in _COUNTS])
         fell = [*[-math.inf] * self.falls, *state["fell"]]
         self._fell = torch.tensor(fell[-self.falls :])
-        self._alerts.load_state_dict(state["alerts"])
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
         self._read()
@@ -186,5 +182,5 @@ def _scaler(trainer: Trainer) -> GradScaler:
 
 
 def _bounds(scaler: GradScaler) -> tuple[float, float]:
-    """Floor and cap. Torch's scaler has none: 1, below which something is wrong, and infinity."""
+    """Returns floor and cap; for torch's scaler, which has none, 1 and infinity."""
     return getattr(scaler, "floor", 1.0), getattr(scaler, "cap", math.inf)

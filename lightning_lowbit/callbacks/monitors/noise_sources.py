@@ -1,4 +1,4 @@
-"""Sources of the gradient and noise sums of :class:`lightning_lowbit.GradientNoiseMonitor`.
+"""Measures the sums of gradient and noise for :class:`lightning_lowbit.GradientNoiseMonitor`.
 
 draws     before the backward pass of training, two others over the same graph, each with other random bits
 layers    in the backward pass of training, see `lightning_lowbit.nn.core.watch`
@@ -38,12 +38,11 @@ Layers = Mapping[str, QuantizedLayer]
 Sums = dict[str, Tensor]  # by layer, noise and signal [2], of whole weights
 
 
-class Source:
-    """Where the sums of a measurement come from; ``without_noise`` says in words what it means if there is no noise.
+class NoiseMeasurement:
+    """Measures the sums of a step; ``without_noise`` explains in words a measurement that finds no noise.
 
-    ``check`` is called when training starts, and refuses what it cannot measure; ``prepare`` when the last micro-batch
-    of a step to be measured begins; ``before_backward`` and ``after_backward`` around the backward pass of training,
-    one of which returns the sums; ``cancel`` when the micro-batch is over or does not come; ``end`` after training.
+    ``check`` refuses a run when training starts; ``prepare`` begins a measurement, with the last micro-batch of a step;
+    ``before_backward`` or ``after_backward`` returns the sums; ``cancel`` ends a measurement; ``end`` follows training.
     """
 
     without_noise: str
@@ -56,16 +55,14 @@ class Source:
     def end(self) -> None: ...
 
 
-class FromDraws(Source):
-    """Compares two gradients of the same loss."""
-
+class FromDraws(NoiseMeasurement):
     without_noise = "Both draws of the gradient were always the same: nothing was rounded stochastically."
 
     def __init__(self) -> None:
         self._donated: bool | None = None  # the setting before training
 
     def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses strategies that cannot run a backward pass twice, and noise that the draws would not show."""
+        """Refuses strategies that cannot repeat a backward pass, and random bits of a forward pass."""
         model, can = trainer.model, "use kind='layers', or train with DDP or ModelParallelStrategy (FSDP2)"
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise _refusal(f"reads gradients of parameters, which DeepSpeed keeps to itself: {can}")
@@ -107,7 +104,7 @@ class FromDraws(Source):
             functorch.donated_buffer, self._donated = self._donated, None
 
 
-class FromLayers(Source):
+class FromLayers(NoiseMeasurement):
     """Takes gradients that layers compute in both precisions, see :mod:`lightning_lowbit.nn.core.watch`."""
 
     without_noise = "Gradients of weights were always those in high precision: none of their operands was quantized."
@@ -147,9 +144,9 @@ def _refusal(why: str) -> MisconfigurationException:
 def _check_forward(layers: Layers) -> None:
     for name, layer in layers.items():
         casts = layer.casts
-        given = [cast for cast in (casts.fprop_x, casts.fprop_w) if isinstance(cast, Cast)]
+        draws = any(isinstance(cast, Cast) and cast.draws for cast in (casts.fprop_x, casts.fprop_w))
         is_keyed = "fprop" in casts.hadamard and casts.hadamard["fprop"].signs == "keyed"
-        if is_keyed or any(cast.draws for cast in given):
+        if is_keyed or draws:
             raise _refusal(
                 f"draws the random bits of backward passes again, and the forward pass of {name} has some, too, by a "
                 "stochastic cast or keyed signs of a Hadamard rotation: use kind='layers'"
@@ -163,14 +160,14 @@ def _unscaled(sums: Tensor, trainer: Trainer) -> Tensor:
 
 
 def _compare(first: Tensor | None, second: Tensor | None, weight: Tensor) -> Tensor:
-    """Noise and signal ``[2]`` of two gradients; zeros if the loss does not depend on the weight."""
+    """Returns noise and signal ``[2]`` of two gradients; zeros if the loss does not depend on the weight."""
     if first is None or second is None:
         return torch.zeros(2, dtype=wide_dtype(weight.device), device=weight.device)
     return gradient_noise_sums(first, second)
 
 
 def _draw(trainer: Trainer, number: int, loss: Tensor, weights: list[Tensor]) -> list[Tensor | None]:
-    """Gradients of this rank's shards with other random bits; nothing else changes, and FLOPs are not counted."""
+    """Computes gradients of this rank's shards with other random bits; changes nothing else, and counts no FLOPs."""
     model, states = trainer.model, random_states()
     assert model is not None
     try:
@@ -193,8 +190,8 @@ def _gradients(model: nn.Module, loss: Tensor, weights: list[Tensor]) -> list[Te
         )
     # Bypasses gradient accumulation, where others such as DDP have hooks.
     with _without_delayed_reduction(model):
-        found = torch.autograd.grad(loss, weights, allow_unused=True, retain_graph=True)
-    pairs = zip(found, weights, strict=True)
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True, retain_graph=True)
+    pairs = zip(gradients, weights, strict=True)
     shards = [None if gradient is None else local_gradient(weight, gradient) for gradient, weight in pairs]
     if not isinstance(model, DistributedDataParallel):
         return shards
@@ -222,7 +219,7 @@ def _without_delayed_reduction(model: nn.Module) -> Generator[None, None, None]:
 
 
 def _is_reentrant(loss: Tensor) -> bool:
-    """Whether reentrant checkpointing hides weights: gradients with respect to them would be missing."""
+    """Tells whether reentrant checkpointing hides weights: their gradients would be missing."""
     waiting, seen = [loss.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""What casts do to the operands of layers: numbers by layer and operand, their means and charts.
+"""Measures the errors of casts in the operands of layers: numbers by layer and operand, means and charts.
 
 sqnr                   10 log10(Σ x² / Σ (x - q)²), in dB
 underflow              share of the nonzero elements that became 0
@@ -40,12 +40,15 @@ _POOR, _GOOD = 5.0, 30.0
 class QuantizedOperands(Watch):
     """The operands of converted layers, by the layers' names."""
 
-    def __init__(self, layers: Mapping[str, QuantizedLayer], of_blocks: bool = False) -> None:
-        super().__init__(layers, "operand_sums", of_blocks)
-        self._names = NAMES + (BLOCK_NAMES if of_blocks else ())
+    def __init__(self, layers: Mapping[str, QuantizedLayer], blocks: bool = False) -> None:
+        super().__init__(layers, "operand_sums", blocks)
+        self._names = NAMES + (BLOCK_NAMES if blocks else ())
 
     def measure(self) -> dict[str, Tensor]:
-        """Numbers over all ranks by name, and ``elements`` (0: no numbers), each ``[layers, 6]``: two collectives."""
+        """Returns numbers over all ranks by name, and ``elements`` (0: no numbers), each ``[layers, 6]``.
+
+        It takes two collectives.
+        """
         added, maxima, blocks = self.sums.tensor_split([len(SUMS), len(SUMS) + len(MAXIMA)], -1)
         added, maxima = torch.cat([added, blocks], -1), maxima.contiguous()
         if len(self.sums):
@@ -56,19 +59,20 @@ class QuantizedOperands(Watch):
         scales = ratio(sums["inverse_scale"].sign(), sums["inverse_scale"]), sums["scale"]
         shares = sums["underflowed"] / sums["nonzero"].clamp(min=1), sums["saturated"] / sums["elements"].clamp(min=1)
         values = (sqnr_db(sums["signal"], sums["noise"]), *shares, *scales)
-        found = {"elements": sums["elements"], **dict(zip(NAMES, values, strict=True))}
+        numbers = {"elements": sums["elements"], **dict(zip(NAMES, values, strict=True))}
         if blocks.shape[-1]:
-            each = (blocks / blocks[..., :1].clamp(min=1)).unbind(-1)  # means over blocks, and shares of them
-            deviation = (each[2] - each[1].square()).clamp(min=0).sqrt()
-            found |= dict(zip(BLOCK_NAMES, (each[1], deviation, *each[3:]), strict=True))
-        return found
+            # Means over blocks of 1, the scale and its square, then the shares of the histograms.
+            _, mean, square, *shares_of_blocks = (blocks / blocks[..., :1].clamp(min=1)).unbind(-1)
+            deviation = (square - mean.square()).clamp(min=0).sqrt()
+            numbers |= dict(zip(BLOCK_NAMES, (mean, deviation, *shares_of_blocks), strict=True))
+        return numbers
 
-    def means(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Means over the layers that quantize an operand; NaN if none does; infinite SQNRs count only if all are."""
-        seen = found["elements"] > 0
-        is_noisy = seen & ~found["sqnr"].isinf()
+    def means(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Averages over the layers that quantize an operand: NaN if none does; infinite SQNRs count only if all are."""
+        seen = numbers["elements"] > 0
+        is_noisy = seen & ~numbers["sqnr"].isinf()
         means = {
-            name: torch.where(counted, found[name], 0).sum(0) / counted.sum(0)
+            name: torch.where(counted, numbers[name], 0).sum(0) / counted.sum(0)
             for name, counted in (("sqnr", is_noisy), ("underflow", seen), ("saturation", seen))
         }
         means["sqnr"] = torch.where(is_noisy.any(0) | ~seen.any(0), means["sqnr"], torch.inf)
@@ -80,56 +84,51 @@ class QuantizedOperands(Watch):
         return {f"{name}/{operand}": mean[index] for operand, index in used.items() for name, mean in means.items()}
 
     def numbers(self, columns: Mapping[str, Any]) -> OperandNumbers:
-        found: OperandNumbers = {layer: {} for layer in self.layers}
-        for row, layer in enumerate(found):
+        numbers: OperandNumbers = {layer: {} for layer in self.layers}
+        for row, layer in enumerate(numbers):
             for place, operand in enumerate(OPERANDS):
                 if columns["elements"][row][place]:
-                    found[layer][operand] = {name: columns[name][row][place] for name in self._names}
-        return found
+                    numbers[layer][operand] = {name: columns[name][row][place] for name in self._names}
+        return numbers
 
     def is_ternary(self, layer: str, operand: str) -> bool:
         cast = getattr(self.layers[layer].full_casts, operand)
         return isinstance(cast, Cast) and is_ternary(cast)
 
 
-def operand_blocks(found: OperandNumbers, at: str) -> list[Block]:
-    """A heat map of SQNR by layer and operand, and a table of the other numbers; empty without numbers."""
-    used = [operand for operand in OPERANDS if any(operand in row for row in found.values())]
+def operand_blocks(numbers: OperandNumbers, at: str) -> list[Block]:
+    """Returns a heat map of SQNR by layer and operand, and tables of the other numbers; nothing without numbers."""
+    used = [operand for operand in OPERANDS if any(operand in row for row in numbers.values())]
     if not used:
         return []
-    layers = [layer for layer, row in found.items() if row]
+    layers = [layer for layer, row in numbers.items() if row]
     rows = []
     for operand in used:
-        of_layers = [row[operand] for row in found.values() if operand in row]
-        shares = [max(of_one[name] for of_one in of_layers) for name in ("underflow", "saturation")]
-        ends = min(one["scale_min"] for one in of_layers), max(one["scale_max"] for one in of_layers)
+        by_layer = [row[operand] for row in numbers.values() if operand in row]
+        shares = [max(values[name] for values in by_layer) for name in ("underflow", "saturation")]
+        ends = min(values["scale_min"] for values in by_layer), max(values["scale_max"] for values in by_layer)
         rows.append([operand, *(f"{share:.2%}" for share in shares), *(f"{end:.3g}" for end in ends)])
     header = ["operand", "largest underflow", "largest saturation", "least scale", "largest scale"]
-    sqnr = [[found[layer].get(operand, {}).get("sqnr") for operand in used] for layer in layers]
+    sqnr = [[numbers[layer].get(operand, {}).get("sqnr") for operand in used] for layer in layers]
     caption = f"{at}, or where an operand was quantized last: signal to quantization noise ratio."
     return [
         HeatMap(rows=layers, columns=used, values=sqnr, unit="dB", low=_POOR, high=_GOOD, caption=caption),
         Table(header, rows, "Over all layers, at the same steps."),
-        *_histograms(found, used),
+        *_histograms(numbers, used),
     ]
 
 
-def _histograms(found: OperandNumbers, used: list[str]) -> list[Block]:
-    """Tables of the histograms of blocks, means over the layers that have them."""
+def _histograms(numbers: OperandNumbers, used: list[str]) -> list[Block]:
+    scales = "below", [f"2^-{i}" for i in range(BINS)], "Shares of blocks by their scale, as a part of the largest one."
+    ratios = [f"{3 * i} dB" for i in range(BINS)]
+    errors = "block", ratios, "Shares of blocks by their signal to quantization noise ratio."
     tables: list[Block] = []
-    for kind, columns, caption in (
-        ("below", [f"2^-{i}" for i in range(BINS)], "Shares of blocks by their scale, as a part of the largest one."),
-        (
-            "block",
-            [f"{3 * i} dB" for i in range(BINS)],
-            "Shares of blocks by their signal to quantization noise ratio.",
-        ),
-    ):
+    for kind, columns, caption in (scales, errors):
         rows = []
         for operand in used:
-            of_layers = [row[operand] for row in found.values() if f"{kind}_0" in row.get(operand, {})]
-            if of_layers:
-                shares = [sum(one[f"{kind}_{i}"] for one in of_layers) / len(of_layers) for i in range(BINS)]
+            by_layer = [row[operand] for row in numbers.values() if f"{kind}_0" in row.get(operand, {})]
+            if by_layer:
+                shares = [sum(values[f"{kind}_{i}"] for values in by_layer) / len(by_layer) for i in range(BINS)]
                 rows.append([operand, *(f"{share:.1%}" if share else "" for share in shares)])
         tables += [Table(["operand", *columns], rows, caption)] if rows else []
     return tables

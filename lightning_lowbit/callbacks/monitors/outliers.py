@@ -1,4 +1,4 @@
-"""Outliers in the inputs of linear layers and convolutions, and in the weights that are about to cause them."""
+"""Outliers in the inputs of layers, and in the weights that are about to cause them."""
 
 import math
 from collections.abc import Mapping
@@ -17,9 +17,8 @@ from lightning_lowbit._lightning import (
     is_mid_step,
     logger_step,
 )
-from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor
-from lightning_lowbit.callbacks.monitors.faults import of_channel, of_input, of_mlp
+from lightning_lowbit.callbacks.monitors.faults import alignment_fault, channel_fault, input_fault
 from lightning_lowbit.callbacks.monitors.latent_weights import has_flat_weights
 from lightning_lowbit.callbacks.monitors.layer_inputs import CONVOLUTIONS, LayerInputs, in_features
 from lightning_lowbit.checks import fraction, number, positive
@@ -38,8 +37,8 @@ _ENOUGH = 10  # amaxes in the mean before any warning, since activations grow fa
 _MEMORY = 50  # amaxes that the mean covers, so that it follows slow growth
 _NAMED = 3  # channels of an MLP that a warning names
 
-_OF_LAYERS = ("activation_max", "kurtosis", "outliers")
-_OF_MLPS = ("alignment", "gate_norm")
+_LAYER_METRICS = ("activation_max", "kurtosis", "outliers")
+_MLP_METRICS = ("alignment", "gate_norm")
 
 
 class _Measured(NamedTuple):
@@ -52,17 +51,17 @@ class _Measured(NamedTuple):
 class OutlierMonitor(Monitor):
     """Logs outliers in the inputs of linear layers and convolutions, and warns before and when they grow suddenly.
 
-    In each step that is logged, of each layer's input: ``activation_max``, ``kurtosis`` (3 if normally distributed; see
-    arXiv 2306.12929, section 3) and ``outliers``, the share of elements beyond ``k`` times the root mean square. Of
-    each SwiGLU: ``alignment``, the largest ``|cos|`` between rows of gate and up projection (near 1 the channel squares
-    its input, arXiv 2409.12517, theorem 1), and ``gate_norm``. Metrics have names such as
-    ``kurtosis/layers.3.mlp.up_proj``. Callbacks can monitor the largest over all layers, such as ``kurtosis``. See
-    ``docs/guides/monitoring.md`` for the definitions, the alerts and the cost.
+    In each logged step, of each layer's input: ``activation_max``, ``kurtosis`` (3 if normally distributed; see arXiv
+    2306.12929, section 3) and ``outliers``, the share of elements beyond ``k`` times the root mean square. Of each
+    SwiGLU: ``alignment``, the largest ``|cos|`` between rows of gate and up projection (near 1 the channel squares its
+    input, arXiv 2409.12517, theorem 1), and ``gate_norm``. Metrics have names such as
+    ``kurtosis/layers.3.mlp.up_proj``; ``kurtosis`` is the largest over all layers, for other callbacks to monitor. See
+    ``docs/guides/monitoring.md``.
 
     Args:
         layers: patterns of linear layers and convolutions, see :func:`lightning_lowbit.convert`; None for the quantized
             ones, or for all if none is.
-        swiglu: whether to look at the weights of SwiGLUs; None: if there are any whose weights are not flattened.
+        swiglu: also measures the weights of SwiGLUs; None: if there are any whose weights are not flattened.
         k: how many times the root mean square makes an outlier, above 0 (LLM.int8(), arXiv 2208.07339, uses 6).
         alignment_limit: ``|cos|`` above which to warn, in (0, 1]; None for never. Independent rows of 64 elements never
             reach 0.9 (chance 1e-22 for each channel).
@@ -76,10 +75,7 @@ class OutlierMonitor(Monitor):
         >>> Trainer(plugins=[FP8Precision()], callbacks=[OutlierMonitor(layers=["down_proj", "lm_head"])])
     """
 
-    saved: ClassVar[Any] = {
-        "means": {str: {"count": count, "mean": NUMBER, "start?": NUMBER}},
-        "alerts": Alerts.saved,
-    }
+    saved: ClassVar[Any] = {"means": {str: {"count": count, "mean": NUMBER, "start?": NUMBER}}, **Monitor.saved}
 
     def __init__(
         self,
@@ -142,24 +138,24 @@ class OutlierMonitor(Monitor):
     def _find_layers(self, pl_module: LightningModule) -> dict[str, nn.Module]:
         modules = {clean_name(name): module for name, module in pl_module.named_modules()}
         kinds = (nn.Linear, CONVOLUTIONS)
-        found = {name: module for name, module in modules.items() if isinstance(module, kinds) or is_linear(module)}
-        found = {name: module for name, module in found.items() if in_features(module)}
-        if not found:
+        layers = {name: module for name, module in modules.items() if isinstance(module, kinds) or is_linear(module)}
+        layers = {name: layer for name, layer in layers.items() if in_features(layer)}
+        if not layers:
             raise MisconfigurationException(
                 f"OutlierMonitor needs linear layers or convolutions, and {type(pl_module).__name__} holds none: leave "
                 "it out. Layers that are created in configure_model must exist when training starts."
             )
         if self.layers is not None:
-            chosen = select(list(found), self.layers, "layers")
-            return {name: module for name, module in found.items() if name in chosen}
-        return {name: module for name, module in found.items() if isinstance(module, QuantizedLayer)} or found
+            chosen = select(list(layers), self.layers, "layers")
+            return {name: layer for name, layer in layers.items() if name in chosen}
+        return {name: layer for name, layer in layers.items() if isinstance(layer, QuantizedLayer)} or layers
 
     def _find_mlps(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         if self.swiglu is False:
             return {}
-        found = {clean_name(name): module for name, module in swiglus(pl_module).items()}
+        mlps = {clean_name(name): module for name, module in swiglus(pl_module).items()}
         is_flat = has_flat_weights(trainer) or any(hasattr(p, "ds_id") for p in pl_module.parameters())  # of ZeRO-3
-        if self.swiglu and not found:
+        if self.swiglu and not mlps:
             raise MisconfigurationException(
                 f"swiglu=True needs SwiGLUs, and {type(pl_module).__name__} holds none: modules with linear layers "
                 "gate_proj, up_proj and down_proj. Give your own MLPs properties of these names, or leave out swiglu."
@@ -169,7 +165,7 @@ class OutlierMonitor(Monitor):
                 f"swiglu=True needs the rows of weights, which {type(trainer.strategy).__name__} flattens and shards: "
                 "leave it out, or train with DDP or ModelParallelStrategy (FSDP2)."
             )
-        return {} if is_flat else found
+        return {} if is_flat else mlps
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule, inputs: LayerInputs) -> None:
         sums, amax, channel = inputs.take()
@@ -180,64 +176,62 @@ class OutlierMonitor(Monitor):
             name: torch.where(unseen.all(), torch.nan, column.where(~unseen, -math.inf).amax())
             for name, column in columns.items()
         }
-        of_mlps = [_aligned(mlp, self.alignment_limit) for mlp in self._mlps.values()]
-        if of_mlps:
-            mlps = {name: torch.stack([found[name] for found in of_mlps]) for name in of_mlps[0]}
-            largest |= {name: mlps[name].amax() for name in _OF_MLPS}
+        alignments = [_alignment(mlp, self.alignment_limit) for mlp in self._mlps.values()]
+        if alignments:
+            mlps = {name: torch.stack([row[name] for row in alignments]) for name in alignments[0]}
+            largest |= {name: mlps[name].amax() for name in _MLP_METRICS}
             columns |= mlps
         self._log(pl_module, largest)
-        what = _Measured(trainer.global_step, logger_step(trainer), list(inputs.layers), list(self._mlps))
-        self._keep(what, {**columns, "channel": channel, "elements": elements})
+        context = _Measured(trainer.global_step, logger_step(trainer), list(inputs.layers), list(self._mlps))
+        self._keep(context, {**columns, "channel": channel, "elements": elements})
 
-    def _judge(self, what: _Measured, columns: Mapping[str, Any]) -> int:
-        self._step = what.step
-        seen = {layer: row for row, layer in enumerate(what.layers) if columns["elements"][row]}
-        mlps = {mlp: row for row, mlp in enumerate(what.mlps)}
-        self._rows = {layer: {name: columns[name][row] for name in _OF_LAYERS} for layer, row in seen.items()}
-        self._mlp_rows = {mlp: {name: columns[name][row] for name in _OF_MLPS} for mlp, row in mlps.items()}
+    def _judge(self, context: _Measured, columns: Mapping[str, Any]) -> int:
+        self._step = context.step
+        seen = {layer: row for row, layer in enumerate(context.layers) if columns["elements"][row]}
+        mlps = {mlp: row for row, mlp in enumerate(context.mlps)}
+        self._rows = {layer: {name: columns[name][row] for name in _LAYER_METRICS} for layer, row in seen.items()}
+        self._mlp_rows = {mlp: {name: columns[name][row] for name in _MLP_METRICS} for mlp, row in mlps.items()}
         for layer, row in seen.items():
             self._judge_layer(layer, columns["activation_max"][row], int(columns["channel"][row]))
         for mlp, row in mlps.items():
             if (beyond := int(columns["beyond"][row])) and self.alignment_limit is not None:
                 pairs = list(zip(columns["channels"][row], columns["cosines"][row], strict=True))[:beyond]
-                fault = of_mlp(self._mlps.get(mlp), pairs, beyond, self.alignment_limit)
+                fault = alignment_fault(self._mlps.get(mlp), pairs, beyond, self.alignment_limit)
                 self._alerts.note(mlp, *fault)
-        places = {**dict.fromkeys(_OF_LAYERS, seen), **dict.fromkeys(_OF_MLPS, mlps)}
-        numbers = {name: {of: columns[name][row] for of, row in rows.items()} for name, rows in places.items() if rows}
-        self._emit(numbers, what.step, what.logger_step)
-        return what.step
+        places = {**dict.fromkeys(_LAYER_METRICS, seen), **dict.fromkeys(_MLP_METRICS, mlps)}
+        numbers = {name: {at: columns[name][row] for at, row in rows.items()} for name, rows in places.items() if rows}
+        self._emit(numbers, context.step, context.logger_step)
+        return context.step
 
     def _judge_layer(self, layer: str, amax: float, channel: int) -> None:
         module = None if self._inputs is None else self._inputs.layers.get(layer)
         if not math.isfinite(amax):
-            self._alerts.note(layer, *of_input())
+            self._alerts.note(layer, *input_fault())
             return
         mean = self._means.setdefault(layer, self._new_mean())
         if self.takeoff is not None and mean.count >= _ENOUGH and amax > mean.limit():
-            self._alerts.note(layer, *of_channel(module, channel, amax, mean.mean, self.takeoff))
+            self._alerts.note(layer, *channel_fault(module, channel, amax, mean.mean, self.takeoff))
         mean.add(amax)
 
     def _new_mean(self) -> RunningMean:
         return RunningMean(math.inf if self.takeoff is None else self.takeoff, _MEMORY)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, Any]:
         self._read()
-        means = {
-            layer: {"count": one.count, "mean": one.mean, "start": one.start} for layer, one in self._means.items()
-        }
-        return {"means": means, "alerts": self._alerts.state_dict()}
+        names = ("count", "mean", "start")
+        return {"means": {layer: {name: getattr(mean, name) for name in names} for layer, mean in self._means.items()}}
 
     def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
         self._means = {}
         for layer, known in state["means"].items():
             self._means[layer] = mean = self._new_mean()
             mean.count, mean.mean, mean.start = known["count"], known["mean"], known.get("start", known["mean"])
-        self._alerts.load_state_dict(state["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         self._read()
-        found = {"step": self._step, "layers": self._rows, "mlps": self._mlp_rows, "alerts": self._alerts.texts()}
-        return {"outliers": found}
+        numbers = {"step": self._step, "layers": self._rows, "mlps": self._mlp_rows, "alerts": self._alerts.texts()}
+        return {"outliers": numbers}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
         self._read()
@@ -251,29 +245,27 @@ class OutlierMonitor(Monitor):
             blocks.append(self._table("MLP", ["alignment", "gate norm"], self._mlp_rows, caption))
         return [Section("Outliers", blocks)]
 
-    def _table(self, of: str, names: list[str], found: Mapping[str, Mapping[str, float]], caption: str) -> Table:
-        rows = [
+    def _table(self, kind: str, names: list[str], rows: Mapping[str, Mapping[str, float]], caption: str) -> Table:
+        cells = [
             [name, *(f"{number:.3g}" for number in numbers.values()), ", ".join(self._alerts.kinds(name))]
-            for name, numbers in found.items()
+            for name, numbers in rows.items()
         ]
-        return Table([of, *names, "alerts"], rows, caption)
+        return Table([kind, *names, "alerts"], cells, caption)
 
 
-def _aligned(mlp: Any, limit: float | None) -> dict[str, Tensor]:
-    """Of an MLP: the largest ``|cos|`` and gate norm, the number of ``|cos|`` above the limit, and the largest few."""
-    gate, up = (_whole(layer) for layer in (mlp.gate_proj, mlp.up_proj))
-    found = swiglu_alignment(gate, up)
-    cosines, channels = found.cosine.topk(min(_NAMED, len(found.cosine)))
+def _alignment(mlp: Any, limit: float | None) -> dict[str, Tensor]:
+    measured = swiglu_alignment(_whole_weight(mlp.gate_proj), _whole_weight(mlp.up_proj))
+    cosines, channels = measured.cosine.topk(min(_NAMED, len(measured.cosine)))
     return {
-        "alignment": found.cosine.max(),
-        "gate_norm": found.gate_norm.max(),
-        "beyond": (found.cosine > (math.inf if limit is None else limit)).sum(),
+        "alignment": measured.cosine.max(),
+        "gate_norm": measured.gate_norm.max(),
+        "beyond": (measured.cosine > (math.inf if limit is None else limit)).sum(),
         "channels": F.pad(channels.float(), (0, _NAMED - len(channels))),
         "cosines": F.pad(cosines.float(), (0, _NAMED - len(cosines))),
     }
 
 
-def _whole(layer: Any) -> Tensor:
+def _whole_weight(layer: Any) -> Tensor:
     if getattr(layer, "frozen", None) is not None:  # bytes
         return layer.weight_matrix()
     weight = layer.weight.full_tensor() if isinstance(layer.weight, DTensor) else layer.weight

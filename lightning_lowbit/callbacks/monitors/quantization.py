@@ -1,4 +1,4 @@
-"""What quantization does to the six operands of each layer, and to its weight between steps."""
+"""Measures the quantization of the six operands of each layer, and of its weight between steps."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -15,9 +15,8 @@ from lightning_lowbit._lightning import (
     logger_step,
     say_once,
 )
-from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.base import Monitor
-from lightning_lowbit.callbacks.monitors.faults import Fault, of_codes, of_operand, of_weight
+from lightning_lowbit.callbacks.monitors.faults import Fault, judge_codes, judge_operand, judge_weight
 from lightning_lowbit.callbacks.monitors.latent_weights import (
     LatentWeight,
     converted_layers,
@@ -42,23 +41,22 @@ class _Measured(NamedTuple):
 
 
 class QuantizationMonitor(Monitor):
-    """Logs what becomes of quantized operands and weights, and warns where something is wrong.
+    """Logs the errors of quantized operands and weights, and warns where something is wrong.
 
-    In each step that is logged, for each layer: ``sqnr`` (dB), ``underflow``, ``saturation``, ``scale_min`` and
-    ``scale_max`` of every quantized operand. For every weight that is rounded to nearest: ``flips`` (the share of codes
-    that the step changed), ``distance`` (of its elements from rounding thresholds, in units of their scales) and, if it
-    is ternary, the shares ``minus``, ``zeros`` and ``plus``. Metrics have names such as
-    ``sqnr/wgrad_g/layers.3.mlp.up_proj``. Callbacks can monitor means over layers, such as ``sqnr/wgrad_g``. See
-    ``docs/guides/monitoring.md`` for the definitions, the alerts and the cost.
+    In each logged step, for each layer: ``sqnr`` (dB), ``underflow``, ``saturation``, ``scale_min`` and ``scale_max``
+    of every quantized operand. For every weight that is rounded to nearest: ``flips`` (the share of codes that the step
+    changed), ``distance`` (of its elements from rounding thresholds, in units of their scales) and, if it is ternary,
+    the shares ``minus``, ``zeros`` and ``plus``. Metrics have names such as ``sqnr/wgrad_g/layers.3.mlp.up_proj``;
+    ``sqnr/wgrad_g`` is the mean over layers, for other callbacks to monitor. See ``docs/guides/monitoring.md``.
 
     Args:
         only: patterns of layers to watch, see :func:`lightning_lowbit.convert`; None for all.
         no_flips_for: optimizer steps without a flip after which to warn.
         zeros_tolerance: how far the share of zeros of a ternary weight may be from the expected one, in (0, 1].
         underflow_limit: share of elements that became 0 above which to warn, in (0, 1]; not for ternary operands.
-        operands: whether to look at operands.
-        weights: whether to look at weights; None: unless FSDP1 flattens them.
-        blocks: whether to log statistics of the blocks of operands: ``scale_mean``, ``scale_std`` and histograms.
+        operands: measures operands.
+        weights: measures weights; None: unless FSDP1 flattens them.
+        blocks: logs statistics of the blocks of operands, too: ``scale_mean``, ``scale_std`` and histograms.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
@@ -67,7 +65,7 @@ class QuantizationMonitor(Monitor):
         >>> Trainer(plugins=[TernaryPrecision()], callbacks=[QuantizationMonitor()])
     """
 
-    saved: ClassVar[Any] = {"alerts": Alerts.saved, "last_flip": {str: int}}
+    saved: ClassVar[Any] = {"last_flip": {str: int}, **Monitor.saved}
 
     def __init__(
         self,
@@ -160,64 +158,64 @@ class QuantizationMonitor(Monitor):
         casts: dict[str, Cast] = {}
         values: dict[tuple[str, str], Tensor] = {}
         for layer, weight in latent_weights(self._weights, compute_dtype(trainer.precision_plugin)):
-            casts[layer], found = weight.cast, _of_weight(weight.sample(), self._before.pop(layer, None))
-            values |= {(layer, name): value for name, value in found.items()}
+            casts[layer] = weight.cast
+            numbers = _weight_numbers(weight.sample(), self._before.pop(layer, None))
+            values |= {(layer, name): value for name, value in numbers.items()}
         operands = self._watched.measure()
         if not self._weights and not self._watched.layers:
             return
-        what = _Measured(trainer.global_step, logger_step(trainer), casts, list(values))
-        self._keep(what, {**operands, "weights": torch.stack([*values.values()]) if values else torch.empty(0)})
+        context = _Measured(trainer.global_step, logger_step(trainer), casts, list(values))
+        self._keep(context, {**operands, "weights": torch.stack([*values.values()]) if values else torch.empty(0)})
         self._log(pl_module, self._watched.means(operands))
 
-    def _judge(self, what: _Measured, columns: Mapping[str, Any]) -> int:
+    def _judge(self, context: _Measured, columns: Mapping[str, Any]) -> int:
         operands = self._watched.numbers(columns)
-        rows: dict[str, dict[str, float]] = {layer: {} for layer in what.casts}
-        for (layer, name), number in zip(what.weights, columns["weights"], strict=True):
+        rows: dict[str, dict[str, float]] = {layer: {} for layer in context.casts}
+        for (layer, name), number in zip(context.weights, columns["weights"], strict=True):
             rows[layer][name] = number
-        self._publish(what, operands, rows)
+        self._publish(context, operands, rows)
         # A layer that was not measured may have flipped: its count starts again.
-        self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in what.casts}
-        for layer, of_one in rows.items():
-            self._last_flip[layer] = what.step if of_one.get("flips") else self._last_flip.get(layer, what.step)
-            faults = list(of_weight(of_one, what.casts[layer], self.zeros_tolerance))
+        self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in context.casts}
+        for layer, numbers in rows.items():
+            self._last_flip[layer] = context.step if numbers.get("flips") else self._last_flip.get(layer, context.step)
+            faults = list(judge_weight(numbers, context.casts[layer], self.zeros_tolerance))
             if self._weights[layer].weight.requires_grad and not any(fault.kind == "not finite" for fault in faults):
-                faults += of_codes(what.step - self._last_flip[layer], self.no_flips_for)
+                faults += judge_codes(context.step - self._last_flip[layer], self.no_flips_for)
             self._note(layer, faults)
         for layer, row in operands.items():
             casts = self._watched.layers[layer].full_casts
-            for operand, found in row.items():
+            for operand, numbers in row.items():
                 limit = self.underflow_limit
-                if found["underflow"] > limit and self._watched.is_ternary(layer, operand):
+                if numbers["underflow"] > limit and self._watched.is_ternary(layer, operand):
                     limit = 1.0
-                self._note(layer, of_operand(operand, casts, found, limit))
-        return what.step
+                self._note(layer, judge_operand(operand, casts, numbers, limit))
+        return context.step
 
-    def _publish(self, what: _Measured, operands: OperandNumbers, weights: Mapping[str, Mapping[str, float]]) -> None:
+    def _publish(
+        self, context: _Measured, operands: OperandNumbers, weights: Mapping[str, Mapping[str, float]]
+    ) -> None:
         numbers: dict[str, dict[str, float]] = {}
-        for layer, row in operands.items():
-            for operand, found in row.items():
-                for name, number in found.items():
-                    numbers.setdefault(f"{name}/{operand}", {})[layer] = number
-        for layer, of_one in weights.items():
-            for name, number in of_one.items():
-                numbers.setdefault(f"{name}/fprop_w", {})[layer] = number
+        rows = [(layer, operand, values) for layer, row in operands.items() for operand, values in row.items()]
+        for layer, operand, values in [*rows, *((layer, "fprop_w", values) for layer, values in weights.items())]:
+            for name, number in values.items():
+                numbers.setdefault(f"{name}/{operand}", {})[layer] = number
         if not numbers:  # nothing was quantized: the report keeps the last step with numbers
             return
-        self._step, self._rows = what.step, {layer: dict(row) for layer, row in weights.items()}
+        self._step, self._rows = context.step, {layer: dict(row) for layer, row in weights.items()}
         for layer, row in operands.items():  # the report keeps the last numbers if a phase no longer quantizes
             self._operands.setdefault(layer, {}).update(row)
-        self._emit(numbers, what.step, what.logger_step)
+        self._emit(numbers, context.step, context.logger_step)
 
     def _note(self, layer: str, faults: Iterable[Fault]) -> None:
         for fault in faults:
             self._alerts.note(layer, *fault)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, Any]:
         self._read()
-        return {"alerts": self._alerts.state_dict(), "last_flip": dict(self._last_flip)}
+        return {"last_flip": dict(self._last_flip)}
 
     def _load(self, state: dict[str, Any]) -> None:
-        self._alerts.load_state_dict(state["alerts"])
+        super()._load(state)
         self._last_flip = dict(state["last_flip"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
@@ -245,12 +243,12 @@ class QuantizationMonitor(Monitor):
         return [*sections, Section("Quantized weights", blocks)]
 
 
-def _of_weight(weight: LatentWeight, before: Quantized | None) -> dict[str, Tensor]:
-    """Numbers of a weight after an optimizer step, by name: 0-d; ``before`` has its codes before the step."""
+def _weight_numbers(weight: LatentWeight, before: Quantized | None) -> dict[str, Tensor]:
+    """Measures a weight after an optimizer step, 0-d tensors by name; ``before`` has its codes before the step."""
     after = weight.quantize()
     shares = zip(("minus", "zeros", "plus"), ternary_shares(after), strict=True) if is_ternary(weight.cast) else ()
-    found = dict(shares)
+    numbers = dict(shares)
     if before is not None and before.cast == after.cast:
-        found["flips"] = flip_rate(before, after)
-    found["distance"] = threshold_distance(weight.values, weight.cast, amax=weight.amax)
-    return found
+        numbers["flips"] = flip_rate(before, after)
+    numbers["distance"] = threshold_distance(weight.values, weight.cast, amax=weight.amax)
+    return numbers

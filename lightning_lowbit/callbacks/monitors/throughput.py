@@ -26,17 +26,17 @@ class Throughput(LowBitCallback):
     """Logs ``<unit>/s`` over all processes and, if FLOPs and peak are known, ``tflops`` and ``mfu`` per device.
 
     Model FLOPs utilization (MFU) is the time that the model's FLOPs would take at the device's dense peak over the time
-    they took. The peak is that of the executed arithmetic: an emulated FP4 GEMM counts as bf16, native
-    GEMMs at their own peaks if :class:`PrecisionSummary` measures them. Recomputed activations do not count, except for
-    one of the five products in the gradient of fused attention.
+    they took. The peak belongs to the executed arithmetic: an emulated FP4 GEMM counts as bf16, native GEMMs at their
+    own peaks if :class:`PrecisionSummary` measures them. Recomputed activations do not count, except for one of the
+    five products in the gradient of fused attention.
 
     FLOPs of a batch come from :class:`PrecisionSummary` if it is among the callbacks, or from the module's
     ``flops_per_batch``. The time excludes validation and the first batch. Logging does not wait for the device.
 
     Args:
-        unit: what is counted.
-        count: how many of them a batch has; None takes the size of the first dimension. Where it cannot be
-            told, the callback warns, and logs no ``<unit>/s``.
+        unit: the name of the counted items, such as ``"tokens"``.
+        count: returns how many a batch has; None takes the size of the first dimension. If that is unknown, the
+            callback warns, and logs no ``<unit>/s``.
         peak_flops: FLOP/s of one device by ``"bfloat16"``, ``"float8"``, ``"int8"``, ``"float32"``, …; None looks the
             device up.
 
@@ -113,7 +113,7 @@ class Throughput(LowBitCallback):
 
 
 def _peak(trainer: Trainer, peaks: Mapping[str, float]) -> float | None:
-    """FLOP/s if all FLOPs of the model ran at the peaks of their arithmetic; None if one is unknown."""
+    """Returns FLOP/s as if all FLOPs of the model ran at the peaks of their arithmetic; None if a peak is unknown."""
     counter, device = _counter(trainer), trainer.strategy.root_device
     native = counter.native_shares(device) if counter is not None else {}
     rest = {str(compute_dtype(trainer.precision_plugin)).removeprefix("torch."): 1 - sum(native.values())}

@@ -60,13 +60,13 @@ def _on_first_rank(trainer: Trainer, path: Path, change: Callable[[], _T]) -> _T
     if trainer.is_global_zero:
         try:
             result = change()
-        except OSError as found:
-            error = found
-    result, told = trainer.strategy.broadcast((result, None if error is None else repr(error)))
+        except OSError as os_error:
+            error = os_error
+    result, message = trainer.strategy.broadcast((result, None if error is None else repr(error)))
     if error is not None:
         raise error
-    if told is not None:
-        raise RuntimeError(f"The first rank could not save {path}: {told}")
+    if message is not None:
+        raise RuntimeError(f"The first rank could not save {path}: {message}")
     return result  # type: ignore[return-value]
 
 
@@ -83,16 +83,14 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, which leaves only complete checkpoints after a crash.
 
     Checkpoints are written and removed as ``NAME.ckpt.HOST-PID.partial``, and renamed atomically once all ranks are
-    done and the data are on the disk. While a directory replaces another, the old one is
-    ``NAME.ckpt.HOST-PID.previous``, where ``ckpt_path="last"`` finds it after a crash. The next training run in the
-    folder removes leftovers: at once on the same machine, after an hour on another. A link (``save_last="link"``)
-    always has a target. Concurrent runs need separate folders.
+    done and the data are on the disk. A directory that is being replaced is ``NAME.ckpt.HOST-PID.previous``, where
+    ``ckpt_path="last"`` finds it after a crash. The next training run in the folder removes leftovers: at once on the
+    same machine, after an hour on another. A link (``save_last="link"``) always has a target. Concurrent runs need
+    separate folders.
 
     ``ckpt_path="last"`` takes the newest by step of ``last.ckpt``, ``last-v1.ckpt`` and so on, and verifies its
-    checksums. If it is damaged, a :class:`DamagedCheckpointError` names the newest complete checkpoint of the folder.
-
-    A checkpoint due at the same step as a validation is saved after it, so a run that dies in the validation repeats
-    it. Arguments and state are those of ``ModelCheckpoint``.
+    checksums; if it is damaged, a :class:`DamagedCheckpointError` names the newest complete checkpoint. A checkpoint
+    due at the same step as a validation is saved after it. Arguments and state are those of ``ModelCheckpoint``.
 
     Raises:
         MisconfigurationException: when training starts: ``dirpath`` is remote, or an ``AsyncCheckpointIO`` is used.
@@ -162,11 +160,11 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
             return super()._find_last_checkpoints(trainer)
         if trainer.state.fn == "fit" and trainer.is_global_zero:
             mend(Path(folder), self.FILE_EXTENSION)
-        found = find(Path(folder), suffix=self.FILE_EXTENSION, below=False)
-        last = [path for path in found if re.match(rf"{self.CHECKPOINT_NAME_LAST}(-\d+)?", name_of(path))]
+        paths = find(Path(folder), suffix=self.FILE_EXTENSION, below=False)
+        last = [path for path in paths if re.match(rf"{self.CHECKPOINT_NAME_LAST}(-\d+)?", name_of(path))]
         newest, damaged = first_whole(last)
         if damaged:
-            instead, _ = first_whole(found)
+            instead, _ = first_whole(paths)
             raise DamagedCheckpointError(damaged, instead, f"ckpt_path={str(instead)!r}")
         return set() if newest is None else {str(newest)}
 

@@ -23,7 +23,7 @@ class ExactResume(LowBitCallback):
     gradients: resume from the end of an optimizer step.
 
     Args:
-        seed: any integer; None takes that of ``seed_everything``, or 0.
+        seed: any integer; None takes the seed of ``seed_everything``, or 0.
 
     Examples:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[ExactResume()])

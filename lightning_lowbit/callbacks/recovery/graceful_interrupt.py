@@ -32,13 +32,12 @@ class GracefulInterrupt(LowBitCallback):
     """On Ctrl-C or SIGTERM, finishes the optimizer step, saves a checkpoint and stops; a second Ctrl-C stops at once.
 
     A validation that is running or due at that step comes first. The checkpoint is ``interrupted.ckpt``, in the folder
-    of the Trainer's ``ModelCheckpoint`` or else in ``default_root_dir``, and is written as by
-    :class:`CrashSafeCheckpoint`. All ranks stop at the same step, whichever of them gets the signal.
-
-    After SIGTERM, sent by SLURM, ``timeout`` and ``docker stop``, the exit status is 143. Their delay before killing
-    the process must suffice for the rest of the step, a validation and a save. The signal at which Lightning requeues a
-    SLURM job (``SLURMEnvironment(auto_requeue=True)``) also waits for the end of the step. Signals ignored at the start
-    of training stay ignored, such as Ctrl-C in background jobs of a script.
+    of the Trainer's ``ModelCheckpoint`` or else in ``default_root_dir``, written as by :class:`CrashSafeCheckpoint`.
+    All ranks stop at the same step, whichever of them gets the signal. After SIGTERM, sent by SLURM, ``timeout`` and
+    ``docker stop``, the exit status is 143; their delay before killing the process must suffice for the rest of the
+    step, a validation and a save. The signal at which Lightning requeues a SLURM job
+    (``SLURMEnvironment(auto_requeue=True)``) also waits for the end of the step. Signals ignored at the start of
+    training stay ignored, such as Ctrl-C in background jobs of a script.
 
     Examples:
         >>> Trainer(callbacks=[GracefulInterrupt(), CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])
@@ -47,8 +46,8 @@ class GracefulInterrupt(LowBitCallback):
     def __init__(self) -> None:
         self._process = 0
         self._requested: set[int] = set()  # signals
-        self._given: dict[int, Any] = {}  # by signal, the handler before training
-        self._taken: dict[int, Any] = {}  # by signal, the replaced handler of Lightning
+        self._handlers: dict[int, Any] = {}  # by signal, the handler before training
+        self._replaced: dict[int, Any] = {}  # by signal, the replaced handler of Lightning
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -56,7 +55,7 @@ class GracefulInterrupt(LowBitCallback):
         environment = cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             numbers.append(environment.requeue_signal)
-        self._given = {number: signal.getsignal(number) for number in numbers}
+        self._handlers = {number: signal.getsignal(number) for number in numbers}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the handlers, which only the main thread may do."""
@@ -64,10 +63,10 @@ class GracefulInterrupt(LowBitCallback):
             return
         self._process = os.getpid()
         self._requested = {signal.SIGTERM} if trainer.received_sigterm else set()
-        for number, given in self._given.items():
-            if number not in _STOPS and given not in (None, signal.SIG_DFL):
+        for number, handler in self._handlers.items():
+            if number not in _STOPS and handler not in (None, signal.SIG_DFL):
                 continue  # Lightning keeps the user's handler
-            self._taken[number] = signal.signal(number, given if given is signal.SIG_IGN else self._request)
+            self._replaced[number] = signal.signal(number, handler if handler is signal.SIG_IGN else self._request)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if not validation_is_due(trainer):
@@ -80,10 +79,10 @@ class GracefulInterrupt(LowBitCallback):
     def _answer(self, trainer: Trainer) -> None:
         if is_mid_step(trainer):  # a validation may run in the middle of a step
             return
-        requested = self._requested_of_any_rank(trainer)
+        requested = self._all_requested(trainer)
         self._requested -= requested
         for number in requested - _STOPS:
-            self._taken[number](number, None)
+            self._replaced[number](number, None)
         if not requested & _STOPS:
             return
         self._requested |= requested  # so that a second Ctrl-C stops at once
@@ -92,24 +91,24 @@ class GracefulInterrupt(LowBitCallback):
         rank_zero_info(f"Interrupted after step {trainer.global_step}. To resume: --ckpt_path {path}")
         raise SIGTERMException(_status(trainer)) if signal.SIGTERM in requested else KeyboardInterrupt
 
-    def _requested_of_any_rank(self, trainer: Trainer) -> set[int]:
-        """Signals that any rank got, exchanged after each step: ``docker stop`` waits only ten seconds."""
+    def _all_requested(self, trainer: Trainer) -> set[int]:
+        """Returns the signals of all ranks, exchanged after each step: ``docker stop`` waits only ten seconds."""
         if trainer.world_size == 1:
             return set(self._requested)
-        flags = torch.tensor([number in self._requested for number in self._given], dtype=torch.int32)
+        flags = torch.tensor([number in self._requested for number in self._handlers], dtype=torch.int32)
         flags = trainer.strategy.reduce(flags.to(trainer.strategy.root_device), reduce_op="max")
-        return {number for number, flag in zip(self._given, flags.tolist(), strict=True) if flag}
+        return {number for number, flag in zip(self._handlers, flags.tolist(), strict=True) if flag}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._give_back()
+        self._restore_handlers()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restores the handlers, unless a signal ended the run: then Lightning does."""
         if isinstance(exception, SIGTERMException) and exception.code is None:  # Lightning, before the first step
             exception.code = _status(trainer)
         if isinstance(exception, SIGTERMException | KeyboardInterrupt):
-            self._taken.clear()
-        self._give_back()
+            self._replaced.clear()
+        self._restore_handlers()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a data-loader worker inherited this handler
@@ -124,13 +123,13 @@ class GracefulInterrupt(LowBitCallback):
         elif number not in self._requested:
             rank_zero_info(f"\n{signal.Signals(number).name}: finishing this step.")
         self._requested.add(number)
-        if number == signal.SIGTERM and callable(self._given[number]):
-            self._given[number](number, frame)
+        if number == signal.SIGTERM and callable(self._handlers[number]):
+            self._handlers[number](number, frame)
 
-    def _give_back(self) -> None:
-        for number, handler in self._taken.items():
+    def _restore_handlers(self) -> None:
+        for number, handler in self._replaced.items():
             signal.signal(number, handler)
-        self._taken.clear()
+        self._replaced.clear()
 
     @staticmethod
     def _folder(trainer: Trainer) -> str | os.PathLike[str]:
@@ -141,6 +140,6 @@ class GracefulInterrupt(LowBitCallback):
 
 
 def _status(trainer: Trainer) -> int:
-    """The exit status; 0 in child processes of Lightning, which kills the main process if one fails."""
+    """Returns the exit status: 0 in child processes of Lightning, which kills the main process if one fails."""
     environment = cluster_environment(trainer)
     return 0 if isinstance(environment, LightningEnvironment) and trainer.local_rank != 0 else TERMINATED

@@ -1,7 +1,8 @@
 """Copies of the training state (of local shards), restored in place: DDP and compiled steps refer to its tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit._lightning import Trainer
 from lightning_lowbit.distributed import local
 
 # Optimizer options that schedules and switches set. All others are the optimizer's state, such as Prodigy's estimate of
@@ -18,10 +20,7 @@ _SCHEDULED |= {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
 class TrainingState(NamedTuple):
-    """What to copy: weights and buffers, optimizers, and others whose ``state_dict`` is the same on all ranks.
-
-    ``copies`` are the tensors of each copy of weights, see :mod:`.copies`.
-    """
+    """Weights and buffers, optimizers, :func:`copies_of_weights`, and others with the same state on all ranks."""
 
     weights: Sequence[Tensor]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -30,60 +29,60 @@ class TrainingState(NamedTuple):
 
 
 class Snapshot:
-    """A reusable copy on ``device`` (``"same"``: that of the original), after ``step`` steps (None without one)."""
+    """A reusable copy on ``device`` (``"same"``: the original's), after ``step`` steps (None without one)."""
 
     def __init__(self, device: str = "same") -> None:
         self.step: int | None = None
         self._device = device
-        self._kept: list[Any] = [None] * 5
+        self._saved: list[Any] = [None] * 5
 
     @torch.no_grad()
     def take(self, step: int, trained: TrainingState) -> None:
         groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
-        kept = [
+        state = [
             list(trained.weights),
             [optimizer.state for optimizer in trained.optimizers],
             [{name: value for name, value in group.items() if name not in _SCHEDULED} for group in groups],
             [other.state_dict() for other in trained.others],
             {place: list(tensors) for place, tensors in trained.copies.items()},
         ]
-        self._kept, self.step = self._keep(kept, self._kept), step
+        self._saved, self.step = self._copy(state, self._saved), step
 
     @torch.no_grad()
     def put_back(self, trained: TrainingState) -> list[str]:
         """Restores the training state; returns the places of copies that are not as when the snapshot was taken."""
-        weights, states, options, others, copies = self._kept
+        weights, states, options, others, copies = self._saved
         pairs = [*zip(trained.weights, weights, strict=True)]
         strange = []
         for place, tensors in trained.copies.items():
             copied = copies.get(place, ())
-            if [local(tensor).shape for tensor in tensors] == [one.shard.shape for one in copied]:
+            if [local(tensor).shape for tensor in tensors] == [copy.shard.shape for copy in copied]:
                 pairs += zip(tensors, copied, strict=True)
             else:
                 strange.append(place)
-        for weight, one in pairs:
-            local(weight).copy_(one.shard)
+        for weight, copy in pairs:
+            local(weight).copy_(copy.shard)
         for optimizer, state in zip(trained.optimizers, states, strict=True):
             _put_back(state, optimizer.state)
         groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
-        for group, kept in zip(groups, options, strict=False):  # groups may have been added since
-            group.update({name: _put_back(value, group.get(name)) for name, value in kept.items()})
-        for other, kept in zip(trained.others, others, strict=True):
-            other.load_state_dict(_put_back(kept, None))
+        for group, saved in zip(groups, options, strict=False):  # groups may have been added since
+            group.update({name: _put_back(value, group.get(name)) for name, value in saved.items()})
+        for other, saved in zip(trained.others, others, strict=True):
+            other.load_state_dict(_put_back(saved, None))
         return strange
 
-    def _keep(self, value: Any, slot: Any) -> Any:
+    def _copy(self, value: Any, slot: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._keep_tensor(value, slot)
+            return self._copy_tensor(value, slot)
         if isinstance(value, Mapping):
             slots = slot if isinstance(slot, Mapping) else {}
-            return {key: self._keep(item, slots.get(key)) for key, item in value.items()}
+            return {key: self._copy(item, slots.get(key)) for key, item in value.items()}
         if isinstance(value, list):
             olds = slot if isinstance(slot, list) and len(slot) == len(value) else [None] * len(value)
-            return [self._keep(item, old) for item, old in zip(value, olds, strict=True)]
+            return [self._copy(item, old) for item, old in zip(value, olds, strict=True)]
         return deepcopy(value)
 
-    def _keep_tensor(self, tensor: Tensor, slot: Any) -> "_Copy":
+    def _copy_tensor(self, tensor: Tensor, slot: Any) -> "_Copy":
         shard = local(tensor).detach()
         if isinstance(slot, _Copy) and _alike(slot.shard, shard):
             copied = slot.shard.copy_(shard)
@@ -95,8 +94,47 @@ class Snapshot:
         return _Copy(copied, shard.device, {**spread, "shape": tensor.shape, "stride": tensor.stride()})
 
 
+def copies_of_weights(trainer: Trainer) -> dict[str, list[Tensor]]:
+    """Finds copies of weights, such as averages or a teacher: tensors by the attribute that holds them.
+
+    A copy is a module in an attribute of a callback or the LightningModule, also in a list, tuple or dict; or a list,
+    tuple or dict of tensors with the shapes of all parameters, or of all trained ones. The model itself is no copy.
+
+    Examples:
+        >>> copies_of_weights(Trainer(callbacks=[EMAWeightAveraging()])).keys()
+        dict_keys(['EMAWeightAveraging._average_model'])
+    """
+    model = trainer.lightning_module
+    originals = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    parameters = [*model.parameters()]
+    shapes = [[p.shape for p in parameters], [p.shape for p in parameters if p.requires_grad]]
+    copies: dict[str, list[Tensor]] = {}
+    for holder in (model, *trainer.callbacks):  # type: ignore[attr-defined]
+        for name, value in vars(holder).items():
+            if tensors := [tensor for tensor in _tensors(value, shapes) if id(tensor) not in originals]:
+                place = f"{type(holder).__name__}.{name}"
+                copies.setdefault(place, []).extend(tensors)  # two callbacks may be of one class
+    return copies
+
+
+def _tensors(value: Any, shapes: Collection[list[torch.Size]]) -> Iterator[Tensor]:
+    if isinstance(value, nn.Module):
+        yield from chain(value.parameters(), value.buffers())
+        return
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if not isinstance(value, list | tuple):  # others may read their items from a disk
+        return
+    if value and all(isinstance(item, Tensor) for item in value):
+        yield from value if [item.shape for item in value] in shapes else ()
+        return
+    for item in value:
+        if isinstance(item, nn.Module):
+            yield from _tensors(item, shapes)
+
+
 def forget_gathered(model: nn.Module) -> None:
-    """Makes FSDP gather changed weights again; it keeps those of the root after a forward pass alone."""
+    """Makes FSDP gather changed weights again; it keeps the gathered weights of the root between passes."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -116,22 +154,22 @@ class _Copy(NamedTuple):
         return shard if self.spread is None else DTensor.from_local(shard, run_check=False, **self.spread)
 
 
-def _put_back(kept: Any, value: Any) -> Any:
-    if isinstance(kept, _Copy):
-        if not isinstance(value, Tensor) or not _alike(local(value), kept.shard):
-            return kept.new()
-        local(value).copy_(kept.shard)
+def _put_back(saved: Any, value: Any) -> Any:
+    if isinstance(saved, _Copy):
+        if not isinstance(value, Tensor) or not _alike(local(value), saved.shard):
+            return saved.new()
+        local(value).copy_(saved.shard)
         return value
-    if isinstance(kept, dict):
+    if isinstance(saved, dict):
         target = value if isinstance(value, dict) else {}
-        for key in list(target.keys() - kept.keys()):
+        for key in list(target.keys() - saved.keys()):
             del target[key]
-        target.update({key: _put_back(item, target.get(key)) for key, item in kept.items()})
+        target.update({key: _put_back(item, target.get(key)) for key, item in saved.items()})
         return target
-    if isinstance(kept, list):
-        values = value if isinstance(value, list) and len(value) == len(kept) else [None] * len(kept)
-        return [_put_back(item, old) for item, old in zip(kept, values, strict=True)]
-    return deepcopy(kept)
+    if isinstance(saved, list):
+        values = value if isinstance(value, list) and len(value) == len(saved) else [None] * len(saved)
+        return [_put_back(item, old) for item, old in zip(saved, values, strict=True)]
+    return deepcopy(saved)
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -21,9 +21,8 @@ from lightning_lowbit._lightning import (
     rank_zero_warn,
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
-from lightning_lowbit.callbacks.recovery.copies import copies_of_weights
-from lightning_lowbit.callbacks.recovery.gentle_steps import GentleSteps
-from lightning_lowbit.callbacks.recovery.snapshots import Snapshot, TrainingState, forget_gathered
+from lightning_lowbit.callbacks.learning_rates import GentleSteps
+from lightning_lowbit.callbacks.recovery.snapshots import Snapshot, TrainingState, copies_of_weights, forget_gathered
 from lightning_lowbit.callbacks.recovery.step_losses import StepLosses
 from lightning_lowbit.checks import choose, fraction, integer, positive, some
 from lightning_lowbit.metrics.spikes import SpikeDetector, Window, mean_limit
@@ -33,7 +32,7 @@ from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Table, Text
 from lightning_lowbit.saved_state import NUMBER, count
 
-# A loss below this share of the first losses is that of a run that has converged.
+# A run has converged if its loss is below this share of the first losses.
 _CONVERGED = 0.1
 
 
@@ -103,8 +102,8 @@ class SpikeRollback(LowBitCallback):
         self.every_n_steps = integer("every_n_steps", every_n_steps, 1)
         self.good_for = integer("good_for", good_for, 0)
         if good_for >= every_n_steps:
-            what = "A snapshot proves good before the next one is taken: good_for is less than every_n_steps"
-            raise ValueError(f"{what}; got {good_for=}, {every_n_steps=}.")
+            rule = "A snapshot proves good before the next one is taken: good_for is less than every_n_steps"
+            raise ValueError(f"{rule}; got {good_for=}, {every_n_steps=}.")
         self.device = choose("device of snapshots", device, ("same", "cpu"))
         self.recovery_steps = integer("recovery_steps", recovery_steps, 1)
         self.lr_factor = fraction("lr_factor", lr_factor, "what remains of learning rates")
@@ -200,13 +199,13 @@ class SpikeRollback(LowBitCallback):
                 self._candidate.step = None
 
     def _recent(self, step: int) -> list[dict[str, float]]:
-        """The rollbacks of which ``max_rollbacks`` are the most, when the next one is due after ``step`` steps."""
-        return [one for one in self._rollbacks if one["step"] > step - self.within or one["to"] == self._trusted.step]
+        """Returns the rollbacks that ``max_rollbacks`` limits, when the next one is due after ``step`` steps."""
+        return [r for r in self._rollbacks if r["step"] > step - self.within or r["to"] == self._trusted.step]
 
     def _is_tolerated(self, step: int, loss: float) -> bool:
-        """Whether a spike counts as a good loss, which is then learned, because it would end a run that has converged.
+        """Tells whether a spike counts as a good loss, and learns it: it would end a run that has converged.
 
-        The loss of such a run is far below that of the first steps, and so is the spike.
+        Its loss is far below the first losses, and so is the spike.
         """
         if len(self._recent(step)) < self.max_rollbacks or not abs(loss) < _CONVERGED * self._good.start:
             return False
@@ -217,58 +216,58 @@ class SpikeRollback(LowBitCallback):
         step, to, good = trainer.global_step, self._trusted.step, self._good.values
         assert to is not None
         mean = fmean(good) if good else math.nan
-        told = f"The loss of step {spike} is {loss:.4g}, and {mean:.4g} in the mean of {len(good)} before it"
+        message = f"The loss of step {spike} is {loss:.4g}, and {mean:.4g} in the mean of {len(good)} before it"
         if spike < to:
             raise RuntimeError(
-                f"{told}; the checkpoint of this run was saved after it, at step {to}: resume from an earlier one."
+                f"{message}; the checkpoint of this run was saved after it, at step {to}: resume from an earlier one."
             )
-        strange = self._trusted.put_back(self._state_of(trainer))
+        missing = self._trusted.put_back(self._state_of(trainer))
         if trainer.model is not None:
             forget_gathered(trainer.model)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if callable(told_too := getattr(callback, "on_rollback", None)):
-                told_too(trainer, trainer.lightning_module)
+            if callable(hook := getattr(callback, "on_rollback", None)):
+                hook(trainer, trainer.lightning_module)
         self._candidate.step = None
         if len(since := self._recent(step)) >= self.max_rollbacks:
             raise RuntimeError(
-                f"{told}. SpikeRollback has gone back {len(since)} times since step {since[0]['step']} "
+                f"{message}. SpikeRollback has gone back {len(since)} times since step {since[0]['step']} "
                 f"(max_rollbacks={self.max_rollbacks}): it is no batch that is to blame. The weights are those of step "
                 f"{to}. Lower the learning rate, raise the precision, or look at the data from step {spike} on."
             )
         self._rollbacks.append({"step": step, "spike": spike, "loss": loss, "mean": mean, "to": to})
         self._gentle.begin(trainer, step + self.recovery_steps)
         rank_zero_warn(
-            f"SpikeRollback: {told}. Step {step} continues with the weights of step {to}; the batches in between are "
-            f"left out.{_of_strange(strange, to)}"
+            f"SpikeRollback: {message}. Step {step} continues with the weights of step {to}; the batches in between "
+            f"are left out.{_missing_text(missing, to)}"
         )
 
     def _state_of(self, trainer: Trainer) -> TrainingState:
         plugin = trainer.precision_plugin
         histories = plugin.histories if isinstance(plugin, LowBitPrecision) else None
         # The plugin's counters and phase are not restored.
-        others = [one for one in (scaler_of(plugin), histories) if one is not None]
+        others = [other for other in (scaler_of(plugin), histories) if other is not None]
         weights = [*self._parameters, *trainer.lightning_module.buffers()]
         return TrainingState(weights, trainer.optimizers, others, copies_of_weights(trainer))
 
     def state_dict(self) -> dict[str, Any]:
-        """Statistics, rollbacks and gentle steps, without snapshots. Waits for pending losses."""
+        """Returns statistics, rollbacks and gentle steps, without snapshots; waits for pending losses."""
         return {
             "good": list(self._good.values),
             "seen": self._good.count,
             "start": self._good.start,
             "pending": self._losses.state(),
-            "rollbacks": [dict(one) for one in self._rollbacks],
+            "rollbacks": [dict(rollback) for rollback in self._rollbacks],
             **self._gentle.state(),
         }
 
     def _load(self, state: dict[str, Any]) -> None:
         self._good.load(state["good"], state["seen"], state.get("start"))  # older checkpoints have no start
         self._losses.load(state["pending"])
-        self._rollbacks = [dict(one) for one in state["rollbacks"]]
+        self._rollbacks = [dict(rollback) for rollback in state["rollbacks"]]
         self._gentle.load(state)
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        return {"rollbacks": [dict(one) for one in self._rollbacks]}
+        return {"rollbacks": [dict(rollback) for rollback in self._rollbacks]}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
         if not self._rollbacks:
@@ -279,7 +278,7 @@ class SpikeRollback(LowBitCallback):
         return [Section("Spikes", [Text(f"Rollbacks: {len(rows)}."), Table(header, rows)])]
 
 
-def _of_strange(copies: list[str], to: int) -> str:
+def _missing_text(copies: list[str], to: int) -> str:
     if not copies:
         return ""
     return (

@@ -66,7 +66,7 @@ class StepLosses:
                 yield oldest.step, loss
 
     def state(self) -> list[tuple[int, float | None]]:
-        return [(one.step, one.read()) for one in self.pending]
+        return [(loss.step, loss.read()) for loss in self.pending]
 
     def load(self, state: Iterable[tuple[int, float | None]]) -> None:
         values = [(step, [0.0, 0.0] if loss is None else [loss, 1.0]) for step, loss in state]

@@ -9,13 +9,15 @@ import os
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from lightning_lowbit._lightning import rank_zero_only
 from lightning_lowbit.atomic_files import name_of, named
+
+_T = TypeVar("_T")
 
 FOREIGN = "is not a file that torch.save wrote"
 _REST, _INDEX = "meta.pt", ".metadata"  # Lightning's file; torch's index of tensors in shards
@@ -25,7 +27,7 @@ _HEAD = 2**16  # bytes that contain the step: Lightning writes it before large e
 
 
 class DamagedCheckpointError(ValueError):
-    """The newest checkpoint is damaged; ``damaged`` says what is wrong with each, the newest first.
+    """The newest checkpoint is damaged; ``damaged`` has the damage of each, the newest first.
 
     ``instead`` is the newest complete checkpoint or None, and ``option`` the option that takes it.
     """
@@ -56,16 +58,16 @@ def first_whole(paths: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
 def find(*folders: Path, suffix: str, below: bool = True) -> list[Path]:
     for _ in range(3):  # another process may rename or remove some meanwhile
         paths = {path for folder in folders for path in named(folder, suffix, below)}
-        found = newest_first(paths)
-        if len(found) == len(paths):
+        ordered = newest_first(paths)
+        if len(ordered) == len(paths):
             break
-    return found
+    return ordered
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints by run (``version_3``), step (unknown: last) and time; drops those that are gone."""
+    """Sorts checkpoints by run (``version_3``), step (unknown: last) and time; drops missing ones."""
     versions = {path: re.findall(r"version_(\d+)", str(path.parent)) for path in paths}
-    newest = max((int(found[-1]) for found in versions.values() if found), default=0)
+    newest = max((int(numbers[-1]) for numbers in versions.values() if numbers), default=0)
     keys = {}
     for path, version in versions.items():
         try:
@@ -77,7 +79,7 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def step_of(path: Path) -> float:
-    """The optimizer steps of a checkpoint, from its first bytes or else its name; infinity if unknown."""
+    """Returns the optimizer steps of a checkpoint, from its first bytes or else its name; infinity if unknown."""
     try:
         with (path / _REST if path.is_dir() else path).open("rb") as file:
             head = file.read(_HEAD)
@@ -93,7 +95,7 @@ def step_of(path: Path) -> float:
 
 
 def _integer(pickled: bytes, key: str) -> int | None:
-    """The first integer under a key in a pickle or its beginning; the pickle is parsed, not executed."""
+    """Returns the first integer under a key in a pickle or its beginning, which is parsed and not executed."""
     stream, after = io.BytesIO(pickled), False
     try:
         while True:  # ends with an error at the end of the bytes
@@ -106,7 +108,7 @@ def _integer(pickled: bytes, key: str) -> int | None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint (``"is cut off"``), or None; directories in unknown formats are not checked.
+    """Says how a checkpoint is damaged (``"is cut off"``), or returns None; does not check unknown formats of folders.
 
     Only the first rank reads the tensors in a directory: strategies broadcast its path.
     """
@@ -131,7 +133,7 @@ def _damage_of_directory(path: Path) -> str | None:
 
 
 def _damage_of_shards(path: Path) -> str | None:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # slow to import
 
     try:
         places: list[Any] = list(FileSystemReader(path).read_metadata().storage_data.values())
@@ -153,11 +155,8 @@ def _damage_of_shards(path: Path) -> str | None:
             file.seek(place.offset)
             return _damage_of_file(io.BytesIO(file.read(place.length)), threads=1) is not None
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for place, found in zip(places, pool.map(wrong, places), strict=True):
-            if found:
-                return f"does not match its checksums in {place.relative_path}"
-    return None
+    place = _first(wrong, places, _THREADS)
+    return None if place is None else f"does not match its checksums in {place.relative_path}"
 
 
 def _damage_of_file(file: IO[bytes], threads: int = _THREADS) -> str | None:
@@ -183,8 +182,10 @@ def _damage_of_file(file: IO[bytes], threads: int = _THREADS) -> str | None:
             return True
         return False
 
+    entry = _first(wrong, entries, threads)
+    return None if entry is None else f"does not match its checksum in {entry.filename}"
+
+
+def _first(is_wrong: Callable[[_T], bool], items: list[_T], threads: int) -> _T | None:
     with ThreadPoolExecutor(threads) as pool:
-        for entry, found in zip(entries, pool.map(wrong, entries), strict=True):
-            if found:
-                return f"does not match its checksum in {entry.filename}"
-    return None
+        return next((item for item, wrong in zip(items, pool.map(is_wrong, items), strict=True) if wrong), None)

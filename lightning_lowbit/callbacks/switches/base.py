@@ -1,4 +1,4 @@
-"""Base class of callbacks that change something during training at a step that a trigger gives."""
+"""The base class of callbacks that change something during training, at a step that a trigger gives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +28,8 @@ class Switch(LowBitCallback):
         when: some of ``at``, ``step``, ``tokens``, ``plateau`` and ``below``, exactly one of them not None.
     """
 
-    changes: str  # what it changes; switches of the same thing conflict
-    composes: bool = False  # whether conflicting switches all act in turn, not only the last
+    changes: str  # switches of the same thing conflict
+    composes: bool = False  # conflicting switches all act in turn, not only the last
 
     def __init__(self, count: Callable[[Any], int] | None = None, **when: Any) -> None:
         self.at: float | None = when.get("at")
@@ -55,12 +55,14 @@ class Switch(LowBitCallback):
         """Makes the change that happens once."""
 
     def proceed(self, trainer: Trainer, pl_module: LightningModule, steps: int) -> bool:
-        """Makes the change of each step, ``steps`` after the first; returns whether this was the last."""
+        """Makes the change of each step, ``steps`` after the first; returns True after the last."""
         return True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        self._conflicting = [each for each in callbacks if isinstance(each, Switch) and each.changes == self.changes]
+        self._conflicting = [
+            other for other in callbacks if isinstance(other, Switch) and other.changes == self.changes
+        ]
         due, total = self._resolve(trainer, pl_module), trainer.estimated_stepping_batches
         # Manual optimization may take more steps than there are batches.
         if self._trigger.is_known and pl_module.automatic_optimization and due >= total:
@@ -121,12 +123,12 @@ class Switch(LowBitCallback):
             check_state(owner, state, self._trigger.saved | self.saved)
         self._start_afresh()
         if state:
-            self._load_state(state)
+            self._load(state)
 
     def _state(self, trainer: Trainer) -> dict[str, Any]:
         return self._trigger.state_dict(trainer)
 
-    def _load_state(self, state: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Any]) -> None:
         self._trigger.load_state_dict(state)
 
     def _resolve(self, trainer: Trainer, pl_module: LightningModule) -> float:
@@ -145,16 +147,16 @@ _ARGUMENTS = {
 
 
 def _trigger_of(count: Callable[[Any], int] | None = None, **arguments: Any) -> Trigger:
-    given = {name: value for name, value in arguments.items() if value is not None}
-    if len(given) != 1:
+    chosen = {name: value for name, value in arguments.items() if value is not None}
+    if len(chosen) != 1:
         *first, last = (_ARGUMENTS[name] for name in arguments)
-        got = ", ".join(f"{name}={value!r}" for name, value in (given or arguments).items())
+        got = ", ".join(f"{name}={value!r}" for name, value in (chosen or arguments).items())
         raise ValueError(f"Give either {', '.join(first)} or {last}; got {got}.")
-    if count is not None and "tokens" not in given:
+    if count is not None and "tokens" not in chosen:
         raise ValueError("count counts the tokens of a batch, for tokens alone: give tokens, or leave out count.")
     if count is not None and not callable(count):
         raise ValueError(f"count takes a batch and gives the number of its tokens; got {count!r}.")
-    ((name, value),) = given.items()
+    ((name, value),) = chosen.items()
     kinds: dict[str, Callable[[Any], Trigger]] = {
         "at": AtFraction,
         "step": AtStep,

@@ -1,4 +1,4 @@
-"""Triggers: a validation metric has stopped improving, or a metric measured in training stayed below a threshold."""
+"""Triggers by metrics: one of validation stops improving, or one measured in training stays below a threshold."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from lightning_lowbit.saved_state import NUMBER, count
 class Plateau:
     """A number of validations in a row without improvement of a metric; sanity checks do not count.
 
-    The number is saved in checkpoints. A run resumed between a step and its validation lacks it: Lightning skips it.
+    Checkpoints save the number. Lightning skips the validation of a run that is resumed just before it.
 
     Args:
         monitor: name in ``trainer.callback_metrics``. Log it with ``sync_dist=True``: if ranks have different values, a
@@ -49,7 +49,7 @@ class Plateau:
         return float(metrics[self.monitor])
 
     def improves(self, value: float, best: float | None) -> bool:
-        """Whether a value is better than the best so far; non-finite values never are."""
+        """Tells whether a value is better than the best so far; non-finite values never are."""
         if not math.isfinite(value) or best is None:
             return math.isfinite(value)
         return (best - value if self.mode == "min" else value - best) > self.min_delta
@@ -66,8 +66,8 @@ class AtPlateau(Trigger):
 
     def start_afresh(self) -> None:
         super().start_afresh()
-        self._best: float | None = None
-        self._stalled = 0  # validations without an improvement
+        self.best: float | None = None
+        self.stalled = 0  # validations without an improvement
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.enable_validation:
@@ -80,22 +80,16 @@ class AtPlateau(Trigger):
         if self.due < math.inf:
             return
         value = self.plateau.read(trainer)
-        if self.plateau.improves(value, self._best):
-            self._best, self._stalled = value, 0
+        if self.plateau.improves(value, self.best):
+            self.best, self.stalled = value, 0
         else:
-            self._stalled += 1
-        if trainer.strategy.reduce_boolean_decision(self._stalled >= self.plateau.patience, all=False):
+            self.stalled += 1
+        if trainer.strategy.reduce_boolean_decision(self.stalled >= self.plateau.patience, all=False):
             self.due = trainer.global_step + is_mid_step(trainer)
 
     def why(self) -> str:
-        best = "none" if self._best is None else f"{self._best:.6g}"
-        return f"plateau of {self.plateau.monitor}, best {best}, {self._stalled} validations without an improvement"
-
-    def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        return {"due": self.due, "best": self._best, "stalled": self._stalled}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.due, self._best, self._stalled = (state[name] for name in ("due", "best", "stalled"))
+        best = "none" if self.best is None else f"{self.best:.6g}"
+        return f"plateau of {self.plateau.monitor}, best {best}, {self.stalled} validations without an improvement"
 
 
 @dataclass(frozen=True)
@@ -146,38 +140,38 @@ class AtBelow(Trigger):
 
     def start_afresh(self) -> None:
         super().start_afresh()
-        self._in_a_row = 0
-        self._value = math.nan  # the last measurement that was used
-        self._seen = -1  # its step
-        self._waiting: list[tuple[int, float]] = []  # from a checkpoint, not used yet
+        self.in_a_row = 0
+        self.value = math.nan  # the last measurement that was used
+        self.seen = -1  # its step
+        self.waiting: Sequence[Sequence[Any]] = []  # from a checkpoint, not used yet
         self._source: Any = None
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        monitor, offered = self.below.monitor, []
+        monitor, refusals = self.below.monitor, []
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if callable(getattr(callback, "measurements", None)):
                 try:
                     callback.measurements(monitor)
                 except KeyError as error:
-                    offered.append(f"{type(callback).__name__} does not ({error.args[0] if error.args else monitor})")
+                    refusals.append(f"{type(callback).__name__} does not ({error.args[0] if error.args else monitor})")
                     continue
                 self._source = callback
                 return
-        there = "; ".join(offered) or f"no callback of {len(callbacks)} measures anything"
+        reason = "; ".join(refusals) or f"no callback of {len(callbacks)} measures anything"
         raise MisconfigurationException(
-            f"{owner}(below=...) needs measurements of {monitor!r}, which no callback of the Trainer offers: {there}. "
+            f"{owner}(below=...) needs measurements of {monitor!r}, which no callback of the Trainer offers: {reason}. "
             "Add GradientNoiseMonitor(), which measures 'gradient_noise/ratio', or name another monitor."
         )
 
     def _news(self) -> list[tuple[int, float]]:
-        found = {step: value for step, value in self._waiting if step > self._seen}
+        values = {step: value for step, value in self.waiting if step > self.seen}
         measured: Sequence[tuple[int, float]] = self._source.measurements(self.below.monitor) if self._source else []
         for step, value in reversed(measured):
-            if step <= self._seen:
+            if step <= self.seen:
                 break
-            found[step] = value
-        return sorted(found.items())
+            values[step] = value
+        return sorted(values.items())
 
     def look(self, trainer: Trainer) -> None:
         if self.due < math.inf:
@@ -185,21 +179,16 @@ class AtBelow(Trigger):
         for step, value in self._news():
             if step >= trainer.global_step:  # a callback later in the list may not have it yet
                 break
-            self._seen, self._value = step, value
+            self.seen, self.value = step, value
             is_below = trainer.strategy.reduce_boolean_decision(value < self.below.threshold, all=False)
-            self._in_a_row = self._in_a_row + 1 if is_below else 0
-            if self._in_a_row >= self.below.measurements:
+            self.in_a_row = self.in_a_row + 1 if is_below else 0
+            if self.in_a_row >= self.below.measurements:
                 self.due = trainer.global_step
                 break
 
     def why(self) -> str:
         below = self.below
-        return f"{below.monitor} {self._value:.6g} below {below.threshold:.6g}, {below.measurements} in a row"
+        return f"{below.monitor} {self.value:.6g} below {below.threshold:.6g}, {below.measurements} in a row"
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        state = {"due": self.due, "in_a_row": self._in_a_row, "value": self._value, "seen": self._seen}
-        return {**state, "waiting": self._news() if self.due == math.inf else []}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.due, self._in_a_row, self._value, self._seen = (state[n] for n in ("due", "in_a_row", "value", "seen"))
-        self._waiting = [(step, value) for step, value in state["waiting"]]
+        return super().state_dict(trainer) | {"waiting": self._news() if self.due == math.inf else []}

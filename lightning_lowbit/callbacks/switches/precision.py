@@ -63,7 +63,7 @@ class PrecisionSwitch(Switch):
 
     Raises:
         ValueError: an argument is unknown, out of range, or would have no effect.
-        MisconfigurationException: the run lacks what the arguments need, such as the metric.
+        MisconfigurationException: the run lacks something that the arguments need, such as the metric.
 
     Examples:
         >>> Trainer(plugins=[TernaryPrecision()], callbacks=[PrecisionSwitch("fqt", at=0.1, over=0.1)])
@@ -98,8 +98,8 @@ class PrecisionSwitch(Switch):
         super().__init__(count, at=at, step=step, tokens=tokens, plateau=plateau, below=below)
         self.over, self.steps, self.schedule = over, steps, choose("schedule", schedule, SCHEDULES)
         self.rewarm, self.moments = rewarm, choose("moments", moments, ("keep", "reset"))
-        self._length = 0  # in steps
-        self._record: dict[str, Any] | None = None  # what it did in this run, for reports
+        self._length = 0  # optimizer steps
+        self._record: dict[str, Any] | None = None  # the change that it made in this run, for reports
         self._set: int | None = None  # when it set the phase; None if another switch did since
         self._rates = Rewarm(rewarm or 1)
         number("over", over, "a fraction of all optimizer steps", above=0, below=1, or_none=True)
@@ -179,7 +179,7 @@ class PrecisionSwitch(Switch):
         plugin: Any = trainer.precision_plugin
         if isinstance(self.to, dict):
             casts = {pattern: dict.fromkeys(map(str, plugin.casts_of(pattern).values())) for pattern in self.to}
-            before = _described({pattern: " / ".join(those) for pattern, those in casts.items()})
+            before = _described({pattern: " / ".join(texts) for pattern, texts in casts.items()})
             to = _described(self.to)
             rank_zero_info(f"Step {trainer.global_step}: casts of {before} -> {to}.")
             plugin.set_casts(self.to)
@@ -223,8 +223,8 @@ class PrecisionSwitch(Switch):
         state = super()._state(trainer)
         return state if self._record is None else state | {"record": dict(self._record), "set": self._set}
 
-    def _load_state(self, state: dict[str, Any]) -> None:
-        super()._load_state(state)
+    def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
         self._record, self._set = state.get("record"), state.get("set")
 
     def _records(self, trainer: Trainer) -> list[dict[str, Any]]:
@@ -246,7 +246,7 @@ class PrecisionSwitch(Switch):
 
 
 def _described(casts: Mapping[str, object]) -> str:
-    return ", ".join(f"{pattern}: {what}" for pattern, what in casts.items())
+    return ", ".join(f"{pattern}: {text}" for pattern, text in casts.items())
 
 
 class QAFSwitch(PrecisionSwitch):

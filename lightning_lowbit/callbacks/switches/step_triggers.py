@@ -1,4 +1,4 @@
-"""Triggers: when something is due, as a number of optimizer steps.
+"""Triggers: the optimizer step at which a switch is due.
 
     at=0.5, step=500    known when training starts, so a resumed run needs no state
     tokens              known once that many tokens have been trained on
@@ -21,15 +21,15 @@ from lightning_lowbit.saved_state import NUMBER, count
 
 
 class Trigger:
-    """Base class. ``due`` is a number of optimizer steps or infinity; ``is_known``: known when training starts.
+    """Base class. ``due`` is a number of optimizer steps or infinity; ``is_known`` if known when training starts.
 
-    ``begin`` is called when training starts or resumes, maybe repeatedly, and refuses a run; ``look``, which decides
-    whether it is due, before the first micro-batch of a step; ``see`` with each micro-batch after that;
-    ``after_validation`` during training. ``state_dict`` has primitives, the same on all ranks, which all call it.
+    ``begin`` checks the run when training starts or resumes, maybe repeatedly; ``look`` decides before the first
+    micro-batch of a step; ``see`` gets each micro-batch after that; ``after_validation`` follows validations of a
+    training. The attributes that ``saved`` names are the state: primitives, the same on all ranks, which all save it.
     """
 
     is_known: ClassVar[bool] = False
-    saved: ClassVar[dict[Any, Any]] = {}  # the kind of its `state_dict`, see `lightning_lowbit.saved_state`
+    saved: ClassVar[dict[Any, Any]] = {}  # kinds by attribute, see `lightning_lowbit.saved_state`
 
     def __init__(self) -> None:
         self.start_afresh()
@@ -41,14 +41,17 @@ class Trigger:
     def look(self, trainer: Trainer) -> None: ...
     def see(self, trainer: Trainer, batch: Any) -> None: ...
     def after_validation(self, trainer: Trainer) -> None: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def why(self) -> str:
-        """Says why it became due."""
+        """Returns the reason why it became due."""
         raise NotImplementedError
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        return {}
+        return {name: getattr(self, name) for name in self.saved}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self.saved:
+            setattr(self, name, state[name])
 
 
 class AtStep(Trigger):
@@ -91,74 +94,74 @@ class AtTokens(Trigger):
 
     def __init__(self, tokens: int, count: Callable[[Any], int] | None = None) -> None:
         super().__init__()
-        self._tokens = integer("tokens", tokens, 0, "how many are trained on first")
+        self._limit = integer("tokens", tokens, 0, "how many are trained on first")
         self._count = count_tokens if count is None else count
 
     def start_afresh(self) -> None:
         super().start_afresh()
-        self._began: int | None = None  # the step at which counting began
-        self._agreed = 0  # tokens of all ranks at the last sum
-        self._own = 0  # tokens of this rank since then
-        self._check = 0  # the step at which they are summed next
+        self.began: int | None = None  # the step at which counting began
+        self.tokens = 0  # of all ranks, at the last sum
+        self.check = 0  # the step at which they are summed next
+        self._local = 0  # tokens of this rank since the last sum
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._began is None:
-            self._began = self._check = step = trainer.global_step
+        if self.began is None:
+            self.began = self.check = step = trainer.global_step
             if step:
                 rank_zero_warn(
-                    f"{owner}(tokens={self._tokens}) counts tokens from step {step} on: the checkpoint of this run was "
+                    f"{owner}(tokens={self._limit}) counts tokens from step {step} on: the checkpoint of this run was "
                     "saved without this switch, and does not say how many there were before."
                 )
 
     def look(self, trainer: Trainer) -> None:
         step = trainer.global_step
-        if self.due < math.inf or (step < self._check and trainer.world_size > 1):
+        if self.due < math.inf or (step < self.check and trainer.world_size > 1):
             return
-        self._agreed, self._own = self._total(trainer), 0
-        missing = self._tokens - self._agreed
+        self.tokens, self._local = self._total(trainer), 0
+        missing = self._limit - self.tokens
         if missing <= 0:
             self.due = step
             return
-        steps = step - (self._began or 0)
-        self._check = step + max(1, missing * steps // (2 * self._agreed) if self._agreed else 1)
+        steps = step - (self.began or 0)
+        self.check = step + max(1, missing * steps // (2 * self.tokens) if self.tokens else 1)
 
     def see(self, trainer: Trainer, batch: Any) -> None:
         if self.due < math.inf:
             return
         tokens = self._count(batch)
         if isinstance(tokens, Tensor) or not hasattr(tokens, "__index__"):
-            what = "count gives the number of tokens of a batch, an int that needs no device"
-            raise MisconfigurationException(f"{what}; got {tokens!r}. Take it from shapes, such as batch.numel().")
-        self._own += operator.index(tokens)
+            rule = "count gives the number of tokens of a batch, an int that needs no device"
+            raise MisconfigurationException(f"{rule}; got {tokens!r}. Take it from shapes, such as batch.numel().")
+        self._local += operator.index(tokens)
 
     def _total(self, trainer: Trainer) -> int:
         if trainer.world_size == 1:
-            return self._agreed + self._own
-        own = torch.tensor(self._own, dtype=torch.int64, device=trainer.strategy.root_device)
+            return self.tokens + self._local
+        local = torch.tensor(self._local, dtype=torch.int64, device=trainer.strategy.root_device)
         sharding = trainer.distributed_sampler_kwargs  # model-parallel ranks share a batch
         alike = trainer.world_size // (sharding["num_replicas"] if sharding else 1)
-        return self._agreed + int(trainer.strategy.reduce(own, reduce_op="sum")) // alike
+        return self.tokens + int(trainer.strategy.reduce(local, reduce_op="sum")) // alike
 
     def why(self) -> str:
-        return f"tokens={self._tokens}, after {self._agreed}"
+        return f"tokens={self._limit}, after {self.tokens}"
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        total = self._agreed if self.due < math.inf else self._total(trainer)
-        return {"due": self.due, "began": self._began, "tokens": total, "check": self._check}
+        tokens = self.tokens if self.due < math.inf else self._total(trainer)
+        return super().state_dict(trainer) | {"tokens": tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.due, self._began, self._agreed, self._check = (state[n] for n in ("due", "began", "tokens", "check"))
-        self._own = 0
+        super().load_state_dict(state)
+        self._local = 0
 
 
 def count_tokens(batch: Any) -> int:
-    """The number of elements of ``batch["input_ids"]``, or of a batch that is an integer tensor."""
+    """Returns the number of elements of ``batch["input_ids"]``, or of a batch that is an integer tensor."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         kind = f"{type(batch).__name__} of {batch.dtype}" if isinstance(batch, Tensor) else type(batch).__name__
-        what = "tokens are the elements of batch['input_ids'], or of a batch that is a tensor of integers"
+        rule = "tokens are the elements of batch['input_ids'], or of a batch that is a tensor of integers"
         raise MisconfigurationException(
-            f"{what}; got a {kind}. Give count, a callable that takes a batch and gives the number of its tokens."
+            f"{rule}; got a {kind}. Give count, a callable that takes a batch and gives the number of its tokens."
         )
     return ids.numel()
 

@@ -1,4 +1,4 @@
-"""``lowbit evaluate``: tasks of lm-evaluation-harness for a checkpoint as it was trained, or for an exported folder."""
+"""The command ``lowbit evaluate`` runs tasks of lm-evaluation-harness on a trained checkpoint or an exported folder."""
 
 import argparse
 import json
@@ -17,14 +17,14 @@ from lightning_lowbit.packages import install
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    given = _parser().parse_args(arguments)
-    path = Path(given.model).expanduser()
-    limit, batch_size, device = _limit(given.limit), _batch_size(given.batch_size), _device(given.device)
-    if given.num_fewshot is not None:
-        integer("--num_fewshot", given.num_fewshot, 0, "a number of examples")
-    if given.max_length is not None:
-        integer("--max_length", given.max_length, 1, "a number of tokens")
-    output = _output(given.output or f"{path.resolve().stem}_evaluation.json")
+    options = _parser().parse_args(arguments)
+    path = Path(options.model).expanduser()
+    limit, batch_size, device = _limit(options.limit), _batch_size(options.batch_size), _device(options.device)
+    if options.num_fewshot is not None:
+        integer("--num_fewshot", options.num_fewshot, 0, "a number of examples")
+    if options.max_length is not None:
+        integer("--max_length", options.max_length, 1, "a number of tokens")
+    output = _output(options.output or f"{path.resolve().stem}_evaluation.json")
     try:
         from lm_eval import simple_evaluate
         from lm_eval.utils import handle_non_serializable, make_table
@@ -32,13 +32,13 @@ def evaluate(arguments: Sequence[str]) -> None:
         import_module("lm_eval.models.huggingface")  # takes packages of its own
     except ImportError as error:
         raise ValueError(f"lowbit evaluate takes lm-evaluation-harness ({error}): {install('lm_eval')}.") from error
-    loaded = load(path, given.tokenizer, given.module, device)
-    tasks, manager = find_tasks(given.tasks, given.include_path)
+    loaded = load(path, options.tokenizer, options.module, device)
+    tasks, manager = find_tasks(options.tasks, options.include_path)
     print(f"{path}: {loaded.about}")
     results: dict[str, Any] = simple_evaluate(
-        harness_model(loaded, batch_size, given.max_length),
+        harness_model(loaded, batch_size, options.max_length),
         tasks=tasks,
-        num_fewshot=given.num_fewshot,
+        num_fewshot=options.num_fewshot,
         limit=limit,
         batch_size=batch_size,
         device=str(device),
@@ -46,7 +46,7 @@ def evaluate(arguments: Sequence[str]) -> None:
         task_manager=manager,
     )
     print("\n".join(make_table(results, which) for which in ("results", "groups") if which in results))
-    _tell_fixed(results["n-shot"], given.num_fewshot)
+    _report_fixed_shots(results["n-shot"], options.num_fewshot)
     results = {"model": {"path": str(path), **loaded.facts}, **results}
     output.write_text(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
     print(f"Results: {output}")
@@ -78,77 +78,76 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _limit(given: float | None) -> float | None:
-    """Documents (a whole number), or a share of them below 1."""
-    if given is not None and positive("--limit", given, "a number of documents") > 1 and not given.is_integer():
-        raise ValueError(f"--limit is a whole number of documents, or a share below 1; got {given}.")
-    return given
+def _limit(limit: float | None) -> float | None:
+    if limit is not None and positive("--limit", limit, "a number of documents") > 1 and not limit.is_integer():
+        raise ValueError(f"--limit is a whole number of documents, or a share below 1; got {limit}.")
+    return limit
 
 
-def _batch_size(given: str) -> int | str:
-    if given == "auto":
-        return given
-    return integer("--batch_size", int(given) if given.isdecimal() else given, 1, "auto or a number of requests")
+def _batch_size(size: str) -> int | str:
+    if size == "auto":
+        return size
+    return integer("--batch_size", int(size) if size.isdecimal() else size, 1, "auto or a number of requests")
 
 
-def _device(given: str | None) -> torch.device:
-    if given is None:
+def _device(name: str | None) -> torch.device:
+    if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
-        device = torch.device(given)
+        device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ValueError(f"--device {given} cannot be used here ({reason}). Give cpu, or leave it out.") from error
+        raise ValueError(f"--device {name} cannot be used here ({reason}). Give cpu, or leave it out.") from error
     return device
 
 
-def _output(given: str) -> Path:
-    """The file of the results, in a folder that exists."""
-    output = Path(given).expanduser()
+def _output(name: str) -> Path:
+    """Returns the file of the results, and makes its folder."""
+    output = Path(name).expanduser()
     if output.suffix != ".json":
-        raise ValueError(f"--output is the name of a file such as results.json; got {given!r}.")
+        raise ValueError(f"--output is the name of a file such as results.json; got {name!r}.")
     output.parent.mkdir(parents=True, exist_ok=True)
     return output
 
 
-def find_tasks(given: Sequence[str], include: Sequence[str]) -> tuple[list[str], Any]:
-    """The names of tasks, groups and tags that are meant, and the harness's ``TaskManager`` that knows them.
+def find_tasks(names: Sequence[str], include: Sequence[str]) -> tuple[list[str], Any]:
+    """Finds the tasks, groups and tags of ``--tasks``, and the harness's ``TaskManager`` that knows them.
 
     Raises:
         ValueError: there is no such task, or no such folder.
     """
     from lm_eval.tasks import TaskManager
 
-    wanted = [name.strip() for names in given for name in names.split(",") if name.strip()]
+    wanted = [name.strip() for text in names for name in text.split(",") if name.strip()]
     if not wanted:
-        raise ValueError(f"--tasks takes names of tasks, such as hellaswag,arc_easy; got {','.join(given)!r}.")
+        raise ValueError(f"--tasks takes names of tasks, such as hellaswag,arc_easy; got {','.join(names)!r}.")
     folders = [path if path.is_dir() else path.parent for path in map(_existing, include)]
     manager = TaskManager(include_path=folders, include_defaults=False)
     # The harness's own 15,000 take seconds to read; groups may refer to them.
     if not all(_matches(name, manager.all_subtasks) for name in wanted):
         manager = TaskManager(include_path=folders)
-    found = {name: _matches(name, manager.all_tasks) for name in wanted}
-    if unknown := [name for name, matches in found.items() if not matches]:
-        own = f" {some(include)} has none of this name." if include else " --include_path names a folder of your own."
+    tasks = {name: _matches(name, manager.all_tasks) for name in wanted}
+    if unknown := [name for name, matches in tasks.items() if not matches]:
+        where = f" {some(include)} has none of this name." if include else " --include_path names a folder of your own."
         hint = nearest(unknown[0], manager.all_tasks, 3)
-        raise ValueError(f"The harness has no task {unknown[0]!r}.{hint}{own} `lm_eval ls tasks` lists all.")
-    return list(dict.fromkeys(name for matches in found.values() for name in matches)), manager
+        raise ValueError(f"The harness has no task {unknown[0]!r}.{hint}{where} `lm_eval ls tasks` lists all.")
+    return list(dict.fromkeys(name for matches in tasks.values() for name in matches)), manager
 
 
-def _existing(given: str) -> Path:
-    path = Path(given).expanduser()
+def _existing(name: str) -> Path:
+    path = Path(name).expanduser()
     if not path.exists():
-        raise ValueError(f"--include_path is a folder of tasks, or a task's file; {given} does not exist.")
+        raise ValueError(f"--include_path is a folder of tasks, or a task's file; {name} does not exist.")
     return path
 
 
 def _matches(name: str, names: Sequence[str]) -> list[str]:
-    return [each for each in names if fnmatchcase(each, name)] if "*" in name else [name] * (name in names)
+    return [other for other in names if fnmatchcase(other, name)] if "*" in name else [name] * (name in names)
 
 
 def harness_model(loaded: Loaded, batch_size: int | str = 1, max_length: int | None = None) -> Any:
-    """The harness's language model (``HFLM``) of a loaded one, with the logarithms of probabilities in float32."""
+    """Wraps a loaded model for the harness (``HFLM``), with the logarithms of probabilities in float32."""
     from lm_eval.models.huggingface import HFLM
 
     logger = logging.getLogger(HFLM.__module__)
@@ -168,7 +167,7 @@ def harness_model(loaded: Loaded, batch_size: int | str = 1, max_length: int | N
         logger.setLevel(level)
 
 
-def _tell_fixed(shots: Mapping[str, int], given: int | None) -> None:
-    fixed = [name for name, number in shots.items() if given is not None and number != given]
+def _report_fixed_shots(shots: Mapping[str, int], wanted: int | None) -> None:
+    fixed = [name for name, number in shots.items() if wanted is not None and number != wanted]
     if fixed:
-        print(f"Without --num_fewshot {given}: {some(fixed)}, which fix their number of examples.")
+        print(f"Without --num_fewshot {wanted}: {some(fixed)}, which fix their number of examples.")

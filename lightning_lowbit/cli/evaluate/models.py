@@ -1,4 +1,4 @@
-"""What ``lowbit evaluate`` can evaluate: a checkpoint, or a folder of Hugging Face."""
+"""Loads a checkpoint, or a folder of Hugging Face, for ``lowbit evaluate``."""
 
 import zipfile
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ class Loaded:
     Attributes:
         model: of ``transformers``.
         tokenizer: of ``transformers``.
-        about: how it computes, in a line.
-        facts: what the results tell of the model.
+        about: its precision, in a line.
+        facts: entries about the model in the results.
         as_trained: arguments of the harness's model that tokenize as the training did.
     """
 
@@ -38,11 +38,11 @@ class Loaded:
 
 
 def load(path: Path, tokenizer: str | None, module: str | None, device: torch.device) -> Loaded:
-    """Loads what is to be evaluated.
+    """Loads a model and its tokenizer.
 
     Args:
         path: a checkpoint or a folder.
-        tokenizer: ``"bytes"``, or what ``AutoTokenizer`` takes; None for the one that belongs to the model.
+        tokenizer: ``"bytes"``, or a name or folder for ``AutoTokenizer``; None for the tokenizer of the model.
         module: the class of the trained module, as in :func:`lightning_lowbit.export.source.read`.
         device: where it computes.
 
@@ -110,7 +110,7 @@ def _load_folder(folder: Path, tokenizer: str | None, device: torch.device) -> L
 
 
 def _check_method(folder: Path, method: str | None) -> None:
-    """Refuses what ``transformers`` would load without its quantization, with a warning."""
+    """Refuses a method that ``transformers`` would ignore with a warning."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as METHODS
 
     if method is not None and method not in METHODS:

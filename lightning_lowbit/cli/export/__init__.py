@@ -1,5 +1,1 @@
-"""``lowbit export``."""
-
-from lightning_lowbit.cli.export.command import export
-
-__all__ = ["export"]
+"""The subcommand ``lowbit export``."""

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, GradientNormMonitor, QuantizationMonitor, convert
-from lightning_lowbit.callbacks.monitors.alerts import Alerts
-from lightning_lowbit.callbacks.monitors.faults import of_channel, of_mlp, of_operand
+from lightning_lowbit.callbacks.monitors.base import Alerts
+from lightning_lowbit.callbacks.monitors.faults import alignment_fault, channel_fault, judge_operand
 from lightning_lowbit.nn import LinearCasts
 from tests.lightning_imports import LightningModule, Trainer
 from tests.tables import each
@@ -131,7 +131,7 @@ def test_a_vit_is_warned_of_once_and_not_advised_what_is_on() -> None:
 )
 def test_of_an_operand_nothing_is_advised_that_is_on(preset: str, operand: str, on: list[str], off: list[str]) -> None:
     found = {"sqnr": 3.0, "underflow": 0.8}
-    (fault,) = of_operand(operand, LinearCasts.preset(preset), found, underflow_limit=0.5)
+    (fault,) = judge_operand(operand, LinearCasts.preset(preset), found, underflow_limit=0.5)
     assert not [remedy for remedy in on if remedy in fault.message], fault.message
     assert all(remedy in fault.message for remedy in off), fault.message
 
@@ -142,7 +142,7 @@ def test_of_an_outlier_nothing_is_advised_that_is_on() -> None:
         return convert(model, casts)[0] if casts else model[0]  # type: ignore[arg-type]
 
     def advice(casts: object) -> str:
-        return of_channel(layer(casts), 5, 60.0, 6.0, takeoff=10.0).message.partition("learning rate.")[2]
+        return channel_fault(layer(casts), 5, 60.0, 6.0, takeoff=10.0).message.partition("learning rate.")[2]
 
     smooth = LinearCasts.preset("fp8-current").replace(smooth="channel")
     assert advice(None) == "", "a layer in high precision has no levels to lose"
@@ -153,4 +153,4 @@ def test_of_an_outlier_nothing_is_advised_that_is_on() -> None:
     mlp = torch.nn.Module()
     for casts, is_on in (("fp8-current", False), (smooth, True)):
         mlp.down_proj = layer(casts)
-        assert ("smooth_swiglu" in of_mlp(mlp, [(3.0, 0.95)], 1, 0.9).message) != is_on
+        assert ("smooth_swiglu" in alignment_fault(mlp, [(3.0, 0.95)], 1, 0.9).message) != is_on

@@ -14,7 +14,8 @@ from lightning_lowbit import (
     QAFSwitch,
 )
 from lightning_lowbit.callbacks.layer_table import layer_table
-from lightning_lowbit.report.console import Table, plain
+from lightning_lowbit.report.blocks import Table
+from lightning_lowbit.report.tables import plain
 from tests.callbacks.precision_summary.runs import (
     AVERAGE,
     BITS,

@@ -13,7 +13,7 @@ from lightning_lowbit.callbacks.run_report import RunReport
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.casts.presets import PRESETS
 from lightning_lowbit.report import history as run_history
-from lightning_lowbit.report.cast_words import in_words
+from lightning_lowbit.report.contents import in_words
 from lightning_lowbit.report.history import History
 from lightning_lowbit.report.html import Section, Table, Text
 from tests.callbacks.run_report.runs import Known, load, steps, trainer

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_lowbit.cli.estimate.formulas import (
+from lightning_lowbit.cli.lab.estimate.formulas import (
     Batch,
 )
-from lightning_lowbit.cli.estimate.shapes import describe
+from lightning_lowbit.cli.lab.estimate.shapes import describe
 from lightning_lowbit.recipes.models import CausalLM
 
 SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}

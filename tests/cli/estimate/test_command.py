@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.estimate.shapes import Decoder, describe
+from lightning_lowbit.cli.lab.estimate.shapes import Decoder, describe
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli.estimate.models import SMALL
 

@@ -4,8 +4,8 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision, convert
-from lightning_lowbit.cli.estimate.devices import DEVICES, arithmetic
-from lightning_lowbit.cli.estimate.formulas import (
+from lightning_lowbit.cli.lab.estimate.devices import DEVICES, arithmetic
+from lightning_lowbit.cli.lab.estimate.formulas import (
     Assumptions,
     Batch,
     Collective,
@@ -15,8 +15,8 @@ from lightning_lowbit.cli.estimate.formulas import (
     memory,
     times,
 )
-from lightning_lowbit.cli.estimate.shapes import Linear, Model, Weight
-from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
+from lightning_lowbit.cli.lab.estimate.shapes import Linear, Model, Weight
+from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.casts.plan import GEMMS
 from lightning_lowbit.nn.conversion.coverage import GemmCounter
 from lightning_lowbit.recipes.models import CausalLM

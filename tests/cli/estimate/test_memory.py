@@ -9,7 +9,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
 from lightning_lowbit import SPAM, LowBitAdamW, LowBitPrecision, StableSPAM, convert
-from lightning_lowbit.cli.estimate.formulas import (
+from lightning_lowbit.cli.lab.estimate.formulas import (
     Layout,
     backward_peak,
     block_activations,
@@ -18,7 +18,7 @@ from lightning_lowbit.cli.estimate.formulas import (
     saved_activations,
     weight_copies,
 )
-from lightning_lowbit.cli.estimate.shapes import describe
+from lightning_lowbit.cli.lab.estimate.shapes import describe
 from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli.estimate.models import BATCH, SMALL, loss_of, saved, shapes

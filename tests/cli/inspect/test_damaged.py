@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_lowbit.cli.inspect import table
+from lightning_lowbit.cli.lab.inspect import table
 from tests.cli.inspect import damaged
 from tests.cli.inspect.models import inspect
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.inspect import command
-from lightning_lowbit.cli.inspect.table import Inspection, _limits
+from lightning_lowbit.cli.lab.inspect import command
+from lightning_lowbit.cli.lab.inspect.table import Inspection, _limits
 from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png, table
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_lowbit import Cast, FP4Precision, Scale
-from lightning_lowbit.cli.inspect import command
-from lightning_lowbit.cli.inspect.table import Candidate
+from lightning_lowbit.cli.lab.inspect import command
+from lightning_lowbit.cli.lab.inspect.table import Candidate
 from lightning_lowbit.metrics import cast_statistics
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import plan

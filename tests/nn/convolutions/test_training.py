@@ -20,7 +20,7 @@ from lightning_lowbit import (
     QuantizationMonitor,
     restore,
 )
-from lightning_lowbit.cli.estimate.shapes import describe
+from lightning_lowbit.cli.lab.estimate.shapes import describe
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.bake import bake
 from tests.lightning_imports import Callback, LightningModule, Trainer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_lowbit import FP4Precision
-from lightning_lowbit.cli.estimate.shapes import describe
+from lightning_lowbit.cli.lab.estimate.shapes import describe
 from recipes.models import CausalLM
 from tests.nn.experts.models import CHOSEN, EXPERTS, settings
 

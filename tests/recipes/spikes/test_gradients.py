@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_lowbit import StableSPAM
-from lightning_lowbit.cli.compare.study import read_study
+from lightning_lowbit.cli.lab.compare.study import read_study
 from lightning_lowbit.recipes.spikes import GradientSpikes
 from tests.recipes.spikes.runs import SIZES, SLOPE, Slope, fit, gradients_after, sgd, spiked
 

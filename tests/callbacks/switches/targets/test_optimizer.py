@@ -94,7 +94,7 @@ def test_learning_rates_of_two_causes_multiply_and_come_back() -> None:
     weights = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weights], 1.0)
     weights.grad = torch.ones(1)
-    first, second = LowerRates(optimizer, 0.5), LowerRates(optimizer, 0.5)
+    first, second = LowerRates([optimizer], 0.5), LowerRates([optimizer], 0.5)
     optimizer.step()
     assert (weights.item(), optimizer.param_groups[0]["lr"]) == (0.75, 1.0)
     first.release()

@@ -1,10 +1,10 @@
-"""The record of a study: a small file from which table, pictures and page are drawn again, without the runs.
+"""The record of a study is a small file from which table, pictures and page are drawn again, without the runs.
 
     {"version": 1, "study": name, "baseline": row, "command": text, "pilot": false,
      "seeds": {row: [0, 1, 2]}, "effects": {row: [{"against": row, "expected": "-3.4%", "source": text}]},
      "runs": {row: {seed: fields of Finished}}}
 
-Whatever is drawn is drawn from a record, also the first time. So what its file gives equals what the runs gave.
+The first drawing also uses a record, so a later drawing from its file equals it.
 """
 
 import json
@@ -15,12 +15,13 @@ from typing import Any
 
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.checks import choose, from_fields, is_number
-from lightning_lowbit.cli.compare.claims import Effect, read_effects
-from lightning_lowbit.cli.compare.losses import Finished, Results
-from lightning_lowbit.cli.compare.page import write_page
-from lightning_lowbit.cli.compare.pilot import power_blocks
-from lightning_lowbit.cli.compare.results import write_comparison
+from lightning_lowbit.cli.lab.compare.claims import Effect, read_effects
+from lightning_lowbit.cli.lab.compare.losses import Finished, Results
+from lightning_lowbit.cli.lab.compare.page import write_page
+from lightning_lowbit.cli.lab.compare.pilot import power_blocks
+from lightning_lowbit.cli.lab.compare.results import write_comparison
 from lightning_lowbit.report.blocks import Table, Text
+from lightning_lowbit.report.tables import as_markdown
 
 _VERSION = 1
 _KEYS = ("version", "study", "baseline", "command", "pilot", "seeds", "effects", "runs")
@@ -28,7 +29,7 @@ _KEYS = ("version", "study", "baseline", "command", "pilot", "seeds", "effects",
 
 @dataclass(frozen=True)
 class Record:
-    """A study and what is kept of its finished runs; ``seeds`` are those planned, by row."""
+    """A study with its finished runs; ``seeds`` are the planned ones, by row."""
 
     name: str | None
     baseline: str
@@ -38,67 +39,71 @@ class Record:
     effects: Sequence[Effect]
     results: Results
 
-    def power(self) -> list[Table | Text]:
-        """The power for each expected effect; empty where it is unknown."""
+    def _power(self) -> list[Table | Text]:
         return power_blocks(self.effects, self.seeds, self.results, self.baseline, needed=self.is_pilot)
+
+    def power_text(self) -> str:
+        blocks = self._power()
+        texts = [as_markdown(block) + "\n" if isinstance(block, Table) else block.text for block in blocks]
+        return "\n".join(["", *texts, ""]) if blocks else ""
 
     def write(self, output: Path) -> str:
         """Writes table, pictures, page and the record itself into a folder; returns the table."""
         stem = self.name or "study"
         page = output / f"{stem}.html"
-        write_page(page, self.results, self.baseline, self.effects, self.power(), self.command)
+        write_page(page, self.results, self.baseline, self.effects, self._power(), self.command)
         replace_file(output / f"{stem}.json", self.as_json())
         return write_comparison(self.results, self.baseline, output, self.name, self.effects)
 
     def as_json(self) -> str:
         effects: dict[str, list[dict[str, Any]]] = {}
         for effect in self.effects:
-            one = {"against": effect.against, "expected": effect.written, "source": effect.source}
-            effects.setdefault(effect.row, []).append(one)
-        runs = {row: {seed: _kept(run) for seed, run in of_row.items()} for row, of_row in self.results.items()}
-        seeds = {row: [*each] for row, each in self.seeds.items()}
+            entry = {"against": effect.against, "expected": effect.written, "source": effect.source}
+            effects.setdefault(effect.row, []).append(entry)
+        runs = {row: {seed: _fields(run) for seed, run in by_seed.items()} for row, by_seed in self.results.items()}
+        seeds = {row: [*numbers] for row, numbers in self.seeds.items()}
         values = (_VERSION, self.name, self.baseline, self.command, self.is_pilot, seeds, effects, runs)
         return _text(dict(zip(_KEYS, values, strict=True))) + "\n"
 
 
 def read_record(path: Path) -> Record:
-    """Reads what :meth:`Record.write` wrote; a ``ValueError`` says what is wrong with the file."""
+    """Reads the file of :meth:`Record.write`; a damaged file is a ``ValueError``."""
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(
             f"--from {path}: there is no such file. `lowbit compare` writes one for each study."
         ) from error
     except ValueError:  # also bytes that are no text
-        given = None
-    if not isinstance(given, dict) or not {"version", "baseline", "runs"} <= given.keys():
+        content = None
+    if not isinstance(content, dict) or not {"version", "baseline", "runs"} <= content.keys():
         raise ValueError(f"--from {path}: no record of a study, which `lowbit compare` writes as <study>.json.")
-    if given["version"] != _VERSION:
+    if content["version"] != _VERSION:
         raise ValueError(
-            f"--from {path}: a record of version {given['version']!r}, and this lightning_lowbit reads {_VERSION}. "
+            f"--from {path}: a record of version {content['version']!r}, and this lightning_lowbit reads {_VERSION}. "
             "Install the version that wrote it."
         )
     try:
-        return _record(given, str(path))
+        return _record(content, str(path))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"--from {path} is damaged: {error}") from error
 
 
-def _record(given: Mapping[str, Any], path: str) -> Record:
-    for key in given:
+def _record(content: Mapping[str, Any], path: str) -> Record:
+    for key in content:
         choose(f"entry of {path}", key, _KEYS)
-    rows = [*given["runs"]]
-    name, baseline = given["study"], choose("baseline", given["baseline"], rows)
+    rows = [*content["runs"]]
+    name, baseline = content["study"], choose("baseline", content["baseline"], rows)
     if name is not None and name != Path(name).name:
         raise ValueError(f"study is the name of a file; got {name!r}.")
-    results = {row: {int(seed): _finished(run, row) for seed, run in given["runs"][row].items()} for row in rows}
-    seeds = {row: [int(seed) for seed in given["seeds"][row]] for row in rows}
-    effects = read_effects(given["effects"], rows, baseline, path)
-    return Record(name, baseline, str(given["command"]), given["pilot"] is True, seeds, effects, results)
+    results = {row: {int(seed): _finished(run, row) for seed, run in content["runs"][row].items()} for row in rows}
+    seeds = {row: [int(seed) for seed in content["seeds"][row]] for row in rows}
+    effects = read_effects(content["effects"], rows, baseline, path)
+    return Record(name, baseline, str(content["command"]), content["pilot"] is True, seeds, effects, results)
 
 
-def _finished(given: Mapping[str, Any], row: str) -> Finished:
-    run = from_fields(Finished, f"a run of row {row!r}", given)
+def _finished(content: Mapping[str, Any], row: str) -> Finished:
+    run = from_fields(Finished, f"a run of row {row!r}", content)
     points = [point for curve in run.history.values() for point in curve]
     numbers = [run.steps, run.seconds, run.spikes, *(step for step, _ in points), *(begin for begin, *_ in run.phases)]
     others = [run.tokens_per_second, run.peak_memory_bytes, run.average_bits, run.noise_threshold]
@@ -110,17 +115,16 @@ def _finished(given: Mapping[str, Any], row: str) -> Finished:
     return run
 
 
-def _kept(run: Finished) -> dict[str, Any]:
-    """The fields that say something."""
-    values = {each.name: getattr(run, each.name) for each in fields(run)}
+def _fields(run: Finished) -> dict[str, Any]:
+    values = {field.name: getattr(run, field.name) for field in fields(run)}
     required = ("steps", "seconds", "metrics", "history", "spikes")
     return {name: value for name, value in values.items() if name in required or value not in (None, [], (), {})}
 
 
 def _text(value: Any, depth: int = 0) -> str:
-    """JSON with a line for each entry, row and run."""
+    """Writes JSON with a line for each entry, row and run."""
     if not isinstance(value, Mapping) or not value or depth > 2:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     space = " " * (depth + 1)
-    lines = ",\n".join(f"{space}{json.dumps(str(key))}: {_text(each, depth + 1)}" for key, each in value.items())
+    lines = ",\n".join(f"{space}{json.dumps(str(key))}: {_text(item, depth + 1)}" for key, item in value.items())
     return "{\n" + lines + "\n" + " " * depth + "}"

@@ -1,7 +1,7 @@
-"""Intervals of paired differences, and how many pairs an effect needs: Student's t and its noncentral relative.
+"""Computes intervals of paired differences, and how many pairs an effect needs.
 
-Degrees of freedom are whole numbers here, for which the t distribution is a finite sum (Abramowitz and Stegun 26.7.3
-and 26.7.4). The noncentral one is an integral over the estimated spread, by Simpson's rule.
+For whole degrees of freedom, Student's t distribution is a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4). The
+noncentral one is an integral over the estimated spread, by Simpson's rule.
 """
 
 import math
@@ -26,7 +26,7 @@ class Interval:
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> "Interval | None":
-        """None with fewer than two differences, or if one is not finite.
+        """Returns the interval; None with fewer than two differences, or if one is not finite.
 
         Examples:
             >>> Interval.of([0.01, 0.02, 0.03])
@@ -48,7 +48,7 @@ class Spread:
 
     @classmethod
     def pooled(cls, samples: Sequence[Sequence[float]]) -> "Spread | None":
-        """From several rows' differences; rows with fewer than two, or with one that is not finite, say nothing."""
+        """Pools the differences of rows; rows with fewer than two, or with one that is not finite, are left out."""
         known = [sample for sample in samples if len(sample) > 1 and all(map(math.isfinite, sample))]
         df = sum(len(sample) - 1 for sample in known)
         if not df:
@@ -56,7 +56,7 @@ class Spread:
         return cls(math.sqrt(sum((len(sample) - 1) * variance(sample) for sample in known) / df), df)
 
     def bounds(self) -> tuple[float, float]:
-        """A 95 % interval of the true standard deviation, of normal differences."""
+        """Returns a 95 % interval of the true standard deviation, for normal differences."""
 
         def ratio(probability: float) -> float:  # of the estimated to the true one
             return _bisect(lambda end: _over_spreads(lambda _: 1.0, self.df, end) - probability)
@@ -65,7 +65,7 @@ class Spread:
 
 
 def t_quantile(probability: float, df: int) -> float:
-    """The quantile of Student's t with ``df`` degrees of freedom, of a probability of 1/2 or more.
+    """Returns the quantile of Student's t with ``df`` degrees of freedom; ``probability`` is 1/2 or more.
 
     Examples:
         >>> round(t_quantile(0.975, 2), 6), round(t_quantile(0.975, 9), 6)
@@ -75,7 +75,7 @@ def t_quantile(probability: float, df: int) -> float:
 
 
 def power(effect: float, spread: float, pairs: int) -> float:
-    """The probability that the interval of ``pairs`` differences excludes 0 on the side of a true ``effect``.
+    """Returns the probability that the interval of ``pairs`` differences excludes 0 on the side of a true ``effect``.
 
     Exact for normal differences: the noncentral t distribution with ``pairs - 1`` degrees of freedom.
 
@@ -89,7 +89,7 @@ def power(effect: float, spread: float, pairs: int) -> float:
 
 
 def pairs_for(effect: float, spread: float) -> int | None:
-    """The fewest pairs that resolve an effect with 80 % power at 5 %; None if more than ``MOST_PAIRS``."""
+    """Returns the fewest pairs that resolve an effect with 80 % power at 5 %; None if more than ``MOST_PAIRS``."""
     if power(effect, spread, MOST_PAIRS) < POWER:
         return None
     low, high = 1, MOST_PAIRS  # too few, enough
@@ -100,7 +100,7 @@ def pairs_for(effect: float, spread: float) -> int | None:
 
 
 def resolved_by(pairs: int, spread: float) -> float | None:
-    """The smallest effect that ``pairs`` resolve with 80 % power at 5 %; None with fewer than two."""
+    """Returns the smallest effect that ``pairs`` resolve with 80 % power at 5 %; None with fewer than two."""
     return spread * _resolved_by(pairs) if pairs > 1 else None
 
 
@@ -111,7 +111,6 @@ def _resolved_by(pairs: int) -> float:
 
 @cache
 def _power(ratio: float, pairs: int) -> float:
-    """The power for an effect of ``ratio`` standard deviations of the differences."""
     critical, shift = _critical(pairs - 1), ratio * math.sqrt(pairs)
     return _over_spreads(lambda s: NormalDist().cdf(shift - critical * s), pairs - 1)
 
@@ -122,7 +121,7 @@ def _critical(df: int) -> float:
 
 
 def _t_within(t: float, df: int) -> float:
-    """The probability that a variable of Student's t lies between -t and t."""
+    """Returns the probability that a variable of Student's t lies between -t and t."""
     angle = math.atan(t / math.sqrt(df))
     sine, cosine = math.sin(angle), math.cos(angle)
     if df % 2 == 0:
@@ -139,7 +138,7 @@ def _t_within(t: float, df: int) -> float:
 
 
 def _over_spreads(value: Callable[[float], float], df: int, end: float = math.inf) -> float:
-    """The mean of a function of the estimated over the true standard deviation (a chi variable over the root of df)."""
+    """Averages a function of the estimated over the true standard deviation (a chi variable over the root of df)."""
     width = 10 / math.sqrt(2 * df)
     low, high = max(0.0, 1 - width), min(1 + width, end)
     if high <= low:
@@ -158,7 +157,7 @@ def _over_spreads(value: Callable[[float], float], df: int, end: float = math.in
 
 
 def _bisect(rising: Callable[[float], float]) -> float:
-    """Where a rising function of a number above 0 crosses 0."""
+    """Returns the positive number at which a rising function crosses 0."""
     low, high = 0.0, 1.0
     while rising(high) < 0:
         low, high = high, 2 * high

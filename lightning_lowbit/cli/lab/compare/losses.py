@@ -1,4 +1,4 @@
-"""What is kept of a run, and what is read from it: losses, histories, and differences of rows at the same seed."""
+"""The numbers of finished runs: losses, histories, curves over seeds, and differences of rows at the same seed."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +13,15 @@ LOSS, PERPLEXITY, RATIO = "val_loss", "val_perplexity", "gradient_noise/ratio"
 
 _MACHINE = ("device", "processes", "CPU", "threads", "python", "torch", "lightning", "lightning_lowbit")
 _MOST_POINTS = 200  # of a history; a picture is about 1000 pixels wide
-_FLOAT32, _POINT = 9, 6  # significant digits: of last values, which float32 has exactly, and of what is drawn
+_FLOAT32, _POINT = 9, 6  # significant digits: of last values, as in float32, and of points of curves
 
 History = Sequence[tuple[float, float | None]]  # (step, value), None where the value is not finite
+Steps = dict[float, list[float]]  # by step, the values of the seeds
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What tables, pictures and pages need of a run's ``run.json``."""
+    """The part of a run's ``run.json`` that tables, pictures and pages show."""
 
     steps: int
     seconds: float
@@ -40,12 +41,12 @@ Results = Mapping[str, Mapping[int, Finished]]  # by row and seed
 
 
 def reduced(run: Mapping[str, Any], report: str | None = None) -> Finished:
-    """Keeps of a ``run.json`` what is shown; rounds losses to what float32 holds, and curves to six digits.
+    """Reduces a ``run.json`` to the shown values; losses keep the digits of float32, curves six.
 
     Examples:
         >>> losses = {"val_loss": [[9, 2.3456789]], "loss": [[8, 2.4], [9, 2.3]]}
-        >>> kept = reduced({"steps": 9, "seconds": 0.5, "metrics": {"val_loss": 2.3456789}, "history": losses})
-        >>> kept.metrics, kept.history, kept.spikes
+        >>> run = reduced({"steps": 9, "seconds": 0.5, "metrics": {"val_loss": 2.3456789}, "history": losses})
+        >>> run.metrics, run.history, run.spikes
         ({'val_loss': 2.3456789}, {'val_loss': [(9, 2.34568)]}, 0)
     """
     summary, values = run.get("summary", {}), run["history"]
@@ -77,7 +78,7 @@ def _median(points: History) -> float | None:
 
 
 def _thinned(points: History) -> History:
-    """At most so many points. Every 2^k-th is kept, from the last one back: runs that end together share steps."""
+    """Takes every 2^k-th point, from the last one back: curves of runs that end together share their steps."""
     every = 1
     while len(points) > every * _MOST_POINTS:
         every *= 2
@@ -89,7 +90,7 @@ def collect(runs: Iterable[Finished], get: Callable[[Finished], float | None]) -
 
 
 def metric(run: Finished, name: str) -> float | None:
-    """The last value; None if it was not logged, and NaN where it is not finite."""
+    """Returns the last value; None if it was not logged, NaN if it is not finite."""
     value = run.metrics.get(name)
     return nan if value is None and name in run.metrics else value
 
@@ -103,7 +104,6 @@ def history(run: Finished, name: str) -> list[tuple[float, float]]:
 
 
 def differences(results: Results, row: str, other: str) -> list[float]:
-    """Final losses of a row minus those of another at the same seeds."""
     others = results.get(other, {})
     pairs = [
         (final_loss(run), final_loss(others[seed])) for seed, run in results.get(row, {}).items() if seed in others
@@ -111,8 +111,31 @@ def differences(results: Results, row: str, other: str) -> list[float]:
     return [one - two for one, two in pairs if one is not None and two is not None]
 
 
-def group_by_step(curves: Iterable[Sequence[tuple[float, float]]]) -> dict[float, list[float]]:
-    found: dict[float, list[float]] = {}
+def gaps_to(baseline: str, results: Results) -> dict[str, list[float]]:
+    """Returns the :func:`differences` of the other rows that share a seed with the baseline."""
+    gaps = {row: differences(results, row, baseline) for row in results if row != baseline}
+    return {row: values for row, values in gaps.items() if values}
+
+
+def gap_histories(results: Results, row: str, baseline: str) -> list[list[tuple[float, float]]]:
+    """Subtracts the baseline's loss from that of a row at the steps that both have; a list of points per seed."""
+    pairs = [(run, results[baseline][seed]) for seed, run in results[row].items() if seed in results[baseline]]
+    losses = [(history(run, LOSS), dict(history(other, LOSS))) for run, other in pairs]
+    return [[(step, loss - others[step]) for step, loss in points if step in others] for points, others in losses]
+
+
+def loss_curves(results: Results) -> dict[str, Steps]:
+    """Groups the losses of each row by step; a single NaN where a seed is not finite, so that the line ends there."""
+    curves = {row: group_by_step(history(run, LOSS) for run in runs.values()) for row, runs in results.items()}
+    return {
+        row: {step: values if all(map(isfinite, values)) else [nan] for step, values in by_step.items()}
+        for row, by_step in curves.items()
+        if by_step
+    }
+
+
+def group_by_step(curves: Iterable[Sequence[tuple[float, float]]]) -> Steps:
+    by_step: Steps = {}
     for step, value in chain.from_iterable(curves):
-        found.setdefault(step, []).append(value)
-    return dict(sorted(found.items()))
+        by_step.setdefault(step, []).append(value)
+    return dict(sorted(by_step.items()))

@@ -1,19 +1,7 @@
 """The rows that ``lowbit compare`` compares: named configurations with seeds.
 
-They are the product of ``--vary`` and ``--lr``, or are listed in a file, a study:
-
-    # Does AdamW survive four bits?
-    config: [quickstart, study]       the recipe, and overlays for all rows
-    baseline: bf16                    the row that gaps are relative to; the first one by default
-    seeds: [0]
-    more_seeds: {bf16: [1, 2]}        additional seeds of some rows
-    rows:                             the changes of each row: an overlay, a piece of a configuration, or several
-      bf16: bf16
-      adamw: [nvfp4, adamw]
-      warm: [nvfp4, {model: {init_args: {scheduler: {init_args: {warmup_steps: 100}}}}}]
-    effects:                          what a source claims of the loss of a row, against the baseline or another row
-      adamw: {expected: +0.02}        in units of the loss; or -3.4%, of the loss of the other row; or lower, or higher
-      warm: {against: adamw, expected: lower, source: "figure 1"}
+They are the product of ``--vary`` and ``--lr``, or are listed in a file, a study; ``docs/guides/comparing.md`` has an
+example with all its entries.
 """
 
 import copy
@@ -26,8 +14,8 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.cli.compare.claims import Effect, read_effects
 from lightning_lowbit.cli.configs import as_list, combined_name, find_config, merge, merge_all, read_config
+from lightning_lowbit.cli.lab.compare.claims import Effect, read_effects
 from lightning_lowbit.cli.mistakes import explain
 
 _CONFIGS = str | dict[str, Any] | list[str | dict[str, Any]]
@@ -44,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Study:
-    """The rows to compare; gaps are relative to ``baseline``, or to the first row. ``name`` is that of the file."""
+    """The rows to compare; gaps are relative to ``baseline`` or the first row, and ``name`` is the file's."""
 
     rows: Sequence[Row]
     baseline: str | None = None
@@ -59,26 +47,26 @@ def product(base: Sequence[str], vary: Sequence[list[str]], rates: Sequence[str]
         overlays = [name for item in choice for name in item.split("+") if name != "none"]
         name, config = combined_name(overlays) or "base", merge_all([*base, *overlays])
         named = [(f"{name},lr={rate}", _with_rate(config, rate)) for rate in rates] or [(name, config)]
-        rows += [Row(*one, seeds) for one in named]
+        rows += [Row(*pair, seeds) for pair in named]
     return rows
 
 
 def read_study(name: str, seeds: Sequence[int] | None = None) -> Study:
     path = find_config(name, "--study")
-    given = _parse(path)
-    for row in given.more_seeds:
-        choose(f"row in more_seeds of {path}", row, given.rows)
+    study = _parse(path)
+    for row in study.more_seeds:
+        choose(f"row in more_seeds of {path}", row, study.rows)
     rows = []
-    for row, changes in given.rows.items():
+    for row, changes in study.rows.items():
         if not isinstance(row, str) or row != Path(row).name:
             raise ValueError(f"{path}: the name of a row is text, and that of a folder; got {row!r}.")
-        config = merge_all([*as_list(given.config), *as_list(changes)])
-        own = [*given.seeds, *given.more_seeds.get(row, [])] if seeds is None else seeds
-        rows.append(Row(row, config, own))
+        config = merge_all([*as_list(study.config), *as_list(changes)])
+        row_seeds = [*study.seeds, *study.more_seeds.get(row, [])] if seeds is None else seeds
+        rows.append(Row(row, config, row_seeds))
     names = [row.name for row in rows]
-    baseline = given.baseline if given.baseline in names else next(iter(names), "")
-    effects = read_effects(given.effects, names, baseline, str(path))
-    return Study(rows, given.baseline, path.stem, effects)
+    baseline = study.baseline if study.baseline in names else next(iter(names), "")
+    effects = read_effects(study.effects, names, baseline, str(path))
+    return Study(rows, study.baseline, path.stem, effects)
 
 
 def _parse(path: Path) -> Namespace:
@@ -93,12 +81,12 @@ def _parse(path: Path) -> Namespace:
     parser.add_argument("--more_seeds", type=dict[str, list[int]], default={})
     parser.add_argument("--effects", type=Any, default={})
     try:
-        given = parser.parse_object(copy.deepcopy(content))
+        study = parser.parse_object(copy.deepcopy(content))
     except ArgumentError as error:
         raise ValueError(f"{path}: {explain(error)}") from None
-    given.rows = content["rows"]  # the parser makes objects of mappings with a class_path
-    given.effects = content.get("effects", {})
-    return given
+    study.rows = content["rows"]  # the parser makes objects of mappings with a class_path
+    study.effects = content.get("effects", {})
+    return study
 
 
 def _with_rate(config: dict[str, Any], rate: str) -> dict[str, Any]:
@@ -117,9 +105,9 @@ def _number(rate: str) -> float:
         raise ValueError(f"--lr takes numbers such as 1e-3,3e-4; got {rate!r}.") from None
 
 
-def distinct(what: str, names: Sequence[str]) -> None:
+def distinct(kind: str, names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"The study has the {what} {name!r} twice: their runs would share a folder. Leave one out."
+                f"The study has the {kind} {name!r} twice: their runs would share a folder. Leave one out."
             )

@@ -10,9 +10,8 @@ from math import ceil, floor, prod
 
 import torch
 
-from lightning_lowbit.cli.estimate.devices import Device
-from lightning_lowbit.cli.estimate.layout import Assumptions, Batch, Layout
-from lightning_lowbit.cli.estimate.shapes import Decoder, Model, Weight
+from lightning_lowbit.cli.lab.estimate.devices import Assumptions, Batch, Device, Layout
+from lightning_lowbit.cli.lab.estimate.shapes import Decoder, Model, Weight
 from lightning_lowbit.nn.casts.plan import GEMMS
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.shard import ends_within
@@ -59,40 +58,38 @@ class StepTime:
 
 
 def memory(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
-    """Bytes on the first device at the peak of the backward pass, by purpose; raises as :func:`check`."""
+    """Returns bytes on the first device at the peak of the backward pass, by purpose; raises as :func:`check`."""
     check(model, layout)
-    found = {
+    sizes = {
         "parameters": sum(_local(w, w.shape, layout) * w.itemsize for w in model.weights),
         "gradients": sum(_local(w, w.shape, layout) * w.itemsize for w in model.weights if w.trained),
         "optimizer state": sum(_local(w, shape, layout) * size for w in model.weights for shape, size in w.state),
     }
     if layout.strategy == "ddp" and layout.devices > 1:
-        found["buckets of DDP"] = found["gradients"]
+        sizes["buckets of DDP"] = sizes["gradients"]
     if layout.shards > 1:
-        found["gathered parameters"] = _gathered(model, layout)
+        sizes["gathered parameters"] = _gathered(model, layout)
         blocks = [_total(weights, layout) for weights in _units(model).values()]
-        rest = sum(prod(w.shape) * _given(w, layout) for w in _rest(model) if w.trained)
-        found["gradients to reduce"] = max(blocks, default=0) + rest
-    found["weights to compute with"] = weight_copies(model, layout)
-    found["activations"] = saved_activations(model, batch, layout)
-    found["peak of backward"] = backward_peak(model, batch, layout)
-    return {name: size for name, size in found.items() if size}
+        rest = sum(prod(w.shape) * _itemsize(w, layout) for w in _rest(model) if w.trained)
+        sizes["gradients to reduce"] = max(blocks, default=0) + rest
+    sizes["weights to compute with"] = weight_copies(model, layout)
+    sizes["activations"] = saved_activations(model, batch, layout)
+    sizes["peak of backward"] = backward_peak(model, batch, layout)
+    return {name: size for name, size in sizes.items() if size}
 
 
 def saved_activations(model: Model, batch: Batch, layout: Layout) -> int:
-    """Bytes that autograd keeps after the forward pass of a micro-batch, without weights."""
-    if model.decoder is None:
-        per_token = 0.0
-        for layer in model.layers:
-            kept = model.compute if layer.saved is None else layer.saved
-            per_token += layer.rows * layer.in_features * kept
+    """Returns the bytes that autograd saves in the forward pass of a micro-batch, without weights."""
+    if (decoder := model.decoder) is None:
+        widths = [model.compute if layer.saved is None else layer.saved for layer in model.layers]
+        per_token = sum(x.rows * x.in_features * width for x, width in zip(model.layers, widths, strict=True))
         return batch.tokens * ceil(per_token)
-    kept = _residual(model, layout) * model.decoder.hidden if model.checkpointing else block_activations(model, layout)
-    return batch.tokens * (model.decoder.blocks * kept + _head_activations(model, layout))
+    block = _residual(model, layout) * decoder.hidden if model.checkpointing else block_activations(model, layout)
+    return batch.tokens * (decoder.blocks * block + _head_activations(model, layout))
 
 
 def block_activations(model: Model, layout: Layout) -> int:
-    """Bytes per token that a decoder block keeps for the backward pass."""
+    """Returns the bytes per token that a decoder block saves for the backward pass."""
     decoder, b, r = model.decoder, model.compute, _residual(model, layout)
     assert decoder is not None
     copies = decoder.readers if b != r else 2
@@ -102,8 +99,8 @@ def block_activations(model: Model, layout: Layout) -> int:
     inputs: float = copies * b * decoder.hidden
     if (saved := model.saved) is not None:  # codes; of a tensor that several layers read, only where they are smaller
         ups = decoder.readers - 3
-        each = decoder.readers * saved if b != r else min(3 * saved, b) + min(ups * saved, b)
-        inputs = each * decoder.hidden
+        width = decoder.readers * saved if b != r else min(3 * saved, b) + min(ups * saved, b)
+        inputs = width * decoder.hidden
         attention += ceil(saved * q)  # of the result, which attention itself keeps
         mlp -= floor((b - saved) * decoder.intermediate)
     return 2 * _norm(decoder, r) + ceil(inputs) + (attention + mlp) // layout.tensor_parallel
@@ -121,7 +118,7 @@ def _norm(decoder: Decoder, residual: int) -> int:
 
 
 def backward_peak(model: Model, batch: Batch, layout: Layout) -> int:
-    """Bytes beyond saved activations: gradients of the logits, or a recomputed block's activations."""
+    """Returns bytes beyond saved activations: gradients of the logits, or a recomputed block's activations."""
     if model.decoder is None:
         return 0
     gradients = (_STATISTICS + model.compute) * model.decoder.vocabulary
@@ -130,23 +127,23 @@ def backward_peak(model: Model, batch: Batch, layout: Layout) -> int:
 
 
 def weight_copies(model: Model, layout: Layout) -> int:
-    """Bytes of matrices in the compute dtype, if they are stored or gathered in another one."""
+    """Returns bytes of matrices in the compute dtype, if they are stored or gathered in another one."""
     if model.compute == _residual(model, layout):
         return 0
     matrices = [w for w in model.weights if w.matrix and not w.recast]
     outside = sum(prod(w.shape) for w in matrices if w.block is None)
-    of_blocks = Counter[str]()
+    blocks = Counter[str]()
     for weight in matrices:
         if weight.block is not None:
-            of_blocks[weight.block] += -(-prod(weight.shape) // layout.tensor_parallel)
-    inside = max(of_blocks.values(), default=0) if model.checkpointing else sum(of_blocks.values())
+            blocks[weight.block] += -(-prod(weight.shape) // layout.tensor_parallel)
+    inside = max(blocks.values(), default=0) if model.checkpointing else sum(blocks.values())
     return model.compute * (outside + inside)
 
 
 def _gathered(model: Model, layout: Layout) -> int:
     blocks = sorted(_units(model).values(), key=lambda weights: _whole(weights, layout))
     taken = [_rest(model), *blocks[-1:]]
-    return sum(_whole(weights, layout) for weights in taken) + sum(_payload(each, layout) for each in blocks[-2:-1])
+    return sum(_whole(weights, layout) for weights in taken) + sum(_payload(block, layout) for block in blocks[-2:-1])
 
 
 def _units(model: Model) -> dict[str, list[Weight]]:
@@ -170,7 +167,7 @@ def _tensor_parallel(weight: Weight, layout: Layout) -> int:
 
 
 def _local(weight: Weight, shape: tuple[int, ...], layout: Layout) -> int:
-    """Elements on the first device of a tensor like the weight; if sharded, it has whole rows."""
+    """Counts elements on the first device of a tensor like the weight; if sharded, it has whole rows."""
     if not shape or not weight.shape or shape[0] != weight.shape[0]:
         return prod(shape)
     whole = -(-shape[0] // layout.shards) * prod(shape[1:])
@@ -178,11 +175,11 @@ def _local(weight: Weight, shape: tuple[int, ...], layout: Layout) -> int:
 
 
 def _residual(model: Model, layout: Layout) -> int:
-    return max((_given(weight, layout) for weight in model.weights), default=4)
+    return max((_itemsize(weight, layout) for weight in model.weights), default=4)
 
 
-def _given(weight: Weight, layout: Layout) -> int:
-    """Bytes of a weight's element as its layer gets it, after gathering."""
+def _itemsize(weight: Weight, layout: Layout) -> int:
+    """Returns bytes of a weight's element as its layer gets it, after gathering."""
     return 2 if "bf16" in layout.gather and layout.shards > 1 else weight.itemsize
 
 
@@ -205,7 +202,7 @@ def check(model: Model, layout: Layout) -> None:
 
 
 def flops(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
-    """FLOPs of a device in a step, by arithmetic, and under ``"attention"``."""
+    """Counts FLOPs of a device in a step, by arithmetic, and under ``"attention"``."""
     counted = Counter[str]()
     for layer in model.layers:
         share = layout.tensor_parallel if layer.in_block else 1
@@ -224,34 +221,34 @@ def flops(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
 def communication(model: Model, batch: Batch, layout: Layout) -> list[Collective]:
     check(model, layout)
     d, t, m = layout.data_parallel, layout.tensor_parallel, batch.micro_batches
-    found = []
+    collectives = []
     if d > 1 and layout.strategy == "ddp":
-        found.append(Collective("all_reduce", "gradients", _total(model.weights, layout), d))
+        collectives.append(Collective("all_reduce", "gradients", _total(model.weights, layout), d))
     if d > 1 and layout.strategy == "fsdp":
         inside = [w for w in model.weights if w.block is not None]
         parameters = _payload(model.weights, layout) + _payload(inside, layout)
         gradients = sum(d * _local(w, w.shape, layout) * w.itemsize for w in model.weights if w.trained)
-        found.append(Collective("all_gather", "parameters", m * parameters, d, t))
-        found.append(Collective("reduce_scatter", "gradients", m * gradients, d, t))
+        collectives.append(Collective("all_gather", "parameters", m * parameters, d, t))
+        collectives.append(Collective("reduce_scatter", "gradients", m * gradients, d, t))
     if t > 1 and model.decoder:
         forward = (3 if model.checkpointing else 2) * model.compute
         backward = model.decoder.readers * _residual(model, layout)
         payload = m * model.decoder.blocks * batch.tokens * model.decoder.hidden * (forward + backward)
-        found.append(Collective("all_reduce", "activations", payload, t))
-    return found
+        collectives.append(Collective("all_reduce", "activations", payload, t))
+    return collectives
 
 
 def _payload(weights: Sequence[Weight], layout: Layout) -> int:
-    """Bytes of gathered weights in communication; each device sends equally many rows."""
+    """Returns bytes of gathered weights in communication; each device sends equally many rows."""
 
     def bits(weight: Weight) -> float:
-        return weight.packed.bits if weight.packed and _is_packed(weight, layout) else 8.0 * _given(weight, layout)
+        return weight.packed.bits if weight.packed and _is_packed(weight, layout) else 8.0 * _itemsize(weight, layout)
 
     return round(sum(layout.shards * _local(w, w.shape, layout) * bits(w) for w in weights) / 8)
 
 
 def _whole(weights: Sequence[Weight], layout: Layout) -> int:
-    return sum(layout.shards * _local(w, w.shape, layout) * _given(w, layout) for w in weights)
+    return sum(layout.shards * _local(w, w.shape, layout) * _itemsize(w, layout) for w in weights)
 
 
 def _is_packed(weight: Weight, layout: Layout) -> bool:
@@ -261,11 +258,11 @@ def _is_packed(weight: Weight, layout: Layout) -> bool:
     block, rows = cast.scale.block, -(-weight.shape[0] // layout.shards)
     if isinstance(block, tuple) and ends_within(rows, weight.shape[0], block[0]):
         return False
-    return operand_dtype(torch.bfloat16, cast).itemsize <= _given(weight, layout)
+    return operand_dtype(torch.bfloat16, cast).itemsize <= _itemsize(weight, layout)
 
 
 def times(model: Model, batch: Batch, layout: Layout, device: Device, assumed: Assumptions | None = None) -> StepTime:
-    """The time of a step; arithmetic that a device lacks runs in the compute dtype, which it must have."""
+    """Returns the time of a step; arithmetic that a device lacks runs in the compute dtype, which it must have."""
     assumed = assumed or Assumptions()
     counted = Counter[str]()
     for kind, count in flops(model, batch, layout).items():
@@ -274,7 +271,8 @@ def times(model: Model, batch: Batch, layout: Layout, device: Device, assumed: A
         raise ValueError(f"The device has no peak for {lacking[0]}: give --peak {lacking[0]}=TFLOPS.")
     gemms = {kind: count / device.peaks[kind] / assumed.utilization for kind, count in counted.items()}
     seconds = {"tensor_parallel": 0.0, "data_parallel": 0.0}
-    for each in communication(model, batch, layout):
-        kind = "tensor_parallel" if each.of == "activations" else "data_parallel"
-        seconds[kind] += each.sent / each.bandwidth(device, layout.per_node) / assumed.link_utilization
+    for collective in communication(model, batch, layout):
+        kind = "tensor_parallel" if collective.of == "activations" else "data_parallel"
+        bandwidth = collective.bandwidth(device, layout.per_node)
+        seconds[kind] += collective.sent / bandwidth / assumed.link_utilization
     return StepTime(gemms, **seconds)

@@ -1,19 +1,18 @@
-"""How many seeds each expected effect needs, from the spread of the differences that are known.
+"""Estimates how many seeds each expected effect needs, from the spread of the known differences.
 
-The power is that of a paired t-test at 5 % (noncentral t): how likely the verdict is ``shown`` if the effect is as
-large as the source claims. One spread serves all effects: that of each row against the row it is compared with, pooled.
+The power of a paired t-test at 5 % (noncentral t) is the probability of the verdict ``shown`` if the effect is as large
+as the source claims. One pooled spread serves all effects.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
-from lightning_lowbit.cli.compare.claims import Effect
-from lightning_lowbit.cli.compare.losses import Results, differences
-from lightning_lowbit.cli.compare.power import MOST_PAIRS, Spread, pairs_for, power, resolved_by
+from lightning_lowbit.cli.lab.compare.claims import Effect
+from lightning_lowbit.cli.lab.compare.losses import Results, differences
+from lightning_lowbit.cli.lab.compare.power import MOST_PAIRS, Spread, pairs_for, power, resolved_by
 from lightning_lowbit.report.blocks import Table, Text
 from lightning_lowbit.report.formatting import duration, number
-from lightning_lowbit.report.tables import as_markdown
 
 PILOT_SEEDS = 2
 _FEW = 10  # degrees of freedom below which the spread is rough
@@ -22,7 +21,7 @@ Seeds = Mapping[str, Sequence[int]]  # planned, by row
 
 
 def pilot_seeds(effects: Sequence[Effect], seeds: Seeds, name: str | None) -> dict[str, list[int]]:
-    """The seeds of a pilot by row: the first two that the two rows of an effect share, a claim with a size first."""
+    """Chooses the first two seeds that both rows of an effect share, by row; effects with a size come first."""
     if name is None:
         raise ValueError("--pilot needs the expected effects of a study: give one with --study.")
     if not effects:
@@ -41,13 +40,13 @@ def _shared(effect: Effect, seeds: Seeds) -> list[int]:
 
 
 def spread_of(effects: Sequence[Effect], results: Results, baseline: str) -> Spread | None:
-    """The pooled spread; a row counts once, against the row of its first effect, or against the baseline."""
+    """Pools the spread; a row counts once, against the row of its first effect, or against the baseline."""
     against = dict.fromkeys(results, baseline) | {effect.row: effect.against for effect in reversed(effects)}
     return Spread.pooled([differences(results, row, other) for row, other in against.items() if row != other])
 
 
 def power_table(effects: Sequence[Effect], seeds: Seeds, results: Results, spread: Spread, needed: bool) -> Table:
-    """Power by effect; with ``needed``, also the seeds, the time and the tokens that give 80 % power."""
+    """Tabulates power by effect; ``needed`` adds the seeds, the time and the tokens that give 80 % power."""
     header = ["claim", "expected", "seeds", "power", "resolved with 80 % power"]
     header += ["seeds needed", "time", "or tokens", "steps"] if needed else []
     rows = []
@@ -88,14 +87,12 @@ def _count(pairs: int | None) -> str:
 
 
 def _seconds(effect: Effect, results: Results) -> float:
-    """Of a pair of runs, one after the other; a row without runs takes as long as the others."""
     measured = {row: [run.seconds for run in runs.values()] for row, runs in results.items() if runs}
-    usual = [seconds for each in measured.values() for seconds in each]
+    usual = [second for seconds in measured.values() for second in seconds]
     return sum(mean(measured.get(row) or usual) for row in (effect.row, effect.against))
 
 
 def notes(spread: Spread, needed: bool) -> list[str]:
-    """What the table assumes, as sentences."""
     low, high = spread.bounds()
     freedom = f"{spread.df} degree{'s' if spread.df > 1 else ''} of freedom"
     known = f"Spread of the paired differences: {spread.value:.4f} ({freedom}; 95 %: {low:.4f} to {high:.4f})."
@@ -115,13 +112,9 @@ def notes(spread: Spread, needed: bool) -> list[str]:
 def power_blocks(
     effects: Sequence[Effect], seeds: Seeds, results: Results, baseline: str, needed: bool
 ) -> list[Table | Text]:
-    """The table and its notes; nothing without effects, or before a row has two seeds."""
+    """Returns the table and its notes; nothing without effects, or before a row has two seeds."""
     spread = spread_of(effects, results, baseline) if effects else None
     if spread is None:
         return []
     table = power_table(effects, seeds, results, spread, needed)
     return [table, *map(Text, notes(spread, needed))]
-
-
-def as_text(block: Table | Text) -> str:
-    return as_markdown(block) + "\n" if isinstance(block, Table) else block.text

@@ -53,15 +53,15 @@ class Inspection:
         self.codes = [torch.stack(histograms).sum(0) for histograms in codes]
 
     def _total(self, candidate: int) -> dict[str, float]:
-        def mean(what: str) -> float:
+        def mean(metric: str) -> float:
             rows = ((math.prod(self.shapes[name]), self.numbers[name][candidate]) for name in self.finite)
-            return sum(size * row[what] for size, row in rows) / self.elements
+            return sum(size * row[metric] for size, row in rows) / self.elements
 
-        total = {what: mean(what) for what in ("relative_mse", "underflow", "saturation", "bias")}
+        total = {metric: mean(metric) for metric in ("relative_mse", "underflow", "saturation", "bias")}
         return {**total, "sqnr": sqnr_db(1.0, total["relative_mse"])}
 
     def table(self) -> str:
-        """Rows for each weight and candidate, then, below a second header, for each candidate over all weights."""
+        """Tabulates each weight and candidate, then, below a second header, each candidate over all weights."""
         header = ["weight", "shape", "cast", "bits", "SQNR dB", "relative MSE", "underflow %", "saturation %", "bias %"]
         shapes = {name: " x ".join(map(str, shape)) for name, shape in self.shapes.items()}
 
@@ -78,7 +78,6 @@ class Inspection:
         return plain(Table(header, [*weights, [""] * len(header), header, *means], caption))
 
     def draw(self, title: str, output: Path) -> None:
-        """Writes a PNG: SQNR of each weight and cast, and the histogram of codes of each cast; needs matplotlib."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -140,8 +139,8 @@ class Inspection:
         axes.set_xticks(places, [f"{values[place]:.3g}" for place in places], fontsize=7, rotation=45 * (step > 1))
         axes.tick_params(axis="y", labelsize=8)
         axes.set_ylabel("% of elements", fontsize=9)
-        what = ", ".join(f"{what} {total[what]:.2%}" for what in ("underflow", "saturation", "bias"))
-        axes.set_title(f"{candidate.label}: {what}", fontsize=9, loc="left")
+        errors = ", ".join(f"{metric} {total[metric]:.2%}" for metric in ("underflow", "saturation", "bias"))
+        axes.set_title(f"{candidate.label}: {errors}", fontsize=9, loc="left")
         if i == len(self.candidates) - 1:
             axes.set_xlabel("level of the element, in units of its scale", fontsize=9)
 
@@ -157,7 +156,7 @@ def _row_height(names: Sequence[str], casts: int) -> float:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """An axis around all finite values, at least 3 dB long, so that small differences look small."""
+    """Returns an axis around all finite values, at least 3 dB long, so that small differences look small."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
     room = max(0.05 * (high - low), (3 - high + low) / 2)

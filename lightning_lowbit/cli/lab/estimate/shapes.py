@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lowbit.cli.estimate.devices import arithmetic
+from lightning_lowbit.cli.lab.estimate.devices import arithmetic
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import GEMMS
@@ -49,9 +49,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: its name, features, arithmetic of each GEMM, whether it is in a decoder block, the bytes per
-    element that it keeps of its input for the backward pass (None: those of the compute dtype), and its rows for each
-    token: of a stack of experts those of all experts."""
+    """A linear layer or a stack of experts.
+
+    ``arithmetic`` is by GEMM; ``saved`` are the bytes per element of its saved input (None: in the compute dtype), and
+    ``rows`` its rows for each token, in all experts together.
+    """
 
     name: str
     out_features: int
@@ -82,8 +84,6 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Model:
-    """A model to be trained."""
-
     weights: Sequence[Weight]
     layers: Sequence[Linear]
     decoder: Decoder | None  # if unknown, only inputs of linear layers count as activations
@@ -104,8 +104,8 @@ class Model:
         layers = [layer for layer in self.layers if layer.in_block]
         if all(layer.saved is None for layer in layers):
             return None
-        kept = [layer.in_features * (self.compute if layer.saved is None else layer.saved) for layer in layers]
-        return sum(kept) / sum(layer.in_features for layer in layers)
+        sizes = [layer.in_features * (self.compute if layer.saved is None else layer.saved) for layer in layers]
+        return sum(sizes) / sum(layer.in_features for layer in layers)
 
 
 def _high(compute: int) -> str:
@@ -115,7 +115,7 @@ def _high(compute: int) -> str:
 def describe(
     module: Any, plugin: LowBitPrecision | None = None, precision: str = "32-true", trainer: Any = None
 ) -> tuple[Model, list[str]]:
-    """The model of a ``LightningModule`` on the meta device, where its optimizers step, and remarks for the user.
+    """Describes a ``LightningModule`` on the meta device, where its optimizers step; also returns remarks.
 
     The plugin, or else ``precision``, gives the casts and the compute dtype. Without a linear layer: a ``ValueError``.
     """
@@ -178,19 +178,19 @@ def describe(
 
 
 def _products(module: nn.Module) -> dict[str, Any]:
-    """Linear layers that are products of their hosts, such as ``in_proj`` of ``nn.MultiheadAttention``, and stacks of
-    experts, by the names of :func:`lightning_lowbit.nn.casts.plan`."""
-    found: dict[str, Any] = {}
+    """Returns linear layers that are products of their hosts, such as ``in_proj`` of ``nn.MultiheadAttention``, and
+    stacks of experts, by the names of :func:`lightning_lowbit.nn.plan`."""
+    products: dict[str, Any] = {}
     for name, part in convertible(module).items():
-        of_host = host_class(type(part))
-        layer = part if of_host is None else of_host.make_products(part)[name.rpartition(".")[2]]
-        if issubclass(quantized_class(type(layer)), GroupedLayer) or (of_host is not None and is_linear(layer)):  # type: ignore[arg-type]
-            found[name] = layer
-    return found
+        host = host_class(type(part))
+        layer = part if host is None else host.make_products(part)[name.rpartition(".")[2]]
+        if issubclass(quantized_class(type(layer)), GroupedLayer) or (host is not None and is_linear(layer)):  # type: ignore[arg-type]
+            products[name] = layer
+    return products
 
 
 def _rows(layer: Any, network: Any) -> int:
-    """The rows of a layer for each token: as many as experts of a stack get the token; 1 where that is unknown."""
+    """Returns the rows of a layer for each token: the number of experts that get it; 1 if that is unknown."""
     if not issubclass(quantized_class(type(layer)), GroupedLayer):  # type: ignore[arg-type]
         return 1
     host = getattr(layer, "host", None)
@@ -207,29 +207,29 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
-    """The cast in which FSDP2 can gather the weight of a layer, if no other layer shares it."""
+    """Returns the cast in which FSDP2 can gather the weight of a layer, if no other layer shares it."""
     from lightning_lowbit.nn.sharded.eligible import obstacle  # depends on internals of FSDP2
 
-    of_rows = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr]
-    of_rows = of_rows and is_linear(layer) and not isinstance(layer, Product)
-    return casts.cast_of("fprop_w") if of_rows and obstacle(casts) is None else None
+    is_plain = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr]
+    is_plain = is_plain and is_linear(layer) and not isinstance(layer, Product)
+    return casts.cast_of("fprop_w") if is_plain and obstacle(casts) is None else None
 
 
 def _find_decoder(module: nn.Module) -> tuple[Any, Decoder | None]:
-    """The outermost ``transformers`` network in a module, and its shape; None unless there is exactly one."""
-    found: list[Any] = []
+    """Finds the outermost ``transformers`` network in a module, and its shape; None unless there is exactly one."""
+    networks: list[Any] = []
     inside: set[nn.Module] = set()
     for part in module.modules():
         if part not in inside and getattr(getattr(part, "config", None), "num_hidden_layers", None):
-            found.append(part)
+            networks.append(part)
             inside.update(part.modules())
-    if len(found) != 1:
+    if len(networks) != 1:
         return None, None
-    config = found[0].config
+    config = networks[0].config
     heads, hidden = config.num_attention_heads, config.hidden_size
     intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
-    ups = [layer for layer in found[0].modules() if is_linear(layer) and len(_matrix(layer)) == intermediate]
-    return found[0], Decoder(
+    ups = [layer for layer in networks[0].modules() if is_linear(layer) and len(_matrix(layer)) == intermediate]
+    return networks[0], Decoder(
         blocks=config.num_hidden_layers,
         hidden=hidden,
         intermediate=intermediate,
@@ -246,16 +246,16 @@ def _blocks(module: nn.Module, decoder: Decoder | None) -> Callable[[str], str |
     lists = [name for name in lists if decoder and len(module.get_submodule(name)) == decoder.blocks]  # type: ignore[arg-type]
 
     def block_of(name: str) -> str | None:
-        for each in lists:
-            if name.startswith(f"{each}."):
-                return f"{each}.{name.removeprefix(f'{each}.').partition('.')[0]}"
+        for blocks in lists:
+            if name.startswith(f"{blocks}."):
+                return f"{blocks}.{name.removeprefix(f'{blocks}.').partition('.')[0]}"
         return None
 
     return block_of
 
 
 def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
-    """(shape, bytes of an element) of the optimizers' tensors by parameter, after a step on the meta device."""
+    """Returns (shape, bytes of an element) of the optimizers' tensors by parameter, after a step on the meta device."""
     steps = getattr(trainer, "max_steps", None)
     module.trainer = SimpleNamespace(estimated_stepping_batches=steps if steps and steps > 0 else 1, max_steps=steps)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -275,17 +275,17 @@ def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
                 ) from error
             for parameter in parameters:
                 state = optimizer.state.get(parameter, {}).values()
-                kept = (value for value in state if isinstance(value, Tensor))
-                states[names[id(parameter)]] = tuple((tuple(value.shape), value.itemsize) for value in kept)
+                tensors = (value for value in state if isinstance(value, Tensor))
+                states[names[id(parameter)]] = tuple((tuple(value.shape), value.itemsize) for value in tensors)
                 parameter.grad = None
     return states
 
 
-def _optimizers(found: Any) -> Iterator[Optimizer]:
-    if isinstance(found, Optimizer):
-        yield found
-    elif isinstance(found, Mapping):
-        yield from _optimizers(found.get("optimizer"))
-    elif isinstance(found, list | tuple):
-        for each in found:
-            yield from _optimizers(each)
+def _optimizers(configured: Any) -> Iterator[Optimizer]:
+    if isinstance(configured, Optimizer):
+        yield configured
+    elif isinstance(configured, Mapping):
+        yield from _optimizers(configured.get("optimizer"))
+    elif isinstance(configured, list | tuple):
+        for item in configured:
+            yield from _optimizers(item)

@@ -1,4 +1,4 @@
-"""``lowbit inspect``: the errors that casts would make in the weights of a checkpoint.
+"""The command ``lowbit inspect`` shows the errors that casts would make in the weights of a checkpoint.
 
 Matrices are quantized as converted layers quantize weights in the forward pass: rounded to bfloat16, rotated if the
 preset has a Hadamard transform in fprop, in blocks along in_features.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_lowbit._lightning import Tqdm
 from lightning_lowbit.checks import from_fields
-from lightning_lowbit.cli.inspect.table import Candidate, Inspection
+from lightning_lowbit.cli.lab.inspect.table import Candidate, Inspection
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
 from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import select
@@ -36,15 +36,15 @@ _KINDS = "a Lightning .ckpt, a state_dict from torch.save, a .safetensors file, 
 
 
 def inspect(arguments: Sequence[str]) -> None:
-    given = _parser().parse_args(arguments)
-    path = Path(given.checkpoint).expanduser()
-    output = Path(given.output or f"{path.resolve().stem}_casts.png").expanduser()
+    options = _parser().parse_args(arguments)
+    path = Path(options.checkpoint).expanduser()
+    output = Path(options.output or f"{path.resolve().stem}_casts.png").expanduser()
     if output.suffix != ".png":
-        raise ValueError(f"--output is the name of a picture, such as casts.png; got {given.output!r}.")
-    candidates = parse_casts(",".join(given.casts))
+        raise ValueError(f"--output is the name of a picture, such as casts.png; got {options.output!r}.")
+    candidates = parse_casts(",".join(options.casts))
     weights = matrices(path)
-    transposed = select(list(weights), given.transposed, "--transposed", "weight")
-    chosen = select(list(weights), given.only, "--only", "weight") if given.only else set(weights)
+    transposed = select(list(weights), options.transposed, "--transposed", "weight")
+    chosen = select(list(weights), options.only, "--only", "weight") if options.only else set(weights)
     names = [name for name in weights if name in chosen]
     _check_numbers({name: weights[name] for name in names})
     _check_layout(path, {name: weights[name] for name in names if name not in transposed})
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_casts(text: str) -> list[Candidate]:
-    """The candidates in ``--casts``: presets, or mappings of fields of a cast, separated by commas."""
+    """Reads the candidates in ``--casts``: presets, or mappings of fields of a cast, separated by commas."""
     try:
         items = yaml.safe_load(f"[{text}]")
     except yaml.YAMLError:
@@ -111,7 +111,7 @@ def parse_casts(text: str) -> list[Candidate]:
 
 
 def measure(weight: Tensor, candidate: Candidate) -> CastStatistics:
-    """The error of one weight ``[out_features, in_features]``, summed over slices of rows."""
+    """Measures the error of one weight ``[out_features, in_features]``, summed over slices of rows."""
     cast, block = candidate.cast, candidate.cast.scale.block
     height = block[0] if isinstance(block, tuple) else 1
     rows = max(_SLICE // weight.shape[1] // height, 1) * height
@@ -124,7 +124,7 @@ def measure(weight: Tensor, candidate: Candidate) -> CastStatistics:
 
 
 def operand(weight: Tensor, candidate: Candidate) -> Tensor:
-    """Rows of a weight as they are quantized: bfloat16 ``[rows, in_features]``, padded to whole groups if rotated."""
+    """Returns rows of a weight as a layer quantizes them: bfloat16 ``[rows, in_features]``, padded if rotated."""
     weight = weight.bfloat16()
     if candidate.hadamard is None:
         return weight
@@ -133,24 +133,24 @@ def operand(weight: Tensor, candidate: Candidate) -> Tensor:
 
 
 def matrices(path: Path) -> dict[str, Tensor]:
-    """The floating point matrices of a checkpoint; a module's ``weight`` has the name of the module."""
+    """Returns the floating point matrices of a checkpoint; a module's ``weight`` has the name of the module."""
     files = _files(path)
-    found = {
+    weights = {
         clean_name(name).removesuffix(".weight"): value
         for file in files
         for name, value in _read(file).items()
         if value.dim() == 2 and value.is_floating_point() and value.numel()
     }
-    if not found:
+    if not weights:
         raise ValueError(f"{path} holds no matrix of floating point numbers, so there is no weight to quantize.")
     if files[0].suffix != ".safetensors":
-        return found
+        return weights
 
     def numbers_last(name: str) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
     # They are sorted by letters: layers.10 before layers.2.
-    return {name: found[name] for name in sorted(found, key=numbers_last)}
+    return {name: weights[name] for name in sorted(weights, key=numbers_last)}
 
 
 def _check_numbers(weights: Mapping[str, Tensor]) -> None:
@@ -203,7 +203,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name, memory-mapped, so that only those in use are read."""
+    """Reads the tensors of a file by name, memory-mapped: the disk is read when they are used."""
     if file.exists() and not file.is_file():  # a pipe or a device may have no end
         raise ValueError(f"{file} is not a file. Give {_KINDS}.")
     try:

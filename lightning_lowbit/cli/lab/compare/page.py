@@ -1,16 +1,17 @@
 """The page of a study: verdicts, curves of the rows over each other, intervals, and links to the pages of the runs."""
 
 from collections.abc import Sequence
-from math import isfinite, nan
+from math import isfinite
 from pathlib import Path
 from statistics import mean
 from urllib.parse import quote
 
 from lightning_lowbit.atomic_files import replace_file
-from lightning_lowbit.cli.compare.claims import NO_POWER, Effect, claims_table, gap_cells, verdict_on
-from lightning_lowbit.cli.compare.losses import LOSS, Results, collect, differences, final_loss, group_by_step, history
-from lightning_lowbit.cli.compare.power import Interval
+from lightning_lowbit.cli.lab.compare.claims import NO_POWER, Effect, claims_table, gap_cells, verdict_on
+from lightning_lowbit.cli.lab.compare.losses import Results, collect, final_loss, gaps_to, loss_curves
+from lightning_lowbit.cli.lab.compare.power import Interval
 from lightning_lowbit.report.blocks import Block, Chart, Link, Section, Table, Text
+from lightning_lowbit.report.formatting import needs_log_axis
 from lightning_lowbit.report.html import render
 
 _ROWS = 7  # of a chart, beside the baseline; a chart has eight colors
@@ -29,7 +30,7 @@ def write_page(
     power: Sequence[Block],
     command: str,
 ) -> None:
-    """Writes the page of a study; ``power`` is a section that may be empty. Runs have links to pages that are there."""
+    """Writes the page of a study; runs link to their own pages where these exist. ``power`` may be empty."""
     sections = [Section("Claims", [claims_table(effects, results), _VERDICTS])] if effects else []
     sections.append(Section("Validation loss, mean over seeds", _curves(results, baseline) or [Text("No loss yet.")]))
     intervals = _intervals(results, baseline)
@@ -43,46 +44,38 @@ def write_page(
 
 def _facts(results: Results, effects: Sequence[Effect]) -> list[tuple[str, str, str]]:
     facts = [("Rows", str(len(results)), ""), ("Finished runs", str(sum(map(len, results.values()))), "")]
-    said = [verdict_on(effect, results) for effect in effects]
-    counts = {each: said.count(each) for each in sorted(set(said), key=lambda each: (each == NO_POWER, each))}
-    return facts + [(f"Claims: {each}", str(count), f"of {len(said)}") for each, count in counts.items()]
+    verdicts = [verdict_on(effect, results) for effect in effects]
+    kinds = sorted(set(verdicts), key=lambda kind: (kind == NO_POWER, kind))
+    return facts + [(f"Claims: {kind}", str(verdicts.count(kind)), f"of {len(verdicts)}") for kind in kinds]
 
 
-def _charts(rows: Sequence[str], baseline: str) -> list[list[str]]:
-    """The rows of each chart; the baseline is in all of them."""
+def _split_rows(rows: Sequence[str], baseline: str) -> list[list[str]]:
     others = [row for row in rows if row != baseline]
     first = [baseline] if baseline in rows else []
     return [[*first, *others[start : start + _ROWS]] for start in range(0, max(len(others), 1), _ROWS)]
 
 
 def _curves(results: Results, baseline: str) -> list[Chart]:
-    curves = {}
-    for row, runs in results.items():
-        losses = group_by_step(history(run, LOSS) for run in runs.values())
-        if losses:
-            means = [mean(each) if all(map(isfinite, each)) else nan for each in losses.values()]
-            curves[row] = (list(losses), means)
+    curves = {row: (list(steps), [*map(mean, steps.values())]) for row, steps in loss_curves(results).items()}
     charts = []
-    for rows in _charts(list(curves), baseline) if curves else []:
-        finite = [value for row in rows for value in curves[row][1] if isfinite(value)]
-        log = bool(finite) and max(finite) > 20 * min(finite) > 0  # a linear axis would show only the largest values
+    for rows in _split_rows(list(curves), baseline) if curves else []:
+        log = needs_log_axis(value for row in rows for value in curves[row][1])
         charts.append(Chart("", {row: curves[row] for row in rows}, y_label="loss", log=log))
     return charts
 
 
 def _intervals(results: Results, baseline: str) -> list[Block]:
-    found = {row: differences(results, row, baseline) for row in results if row != baseline}
-    found = {row: gaps for row, gaps in found.items() if gaps}
-    numbers = {row: number for number, row in enumerate(found, 1)}
+    gaps = gaps_to(baseline, results)
+    numbers = {row: number for number, row in enumerate(gaps, 1)}
+    finite = [row for row, values in gaps.items() if all(map(isfinite, values))]
     charts: list[Block] = []
-    for rows in _charts([row for row, gaps in found.items() if all(map(isfinite, gaps))], baseline) if found else []:
-        if rows:
-            ends = ([numbers[rows[0]] - 0.5, numbers[rows[-1]] + 0.5], [0.0, 0.0])
-            series = {baseline: ends} | {f"{numbers[row]} {row}": _bar(numbers[row], found[row]) for row in rows}
-            note = "vertical: 95 % intervals (Student's t over pairs); the last number of a row is its mean"
-            charts.append(Chart("", series, y_label="difference of the loss", x_label="row", note=note))
-    table = [[str(numbers[row]), row, str(len(gaps)), *gap_cells(gaps)] for row, gaps in found.items()]
-    return [*charts, Table(["", "row", "pairs", "gap", "95 % interval"], table)] if found else []
+    for rows in filter(None, _split_rows(finite, baseline)):
+        ends = ([numbers[rows[0]] - 0.5, numbers[rows[-1]] + 0.5], [0.0, 0.0])
+        series = {baseline: ends} | {f"{numbers[row]} {row}": _bar(numbers[row], gaps[row]) for row in rows}
+        note = "vertical: 95 % intervals (Student's t over pairs); the last number of a row is its mean"
+        charts.append(Chart("", series, y_label="difference of the loss", x_label="row", note=note))
+    cells = [[str(numbers[row]), row, str(len(values)), *gap_cells(values)] for row, values in gaps.items()]
+    return [*charts, Table(["", "row", "pairs", "gap", "95 % interval"], cells)] if gaps else []
 
 
 def _bar(number: int, gaps: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -97,15 +90,14 @@ def _runs(results: Results, folder: Path) -> Table:
         for seed, run in sorted(runs.items()):
             name = f"{row}, seed {seed}"
             loss = next(iter(collect([run], final_loss)), "")
-            is_there = run.report is not None and (folder / run.report).exists()
-            rows.append([Link(name, quote(run.report or "")) if is_there else name, run.steps, loss])
+            has_page = run.report is not None and (folder / run.report).exists()
+            rows.append([Link(name, quote(run.report or "")) if has_page else name, run.steps, loss])
     return Table(["run", "steps", "loss"], rows)
 
 
 def _machine(results: Results) -> Table:
-    """Where and when the runs ran, and with which versions; several values where they differ."""
-    found: dict[str, dict[str, None]] = {}
+    values: dict[str, set[str]] = {}
     for run in (run for runs in results.values() for run in runs.values()):
         for name, value in run.machine.items():
-            found.setdefault(name, {})[str(value)] = None
-    return Table((), [[name, ", ".join(sorted(values))] for name, values in found.items()])
+            values.setdefault(name, set()).add(str(value))
+    return Table((), [[name, ", ".join(sorted(texts))] for name, texts in values.items()])

@@ -1,4 +1,4 @@
-"""``lowbit compare``: runs the rows of a study with their seeds, and makes one table of them.
+"""The command ``lowbit compare`` runs the rows of a study with their seeds, and makes one table of them.
 
 Each run is a process with its own folder, ``<output>/<row>/seed_<n>``, with its configuration in ``recipe.yaml``.
 Finished runs are not repeated; interrupted ones resume. Table, pictures and record are updated after each run.
@@ -26,16 +26,16 @@ from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
 from lightning_lowbit.checks import integer, nearest
 from lightning_lowbit.cli.checkpoints import find_checkpoints
-from lightning_lowbit.cli.compare.losses import reduced
-from lightning_lowbit.cli.compare.pilot import as_text, pilot_seeds
-from lightning_lowbit.cli.compare.record import Record, read_record
-from lightning_lowbit.cli.compare.study import Row, Study, distinct, product, read_study
 from lightning_lowbit.cli.configs import as_list, merge
+from lightning_lowbit.cli.lab.compare.losses import Finished, reduced
+from lightning_lowbit.cli.lab.compare.pilot import pilot_seeds
+from lightning_lowbit.cli.lab.compare.record import Record, read_record
+from lightning_lowbit.cli.lab.compare.study import Row, Study, distinct, product, read_study
 from lightning_lowbit.cli.mistakes import explain
 from lightning_lowbit.cli.run import check
 
 _REPORT = "lightning_lowbit.RunReport"
-_OWN = ("--seed_everything", "--trainer.default_root_dir", "--ckpt_path")
+_SET_BY_COMPARE = ("--seed_everything", "--trainer.default_root_dir", "--ckpt_path")
 _T = TypeVar("_T")
 
 
@@ -49,88 +49,54 @@ class Run:
     recipe: str = field(repr=False)  # YAML
     arguments: tuple[str, ...] = ()
 
-    def result(self) -> dict[str, Any] | None:
-        return next((result for _, result in self._finished() if result["begin"] < result["steps"]), None)
-
-    def report(self) -> Path | None:
-        """The page of the result."""
-        found = (path for path, result in self._finished() if result["begin"] < result["steps"])
-        return next((path.with_name("report.html") for path in found), None)
+    def finished(self) -> tuple[Path, dict[str, Any]] | None:
+        """Returns the ``run.json`` of the run that took the last step, as a path and its content."""
+        return next((pair for pair in self._ends() if pair[1]["begin"] < pair[1]["steps"]), None)
 
     def was_at_its_end(self) -> bool:
-        """Whether its last checkpoint is at the last step, so that a resumed run would do nothing."""
-        return any(result["begin"] >= result["steps"] for _, result in self._finished())
+        """Tells whether the last checkpoint is at the last step, so that a resumed run would do nothing."""
+        return any(result["begin"] >= result["steps"] for _, result in self._ends())
 
-    def _finished(self) -> list[tuple[Path, dict[str, Any]]]:
+    def _ends(self) -> list[tuple[Path, dict[str, Any]]]:
         results = [(path, json.loads(path.read_text())) for path in self.folder.rglob("run.json")]
         return [(path, result) for path, result in results if result["status"] == "finished"]
 
     @property
     def content(self) -> str:
-        """Of ``recipe.yaml``."""
+        """The text of ``recipe.yaml``."""
         return f"# lowbit fit --config recipe.yaml {shlex.join(self.arguments)}\n{self.recipe}"
 
     def is_as_planned(self) -> bool:
-        """Whether its folder is one of this configuration."""
         path = self.folder / "recipe.yaml"
         return path.exists() and path.read_text() == self.content
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The runs of a study, and what is written and said of those that have finished."""
-
-    study: Study
-    runs: Sequence[Run]
-    baseline: str
-    output: Path
-    is_pilot: bool
-    command: str
-
-    def record(self) -> Record:
-        """Of the runs that have finished as planned."""
-        study, rows = self.study, dict.fromkeys(run.row for run in self.runs)
-        found = [(run, result, run.report()) for run in self.runs if run.is_as_planned() and (result := run.result())]
-        results = {
-            row: {
-                run.seed: reduced(result, Path(os.path.relpath(page, self.output)).as_posix() if page else None)
-                for run, result, page in found
-                if run.row == row
-            }
-            for row in rows
-        }
-        seeds = {row.name: row.seeds for row in study.rows}
-        return Record(study.name, self.baseline, self.command, self.is_pilot, seeds, study.effects, results)
-
-    def write(self) -> str:
-        return self.record().write(self.output)
-
-    def power(self) -> str:
-        """The power for each expected effect, as text; empty where it is unknown."""
-        blocks = self.record().power()
-        return "\n".join(["", *map(as_text, blocks), ""]) if blocks else ""
-
-
 def compare(arguments: Sequence[str]) -> int:
-    given, rest = _parser().parse_known_args(arguments)
-    integer("--jobs", given.jobs, 1, "the number of runs at a time")
-    if given.record is not None:
-        return _draw_again(given, rest)
-    study = _study(given, rest)
-    output = Path(given.output or ("runs/studies" if study.name else "runs/compare")).expanduser()
-    runs = plan(study.rows, output, rest)
+    options, rest = _parser().parse_known_args(arguments)
+    integer("--jobs", options.jobs, 1, "the number of runs at a time")
+    if options.record is not None:
+        return _draw_again(options, rest)
+    study = _study(options, rest)
+    output = Path(options.output or ("runs/studies" if study.name else "runs/compare")).expanduser()
+    planned = runs = plan(study.rows, output, rest)
     rows = list(dict.fromkeys(run.row for run in runs))
-    baseline = given.baseline or study.baseline or rows[0]
+    baseline = options.baseline or study.baseline or rows[0]
     if baseline not in rows:
         raise ValueError(f"--baseline: there is no row {baseline!r}.{nearest(baseline, rows)} Rows: {', '.join(rows)}.")
-    comparison = Comparison(study, runs, baseline, output, given.pilot, shlex.join(["lowbit", "compare", *arguments]))
-    if given.pilot:
-        seeds = pilot_seeds(study.effects, {row.name: row.seeds for row in study.rows}, study.name)
-        runs = [run for run in runs if run.seed in seeds.get(run.row, ())]
-    todo = [run for run in runs if run.result() is None]
+    seeds = {row.name: row.seeds for row in study.rows}
+
+    def record() -> Record:
+        command = shlex.join(["lowbit", "compare", *arguments])
+        results = {row: _finished_runs([run for run in planned if run.row == row], output) for row in rows}
+        return Record(study.name, baseline, command, options.pilot, seeds, study.effects, results)
+
+    if options.pilot:
+        chosen = pilot_seeds(study.effects, seeds, study.name)
+        runs = [run for run in runs if run.seed in chosen.get(run.row, ())]
+    todo = [run for run in runs if run.finished() is None]
     print(f"{len(runs)} runs in {output}, {len(runs) - len(todo)} of them finished.")
-    if given.dry_run:
-        print("\n".join([*(f"  {run.row}, seed {run.seed}" for run in todo), comparison.power()]).rstrip())
+    if options.dry_run:
+        print("\n".join([*(f"  {run.row}, seed {run.seed}" for run in todo), record().power_text()]).rstrip())
         return 0
     for run in {run.row: run for run in runs}.values():
         with tempfile.TemporaryDirectory() as folder:
@@ -140,45 +106,50 @@ def compare(arguments: Sequence[str]) -> int:
             except ValueError as error:
                 raise ValueError(f"Row {run.row!r}: {explain(error)}") from error
     prepare(runs)
-    if not given.pilot:
-        print(comparison.power(), end="")
-    failed = [run for run, status in execute(todo, given.jobs, comparison.write) if status != 0]
-    print(comparison.write())
-    if given.pilot:
-        told = comparison.power()
-        print(told or "\nThe pilot says nothing: it needs two seeds of both rows whose losses are finite.")
+    if not options.pilot:
+        print(record().power_text(), end="")
+    failed = [run for run, status in execute(todo, options.jobs, lambda: record().write(output)) if status != 0]
+    print(record().write(output))
+    if options.pilot:
+        nothing = "\nThe pilot says nothing: it needs two seeds of both rows whose losses are finite."
+        print(record().power_text() or nothing)
     for run in failed:
         print(f"failed: {run.row}, seed {run.seed}; see {run.folder / 'log.txt'}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _draw_again(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Everything from the record of a study, without its runs."""
+def _finished_runs(runs: Sequence[Run], output: Path) -> dict[int, Finished]:
+    """Reads the runs that have finished as planned, by seed; their pages are relative to the output folder."""
+    ends = [(run.seed, end) for run in runs if run.is_as_planned() and (end := run.finished())]
+    pages = [Path(os.path.relpath(path.with_name("report.html"), output)).as_posix() for _, (path, _) in ends]
+    return {seed: reduced(result, page) for (seed, (_, result)), page in zip(ends, pages, strict=True)}
+
+
+def _draw_again(options: argparse.Namespace, rest: Sequence[str]) -> int:
     usual = vars(_parser().parse_args([]))
-    others = [
-        f"--{name}" for name, value in vars(given).items() if name not in ("record", "output") and value != usual[name]
-    ]
-    if others := [*others, *rest]:
+    names = [name for name, value in vars(options).items() if name not in ("record", "output") and value != usual[name]]
+    if others := [*(f"--{name}" for name in names), *rest]:
         raise ValueError(f"--from draws what has run, and takes --output alone: leave out {' and '.join(others)}.")
-    path = Path(given.record).expanduser()
-    output = Path(given.output).expanduser() if given.output else path.parent
+    path = Path(options.record).expanduser()
+    output = Path(options.output).expanduser() if options.output else path.parent
     record = read_record(path)
     output.mkdir(parents=True, exist_ok=True)
     print(record.write(output))
     return 0
 
 
-def _study(given: argparse.Namespace, rest: Sequence[str]) -> Study:
-    if given.study is None:
-        if not given.config:
+def _study(options: argparse.Namespace, rest: Sequence[str]) -> Study:
+    if options.study is None:
+        if not options.config:
             raise ValueError("--config names the recipe to run, or --study a study; see `lowbit ls`. Give one of them.")
-        if given.lr and any("optimizer" in argument and ".lr" in argument for argument in rest):
+        if options.lr and any("optimizer" in argument and ".lr" in argument for argument in rest):
             raise ValueError("--lr and an argument that sets the optimizer's lr contradict each other: leave one out.")
-        return Study(product(given.config, given.vary, given.lr, [0] if given.seeds is None else given.seeds))
-    if others := [f"--{name}" for name in ("config", "vary", "lr") if getattr(given, name)]:
+        seeds = [0] if options.seeds is None else options.seeds
+        return Study(product(options.config, options.vary, options.lr, seeds))
+    if others := [f"--{name}" for name in ("config", "vary", "lr") if getattr(options, name)]:
         names = " and ".join(others)
         raise ValueError(f"A study has its own recipe and rows: leave out {names}, or change a copy (`lowbit cp`).")
-    return read_study(given.study, given.seeds)
+    return read_study(options.study, options.seeds)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -218,7 +189,7 @@ def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
 
 def plan(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list[Run]:
     for argument in arguments:
-        if argument.partition("=")[0] in _OWN:
+        if argument.partition("=")[0] in _SET_BY_COMPARE:
             raise ValueError(
                 f"{argument} differs between the runs of a study: use --seeds and --output, or leave it out."
             )
@@ -228,14 +199,14 @@ def plan(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list[Ru
         distinct("seed", list(map(str, row.seeds)))
         for seed in row.seeds:
             folder = output / row.name / f"seed_{seed}"
-            recipe = yaml.safe_dump(_with(row.config, seed, folder), sort_keys=False)
+            recipe = yaml.safe_dump(_run_config(row.config, seed, folder), sort_keys=False)
             runs.append(Run(row.name, seed, folder, recipe, tuple(arguments)))
     if not runs:
         raise ValueError("The study has no run: --seeds and each --vary need at least one name, such as --seeds 0,1,2.")
     return runs
 
 
-def _with(config: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
+def _run_config(config: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
     changes: dict[str, Any] = {"seed_everything": seed, "trainer": {"default_root_dir": str(folder)}}
     callbacks = as_list(config["trainer"].get("callbacks") or [])
     names = [callback.get("class_path", "") if isinstance(callback, dict) else callback for callback in callbacks]
@@ -249,15 +220,14 @@ def _with(config: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
 
 
 def prepare(runs: Sequence[Run]) -> None:
-    """Writes ``recipe.yaml`` of each run that has none; nothing if a folder holds a run of another configuration."""
+    """Writes ``recipe.yaml`` of each run; refuses a folder that holds a run of another configuration."""
     changed = {}
     for run in runs:
         if run.is_as_planned():
             continue
         path = run.folder / "recipe.yaml"
-        present = path.exists()
-        begun = any(run.folder.rglob("run.json")) or find_checkpoints(run.folder) or _is_running(run)
-        if present and begun:
+        has_begun = any(run.folder.rglob("run.json")) or find_checkpoints(run.folder) or _is_running(run)
+        if path.exists() and has_begun:
             raise ValueError(
                 f"{run.folder} holds a run of another configuration (see recipe.yaml there). Give another --output, or "
                 "remove that folder."
@@ -284,23 +254,25 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def environment(jobs: int) -> dict[str, str]:
-    """The environment of a run. Several at a time share the cores, unless the user has set ``OMP_NUM_THREADS``: threads
-    that wait for each other without a core of their own take many times as long."""
+    """Returns the environment of a run; concurrent runs share the cores, unless the user set ``OMP_NUM_THREADS``.
+
+    Threads that wait for each other without a core of their own take many times as long.
+    """
     shared = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // jobs, 1))} if jobs > 1 else {}
     return {**shared, **os.environ}
 
 
 def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) -> list[tuple[Run, int]]:
-    """Runs ``jobs`` processes at a time; returns exit statuses. After a signal, waits until each saved."""
+    """Runs ``jobs`` processes at a time and returns their exit statuses; a signal is forwarded to them."""
     children: list[subprocess.Popen[bytes]] = []
     stopping, starting = threading.Event(), threading.Lock()
 
-    def one(run: Run) -> tuple[Run, int]:
+    def train(run: Run) -> tuple[Run, int]:
         # The process inherits the lock. If this command is killed and restarted, it waits for surviving processes.
         with (run.folder / "lock").open("w") as lock, (run.folder / "log.txt").open("ab") as log:
             while not _try_lock(lock) and not stopping.wait(0.2):
                 pass
-            while not stopping.is_set() and run.result() is None:
+            while not stopping.is_set() and run.finished() is None:
                 resumes = bool(find_checkpoints(run.folder)) and not run.was_at_its_end()
                 resume = ["--ckpt_path", "last"] if resumes else []
                 recipe = str(run.folder / "recipe.yaml")
@@ -322,7 +294,7 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                 child.wait()
                 if not (resumes and run.was_at_its_end()):  # else killed in its last validation: start again
                     break
-        return run, 0 if run.result() is not None else 1
+        return run, 0 if run.finished() is not None else 1
 
     def terminate(*_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the children have ended
@@ -333,7 +305,7 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
     try:
         with ThreadPoolExecutor(jobs) as pool:
             try:
-                for done in as_completed([pool.submit(one, run) for run in runs]):
+                for done in as_completed([pool.submit(train, run) for run in runs]):
                     statuses.append(done.result())
                     after_each()
             except (KeyboardInterrupt, SystemExit) as interruption:

@@ -1,4 +1,4 @@
-"""``lowbit estimate``: memory and time of a training step, of a model on the meta device."""
+"""The command ``lowbit estimate`` computes memory and time of a training step, of a model on the meta device."""
 
 import argparse
 import json
@@ -7,10 +7,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.cli.estimate.devices import DEVICES, Device
-from lightning_lowbit.cli.estimate.formulas import Collective, StepTime, communication, flops, memory, times
-from lightning_lowbit.cli.estimate.layout import GATHERS, STRATEGIES, Assumptions, Batch, Layout
-from lightning_lowbit.cli.estimate.shapes import Model, describe
+from lightning_lowbit.cli.lab.estimate.devices import DEVICES, GATHERS, STRATEGIES, Assumptions, Batch, Device, Layout
+from lightning_lowbit.cli.lab.estimate.formulas import Collective, StepTime, communication, flops, memory, times
+from lightning_lowbit.cli.lab.estimate.shapes import Model, describe
 from lightning_lowbit.cli.run import make_on_meta
 from lightning_lowbit.precision import LowBitPrecision
 
@@ -23,37 +22,37 @@ _LEFT_OUT = (
 
 
 def estimate(arguments: Sequence[str]) -> None:
-    given, rest = _parser().parse_known_args(arguments)
-    made = make_on_meta(["fit", *rest])
-    trainer = made.config["fit"].trainer
-    plugin = next((plugin for plugin in made.plugins if isinstance(plugin, LowBitPrecision)), None)
+    options, rest = _parser().parse_known_args(arguments)
+    parts = make_on_meta(["fit", *rest])
+    trainer = parts.config["fit"].trainer
+    plugin = next((plugin for plugin in parts.plugins if isinstance(plugin, LowBitPrecision)), None)
     casts = "casts" if plugin is not None and plugin.quantize_before_gather else None
-    gathers = (casts, getattr(made.model, "gather_dtype", None))
-    layout, device = _layout(given, trainer, "+".join(filter(None, gathers)) or "stored"), _device(given)
-    assumed = Assumptions(given.utilization, given.link_utilization)
-    batch = _batch(given, made.datamodule, trainer)
-    model, notes = describe(made.model, plugin, str(trainer.precision or "32-true"), trainer)
+    gathers = (casts, getattr(parts.model, "gather_dtype", None))
+    layout, device = _layout(options, trainer, "+".join(filter(None, gathers)) or "stored"), _device(options)
+    assumed = Assumptions(options.utilization, options.link_utilization)
+    batch = _batch(options, parts.datamodule, trainer)
+    model, notes = describe(parts.model, plugin, str(trainer.precision or "32-true"), trainer)
     memories = memory(model, batch, layout)
     counted, traffic = flops(model, batch, layout), communication(model, batch, layout)
     spent = times(model, batch, layout, device, assumed)
-    notes += _device_notes(counted, device, given.device, model.high)
-    if given.json:
-        told = {
+    notes += _device_notes(counted, device, options.device, model.high)
+    if options.json:
+        numbers = {
             "parameters": model.parameters,
             "batch": asdict(batch),
             "layout": asdict(layout),
             "assumed": asdict(assumed),
             "memory_bytes": memories,
             "flops": counted,
-            "communication": [{**asdict(each), "sent": each.sent} for each in traffic],
+            "communication": [{**asdict(collective), "sent": collective.sent} for collective in traffic],
             "seconds": {**asdict(spent), "hidden": spent.hidden, "exposed": spent.exposed},
             "notes": notes,
         }
-        print(json.dumps(told, indent=2))
+        print(json.dumps(numbers, indent=2))
         return
-    lines = [*_head(model, batch, layout), *_memory_table(memories, device, given.device)]
+    lines = [*_head(model, batch, layout), *_memory_table(memories, device, options.device)]
     lines += _work_table(counted, traffic, spent)
-    lines += [_step_line(batch, layout, spent), "", *_closing(assumed, given.device, notes)]
+    lines += [_step_line(batch, layout, spent), "", *_closing(assumed, options.device, notes)]
     print("\n".join(lines))
 
 
@@ -88,14 +87,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _device(given: argparse.Namespace) -> Device:
-    device = DEVICES[choose("--device", given.device, DEVICES)]
-    kinds = sorted({kind for each in DEVICES.values() for kind in each.peaks})
+def _device(options: argparse.Namespace) -> Device:
+    device = DEVICES[choose("--device", options.device, DEVICES)]
+    kinds = sorted({kind for known in DEVICES.values() for kind in known.peaks})
     peaks = dict(device.peaks)
-    for item in filter(None, given.peak.split(",")):
+    for item in filter(None, options.peak.split(",")):
         kind, _, peak = item.partition("=")
         peaks[choose("arithmetic in --peak", kind.strip(), kinds)] = _positive("peak", peak) * 1e12
-    sizes = {name: getattr(given, name) for name in ("memory", "link", "network")}
+    sizes = {name: getattr(options, name) for name in ("memory", "link", "network")}
     changes = {name: _positive(name, size) * 1e9 for name, size in sizes.items() if size is not None}
     return replace(device, peaks=peaks, **changes)
 
@@ -106,38 +105,38 @@ def _positive(name: str, value: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        what = "bf16=989,fp8=1979, in TFLOP/s" if name == "peak" else "80, in GB or GB/s"
-        raise ValueError(f"--{name} takes numbers above 0, such as {what}; got {value!r}.")
+        example = "bf16=989,fp8=1979, in TFLOP/s" if name == "peak" else "80, in GB or GB/s"
+        raise ValueError(f"--{name} takes numbers above 0, such as {example}; got {value!r}.")
     return number
 
 
-def _layout(given: argparse.Namespace, trainer: Any, gathered: str) -> Layout:
+def _layout(options: argparse.Namespace, trainer: Any, gathered: str) -> Layout:
     named, per_node = trainer.strategy, _devices_of_a_node(trainer.devices)
-    devices = given.devices
+    devices = options.devices
     if devices is None:
         if per_node is None:
             raise ValueError(f"trainer.devices is {trainer.devices!r}, which only a machine can tell: give --devices.")
         devices = per_node * trainer.num_nodes
-    options = getattr(named, "init_args", None) or {}
+    arguments = getattr(named, "init_args", None) or {}
     name = named if isinstance(named, str) else str(getattr(named, "class_path", "auto")).rpartition(".")[2]
-    strategy = given.strategy
+    strategy = options.strategy
     if strategy is None:
         kinds = {"ModelParallelStrategy": "fsdp", "FSDPStrategy": "fsdp", "DDPStrategy": "ddp", "auto": "ddp"}
         strategy = kinds.get(name) or next((kind for kind in STRATEGIES if name.startswith(kind)), None)
     if strategy is None:
         raise ValueError(f"How {name} spreads a model is not known here: say --strategy ddp or --strategy fsdp.")
-    tensor_parallel = given.tensor_parallel
+    tensor_parallel = options.tensor_parallel
     if tensor_parallel is None:
         tensor_parallel = 1
         if name == "ModelParallelStrategy" and strategy == "fsdp":
-            size = options.get("tensor_parallel_size", "auto")
-            tensor_parallel = min(per_node or given.per_node, devices) if size == "auto" else int(size)
-    gather = given.gather or (gathered if strategy == "fsdp" else "stored")
-    return Layout(devices, strategy, tensor_parallel, gather, given.per_node)
+            size = arguments.get("tensor_parallel_size", "auto")
+            tensor_parallel = min(per_node or options.per_node, devices) if size == "auto" else int(size)
+    gather = options.gather or (gathered if strategy == "fsdp" else "stored")
+    return Layout(devices, strategy, tensor_parallel, gather, options.per_node)
 
 
 def _devices_of_a_node(devices: Any) -> int | None:
-    """The number in ``trainer.devices``; None for all of a machine."""
+    """Reads the number in ``trainer.devices``; None for all devices of a machine."""
     if isinstance(devices, str):
         devices = int(devices) if devices.isdigit() else [part for part in devices.split(",") if part]
         if devices == ["auto"]:
@@ -146,13 +145,13 @@ def _devices_of_a_node(devices: Any) -> int | None:
     return count if isinstance(count, int) and count > 0 else None
 
 
-def _batch(given: argparse.Namespace, data: Any, trainer: Any) -> Batch:
+def _batch(options: argparse.Namespace, data: Any, trainer: Any) -> Batch:
     sizes = {}
     for name in ("batch_size", "sequence_length"):
-        size = getattr(given, name) if getattr(given, name) is not None else getattr(data, name, None)
+        size = getattr(options, name) if getattr(options, name) is not None else getattr(data, name, None)
         if not isinstance(size, int) or size < 1:
-            what = type(data).__name__ if data is not None else "the configuration, which names no data,"
-            raise ValueError(f"{what} tells no {name} of 1 or more (got {size!r}): give --{name}.")
+            owner = type(data).__name__ if data is not None else "the configuration, which names no data,"
+            raise ValueError(f"{owner} tells no {name} of 1 or more (got {size!r}): give --{name}.")
         sizes[name] = size
     return Batch(sizes["batch_size"], sizes["sequence_length"], trainer.accumulate_grad_batches or 1)
 
@@ -172,7 +171,7 @@ def _head(model: Model, batch: Batch, layout: Layout) -> list[str]:
 
 def _memory_table(memories: Mapping[str, int], device: Device, name: str) -> list[str]:
     total = sum(memories.values())
-    rows = [f"  {what:<26}{size / _GIB:>12.3f} GiB" for what, size in memories.items()]
+    rows = [f"  {purpose:<26}{size / _GIB:>12.3f} GiB" for purpose, size in memories.items()]
     verdict = "fits" if total <= device.memory else "does NOT fit"
     last = f"  {'sum':<26}{total / _GIB:>12.3f} GiB of {device.memory / _GIB:.1f}: {verdict} on {name}"
     return ["Memory of a device", *rows, last, ""]
@@ -180,9 +179,9 @@ def _memory_table(memories: Mapping[str, int], device: Device, name: str) -> lis
 
 def _work_table(counted: Mapping[str, int], traffic: Sequence[Collective], spent: StepTime) -> list[str]:
     rows = [f"  {f'FLOPs, {kind}':<26}{count / 1e12:>12.3f} TFLOP" for kind, count in counted.items()]
-    for each in traffic:
-        what = f"{each.name} of {each.of}"
-        rows.append(f"  {what:<30}{each.payload / 1e9:>8.3f} GB, of which a device sends {each.sent / 1e9:.3f}")
+    for collective in traffic:
+        label, payload = f"{collective.name} of {collective.of}", collective.payload / 1e9
+        rows.append(f"  {label:<30}{payload:>8.3f} GB, of which a device sends {collective.sent / 1e9:.3f}")
     waits = {"tensor parallelism": spent.tensor_parallel, "data parallelism": spent.data_parallel}
     seconds = {**spent.gemms, **{kind: value for kind, value in waits.items() if value}}
     rows += [f"  {f'time of {kind}':<26}{value * 1e3:>12.1f} ms" for kind, value in seconds.items()]

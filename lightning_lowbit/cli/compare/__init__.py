@@ -1,5 +1,0 @@
-"""The subcommand ``lowbit compare``."""
-
-from lightning_lowbit.cli.compare.command import compare
-
-__all__ = ["compare"]

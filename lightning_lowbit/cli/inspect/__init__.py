@@ -1,5 +1,0 @@
-"""The subcommand ``lowbit inspect``."""
-
-from lightning_lowbit.cli.inspect.command import inspect
-
-__all__ = ["inspect"]
