@@ -1,4 +1,4 @@
-"""What the kernels of an optimizer's step know of a parameter: addresses and sizes of a shard."""
+"""What the kernels of an optimizer's step take: shards of parameters in memory, and what the step does with them."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,12 @@ from torch import Tensor
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NOTHING = 3  # the kind of a gradient that is not there
 DENSE, FP8, SPARSE = range(3)
+
+#: The numbers that each pass reads, in the order in which Triton has them.
+CLIPPED = ("limit", "ratio", "factor")
+SQUARED = ("limit", "ratio", "unit", "taken")
+UPDATED = (*CLIPPED, "taken", "weight1", "weight2", "rate", "decay", "unit", "old_scale", "new_scale")
+UPDATED_WITHOUT_SUMS = tuple(name for name in UPDATED if name != "unit")
 
 
 class ParameterShard(NamedTuple):
@@ -34,12 +40,23 @@ class ParameterShard(NamedTuple):
     number: int
 
 
-class Rules(NamedTuple):
-    """What the rules decided: ``rule`` for elements, and ``numbers`` [P] by name, one for each shard.
+class Decision(NamedTuple):
+    """What a step does with the parameters of a batch: what all passes read, in plain torch, C++ and Triton.
 
-    These are ``taken`` (bool), ``steps`` and ``since_reset`` (int64), and floating ones: ``limit``, ``ratio``,
-    ``unit``, ``factor``, ``weight1``, ``weight2``, ``rate``, ``decay``, ``old_scale`` and ``new_scale``, as far as a
-    pass reads them. ``decays`` says whether some decay is not 0.
+    Attributes:
+        rule: for elements, ``"ada_clip"``, ``"spike_clip"`` or None.
+        numbers: tensors [P] by name, as far as they are decided; others are for the rules alone.
+
+            - ``taken``, bool: whether the parameter takes the step;
+            - ``steps``, ``steps_since_reset``, int64: counts before this step, of which random bits depend;
+            - ``limit``, ``ratio``: T and T/M of AdaClip, or the factor on v of SpikeClip and 1;
+            - ``unit``: squares are summed in units of its square, so that they fit;
+            - ``factor``: on clipped gradients;
+            - ``weight1``, ``weight2``: weights of this step in the moments;
+            - ``rate``, ``decay``: the learning rate, and the share that a parameter loses first;
+            - ``old_scale``, ``new_scale``: of master weights, before and after the step.
+        eps: ε of Adam's denominator.
+        decays: whether some ``decay`` is not 0.
     """
 
     rule: str | None
@@ -48,9 +65,9 @@ class Rules(NamedTuple):
     decays: bool = False
 
 
-def moved(numbers: Sequence[int], device: torch.device) -> Tensor:
+def indices_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
     """The numbers as int64 on a device, for which the host does not wait."""
     if not numbers:
         return torch.empty(0, dtype=torch.int64, device=device)
-    made = torch.frombuffer(array("q", numbers), dtype=torch.int64)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+    result = torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    return result.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else result

@@ -1,7 +1,7 @@
 """AdaClip and AdaGN around any optimizer.
 
 A step clips ``p.grad`` in place, as ``torch.nn.utils.clip_grad_norm_`` does, and then runs the wrapped optimizer.
-Groups and state are the wrapped optimizer's own, with a few more entries, so that schedulers, checkpoints and
+Groups and state are those of the wrapped optimizer, with a few more entries, so that schedulers, checkpoints and
 strategies see one optimizer.
 
 Source: the Stable-SPAM thesis, section 4.2 and table 4.5 (Lion and Adam-mini with AdaGN and AdaClip).
@@ -20,26 +20,20 @@ from torch.optim import SGD
 from lightning_lowbit.checks import is_number, some
 from lightning_lowbit.distributed import Sharding, local
 from lightning_lowbit.kernels.memory import described
-from lightning_lowbit.optim.batch import Batch, remember
-from lightning_lowbit.optim.guarded_adam import GuardedAdam
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
-from lightning_lowbit.optim.guards import Clipped, Measured
+from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.moments import DenseMoments, statistics_dtype
-from lightning_lowbit.optim.options import check_options
-from lightning_lowbit.optim.passes import ElementClip
+from lightning_lowbit.optim.optimizer import ClippedOptimizer
+from lightning_lowbit.optim.passes import Batch
+from lightning_lowbit.optim.rules import GroupRules, check_options, rules_of
 
 # Options that wrapped optimizers may have, too; only this package knows the others in OPTIONS.
 _USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}
-
-# Rules of `GuardedAdam` that do not exist here. spike_decay is 0 because exp_avg_sq is not bias-corrected.
-_NO_MOMENTS = {"reset_interval": None, "total_steps": None, "master_weights": None, "spike_decay": 0.0}
-
 
 # Entries of torch's optimizers that have a parameter's shape; and a 0-d one.
 _OF_TORCH = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "variance", "step"}
 
 
-class Adaptive(GuardedOptimizer):
+class Adaptive(ClippedOptimizer):
     """Clips gradients, in place, before each step of another optimizer.
 
     A step is skipped if a gradient holds a NaN or Inf, or, without ``norm_clip``, an element beyond 8e12. torch's fused
@@ -67,7 +61,7 @@ class Adaptive(GuardedOptimizer):
         >>> Adaptive(torch.optim.AdamW(model.parameters(), lr=1e-3), norm_clip=None)
     """
 
-    _takes_more = True
+    _has_foreign_state = True
 
     optimizer: torch.optim.Optimizer
     options: dict[str, Any]
@@ -95,12 +89,12 @@ class Adaptive(GuardedOptimizer):
                     f"Adaptive got {type(optimizer).__name__} and a base that makes another: leave one of them out."
                 )
             wrapped = base(optimizer)
-        if not isinstance(wrapped, torch.optim.Optimizer) or isinstance(wrapped, GuardedOptimizer):
-            has_own = " StableSPAM has element_clip and norm_clip itself." if isinstance(wrapped, GuardedAdam) else ""
+        if not isinstance(wrapped, torch.optim.Optimizer) or isinstance(wrapped, ClippedOptimizer):
+            advice = " StableSPAM has element_clip and norm_clip itself." if isinstance(wrapped, ClippedAdam) else ""
             raise ValueError(
                 "Adaptive wraps a torch.optim.Optimizer whose gradients nothing else guards, such as "
                 f"torch.optim.AdamW(parameters), or takes parameters and base=torch.optim.AdamW; got "
-                f"{type(wrapped).__name__}.{has_own}"
+                f"{type(wrapped).__name__}.{advice}"
             )
         closure = inspect.signature(type(wrapped).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -138,7 +132,7 @@ class Adaptive(GuardedOptimizer):
         owner, before = type(self.optimizer).__name__, dict(self.optimizer.__dict__)
         try:
             self.optimizer.__setstate__(loaded)
-            # What its earlier versions did not have it has completed itself.
+            # It has completed options that its earlier versions did not have.
             needed, why = self.optimizer.defaults.keys(), ""
             missing = [some(needed - group.keys()) for group in self.param_groups if needed - group.keys()]
             if missing:
@@ -155,12 +149,12 @@ class Adaptive(GuardedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the wrapped optimizer, with the options of the rules."""
+        """The groups of the wrapped optimizer, with the options of the rules."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the wrapped optimizer, with the scalars of the rules."""
+        """The state of the wrapped optimizer, with the scalars of the rules."""
         return self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -173,9 +167,9 @@ class Adaptive(GuardedOptimizer):
 
     def reset_moments(self) -> None:
         """Empties the wrapped optimizer's state, which it builds again in the next step."""
-        for parameter, kept in self.state.items():
-            if own := {name: kept[name] for name in self.SCALARS if name in kept}:
-                self._set_aside[parameter] = own
+        for parameter, state in self.state.items():
+            if scalars := {name: state[name] for name in self.SCALARS if name in state}:
+                self._set_aside[parameter] = scalars
         self.state.clear()
 
     def _check_names(self, param_group: Mapping[str, Any]) -> None:
@@ -201,33 +195,35 @@ class Adaptive(GuardedOptimizer):
     def _is_own(self, name: str) -> bool:
         return name in self.SCALARS
 
-    def _rules(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The rules for gradients. Squares are summed: Adafactor, for one, adds up those of rows and columns."""
-        rules = {name: group[name] for name in self.options}
-        return {**_NO_MOMENTS, **rules, "squares_summed": 2**40, "sums_in_update": False}
+    def _rules(self, group: Mapping[str, Any]) -> GroupRules:
+        # beta2 is 0 because exp_avg_sq is not bias-corrected. Adafactor, for one, sums the squares of rows and columns.
+        rules = rules_of(group, total_steps=None, beta2=0.0)
+        return GroupRules(*rules, squares_summed=2**40, sums_in_update=False)
 
-    def _kept(
+    def _member_state(
         self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
     ) -> tuple[dict[str, Tensor], DenseMoments, dict[str, Tensor]]:
-        kept = self.state[parameter]
-        own = {name: kept[name] for name in self.SCALARS if name in kept}
-        if group["element_clip"] == "spike_clip" and own and "exp_avg_sq" not in kept:
+        state = self.state[parameter]
+        scalars = {name: state[name] for name in self.SCALARS if name in state}
+        if group["element_clip"] == "spike_clip" and scalars and "exp_avg_sq" not in state:
             raise ValueError(
                 f"SpikeClip compares gradients with the second moment, and {type(self.optimizer).__name__} keeps no "
                 "'exp_avg_sq': use element_clip='ada_clip'."
             )
-        known = own or self._set_aside.get(parameter)
-        state = known or self.new_scalars(local(parameter).device, statistics_dtype(parameter))
-        if group["element_clip"] != "spike_clip" or "exp_avg_sq" not in kept:
-            return state, DenseMoments(), {}
-        mean_square, shard = kept["exp_avg_sq"], local(parameter)
+        if not scalars and parameter in self._set_aside:
+            scalars = self._set_aside[parameter]
+        elif not scalars:
+            scalars = self.new_scalars(local(parameter).device, statistics_dtype(parameter))
+        if group["element_clip"] != "spike_clip" or "exp_avg_sq" not in state:
+            return scalars, DenseMoments(), {}
+        mean_square, shard = state["exp_avg_sq"], local(parameter)
         if not isinstance(mean_square, Tensor) or local(mean_square).shape != shard.shape:
             raise ValueError(
                 f"SpikeClip compares the elements of gradients with those of 'exp_avg_sq', which is "
                 f"{described(mean_square)} at a parameter that is {described(shard)}: use element_clip='ada_clip', or "
                 "put back the state of this parameter."
             )
-        return state, DenseMoments(), {"mean_square": local(mean_square)}
+        return scalars, DenseMoments(), {"mean_square": local(mean_square)}
 
     def _match_layouts(self) -> None:
         """torch's fused steps walk through a parameter and its moments in memory order, and compare nothing: moments
@@ -248,56 +244,54 @@ class Adaptive(GuardedOptimizer):
                     )
                 state[name] = torch.empty_like(shard, dtype=value.dtype).copy_(value)
 
-    def _apply(
-        self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]
-    ) -> Sequence[None]:
-        taken = torch.stack([seen.finite.to(batches[0].device) for seen in measured]).all()
+    def _apply(self, batches: Sequence[Batch]) -> None:
+        finite = batches[0].finite
         # Not SGD: after a skipped first step, the momentum of its fused form is uninitialized memory.
-        is_told = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD)
-        is_told = is_told and all(group.get("fused", True) for group in self.param_groups)  # a loaded group may not be
-        if not is_told and not bool(taken):
-            return [None] * len(batches)
+        skips = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD)
+        skips = skips and all(group.get("fused", True) for group in self.param_groups)  # a loaded group may not be
+        if not skips and not bool(finite):
+            return
         self._match_layouts()
-        with _clipped_gradients(batches, clipped):
-            if is_told:
-                self.optimizer.grad_scale, self.optimizer.found_inf = None, (~taken).float()  # type: ignore[attr-defined]
+        with _clipped_gradients(batches):
+            if skips:
+                self.optimizer.grad_scale, self.optimizer.found_inf = None, (~finite).float()  # type: ignore[attr-defined]
             self.optimizer.step()
-            if is_told:
+            if skips:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
-        for batch, of_batch in zip(batches, clipped, strict=True):
-            remember(batch, of_batch.step)
+        for batch in batches:
+            batch.store_scalars()
             for member in batch.members:
                 # Only now, and not before the first gradient: most optimizers expect an empty state at first. An empty
-                # shard of FSDP1 never has a gradient; its statistics are kept nevertheless.
+                # shard of FSDP1 never has a gradient; its statistics are stored nevertheless.
                 if member.parameter.grad is not None or not member.parameter.numel():
                     self.state[member.parameter].update(member.state)
                     self._set_aside.pop(member.parameter, None)
-        return [None] * len(batches)
 
 
 @contextmanager
-def _clipped_gradients(batches: Sequence[Batch], clipped: Sequence[Clipped]) -> Iterator[None]:
+def _clipped_gradients(batches: Sequence[Batch]) -> Iterator[None]:
     """Clips the gradients of the parameters that take the step; within this context ``p.grad`` has the result."""
     replaced = []
     try:
-        for batch, (step, elements, _, factor, *_) in zip(batches, clipped, strict=True):
-            there = [(i, m, m.gradient) for i, m in enumerate(batch.members) if m.gradient is not None]
+        for batch in batches:
+            pairs = [(i, m, m.gradient) for i, m in enumerate(batch.members) if m.gradient is not None]
             targets = []
-            for _, member, gradient in there:
+            for _, member, gradient in pairs:
                 # torch's fused optimizers walk through gradient and parameter in memory order.
                 is_alike = gradient.stride() == member.shard.stride() and not gradient.is_neg()
                 targets.append(gradient if is_alike else torch.empty_like(member.shard, dtype=gradient.dtype))
                 if targets[-1] is not member.parameter.grad:  # also the local part of a DTensor, or a redistributed one
                     replaced.append((member.parameter, member.parameter.grad))
                     member.parameter.grad = _like(member.parameter, targets[-1])
-            # What takes no step keeps its gradient.
-            limit, ratio = elements.limit.where(step.taken, torch.inf), elements.ratio.where(step.taken, 1.0)
-            rules = ElementClip(elements.rule, limit, ratio), factor.where(step.taken, 1.0)
-            batch.passes.write_clipped(step, *rules, [index for index, _, _ in there], targets)
+            # A parameter that takes no step keeps its gradient.
+            idle = {"limit": torch.inf, "ratio": 1.0, "factor": 1.0}
+            numbers = {name: batch.numbers[name].where(batch.numbers["taken"], value) for name, value in idle.items()}
+            decision = batch.decision()._replace(numbers=batch.numbers | numbers)
+            batch.passes.write_clipped(decision, [index for index, _, _ in pairs], targets)
         yield
     finally:
-        for parameter, own in replaced:
-            parameter.grad = own
+        for parameter, previous in replaced:
+            parameter.grad = previous
 
 
 def _like(parameter: Tensor, part: Tensor) -> Tensor:

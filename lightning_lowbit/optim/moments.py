@@ -216,8 +216,8 @@ def _decode_moment(codes: Tensor, scales: Tensor, name: str) -> Tensor:
     values = codes.view(format.dtype).float()
     if name == "mean_square":
         values.clamp_(min=_SMALLEST)
-    of_each = scales.unsqueeze(-1).expand(*scales.shape, BLOCK)
-    return values.mul_(_join(of_each, codes.shape[-1]))
+    factors = scales.unsqueeze(-1).expand(*scales.shape, BLOCK)
+    return values.mul_(_join(factors, codes.shape[-1]))
 
 
 def _fake_encoded(values: Tensor, index: Tensor, key: Tensor, name: str) -> tuple[Tensor, Tensor]:

@@ -15,22 +15,24 @@ from lightning_lowbit.kernels.cpu import adam as cpu
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import adam as gpu
 from lightning_lowbit.kernels.memory import address, resolved
-from lightning_lowbit.kernels.shards import DENSE, FP8, KINDS, NOTHING, SPARSE, ParameterShard, Rules, moved
-from lightning_lowbit.optim.batch import Batch, Member, Step, scalar_dtype
-from lightning_lowbit.optim.moments import (
-    DenseMoments,
-    Entries,
-    FP8Moments,
-    SparseMoments,
-    misfit,
-    statistics_dtype,
+from lightning_lowbit.kernels.shards import (
+    CLIPPED,
+    DENSE,
+    FP8,
+    KINDS,
+    NOTHING,
+    SPARSE,
+    Decision,
+    ParameterShard,
+    indices_on,
 )
-from lightning_lowbit.optim.passes import ElementClip, Passes, Update
+from lightning_lowbit.optim.moments import DenseMoments, Entries, FP8Moments, SparseMoments, misfit, statistics_dtype
+from lightning_lowbit.optim.passes import Batch, Member, Passes, scalar_dtype
+from lightning_lowbit.optim.rules import AdaClip, GroupRules, Numbers
 
-# The tensors of a member that `ParameterShard` has by the same names.
-_KEPT = (*FP8Moments.names, "master")
-_KEPT_DTYPES = dict.fromkeys(_KEPT, (torch.float32, torch.uint8)) | {"master": (torch.float16,)}
-_NOT_KEPT = dict.fromkeys(_KEPT, 0)
+# The tensors of a member, by the names that `ParameterShard` has for them: possible dtypes, and addresses of none.
+_DTYPES = dict.fromkeys(FP8Moments.names, (torch.float32, torch.uint8)) | {"master": (torch.float16,)}
+_NOWHERE = dict.fromkeys(_DTYPES, 0)
 
 
 class KernelPasses(Passes):
@@ -39,45 +41,39 @@ class KernelPasses(Passes):
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
         self._gradients = [None if m.gradient is None else resolved(m.gradient).contiguous() for m in batch.members]
-        self._fields = [_fields(*pair) for pair in zip(batch.members, self._gradients, strict=True)]
-        self._shards = self._shards_of(self._fields)
+        self._shards = [_shard(*pair) for pair in zip(batch.members, self._gradients, strict=True)]
+        self._parameters = self._in_kernels(self._shards)
 
     @abstractmethod
-    def _shards_of(self, fields: Sequence[ParameterShard]) -> cpu.Shards | gpu.Shards:
-        """The shards with these fields, for the kernels."""
+    def _in_kernels(self, shards: Sequence[ParameterShard]) -> cpu.CppParameters | gpu.TritonParameters:
+        """The shards for the kernels."""
 
     def measure(self) -> Tensor:
-        return self._shards.measure()
+        return self._parameters.measure()
 
     def measure_weights(self) -> Tensor:
-        return self._shards.measure_weights()
+        return self._parameters.measure_weights()
 
-    def squares(self, step: Step, elements: ElementClip, unit: Tensor) -> Tensor:
-        given = {"limit": elements.limit, "ratio": elements.ratio, "unit": unit} | _of_step(step)
-        return self._shards.squares(Rules(elements.rule, given))
+    def squares(self, decision: Decision) -> Tensor:
+        return self._parameters.squares(decision)
 
-    def update(self, step: Step, elements: ElementClip, numbers: Update) -> Tensor | None:
-        of_update = {name: column for name, column in numbers._asdict().items() if column is not None}
-        given = {"limit": elements.limit, "ratio": elements.ratio, **of_update} | _of_step(step)
-        options = self.batch.options
-        sums = self._shards.update(Rules(elements.rule, given, options["eps"], bool(options["weight_decay"])))
+    def update(self, decision: Decision, sums: bool) -> Tensor | None:
+        result = self._parameters.update(decision, sums)
         # As operations of torch do, so that autograd refuses a graph that has saved the weights before the step.
         torch.autograd.graph.increment_version([member.parameter for member in self.batch.members])
-        return sums
+        return result
 
-    def write_clipped(
-        self, step: Step, elements: ElementClip, factor: Tensor, indices: Sequence[int], targets: Sequence[Tensor]
-    ) -> None:
-        chosen = moved(indices, self.batch.device)
-        given = {"limit": elements.limit[chosen], "ratio": elements.ratio[chosen], "factor": factor[chosen]}
-        fields = [
-            self._fields[index]._replace(
-                weights=address("a clipped gradient", target, target.dtype, self._fields[index].size, target.device),
+    def write_clipped(self, decision: Decision, indices: Sequence[int], targets: Sequence[Tensor]) -> None:
+        chosen = indices_on(self.batch.device, indices)
+        shards = [
+            self._shards[index]._replace(
+                weights=address("a clipped gradient", target, target.dtype, self._shards[index].size, target.device),
                 weights_kind=KINDS[target.dtype],
             )
             for index, target in zip(indices, targets, strict=True)
         ]
-        self._shards_of(fields).write_clipped(Rules(elements.rule, given))
+        numbers = {name: decision.numbers[name][chosen] for name in CLIPPED}
+        self._in_kernels(shards).write_clipped(decision._replace(numbers=numbers))
         torch.autograd.graph.increment_version(targets)
 
 
@@ -86,13 +82,13 @@ class CppPasses(KernelPasses):
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
-        scalars = {name: [member.state[name] for member in batch.members] for name in batch.names}
-        self._scalars = cpu.Scalars(scalars, {name: scalar_dtype(name, batch.dtype) for name in batch.names})
+        scalars = {name: [member.state[name] for member in batch.members] for name in batch.scalars}
+        self._scalars = cpu.Scalars(scalars, {name: scalar_dtype(name, batch.dtype) for name in batch.scalars})
 
-    def _shards_of(self, fields: Sequence[ParameterShard]) -> cpu.Shards:
-        return cpu.Shards(fields)
+    def _in_kernels(self, shards: Sequence[ParameterShard]) -> cpu.CppParameters:
+        return cpu.CppParameters(shards)
 
-    def load_scalars(self) -> dict[str, Tensor]:
+    def load_scalars(self) -> Numbers:
         return self._scalars.load()
 
     def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:
@@ -102,17 +98,17 @@ class CppPasses(KernelPasses):
 class TritonPasses(KernelPasses):
     """The passes in Triton, with fp32 statistics and moments of all elements."""
 
-    def _shards_of(self, fields: Sequence[ParameterShard]) -> gpu.Shards:
-        return gpu.Shards(fields, self.batch.device)
+    def _in_kernels(self, shards: Sequence[ParameterShard]) -> gpu.TritonParameters:
+        return gpu.TritonParameters(shards, self.batch.device)
 
 
 def passes_for(batch: Batch) -> Passes:
-    """The passes that a batch is worked on by; a ``ValueError`` where a state has not the sizes of its parameter."""
+    """The passes that serve a batch; a ``ValueError`` where a state has not the sizes of its parameter."""
     if kernels := kernels_for(batch):
         return kernels(batch)
     for member in batch.members:
-        # What `Adaptive` wraps has moments in dtypes of its own.
-        if "mean" in member.kept and (fault := misfit(member.kept, _entries(member))):
+        # An optimizer in `Adaptive` has moments in dtypes of its choice.
+        if "mean" in member.tensors and (fault := misfit(member.tensors, _entries(member))):
             raise ValueError(_changed(member, fault))
     return Passes(batch)
 
@@ -134,8 +130,8 @@ def kernels_for(batch: Batch) -> type[KernelPasses] | None:
 
 @cache
 def agree(device: torch.device) -> bool:
-    """Whether the passes in Triton make of a sample what plain torch makes: asked once per device; warns if not."""
-    if all(map(_are_near, _results(TritonPasses, device), _results(Passes, device))):
+    """Compares the Triton passes with plain torch on a small sample, once per device; warns if they differ."""
+    if all(map(_are_near, _sample_results(TritonPasses, device), _sample_results(Passes, device))):
         return True
     warnings.warn(
         f"The Triton kernels of the optimizers differ from plain torch on {device}, and are not used there: steps are "
@@ -145,60 +141,56 @@ def agree(device: torch.device) -> bool:
     return False
 
 
-def _results(passes: type[Passes], device: torch.device) -> list[Tensor]:
-    """What passes make of two parameters: in 16 bits with FP8 moments and master weights, and in fp32."""
+def _sample_results(passes: type[Passes], device: torch.device) -> list[Tensor]:
+    """Results of all passes over two parameters: in 16 bits with FP8 moments and master weights, and in fp32."""
     draw = torch.Generator("cpu").manual_seed(0)
-    options = {"element_clip": "ada_clip", "norm_clip": None, "weight_decay": 0.1, "eps": 1e-8, "sums_in_update": True}
-    batch = Batch(options, device, torch.float32, (), ())
+    batch = Batch({}, GroupRules(AdaClip(0.9)), device, torch.float32, (), ())
     for shape, dtype, moments in (((33, 130), torch.bfloat16, FP8Moments()), ((300,), torch.float32, DenseMoments())):
         p, g = (torch.randn(shape, generator=draw, device="cpu").to(device, dtype) for _ in range(2))
-        kept = moments.new_state(p, torch.float32)
+        tensors = moments.new_state(p, torch.float32)
         if dtype == torch.bfloat16:
-            kept["master"] = torch.zeros_like(p, dtype=torch.float16)
-        batch.add(Member(p, len(batch.members), p, g, {}, moments, kept))
+            tensors["master"] = torch.zeros_like(p, dtype=torch.float16)
+        batch.add(Member(p, len(batch.members), p, g, {}, moments, tensors))
     half = torch.full((2,), 0.5, dtype=torch.float32, device=device)
     steps = torch.zeros(2, dtype=torch.int64, device=device)
-    step = Step(half > 0, 2 * half, {"steps": steps, "steps_since_reset": steps})
-    elements, made = ElementClip("ada_clip", 2 * half, half), passes(batch)
-    results = [made.measure(), made.measure_weights(), made.squares(step, elements, half)]
+    batch.numbers = {"taken": half > 0, "steps": steps, "steps_since_reset": steps, "limit": 2 * half}
+    batch.numbers |= dict.fromkeys(("ratio", "unit", "factor", "weight1", "weight2"), half)
+    batch.numbers |= {"rate": half / 50, "decay": half / 50, "new_scale": half / 2**13}
+    work, decision = passes(batch), batch.decision(eps=1e-8, decays=True)
+    results = [work.measure(), work.measure_weights(), work.squares(decision)]
     for old_scale in (0 * half, half / 2**13):
-        numbers = Update(half, half, half, half / 50, half / 50, old_scale, half / 2**13, half)
-        sums = made.update(step, elements, numbers)
+        batch.numbers["old_scale"] = old_scale
+        sums = work.update(decision, sums=True)
         assert sums is not None
         results.append(sums)
-    return [*results, *(tensor for member in batch.members for tensor in (member.shard, *member.kept.values()))]
+    return [*results, *(tensor for member in batch.members for tensor in (member.shard, *member.tensors.values()))]
 
 
-def _are_near(found: Tensor, wanted: Tensor) -> bool:
-    """All but a hundredth, whose last place a draw or a rounding decided, are within 1e-5 of the largest."""
-    difference, largest = (found.double() - wanted.double()).abs(), wanted.double().abs().amax()
+def _are_near(result: Tensor, expected: Tensor) -> bool:
+    """Whether 99 % of the elements are within 1e-5 of the largest; draws and roundings may decide the others."""
+    difference, largest = (result.double() - expected.double()).abs(), expected.double().abs().amax()
     return bool((difference <= 1e-5 * largest).double().mean() >= 0.99)
 
 
 def _fits(member: Member) -> bool:
     """Whether kernels know the dtypes and layouts of a member's tensors; their addresses compare the sizes."""
-    shard, gradient, kept = member.shard, member.gradient, member.kept
+    shard, gradient = member.shard, member.gradient
     if gradient is not None and not (type(gradient) is Tensor and gradient.dtype in KINDS):
         return False
-    for name, tensor in kept.items():
+    for name, tensor in member.tensors.items():
         is_dense = isinstance(tensor, Tensor) and tensor.is_contiguous() and not tensor.is_neg()
-        if not is_dense or tensor.dtype not in _KEPT_DTYPES[name]:
+        if not is_dense or tensor.dtype not in _DTYPES[name]:
             return False
-    # Random bits are of places in the whole parameter, which kernels count by rows.
+    # Random bits belong to places in the whole parameter, which kernels count by rows.
     is_in_rows = not member.moments.draws or shard.shape[1:-1] == member.parameter.shape[1:-1]
     is_known = type(shard) in (Tensor, Parameter) and shard.dtype in KINDS
     return is_known and shard.is_contiguous() and not shard.is_neg() and is_in_rows
 
 
-def _of_step(step: Step) -> dict[str, Tensor]:
-    steps = step.scalars["steps"]
-    return {"taken": step.taken, "steps": steps, "since_reset": step.scalars.get("steps_since_reset", steps)}
-
-
 def _entries(member: Member) -> Entries:
     """The shapes and dtypes that the tensors of a member have."""
     shape, dtype = member.shard.shape, statistics_dtype(member.shard)
-    masters: Entries = {"master": (shape, torch.float16)} if "master" in member.kept else {}
+    masters: Entries = {"master": (shape, torch.float16)} if "master" in member.tensors else {}
     return member.moments.entries(shape, dtype) | masters
 
 
@@ -209,8 +201,8 @@ def _changed(member: Member, fault: str) -> str:
     )
 
 
-def _fields(member: Member, gradient: Tensor | None) -> ParameterShard:
-    shard, moments, kept, device = member.shard, member.moments, member.kept, member.shard.device
+def _shard(member: Member, gradient: Tensor | None) -> ParameterShard:
+    shard, moments, tensors, device = member.shard, member.moments, member.tensors, member.shard.device
     kind, every, first, stride = DENSE, 1, 0, 0
     row = columns = size = shard.numel()
     if moments.draws:
@@ -223,11 +215,11 @@ def _fields(member: Member, gradient: Tensor | None) -> ParameterShard:
         for offset, length in zip(offsets[1:-1], whole[1:-1], strict=True):
             above = above * length + offset
         first = above * stride + offsets[-1]
-    starts, entries = _NOT_KEPT.copy(), moments.entries(shard.shape, torch.float32)
-    for name, tensor in kept.items():
+    starts, entries = _NOWHERE.copy(), moments.entries(shard.shape, torch.float32)
+    for name, tensor in tensors.items():
         shape, dtype = entries.get(name) or (shard.shape, torch.float16)
         if tensor.shape != shape:
-            raise ValueError(_changed(member, misfit(kept, {name: (shape, dtype)})))
+            raise ValueError(_changed(member, misfit(tensors, {name: (shape, dtype)})))
         starts[name] = address(name, tensor, dtype, tensor.numel(), device)
     return ParameterShard(
         weights=address("a parameter", shard, shard.dtype, size, device),

@@ -1,7 +1,6 @@
-"""The base of all optimizers here: measure, clip (`guards`), then a third stage that each optimizer defines."""
+"""An optimizer with checked options that loads only states with which it can go on."""
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -10,40 +9,25 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.distributed import Sharding, local, local_gradient, sharding_of
+from lightning_lowbit.distributed import local
 from lightning_lowbit.kernels.memory import described
-from lightning_lowbit.optim.batch import SCALARS, Batch, GradientStatistics, Member, scalar_dtype
-from lightning_lowbit.optim.guards import Clipped, Measured, add_sums, clip, measure
-from lightning_lowbit.optim.kernel_passes import passes_for
-from lightning_lowbit.optim.moments import STATISTICS, DenseMoments, Entries, misfit, statistics_dtype
-from lightning_lowbit.optim.options import OPTIONS, check_options
-
-# Options of parameters of fewer than two dimensions under matrices_only.
-_UNGUARDED = {"element_clip": None, "norm_clip": None, "reset_interval": None, "warmup_steps": 0, "total_steps": None}
-
-# Options that are names, checked in each step: a name misspelled in mid-training would silently switch its rule off.
-_RULES = ("element_clip", "norm_clip", "moments", "master_weights")
+from lightning_lowbit.optim.moments import STATISTICS, Entries, misfit, statistics_dtype
+from lightning_lowbit.optim.passes import SCALARS, scalar_dtype
+from lightning_lowbit.optim.rules import OPTIONS, check_options
 
 _REMEDY = "Take the checkpoint of the same run, or load the weights alone and start with a new state."
 
-# Parameters of a batch, and what `GradientStatistics` has of them, [P] each.
-_Statistics = tuple[list[Tensor], list[Tensor | None]]
 
-
-class GuardedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose gradients are clipped by rules.
-
-    A subclass defines the rules (`_rules`), the state of a parameter (`_kept`) and the third stage (`_apply`).
-    """
+class CheckedOptimizer(torch.optim.Optimizer):
+    """The base of all optimizers here: their options, and what a saved state must be."""
 
     #: Names of the scalars in the state of a parameter.
     SCALARS: ClassVar[tuple[str, ...]] = SCALARS
 
     #: Whether others add to the state of a parameter.
-    _takes_more: ClassVar[bool] = False
+    _has_foreign_state: ClassVar[bool] = False
 
-    _statistics: list[_Statistics]
-    _given: frozenset[int] = frozenset()
+    _known: frozenset[int] = frozenset()  # ids of the parameters that the groups were built with
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -71,8 +55,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{type(self).__name__} has no option {name}: leave it out of the group.")
 
     def _remember_parameters(self) -> None:
-        self._given = frozenset(id(parameter) for group in self.param_groups for parameter in group["params"])
-        self._statistics = []
+        self._known = frozenset(id(parameter) for group in self.param_groups for parameter in group["params"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a copy of what `state_dict` gave, or changes nothing.
@@ -121,17 +104,14 @@ class GuardedOptimizer(torch.optim.Optimizer):
                 f"each with its 'params'. The one to load has {described(state)} and {described(groups)} there, or a "
                 "group without them: it is damaged, or no optimizer's."
             )
-        sizes, needed = (
-            [len(group["params"]) for group in groups],
-            [len(group["params"]) for group in self.param_groups],
-        )
+        sizes, needed = ([len(group["params"]) for group in both] for both in (groups, self.param_groups))
         if sizes != needed:
             raise ValueError(
                 f"The saved state has parameter groups of {sizes} parameters, this {type(self).__name__} of {needed}: "
                 "it is of another model, or of other groups. Build both as they were, or start without the state."
             )
         indices = [*chain.from_iterable(group["params"] for group in groups)]
-        if len({*indices}) < len(indices) or not (self._takes_more or state.keys() <= {*indices}):
+        if len({*indices}) < len(indices) or not (self._has_foreign_state or state.keys() <= {*indices}):
             raise ValueError(
                 f"The saved state is damaged: a parameter is in its groups twice, or it has entries of parameters that "
                 f"are in none. {_REMEDY}"
@@ -171,7 +151,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         if not isinstance(saved, dict):
             return f"it is {described(saved)}"
         values = {name: value for name, value in saved.items() if self._is_own(name)}
-        is_new = not (values if self._takes_more else saved)
+        is_new = not (values if self._has_foreign_state else saved)
         entries = {} if is_new else self._entries(local(parameter), group)
         for name, value in values.items():
             if isinstance(value, DTensor) and isinstance(parameter, DTensor) and name not in self.SCALARS:
@@ -182,119 +162,6 @@ class GuardedOptimizer(torch.optim.Optimizer):
         shards = {name: local(value) if isinstance(value, Tensor) else value for name, value in values.items()}
         more = sorted(map(str, values.keys() - entries))
         return misfit(shards, entries) or (f"nothing reads its {some(more)}" if more else "")
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Takes one step, or none if a gradient of any group holds a NaN, an Inf, or an element that is too large.
-
-        ``closure`` evaluates the model; it runs first, with gradients enabled, and its loss is returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-
-        batches = self._batches()
-        measured: list[Measured] = []
-        clipped: list[Clipped] = []
-        if batches:
-            measured = measure(batches)
-            clipped = clip(batches, measured)
-            clipped = add_sums(batches, clipped, self._apply(batches, measured, clipped))
-        # In place: an assignment to an optimizer's attribute is lost in a compiled step.
-        self._statistics[:] = map(_statistics, batches, measured, clipped)
-        return loss
-
-    @classmethod
-    def new_scalars(cls, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {name: torch.zeros((), dtype=scalar_dtype(name, dtype), device=device) for name in cls.SCALARS}
-
-    def gradient_statistics(self) -> dict[Tensor, GradientStatistics]:
-        """Statistics of the last step by parameter, as tensors on its device: no host sync, no collective."""
-        result: dict[Tensor, GradientStatistics] = {}
-        for parameters, columns in self._statistics:
-            nothing = torch.full_like(columns[0], torch.nan)  # type: ignore[arg-type]
-            rows = zip(*(nothing if column is None else column for column in columns), strict=True)
-            result.update((p, GradientStatistics(*row)) for p, row in zip(parameters, rows, strict=True))
-        return result
-
-    def _batches(self) -> list[Batch]:
-        batches: list[Batch] = []
-        number = -1
-        for group in self.param_groups:
-            check_options(type(self).__name__, {name: group[name] for name in _RULES if name in group})
-            rules = self._rules(group)
-            alike: dict[Any, Batch] = {}
-            for parameter in group["params"]:
-                number += 1
-                self._check_parameter(parameter)
-                sharding, gradient, shard = sharding_of(parameter), local_gradient(parameter), local(parameter)
-                if gradient is not None:
-                    self._check_gradient(shard, gradient)
-                elif not (sharding.groups and parameter.requires_grad):  # else another rank may have one
-                    continue
-                dtype = statistics_dtype(parameter)
-                is_guarded = len(sharding.shape) > 1 or not group["matrices_only"]
-                key = (shard.device, dtype, sharding.groups, is_guarded)
-                if key not in alike:
-                    options = rules if is_guarded else {**rules, **_UNGUARDED}
-                    alike[key] = Batch(options, shard.device, dtype, sharding.groups, self.SCALARS)
-                state, moments, kept = self._kept(parameter, group, sharding)
-                alike[key].add(Member(parameter, number, shard, gradient, state, moments, kept))
-            batches.extend(alike.values())
-        for batch in batches:
-            batch.passes = passes_for(batch)
-        return batches
-
-    def _check_parameter(self, parameter: Tensor) -> None:
-        if id(parameter) in self._given or isinstance(parameter, DTensor):
-            return
-        raise ValueError(
-            f"{type(self).__name__} was given other parameters than it now has: one of {tuple(parameter.shape)} was "
-            "put into a group from outside. DeepSpeed's ZeRO does so with flat buffers, in which no matrix can be told "
-            "from another: use DDP, FSDPStrategy or ModelParallelStrategy; for parameters of your own, add_param_group."
-        )
-
-    def _check_gradient(self, shard: Tensor, gradient: Tensor) -> None:
-        if gradient.shape != shard.shape:
-            raise ValueError(
-                f"{type(self).__name__} found a gradient that is {described(gradient)} at a parameter that is "
-                f"{described(shard)}: the parameter was replaced after the backward pass. Call zero_grad() then."
-            )
-        if gradient.layout == torch.strided and not gradient.is_complex():
-            return
-        raise ValueError(
-            f"{type(self).__name__} needs dense, real gradients, got {gradient.layout}, {gradient.dtype}, "
-            f"{tuple(gradient.shape)}. Sparse: build the layer with sparse=False or give this parameter to "
-            "torch.optim.SparseAdam. Complex: keep the parameter as real numbers; use torch.view_as_complex in the "
-            "forward."
-        )
-
-    @abstractmethod
-    def reset_moments(self) -> None:
-        """Resets the optimizer's averages of gradients, between steps; the statistics of the rules stay."""
-
-    @abstractmethod
-    def _rules(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The options by which a group's gradients are measured, clipped and applied."""
-
-    @abstractmethod
-    def _kept(
-        self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
-    ) -> tuple[dict[str, Tensor], DenseMoments, dict[str, Tensor]]:
-        """The last three fields of a `Member`."""
-
-    @abstractmethod
-    def _apply(
-        self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]
-    ) -> Sequence[Tensor | None]:
-        """The third stage. Returns what it summed for each batch (`Batch.sums_in_update`), of this rank's shards."""
-
-
-def _statistics(batch: Batch, measured: Measured, clipped: Clipped) -> _Statistics:
-    step = clipped.step
-    columns = [measured.amax, step.scalars["threshold"], clipped.changed, clipped.norm, clipped.norm_after]
-    return [member.parameter for member in batch.members], [*columns, step.steps_since_reset()]
 
 
 def _are_groups(groups: Any) -> bool:
