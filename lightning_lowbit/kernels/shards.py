@@ -11,12 +11,6 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NOTHING = 3  # the kind of a gradient that is not there
 DENSE, FP8, SPARSE = range(3)
 
-#: The numbers that each pass reads, in the order in which Triton has them.
-CLIPPED = ("limit", "ratio", "factor")
-SQUARED = ("limit", "ratio", "unit", "taken")
-UPDATED = (*CLIPPED, "taken", "weight1", "weight2", "rate", "decay", "unit", "old_scale", "new_scale")
-UPDATED_WITHOUT_SUMS = tuple(name for name in UPDATED if name != "unit")
-
 
 class ParameterShard(NamedTuple):
     """The fields of ``struct Shard`` in C++, which says what they mean; an address of 0 stands for nothing."""
@@ -40,21 +34,29 @@ class ParameterShard(NamedTuple):
     number: int
 
 
+#: The floating numbers of a `Decision`, in the order in which C++ has them.
+FLOATING = (
+    "limit",  # T of AdaClip, or the factor on v of SpikeClip
+    "ratio",  # T/M of AdaClip
+    "unit",  # squares are summed in units of its square, so that they fit
+    "factor",  # on clipped gradients
+    "weight1",  # weights of this step in the moments
+    "weight2",
+    "rate",  # the learning rate
+    "decay",  # the share that a parameter loses first
+    "old_scale",  # of master weights, before and after the step
+    "new_scale",
+)
+
+
 class Decision(NamedTuple):
     """What a step does with the parameters of a batch: what all passes read, in plain torch, C++ and Triton.
 
     Attributes:
         rule: for elements, ``"ada_clip"``, ``"spike_clip"`` or None.
-        numbers: tensors [P] by name, as far as they are decided; others are for the rules alone.
-
-            - ``taken``, bool: whether the parameter takes the step;
-            - ``steps``, ``steps_since_reset``, int64: counts before this step, of which random bits depend;
-            - ``limit``, ``ratio``: T and T/M of AdaClip, or the factor on v of SpikeClip and 1;
-            - ``unit``: squares are summed in units of its square, so that they fit;
-            - ``factor``: on clipped gradients;
-            - ``weight1``, ``weight2``: weights of this step in the moments;
-            - ``rate``, ``decay``: the learning rate, and the share that a parameter loses first;
-            - ``old_scale``, ``new_scale``: of master weights, before and after the step.
+        numbers: tensors [P] by name, as far as they are decided: those of ``FLOATING``; ``taken`` (bool), whether the
+            parameter takes the step; ``steps`` and ``steps_since_reset`` (int64), counts before this step, which random
+            bits depend on. Others are for the rules alone.
         eps: ε of Adam's denominator.
         decays: whether some ``decay`` is not 0.
     """

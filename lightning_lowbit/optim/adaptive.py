@@ -274,20 +274,22 @@ def _clipped_gradients(batches: Sequence[Batch]) -> Iterator[None]:
     replaced = []
     try:
         for batch in batches:
-            pairs = [(i, m, m.gradient) for i, m in enumerate(batch.members) if m.gradient is not None]
-            targets = []
-            for _, member, gradient in pairs:
+            targets: list[Tensor | None] = []
+            for member in batch.members:
+                gradient = target = member.gradient
                 # torch's fused optimizers walk through gradient and parameter in memory order.
-                is_alike = gradient.stride() == member.shard.stride() and not gradient.is_neg()
-                targets.append(gradient if is_alike else torch.empty_like(member.shard, dtype=gradient.dtype))
-                if targets[-1] is not member.parameter.grad:  # also the local part of a DTensor, or a redistributed one
+                if gradient is not None and (gradient.stride() != member.shard.stride() or gradient.is_neg()):
+                    target = torch.empty_like(member.shard, dtype=gradient.dtype)
+                targets.append(target)
+                # Also the local part of a DTensor, or a redistributed one.
+                if target is not None and target is not member.parameter.grad:
                     replaced.append((member.parameter, member.parameter.grad))
-                    member.parameter.grad = _like(member.parameter, targets[-1])
+                    member.parameter.grad = _like(member.parameter, target)
             # A parameter that takes no step keeps its gradient.
             idle = {"limit": torch.inf, "ratio": 1.0, "factor": 1.0}
             numbers = {name: batch.numbers[name].where(batch.numbers["taken"], value) for name, value in idle.items()}
             decision = batch.decision()._replace(numbers=batch.numbers | numbers)
-            batch.passes.write_clipped(decision, [index for index, _, _ in pairs], targets)
+            batch.passes.write_clipped(decision, targets)
         yield
     finally:
         for parameter, previous in replaced:

@@ -16,7 +16,6 @@ from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import adam as gpu
 from lightning_lowbit.kernels.memory import address, resolved
 from lightning_lowbit.kernels.shards import (
-    CLIPPED,
     DENSE,
     FP8,
     KINDS,
@@ -24,7 +23,6 @@ from lightning_lowbit.kernels.shards import (
     SPARSE,
     Decision,
     ParameterShard,
-    indices_on,
 )
 from lightning_lowbit.optim.moments import DenseMoments, Entries, FP8Moments, SparseMoments, misfit, statistics_dtype
 from lightning_lowbit.optim.passes import Batch, Member, Passes, scalar_dtype
@@ -48,11 +46,8 @@ class KernelPasses(Passes):
     def _in_kernels(self, shards: Sequence[ParameterShard]) -> cpu.CppParameters | gpu.TritonParameters:
         """The shards for the kernels."""
 
-    def measure(self) -> Tensor:
-        return self._parameters.measure()
-
-    def measure_weights(self) -> Tensor:
-        return self._parameters.measure_weights()
+    def measure(self, weights: bool = False) -> Tensor:
+        return self._parameters.measure(weights)
 
     def squares(self, decision: Decision) -> Tensor:
         return self._parameters.squares(decision)
@@ -63,18 +58,16 @@ class KernelPasses(Passes):
         torch.autograd.graph.increment_version([member.parameter for member in self.batch.members])
         return result
 
-    def write_clipped(self, decision: Decision, indices: Sequence[int], targets: Sequence[Tensor]) -> None:
-        chosen = indices_on(self.batch.device, indices)
-        shards = [
-            self._shards[index]._replace(
-                weights=address("a clipped gradient", target, target.dtype, self._shards[index].size, target.device),
-                weights_kind=KINDS[target.dtype],
-            )
-            for index, target in zip(indices, targets, strict=True)
-        ]
-        numbers = {name: decision.numbers[name][chosen] for name in CLIPPED}
-        self._in_kernels(shards).write_clipped(decision._replace(numbers=numbers))
-        torch.autograd.graph.increment_version(targets)
+    def write_clipped(self, decision: Decision, targets: Sequence[Tensor | None]) -> None:
+        shards = []
+        for shard, target in zip(self._shards, targets, strict=True):
+            if target is None:
+                shards.append(shard._replace(size=0))
+            else:
+                start = address("a clipped gradient", target, target.dtype, shard.size, target.device)
+                shards.append(shard._replace(weights=start, weights_kind=KINDS[target.dtype]))
+        self._in_kernels(shards).write_clipped(decision)
+        torch.autograd.graph.increment_version([target for target in targets if target is not None])
 
 
 class CppPasses(KernelPasses):
@@ -157,7 +150,7 @@ def _sample_results(passes: type[Passes], device: torch.device) -> list[Tensor]:
     batch.numbers |= dict.fromkeys(("ratio", "unit", "factor", "weight1", "weight2"), half)
     batch.numbers |= {"rate": half / 50, "decay": half / 50, "new_scale": half / 2**13}
     work, decision = passes(batch), batch.decision(eps=1e-8, decays=True)
-    results = [work.measure(), work.measure_weights(), work.squares(decision)]
+    results = [work.measure(), work.measure(weights=True), work.squares(decision)]
     for old_scale in (0 * half, half / 2**13):
         batch.numbers["old_scale"] = old_scale
         sums = work.update(decision, sums=True)

@@ -200,7 +200,7 @@ def _measure_shards(batch: Batch) -> Tensor:
         limit = torch.finfo(batch.dtype).max
     rows = [torch.where(amax <= limit, amax, torch.inf)]  # NaN is not <=
     if rules.has_masters:
-        rows.append(batch.passes.measure_weights())
+        rows.append(batch.passes.measure(weights=True))
     return torch.stack(rows)
 
 

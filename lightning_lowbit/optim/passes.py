@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbit.distributed import offsets_of
-from lightning_lowbit.kernels.shards import CLIPPED, SQUARED, UPDATED, Decision
+from lightning_lowbit.kernels.shards import FLOATING, Decision
 from lightning_lowbit.optim.moments import DenseMoments, Draw, Piece
 from lightning_lowbit.optim.rules import ELEMENT_RULES, GroupRules, Numbers
 
@@ -124,37 +124,31 @@ class Passes:
         for name, values in scalars.items():
             torch._foreach_copy_([member.state[name] for member in self.batch.members], list(values.unbind()))
 
-    def measure(self) -> Tensor:
-        """max|g| of the shards, [P]; −1 without a gradient."""
-        none = self.batch.zero - 1
-        return torch.stack([none if m.gradient is None else self._amax(m.gradient) for m in self.batch.members])
-
-    def measure_weights(self) -> Tensor:
-        """max|p| of the shards, [P]."""
-        return torch.stack([self._amax(member.shard) for member in self.batch.members])
+    def measure(self, weights: bool = False) -> Tensor:
+        """max|g| of the shards, −1 without a gradient; or max|p|; [P]."""
+        none, tensors = self.batch.zero - 1, [m.shard if weights else m.gradient for m in self.batch.members]
+        return torch.stack([none if tensor is None else self._amax(tensor) for tensor in tensors])
 
     def squares(self, decision: Decision) -> Tensor:
         """Σg² of the shards after the rule for elements, in units², and the number of changed elements: [2, P]."""
         columns = []
-        for index, numbers in enumerate(_rows(decision, SQUARED)):
+        for index, numbers in enumerate(_rows(decision)):
             pieces = self._gradient_pieces(index, decision)
             columns.append(self._total([self._sums(*_clip(decision, numbers, *pair), numbers) for pair in pieces]))
         return torch.stack(columns, dim=1)
 
     def update(self, decision: Decision, sums: bool) -> Tensor | None:
         """Adam on parameters, moments and master weights; with ``sums``, the result of `squares`."""
-        columns = [
-            self._update_one(index, decision, numbers, sums) for index, numbers in enumerate(_rows(decision, UPDATED))
-        ]
+        rows = enumerate(_rows(decision))
+        columns = [self._update_one(index, decision, numbers, sums) for index, numbers in rows]
         return torch.stack(list(map(self._total, columns)), dim=1) if sums else None
 
-    def write_clipped(self, decision: Decision, indices: Sequence[int], targets: Sequence[Tensor]) -> None:
-        """Gradients of some members, clipped and multiplied by ``factor``, into tensors of the shards' shapes."""
-        rows = [*_rows(decision, CLIPPED)]
-        for index, target in zip(indices, targets, strict=True):
-            results = pieces_of(target)
-            for pair in self._gradient_pieces(index, decision):
-                next(results)[0].copy_(_clip(decision, rows[index], *pair)[0] * rows[index]["factor"])
+    def write_clipped(self, decision: Decision, targets: Sequence[Tensor | None]) -> None:
+        """factor·clip(g) of the members into tensors of the shards' shapes; None for members without a gradient."""
+        for index, (numbers, target) in enumerate(zip(_rows(decision), targets, strict=True)):
+            results = iter(()) if target is None else pieces_of(target)
+            for (result,), pair in zip(results, self._gradient_pieces(index, decision), strict=False):
+                result.copy_(_clip(decision, numbers, *pair)[0] * numbers["factor"])
 
     def _amax(self, tensor: Tensor) -> Tensor:
         amaxes = [amax(piece).to(self.batch.dtype) for (piece,) in pieces_of(tensor)]
@@ -217,9 +211,10 @@ class Passes:
         return result
 
 
-def _rows(decision: Decision, names: Sequence[str]) -> Iterator[Numbers]:
+def _rows(decision: Decision) -> Iterator[Numbers]:
     """The numbers of one parameter after another, 0-d by name."""
-    columns = {name: decision.numbers[name].unbind() for name in names if name in decision.numbers}
+    numbers = decision.numbers
+    columns = {name: numbers[name].unbind() for name in ("taken", *FLOATING) if name in numbers}
     for row in zip(*columns.values(), strict=True):
         yield dict(zip(columns, row, strict=True))
 

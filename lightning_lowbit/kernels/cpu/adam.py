@@ -13,14 +13,13 @@ from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.memory import address, addresses, start
-from lightning_lowbit.kernels.shards import CLIPPED, SQUARED, UPDATED, UPDATED_WITHOUT_SUMS, Decision, ParameterShard
+from lightning_lowbit.kernels.shards import FLOATING, Decision, ParameterShard
 
 _RULES = {None: 0, "ada_clip": 1, "spike_clip": 2}
 
 #: Elements of which `measure` gives one maximum and one sum.
 CHUNK = 2**14
 
-_FLOATING = ("limit", "ratio", "unit", "factor", "weight1", "weight2", "rate", "decay", "old_scale", "new_scale")
 _DTYPES = {"taken": torch.bool, "steps": torch.int64, "steps_since_reset": torch.int64}  # of the other numbers
 
 
@@ -29,7 +28,7 @@ class _Decision(ctypes.Structure):
 
     _fields_ = [
         ("taken", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in _FLOATING),
+        *((name, ctypes.c_void_p) for name in FLOATING),
         ("steps", ctypes.c_void_p),
         ("steps_since_reset", ctypes.c_void_p),
         ("eps", ctypes.c_double),
@@ -44,44 +43,37 @@ class CppParameters:
     def __init__(self, shards: Sequence[ParameterShard]) -> None:
         self._fields = array("q", [field for shard in shards for field in shard])
         self._count, self._chunks = len(shards), sum(-(-shard.size // CHUNK) for shard in shards)
-        self._measured = self._new_measured()
+        self._measured = self._new_chunks()
 
-    def measure(self) -> Tensor:
-        """max|g|, −1 where there is no gradient: float32 [P]."""
-        return self._measure(0, self._measured)
-
-    def measure_weights(self) -> Tensor:
-        """max|p|: float32 [P]."""
-        return self._measure(1, self._new_measured())
+    def measure(self, weights: bool = False) -> Tensor:
+        """max|g|, −1 where there is no gradient, or max|p|: float32 [P]."""
+        result = torch.empty(self._count, dtype=torch.float32, device="cpu")
+        chunks = self._new_chunks() if weights else self._measured
+        self._call("measure", ctypes.c_int(weights), *map(_pointer, (result, *chunks)))
+        return result
 
     def squares(self, decision: Decision) -> Tensor:
         """Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]. After `measure`."""
         result = torch.empty(2, self._count, dtype=torch.float32, device="cpu")
-        self._call_with("squares", decision, SQUARED, *map(_pointer, (*self._measured, result)))
+        self._call_with(decision, "squares", *map(_pointer, (*self._measured, result)))
         return result
 
     def update(self, decision: Decision, sums: bool) -> Tensor | None:
         """Adam; with ``sums``, the result of `squares` from the same pass."""
         result = torch.empty(2, self._count, dtype=torch.float32, device="cpu") if sums else None
-        names = UPDATED if sums else UPDATED_WITHOUT_SUMS
-        self._call_with("update", decision, names, None if result is None else _pointer(result))
+        self._call_with(decision, "update", None if result is None else _pointer(result))
         return result
 
     def write_clipped(self, decision: Decision) -> None:
         """factor·clip(g) into ``weights``."""
-        self._call_with("clipped", decision, CLIPPED)
+        self._call_with(decision, "clipped")
 
-    def _new_measured(self) -> tuple[Tensor, Tensor]:
+    def _new_chunks(self) -> tuple[Tensor, Tensor]:
         """Room for max|g| and Σg² of each chunk."""
         return (
             torch.empty(self._chunks, dtype=torch.float32, device="cpu"),
             torch.empty(self._chunks, dtype=torch.float64, device="cpu"),
         )
-
-    def _measure(self, weights: int, chunks: tuple[Tensor, Tensor]) -> Tensor:
-        amaxes = torch.empty(self._count, dtype=torch.float32, device="cpu")
-        self._call("measure", ctypes.c_int(weights), *map(_pointer, (amaxes, *chunks)))
-        return amaxes
 
     def _call(self, name: str, *arguments: object) -> None:
         cpp = library()
@@ -90,16 +82,15 @@ class CppParameters:
         threads = ctypes.c_int(torch.get_num_threads())
         getattr(cpp, name)(shards, ctypes.c_int64(self._count), threads, *arguments)
 
-    def _call_with(self, name: str, decision: Decision, names: Sequence[str], *arguments: object) -> None:
-        """Calls a pass that reads the numbers of these names, and those that are not floating."""
-        numbers = decision.numbers
-        starts = {
-            key: address(key, numbers[key], dtype, self._count) for key, dtype in _DTYPES.items() if key in numbers
-        }
-        floating = [key for key in names if key in numbers and key not in _DTYPES]
+    def _call_with(self, decision: Decision, name: str, *arguments: object) -> None:
+        numbers, starts = decision.numbers, {}
+        for key, dtype in _DTYPES.items():
+            if key in numbers:
+                starts[key] = address(key, numbers[key], dtype, self._count)
+        floating = [key for key in FLOATING if key in numbers]
         rows = torch.stack([numbers[key] for key in floating]).float()
-        first, size = address("numbers", rows, torch.float32, len(floating) * self._count), 4 * self._count
-        starts |= {key: first + size * index for index, key in enumerate(floating)}
+        first = address("numbers", rows, torch.float32, len(floating) * self._count)
+        starts |= {key: first + index * 4 * self._count for index, key in enumerate(floating)}
         structure = _Decision(eps=decision.eps, rule=_RULES[decision.rule], decays=decision.decays, **starts)
         self._call(name, ctypes.byref(structure), *arguments)
 

@@ -1,7 +1,8 @@
 """The passes of an optimizer's step over all elements, in Triton: `passes.py`, one launch for all shards of a kind."""
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import namedtuple
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,13 +17,10 @@ from lightning_lowbit.kernels.gpu.constants import grid_of
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.memory import checked
 from lightning_lowbit.kernels.shards import (
-    CLIPPED,
+    FLOATING,
     FP8,
     KINDS,
     NOTHING,
-    SQUARED,
-    UPDATED,
-    UPDATED_WITHOUT_SUMS,
     Decision,
     ParameterShard,
     indices_on,
@@ -34,6 +32,8 @@ STEP = 1024  # partial sums that are added at a time
 
 _AT = ParameterShard(*range(len(ParameterShard._fields)))
 _ADDRESSES = slice(_AT.weights, _AT.master + 1)
+_NUMBERS = ("taken", *FLOATING)
+_ROW: Any = namedtuple("_Row", _NUMBERS)(*range(len(_NUMBERS)))
 _DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in KINDS.items()}
 _FORMATS = {"MEAN": grid_of(ELEMENT_FORMATS["e4m3"]), "SQUARE": grid_of(ELEMENT_FORMATS["e5m2"])}
 
@@ -67,63 +67,59 @@ class TritonParameters:
         self._table = indices_on(device, fields).view(-1, len(ParameterShard._fields))
         self._kinds = [Kind.of(shard) for shard in shards]
 
-    def measure(self) -> Tensor:
-        """max|g|, −1 where there is no gradient: float32 [P]."""
-        amaxes = (self._table[:, _AT.gradient_kind] != NOTHING).to(torch.float32) - 1
-        return self._measure(amaxes, _AT.gradient, lambda kind: _DTYPES.get(kind.gradient))
-
-    def measure_weights(self) -> Tensor:
-        """max|p|: float32 [P]."""
-        amaxes = torch.zeros(len(self._shards), dtype=torch.float32, device=self._device)
-        return self._measure(amaxes, _AT.weights, lambda kind: _DTYPES[kind.weights])
+    def measure(self, weights: bool = False) -> Tensor:
+        """max|g|, −1 where there is no gradient, or max|p|: float32 [P]."""
+        field, kinds = (_AT.weights, _AT.weights_kind) if weights else (_AT.gradient, _AT.gradient_kind)
+        amaxes = (self._table[:, kinds] != NOTHING).to(torch.float32) - 1
+        if weights:
+            amaxes = torch.zeros_like(amaxes)
+        for kind in self._used_kinds():
+            source = _DTYPES.get(kind.weights if weights else kind.gradient)
+            if source is not None:
+                counts, constants = self._counts(kind, by_rows=False), {"FIELD": field, "SOURCE": source}
+                self._run("measure_shards", kind, counts, {"amaxes": amaxes.view(torch.int32)}, constants)
+        return amaxes
 
     def squares(self, decision: Decision) -> Tensor:
         """Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]."""
-        clipping = {kind: _clipping(kind, decision) for kind in self._used_kinds() if kind.gradient in _DTYPES}
-        counts = {kind: self._counts(kind, constants["FP8"]) for kind, constants in clipping.items()}
-        room = self._room_for_sums(counts.values())
-        arguments = {"numbers": self._rows(decision, SQUARED), **room}
-        for kind, constants in clipping.items():
-            self._run("square_shards", kind, counts[kind], arguments, {**constants, "SQUARE": _FORMATS["SQUARE"]})
-        return self._total(**room)
+        sums = self._pass("squares", decision, sums=True)
+        assert sums is not None
+        return sums
 
     def update(self, decision: Decision, sums: bool) -> Tensor | None:
         """Adam; with ``sums``, the result of `squares` from the same pass."""
-        counts = {kind: self._counts(kind, kind.moments == FP8) for kind in self._used_kinds()}
-        room = self._room_for_sums(counts.values()) if sums else {"starts": None, "partials": None}
-        keys = None
-        if any(kind.moments == FP8 for kind in self._kinds):
-            key = mix_key(decision.numbers["steps"] + (self._table[:, _AT.number] << 40))
-            keys = torch.stack([mix_key(key), mix_key(key + 1)])
-        numbers = self._rows(decision, UPDATED if sums else UPDATED_WITHOUT_SUMS)
-        for kind, tiles in counts.items():
-            constants = {
-                **_clipping(kind, decision),
-                "FP8": kind.moments == FP8,
-                "DTYPE": _DTYPES[kind.weights],
-                **_FORMATS,
-                "MASTER": kind.has_master,
-                "SUMS": sums,
-                "EPS": decision.eps,
-            }
-            self._run("update_shards", kind, tiles, {"numbers": numbers, "keys": keys, **room}, constants)
-        return self._total(**room) if sums else None
+        return self._pass("update", decision, sums)
 
     def write_clipped(self, decision: Decision) -> None:
         """factor·clip(g) into ``weights``."""
-        arguments = {"numbers": self._rows(decision, CLIPPED)}
-        for kind in self._used_kinds():
-            constants = {**_clipping(kind, decision), "DTYPE": _DTYPES[kind.weights], "SQUARE": _FORMATS["SQUARE"]}
-            self._run("write_shards", kind, self._counts(kind, constants["FP8"]), arguments, constants)
+        self._pass("write", decision, sums=False)
 
-    def _measure(self, amaxes: Tensor, field: int, dtype_of: Callable[[Kind], torch.dtype | None]) -> Tensor:
-        for kind in self._used_kinds():
-            if (source := dtype_of(kind)) is not None:
-                tiles = _tiles(self._counts(kind, by_rows=False), self._device)
-                arguments = {"x": self._table, "tiles": tiles, "amaxes": amaxes.view(torch.int32)}
-                constants = {"AT": _AT, "FIELD": field, "SOURCE": source, "BLOCKS": BLOCKS, "ALIGNED": kind.is_aligned}
-                run(Launch("measure_shards", len(tiles), arguments, constants))
-        return amaxes
+    def _pass(self, name: str, decision: Decision, sums: bool) -> Tensor | None:
+        is_update, rule = name == "update", decision.rule
+        kinds = [kind for kind in self._used_kinds() if is_update or kind.gradient != NOTHING]
+        in_fp8 = {kind: kind.moments == FP8 and (is_update or rule == "spike_clip") for kind in kinds}
+        counts = {kind: self._counts(kind, in_fp8[kind]) for kind in kinds}
+        room = self._room_for_sums(counts.values()) if sums else {"starts": None, "partials": None}
+        keys = None
+        if is_update and any(in_fp8.values()):
+            key = mix_key(decision.numbers["steps"] + (self._table[:, _AT.number] << 40))
+            keys = torch.stack([mix_key(key), mix_key(key + 1)])
+        arguments = {"numbers": self._rows(decision.numbers), "keys": keys, **room}
+        for kind in kinds:
+            constants = {
+                "ROW": _ROW,
+                "PASS": name,
+                "GRADIENT": _DTYPES.get(kind.gradient),
+                "DTYPE": _DTYPES[kind.weights],
+                "RULE": "" if rule is None or (rule == "spike_clip" and not kind.has_square) else rule,
+                "FP8": in_fp8[kind],
+                "MASTER": is_update and kind.has_master,
+                "SUMS": sums,
+                "EPS": decision.eps,
+                **_FORMATS,
+            }
+            self._run("pass_over_shards", kind, counts[kind], arguments, constants)
+        return self._total(**room) if sums else None
 
     def _room_for_sums(self, counts: Iterable[tuple[int, ...]]) -> dict[str, Any]:
         """Two sums for each tile, and the places of shards among them."""
@@ -140,7 +136,7 @@ class TritonParameters:
         self, kernel: str, kind: Kind, counts: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any]
     ) -> None:
         tiles = _tiles(counts, self._device)
-        arguments = {"x": self._table, "tiles": tiles, **arguments, "shards": len(self._shards)}
+        arguments = {"x": self._table, "tiles": tiles, "shards": len(self._shards), **arguments}
         constants = {"AT": _AT, **constants, "BLOCKS": BLOCKS, "ALIGNED": kind.is_aligned}
         run(Launch(kernel, len(tiles), arguments, constants))
 
@@ -152,20 +148,13 @@ class TritonParameters:
         pairs = zip(self._kinds, self._shards, strict=True)
         return tuple(_tiles_of(shard, by_rows) if other == kind else 0 for other, shard in pairs)
 
-    def _rows(self, decision: Decision, names: Sequence[str]) -> Tensor:
-        """The numbers of these names, as far as they are decided: float32 [K, P]."""
-        numbers = decision.numbers
-        rows = torch.stack([numbers[name].to(torch.float32) for name in names if name in numbers])
+    def _rows(self, numbers: Mapping[str, Tensor]) -> Tensor:
+        """The numbers at the places ``_ROW``, float32 [K, P]; the limit stands for those that are not decided."""
+        rows = torch.stack([numbers.get(name, numbers["limit"]).to(torch.float32) for name in _NUMBERS])
         return checked("numbers of shards", rows, torch.float32, len(rows) * len(self._shards), self._device)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
-
-
-def _clipping(kind: Kind, decision: Decision) -> dict[str, Any]:
-    is_idle = decision.rule is None or (decision.rule == "spike_clip" and not kind.has_square)
-    by_rows = decision.rule == "spike_clip" and kind.moments == FP8
-    return {"GRADIENT": _DTYPES.get(kind.gradient), "RULE": "" if is_idle else decision.rule, "FP8": by_rows}
 
 
 def _tiles_of(shard: ParameterShard, by_rows: bool) -> int:

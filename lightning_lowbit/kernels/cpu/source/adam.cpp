@@ -164,10 +164,11 @@ uint64_t key_of(const Shard &s, const Decision &decision, int64_t i) {
     return mix((uint64_t)decision.steps[i] + ((uint64_t)s.number << 40));
 }
 
-void update_block(const Shard &s, const Decision &decision, int64_t i, const Block &b, uint64_t key, Work &work, double *sums) {
+void update_block(const Shard &s, const Decision &decision, int64_t i, const Block &b, uint64_t key, Work &work, bool adds,
+                  double *sums) {
     float decay = decision.decays ? decision.decay[i] : 0;
     sums[1] += load_gradient(s, decision, i, b, work);
-    if (decision.unit) add_squares(decision, i, b, work, sums);
+    if (adds) add_squares(decision, i, b, work, sums);
     of_kind(s.weights_kind, s.weights, [&](auto *values) {
         if (b.every > 1 && decision.decays) decay_all(b, values, decay);
         work.weights = gather(b, values, work.picks, work.buffers[1]);
@@ -263,7 +264,7 @@ EXPORT void squares(const Shard *shards, int64_t count, int threads, const Decis
     });
 }
 
-// Adam, on all shards that take the step. With a unit, `result` is that of `squares`; null without.
+// Adam, on all shards that take the step. `result` is that of `squares`, or null.
 EXPORT void update(const Shard *shards, int64_t count, int threads, const Decision *decision, float *result) {
     auto blocks = [&](int64_t i) { return decision->taken[i] ? Walk(shards[i], true).blocks() : 0; };
     auto in_chunk = [&](int64_t i) { return Walk(shards[i], true).blocks_in_chunk(); };
@@ -275,7 +276,7 @@ EXPORT void update(const Shard *shards, int64_t count, int threads, const Decisi
         for (int64_t number = first; number < last; number++) {
             Block b(s, walk, number);
             if (b.every > 1) pick(b, epoch, work.picks);
-            update_block(s, *decision, i, b, key, work, sums);
+            update_block(s, *decision, i, b, key, work, result != nullptr, sums);
         }
     });
 }
