@@ -1,4 +1,4 @@
-"""What the kernels of an optimizer's step take: shards of parameters in memory, and what the step does with them."""
+"""Arguments of the kernels of an optimizer's step: shards of parameters in memory, and the decision about them."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NOTHING = 3  # the kind of a gradient that is not there
+NOTHING = 3  # the kind of a missing gradient
 DENSE, FP8, SPARSE = range(3)
 
 
@@ -50,15 +50,15 @@ FLOATING = (
 
 
 class Decision(NamedTuple):
-    """What a step does with the parameters of a batch: what all passes read, in plain torch, C++ and Triton.
+    """The decision of a step about the parameters of a batch: all passes read it, in plain torch, C++ and Triton.
 
     Attributes:
         rule: for elements, ``"ada_clip"``, ``"spike_clip"`` or None.
-        numbers: tensors [P] by name, as far as they are decided: those of ``FLOATING``; ``taken`` (bool), whether the
-            parameter takes the step; ``steps`` and ``steps_since_reset`` (int64), counts before this step, which random
-            bits depend on. Others are for the rules alone.
+        numbers: tensors [P] by name, as far as they are decided: the names in ``FLOATING``; ``taken`` (bool), False if
+            the parameter skips the step; ``steps`` and ``steps_since_reset`` (int64), counts before this step, on which
+            random bits depend. Other names are for the rules alone.
         eps: ε of Adam's denominator.
-        decays: whether some ``decay`` is not 0.
+        decays: False if each ``decay`` is 0.
     """
 
     rule: str | None
@@ -68,7 +68,7 @@ class Decision(NamedTuple):
 
 
 def indices_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
-    """The numbers as int64 on a device, for which the host does not wait."""
+    """The numbers as int64 on a device; the host does not wait."""
     if not numbers:
         return torch.empty(0, dtype=torch.int64, device=device)
     result = torch.frombuffer(array("q", numbers), dtype=torch.int64)

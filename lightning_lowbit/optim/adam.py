@@ -4,14 +4,14 @@
     rules         g ← factor·clip(g)                                   (AdaClip, AdaGN, ..., see `rules`)
     Adam          μ ← μ + w₁·(g − μ);   ν ← ν + w₂·(g² − ν);   p ← p·(1 − lr·λ) − lr·μ/(√ν + ε);   k ← k + 1
 
-μ and ν are bias-corrected: with w = (1 − β)/(1 − βᵏ⁺¹) they are the textbooks' m̂ and v̂. t counts the steps taken, k
-those since the last reset; k = 0 makes w = 1. A skipped step multiplies every w, lr and count by 0, on the device.
+μ and ν are bias-corrected: with w = (1 − β)/(1 − βᵏ⁺¹) they are the textbooks' m̂ and v̂. t counts all steps, k the
+steps since the last reset; k = 0 makes w = 1. A skipped step multiplies every w, lr and count by 0, on the device.
 ``p.grad`` is never written. Here is one number per parameter; `passes` applies them to the elements.
 
 Sources:
     Stable-SPAM: the Stable-SPAM thesis, chapter 3 and algorithm A.1. As in the authors' code, ε stands outside the
-    roots. Unlike there, the rules and the moments have separate counters: one counter inflates the threshold after each
-    reset.
+    roots. The authors have one counter, which inflates the threshold after each reset; here the rules and the moments
+    have separate ones.
 
     SPAM (arXiv 2501.06842), algorithm 1 and section 4.1 for the values. As in the authors' code, SpikeClip's v is
     Adam's second moment without bias correction. Their bias correction counts the steps since the start, which makes
@@ -20,7 +20,7 @@ Sources:
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,27 +35,20 @@ from lightning_lowbit.optim.rules import (
     OPTIONS,
     GroupRules,
     Numbers,
-    along_cosine,
-    averaging,
     check_options,
+    cosine,
     growing_weight,
-    halved,
+    halving_decay,
+    options_among,
     rules_of,
+    step_weight,
 )
 
-
-class _Dtypes(NamedTuple):
-    """The dtypes of parameters for which an option may have a value."""
-
-    value: str
-    possible: set[torch.dtype]
-    advice: str
-
-
+# Values of options that only parameters in some dtypes may have, and an advice for others.
 _LOW = {torch.bfloat16, torch.float16}
 _DTYPES = {
-    "master_weights": _Dtypes("fp16", _LOW, "leave it out, or convert the model with .to(torch.bfloat16)"),
-    "moments": _Dtypes("fp8", {*_LOW, torch.float32}, "float64 is asked for where digits count, so use moments='fp32'"),
+    "master_weights": ("fp16", _LOW, "leave it out, or convert the model with .to(torch.bfloat16)"),
+    "moments": ("fp8", {*_LOW, torch.float32}, "float64 is asked for where digits count, so use moments='fp32'"),
 }
 
 # The tensors that a state may hold.
@@ -76,7 +69,7 @@ PRESETS = MappingProxyType(
 class ClippedAdam(ClippedOptimizer):
     """Adam with all options of this package, for parameters of any real floating dtype, whole or sharded.
 
-    Options (those of `OPTIONS`, but for ``norm_eps``) belong to the parameter group and are read at each step.
+    Its options (all in `OPTIONS` but ``norm_eps``) belong to the parameter group and are read at each step.
 
     State of a parameter, on its device; statistics are fp32 (float64 for float64 parameters) and bias-corrected:
     ``steps`` t and ``steps_since_reset`` k (int64, 0-d); ``threshold``, ``norm_mean``, ``norm_mean_square`` (0-d);
@@ -100,13 +93,13 @@ class ClippedAdam(ClippedOptimizer):
         super().add_param_group(param_group)
         parameters = self.param_groups[-1]["params"]
         present = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
-        for name, dtypes in _DTYPES.items():
-            if options[name] == dtypes.value and not present <= dtypes.possible:
+        for name, (value, possible, advice) in _DTYPES.items():
+            if options[name] == value and not present <= possible:
                 self.param_groups.pop()
                 self._remember_parameters()
                 raise ValueError(
-                    f"{name}={dtypes.value!r} is for parameters in {', '.join(sorted(map(str, dtypes.possible)))}, got "
-                    f"{', '.join(sorted(map(str, present)))}: {dtypes.advice}."
+                    f"{name}={value!r} is for parameters in {', '.join(sorted(map(str, possible)))}, got "
+                    f"{', '.join(sorted(map(str, present)))}: {advice}."
                 )
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
@@ -162,7 +155,7 @@ class ClippedAdam(ClippedOptimizer):
         return state, moments, {name: local(state[name]) for name in needed}
 
     def _format(self, group: Mapping[str, Any], dims: int) -> tuple[DenseMoments, bool]:
-        """The format of the moments of a parameter with ``dims`` dimensions, and whether it has master weights."""
+        """The format of the moments of a parameter with ``dims`` dimensions, and True if it has master weights."""
         return moments_of(group["moments"], group["density"], dims), group["master_weights"] is not None
 
     def _entries(self, shard: Tensor, group: Mapping[str, Any]) -> Entries:
@@ -177,9 +170,8 @@ class ClippedAdam(ClippedOptimizer):
         if has_master:
             tensors["master"] = torch.zeros_like(parameter, dtype=torch.float16)
             tensors["master_scale"] = torch.zeros((), dtype=torch.float32, device=device)
-        state: dict[str, Tensor] = self.state[parameter]
-        state.update(tensors)
-        return state
+        self.state[parameter].update(tensors)
+        return self.state[parameter]
 
 
 class StableSPAM(ClippedAdam):
@@ -242,26 +234,9 @@ class StableSPAM(ClippedAdam):
         moments: str = "fp32",
         master_weights: str | None = None,
     ) -> None:
-        gammas = {"gamma1": gamma1, "gamma2": gamma2, "gamma3": gamma3}
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            **_preset(preset) | {name: value for name, value in gammas.items() if value is not None},
-            reset_interval=reset_interval,
-            warmup_steps=warmup_steps,
-            total_steps=total_steps,
-            element_clip=element_clip,
-            spike_threshold=spike_threshold,
-            norm_clip=norm_clip,
-            max_norm=max_norm,
-            matrices_only=matrices_only,
-            maximize=maximize,
-            moments=moments,
-            master_weights=master_weights,
-        )
+        options = options_among(locals())
+        defaults = {name: value for name, value in _preset(preset).items() if options[name] is None}
+        super().__init__(params, **options | defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, also in mid-training, also with its own ``preset``; an option out of range is a ValueError."""
@@ -312,19 +287,7 @@ class SPAM(ClippedAdam):
         density: float = 1.0,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            element_clip="spike_clip",
-            spike_threshold=spike_threshold,
-            reset_interval=reset_interval,
-            warmup_steps=warmup_steps,
-            density=density,
-            maximize=maximize,
-        )
+        super().__init__(params, element_clip="spike_clip", **options_among(locals()))
 
 
 class LowBitAdamW(ClippedAdam):
@@ -363,16 +326,7 @@ class LowBitAdamW(ClippedAdam):
         moments: str = "fp8",
         master_weights: str | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            moments=moments,
-            master_weights=master_weights,
-        )
+        super().__init__(params, **options_among(locals()))
 
 
 def _update(batch: Batch) -> None:
@@ -380,13 +334,13 @@ def _update(batch: Batch) -> None:
     group, rules, numbers = batch.group, batch.rules, batch.numbers
     taken, weight = numbers["taken"], numbers["weight"]
     k, mean_weight = numbers["steps_since_reset"], numbers["mean_weight"]
-    weight1, weights = growing_weight(1 - halved(group["betas"][0], numbers, rules.total_steps), mean_weight)
+    weight1, weights = growing_weight(1 - halving_decay(group["betas"][0], numbers, rules.total_steps), mean_weight)
     numbers["mean_weight"] = torch.where(taken, weights, mean_weight)
     lr = group["lr"].to(weight, non_blocking=True) if isinstance(group["lr"], Tensor) else group["lr"]
     factor = torch.where(taken, numbers["factor"], 0.0)  # a square that does not fit, times a weight of 0, is NaN
     numbers["factor"] = -factor if group["maximize"] else factor
     numbers["weight1"] = weight1 * weight
-    numbers["weight2"] = averaging(numbers, group["betas"][1], k)  # both are 1 after a reset: the past is gone
+    numbers["weight2"] = step_weight(numbers, group["betas"][1], k)  # both are 1 after a reset: the past is gone
     numbers["rate"] = lr * weight * _warmth(numbers, rules.warmup_steps)
     numbers["decay"] = lr * weight * group["weight_decay"]
     scales = [member.state["master_scale"] for member in batch.members] if rules.has_masters else []
@@ -409,5 +363,5 @@ def _warmth(numbers: Numbers, warmup_steps: int) -> Tensor:
     weight, k = numbers["weight"], numbers["steps_since_reset"]
     if not warmup_steps:
         return torch.ones_like(weight)
-    rising = along_cosine(_WARMUP_FROM, 1.0, k, warmup_steps, weight.dtype)
+    rising = cosine(_WARMUP_FROM, 1.0, k, warmup_steps, weight.dtype)
     return torch.where(numbers["steps"] > k, rising, 1.0)  # the start is no reset

@@ -24,26 +24,26 @@ from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.moments import DenseMoments, statistics_dtype
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from lightning_lowbit.optim.passes import Batch
-from lightning_lowbit.optim.rules import GroupRules, check_options, rules_of
+from lightning_lowbit.optim.rules import GroupRules, check_options, options_among, rules_of
 
 # Options that wrapped optimizers may have, too; only this package knows the others in OPTIONS.
 _USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}
 
-# Entries of torch's optimizers that have a parameter's shape; and a 0-d one.
-_OF_TORCH = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "variance", "step"}
+# Entries of torch's optimizers: they have the shape of the parameter, but for the step.
+_ENTRIES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "variance", "step"}
 
 
 class Adaptive(ClippedOptimizer):
     """Clips gradients, in place, before each step of another optimizer.
 
     A step is skipped if a gradient holds a NaN or Inf, or, without ``norm_clip``, an element beyond 8e12. torch's fused
-    Adam, AdamW and Adagrad skip on the device; for other optimizers the host waits for this one answer.
+    Adam, AdamW and Adagrad skip on the device; for other optimizers the host waits for one bit.
 
     Args:
         optimizer: a `torch.optim.Optimizer` that steps without a closure; use it through the wrapper only. Or
             parameters, for which ``base`` makes it.
         base: makes the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
-        element_clip: ``"ada_clip"``; ``"spike_clip"``, SPAM's rule, for optimizers that keep ``exp_avg_sq``; or None.
+        element_clip: ``"ada_clip"``; ``"spike_clip"``, SPAM's rule, for optimizers with ``exp_avg_sq``; or None.
         norm_clip: ``"ada_gn"``; ``"grad_clip"``, a bound on the norm of all gradients together; or None.
         gamma1: γ1 of AdaGN, average of the gradient norm; table A.2: .7.
         gamma2: γ2 of AdaGN, average of its square; table A.2: .9.
@@ -99,17 +99,7 @@ class Adaptive(ClippedOptimizer):
         closure = inspect.signature(type(wrapped).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(f"Adaptive steps without a closure, which {type(wrapped).__name__} needs: use it alone.")
-        options = {
-            "element_clip": element_clip,
-            "norm_clip": norm_clip,
-            "gamma1": gamma1,
-            "gamma2": gamma2,
-            "gamma3": gamma3,
-            "norm_eps": norm_eps,
-            "spike_threshold": spike_threshold,
-            "max_norm": max_norm,
-            "matrices_only": matrices_only,
-        }
+        options = options_among(locals())
         self.defaults = {**wrapped.defaults, **options}
         for group in wrapped.param_groups:
             self._check_names(group)
@@ -137,7 +127,7 @@ class Adaptive(ClippedOptimizer):
             missing = [some(needed - group.keys()) for group in self.param_groups if needed - group.keys()]
             if missing:
                 why = f"its groups have no {missing[0]}"
-        except Exception as error:  # each optimizer has its own
+        except Exception as error:  # its class depends on the optimizer
             why = f"{type(error).__name__}: {error}"
         if why:
             self.optimizer.__dict__.clear()
@@ -176,11 +166,11 @@ class Adaptive(ClippedOptimizer):
         # Some optimizers have usual options in their groups but not in their defaults, as Adam-mini its weight_decay.
         super()._check_names({name: value for name, value in param_group.items() if name not in _USUAL})
 
-    def _fault_of(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
-        if fault := super()._fault_of(saved, parameter, group):
+    def _fault(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
+        if fault := super()._fault(saved, parameter, group):
             return fault
         # torch's fused steps are kernels, too, which compare nothing.
-        names = _OF_TORCH & saved.keys() if type(self.optimizer).__module__.startswith("torch.optim") else set()
+        names = _ENTRIES & saved.keys() if type(self.optimizer).__module__.startswith("torch.optim") else set()
         for name in sorted(names):
             value, shape = saved[name], () if name == "step" else local(parameter).shape
             is_whole = isinstance(value, Tensor) and local(value).shape == shape
@@ -192,7 +182,7 @@ class Adaptive(ClippedOptimizer):
     def _options(self) -> Set[str]:
         return self.options.keys()
 
-    def _is_own(self, name: str) -> bool:
+    def _owns(self, name: str) -> bool:
         return name in self.SCALARS
 
     def _rules(self, group: Mapping[str, Any]) -> GroupRules:
@@ -233,7 +223,7 @@ class Adaptive(ClippedOptimizer):
             shard, state = local(parameter), self.state.get(parameter, {})
             if not shard.is_contiguous() and torch.empty_like(shard, device="meta").stride() != shard.stride():
                 raise ValueError(f"A fused step needs parameters without overlaps or holes, got {described(shard)}.")
-            for name in _OF_TORCH & state.keys() - {"step"}:
+            for name in _ENTRIES & state.keys() - {"step"}:
                 value = local(state[name]) if isinstance(state[name], Tensor) else None
                 if value is None or (value.shape == shard.shape and value.stride() == shard.stride()):
                     continue

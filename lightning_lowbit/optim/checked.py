@@ -19,12 +19,12 @@ _REMEDY = "Take the checkpoint of the same run, or load the weights alone and st
 
 
 class CheckedOptimizer(torch.optim.Optimizer):
-    """The base of all optimizers here: their options, and what a saved state must be."""
+    """The base of all optimizers here: it checks options and saved states."""
 
     #: Names of the scalars in the state of a parameter.
     SCALARS: ClassVar[tuple[str, ...]] = SCALARS
 
-    #: Whether others add to the state of a parameter.
+    #: True if the state of a parameter also has entries of another optimizer.
     _has_foreign_state: ClassVar[bool] = False
 
     _known: frozenset[int] = frozenset()  # ids of the parameters that the groups were built with
@@ -58,7 +58,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         self._known = frozenset(id(parameter) for group in self.param_groups for parameter in group["params"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a copy of what `state_dict` gave, or changes nothing.
+        """Loads a copy of a result of `state_dict`, or changes nothing.
 
         Raises:
             ValueError: the state is damaged, of another optimizer, or of other parameters: groups, options, and names,
@@ -70,11 +70,11 @@ class CheckedOptimizer(torch.optim.Optimizer):
             )
         final: dict[str, Any] = {}
 
-        def look(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+        def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
             self._check_saved(loaded)
             final.update(loaded)
 
-        handle = self.register_load_state_dict_pre_hook(look)  # after the user's, which were registered before
+        handle = self.register_load_state_dict_pre_hook(check)  # after the user's, which were registered before
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -83,19 +83,20 @@ class CheckedOptimizer(torch.optim.Optimizer):
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, parameter in zip(saved_parameters, parameters, strict=True):
             for name, value in final["state"].get(index, {}).items():
-                if self._is_own(name):  # the base class casts statistics and counters of a bf16 parameter to bf16
+                if self._owns(name):  # the base class casts statistics and counters of a bf16 parameter to bf16
                     dtype = statistics_dtype(parameter) if value.dtype in STATISTICS else value.dtype
                     self.state[parameter][name] = value.detach().to(parameter.device, dtype, copy=True)
 
-    def _is_own(self, name: str) -> bool:
+    def _owns(self, name: str) -> bool:
+        """Returns whether an entry of the state is not of another optimizer."""
         return True
 
     def _entries(self, shard: Tensor, group: Mapping[str, Any]) -> Entries:
-        """The shapes and dtypes of a new state of a shard, without what others add to it."""
+        """The shapes and dtypes of a new state of a shard, without entries of another optimizer."""
         return {name: ((), scalar_dtype(name, statistics_dtype(shard))) for name in self.SCALARS}
 
     def _check_saved(self, saved: Mapping[str, Any]) -> None:
-        """Raises a ``ValueError`` if a state is not one that this optimizer can go on with."""
+        """Raises a ``ValueError`` if this optimizer cannot go on with a state."""
         groups: Any = saved.get("param_groups")
         state: Any = saved.get("state")
         if not (isinstance(state, dict) and _are_groups(groups)):
@@ -120,7 +121,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
             self._check_saved_group(group, current)
             names = current.get("param_names") or group.get("param_names") or group["params"]
             for place, (index, parameter) in enumerate(zip(group["params"], current["params"], strict=True)):
-                if fault := self._fault_of(state.get(index, {}), parameter, current):
+                if fault := self._fault(state.get(index, {}), parameter, current):
                     raise ValueError(
                         f"The saved state of parameter {place} of group {number} ({names[place]!r}, "
                         f"{tuple(parameter.shape)}) does not fit {type(self).__name__}: {fault}. States go to "
@@ -146,11 +147,11 @@ class CheckedOptimizer(torch.optim.Optimizer):
                     "it with the saved value, or start without the state."
                 )
 
-    def _fault_of(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
-        """What of a parameter's saved state does not fit, in words; empty if all does."""
+    def _fault(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
+        """Says why a parameter's saved state does not fit; empty if it does."""
         if not isinstance(saved, dict):
             return f"it is {described(saved)}"
-        values = {name: value for name, value in saved.items() if self._is_own(name)}
+        values = {name: value for name, value in saved.items() if self._owns(name)}
         is_new = not (values if self._has_foreign_state else saved)
         entries = {} if is_new else self._entries(local(parameter), group)
         for name, value in values.items():
@@ -165,7 +166,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
 
 def _are_groups(groups: Any) -> bool:
-    """Whether these are groups of parameters, each with numbers or names of its own."""
+    """Returns whether these are groups of parameters, by numbers or names."""
     return isinstance(groups, list | tuple) and all(
         isinstance(group, dict)
         and isinstance(group.get("params"), list | tuple)

@@ -34,7 +34,7 @@ _NOWHERE = dict.fromkeys(_DTYPES, 0)
 
 
 class KernelPasses(Passes):
-    """The passes in kernels: those of a kind of device, which a subclass names."""
+    """The passes in kernels; a subclass is for one kind of device."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -107,7 +107,7 @@ def passes_for(batch: Batch) -> Passes:
 
 
 def kernels_for(batch: Batch) -> type[KernelPasses] | None:
-    """The passes in kernels; None where plain torch is asked for, or they cannot serve a batch or be built."""
+    """The passes in kernels; None if plain torch is asked for, or they do not cover the batch or build."""
     if batch.dtype != torch.float32 or torch.compiler.is_compiling() or not all(map(_fits, batch.members)):
         return None
     if takes_cpp(batch.device):
@@ -117,12 +117,12 @@ def kernels_for(batch: Batch) -> type[KernelPasses] | None:
         is_captured = batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         is_sparse = any(member.moments.is_sparse for member in batch.members)
         is_served = not is_captured and not is_sparse and gpu.obstacle(batch.device) is None
-        return TritonPasses if is_served and agree(batch.device) else None
+        return TritonPasses if is_served and triton_agrees(batch.device) else None
     return None
 
 
 @cache
-def agree(device: torch.device) -> bool:
+def triton_agrees(device: torch.device) -> bool:
     """Compares the Triton passes with plain torch on a small sample, once per device; warns if they differ."""
     if all(map(_are_near, _sample_results(TritonPasses, device), _sample_results(Passes, device))):
         return True
@@ -160,13 +160,13 @@ def _sample_results(passes: type[Passes], device: torch.device) -> list[Tensor]:
 
 
 def _are_near(result: Tensor, expected: Tensor) -> bool:
-    """Whether 99 % of the elements are within 1e-5 of the largest; draws and roundings may decide the others."""
+    """Returns whether 99 % of the elements are within 1e-5 of the largest: draws and roundings differ."""
     difference, largest = (result.double() - expected.double()).abs(), expected.double().abs().amax()
     return bool((difference <= 1e-5 * largest).double().mean() >= 0.99)
 
 
 def _fits(member: Member) -> bool:
-    """Whether kernels know the dtypes and layouts of a member's tensors; their addresses compare the sizes."""
+    """Returns whether kernels take the dtypes and layouts of a member's tensors; `address` compares the sizes."""
     shard, gradient = member.shard, member.gradient
     if gradient is not None and not (type(gradient) is Tensor and gradient.dtype in KINDS):
         return False

@@ -40,7 +40,7 @@ _SMALL, _LARGE = 1e-12, 1e12
 
 
 class GradientStatistics(NamedTuple):
-    """What the last step measured on one parameter's whole gradient; 0-d tensors on its device.
+    """Measurements of the last step on one parameter's whole gradient; 0-d tensors on its device.
 
     Attributes:
         maximum: max|g| before any rule; Inf if it made the step skip, −1 if no rank has a gradient.
@@ -168,7 +168,7 @@ class ClippedOptimizer(CheckedOptimizer):
     def _member_state(
         self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
     ) -> tuple[dict[str, Tensor], DenseMoments, dict[str, Tensor]]:
-        """The last three fields of a `Member`."""
+        """The last three fields of a parameter's `Member`."""
 
     @abstractmethod
     def _apply(self, batches: Sequence[Batch]) -> None:
@@ -222,6 +222,7 @@ def _clip_elements(batch: Batch, amaxes: Tensor) -> None:
     # Squares are summed in units of the largest element after the clip where they would not fit otherwise.
     fits = (largest > _SMALL) & (largest < _LARGE)
     numbers["unit"] = torch.where(fits, 1.0, largest.clamp(min=torch.finfo(batch.dtype).tiny))
+    numbers["changed"] = torch.zeros_like(amax)
     batch.numbers = numbers
 
 
@@ -261,13 +262,8 @@ def _set_norms(batch: Batch, sums: Tensor) -> None:
 
 def _statistics(batch: Batch) -> tuple[list[Tensor], list[Tensor | None]]:
     numbers = batch.numbers
-    changed = numbers.get("changed")
-    columns: list[Tensor | None] = [
-        numbers["amax"],
-        numbers["threshold"],
-        torch.zeros_like(numbers["unit"]) if changed is None else changed,
-        numbers.get("norm"),
-        numbers.get("norm_after"),
+    columns = [numbers.get(name) for name in ("amax", "threshold", "changed", "norm", "norm_after")]
+    return [member.parameter for member in batch.members], [
+        *columns,
         numbers.get("steps_since_reset", numbers["steps"]),
     ]
-    return [member.parameter for member in batch.members], columns

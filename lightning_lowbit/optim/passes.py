@@ -1,4 +1,4 @@
-"""The passes of a step over all elements, in plain torch: the specification, and what runs where no kernel does.
+"""The passes of a step over all elements, in plain torch: the specification, and the code where no kernel serves.
 
     measure          max|g| of each shard
     squares          Σ(clip(g)/unit)² of each shard, and how many elements the rule changed
@@ -62,13 +62,13 @@ class Batch:
 
     The stages of the step add to ``numbers``: the scalars of the states; ``amax``, max|g| of whole gradients (Inf where
     the step must be skipped, −1 without a gradient); ``weight``, 1 for a parameter that takes the step and 0 otherwise;
-    ``norm``, ``norm_after`` and ``changed`` as in `GradientStatistics`; and those of a `Decision`.
+    ``norm``, ``norm_after`` and ``changed`` as in `GradientStatistics`; and the numbers of a `Decision`.
 
     Attributes:
         group: the options of the parameter group.
         rules: of these parameters.
-        passes: work on their elements; chosen when all members are there.
-        finite: bool, 0-d: whether all gradients of all batches are, on all ranks; else nobody takes the step.
+        passes: work on their elements; chosen when all members are known.
+        finite: bool, 0-d; False if a gradient of any batch or rank is not finite: no parameter takes the step.
         sums: of the shards on this rank, from Adam's update; None if the rules have measured norms before.
     """
 
@@ -111,7 +111,7 @@ class Batch:
 
 
 class Passes:
-    """The passes over a batch in plain torch; also the interface of those in kernels."""
+    """The passes over a batch in plain torch; also the interface of the passes in kernels."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -197,7 +197,7 @@ class Passes:
                 result.append(self._sums(clipped, changed, numbers))
             gradient = clipped * numbers["factor"]
             if moments.is_sparse and decay is not None:
-                p.mul_(1 - decay)  # all elements, also those that have no moments
+                p.mul_(1 - decay)  # all elements, also without moments
             weights, master = moments.select(p, piece), piece.state.get("master")
             if master is not None:
                 is_known = numbers["old_scale"] > 0  # not before the first step
@@ -226,7 +226,7 @@ def _clip(
 
 
 def _round_to_master(master: Tensor, work: Tensor, numbers: Numbers) -> Tensor:
-    """Rounds weights to fp16 masters, and returns what these decode to; a skipped step changes neither."""
+    """Rounds weights to fp16 masters, and returns their values; a skipped step changes neither."""
     largest, taken, scale = torch.finfo(torch.float16).max, numbers["taken"], numbers["new_scale"]
     scaled = (work / scale).clamp_(-largest, largest).to(torch.float16)
     master.copy_(torch.where(taken, scaled, master))

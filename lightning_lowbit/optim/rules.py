@@ -1,12 +1,8 @@
 """The rules that clip spikes, and the options of all optimizers here: tables by name.
 
-    AdaClip     T follows M = max|g|;  elements above T are scaled by T/M            (element-wise spikes)
-    SpikeClip   where g² > θ·v, v Adam's second moment:  g ← sign(g)·√(θ·v)          (element-wise)
-    AdaGN       m, v follow n = ‖g‖₂ and n²;  g is rescaled to the norm m/(√v + ε)   (whole-tensor spikes)
-    GradClip    ‖g‖₂ over all parameters is at most a fixed value                    (all tensors at once)
-    MoRet       every ΔT steps Adam's moments start anew
+AdaClip and SpikeClip change elements, AdaGN norms of parameters, GradClip the norm of all parameters together.
 
-T, m and v are exponential moving averages. The state holds the bias-corrected T̂ = T/(1 − γᵗ) itself:
+Averages in the rules are exponential and moving. The state holds the bias-corrected T̂ = T/(1 − γᵗ) itself:
 
     T̂ₜ = T̂ₜ₋₁ + wₜ·(Mₜ − T̂ₜ₋₁),    wₜ = (1 − γ)/(1 − γᵗ) = 1 / (1 − γ/(1 − γ)·expm1((t − 1)·log γ))
 
@@ -16,8 +12,8 @@ A rule decides one number per parameter: it reads and writes ``numbers``, tensor
 `lightning_lowbit.kernels.shards.Decision`). Nothing here waits for an accelerator.
 
 Source: the Stable-SPAM thesis, chapter 3 and algorithm A.1; SpikeClip: its equation 2.1, and SPAM (arXiv 2501.06842),
-section 3. As there, M enters the threshold that it is compared with, and the clip is proportional: a spike just above
-T may end below its unclipped neighbors.
+section 3. As in the thesis, M enters the threshold to which it is compared, and AdaClip is proportional: a spike just
+above T may end below its unclipped neighbors.
 """
 
 import math
@@ -33,6 +29,7 @@ from lightning_lowbit.checks import is_number
 
 Scalar = Tensor | float
 Numbers = dict[str, Tensor]
+ClipResult = tuple[Tensor, Tensor | None]  # elements, and a tensor that is 0 where they did not change; None: nowhere
 
 # SpikeClip waits until so many gradients are in the second moment.
 SPIKE_CLIP_AFTER = 20
@@ -68,14 +65,6 @@ def _is_rate(value: Any) -> bool:
     return _is_finite(value) and value >= 0
 
 
-def _is_betas(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_decay, value))
-
-
-def _is_density(value: Any) -> bool:
-    return is_number(value) and 1e-9 < value <= 1 and abs(round(1 / value) * value - 1) < 1e-6
-
-
 def _one_of(*names: str | None, default: str | None) -> Option:
     words = ", ".join("None" if name is None else repr(name) for name in names)
     return Option(default, lambda value: value in names, f"one of {words}", "names are case-sensitive")
@@ -97,6 +86,11 @@ def _count_or_none(advice: str) -> Option:
     return Option(None, lambda value: value is None or _is_count(value), "an integer >= 1, or None", advice)
 
 
+def options_among(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The options among the arguments of a constructor."""
+    return {name: arguments[name] for name in OPTIONS if name in arguments}
+
+
 def check_options(owner: str, options: Mapping[str, Any]) -> None:
     """Raises a ``ValueError`` that names the first option with a wrong value."""
     for name, (_, is_valid, needed, advice) in OPTIONS.items():
@@ -116,7 +110,7 @@ def averaging_weight(decay: float, steps_before: Tensor, dtype: torch.dtype) -> 
     return 1 / (1 - decay / (1 - decay) * torch.expm1(steps_before.to(dtype) * log_decay))
 
 
-def averaging(numbers: Numbers, decay: float, steps_before: Tensor) -> Tensor:
+def step_weight(numbers: Numbers, decay: float, steps_before: Tensor) -> Tensor:
     """`averaging_weight` of this step, [P]; 0 where it is skipped."""
     return numbers["weight"] * averaging_weight(decay, steps_before, numbers["weight"].dtype)
 
@@ -131,17 +125,17 @@ def growing_weight(new: Scalar, total: Tensor) -> tuple[Tensor, Tensor]:
     return new / total, total
 
 
-def along_cosine(start: float, end: float, steps: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+def cosine(start: float, end: float, steps: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """From ``start`` to ``end`` along half a cosine over ``length`` steps, then ``end``; the shape of ``steps``."""
     progress = (steps.to(dtype) / length).clamp(max=1.0)
     return end + (start - end) * (1 + torch.cos(math.pi * progress)) / 2
 
 
-def halved(decay: float, numbers: Numbers, total_steps: int | None) -> Scalar:
+def halving_decay(decay: float, numbers: Numbers, total_steps: int | None) -> Scalar:
     """γ1 or β1 in this step: it halves along a cosine over ``total_steps``, [P]; the decay itself without these."""
     if total_steps is None:
         return decay
-    return decay * along_cosine(1.0, 0.5, numbers["steps"] + 1, total_steps, numbers["weight"].dtype)
+    return decay * cosine(1.0, 0.5, numbers["steps"] + 1, total_steps, numbers["weight"].dtype)
 
 
 def largest_root(dtype: torch.dtype, summed: int = 1) -> float:
@@ -172,13 +166,8 @@ class ElementRule:
         return amax
 
     @staticmethod
-    def clip(
-        gradient: Tensor, limit: Scalar, ratio: Scalar, mean_square: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The clipped elements, and a tensor that is 0 where nothing changed, or None if nothing changed anywhere.
-
-        Limit and ratio are 0-d; ``mean_square`` is SpikeClip's v at the elements of ``gradient``.
-        """
+    def clip(gradient: Tensor, limit: Scalar, ratio: Scalar, mean_square: Tensor | None) -> ClipResult:
+        """Clips elements into a new tensor; ``limit`` and ``ratio`` are 0-d, ``mean_square`` is SpikeClip's v."""
         return gradient, None
 
 
@@ -191,15 +180,13 @@ class AdaClip(ElementRule):
     gamma3: float
 
     def decide(self, amax: Tensor, numbers: Numbers) -> Tensor:
-        threshold = numbers["threshold"].lerp_(amax, averaging(numbers, self.gamma3, numbers["steps"]))
+        threshold = numbers["threshold"].lerp_(amax, step_weight(numbers, self.gamma3, numbers["steps"]))
         numbers["limit"] = threshold
         numbers["ratio"] = clip_ratio(amax, threshold)
         return torch.minimum(amax, threshold)
 
     @staticmethod
-    def clip(
-        gradient: Tensor, limit: Scalar, ratio: Scalar, mean_square: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def clip(gradient: Tensor, limit: Scalar, ratio: Scalar, mean_square: Tensor | None) -> ClipResult:
         spikes = gradient.abs() > limit
         return torch.where(spikes, gradient * ratio, gradient), spikes
 
@@ -213,8 +200,8 @@ def clip_ratio(maximum: Tensor, threshold: Tensor) -> Tensor:
 class SpikeClip(ElementRule):
     """g limited to ±√(θ·v), where v > 0. ``limit`` is the factor on v, and Inf for no clip.
 
-    The paper's v has the bias of a moving average that begins with zeros. With a bias-corrected v of decay ``beta2``
-    the factor is θ·(1 − β2ᵏ); ``beta2`` is 0 where v has that bias itself.
+    The paper's v has the bias of a moving average that begins with zeros. The factor on a bias-corrected v of decay
+    ``beta2`` is θ·(1 − β2ᵏ). ``beta2`` is 0 for a v with that bias, and the factor θ.
     """
 
     name: ClassVar[str | None] = "spike_clip"
@@ -231,9 +218,7 @@ class SpikeClip(ElementRule):
         return amax
 
     @staticmethod
-    def clip(
-        gradient: Tensor, limit: Scalar, ratio: Scalar, mean_square: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def clip(gradient: Tensor, limit: Scalar, ratio: Scalar, mean_square: Tensor | None) -> ClipResult:
         if mean_square is None:
             return gradient, None
         mean_square = mean_square.to(gradient.dtype)
@@ -253,7 +238,7 @@ class NormRule:
     options: ClassVar[Mapping[str, Option]] = {}
 
     def brings_below(self, limit: float) -> bool:
-        """Whether the rule scales gradients of any size to elements below ``limit``."""
+        """Returns whether the rule scales gradients of any size to elements below ``limit``."""
         return False
 
     def factor(self, numbers: Numbers, total: Tensor | None) -> Tensor:
@@ -283,12 +268,14 @@ class AdaGN(NormRule):
 
     def factor(self, numbers: Numbers, total: Tensor | None) -> Tensor:
         taken, weight = numbers["taken"], numbers["weight"]
-        new, weights = growing_weight(1 - halved(self.gamma1, numbers, self.total_steps), numbers["norm_mean_weight"])
+        new, weights = growing_weight(
+            1 - halving_decay(self.gamma1, numbers, self.total_steps), numbers["norm_mean_weight"]
+        )
         numbers["norm_mean_weight"] = torch.where(taken, weights, numbers["norm_mean_weight"])
         usual = numbers["norm"].clamp(max=largest_root(weight.dtype))  # a larger one counts as that: n² has to fit
         mean = numbers["norm_mean"].lerp_(usual, weight * new)
         mean_square = numbers["norm_mean_square"]
-        mean_square.lerp_(usual.square(), averaging(numbers, self.gamma2, numbers["steps"]))
+        mean_square.lerp_(usual.square(), step_weight(numbers, self.gamma2, numbers["steps"]))
         ratio = norm_ratio(numbers["norm_in_units"], mean, mean_square, self.norm_eps)
         return (ratio / numbers["unit"]).clamp_(max=torch.finfo(weight.dtype).max)
 
@@ -325,7 +312,12 @@ NORM_RULES: dict[str | None, type[NormRule]] = {rule.name: rule for rule in (Ada
 #: All options of this package's optimizers, by their key in a parameter group.
 OPTIONS: dict[str, Option] = {
     "lr": Option(1e-3, _is_rate, "a finite number >= 0, or a real 0-d tensor", "1e-3 is usual"),
-    "betas": Option((0.9, 0.999), _is_betas, "two numbers in [0, 1)", "(0.9, 0.999) is usual"),
+    "betas": Option(
+        (0.9, 0.999),
+        lambda value: isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_decay, value)),
+        "two numbers in [0, 1)",
+        "(0.9, 0.999) is usual",
+    ),
     "eps": _positive(1e-8, "it keeps 0/0 away, 1e-8 is usual"),
     "norm_eps": _positive(1e-8, "it keeps 0/0 away, 1e-8 is usual"),
     "weight_decay": Option(
@@ -346,16 +338,22 @@ OPTIONS: dict[str, Option] = {
     "matrices_only": _flag("True leaves biases and norms to plain Adam"),
     "moments": _one_of("fp32", "fp8", default="fp32"),
     "master_weights": _one_of("fp16", None, default=None),
-    "density": Option(1.0, _is_density, "1 over an integer", "such as 1, 0.5 or 0.25"),
+    "density": Option(
+        1.0,
+        lambda value: is_number(value) and 1e-9 < value <= 1 and abs(round(1 / value) * value - 1) < 1e-6,
+        "1 over an integer",
+        "such as 1, 0.5 or 0.25",
+    ),
 }
 
 
 class GroupRules(NamedTuple):
-    """What a group's options say of clipping in one step.
+    """The rules of a group in one step, from its options.
 
-    ``reset_interval``, ``warmup_steps`` and ``total_steps`` are the options of these names. ``squares_summed`` is how
-    many squares of elements must fit the dtype. ``sums_in_update``: Adam's pass over the elements also sums squares and
-    counts clipped elements, where no rule needs them before. ``has_masters``: max|p| is measured for their scale.
+    ``reset_interval``, ``warmup_steps`` and ``total_steps`` are the options of these names. So many squares of elements
+    as ``squares_summed`` must fit the dtype together. With ``sums_in_update``, Adam's pass over the elements also sums
+    squares and counts clipped elements, if no rule needs them earlier. With ``has_masters``, max|p| is measured for the
+    scale of master weights.
     """
 
     elements: ElementRule = ElementRule()

@@ -38,7 +38,7 @@ def small_adaptive(parameters: Sequence[Parameter], **options: Any) -> Adaptive:
 
 def sample_is_near() -> bool:
     """Whether the comparison before the first use on a device finds the kernels right."""
-    return kernels.agree(CPU)
+    return kernels.triton_agrees(CPU)
 
 
 def differences_without_a_gradient(options: dict[str, Any], dtype: torch.dtype) -> list[str]:
@@ -108,7 +108,7 @@ def launched(run: Callable[[Launch], None]) -> Iterator[None]:
         backend("triton"),
         mock.patch.object(gpu, "run", run),
         mock.patch.object(gpu, "obstacle", lambda device: None),
-        mock.patch.object(kernels, "agree", lambda device: True),
+        mock.patch.object(kernels, "triton_agrees", lambda device: True),
     ):
         yield
 

@@ -52,7 +52,7 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
     results = iter([[torch.ones(3)], [torch.full((3,), torch.nan)]])
     monkeypatch.setattr(kernels, "_sample_results", lambda passes, device: next(results))
     with pytest.warns(UserWarning, match="differ from plain torch on meta"):
-        assert not kernels.agree.__wrapped__(torch.device("meta"))
+        assert not kernels.triton_agrees.__wrapped__(torch.device("meta"))
 
 
 RULES = {"element_clip": "ada_clip", "norm_clip": "ada_gn"}

@@ -1,7 +1,6 @@
 """The passes of an optimizer's step over all elements, in C++: `source/adam.cpp`, called through ctypes.
 
-A `ParameterShard` is one parameter of a batch, as addresses and sizes. They are passed as one row of numbers after
-another.
+The shards of a batch are one array of 64-bit numbers, with a row for each `ParameterShard`.
 """
 
 import ctypes

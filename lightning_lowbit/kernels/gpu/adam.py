@@ -39,7 +39,7 @@ _FORMATS = {"MEAN": grid_of(ELEMENT_FORMATS["e4m3"]), "SQUARE": grid_of(ELEMENT_
 
 
 class Kind(NamedTuple):
-    """What kernels are compiled for; shards of a kind are worked on by one launch."""
+    """Properties of a shard for which kernels are compiled; one launch works on all shards of a kind."""
 
     weights: int
     gradient: int
@@ -56,7 +56,7 @@ class Kind(NamedTuple):
 
 
 class TritonParameters:
-    """The shards of a batch on a GPU, for the kernels: no function waits for it.
+    """The shards of a batch on a GPU, for the kernels; no function waits for the GPU.
 
     Elements are in fp32, bf16 or fp16, and moments of all of them in fp32 or FP8.
     """
@@ -144,12 +144,12 @@ class TritonParameters:
         return dict.fromkeys(kind for kind, shard in zip(self._kinds, self._shards, strict=True) if shard.size)
 
     def _counts(self, kind: Kind, by_rows: bool) -> tuple[int, ...]:
-        """Tiles of each shard of a kind, 0 for those of others."""
+        """Numbers of tiles of the shards; 0 for shards of another kind."""
         pairs = zip(self._kinds, self._shards, strict=True)
         return tuple(_tiles_of(shard, by_rows) if other == kind else 0 for other, shard in pairs)
 
     def _rows(self, numbers: Mapping[str, Tensor]) -> Tensor:
-        """The numbers at the places ``_ROW``, float32 [K, P]; the limit stands for those that are not decided."""
+        """The numbers at the places ``_ROW``, float32 [K, P]; the limit fills rows that are not decided."""
         rows = torch.stack([numbers.get(name, numbers["limit"]).to(torch.float32) for name in _NUMBERS])
         return checked("numbers of shards", rows, torch.float32, len(rows) * len(self._shards), self._device)
 
@@ -166,7 +166,7 @@ def _tiles_of(shard: ParameterShard, by_rows: bool) -> int:
 
 @lru_cache(maxsize=4096)  # more than there are groups of parameters and kinds: a miss waits for the device
 def _tiles(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """For each program its row of the table and the number of its tile in that: int32 [programs, 2]."""
+    """Row of the table and number of the tile in the shard, for each program: int32 [programs, 2]."""
     sizes = torch.frombuffer(array("q", counts), dtype=torch.int64)
     rows = torch.repeat_interleave(sizes)
     tiles = torch.arange(len(rows), device="cpu") - (sizes.cumsum(0) - sizes)[rows]
@@ -175,5 +175,5 @@ def _tiles(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _starts(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Tiles before those of each shard, and all: int32 [P + 1]."""
+    """The index of the first tile of each shard, and the number of all tiles: int32 [P + 1]."""
     return indices_on(device, list(accumulate(counts, initial=0))).to(torch.int32)

@@ -47,7 +47,7 @@ def measure_shards(
 
 @triton.jit
 def sum_partials(x, starts, sums, shards, STEP: tl.constexpr):
-    """Adds up what was written to ``partials`` for each shard, in one order: float32 ``[2, P]``."""
+    """Adds up the ``partials`` of each shard, in one order: float32 ``[2, P]``."""
     row = tl.program_id(0)
     last = tl.load(starts + row + 1)
     squares = tl.zeros((STEP,), tl.float64)
@@ -88,9 +88,9 @@ def pass_over_shards(
     """Clips gradients, and then, by ``PASS``: "squares" only sums, "write" stores factor·clip(g) at the addresses of
     the weights, "update" is Adam.
 
-    ``numbers``, float32 ``[K, P]``, are those of a decision, at the places ``ROW``. With ``SUMS``, the sum of
+    ``numbers``, float32 ``[K, P]``, are the numbers of a decision, at the places ``ROW``. With ``SUMS``, the sum of
     (clip(g) / unit)² of each tile and how many elements changed go to ``partials``, at the places ``starts`` [P + 1].
-    ``keys``, int64 ``[2, P]``, are those of the random bits of moments, whose formats are ``MEAN`` and ``SQUARE``.
+    ``keys``, int64 ``[2, P]``, make the random bits of moments, in the formats ``MEAN`` and ``SQUARE``.
     """
     row, shard, tile = _shard_of(x, tiles, AT)
     block, element, mask, is_block, index = _places(shard, tile, AT, FP8, BLOCKS, ALIGNED)
@@ -103,20 +103,28 @@ def pass_over_shards(
         g = tl.zeros(element.shape, tl.float32)
     else:
         g = _load(tl.load(shard + AT.gradient), element, mask, GRADIENT, ALIGNED)
-    square = g
+    square, squares = g, tl.load(shard + AT.mean_square)
     if PASS == "update" or RULE == "spike_clip":
-        square = _load_square(shard, block, element, mask, is_block, AT, FP8, SQUARE, ALIGNED)
+        if FP8:
+            square = _load_codes(squares, element, mask, SQUARE, ALIGNED)
+            least: tl.constexpr = 2.0 ** (SQUARE.min_exponent - SQUARE.mantissa_bits)  # for which 0 stands
+            square = at_least(square, least) * _load_scale(tl.load(shard + AT.mean_square_scale), block, is_block)
+        else:
+            square = _load(squares, element, mask, tl.float32, ALIGNED)
     clipped = _clip(g, limit, ratio, square, RULE)
     if SUMS:
-        unit = tl.load(numbers + ROW.unit * shards)
-        _store_sums(partials, starts, row, tile, g, clipped, limit, unit, RULE)
+        value = tl.div_rn(clipped, tl.load(numbers + ROW.unit * shards))
+        changed = tl.abs(g) > limit if RULE == "ada_clip" else clipped != g
+        place = partials + 2 * (tl.load(starts + row) + tile)
+        tl.store(place, tl.sum(value * value))
+        tl.store(place + 1, tl.sum(changed.to(tl.float32)))
     if PASS != "squares":
         g = clipped * tl.load(numbers + ROW.factor * shards)
         weights = tl.load(shard + AT.weights)
     if PASS == "write":
         tl.store(_pointer(weights, DTYPE, ALIGNED) + element, narrow(g, DTYPE, INTERPRETED), mask=mask)
     elif PASS == "update":
-        means, squares = tl.load(shard + AT.mean), tl.load(shard + AT.mean_square)
+        means = tl.load(shard + AT.mean)
         if FP8:
             scale = _load_scale(tl.load(shard + AT.mean_scale), block, is_block)
             mean = _load_codes(means, element, mask, MEAN, ALIGNED) * scale
@@ -212,43 +220,11 @@ def _clip(g, limit, ratio, square, RULE: tl.constexpr):
 
 
 @triton.jit
-def _store_sums(partials, starts, row, tile, g, clipped, limit, unit, RULE: tl.constexpr):
-    """Writes a tile's sum of (clip(g) / unit)², and how many elements changed."""
-    value = tl.div_rn(clipped, unit)
-    place = tl.load(starts + row) + tile
-    changed = tl.abs(g) > limit if RULE == "ada_clip" else clipped != g
-    tl.store(partials + 2 * place, tl.sum(value * value))
-    tl.store(partials + (2 * place + 1), tl.sum(changed.to(tl.float32)))
-
-
-@triton.jit
 def _lerp(old, new, weight):
     """As torch's, with one rounding: exact at weights of 0 and 1."""
     is_near = weight < 0.5
     weights = tl.zeros(old.shape, tl.float32) + tl.where(is_near, weight, weight - 1)
     return tl.fma(weights, new - old, tl.where(is_near, old, new))
-
-
-@triton.jit
-def _load_square(
-    shard,
-    block,
-    element,
-    mask,
-    is_block,
-    AT: tl.constexpr,
-    FP8: tl.constexpr,
-    SQUARE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """The second moment; in FP8, 0 stands for the smallest number."""
-    address = tl.load(shard + AT.mean_square)
-    if FP8:
-        values = _load_codes(address, element, mask, SQUARE, ALIGNED)
-        least: tl.constexpr = 2.0 ** (SQUARE.min_exponent - SQUARE.mantissa_bits)
-        return at_least(values, least) * _load_scale(tl.load(shard + AT.mean_square_scale), block, is_block)
-    else:
-        return _load(address, element, mask, tl.float32, ALIGNED)
 
 
 @triton.jit
