@@ -263,7 +263,5 @@ def _set_norms(batch: Batch, sums: Tensor) -> None:
 def _statistics(batch: Batch) -> tuple[list[Tensor], list[Tensor | None]]:
     numbers = batch.numbers
     columns = [numbers.get(name) for name in ("amax", "threshold", "changed", "norm", "norm_after")]
-    return [member.parameter for member in batch.members], [
-        *columns,
-        numbers.get("steps_since_reset", numbers["steps"]),
-    ]
+    columns.append(numbers.get("steps_since_reset", numbers["steps"]))
+    return [member.parameter for member in batch.members], columns

@@ -268,9 +268,8 @@ class AdaGN(NormRule):
 
     def factor(self, numbers: Numbers, total: Tensor | None) -> Tensor:
         taken, weight = numbers["taken"], numbers["weight"]
-        new, weights = growing_weight(
-            1 - halving_decay(self.gamma1, numbers, self.total_steps), numbers["norm_mean_weight"]
-        )
+        gamma1 = halving_decay(self.gamma1, numbers, self.total_steps)
+        new, weights = growing_weight(1 - gamma1, numbers["norm_mean_weight"])
         numbers["norm_mean_weight"] = torch.where(taken, weights, numbers["norm_mean_weight"])
         usual = numbers["norm"].clamp(max=largest_root(weight.dtype))  # a larger one counts as that: n² has to fit
         mean = numbers["norm_mean"].lerp_(usual, weight * new)
