@@ -34,6 +34,8 @@ ClipResult = tuple[Tensor, Tensor | None]  # elements, and a tensor that is 0 wh
 # SpikeClip waits until so many gradients are in the second moment.
 SPIKE_CLIP_AFTER = 20
 
+_NEVER_ZERO = "it keeps 0/0 away, 1e-8 is usual"
+
 
 # --- options ---
 
@@ -254,10 +256,17 @@ class NormRule:
 
 @dataclass(frozen=True)
 class AdaGN(NormRule):
-    """n = ‖g‖₂;  m ← avg(n; γ1, t);  v ← avg(n²; γ2, t);  g ← g/n · m/(√v + ε); a zero gradient stays zero."""
+    """n = ‖g‖₂;  m ← avg(n; γ1, t);  v ← avg(n²; γ2, t);  g ← g/n · m/(√v + ε); a zero gradient stays zero.
+
+    ε is ``norm_eps`` in `Adaptive`, and ``eps`` in an Adam. γ1 halves over ``total_steps``, unless these are None.
+    """
 
     name: ClassVar[str | None] = "ada_gn"
-    options: ClassVar[Mapping[str, Option]] = {"gamma1": _decay(0.7), "gamma2": _decay(0.9)}
+    options: ClassVar[Mapping[str, Option]] = {
+        "norm_eps": _positive(1e-8, _NEVER_ZERO),
+        "gamma1": _decay(0.7),
+        "gamma2": _decay(0.9),
+    }
     gamma1: float
     gamma2: float
     norm_eps: float
@@ -317,8 +326,7 @@ OPTIONS: dict[str, Option] = {
         "two numbers in [0, 1)",
         "(0.9, 0.999) is usual",
     ),
-    "eps": _positive(1e-8, "it keeps 0/0 away, 1e-8 is usual"),
-    "norm_eps": _positive(1e-8, "it keeps 0/0 away, 1e-8 is usual"),
+    "eps": _positive(1e-8, _NEVER_ZERO),
     "weight_decay": Option(
         0.0, lambda value: _is_finite(value) and value >= 0, "a finite number >= 0", "pass 0 for none"
     ),
