@@ -1,4 +1,4 @@
-"""What the kernels of an optimizer's step know of a parameter: addresses and sizes of a shard."""
+"""Arguments of the kernels of an optimizer's step: shards of parameters in memory, and the decision about them."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NOTHING = 3  # the kind of a gradient that is not there
+NOTHING = 3  # the kind of a missing gradient
 DENSE, FP8, SPARSE = range(3)
 
 
@@ -34,12 +34,31 @@ class ParameterShard(NamedTuple):
     number: int
 
 
-class Rules(NamedTuple):
-    """What the rules decided: ``rule`` for elements, and ``numbers`` [P] by name, one for each shard.
+#: The floating numbers of a `Decision`, in the order in which C++ has them.
+FLOATING = (
+    "limit",  # T of AdaClip, or the factor on v of SpikeClip
+    "ratio",  # T/M of AdaClip
+    "unit",  # squares are summed in units of its square, so that they fit
+    "factor",  # on clipped gradients
+    "weight1",  # weights of this step in the moments
+    "weight2",
+    "rate",  # the learning rate
+    "decay",  # the share that a parameter loses first
+    "old_scale",  # of master weights, before and after the step
+    "new_scale",
+)
 
-    These are ``taken`` (bool), ``steps`` and ``since_reset`` (int64), and floating ones: ``limit``, ``ratio``,
-    ``unit``, ``factor``, ``weight1``, ``weight2``, ``rate``, ``decay``, ``old_scale`` and ``new_scale``, as far as a
-    pass reads them. ``decays`` says whether some decay is not 0.
+
+class Decision(NamedTuple):
+    """The decision of a step about the parameters of a batch: all passes read it, in plain torch, C++ and Triton.
+
+    Attributes:
+        rule: for elements, ``"ada_clip"``, ``"spike_clip"`` or None.
+        numbers: tensors [P] by name, as far as they are decided: the names in ``FLOATING``; ``taken`` (bool), False if
+            the parameter skips the step; ``steps`` and ``steps_since_reset`` (int64), counts before this step, on which
+            random bits depend. Other names are for the rules alone.
+        eps: ε of Adam's denominator.
+        decays: False if each ``decay`` is 0.
     """
 
     rule: str | None
@@ -48,9 +67,9 @@ class Rules(NamedTuple):
     decays: bool = False
 
 
-def moved(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """The numbers as int64 on a device, for which the host does not wait."""
+def indices_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """The numbers as int64 on a device; the host does not wait."""
     if not numbers:
         return torch.empty(0, dtype=torch.int64, device=device)
-    made = torch.frombuffer(array("q", numbers), dtype=torch.int64)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+    result = torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    return result.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else result

@@ -1,7 +1,7 @@
 """AdaClip and AdaGN around any optimizer.
 
 A step clips ``p.grad`` in place, as ``torch.nn.utils.clip_grad_norm_`` does, and then runs the wrapped optimizer.
-Groups and state are the wrapped optimizer's own, with a few more entries, so that schedulers, checkpoints and
+Groups and state are those of the wrapped optimizer, with a few more entries, so that schedulers, checkpoints and
 strategies see one optimizer.
 
 Source: the Stable-SPAM thesis, section 4.2 and table 4.5 (Lion and Adam-mini with AdaGN and AdaClip).
@@ -20,36 +20,30 @@ from torch.optim import SGD
 from lightning_lowbit.checks import is_number, some
 from lightning_lowbit.distributed import Sharding, local
 from lightning_lowbit.kernels.memory import described
-from lightning_lowbit.optim.batch import Batch, remember
-from lightning_lowbit.optim.guarded_adam import GuardedAdam
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
-from lightning_lowbit.optim.guards import Clipped, Measured
+from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.moments import DenseMoments, statistics_dtype
-from lightning_lowbit.optim.options import check_options
-from lightning_lowbit.optim.passes import ElementClip
+from lightning_lowbit.optim.optimizer import ClippedOptimizer
+from lightning_lowbit.optim.passes import Batch
+from lightning_lowbit.optim.rules import GroupRules, check_options, options_among, rules_of
 
 # Options that wrapped optimizers may have, too; only this package knows the others in OPTIONS.
 _USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}
 
-# Rules of `GuardedAdam` that do not exist here. spike_decay is 0 because exp_avg_sq is not bias-corrected.
-_NO_MOMENTS = {"reset_interval": None, "total_steps": None, "master_weights": None, "spike_decay": 0.0}
+# Entries of torch's optimizers: they have the shape of the parameter, but for the step.
+_ENTRIES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "variance", "step"}
 
 
-# Entries of torch's optimizers that have a parameter's shape; and a 0-d one.
-_OF_TORCH = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "variance", "step"}
-
-
-class Adaptive(GuardedOptimizer):
+class Adaptive(ClippedOptimizer):
     """Clips gradients, in place, before each step of another optimizer.
 
     A step is skipped if a gradient holds a NaN or Inf, or, without ``norm_clip``, an element beyond 8e12. torch's fused
-    Adam, AdamW and Adagrad skip on the device; for other optimizers the host waits for this one answer.
+    Adam, AdamW and Adagrad skip on the device; for other optimizers the host waits for one bit.
 
     Args:
         optimizer: a `torch.optim.Optimizer` that steps without a closure; use it through the wrapper only. Or
             parameters, for which ``base`` makes it.
         base: makes the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
-        element_clip: ``"ada_clip"``; ``"spike_clip"``, SPAM's rule, for optimizers that keep ``exp_avg_sq``; or None.
+        element_clip: ``"ada_clip"``; ``"spike_clip"``, SPAM's rule, for optimizers with ``exp_avg_sq``; or None.
         norm_clip: ``"ada_gn"``; ``"grad_clip"``, a bound on the norm of all gradients together; or None.
         gamma1: γ1 of AdaGN, average of the gradient norm; table A.2: .7.
         gamma2: γ2 of AdaGN, average of its square; table A.2: .9.
@@ -67,7 +61,7 @@ class Adaptive(GuardedOptimizer):
         >>> Adaptive(torch.optim.AdamW(model.parameters(), lr=1e-3), norm_clip=None)
     """
 
-    _takes_more = True
+    _has_foreign_state = True
 
     optimizer: torch.optim.Optimizer
     options: dict[str, Any]
@@ -95,27 +89,17 @@ class Adaptive(GuardedOptimizer):
                     f"Adaptive got {type(optimizer).__name__} and a base that makes another: leave one of them out."
                 )
             wrapped = base(optimizer)
-        if not isinstance(wrapped, torch.optim.Optimizer) or isinstance(wrapped, GuardedOptimizer):
-            has_own = " StableSPAM has element_clip and norm_clip itself." if isinstance(wrapped, GuardedAdam) else ""
+        if not isinstance(wrapped, torch.optim.Optimizer) or isinstance(wrapped, ClippedOptimizer):
+            advice = " StableSPAM has element_clip and norm_clip itself." if isinstance(wrapped, ClippedAdam) else ""
             raise ValueError(
                 "Adaptive wraps a torch.optim.Optimizer whose gradients nothing else guards, such as "
                 f"torch.optim.AdamW(parameters), or takes parameters and base=torch.optim.AdamW; got "
-                f"{type(wrapped).__name__}.{has_own}"
+                f"{type(wrapped).__name__}.{advice}"
             )
         closure = inspect.signature(type(wrapped).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(f"Adaptive steps without a closure, which {type(wrapped).__name__} needs: use it alone.")
-        options = {
-            "element_clip": element_clip,
-            "norm_clip": norm_clip,
-            "gamma1": gamma1,
-            "gamma2": gamma2,
-            "gamma3": gamma3,
-            "norm_eps": norm_eps,
-            "spike_threshold": spike_threshold,
-            "max_norm": max_norm,
-            "matrices_only": matrices_only,
-        }
+        options = options_among(locals())
         self.defaults = {**wrapped.defaults, **options}
         for group in wrapped.param_groups:
             self._check_names(group)
@@ -138,12 +122,12 @@ class Adaptive(GuardedOptimizer):
         owner, before = type(self.optimizer).__name__, dict(self.optimizer.__dict__)
         try:
             self.optimizer.__setstate__(loaded)
-            # What its earlier versions did not have it has completed itself.
+            # It has completed options that its earlier versions did not have.
             needed, why = self.optimizer.defaults.keys(), ""
             missing = [some(needed - group.keys()) for group in self.param_groups if needed - group.keys()]
             if missing:
                 why = f"its groups have no {missing[0]}"
-        except Exception as error:  # each optimizer has its own
+        except Exception as error:  # its class depends on the optimizer
             why = f"{type(error).__name__}: {error}"
         if why:
             self.optimizer.__dict__.clear()
@@ -155,12 +139,12 @@ class Adaptive(GuardedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the wrapped optimizer, with the options of the rules."""
+        """The groups of the wrapped optimizer, with the options of the rules."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the wrapped optimizer, with the scalars of the rules."""
+        """The state of the wrapped optimizer, with the scalars of the rules."""
         return self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -173,20 +157,20 @@ class Adaptive(GuardedOptimizer):
 
     def reset_moments(self) -> None:
         """Empties the wrapped optimizer's state, which it builds again in the next step."""
-        for parameter, kept in self.state.items():
-            if own := {name: kept[name] for name in self.SCALARS if name in kept}:
-                self._set_aside[parameter] = own
+        for parameter, state in self.state.items():
+            if scalars := {name: state[name] for name in self.SCALARS if name in state}:
+                self._set_aside[parameter] = scalars
         self.state.clear()
 
     def _check_names(self, param_group: Mapping[str, Any]) -> None:
         # Some optimizers have usual options in their groups but not in their defaults, as Adam-mini its weight_decay.
         super()._check_names({name: value for name, value in param_group.items() if name not in _USUAL})
 
-    def _fault_of(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
-        if fault := super()._fault_of(saved, parameter, group):
+    def _fault(self, saved: Any, parameter: Tensor, group: Mapping[str, Any]) -> str:
+        if fault := super()._fault(saved, parameter, group):
             return fault
         # torch's fused steps are kernels, too, which compare nothing.
-        names = _OF_TORCH & saved.keys() if type(self.optimizer).__module__.startswith("torch.optim") else set()
+        names = _ENTRIES & saved.keys() if type(self.optimizer).__module__.startswith("torch.optim") else set()
         for name in sorted(names):
             value, shape = saved[name], () if name == "step" else local(parameter).shape
             is_whole = isinstance(value, Tensor) and local(value).shape == shape
@@ -198,36 +182,38 @@ class Adaptive(GuardedOptimizer):
     def _options(self) -> Set[str]:
         return self.options.keys()
 
-    def _is_own(self, name: str) -> bool:
+    def _owns(self, name: str) -> bool:
         return name in self.SCALARS
 
-    def _rules(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The rules for gradients. Squares are summed: Adafactor, for one, adds up those of rows and columns."""
-        rules = {name: group[name] for name in self.options}
-        return {**_NO_MOMENTS, **rules, "squares_summed": 2**40, "sums_in_update": False}
+    def _rules(self, group: Mapping[str, Any]) -> GroupRules:
+        # beta2 is 0 because exp_avg_sq is not bias-corrected. Adafactor, for one, sums the squares of rows and columns.
+        rules = rules_of(group, total_steps=None, beta2=0.0)
+        return GroupRules(*rules, squares_summed=2**40, sums_in_update=False)
 
-    def _kept(
+    def _member_state(
         self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
     ) -> tuple[dict[str, Tensor], DenseMoments, dict[str, Tensor]]:
-        kept = self.state[parameter]
-        own = {name: kept[name] for name in self.SCALARS if name in kept}
-        if group["element_clip"] == "spike_clip" and own and "exp_avg_sq" not in kept:
+        state = self.state[parameter]
+        scalars = {name: state[name] for name in self.SCALARS if name in state}
+        if group["element_clip"] == "spike_clip" and scalars and "exp_avg_sq" not in state:
             raise ValueError(
                 f"SpikeClip compares gradients with the second moment, and {type(self.optimizer).__name__} keeps no "
                 "'exp_avg_sq': use element_clip='ada_clip'."
             )
-        known = own or self._set_aside.get(parameter)
-        state = known or self.new_scalars(local(parameter).device, statistics_dtype(parameter))
-        if group["element_clip"] != "spike_clip" or "exp_avg_sq" not in kept:
-            return state, DenseMoments(), {}
-        mean_square, shard = kept["exp_avg_sq"], local(parameter)
+        if not scalars and parameter in self._set_aside:
+            scalars = self._set_aside[parameter]
+        elif not scalars:
+            scalars = self.new_scalars(local(parameter).device, statistics_dtype(parameter))
+        if group["element_clip"] != "spike_clip" or "exp_avg_sq" not in state:
+            return scalars, DenseMoments(), {}
+        mean_square, shard = state["exp_avg_sq"], local(parameter)
         if not isinstance(mean_square, Tensor) or local(mean_square).shape != shard.shape:
             raise ValueError(
                 f"SpikeClip compares the elements of gradients with those of 'exp_avg_sq', which is "
                 f"{described(mean_square)} at a parameter that is {described(shard)}: use element_clip='ada_clip', or "
                 "put back the state of this parameter."
             )
-        return state, DenseMoments(), {"mean_square": local(mean_square)}
+        return scalars, DenseMoments(), {"mean_square": local(mean_square)}
 
     def _match_layouts(self) -> None:
         """torch's fused steps walk through a parameter and its moments in memory order, and compare nothing: moments
@@ -237,7 +223,7 @@ class Adaptive(GuardedOptimizer):
             shard, state = local(parameter), self.state.get(parameter, {})
             if not shard.is_contiguous() and torch.empty_like(shard, device="meta").stride() != shard.stride():
                 raise ValueError(f"A fused step needs parameters without overlaps or holes, got {described(shard)}.")
-            for name in _OF_TORCH & state.keys() - {"step"}:
+            for name in _ENTRIES & state.keys() - {"step"}:
                 value = local(state[name]) if isinstance(state[name], Tensor) else None
                 if value is None or (value.shape == shard.shape and value.stride() == shard.stride()):
                     continue
@@ -248,56 +234,56 @@ class Adaptive(GuardedOptimizer):
                     )
                 state[name] = torch.empty_like(shard, dtype=value.dtype).copy_(value)
 
-    def _apply(
-        self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]
-    ) -> Sequence[None]:
-        taken = torch.stack([seen.finite.to(batches[0].device) for seen in measured]).all()
+    def _apply(self, batches: Sequence[Batch]) -> None:
+        finite = batches[0].finite
         # Not SGD: after a skipped first step, the momentum of its fused form is uninitialized memory.
-        is_told = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD)
-        is_told = is_told and all(group.get("fused", True) for group in self.param_groups)  # a loaded group may not be
-        if not is_told and not bool(taken):
-            return [None] * len(batches)
+        skips = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD)
+        skips = skips and all(group.get("fused", True) for group in self.param_groups)  # a loaded group may not be
+        if not skips and not bool(finite):
+            return
         self._match_layouts()
-        with _clipped_gradients(batches, clipped):
-            if is_told:
-                self.optimizer.grad_scale, self.optimizer.found_inf = None, (~taken).float()  # type: ignore[attr-defined]
+        with _clipped_gradients(batches):
+            if skips:
+                self.optimizer.grad_scale, self.optimizer.found_inf = None, (~finite).float()  # type: ignore[attr-defined]
             self.optimizer.step()
-            if is_told:
+            if skips:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
-        for batch, of_batch in zip(batches, clipped, strict=True):
-            remember(batch, of_batch.step)
+        for batch in batches:
+            batch.store_scalars()
             for member in batch.members:
                 # Only now, and not before the first gradient: most optimizers expect an empty state at first. An empty
-                # shard of FSDP1 never has a gradient; its statistics are kept nevertheless.
+                # shard of FSDP1 never has a gradient; its statistics are stored nevertheless.
                 if member.parameter.grad is not None or not member.parameter.numel():
                     self.state[member.parameter].update(member.state)
                     self._set_aside.pop(member.parameter, None)
-        return [None] * len(batches)
 
 
 @contextmanager
-def _clipped_gradients(batches: Sequence[Batch], clipped: Sequence[Clipped]) -> Iterator[None]:
+def _clipped_gradients(batches: Sequence[Batch]) -> Iterator[None]:
     """Clips the gradients of the parameters that take the step; within this context ``p.grad`` has the result."""
     replaced = []
     try:
-        for batch, (step, elements, _, factor, *_) in zip(batches, clipped, strict=True):
-            there = [(i, m, m.gradient) for i, m in enumerate(batch.members) if m.gradient is not None]
-            targets = []
-            for _, member, gradient in there:
+        for batch in batches:
+            targets: list[Tensor | None] = []
+            for member in batch.members:
+                gradient = target = member.gradient
                 # torch's fused optimizers walk through gradient and parameter in memory order.
-                is_alike = gradient.stride() == member.shard.stride() and not gradient.is_neg()
-                targets.append(gradient if is_alike else torch.empty_like(member.shard, dtype=gradient.dtype))
-                if targets[-1] is not member.parameter.grad:  # also the local part of a DTensor, or a redistributed one
+                if gradient is not None and (gradient.stride() != member.shard.stride() or gradient.is_neg()):
+                    target = torch.empty_like(member.shard, dtype=gradient.dtype)
+                targets.append(target)
+                # Also the local part of a DTensor, or a redistributed one.
+                if target is not None and target is not member.parameter.grad:
                     replaced.append((member.parameter, member.parameter.grad))
-                    member.parameter.grad = _like(member.parameter, targets[-1])
-            # What takes no step keeps its gradient.
-            limit, ratio = elements.limit.where(step.taken, torch.inf), elements.ratio.where(step.taken, 1.0)
-            rules = ElementClip(elements.rule, limit, ratio), factor.where(step.taken, 1.0)
-            batch.passes.write_clipped(step, *rules, [index for index, _, _ in there], targets)
+                    member.parameter.grad = _like(member.parameter, target)
+            # A parameter that takes no step keeps its gradient.
+            idle = {"limit": torch.inf, "ratio": 1.0, "factor": 1.0}
+            numbers = {name: batch.numbers[name].where(batch.numbers["taken"], value) for name, value in idle.items()}
+            decision = batch.decision()._replace(numbers=batch.numbers | numbers)
+            batch.passes.write_clipped(decision, targets)
         yield
     finally:
-        for parameter, own in replaced:
-            parameter.grad = own
+        for parameter, previous in replaced:
+            parameter.grad = previous
 
 
 def _like(parameter: Tensor, part: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform
 BLOCK = 128
 NAMES = ("mean", "mean_square")
 
-
 #: Dtypes of statistics; a saved one becomes that of the parameter.
 STATISTICS = (torch.float32, torch.float64)
 
@@ -46,7 +45,7 @@ def statistics_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def misfit(values: Mapping[str, Any], entries: Entries) -> str:
-    """What differs from the shapes and dtypes of entries, in words; empty if nothing does."""
+    """Says how values differ from the shapes and dtypes of entries; empty if they do not."""
     for name, (shape, dtype) in entries.items():
         value = values.get(name)
         if not isinstance(value, Tensor):
@@ -57,10 +56,13 @@ def misfit(values: Mapping[str, Any], entries: Entries) -> str:
 
 
 class Draw(NamedTuple):
-    """What the random bits of some rows of a parameter depend on.
+    """The place of some rows in a parameter and in the run: their random bits depend on nothing else.
 
-    ``offsets`` is the index of their first element in the whole parameter, which has ``shape``. ``key`` and ``epoch``,
-    int64, 0-d, identify the parameter in this step, and since the last reset of its moments. ``taken``: bool, 0-d.
+    Attributes:
+        offsets: index of their first element in the whole parameter.
+        shape: of the whole parameter.
+        key, epoch: int64, 0-d; identify the parameter in this step, and since the last reset of its moments.
+        taken: bool, 0-d; False if the parameter skips the step.
     """
 
     offsets: tuple[int, ...]
@@ -84,12 +86,12 @@ class Piece(NamedTuple):
 class DenseMoments:
     """Both moments of every element, in the dtype of the statistics; also the interface of all formats."""
 
-    names: ClassVar[tuple[str, ...]] = NAMES  # of what is kept
-    draws: ClassVar[bool] = False  # whether random bits are needed
-    is_sparse: ClassVar[bool] = False  # whether some elements have no moments
+    names: ClassVar[tuple[str, ...]] = NAMES  # of the tensors in the state
+    draws: ClassVar[bool] = False  # rounding or choosing elements takes random bits
+    is_sparse: ClassVar[bool] = False  # some elements have no moments
 
     def entries(self, shape: torch.Size, dtype: torch.dtype) -> Entries:
-        """The shapes and dtypes of what is kept of a shard."""
+        """The shapes and dtypes of the tensors of a shard."""
         return {"mean": (shape, dtype), "mean_square": (shape, dtype)}
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -108,7 +110,7 @@ class DenseMoments:
         return piece.state["mean"], piece.state["mean_square"]
 
     def mean_square(self, piece: Piece) -> Tensor | None:
-        """Mean square of the selected elements; None if it is not kept (yet)."""
+        """Mean square of the selected elements; None if there is none (yet)."""
         return piece.state.get("mean_square")
 
     def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
@@ -190,12 +192,12 @@ class SparseMoments(DenseMoments):
 
 
 def _with_columns(shape: torch.Size, share: int) -> tuple[int, ...]:
-    """The shape with one element for so many in a row."""
+    """The shape with one element for every ``share`` elements of a row."""
     return (*shape[:-1], -(-shape[-1] // share))
 
 
 def moments_of(kind: str, density: float, dims: int) -> DenseMoments:
-    """The format for a parameter of ``dims`` dimensions; moments of fewer than two dimensions are kept in full."""
+    """The format for a parameter of ``dims`` dimensions; below two dimensions moments are dense."""
     if dims < 2:
         return DenseMoments()
     if density < 1:
@@ -216,8 +218,8 @@ def _decode_moment(codes: Tensor, scales: Tensor, name: str) -> Tensor:
     values = codes.view(format.dtype).float()
     if name == "mean_square":
         values.clamp_(min=_SMALLEST)
-    of_each = scales.unsqueeze(-1).expand(*scales.shape, BLOCK)
-    return values.mul_(_join(of_each, codes.shape[-1]))
+    factors = scales.unsqueeze(-1).expand(*scales.shape, BLOCK)
+    return values.mul_(_join(factors, codes.shape[-1]))
 
 
 def _fake_encoded(values: Tensor, index: Tensor, key: Tensor, name: str) -> tuple[Tensor, Tensor]:

@@ -1,203 +1,289 @@
-"""The passes of a step over all elements, in plain torch: the specification, and what runs where no kernel does.
+"""The passes of a step over all elements, in plain torch: the specification, and the code where no kernel serves.
 
     measure          max|g| of each shard
     squares          Σ(clip(g)/unit)² of each shard, and how many elements the rule changed
-    update           Adam, with factor·clip(g); what `squares` gives, where nothing needed it before
+    update           Adam, with factor·clip(g); the sums of `squares`, where nothing needed them before
     write_clipped    factor·clip(g), into other tensors
 
-What lies between them, in `guards` and `guarded_adam`, is arithmetic on one number per parameter. Tensors are handled
-in pieces, which bounds the memory of temporaries. Nothing here waits for a device: scalars are 0-d tensors.
+Between them the rules do arithmetic on one number per parameter. Tensors are handled in pieces, which bounds the memory
+of temporaries. Nothing here waits for a device: scalars are 0-d tensors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbit.distributed import offsets_of
-from lightning_lowbit.optim import clipping
-from lightning_lowbit.optim.batch import Batch, Step
-from lightning_lowbit.optim.moments import Draw, Piece
+from lightning_lowbit.kernels.shards import FLOATING, Decision
+from lightning_lowbit.optim.moments import DenseMoments, Draw, Piece
+from lightning_lowbit.optim.rules import ELEMENT_RULES, GroupRules, Numbers
+
+#: Scalars of the rules in the state of a parameter, 0-d each: t, T, and AdaGN's m, the total weight in it, and v.
+SCALARS = ("steps", "threshold", "norm_mean", "norm_mean_weight", "norm_mean_square")
+
+# Elements handled at a time. CPU: parameter, gradient, two moments and a scratch tensor in fp32 stay within 5 MB of
+# second-level cache (of 2^15 … 2^20, smaller ones cost calls, larger ones gain little). Elsewhere: few launches, about
+# 1 GB of scratch.
+PIECE_ON_CPU, PIECE_ON_ACCELERATOR = 2**18, 2**26
 
 
-class ElementClip(NamedTuple):
-    """The rule for elements in one step: ``limit``, T of AdaClip or what SpikeClip multiplies v with, and AdaClip's
-    ``ratio`` T/M; [P] each."""
-
-    rule: str | None
-    limit: Tensor
-    ratio: Tensor
+def scalar_dtype(name: str, statistics: torch.dtype) -> torch.dtype:
+    """The dtype of a scalar of the state, where statistics have another."""
+    return torch.int64 if name.startswith("steps") else statistics
 
 
-class Update(NamedTuple):
-    """What Adam does with each parameter, [P] each; `guarded_adam` has the equations.
+class Member(NamedTuple):
+    """A parameter in a step.
 
-    ``factor`` is on gradients; ``rate`` the learning rate of this step; ``decay`` the share that a parameter loses
-    first. The scales of master weights, before and after the step, are None without these. ``unit`` is that of squares,
-    and None where these are not summed.
+    Attributes:
+        parameter: the whole parameter, which may be a DTensor.
+        number: its place in the optimizer.
+        shard: this rank's part of it.
+        gradient: of the shard; None where only other ranks have one.
+        state: holds the scalars, which the step reads and writes.
+        moments: the format of the moments.
+        tensors: the moments and master weights, with a row for each row of the shard.
     """
 
-    factor: Tensor
-    weight1: Tensor
-    weight2: Tensor
-    rate: Tensor
-    decay: Tensor
-    old_scale: Tensor | None
-    new_scale: Tensor | None
-    unit: Tensor | None
+    parameter: Tensor
+    number: int
+    shard: Tensor
+    gradient: Tensor | None
+    state: dict[str, Tensor]
+    moments: DenseMoments
+    tensors: Mapping[str, Tensor]
+
+
+class Batch:
+    """P parameters in one step: with the same options, device, dtype of the statistics and process groups.
+
+    The stages of the step add to ``numbers``: the scalars of the states; ``amax``, max|g| of whole gradients (Inf where
+    the step must be skipped, −1 without a gradient); ``weight``, 1 for a parameter that takes the step and 0 otherwise;
+    ``norm``, ``norm_after`` and ``changed`` as in `GradientStatistics`; and the numbers of a `Decision`.
+
+    Attributes:
+        group: the options of the parameter group.
+        rules: of these parameters.
+        passes: work on their elements; chosen when all members are known.
+        finite: bool, 0-d; False if a gradient of any batch or rank is not finite: no parameter takes the step.
+        sums: of the shards on this rank, from Adam's update; None if the rules have measured norms before.
+    """
+
+    passes: "Passes"
+    finite: Tensor
+    sums: Tensor | None = None
+
+    def __init__(
+        self,
+        group: Mapping[str, Any],
+        rules: GroupRules,
+        device: torch.device,
+        dtype: torch.dtype,
+        groups: tuple[dist.ProcessGroup, ...],
+        scalars: Sequence[str],
+    ) -> None:
+        self.group, self.rules, self.device, self.dtype = group, rules, device, dtype
+        self.groups, self.scalars = groups, scalars
+        is_clipped, is_normed = rules.elements.name is not None, rules.norms.name is not None
+        # Norms and numbers of clipped elements: measured before the update if a rule needs norms, else by it.
+        self.sums_in_update = is_clipped and not is_normed and rules.sums_in_update
+        self.measures_norms = not self.sums_in_update and (is_clipped or is_normed)
+        self.zero = torch.zeros((), dtype=dtype, device=device)
+        self.members: list[Member] = []
+        self.gradients: list[Tensor] = []  # zeros where this rank has none
+        self.numbers: Numbers = {}
+
+    def add(self, member: Member) -> None:
+        gradient, shard = member.gradient, member.shard
+        self.gradients.append(shard.new_zeros(()).expand(shard.shape) if gradient is None else gradient)
+        self.members.append(member)
+
+    def decision(self, eps: float = 0.0, decays: bool = False) -> Decision:
+        return Decision(self.rules.elements.name, self.numbers, eps, decays)
+
+    def store_scalars(self) -> None:
+        """Counts the step, and writes the scalars back."""
+        self.numbers["steps"] += self.numbers["taken"]
+        self.passes.store_scalars({name: self.numbers[name] for name in self.scalars})
 
 
 class Passes:
-    """The passes over a batch in plain torch; also the interface of those in kernels."""
+    """The passes over a batch in plain torch; also the interface of the passes in kernels."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
 
-    def load_scalars(self) -> dict[str, Tensor]:
+    def load_scalars(self) -> Numbers:
         """The scalars of the members' states, [P] for each name."""
-        return {name: torch.stack([m.state[name] for m in self.batch.members]) for name in self.batch.names}
+        return {name: torch.stack([m.state[name] for m in self.batch.members]) for name in self.batch.scalars}
 
     def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:
         for name, values in scalars.items():
             torch._foreach_copy_([member.state[name] for member in self.batch.members], list(values.unbind()))
 
-    def measure(self) -> Tensor:
-        """max|g| of the shards, [P]; −1 without a gradient."""
-        return torch.stack([self._none if m.gradient is None else self._amax(m.gradient) for m in self.batch.members])
+    def measure(self, weights: bool = False) -> Tensor:
+        """max|g| of the shards, −1 without a gradient; or max|p|; [P]."""
+        none, tensors = self.batch.zero - 1, [m.shard if weights else m.gradient for m in self.batch.members]
+        return torch.stack([none if tensor is None else self._amax(tensor) for tensor in tensors])
 
-    def measure_weights(self) -> Tensor:
-        """max|p| of the shards, [P]."""
-        return torch.stack([self._amax(member.shard) for member in self.batch.members])
-
-    def squares(self, step: Step, elements: ElementClip, unit: Tensor) -> Tensor:
+    def squares(self, decision: Decision) -> Tensor:
         """Σg² of the shards after the rule for elements, in units², and the number of changed elements: [2, P]."""
         columns = []
-        for index, one in enumerate(unit.unbind()):
-            there = self._gradient_pieces(index, step, elements.rule)
-            columns.append(self._added([self._sums(*self._clip(piece, index, elements, v), one) for piece, v in there]))
+        for index, numbers in enumerate(_rows(decision)):
+            pieces = self._gradient_pieces(index, decision)
+            columns.append(self._total([self._sums(*_clip(decision, numbers, *pair), numbers) for pair in pieces]))
         return torch.stack(columns, dim=1)
 
-    def update(self, step: Step, elements: ElementClip, numbers: Update) -> Tensor | None:
-        """Adam on parameters, moments and master weights; with a unit, Σg² and counts as of `squares`."""
-        columns = []
-        for index in range(len(self.batch.members)):
-            of_one = Update(*(None if column is None else column[index] for column in numbers))  # type: ignore[arg-type]
-            columns.append(self._update_one(index, step, elements, of_one))
-        return None if numbers.unit is None else torch.stack(list(map(self._added, columns)), dim=1)
+    def update(self, decision: Decision, sums: bool) -> Tensor | None:
+        """Adam on parameters, moments and master weights; with ``sums``, the result of `squares`."""
+        rows = enumerate(_rows(decision))
+        columns = [self._update_one(index, decision, numbers, sums) for index, numbers in rows]
+        return torch.stack(list(map(self._total, columns)), dim=1) if sums else None
 
-    def write_clipped(
-        self, step: Step, elements: ElementClip, factor: Tensor, indices: Sequence[int], targets: Sequence[Tensor]
-    ) -> None:
-        """Gradients of some members, clipped and multiplied by ``factor`` [P], into tensors of the shards' shapes."""
-        for index, target in zip(indices, targets, strict=True):
-            written = clipping.pieces(target)
-            for piece, v in self._gradient_pieces(index, step, elements.rule):
-                next(written)[0].copy_(self._clip(piece, index, elements, v)[0] * factor[index])
-
-    @property
-    def _none(self) -> Tensor:
-        return self.batch.zero - 1
+    def write_clipped(self, decision: Decision, targets: Sequence[Tensor | None]) -> None:
+        """factor·clip(g) of the members into tensors of the shards' shapes; None for members without a gradient."""
+        for index, (numbers, target) in enumerate(zip(_rows(decision), targets, strict=True)):
+            results = iter(()) if target is None else pieces_of(target)
+            for (result,), pair in zip(results, self._gradient_pieces(index, decision), strict=False):
+                result.copy_(_clip(decision, numbers, *pair)[0] * numbers["factor"])
 
     def _amax(self, tensor: Tensor) -> Tensor:
-        amaxes = [clipping.amax(piece).to(self.batch.dtype) for (piece,) in clipping.pieces(tensor)]
+        amaxes = [amax(piece).to(self.batch.dtype) for (piece,) in pieces_of(tensor)]
         return torch.stack(amaxes).amax() if len(amaxes) > 1 else (amaxes or [self.batch.zero])[0]
 
-    def _clip(self, piece: Tensor, index: int, elements: ElementClip, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """A piece after the rule for elements, and a tensor that is 0 where nothing changed, or None for everywhere.
-
-        ``v`` is SpikeClip's second moment of the same elements.
-        """
-        wide = piece.to(self.batch.dtype)
-        if elements.rule == "spike_clip" and v is not None:
-            clipped = clipping.spike_clip(wide, v.to(self.batch.dtype), elements.limit[index])
-            return clipped, clipped - wide
-        if elements.rule == "ada_clip":
-            spikes = clipping.is_spike(wide, elements.limit[index])
-            return clipping.ada_clip(wide, spikes, elements.ratio[index]), spikes
-        return wide, None
-
-    def _sums(self, clipped: Tensor, changed: Tensor | None, unit: Tensor) -> Tensor:
+    def _sums(self, clipped: Tensor, changed: Tensor | None, numbers: Numbers) -> Tensor:
         """Σ(clipped/unit)² and the number of changed elements of a piece: [2]."""
         count = self.batch.zero if changed is None else torch.count_nonzero(changed).to(self.batch.dtype)
-        return torch.stack([clipping.sum_of_squares(clipped / unit), count])
+        return torch.stack([sum_of_squares(clipped / numbers["unit"]), count])
 
-    def _added(self, sums: list[Tensor]) -> Tensor:
+    def _total(self, sums: list[Tensor]) -> Tensor:
         return sums[0] if len(sums) == 1 else torch.stack([self.batch.zero.expand(2), *sums]).sum(0)
 
-    def _pieces_of(self, index: int, step: Step, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    def _pieces(self, index: int, decision: Decision, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         """Pieces of tensors with the shard's shape, each with the state of its rows."""
-        member, draw, row = self.batch.members[index], None, 0
+        member, draw, row, numbers = self.batch.members[index], None, 0, decision.numbers
         if member.moments.draws:
-            steps, own = step.scalars["steps"][index], member.number << 40  # each parameter has its own random bits
-            key, epoch = steps + own, steps - step.scalars["steps_since_reset"][index] + own
-            draw = Draw(offsets_of(member.parameter), member.parameter.shape, key, epoch, step.taken[index])
-        for piece in clipping.pieces(*tensors, *member.kept.values()):
-            kept = dict(zip(member.kept, piece[len(tensors) :], strict=True))
-            yield (*piece[: len(tensors)], Piece(kept, draw and draw.at(row)))
+            steps, offset = numbers["steps"][index], member.number << 40  # each parameter has its own random bits
+            key, epoch = steps + offset, steps - numbers["steps_since_reset"][index] + offset
+            draw = Draw(offsets_of(member.parameter), member.parameter.shape, key, epoch, numbers["taken"][index])
+        for piece in pieces_of(*tensors, *member.tensors.values()):
+            state = dict(zip(member.tensors, piece[len(tensors) :], strict=True))
+            yield (*piece[: len(tensors)], Piece(state, draw and draw.at(row)))
             row += len(piece[0])
 
-    def _gradient_pieces(self, index: int, step: Step, rule: str | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Pieces of a gradient, each with SpikeClip's v or None."""
+    def _gradient_pieces(self, index: int, decision: Decision) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Pieces of a gradient in the dtype of the statistics, each with SpikeClip's v or None."""
         gradient, moments = self.batch.gradients[index], self.batch.members[index].moments
-        if rule != "spike_clip":
-            return ((piece, None) for (piece,) in clipping.pieces(gradient))
+        if not ELEMENT_RULES[decision.rule].needs_mean_square:
+            return ((piece.to(self.batch.dtype), None) for (piece,) in pieces_of(gradient))
         return (
-            (moments.select(rows, piece), moments.mean_square(piece))
-            for rows, piece in self._pieces_of(index, step, gradient)
+            (moments.select(rows, piece).to(self.batch.dtype), moments.mean_square(piece))
+            for rows, piece in self._pieces(index, decision, gradient)
         )
 
-    def _update_one(self, index: int, step: Step, elements: ElementClip, numbers: Update) -> list[Tensor]:
-        """Adam on one parameter; returns the sums of pieces of its gradient, [2] each, none without a unit."""
-        sums: list[Tensor] = []
-        options, member = self.batch.options, self.batch.members[index]
-        moments, decays = member.moments, bool(options["weight_decay"])
-        for p, g, piece in self._pieces_of(index, step, member.shard, self.batch.gradients[index]):
+    def _update_one(self, index: int, decision: Decision, numbers: Numbers, sums: bool) -> list[Tensor]:
+        """Adam on one parameter; returns the sums of pieces of its gradient, [2] each, none without ``sums``."""
+        result: list[Tensor] = []
+        member, dtype = self.batch.members[index], self.batch.dtype
+        moments = member.moments
+        decay = numbers["decay"] if decision.decays else None
+        for p, g, piece in self._pieces(index, decision, member.shard, self.batch.gradients[index]):
             mean, mean_square = moments.load(piece)
-            clipped, changed = self._clip(moments.select(g, piece), index, elements, mean_square)
-            if numbers.unit is not None:
-                sums.append(self._sums(clipped, changed, numbers.unit))
-            gradient = clipped * numbers.factor
-            if moments.is_sparse and decays:
-                p.mul_(1 - numbers.decay)  # all elements, also those that have no moments
+            clipped, changed = _clip(decision, numbers, moments.select(g, piece).to(dtype), mean_square)
+            if sums:
+                result.append(self._sums(clipped, changed, numbers))
+            gradient = clipped * numbers["factor"]
+            if moments.is_sparse and decay is not None:
+                p.mul_(1 - decay)  # all elements, also without moments
             weights, master = moments.select(p, piece), piece.state.get("master")
             if master is not None:
-                assert numbers.old_scale is not None and numbers.new_scale is not None
-                is_known = numbers.old_scale > 0  # not before the first step
-                weights = torch.where(
-                    is_known, master.to(self.batch.dtype) * numbers.old_scale, weights.to(self.batch.dtype)
-                )
-            work = weights.to(self.batch.dtype)
-            decay = numbers.decay if decays and not moments.is_sparse else None
-            adam_(
-                work, gradient, mean, mean_square, numbers.weight1, numbers.weight2, numbers.rate, decay, options["eps"]
-            )
+                is_known = numbers["old_scale"] > 0  # not before the first step
+                weights = torch.where(is_known, master.to(dtype) * numbers["old_scale"], weights.to(dtype))
+            work = weights.to(dtype)
+            adam_(work, gradient, mean, mean_square, numbers, None if moments.is_sparse else decay, decision.eps)
             if master is not None:
-                work = _round_to_master(master, work, numbers.new_scale, step.taken[index])  # type: ignore[arg-type]
+                work = _round_to_master(master, work, numbers)
             moments.restore(p, work, piece)
             moments.store(piece, mean, mean_square)
-        return sums
+        return result
 
 
-def _round_to_master(master: Tensor, work: Tensor, scale: Tensor, taken: Tensor) -> Tensor:
-    """Rounds weights to fp16 masters, and returns what these decode to; a skipped step changes neither."""
-    largest = torch.finfo(torch.float16).max
+def _rows(decision: Decision) -> Iterator[Numbers]:
+    """The numbers of one parameter after another, 0-d by name."""
+    numbers = decision.numbers
+    columns = {name: numbers[name].unbind() for name in ("taken", *FLOATING) if name in numbers}
+    for row in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, row, strict=True))
+
+
+def _clip(
+    decision: Decision, numbers: Numbers, gradient: Tensor, mean_square: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    return ELEMENT_RULES[decision.rule].clip(gradient, numbers["limit"], numbers["ratio"], mean_square)
+
+
+def _round_to_master(master: Tensor, work: Tensor, numbers: Numbers) -> Tensor:
+    """Rounds weights to fp16 masters, and returns their values; a skipped step changes neither."""
+    largest, taken, scale = torch.finfo(torch.float16).max, numbers["taken"], numbers["new_scale"]
     scaled = (work / scale).clamp_(-largest, largest).to(torch.float16)
     master.copy_(torch.where(taken, scaled, master))
     return torch.where(taken, scaled.to(work.dtype) * scale, work)
 
 
-# fmt: off
 def adam_(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, mean_square: Tensor,    # any one shape, dtype of the statistics
-    weight1: Tensor, weight2: Tensor, rate: Tensor, decay: Tensor | None,      # 0-d
+    parameter: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    mean_square: Tensor,
+    numbers: Numbers,
+    decay: Tensor | None,
     eps: float,
-) -> None:  # fmt: on
-    """Applies a piece of a gradient in place, and overwrites it. Weights, rate and decay of 0 change nothing else."""
+) -> None:
+    """Applies a piece of a gradient in place, and overwrites it. Weights, rate and decay of 0 change nothing else.
+
+    Args:
+        parameter, gradient, mean, mean_square: of one shape, in the dtype of the statistics.
+        numbers: ``weight1``, ``weight2`` and ``rate``, 0-d.
+        decay: 0-d, or None for none.
+        eps: ε of the denominator.
+    """
     gradient.nan_to_num_(0.0, 0.0, 0.0)  # of a skipped step: 0·NaN is NaN
-    mean.lerp_(gradient, weight1)
-    mean_square.lerp_(gradient.square_(), weight2)
+    mean.lerp_(gradient, numbers["weight1"])
+    mean_square.lerp_(gradient.square_(), numbers["weight2"])
     direction = torch.div(mean, torch.sqrt(mean_square, out=gradient).add_(eps), out=gradient)
     if decay is not None:
         parameter.mul_(1 - decay)
-    parameter.sub_(direction.mul_(rate))
+    parameter.sub_(direction.mul_(numbers["rate"]))
+
+
+# --- tensors in pieces ---
+
+
+def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of tensors of one length along the first dimension; the first tensor decides the rows of a piece."""
+    if tensors[0].numel() == 0:
+        return
+    tensors = tuple(tensor if tensor.dim() else tensor.unsqueeze(0) for tensor in tensors)
+    elements = PIECE_ON_CPU if tensors[0].device.type == "cpu" else PIECE_ON_ACCELERATOR
+    if tensors[0].numel() <= elements or torch.compiler.is_compiling():
+        yield tensors
+        return
+    rows = max(1, elements * len(tensors[0]) // tensors[0].numel())
+    yield from zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
+
+
+def amax(tensor: Tensor) -> Tensor:
+    """max|x|: 0-d, in the tensor's dtype; 0 if it is empty; NaN and Inf stay."""
+    if tensor.numel() == 0:
+        return tensor.new_zeros(())
+    low, high = torch.aminmax(tensor)  # one pass; the infinity norm takes several times as long on a CPU
+    return torch.maximum(-low, high)
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """Σx² over all elements, 0-d; on a CPU more than twice as fast as a norm."""
+    flat = tensor.flatten()
+    return torch.dot(flat, flat)

@@ -32,7 +32,7 @@ from torch.nn import Parameter
 
 from lightning_lowbit import SPAM, Adaptive, LowBitAdamW, StableSPAM
 from lightning_lowbit.compilation import backend
-from lightning_lowbit.optim import guards
+from lightning_lowbit.optim import rules
 from tests.benchmarks.environment import describe, keep_large_blocks
 from tests.references.stable_spam import Reference
 
@@ -165,7 +165,7 @@ def main() -> None:
     gradients = "growing" if options.growing else "of one size, give or take a tenth"
     print(f"{allocator}; {millions:.2f}M fp32 parameters in {len(SHAPES)} tensors; gradients {gradients}")
     optimizers = made(dict.fromkeys([BASE, *options.only]), parameters)
-    guards.SPIKE_CLIP_AFTER = 2
+    rules.SPIKE_CLIP_AFTER = 2
     with backend("eager" if options.eager else "auto"):
         times = measure(optimizers, parameters, noise, options.rounds, options.growing)
     base = statistics.median(times[BASE])

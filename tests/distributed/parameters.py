@@ -13,8 +13,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_lowbit.distributed import local, local_gradient, offsets_of, sharding_of, zeros_sharded_as
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.moments import FP8Moments, Piece
+from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from tests.distributed.spreads import (
     Meshes,
     Net,
@@ -83,7 +83,7 @@ def partial_gradients(mesh: DeviceMesh) -> dict[str, Tensor]:
     return results
 
 
-MISSING: dict[str, Callable[[Any], GuardedOptimizer]] = {
+MISSING: dict[str, Callable[[Any], ClippedOptimizer]] = {
     "stable_spam": lambda p: StableSPAM(p, reset_interval=3, weight_decay=0.1),
     "adamw": lambda p: LowBitAdamW(p, moments="fp32"),
     # Where it sees no gradient, torch's AdamW does not decay either.
@@ -135,7 +135,7 @@ def bad_elsewhere(meshes: Meshes, element: float, norm_clip: str | None) -> dict
     }
 
 
-COUNTED: dict[str, Callable[[Any], GuardedOptimizer]] = {
+COUNTED: dict[str, Callable[[Any], ClippedOptimizer]] = {
     "stable_spam": lambda p: StableSPAM(p),
     "stable_spam fp8": lambda p: StableSPAM(p, moments="fp8"),
     "spam": lambda p: SPAM(p),

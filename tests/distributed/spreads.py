@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbit.distributed import local_gradient
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, connect
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
+from lightning_lowbit.optim.optimizer import ClippedOptimizer
 
 STEPS, HALF = 12, 6
 SPIKES = (4, 22)  # steps in which inputs are large
@@ -50,7 +50,7 @@ def batch_of(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 class Case(NamedTuple):
     """An optimizer, and how it is tried. In float64 nothing but a mistake tells two trajectories apart."""
 
-    make: Callable[[Iterable[Tensor]], GuardedOptimizer]
+    make: Callable[[Iterable[Tensor]], ClippedOptimizer]
     steps: int = STEPS
     dtype: torch.dtype = torch.float64
 

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from lightning_lowbit.distributed import Sharding, local_gradient, offsets_of, sharding_of, zeros_sharded_as
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, connect
-from lightning_lowbit.optim.batch import GradientStatistics
+from lightning_lowbit.optim.optimizer import GradientStatistics
 from tests.distributed import parameters
 from tests.distributed.parameters import (
     COUNTED,

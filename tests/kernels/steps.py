@@ -13,8 +13,8 @@ from lightning_lowbit.compilation import backend
 from lightning_lowbit.distributed import Sharding
 from lightning_lowbit.kernels.gpu import adam as gpu
 from lightning_lowbit.kernels.gpu.launches import Launch
-from lightning_lowbit.optim import Adaptive, guarded_optimizer, guards, kernel_passes
-from lightning_lowbit.optim.guarded_adam import GuardedAdam
+from lightning_lowbit.optim import Adaptive, kernels, optimizer, rules
+from lightning_lowbit.optim.adam import ClippedAdam
 from tests.optim.parameters import make_parameters, set_gradients
 
 # Rows that end within a block of 128, blocks of 16 bytes at a time, and more than one tile of 1024 elements.
@@ -38,7 +38,7 @@ def small_adaptive(parameters: Sequence[Parameter], **options: Any) -> Adaptive:
 
 def sample_is_near() -> bool:
     """Whether the comparison before the first use on a device finds the kernels right."""
-    return kernel_passes.agree(CPU)
+    return kernels.triton_agrees(CPU)
 
 
 def differences_without_a_gradient(options: dict[str, Any], dtype: torch.dtype) -> list[str]:
@@ -48,15 +48,15 @@ def differences_without_a_gradient(options: dict[str, Any], dtype: torch.dtype) 
         return [value.clamp(min=0) for value in values]
 
     with (
-        mock.patch.object(guarded_optimizer, "sharding_of", lambda p: Sharding(p.shape, ("all ranks",))),  # type: ignore[arg-type]
-        mock.patch.object(guards, "all_reduce_", reduced),
+        mock.patch.object(optimizer, "sharding_of", lambda p: Sharding(p.shape, ("all ranks",))),  # type: ignore[arg-type]
+        mock.patch.object(optimizer, "all_reduce_", reduced),
     ):
         return differences([(options, dtype)], idle=3)
 
 
 def differences(
     cases: Sequence[tuple[dict[str, Any], torch.dtype]],
-    make: Callable[..., Any] = GuardedAdam,
+    make: Callable[..., Any] = ClippedAdam,
     idle: int | None = None,
 ) -> list[str]:
     """Where three steps, the second of which is skipped, end elsewhere than in plain torch: beyond 1e-6 of the largest
@@ -83,7 +83,7 @@ def _three_steps(
     make: Callable[..., Any], options: dict[str, Any], dtype: torch.dtype, name: str, idle: int | None
 ) -> list[tuple[str, Tensor]]:
     """Parameters, their state and statistics, by name."""
-    with backend(name), mock.patch.object(guards, "SPIKE_CLIP_AFTER", 0):  # type: ignore[arg-type]
+    with backend(name), mock.patch.object(rules, "SPIKE_CLIP_AFTER", 0):  # type: ignore[arg-type]
         parameters = make_parameters(dtype, SHAPES)
         optimizer = make(parameters, **options)
         seen: list[tuple[str, Tensor]] = []
@@ -108,7 +108,7 @@ def launched(run: Callable[[Launch], None]) -> Iterator[None]:
         backend("triton"),
         mock.patch.object(gpu, "run", run),
         mock.patch.object(gpu, "obstacle", lambda device: None),
-        mock.patch.object(kernel_passes, "agree", lambda device: True),
+        mock.patch.object(kernels, "triton_agrees", lambda device: True),
     ):
         yield
 
@@ -120,5 +120,5 @@ def launches(shapes: Sequence[tuple[int, ...]]) -> list[Launch]:
         parameters = make_parameters(dtype, shapes)
         set_gradients(parameters, seed=0)
         with launched(lambda launch: found.setdefault(f"{launch.kernel} {launch.constants}", launch) and None):
-            GuardedAdam(parameters, **options).step()
+            ClippedAdam(parameters, **options).step()
     return list(found.values())

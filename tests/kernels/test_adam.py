@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels.cpu.adam import CHUNK, Shards
+from lightning_lowbit.kernels.cpu.adam import CHUNK, CppParameters
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.shards import DENSE, KINDS, NOTHING, ParameterShard, Rules
+from lightning_lowbit.kernels.shards import DENSE, KINDS, NOTHING, Decision, ParameterShard
 from tests.tables import each
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built here")
@@ -24,7 +24,7 @@ def shard(gradient: Tensor | None, weights: Tensor) -> ParameterShard:
 def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
     target = torch.empty_like(values, dtype=dtype)
     one = torch.ones(1)
-    Shards([shard(values, target)]).write_clipped(Rules(None, {"factor": one, "ratio": one}))
+    CppParameters([shard(values, target)]).write_clipped(Decision(None, {"factor": one, "ratio": one}))
     return target
 
 
@@ -62,7 +62,7 @@ def test_amax_of_each_shard(bad: float | None, dtype: torch.dtype) -> None:
     if bad is not None:
         last[CHUNK + 1] = bad
     weights = [torch.zeros(size) for size in (*sizes, 3)]
-    found = Shards([shard(*pair) for pair in zip([*gradients, None], weights, strict=True)]).measure()
+    found = CppParameters([shard(*pair) for pair in zip([*gradients, None], weights, strict=True)]).measure()
     wanted = [g.abs().max().item() if g is not None and g.numel() else 0.0 for g in gradients]
     assert found[-1] == -1, f"a shard without gradient has the maximum {found[-1]}"
     assert found[:-1].tolist() == pytest.approx(wanted, rel=0, nan_ok=True), f"maxima are {found}, not {wanted}"
@@ -73,11 +73,11 @@ def test_amax_of_each_shard(bad: float | None, dtype: torch.dtype) -> None:
 def test_squares_after_ada_clip(limit: float, unit: float) -> None:
     """Where nothing is clipped, sums of the first pass are taken; a unit has all elements read again."""
     gradients = [torch.randn(size) for size in (5, CHUNK, 3 * CHUNK + 77)]
-    shards = Shards([shard(g, torch.zeros_like(g)) for g in gradients])
+    shards = CppParameters([shard(g, torch.zeros_like(g)) for g in gradients])
     shards.measure()
     given = {"limit": torch.full((3,), limit), "ratio": torch.full((3,), 0.5), "unit": torch.full((3,), unit)}
     taken = torch.tensor([True, False, True])
-    squares, changed = shards.squares(Rules("ada_clip", {**given, "taken": taken}))
+    squares, changed = shards.squares(Decision("ada_clip", {**given, "taken": taken}))
     for index, gradient in enumerate(gradients):
         spikes = gradient.abs() > limit
         wanted = (torch.where(spikes, gradient * 0.5, gradient).double() / unit).square().sum() * taken[index]

@@ -16,7 +16,7 @@ from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.nn import OPERANDS, PRESETS
-from lightning_lowbit.optim.guarded_adam import GuardedAdam
+from lightning_lowbit.optim.adam import ClippedAdam
 from tests.benchmarks.kernels import compile_for
 from tests.kernels import interpreted, steps
 from tests.kernels.interpreted import Case
@@ -171,7 +171,7 @@ def test_random_casts(seed):
 def step_twice(options: dict[str, Any], dtype: torch.dtype, emulated: bool) -> list[Tensor]:
     """Parameters and their state."""
     parameters = make_parameters(dtype, [(), (300,), (2, 3, 130), (24, 128)])
-    optimizer = GuardedAdam(parameters, lr=1e-2, **options)
+    optimizer = ClippedAdam(parameters, lr=1e-2, **options)
 
     def of_all() -> list[Tensor]:
         return [tensor for p in parameters for tensor in (p.detach(), *optimizer.state[p].values())]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, kernel_passes
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, kernels
 from tests.kernels import steps
 from tests.kernels.interpreted import Launches
 from tests.optim.parameters import NoHostSync, set_gradients
@@ -50,9 +50,9 @@ def test_the_comparison_before_the_first_use(run: Any) -> None:
 
 def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     results = iter([[torch.ones(3)], [torch.full((3,), torch.nan)]])
-    monkeypatch.setattr(kernel_passes, "_results", lambda passes, device: next(results))
+    monkeypatch.setattr(kernels, "_sample_results", lambda passes, device: next(results))
     with pytest.warns(UserWarning, match="differ from plain torch on meta"):
-        assert not kernel_passes.agree.__wrapped__(torch.device("meta"))
+        assert not kernels.triton_agrees.__wrapped__(torch.device("meta"))
 
 
 RULES = {"element_clip": "ada_clip", "norm_clip": "ada_gn"}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbit.optim import kernel_passes
+from lightning_lowbit.optim import kernels
 
 SHAPES = [(), (1,), (7,), (0,), (0, 3), (5, 6), (3, 2, 2, 2)]
 
@@ -21,7 +21,7 @@ in_cpp_and_in_torch = pytest.mark.parametrize("code", ["C++", "torch"])
 def use(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain torch, the code of all other devices, or C++ where it serves."""
     if code == "torch":
-        monkeypatch.setattr(kernel_passes, "kernels_for", lambda batch: None)
+        monkeypatch.setattr(kernels, "kernels_for", lambda batch: None)
 
 
 def make_parameters(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Parameter]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, clipping
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, passes
 from tests.optim.parameters import (
     assert_same,
     in_cpp_and_in_torch,
@@ -96,7 +96,7 @@ def uncorrected_second_moment(optimizer: torch.optim.Optimizer, parameter: Tenso
 def test_reference(make: Make, options: dict[str, Any], code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, where only the order of sums differs; Lion's signs are then safe, too."""
     use(code, monkeypatch)
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
     guarding = [Guard(**options) for _ in parameters]
     cut = follow_reference(Adaptive(make(parameters), **options), make(twins), guarding, 10, 1e-9)
@@ -118,7 +118,7 @@ def test_spike_clip_by_the_wrapped_second_moment(
     make: Make, norm_clip: str | None, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(code, monkeypatch)
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
     options: dict[str, Any] = {"element_clip": "spike_clip", "norm_clip": norm_clip, "spike_threshold": 4.0}
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
     guarding = [Guard(**options) for _ in parameters]

@@ -1,4 +1,4 @@
-"""The rules of `clipping` one by one: values that can be worked out by hand, edges, and what holds for any input."""
+"""The rules one by one: values that can be worked out by hand, edges, and what holds for any input."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_lowbit.optim import clipping
+from lightning_lowbit.optim import passes, rules
 from tests.tables import each
 
 # Deterministic: it derives no seeds. The fixture that every test has gives it a folder, which these do not use.
@@ -40,9 +40,9 @@ def from_list(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor
 def test_pieces_are_rows_of_at_most_so_many_elements(
     shape: tuple[int, ...], rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
     tensor = torch.arange(math.prod(shape)).reshape(shape)
-    parts = [piece for (piece,) in clipping.pieces(tensor)]
+    parts = [piece for (piece,) in passes.pieces_of(tensor)]
     assert [len(part) for part in parts] == rows, f"pieces of {shape} have {[len(part) for part in parts]} rows"
     assert torch.equal(torch.cat(parts).reshape(shape), tensor), "the pieces are not the tensor"
     for part in parts:
@@ -52,22 +52,22 @@ def test_pieces_are_rows_of_at_most_so_many_elements(
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4)])
 def test_an_empty_tensor_has_no_pieces(shape: tuple[int, ...]) -> None:
-    assert list(clipping.pieces(torch.ones(shape), torch.ones(shape))) == []
+    assert list(passes.pieces_of(torch.ones(shape), torch.ones(shape))) == []
 
 
 def test_the_first_tensor_decides_the_rows_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
     wide, narrow = torch.arange(20).reshape(5, 4), torch.arange(5)
-    shapes = [(tuple(a.shape), tuple(b.shape)) for a, b in clipping.pieces(wide, narrow)]
+    shapes = [(tuple(a.shape), tuple(b.shape)) for a, b in passes.pieces_of(wide, narrow)]
     assert shapes == [((2, 4), (2,)), ((2, 4), (2,)), ((1, 4), (1,))]
     with pytest.raises(ValueError):  # of another length
-        list(clipping.pieces(wide, torch.arange(8)))
+        list(passes.pieces_of(wide, torch.arange(8)))
 
 
 def test_elsewhere_pieces_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
-    monkeypatch.setattr(clipping, "PIECE_ON_ACCELERATOR", 16)
-    on_meta = [len(piece) for (piece,) in clipping.pieces(torch.empty(20, 4, device="meta"))]
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
+    monkeypatch.setattr(passes, "PIECE_ON_ACCELERATOR", 16)
+    on_meta = [len(piece) for (piece,) in passes.pieces_of(torch.empty(20, 4, device="meta"))]
     assert on_meta == [4] * 5, f"pieces away from the CPU have {on_meta} rows"
 
 
@@ -81,7 +81,7 @@ def test_elsewhere_pieces_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
      ([-math.inf, 1], math.inf)],
 )  # fmt: skip
 def test_amax(values: list[float], expected: float, dtype: torch.dtype) -> None:
-    found = clipping.amax(from_list(values, dtype))
+    found = passes.amax(from_list(values, dtype))
     assert found.dtype == dtype and found.dim() == 0 and found == expected, f"max|{values}| is {found}"
 
 
@@ -89,23 +89,23 @@ def test_amax(values: list[float], expected: float, dtype: torch.dtype) -> None:
 def test_amax_lets_nan_through(place: int) -> None:
     values = torch.ones(41)
     values[place] = math.nan
-    assert clipping.amax(values).isnan(), f"NaN at {place} was lost"
+    assert passes.amax(values).isnan(), f"NaN at {place} was lost"
 
 
 @PROFILE
 @given(vectors)
 def test_amax_is_the_infinity_norm(values: Tensor) -> None:
-    assert clipping.amax(values) == values.abs().max()
+    assert passes.amax(values) == values.abs().max()
 
 
 @each("shape", [(), (0,), (4,), (3, 5), (2, 3, 4)])
 def test_sum_of_squares(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape, dtype=torch.float64)
-    found = clipping.sum_of_squares(values)
+    found = passes.sum_of_squares(values)
     assert found.dim() == 0
     torch.testing.assert_close(found, values.square().sum(), msg=f"Σx² of {shape} is {found}")
     transposed = values.mT if values.dim() > 1 else values
-    torch.testing.assert_close(clipping.sum_of_squares(transposed), found, msg="a transposed tensor has another Σx²")
+    torch.testing.assert_close(passes.sum_of_squares(transposed), found, msg="a transposed tensor has another Σx²")
 
 
 # --- moving averages ---
@@ -117,7 +117,7 @@ def test_weights_give_the_bias_corrected_average(decay: float, dtype: torch.dtyp
     values = torch.randn(40, dtype=torch.float64).exp().tolist()
     average, uncorrected = torch.full((), math.nan, dtype=dtype), 0.0
     for step, value in enumerate(values):
-        weight = clipping.averaging_weight(decay, torch.tensor(step), dtype)
+        weight = rules.averaging_weight(decay, torch.tensor(step), dtype)
         assert weight.dtype == dtype
         new = torch.tensor(value, dtype=dtype)
         average = new if step == 0 else average.lerp(new, weight)  # at 1 even a NaN would be forgotten by `where`
@@ -131,7 +131,7 @@ def test_weights_give_the_bias_corrected_average(decay: float, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_averaging_weight_of_many_parameters_and_steps(dtype: torch.dtype) -> None:
     steps = torch.tensor([[0, 1], [2, 10**9]])
-    weights = clipping.averaging_weight(0.75, steps, dtype)
+    weights = rules.averaging_weight(0.75, steps, dtype)
     exact = [[1, 0.25 / (1 - 0.75**2)], [0.25 / (1 - 0.75**3), 0.25]]
     torch.testing.assert_close(weights, torch.tensor(exact, dtype=dtype))
     assert weights[0, 0] == 1, "the first value has a weight other than 1, and the past would not be gone"
@@ -140,7 +140,7 @@ def test_averaging_weight_of_many_parameters_and_steps(dtype: torch.dtype) -> No
 @PROFILE
 @given(st.floats(0, 0.99999), st.integers(0, 10**9))
 def test_averaging_weight_is_a_share_that_falls(decay: float, steps: int) -> None:
-    now, later = clipping.averaging_weight(decay, torch.tensor([steps, steps + 1]), torch.float64).tolist()
+    now, later = rules.averaging_weight(decay, torch.tensor([steps, steps + 1]), torch.float64).tolist()
     assert 0 < later <= now <= 1, f"weights at γ = {decay}: {now}, then {later}"
     assert now >= (1 - decay) * (1 - 1e-9), f"the weight {now} is less than 1 − γ = {1 - decay}"
 
@@ -152,7 +152,7 @@ def test_growing_weight_gives_the_average_of_decays_that_change(decays: list[flo
     values = [math.sin(index) + 2 for index in range(len(decays))]
     total, average = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for decay, value in zip(decays, values, strict=True):
-        weight, total = clipping.growing_weight(1 - decay, total)
+        weight, total = rules.growing_weight(1 - decay, total)
         average = average.lerp(torch.tensor(value, dtype=torch.float64), weight)
     shares = [(1 - decay) * math.prod(decays[index + 1 :]) for index, decay in enumerate(decays)]
     assert total.item() == pytest.approx(1 - math.prod(decays), rel=1e-12), "the total is not 1 − γ₁⋯γₜ"
@@ -161,8 +161,8 @@ def test_growing_weight_gives_the_average_of_decays_that_change(decays: list[flo
 
 
 @pytest.mark.parametrize("new", [0.25, torch.tensor([0.25, 0.25])], ids=["number", "tensor"])
-def test_growing_weight_starts_anew_where_the_total_is_zero(new: clipping.Scalar) -> None:
-    weight, total = clipping.growing_weight(new, torch.tensor([0.0, 0.75]))
+def test_growing_weight_starts_anew_where_the_total_is_zero(new: rules.Scalar) -> None:
+    weight, total = rules.growing_weight(new, torch.tensor([0.0, 0.75]))
     assert weight.tolist() == pytest.approx([1.0, 0.25 / 0.8125]) and weight[0] == 1, f"weights {weight}"
     assert total.tolist() == pytest.approx([0.25, 0.8125]), f"totals {total}"
 
@@ -171,7 +171,7 @@ def test_growing_weight_starts_anew_where_the_total_is_zero(new: clipping.Scalar
 
 
 def test_clip_ratio() -> None:
-    ratio = clipping.clip_ratio(from_list([4, 2, 1, 0, 0, 3]), from_list([2, 2, 2, 0, 1, 0]))
+    ratio = rules.clip_ratio(from_list([4, 2, 1, 0, 0, 3]), from_list([2, 2, 2, 0, 1, 0]))
     assert ratio.tolist() == [0.5, 1, 1, 1, 1, 0], f"T/M where M > T, otherwise 1; got {ratio}"
 
 
@@ -179,9 +179,9 @@ def test_clip_ratio() -> None:
 def test_ada_clip_by_hand(dtype: torch.dtype) -> None:
     gradient = from_list([1, -8, 2, -2, 2.5, 0], dtype)  # T = 2 itself is no spike, 2.5 ends below it
     before = gradient.clone()
-    spikes = clipping.is_spike(gradient, torch.tensor(2.0))
+    clipped, spikes = rules.AdaClip.clip(gradient, torch.tensor(2.0), torch.tensor(0.25), None)
+    assert spikes is not None
     assert spikes.tolist() == [False, True, False, False, True, False], f"spikes are {spikes}"
-    clipped = clipping.ada_clip(gradient, spikes, torch.tensor(0.25))
     assert clipped.tolist() == [1, -2, 2, -2, 0.625, 0] and clipped.dtype == dtype, f"AdaClip gave {clipped}"
     assert torch.equal(gradient, before), "an argument was changed"
 
@@ -189,14 +189,14 @@ def test_ada_clip_by_hand(dtype: torch.dtype) -> None:
 @PROFILE
 @given(vectors, st.floats(0, 1))
 def test_ada_clip_of_anything(gradient: Tensor, share: float) -> None:
-    maximum = clipping.amax(gradient)
+    maximum = passes.amax(gradient)
     threshold = maximum * share
-    ratio = clipping.clip_ratio(maximum, threshold)
-    got = clipping.ada_clip(gradient, clipping.is_spike(gradient, threshold), ratio)
+    ratio = rules.clip_ratio(maximum, threshold)
+    got = rules.AdaClip.clip(gradient, threshold, ratio, None)[0]
     for value, clipped in zip(gradient.tolist(), got.tolist(), strict=True):
         wanted = value * ratio.item() if abs(value) > threshold else value
         assert clipped == pytest.approx(wanted, rel=1e-6, abs=1e-45), f"{value} became {clipped}, not {wanted}"
-    assert clipping.amax(got) <= threshold * (1 + 1e-6), f"{got} exceeds T = {threshold}"
+    assert passes.amax(got) <= threshold * (1 + 1e-6), f"{got} exceeds T = {threshold}"
 
 
 # --- SpikeClip ---
@@ -204,10 +204,10 @@ def test_ada_clip_of_anything(gradient: Tensor, share: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scalar", [torch.tensor, float])
-def test_spike_clip_by_hand(scalar: Callable[[float], clipping.Scalar], dtype: torch.dtype) -> None:
+def test_spike_clip_by_hand(scalar: Callable[[float], rules.Scalar], dtype: torch.dtype) -> None:
     gradient = from_list([9, -9, 6, -5, 9, 0, -9], dtype)
     mean_square = from_list([4, 4, 4, 4, 0, 4, 1e-30], dtype)
-    clipped = clipping.spike_clip(gradient, mean_square, scalar(9.0))
+    clipped = rules.SpikeClip.clip(gradient, scalar(9.0), 1.0, mean_square)[0]
     expected = from_list([6, -6, 6, -5, 9, 0, -3e-15], dtype)  # √(9·4) = 6; v = 0 clips nothing
     torch.testing.assert_close(clipped, expected, rtol=1e-6, atol=0)
     assert gradient[0] == 9 and mean_square[0] == 4, "an argument was changed"
@@ -221,12 +221,12 @@ def test_spike_clip_of_anything(pairs: list[tuple[float, float]], factor: float)
     gradient, v = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
     is_spike = (v > 0) & (gradient.square() > factor * v) if math.isfinite(factor) else torch.zeros_like(v).bool()
     expected = torch.where(is_spike, gradient.sign() * (v * (factor if is_spike.any() else 1)).sqrt(), gradient)
-    got = clipping.spike_clip(gradient, v, factor)
+    got = rules.SpikeClip.clip(gradient, factor, 1.0, v)[0]
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0, msg=f"θ = {factor}: {got}, not {expected}")
 
 
 def test_spike_clip_lets_nan_through() -> None:
-    got = clipping.spike_clip(from_list([math.nan, math.inf]), from_list([1, 1]), 4.0)
+    got = rules.SpikeClip.clip(from_list([math.nan, math.inf]), 4.0, 1.0, from_list([1, 1]))[0]
     assert got[0].isnan() and got[1] == 2, f"got {got}"
 
 
@@ -234,7 +234,7 @@ def test_spike_clip_lets_nan_through() -> None:
 
 
 def test_norm_ratio_by_hand() -> None:
-    ratio = clipping.norm_ratio(from_list([2, 0.5, 0, 4]), from_list([3, 3, 3, 0]), from_list([4, 4, 4, 0]), 1.0)
+    ratio = rules.norm_ratio(from_list([2, 0.5, 0, 4]), from_list([3, 3, 3, 0]), from_list([4, 4, 4, 0]), 1.0)
     assert ratio.tolist() == [0.5, 2, 0, 0], f"m/(√v + ε)/n, 0 where n = 0; got {ratio}"
 
 
@@ -242,7 +242,7 @@ def test_norm_ratio_by_hand() -> None:
 @given(st.floats(1e-8, 1e8), st.floats(1e-8, 1e8), st.floats(1e-8, 1e8))
 def test_ada_gn_gives_the_norm_of_its_history(norm: float, mean: float, root: float) -> None:
     gradient = torch.tensor([3.0, -4.0, 0.0], dtype=torch.float64) * (norm / 5)
-    ratio = clipping.norm_ratio(gradient.norm(), torch.tensor(mean).double(), torch.tensor(root**2).double(), 1e-8)
+    ratio = rules.norm_ratio(gradient.norm(), torch.tensor(mean).double(), torch.tensor(root**2).double(), 1e-8)
     got = gradient * ratio
     assert got.norm().item() == pytest.approx(mean / (root + 1e-8), rel=1e-5)
     assert got[0] > 0 > got[1] and got[0] / got[1] == pytest.approx(-0.75), "AdaGN changed the direction"

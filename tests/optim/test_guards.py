@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, StableSPAM, clipping
-from lightning_lowbit.optim.batch import GradientStatistics
-from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER
+from lightning_lowbit.optim import SPAM, Adaptive, StableSPAM, passes
+from lightning_lowbit.optim.optimizer import GradientStatistics
+from lightning_lowbit.optim.rules import SPIKE_CLIP_AFTER
 from tests.optim.parameters import (
     NoHostSync,
     assert_same,
@@ -80,7 +80,7 @@ def test_golden_vectors_on_every_path(
 ) -> None:
     use(code, monkeypatch)
     if piece is not None:
-        monkeypatch.setattr(clipping, "PIECE_ON_CPU", piece)
+        monkeypatch.setattr(passes, "PIECE_ON_CPU", piece)
     follow_oracle(optimizers)
 
 
@@ -142,7 +142,7 @@ def test_pieces_and_whole_tensors_agree(make: Callable[[Any], Any], monkeypatch:
     for step in range(30):
         train(whole, here, [step])
         with monkeypatch.context() as patch:
-            patch.setattr(clipping, "PIECE_ON_CPU", 8)
+            patch.setattr(passes, "PIECE_ON_CPU", 8)
             train(cut, there, [step])
         for p, q in zip(here, there, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=f"step {step + 1}, {tuple(p.shape)}: {p} {q}")
@@ -179,7 +179,7 @@ def assert_saw(statistics: dict[Tensor, GradientStatistics], parameters: list[Pa
 def test_statistics_are_those_of_the_reference(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups with one rule each, so that each keeps to its own; a reset within the run."""
     use(code, monkeypatch)
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
     shapes: list[tuple[int, ...]] = [(), (7,), (0, 3), (5, 6)]
     groups = [{"params": make_parameters(shapes=shapes), **options} for options in RULES.values()]
     parameters = [p for group in groups for p in group["params"]]

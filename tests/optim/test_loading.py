@@ -13,13 +13,13 @@ from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
+from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from tests.lightning_imports import LightningModule, Trainer
 from tests.optim.conformance.entries import assert_nothing_happened
 from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
 from tests.tables import each
 
-MAKERS: dict[str, Callable[..., GuardedOptimizer]] = {
+MAKERS: dict[str, Callable[..., ClippedOptimizer]] = {
     "StableSPAM": lambda p: StableSPAM(p, reset_interval=4),
     "StableSPAM fp8": lambda p: StableSPAM(p, moments="fp8"),
     "SPAM": lambda p: SPAM(p),
@@ -44,7 +44,7 @@ def trained(name: str, shapes: list[tuple[int, ...]], names: list[str] | None = 
     return parameters, optimizer
 
 
-def refused(optimizer: GuardedOptimizer, parameters: list[Parameter], saved: Any) -> str:
+def refused(optimizer: ClippedOptimizer, parameters: list[Parameter], saved: Any) -> str:
     """Why a state is refused, which changes nothing."""
     before, groups = snapshot(optimizer, parameters), copy.deepcopy(optimizer.state_dict()["param_groups"])
     entries = {parameter: [*state] for parameter, state in optimizer.state.items()}
@@ -181,7 +181,7 @@ def test_statistics_in_another_precision_are_converted() -> None:
 
 # --- changed after loading ---
 
-LATER: dict[str, Callable[[GuardedOptimizer, Parameter], Any]] = {
+LATER: dict[str, Callable[[ClippedOptimizer, Parameter], Any]] = {
     "a moment is shorter": lambda o, p: o.state[p].update(mean=o.state[p]["mean"].new_zeros(3)),
     "a moment is longer": lambda o, p: o.state[p].update(mean_square=o.state[p]["mean_square"].new_zeros(10**4, 10)),
     "a moment is transposed": lambda o, p: o.state[p].update(mean=o.state[p]["mean"].new_zeros(5, 6)),

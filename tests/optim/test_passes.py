@@ -10,8 +10,8 @@ from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, guards, kernel_passes
-from lightning_lowbit.optim.guarded_adam import GuardedAdam
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, kernels, rules
+from lightning_lowbit.optim.adam import ClippedAdam
 from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train, use
 from tests.tables import each
 
@@ -23,7 +23,7 @@ needs_cpp = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot
 
 @pytest.fixture(autouse=True)
 def _early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "SPIKE_CLIP_AFTER", 2)
+    monkeypatch.setattr(rules, "SPIKE_CLIP_AFTER", 2)
 
 
 def run(
@@ -81,7 +81,7 @@ def test_trajectories_are_those_of_plain_torch(
     else:
         options |= {"moments": moments, "norm_clip": norm_clip}
         options |= {"master_weights": None if dtype == torch.float32 else master_weights}
-    runs = [run(lambda p: GuardedAdam(p, **options), code, dtype, monkeypatch) for code in ("C++", "torch")]
+    runs = [run(lambda p: ClippedAdam(p, **options), code, dtype, monkeypatch) for code in ("C++", "torch")]
     (parameters, optimizer, seen), (twins, twin, wanted) = runs
     for index, (found, expected) in enumerate(zip(seen, wanted, strict=True)):
         assert_near(found, expected, 1e-6, f"statistic {index}")
@@ -151,12 +151,12 @@ def test_without_a_rule_for_norms_the_update_counts_and_measures(size: float, ru
         runs = []
         for norm_clips in (("grad_clip", "grad_clip"), ("grad_clip", None), (None, "grad_clip"), (None, None)):
             if norm_clips == (None, None):
-                for passes in (kernel_passes.CppPasses, kernel_passes.Passes):
+                for passes in (kernels.CppPasses, kernels.Passes):
                     patch.setattr(passes, "squares", None)
             parameters = make_parameters(shapes=SHAPES)
             halves = zip((parameters[:3], parameters[3:]), norm_clips, strict=True)
             groups = [{"params": half, "norm_clip": norm_clip} for half, norm_clip in halves]
-            optimizer, saw = GuardedAdam(groups, element_clip=rule, spike_threshold=2.0, max_norm=1e9), []
+            optimizer, saw = ClippedAdam(groups, element_clip=rule, spike_threshold=2.0, max_norm=1e9), []
             for step in range(5):
                 set_gradients(parameters, seed=step)
                 for p in parameters:
@@ -208,9 +208,7 @@ def chosen(parameter: Tensor, **options: Any) -> type:
 def test_cpp_serves_what_trains_on_a_cpu() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for moments in ("fp32", "fp8"):
-            assert chosen(torch.ones(3, 4, dtype=dtype), moments=moments) is kernel_passes.CppPasses, (
-                f"{dtype}, {moments}"
-            )
+            assert chosen(torch.ones(3, 4, dtype=dtype), moments=moments) is kernels.CppPasses, f"{dtype}, {moments}"
 
 
 def test_plain_torch_serves_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,11 +219,11 @@ def test_plain_torch_serves_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
         "another device": torch.ones(3, 4, device="meta"),
     }
     for name, parameter in cases.items():
-        assert chosen(parameter) is kernel_passes.Passes, f"{name} runs in C++"
+        assert chosen(parameter) is kernels.Passes, f"{name} runs in C++"
     with backend("eager"):
-        assert chosen(torch.ones(3, 4)) is kernel_passes.Passes, "plain code was asked for"
-    monkeypatch.setattr(kernel_passes, "library", lambda: None)
-    assert chosen(torch.ones(3, 4)) is kernel_passes.Passes, "there is no library"
+        assert chosen(torch.ones(3, 4)) is kernels.Passes, "plain code was asked for"
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    assert chosen(torch.ones(3, 4)) is kernels.Passes, "there is no library"
 
 
 @needs_cpp

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, clipping
+from lightning_lowbit.optim import SPAM, passes
 from tests.optim.parameters import (
     assert_same,
     in_cpp_and_in_torch,
@@ -45,7 +45,7 @@ def test_reference(
     options: dict[str, Any], dtype: torch.dtype, tolerance: float, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(code, monkeypatch)
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
     parameters = make_parameters(dtype, SHAPES)
     references = [Reference(p, lr=1e-2, **options) for p in parameters]
     optimizer = SPAM(parameters, lr=1e-2, **options)
@@ -187,7 +187,7 @@ def test_elements_that_are_not_drawn_move_by_weight_decay_alone() -> None:
 def test_drawn_elements_follow_the_reference(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spikes, resets, warm-up and decay included; what was drawn is seen in a twin that does not decay."""
     use(code, monkeypatch)
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
     options: dict[str, Any] = {"lr": 1e-2, "spike_threshold": 4.0, "reset_interval": 25, "warmup_steps": 3}
     [parameter], [twin] = make_parameters(torch.float64, [(5, 9)]), make_parameters(torch.float64, [(5, 9)])
     reference = Reference(parameter, weight_decay=0.1, **options)
@@ -218,7 +218,7 @@ def test_draws_do_not_depend_on_the_size_of_a_piece(piece: int, monkeypatch: pyt
         return [one_step(optimizer, parameter, seed=step) for step in range(7)], snapshot(optimizer, [parameter])
 
     drawn, values = run()
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", piece)
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", piece)
     drawn_in_pieces, values_in_pieces = run()
     assert_same(drawn_in_pieces, drawn, f"pieces of {piece} elements draw others")
     for left, right in zip(values_in_pieces, values, strict=True):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import StableSPAM, clipping
+from lightning_lowbit.optim import StableSPAM, passes
 from tests.optim.parameters import assert_same, make_parameters, set_gradients, train
 from tests.references.stable_spam import Reference, step_all
 
@@ -71,7 +71,7 @@ def test_oracle(dtype: torch.dtype, tolerance: float, decay_index: int, resets: 
 def test_reference(
     dtype: torch.dtype, tolerance: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
     parameters = make_parameters(dtype)
     references = [Reference(p, lr=1e-2, **options) for p in parameters]
     optimizer = StableSPAM(parameters, lr=1e-2, **options)

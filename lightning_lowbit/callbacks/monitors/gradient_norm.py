@@ -21,8 +21,8 @@ from lightning_lowbit.checks import integer, number, positive, some
 from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
 from lightning_lowbit.metrics.spikes import LEAST_RISE, SPIKE_STATE, detect_spike
 from lightning_lowbit.nn.conversion.convert import select
-from lightning_lowbit.nn.layers.layer import clean_name
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Table, Text
@@ -157,7 +157,7 @@ class GradientNormMonitor(Monitor):
             parts.append(local_norms(parameters, trainer.strategy.root_device))
         groups = [sharding_of(parameter).groups for parameter in parameters]
         squares = torch.stack(all_reduce_(torch.stack(parts, 1).square().unbind(), groups, dist.ReduceOp.SUM))
-        if any(isinstance(optimizer, GuardedOptimizer) for optimizer in steps):
+        if any(isinstance(optimizer, ClippedOptimizer) for optimizer in steps):
             stages.append("used")
             squares = torch.cat([squares, _used([*steps], parameters, squares)[:, None]], 1)
         norms = {"": squares.sum(0).sqrt()}  # by layer: [stages]
@@ -244,8 +244,8 @@ def _layers(pl_module: LightningModule) -> dict[str, list[Tensor]]:
 
 
 def _used(optimizers: list[Optimizer], parameters: list[Tensor], squares: Tensor) -> Tensor:
-    """Returns Σg² after the clipping of the optimizers, if they clip: [P]; 0 in a skipped step."""
-    guarded = [optimizer for optimizer in optimizers if isinstance(optimizer, GuardedOptimizer)]
+    """Σg² after the optimizers' own clipping, or as given to those without any: [P]; 0 in a skipped step."""
+    guarded = [optimizer for optimizer in optimizers if isinstance(optimizer, ClippedOptimizer)]
     seen = {parameter: row for optimizer in guarded for parameter, row in optimizer.gradient_statistics().items()}
     unknown = torch.full_like(squares[0, 0], math.nan)
     after = torch.stack([seen[p].norm_after.to(unknown) if p in seen else unknown for p in parameters])

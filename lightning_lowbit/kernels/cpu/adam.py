@@ -1,7 +1,6 @@
 """The passes of an optimizer's step over all elements, in C++: `source/adam.cpp`, called through ctypes.
 
-A `ParameterShard` is one parameter of a batch, as addresses and sizes. They are passed as one row of numbers after
-another.
+The shards of a batch are one array of 64-bit numbers, with a row for each `ParameterShard`.
 """
 
 import ctypes
@@ -13,92 +12,86 @@ from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.memory import address, addresses, start
-from lightning_lowbit.kernels.shards import ParameterShard, Rules
+from lightning_lowbit.kernels.shards import FLOATING, Decision, ParameterShard
 
 _RULES = {None: 0, "ada_clip": 1, "spike_clip": 2}
 
 #: Elements of which `measure` gives one maximum and one sum.
 CHUNK = 2**14
 
-_ARRAYS = ("limit", "ratio", "unit", "factor", "weight1", "weight2", "rate", "decay", "old_scale", "new_scale")
-_DTYPES = {"taken": torch.bool, "steps": torch.int64, "since_reset": torch.int64}  # of the other numbers
+_DTYPES = {"taken": torch.bool, "steps": torch.int64, "steps_since_reset": torch.int64}  # of the other numbers
 
 
-class _Rules(ctypes.Structure):
-    """``struct Rules`` in C++."""
+class _Decision(ctypes.Structure):
+    """``struct Decision`` in C++."""
 
     _fields_ = [
         ("taken", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        *((name, ctypes.c_void_p) for name in FLOATING),
         ("steps", ctypes.c_void_p),
-        ("since_reset", ctypes.c_void_p),
+        ("steps_since_reset", ctypes.c_void_p),
         ("eps", ctypes.c_double),
         ("rule", ctypes.c_int64),
         ("decays", ctypes.c_int64),
     ]
 
 
-class Shards:
+class CppParameters:
     """The shards of a batch, for the functions of the library."""
 
     def __init__(self, shards: Sequence[ParameterShard]) -> None:
         self._fields = array("q", [field for shard in shards for field in shard])
         self._count, self._chunks = len(shards), sum(-(-shard.size // CHUNK) for shard in shards)
-        self._measured = self._new_measured()
+        self._measured = self._new_chunks()
 
-    def measure(self) -> Tensor:
-        """max|g|, −1 where there is no gradient: float32 [P]."""
-        return self._measure(0, self._measured)
+    def measure(self, weights: bool = False) -> Tensor:
+        """max|g|, −1 where there is no gradient, or max|p|: float32 [P]."""
+        result = torch.empty(self._count, dtype=torch.float32, device="cpu")
+        chunks = self._new_chunks() if weights else self._measured
+        self._call("measure", ctypes.c_int(weights), *map(_pointer, (result, *chunks)))
+        return result
 
-    def measure_weights(self) -> Tensor:
-        """max|p|: float32 [P]."""
-        return self._measure(1, self._new_measured())
-
-    def squares(self, rules: Rules) -> Tensor:
+    def squares(self, decision: Decision) -> Tensor:
         """Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]. After `measure`."""
         result = torch.empty(2, self._count, dtype=torch.float32, device="cpu")
-        self._decide("squares", rules, *map(_pointer, (*self._measured, result)))
+        self._call_with(decision, "squares", *map(_pointer, (*self._measured, result)))
         return result
 
-    def update(self, rules: Rules) -> Tensor | None:
-        """Adam; with ``unit`` among the numbers, what `squares` gives, of the same pass."""
-        result = torch.empty(2, self._count, dtype=torch.float32, device="cpu") if "unit" in rules.numbers else None
-        self._decide("update", rules, None if result is None else _pointer(result))
+    def update(self, decision: Decision, sums: bool) -> Tensor | None:
+        """Adam; with ``sums``, the result of `squares` from the same pass."""
+        result = torch.empty(2, self._count, dtype=torch.float32, device="cpu") if sums else None
+        self._call_with(decision, "update", None if result is None else _pointer(result))
         return result
 
-    def write_clipped(self, rules: Rules) -> None:
+    def write_clipped(self, decision: Decision) -> None:
         """factor·clip(g) into ``weights``."""
-        self._decide("clipped", rules)
+        self._call_with(decision, "clipped")
 
-    def _new_measured(self) -> tuple[Tensor, Tensor]:
+    def _new_chunks(self) -> tuple[Tensor, Tensor]:
         """Room for max|g| and Σg² of each chunk."""
         return (
             torch.empty(self._chunks, dtype=torch.float32, device="cpu"),
             torch.empty(self._chunks, dtype=torch.float64, device="cpu"),
         )
 
-    def _measure(self, of_weights: int, of_chunks: tuple[Tensor, Tensor]) -> Tensor:
-        amaxes = torch.empty(self._count, dtype=torch.float32, device="cpu")
-        self._call("measure", ctypes.c_int(of_weights), *map(_pointer, (amaxes, *of_chunks)))
-        return amaxes
-
     def _call(self, name: str, *arguments: object) -> None:
-        found = library()
-        assert found is not None
+        cpp = library()
+        assert cpp is not None
         shards = ctypes.c_void_p(self._fields.buffer_info()[0])
         threads = ctypes.c_int(torch.get_num_threads())
-        getattr(found, name)(shards, ctypes.c_int64(self._count), threads, *arguments)
+        getattr(cpp, name)(shards, ctypes.c_int64(self._count), threads, *arguments)
 
-    def _decide(self, name: str, rules: Rules, *arguments: object) -> None:
-        numbers = dict(rules.numbers)
-        floating = [key for key in numbers if key in _ARRAYS]
+    def _call_with(self, decision: Decision, name: str, *arguments: object) -> None:
+        numbers, starts = decision.numbers, {}
+        for key, dtype in _DTYPES.items():
+            if key in numbers:
+                starts[key] = address(key, numbers[key], dtype, self._count)
+        floating = [key for key in FLOATING if key in numbers]
         rows = torch.stack([numbers[key] for key in floating]).float()
-        numbers |= dict(zip(floating, rows, strict=True))
-        starts = {
-            key: address(key, tensor, _DTYPES.get(key, torch.float32), self._count) for key, tensor in numbers.items()
-        }
-        made = _Rules(eps=rules.eps, rule=_RULES[rules.rule], decays=rules.decays, **starts)
-        self._call(name, ctypes.byref(made), *arguments)
+        first = address("numbers", rows, torch.float32, len(floating) * self._count)
+        starts |= {key: first + index * 4 * self._count for index, key in enumerate(floating)}
+        structure = _Decision(eps=decision.eps, rule=_RULES[decision.rule], decays=decision.decays, **starts)
+        self._call(name, ctypes.byref(structure), *arguments)
 
 
 def _pointer(new: Tensor) -> ctypes.c_void_p:
@@ -109,7 +102,7 @@ class Scalars:
     """0-d tensors on a CPU, one for each shard and name, as one tensor [P] for each name, with the dtype of each."""
 
     def __init__(self, tensors: Mapping[str, Sequence[Tensor]], dtypes: Mapping[str, torch.dtype]) -> None:
-        self._tensors, self._dtypes = tensors, dtypes  # kept alive
+        self._tensors, self._dtypes = tensors, dtypes  # tensors, so that their memory stays
         self._addresses = {
             name: array("q", addresses(name, scalars, dtypes[name])) for name, scalars in tensors.items()
         }
@@ -122,15 +115,15 @@ class Scalars:
         return loaded
 
     def store(self, values: Mapping[str, Tensor]) -> None:
-        """Writes what `load` gave, and what has become of it, back."""
+        """Writes tensors [P] by name into the 0-d tensors."""
         for name, value in values.items():
             self._move(name, value.to(self._dtypes[name]).contiguous(), 0)
 
     def _move(self, name: str, value: Tensor, gathers: int) -> None:
-        found = library()
-        assert found is not None
+        cpp = library()
+        assert cpp is not None
         starts = self._addresses[name]
-        found.move_scalars(
+        cpp.move_scalars(
             ctypes.c_void_p(starts.buffer_info()[0]),
             ctypes.c_int64(len(starts)),
             ctypes.c_int64(value.element_size()),

@@ -1,7 +1,8 @@
 """The passes of an optimizer's step over all elements, in Triton: `passes.py`, one launch for all shards of a kind."""
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -15,7 +16,15 @@ from lightning_lowbit.kernels.gpu.casts import run
 from lightning_lowbit.kernels.gpu.constants import grid_of
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.memory import checked
-from lightning_lowbit.kernels.shards import FP8, KINDS, NOTHING, ParameterShard, Rules, moved
+from lightning_lowbit.kernels.shards import (
+    FLOATING,
+    FP8,
+    KINDS,
+    NOTHING,
+    Decision,
+    ParameterShard,
+    indices_on,
+)
 from lightning_lowbit.quant.rounding import mix_key
 
 BLOCK, BLOCKS = 128, 8  # elements of a block, and blocks of a program
@@ -23,17 +32,14 @@ STEP = 1024  # partial sums that are added at a time
 
 _AT = ParameterShard(*range(len(ParameterShard._fields)))
 _ADDRESSES = slice(_AT.weights, _AT.master + 1)
+_NUMBERS = ("taken", *FLOATING)
+_ROW: Any = namedtuple("_Row", _NUMBERS)(*range(len(_NUMBERS)))
 _DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in KINDS.items()}
 _FORMATS = {"MEAN": grid_of(ELEMENT_FORMATS["e4m3"]), "SQUARE": grid_of(ELEMENT_FORMATS["e5m2"])}
 
-# What kernels read of the rules, in this order; scales are of master weights.
-_CLIPPED = ("limit", "ratio", "factor")
-_SQUARED = ("limit", "ratio", "unit", "taken")
-_UPDATED = (*_CLIPPED, "taken", "weight1", "weight2", "rate", "decay", "unit", "old_scale", "new_scale")
-
 
 class Kind(NamedTuple):
-    """What kernels are compiled for; shards of a kind are worked on by one launch."""
+    """Properties of a shard for which kernels are compiled; one launch works on all shards of a kind."""
 
     weights: int
     gradient: int
@@ -49,115 +55,106 @@ class Kind(NamedTuple):
         return cls(shard.weights_kind, shard.gradient_kind, shard.moments, has_square, has_master, is_aligned)
 
 
-class Shards:
-    """The shards of a batch on a GPU, for the kernels: no function waits for it.
+class TritonParameters:
+    """The shards of a batch on a GPU, for the kernels; no function waits for the GPU.
 
     Elements are in fp32, bf16 or fp16, and moments of all of them in fp32 or FP8.
     """
 
     def __init__(self, shards: Sequence[ParameterShard], device: torch.device) -> None:
         self._shards, self._device = shards, device
-        self._table = moved([field for shard in shards for field in shard], device).view(
-            -1, len(ParameterShard._fields)
-        )
+        fields = [field for shard in shards for field in shard]
+        self._table = indices_on(device, fields).view(-1, len(ParameterShard._fields))
         self._kinds = [Kind.of(shard) for shard in shards]
 
-    def measure(self) -> Tensor:
-        """max|g|, −1 where there is no gradient: float32 [P]."""
-        amaxes = (self._table[:, _AT.gradient_kind] != NOTHING).to(torch.float32) - 1
-        return self._measure(amaxes, _AT.gradient, lambda kind: _DTYPES.get(kind.gradient))
+    def measure(self, weights: bool = False) -> Tensor:
+        """max|g|, −1 where there is no gradient, or max|p|: float32 [P]."""
+        field, kinds = (_AT.weights, _AT.weights_kind) if weights else (_AT.gradient, _AT.gradient_kind)
+        amaxes = (self._table[:, kinds] != NOTHING).to(torch.float32) - 1
+        if weights:
+            amaxes = torch.zeros_like(amaxes)
+        for kind in self._used_kinds():
+            source = _DTYPES.get(kind.weights if weights else kind.gradient)
+            if source is not None:
+                counts, constants = self._counts(kind, by_rows=False), {"FIELD": field, "SOURCE": source}
+                self._run("measure_shards", kind, counts, {"amaxes": amaxes.view(torch.int32)}, constants)
+        return amaxes
 
-    def measure_weights(self) -> Tensor:
-        """max|p|: float32 [P]."""
-        amaxes = torch.zeros(len(self._shards), dtype=torch.float32, device=self._device)
-        return self._measure(amaxes, _AT.weights, lambda kind: _DTYPES[kind.weights])
-
-    def squares(self, rules: Rules) -> Tensor:
+    def squares(self, decision: Decision) -> Tensor:
         """Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]."""
-        clipping = {kind: _clipping(kind, rules) for kind in self._every_kind() if kind.gradient in _DTYPES}
-        counts = {kind: self._counts(kind, constants["FP8"]) for kind, constants in clipping.items()}
-        room = self._room_for_sums(counts.values())
-        given = {"numbers": self._rows(rules.numbers, _SQUARED), **room}
-        for kind, constants in clipping.items():
-            self._run("square_shards", kind, counts[kind], given, {**constants, "SQUARE": _FORMATS["SQUARE"]})
-        return self._added(**room)
+        sums = self._pass("squares", decision, sums=True)
+        assert sums is not None
+        return sums
 
-    def update(self, rules: Rules) -> Tensor | None:
-        """Adam; with ``unit`` among the numbers, what `squares` gives, of the same pass."""
-        counts = {kind: self._counts(kind, kind.moments == FP8) for kind in self._every_kind()}
-        sums, keys = "unit" in rules.numbers, None
+    def update(self, decision: Decision, sums: bool) -> Tensor | None:
+        """Adam; with ``sums``, the result of `squares` from the same pass."""
+        return self._pass("update", decision, sums)
+
+    def write_clipped(self, decision: Decision) -> None:
+        """factor·clip(g) into ``weights``."""
+        self._pass("write", decision, sums=False)
+
+    def _pass(self, name: str, decision: Decision, sums: bool) -> Tensor | None:
+        is_update, rule = name == "update", decision.rule
+        kinds = [kind for kind in self._used_kinds() if is_update or kind.gradient != NOTHING]
+        in_fp8 = {kind: kind.moments == FP8 and (is_update or rule == "spike_clip") for kind in kinds}
+        counts = {kind: self._counts(kind, in_fp8[kind]) for kind in kinds}
         room = self._room_for_sums(counts.values()) if sums else {"starts": None, "partials": None}
-        if any(kind.moments == FP8 for kind in self._kinds):
-            key = mix_key(rules.numbers["steps"] + (self._table[:, _AT.number] << 40))
+        keys = None
+        if is_update and any(in_fp8.values()):
+            key = mix_key(decision.numbers["steps"] + (self._table[:, _AT.number] << 40))
             keys = torch.stack([mix_key(key), mix_key(key + 1)])
-        given = {"numbers": self._rows(rules.numbers, _UPDATED), "keys": keys, **room}
-        for kind, tiles in counts.items():
+        arguments = {"numbers": self._rows(decision.numbers), "keys": keys, **room}
+        for kind in kinds:
             constants = {
-                **_clipping(kind, rules),
-                "FP8": kind.moments == FP8,
+                "ROW": _ROW,
+                "PASS": name,
+                "GRADIENT": _DTYPES.get(kind.gradient),
                 "DTYPE": _DTYPES[kind.weights],
+                "RULE": "" if rule is None or (rule == "spike_clip" and not kind.has_square) else rule,
+                "FP8": in_fp8[kind],
+                "MASTER": is_update and kind.has_master,
+                "SUMS": sums,
+                "EPS": decision.eps,
                 **_FORMATS,
             }
-            constants |= {"MASTER": kind.has_master, "SUMS": sums, "EPS": rules.eps}
-            self._run("update_shards", kind, tiles, given, constants)
-        return self._added(**room) if sums else None
-
-    def write_clipped(self, rules: Rules) -> None:
-        """factor·clip(g) into ``weights``."""
-        given = {"numbers": self._rows(rules.numbers, _CLIPPED)}
-        for kind in self._every_kind():
-            constants = {**_clipping(kind, rules), "DTYPE": _DTYPES[kind.weights], "SQUARE": _FORMATS["SQUARE"]}
-            self._run("write_shards", kind, self._counts(kind, constants["FP8"]), given, constants)
-
-    def _measure(self, amaxes: Tensor, field: int, dtype_of: Callable[[Kind], torch.dtype | None]) -> Tensor:
-        for kind in self._every_kind():
-            if (source := dtype_of(kind)) is not None:
-                tiles = _tiles(self._counts(kind, by_rows=False), self._device)
-                arguments = {"x": self._table, "tiles": tiles, "amaxes": amaxes.view(torch.int32)}
-                constants = {"AT": _AT, "FIELD": field, "SOURCE": source, "BLOCKS": BLOCKS, "ALIGNED": kind.is_aligned}
-                run(Launch("measure_shards", len(tiles), arguments, constants))
-        return amaxes
+            self._run("pass_over_shards", kind, counts[kind], arguments, constants)
+        return self._total(**room) if sums else None
 
     def _room_for_sums(self, counts: Iterable[tuple[int, ...]]) -> dict[str, Any]:
         """Two sums for each tile, and the places of shards among them."""
-        of_all = tuple(map(sum, zip([0] * len(self._shards), *counts, strict=True)))
-        return {"starts": _starts(of_all, self._device), "partials": self._empty(sum(of_all), 2)}
+        totals = tuple(map(sum, zip([0] * len(self._shards), *counts, strict=True)))
+        return {"starts": _starts(totals, self._device), "partials": self._empty(sum(totals), 2)}
 
-    def _added(self, starts: Tensor, partials: Tensor) -> Tensor:
+    def _total(self, starts: Tensor, partials: Tensor) -> Tensor:
         sums = self._empty(2, len(self._shards))
         arguments = {"x": partials, "starts": starts, "sums": sums, "shards": len(self._shards)}
         run(Launch("sum_partials", len(self._shards), arguments, {"STEP": STEP}))
         return sums
 
     def _run(
-        self, kernel: str, kind: Kind, counts: tuple[int, ...], given: dict[str, Any], constants: dict[str, Any]
+        self, kernel: str, kind: Kind, counts: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any]
     ) -> None:
         tiles = _tiles(counts, self._device)
-        arguments = {"x": self._table, "tiles": tiles, **given, "shards": len(self._shards)}
+        arguments = {"x": self._table, "tiles": tiles, "shards": len(self._shards), **arguments}
         constants = {"AT": _AT, **constants, "BLOCKS": BLOCKS, "ALIGNED": kind.is_aligned}
         run(Launch(kernel, len(tiles), arguments, constants))
 
-    def _every_kind(self) -> Iterable[Kind]:
+    def _used_kinds(self) -> Iterable[Kind]:
         return dict.fromkeys(kind for kind, shard in zip(self._kinds, self._shards, strict=True) if shard.size)
 
     def _counts(self, kind: Kind, by_rows: bool) -> tuple[int, ...]:
-        """Tiles of each shard of a kind, 0 for those of others."""
+        """Numbers of tiles of the shards; 0 for shards of another kind."""
         pairs = zip(self._kinds, self._shards, strict=True)
-        return tuple(_tiles_of(shard, by_rows) if of_shard == kind else 0 for of_shard, shard in pairs)
+        return tuple(_tiles_of(shard, by_rows) if other == kind else 0 for other, shard in pairs)
 
-    def _rows(self, numbers: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-        """What is given of these, float32 [K, P]."""
-        rows = torch.stack([numbers[name].to(torch.float32) for name in names if name in numbers])
+    def _rows(self, numbers: Mapping[str, Tensor]) -> Tensor:
+        """The numbers at the places ``_ROW``, float32 [K, P]; the limit fills rows that are not decided."""
+        rows = torch.stack([numbers.get(name, numbers["limit"]).to(torch.float32) for name in _NUMBERS])
         return checked("numbers of shards", rows, torch.float32, len(rows) * len(self._shards), self._device)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
-
-
-def _clipping(kind: Kind, rules: Rules) -> dict[str, Any]:
-    is_idle = rules.rule is None or (rules.rule == "spike_clip" and not kind.has_square)
-    by_rows = rules.rule == "spike_clip" and kind.moments == FP8
-    return {"GRADIENT": _DTYPES.get(kind.gradient), "RULE": "" if is_idle else rules.rule, "FP8": by_rows}
 
 
 def _tiles_of(shard: ParameterShard, by_rows: bool) -> int:
@@ -169,14 +166,14 @@ def _tiles_of(shard: ParameterShard, by_rows: bool) -> int:
 
 @lru_cache(maxsize=4096)  # more than there are groups of parameters and kinds: a miss waits for the device
 def _tiles(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """For each program its row of the table and the number of its tile in that: int32 [programs, 2]."""
-    of_each = torch.frombuffer(array("q", counts), dtype=torch.int64)
-    rows = torch.repeat_interleave(of_each)
-    tiles = torch.arange(len(rows), device="cpu") - (of_each.cumsum(0) - of_each)[rows]
+    """Row of the table and number of the tile in the shard, for each program: int32 [programs, 2]."""
+    sizes = torch.frombuffer(array("q", counts), dtype=torch.int64)
+    rows = torch.repeat_interleave(sizes)
+    tiles = torch.arange(len(rows), device="cpu") - (sizes.cumsum(0) - sizes)[rows]
     return torch.stack([rows, tiles], dim=1).to(device, torch.int32)
 
 
 @lru_cache(maxsize=4096)
 def _starts(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Tiles before those of each shard, and all: int32 [P + 1]."""
-    return moved(list(accumulate(counts, initial=0)), device).to(torch.int32)
+    """The index of the first tile of each shard, and the number of all tiles: int32 [P + 1]."""
+    return indices_on(device, list(accumulate(counts, initial=0))).to(torch.int32)

@@ -12,10 +12,8 @@ from lightning_lowbit.kernels.gpu.codes import pack_blocks as pack_blocks
 from lightning_lowbit.kernels.gpu.codes import unpack_blocks as unpack_blocks
 from lightning_lowbit.kernels.gpu.device import float_of, halves, magnitude_bits, place_of, stored, widen
 from lightning_lowbit.kernels.gpu.passes import measure_shards as measure_shards
-from lightning_lowbit.kernels.gpu.passes import square_shards as square_shards
+from lightning_lowbit.kernels.gpu.passes import pass_over_shards as pass_over_shards
 from lightning_lowbit.kernels.gpu.passes import sum_partials as sum_partials
-from lightning_lowbit.kernels.gpu.passes import update_shards as update_shards
-from lightning_lowbit.kernels.gpu.passes import write_shards as write_shards
 from lightning_lowbit.kernels.gpu.products import delay as delay
 from lightning_lowbit.kernels.gpu.products import finish as finish
 from lightning_lowbit.kernels.gpu.scales import (

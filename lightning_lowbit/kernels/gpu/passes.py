@@ -1,9 +1,9 @@
 """The kernels of an optimizer's step: each launch works on the shards of a batch that are alike.
 
 ``x`` is a table of addresses and sizes, int64 ``[P, fields]``, with the fields of a
-:class:`lightning_lowbit.kernels.shards.Shard` at the places ``AT``. A program takes ``BLOCKS`` times 128 elements of
-one shard: its pair in ``tiles`` says which row of the table, and which of the shard's tiles. ``numbers``, float32
-``[K, P]``, is what the rules decided. ``ALIGNED`` says that addresses and lengths of rows are multiples of 16.
+:class:`lightning_lowbit.kernels.shards.ParameterShard` at the places ``AT``. A program takes ``BLOCKS`` times 128
+elements of one shard: its pair in ``tiles`` says which row of the table, and which of the shard's tiles. ``ALIGNED``
+says that addresses and lengths of rows are multiples of 16.
 """
 
 import triton
@@ -31,6 +31,7 @@ def measure_shards(
     x,
     tiles,
     amaxes,
+    shards,
     AT: tl.constexpr,
     FIELD: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -45,38 +46,8 @@ def measure_shards(
 
 
 @triton.jit
-def square_shards(
-    x,
-    tiles,
-    numbers,
-    starts,
-    partials,
-    shards,
-    AT: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    RULE: tl.constexpr,
-    FP8: tl.constexpr,
-    SQUARE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """Writes the sum of (clip(g) / unit)² of each tile, and how many elements changed; ``starts`` [P + 1] are places in
-    ``partials``. ``numbers``: limit, ratio, unit, taken."""
-    row, shard, tile = _shard_of(x, tiles, AT)
-    block, element, mask, is_block, _ = _places(shard, tile, AT, FP8, BLOCKS, ALIGNED)
-    limit, ratio, unit = _three_of(numbers, 0, shards, row)
-    is_taken = bits_of(tl.load(numbers + 3 * shards + row)) != 0
-    mask, is_block = mask & is_taken, is_block & is_taken
-    g = _load(tl.load(shard + AT.gradient), element, mask, GRADIENT, ALIGNED)
-    square = g
-    if RULE == "spike_clip":
-        square = _load_square(shard, block, element, mask, is_block, AT, FP8, SQUARE, ALIGNED)
-    _store_sums(partials, starts, row, tile, g, _clip(g, limit, ratio, square, RULE), limit, unit, RULE)
-
-
-@triton.jit
 def sum_partials(x, starts, sums, shards, STEP: tl.constexpr):
-    """Adds up what was written to ``partials`` for each shard, in one order: float32 ``[2, P]``."""
+    """Adds up the ``partials`` of each shard, in one order: float32 ``[2, P]``."""
     row = tl.program_id(0)
     last = tl.load(starts + row + 1)
     squares = tl.zeros((STEP,), tl.float64)
@@ -90,7 +61,7 @@ def sum_partials(x, starts, sums, shards, STEP: tl.constexpr):
 
 
 @triton.jit
-def update_shards(
+def pass_over_shards(
     x,
     tiles,
     numbers,
@@ -99,6 +70,8 @@ def update_shards(
     partials,
     shards,
     AT: tl.constexpr,
+    ROW: tl.constexpr,
+    PASS: tl.constexpr,
     GRADIENT: tl.constexpr,
     DTYPE: tl.constexpr,
     RULE: tl.constexpr,
@@ -112,90 +85,77 @@ def update_shards(
     ALIGNED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Adam. ``numbers``: limit, ratio, factor, taken; both weights, rate, decay; with ``SUMS`` the unit, and the sums
-    of `square_shards` are written, too; with masters the old and new scale.
+    """Clips gradients, and then, by ``PASS``: "squares" only sums, "write" stores factor·clip(g) at the addresses of
+    the weights, "update" is Adam.
 
-    ``keys``, int64 ``[2, P]``, are those of the random bits of moments, whose formats are ``MEAN`` and ``SQUARE``.
+    ``numbers``, float32 ``[K, P]``, are the numbers of a decision, at the places ``ROW``. With ``SUMS``, the sum of
+    (clip(g) / unit)² of each tile and how many elements changed go to ``partials``, at the places ``starts`` [P + 1].
+    ``keys``, int64 ``[2, P]``, make the random bits of moments, in the formats ``MEAN`` and ``SQUARE``.
     """
     row, shard, tile = _shard_of(x, tiles, AT)
     block, element, mask, is_block, index = _places(shard, tile, AT, FP8, BLOCKS, ALIGNED)
-    limit, ratio, factor = _three_of(numbers, 0, shards, row)
-    taken, weight1, weight2 = _three_of(numbers, 3, shards, row)
-    rate = tl.load(numbers + 6 * shards + row)
-    decay = tl.load(numbers + 7 * shards + row)
-    is_taken = bits_of(taken) != 0
-    mask, is_block = mask & is_taken, is_block & is_taken
-
-    means, weights = tl.load(shard + AT.mean), tl.load(shard + AT.weights)
-    square = _load_square(shard, block, element, mask, is_block, AT, FP8, SQUARE, ALIGNED)
-    if FP8:
-        scale = _load_scale(tl.load(shard + AT.mean_scale), block, is_block)
-        mean = _load_codes(means, element, mask, MEAN, ALIGNED) * scale
-    else:
-        mean = _load(means, element, mask, tl.float32, ALIGNED)
+    numbers += row
+    limit, ratio = tl.load(numbers + ROW.limit * shards), tl.load(numbers + ROW.ratio * shards)
+    if PASS != "write":
+        is_taken = bits_of(tl.load(numbers + ROW.taken * shards)) != 0
+        mask, is_block = mask & is_taken, is_block & is_taken
     if GRADIENT is None:
         g = tl.zeros(element.shape, tl.float32)
     else:
         g = _load(tl.load(shard + AT.gradient), element, mask, GRADIENT, ALIGNED)
+    square, squares = g, tl.load(shard + AT.mean_square)
+    if PASS == "update" or RULE == "spike_clip":
+        if FP8:
+            square = _load_codes(squares, element, mask, SQUARE, ALIGNED)
+            least: tl.constexpr = 2.0 ** (SQUARE.min_exponent - SQUARE.mantissa_bits)  # for which 0 stands
+            square = at_least(square, least) * _load_scale(tl.load(shard + AT.mean_square_scale), block, is_block)
+        else:
+            square = _load(squares, element, mask, tl.float32, ALIGNED)
     clipped = _clip(g, limit, ratio, square, RULE)
     if SUMS:
-        unit = tl.load(numbers + 8 * shards + row)
-        _store_sums(partials, starts, row, tile, g, clipped, limit, unit, RULE)
-    g = clipped * factor
-    mean = _lerp(mean, g, weight1)
-    square = _lerp(square, g * g, weight2)
+        value = tl.div_rn(clipped, tl.load(numbers + ROW.unit * shards))
+        changed = tl.abs(g) > limit if RULE == "ada_clip" else clipped != g
+        place = partials + 2 * (tl.load(starts + row) + tile)
+        tl.store(place, tl.sum(value * value))
+        tl.store(place + 1, tl.sum(changed.to(tl.float32)))
+    if PASS != "squares":
+        g = clipped * tl.load(numbers + ROW.factor * shards)
+        weights = tl.load(shard + AT.weights)
+    if PASS == "write":
+        tl.store(_pointer(weights, DTYPE, ALIGNED) + element, narrow(g, DTYPE, INTERPRETED), mask=mask)
+    elif PASS == "update":
+        means = tl.load(shard + AT.mean)
+        if FP8:
+            scale = _load_scale(tl.load(shard + AT.mean_scale), block, is_block)
+            mean = _load_codes(means, element, mask, MEAN, ALIGNED) * scale
+        else:
+            mean = _load(means, element, mask, tl.float32, ALIGNED)
+        mean = _lerp(mean, g, tl.load(numbers + ROW.weight1 * shards))
+        square = _lerp(square, g * g, tl.load(numbers + ROW.weight2 * shards))
 
-    p = _load(weights, element, mask, DTYPE, ALIGNED)
-    if MASTER:
-        old_scale = tl.load(numbers + (8 + SUMS) * shards + row)
-        new_scale = tl.load(numbers + (9 + SUMS) * shards + row)
-        masters = _pointer(tl.load(shard + AT.master), tl.float16, ALIGNED) + element
-        p = tl.where(old_scale > 0, tl.load(masters, mask=mask, other=0.0).to(tl.float32) * old_scale, p)
-    p = p * (1 - decay) - tl.div_rn(mean, tl.sqrt_rn(square) + EPS) * rate
-    if MASTER:
-        scaled = tl.div_rn(p, new_scale)
-        master = at_least(at_most(scaled, _FP16_MAX), -_FP16_MAX).to(tl.float16)
-        tl.store(masters, master, mask=mask)
-        p = master.to(tl.float32) * new_scale
-    tl.store(_pointer(weights, DTYPE, ALIGNED) + element, narrow(p, DTYPE, INTERPRETED), mask=mask)
+        p = _load(weights, element, mask, DTYPE, ALIGNED)
+        if MASTER:
+            old_scale = tl.load(numbers + ROW.old_scale * shards)
+            new_scale = tl.load(numbers + ROW.new_scale * shards)
+            masters = _pointer(tl.load(shard + AT.master), tl.float16, ALIGNED) + element
+            p = tl.where(old_scale > 0, tl.load(masters, mask=mask, other=0.0).to(tl.float32) * old_scale, p)
+        rate, decay = tl.load(numbers + ROW.rate * shards), tl.load(numbers + ROW.decay * shards)
+        p = p * (1 - decay) - tl.div_rn(mean, tl.sqrt_rn(square) + EPS) * rate
+        if MASTER:
+            scaled = tl.div_rn(p, new_scale)
+            master = at_least(at_most(scaled, _FP16_MAX), -_FP16_MAX).to(tl.float16)
+            tl.store(masters, master, mask=mask)
+            p = master.to(tl.float32) * new_scale
+        tl.store(_pointer(weights, DTYPE, ALIGNED) + element, narrow(p, DTYPE, INTERPRETED), mask=mask)
 
-    squares = tl.load(shard + AT.mean_square)
-    if FP8:
-        scales = tl.load(shard + AT.mean_scale)
-        _encode(mean, means, scales, block, element, mask, is_block, index, keys + row, MEAN, ALIGNED)
-        scales = tl.load(shard + AT.mean_square_scale)
-        _encode(square, squares, scales, block, element, mask, is_block, index, keys + (shards + row), SQUARE, ALIGNED)
-    else:
-        tl.store(_pointer(means, tl.float32, ALIGNED) + element, mean, mask=mask)
-        tl.store(_pointer(squares, tl.float32, ALIGNED) + element, square, mask=mask)
-
-
-@triton.jit
-def write_shards(
-    x,
-    tiles,
-    numbers,
-    shards,
-    AT: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    RULE: tl.constexpr,
-    FP8: tl.constexpr,
-    SQUARE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Writes factor·clip(g) to the addresses of the weights. ``numbers``: limit, ratio, factor."""
-    row, shard, tile = _shard_of(x, tiles, AT)
-    block, element, mask, is_block, _ = _places(shard, tile, AT, FP8, BLOCKS, ALIGNED)
-    limit, ratio, factor = _three_of(numbers, 0, shards, row)
-    g = _load(tl.load(shard + AT.gradient), element, mask, GRADIENT, ALIGNED)
-    square = g
-    if RULE == "spike_clip":
-        square = _load_square(shard, block, element, mask, is_block, AT, FP8, SQUARE, ALIGNED)
-    result = narrow(_clip(g, limit, ratio, square, RULE) * factor, DTYPE, INTERPRETED)
-    tl.store(_pointer(tl.load(shard + AT.weights), DTYPE, ALIGNED) + element, result, mask=mask)
+        if FP8:
+            scales = tl.load(shard + AT.mean_scale)
+            _encode(mean, means, scales, block, element, mask, is_block, index, keys + row, MEAN, ALIGNED)
+            scales, keys = tl.load(shard + AT.mean_square_scale), keys + shards
+            _encode(square, squares, scales, block, element, mask, is_block, index, keys + row, SQUARE, ALIGNED)
+        else:
+            tl.store(_pointer(means, tl.float32, ALIGNED) + element, mean, mask=mask)
+            tl.store(_pointer(squares, tl.float32, ALIGNED) + element, square, mask=mask)
 
 
 # --- places and memory ------------------------------------------------------------------------------------------------
@@ -245,12 +205,6 @@ def _load(address, element, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     return widen(tl.load(_pointer(address, DTYPE, ALIGNED) + element, mask=mask, other=0.0))
 
 
-@triton.jit
-def _three_of(numbers, FIRST: tl.constexpr, shards, row):
-    at = numbers + (FIRST * shards + row)
-    return tl.load(at), tl.load(at + shards), tl.load(at + 2 * shards)
-
-
 # --- rules and moments ------------------------------------------------------------------------------------------------
 
 
@@ -266,50 +220,11 @@ def _clip(g, limit, ratio, square, RULE: tl.constexpr):
 
 
 @triton.jit
-def _changed(g, clipped, limit, RULE: tl.constexpr):
-    if RULE == "ada_clip":
-        return tl.abs(g) > limit
-    else:
-        return clipped != g
-
-
-@triton.jit
-def _store_sums(partials, starts, row, tile, g, clipped, limit, unit, RULE: tl.constexpr):
-    """Writes a tile's sum of (clip(g) / unit)², and how many elements changed."""
-    value = tl.div_rn(clipped, unit)
-    place = tl.load(starts + row) + tile
-    tl.store(partials + 2 * place, tl.sum(value * value))
-    tl.store(partials + (2 * place + 1), tl.sum(_changed(g, clipped, limit, RULE).to(tl.float32)))
-
-
-@triton.jit
 def _lerp(old, new, weight):
     """As torch's, with one rounding: exact at weights of 0 and 1."""
     is_near = weight < 0.5
     weights = tl.zeros(old.shape, tl.float32) + tl.where(is_near, weight, weight - 1)
     return tl.fma(weights, new - old, tl.where(is_near, old, new))
-
-
-@triton.jit
-def _load_square(
-    shard,
-    block,
-    element,
-    mask,
-    is_block,
-    AT: tl.constexpr,
-    FP8: tl.constexpr,
-    SQUARE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """The second moment; in FP8, 0 stands for the smallest number."""
-    address = tl.load(shard + AT.mean_square)
-    if FP8:
-        values = _load_codes(address, element, mask, SQUARE, ALIGNED)
-        least: tl.constexpr = 2.0 ** (SQUARE.min_exponent - SQUARE.mantissa_bits)
-        return at_least(values, least) * _load_scale(tl.load(shard + AT.mean_square_scale), block, is_block)
-    else:
-        return _load(address, element, mask, tl.float32, ALIGNED)
 
 
 @triton.jit

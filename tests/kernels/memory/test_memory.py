@@ -25,8 +25,8 @@ from lightning_lowbit.kernels.cpu import adam, codes, patches
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.memory import address, checked, together
-from lightning_lowbit.kernels.shards import Rules
-from lightning_lowbit.nn.core.frozen import Frozen
+from lightning_lowbit.kernels.shards import Decision
+from lightning_lowbit.nn.layers.frozen import Frozen
 from tests.kernels.memory import signs
 from tests.quant.tensors import NVFP4
 from tests.tables import each
@@ -220,10 +220,10 @@ def test_patches_of_another_number_are_refused():
 
 @needs_cpp
 def test_numbers_of_rules_are_one_for_each_shard():
-    with pytest.raises(ValueError, match="need factor as 0 "):
-        adam.Shards([]).write_clipped(Rules(None, {"factor": ONES(2), "ratio": ONES(2)}))
+    with pytest.raises(ValueError, match="need numbers as 0 "):
+        adam.CppParameters([]).write_clipped(Decision(None, {"factor": ONES(2), "ratio": ONES(2)}))
     with pytest.raises(ValueError, match="need taken as 0 contiguous elements of torch.bool"):
-        adam.Shards([]).update(Rules(None, {"factor": ONES(0), "taken": ONES(0)}))
+        adam.CppParameters([]).update(Decision(None, {"factor": ONES(0), "taken": ONES(0)}), sums=False)
     with pytest.raises(ValueError, match="need steps as 1 contiguous elements of torch.int64"):
         adam.Scalars({"steps": [ONES(())]}, {"steps": torch.int64})
     with pytest.raises(ValueError, match="need mean as 1 "):

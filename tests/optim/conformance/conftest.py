@@ -2,12 +2,12 @@
 
 import pytest
 
-from lightning_lowbit.optim import clipping, guards
+from lightning_lowbit.optim import passes, rules
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even small tensors are worked on in pieces, and SpikeClip does not wait for 20 steps."""
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 12)
-    monkeypatch.setattr(clipping, "PIECE_ON_ACCELERATOR", 12)
-    monkeypatch.setattr(guards, "SPIKE_CLIP_AFTER", 2)
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", 12)
+    monkeypatch.setattr(passes, "PIECE_ON_ACCELERATOR", 12)
+    monkeypatch.setattr(rules, "SPIKE_CLIP_AFTER", 2)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
+from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from tests.optim.parameters import (
     SHAPES,
     assert_same,
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
         shapes: of the parameters.
     """
 
-    kind: type[GuardedOptimizer]
+    kind: type[ClippedOptimizer]
     options: Mapping[str, Any]
     base: tuple[str, str] | None = None
     base_options: Mapping[str, Any] = {}
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
     def parameters(self, dtype: torch.dtype | None = None) -> list[Parameter]:
         return make_parameters(dtype or self.dtype, self.shapes)
 
-    def __call__(self, params: Iterable[Any], lr: Any = LR) -> GuardedOptimizer:
+    def __call__(self, params: Iterable[Any], lr: Any = LR) -> ClippedOptimizer:
         if self.base is None:
             return self.kind(params, lr=lr, **self.options)
         return self.kind(self.make_base(params, lr=lr), **self.options)
@@ -142,7 +142,7 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def assert_nothing_happened(
-    optimizer: GuardedOptimizer, parameters: Sequence[Tensor], before: list[Tensor], groups: Any, what: str
+    optimizer: ClippedOptimizer, parameters: Sequence[Tensor], before: list[Tensor], groups: Any, what: str
 ) -> None:
     assert_same(snapshot(optimizer, parameters), before, f"{what} left traces")
     assert optimizer.state_dict()["param_groups"] == groups, f"{what} changed the groups"

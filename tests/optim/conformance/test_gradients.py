@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
-from lightning_lowbit.optim.batch import SCALARS
+from lightning_lowbit.optim.passes import SCALARS
 from tests.optim.conformance.entries import (
     ADAMW,
     ENTRIES,

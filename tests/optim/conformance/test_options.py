@@ -11,8 +11,8 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
 from lightning_lowbit.optim import Adaptive
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
-from lightning_lowbit.optim.options import OPTIONS
+from lightning_lowbit.optim.optimizer import ClippedOptimizer
+from lightning_lowbit.optim.rules import OPTIONS
 from tests.optim.conformance.entries import ENTRIES, LR, Entry, each_entry, entries
 from tests.optim.parameters import (
     assert_same,
@@ -156,8 +156,8 @@ def test_every_option_has_bad_values() -> None:
 
 
 @each(("kind", "name", "value"), list(_bad_options()))
-def test_bad_options_are_refused(kind: type[GuardedOptimizer], name: str, value: Any) -> None:
-    def make(parameters: list[Parameter], **options: Any) -> GuardedOptimizer:
+def test_bad_options_are_refused(kind: type[ClippedOptimizer], name: str, value: Any) -> None:
+    def make(parameters: list[Parameter], **options: Any) -> ClippedOptimizer:
         return kind(torch.optim.SGD(parameters) if kind is Adaptive else parameters, **options)  # type: ignore[arg-type]
 
     parameter, twin = Parameter(torch.ones(2, 2)), Parameter(torch.ones(2, 2))

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
+from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from tests.optim.conformance.entries import LR, Entry, assert_nothing_happened, each_entry, entries, entries_and_dtypes
 from tests.optim.parameters import (
     assert_same,
@@ -143,7 +143,7 @@ def test_other_kinds_of_moments_are_refused(name: str, saved: Any, wanted: Any) 
 
 
 @pytest.mark.parametrize("kind", [StableSPAM, SPAM, LowBitAdamW])
-def test_the_state_of_a_foreign_adam_is_refused(kind: type[GuardedOptimizer]) -> None:
+def test_the_state_of_a_foreign_adam_is_refused(kind: type[ClippedOptimizer]) -> None:
     parameters = make_parameters()
     foreign = torch.optim.AdamW(parameters)
     train(foreign, parameters, range(2))

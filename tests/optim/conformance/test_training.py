@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_lowbit.optim import LowBitAdamW
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
+from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from tests.optim.conformance.entries import ENTRIES, LR, Entry, each_entry, entries, every_entry, subclasses
 from tests.optim.parameters import (
     NoHostSync,
@@ -28,7 +28,7 @@ from tests.optim.parameters import (
 
 
 def test_every_optimizer_has_an_entry() -> None:
-    kinds = {kind for kind in subclasses(GuardedOptimizer) if not any(subclasses(kind))}
+    kinds = {kind for kind in subclasses(ClippedOptimizer) if not any(subclasses(kind))}
     assert kinds == {entry.kind for entry in ENTRIES.values()}, "classes and entries of the table differ"
 
 

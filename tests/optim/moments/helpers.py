@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_lowbit.optim.guarded_adam import GuardedAdam
+from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.moments import Draw, FP8Moments, Piece
 from tests.references import moments as reference
 
@@ -39,7 +39,7 @@ def set_gradients(parameters: Sequence[Parameter], seed: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
-def train(optimizer: GuardedAdam, parameters: Sequence[Parameter], steps: range) -> None:
+def train(optimizer: ClippedAdam, parameters: Sequence[Parameter], steps: range) -> None:
     for step in steps:
         set_gradients(parameters, seed=step)
         optimizer.step()
@@ -50,7 +50,7 @@ def elements(state: Mapping[str, Tensor], name: str) -> np.ndarray:
     return state[name].view(reference.DTYPES[name]).double().numpy()
 
 
-def snapshot(optimizer: GuardedAdam, parameters: Sequence[Parameter]) -> list[Tensor]:
+def snapshot(optimizer: ClippedAdam, parameters: Sequence[Parameter]) -> list[Tensor]:
     """Copies of every parameter and all its state."""
     return [t.clone() for p in parameters for t in (p.detach(), *optimizer.state[p].values())]
 

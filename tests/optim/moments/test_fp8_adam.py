@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.optim import SPAM, LowBitAdamW, StableSPAM, moments
-from lightning_lowbit.optim.guarded_adam import GuardedAdam
+from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.moments import NAMES, FP8Moments, Piece
 from lightning_lowbit.quant.rounding import round_nearest
 from tests.optim.moments.helpers import (
@@ -184,7 +184,7 @@ def test_fp8_state_is_resumed_bit_for_bit(dtype: torch.dtype) -> None:
     ids=["fp8", "fp8 and masters", "masters", "sparse"],
 )
 def test_a_skipped_step_changes_nothing(
-    bad: float, make: Callable[..., GuardedAdam], dtype: torch.dtype, code: str, monkeypatch: pytest.MonkeyPatch
+    bad: float, make: Callable[..., ClippedAdam], dtype: torch.dtype, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(code, monkeypatch)
     parameters = [Parameter(heavy_tailed(shape).to(dtype)) for shape in ((3, 130), (9,), (30, 40))]

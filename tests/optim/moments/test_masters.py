@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, LowBitAdamW, clipping
-from lightning_lowbit.optim.guarded_adam import GuardedAdam
+from lightning_lowbit.optim import SPAM, LowBitAdamW, passes
+from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.moments import NAMES, Piece, SparseMoments
 from tests.optim.moments.helpers import assert_same, draw, final_loss, set_gradients, snapshot, train
 from tests.optim.parameters import in_cpp_and_in_torch, use
@@ -18,7 +18,7 @@ from tests.references import moments as reference
 from tests.tables import each
 
 
-def masters_times_scale(optimizer: GuardedAdam, parameter: Parameter) -> Tensor:
+def masters_times_scale(optimizer: ClippedAdam, parameter: Parameter) -> Tensor:
     state = optimizer.state[parameter]
     return state["master"].float() * state["master_scale"]
 
@@ -154,7 +154,7 @@ def is_drawn(shape: tuple[int, ...], every: int, last_reset: int, number: int) -
 
 @pytest.mark.parametrize("piece", [8, 2**18])
 def test_only_what_was_drawn_moves_until_the_next_reset(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", piece)
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", piece)
     shapes = [(6, 8), (6, 8), (5, 10), (4, 1), (2, 3, 7), (2, 3)]
     parameters = [Parameter(torch.zeros(shape)) for shape in (*shapes, (9,))]
     optimizer = SPAM(parameters, lr=1e-3, density=0.25, reset_interval=3)

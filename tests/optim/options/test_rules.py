@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import StableSPAM, clipping
-from lightning_lowbit.optim.stable_spam import PRESETS
+from lightning_lowbit.optim import StableSPAM, passes
+from lightning_lowbit.optim.adam import PRESETS
 from tests.optim.parameters import (
     make_parameters,
     set_gradients,
@@ -101,7 +101,7 @@ def test_rules(
     options: dict[str, Any], dtype: torch.dtype, tolerance: float, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(code, monkeypatch)
-    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
     parameters = make_parameters(dtype, SHAPES)
     clips = options.get("element_clip", "ada_clip")
     cut = compare(

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
-from lightning_lowbit.optim.guarded_adam import GuardedAdam
-from lightning_lowbit.optim.options import OPTIONS, check_options
+from lightning_lowbit.optim.adam import ClippedAdam
+from lightning_lowbit.optim.rules import OPTIONS, check_options
 from tests.optim.parameters import (
     assert_same,
     make_parameters,
@@ -76,7 +76,7 @@ def test_good_options_pass(name: str, value: Any) -> None:
 
 @each(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
 def test_bad_options_are_refused(name: str, value: Any) -> None:
-    _, needed, advice = OPTIONS[name]
+    _, _, needed, advice = OPTIONS[name]
     with pytest.raises(ValueError) as caught:
         check_options("Me", {"lr": 1e-3, name: value})
     assert str(caught.value) == f"Me needs {name} to be {needed}, got {value!r}; {advice}."
@@ -95,7 +95,7 @@ def all_subclasses(kind: type) -> list[type]:
     return [kind for child in kind.__subclasses__() for kind in (child, *all_subclasses(child))]
 
 
-@pytest.mark.parametrize("kind", [*all_subclasses(GuardedAdam), Adaptive], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*all_subclasses(ClippedAdam), Adaptive], ids=lambda kind: kind.__name__)
 def test_every_argument_reaches_the_group_and_is_checked(kind: Any) -> None:
     for name in keywords(kind):
         if name == "preset":  # stands for values of others
@@ -109,7 +109,7 @@ def test_every_argument_reaches_the_group_and_is_checked(kind: Any) -> None:
             kind(parameters_for(kind), **{name: bad})
 
 
-@pytest.mark.parametrize("kind", all_subclasses(GuardedAdam), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", all_subclasses(ClippedAdam), ids=lambda kind: kind.__name__)
 def test_defaults_are_good_and_a_group_may_have_any_option(kind: Any) -> None:
     optimizer = kind([Parameter(torch.ones(2, 2))])
     assert set(optimizer.defaults) == set(OPTIONS) - {"norm_eps"}, "a default that no option describes, or no default"

@@ -12,12 +12,12 @@
 
 #include "shards.h"
 
-// What the rules decided: arrays with one entry for each shard, null where a pass does not read them.
-struct Rules {
+// What a step does with the shards: arrays with one entry for each, null where a pass does not read them.
+struct Decision {
     const uint8_t *taken;
     const float *limit, *ratio;  // AdaClip: above `limit`, g * ratio. SpikeClip: g^2 is at most limit * square
     const float *unit, *factor, *weight1, *weight2, *rate, *decay, *old_scale, *new_scale;
-    const int64_t *steps, *since_reset;
+    const int64_t *steps, *steps_since_reset;
     double eps;
     int64_t rule, decays;
 };
@@ -25,15 +25,15 @@ struct Rules {
 namespace {
 
 // Whether the rule for elements needs the second moments.
-bool clips_by_square(const Shard &s, const Rules &rules, int64_t i) {
-    return rules.rule == kSpikeClip && s.mean_square && rules.limit[i] < INFINITY;
+bool clips_by_square(const Shard &s, const Decision &decision, int64_t i) {
+    return decision.rule == kSpikeClip && s.mean_square && decision.limit[i] < INFINITY;
 }
 
-float limit_of(const Rules &rules, int64_t i) { return rules.rule == kAdaClip ? rules.limit[i] : INFINITY; }
+float limit_of(const Decision &decision, int64_t i) { return decision.rule == kAdaClip ? decision.limit[i] : INFINITY; }
 float ada_clip(float g, float limit, float ratio) { return std::fabs(g) > limit ? g * ratio : g; }
 
 // Loads the gradient of a block; SpikeClip is applied. Returns how many elements that changed.
-int load_gradient(const Shard &s, const Rules &rules, int64_t i, const Block &b, Work &work) {
+int load_gradient(const Shard &s, const Decision &decision, int64_t i, const Block &b, Work &work) {
     float *buffer = work.buffers[0];
     if (s.gradient_kind == kNothing) {
         std::fill_n(work.gradient = buffer, kBlock, 0.0f);
@@ -41,8 +41,8 @@ int load_gradient(const Shard &s, const Rules &rules, int64_t i, const Block &b,
         of_kind(s.gradient_kind, s.gradient,
                 [&](auto *values) { work.gradient = gather(b, values, work.picks, buffer); });
     }
-    if (!clips_by_square(s, rules, i)) return 0;
-    const float *g = work.gradient, multiple = rules.limit[i], *square = load_squares(s, b, work.buffers[2]);
+    if (!clips_by_square(s, decision, i)) return 0;
+    const float *g = work.gradient, multiple = decision.limit[i], *square = load_squares(s, b, work.buffers[2]);
     int near = 0, changed = 0;  // spikes are rare: roots are taken where some square is near its limit
     for (int k = 0; k < b.count; k++) near |= (square[k] > 0) & (g[k] * g[k] >= square[k] * multiple * 0.9999f);
     if (!near) return 0;
@@ -57,8 +57,8 @@ int load_gradient(const Shard &s, const Rules &rules, int64_t i, const Block &b,
 }
 
 // Adds the sum of (AdaClip(g) / unit)^2 of a block's gradient, and how many elements that changed.
-void add_squares(const Rules &rules, int64_t i, const Block &b, const Work &work, double *result) {
-    const float unit = rules.unit[i], limit = limit_of(rules, i), ratio = rules.ratio[i];
+void add_squares(const Decision &decision, int64_t i, const Block &b, const Work &work, double *result) {
+    const float unit = decision.unit[i], limit = limit_of(decision, i), ratio = decision.ratio[i];
     F32 sums[16 / kLanes] = {};
     I32 changed = {};
     for_lanes(b.count, [&](int64_t k, int lanes) {
@@ -91,11 +91,11 @@ inline float lerp(float old, float value, float weight) {  // exact at weights o
 
 // AdaClip, the factor and Adam on `count` elements; leaves the largest moments, found by their bits, which for positive numbers are
 // ordered as these are.
-void adam(const Rules &rules, int64_t i, float decay, int count, const float *__restrict gradient,
+void adam(const Decision &decision, int64_t i, float decay, int count, const float *__restrict gradient,
           float *__restrict weights, float *__restrict mean, float *__restrict square, float *amaxes) {
-    float weight1 = rules.weight1[i], weight2 = rules.weight2[i], rate = rules.rate[i], eps = (float)rules.eps;
-    float factor = rules.factor[i], ratio = rules.ratio[i], kept = 1 - decay;
-    float limit = limit_of(rules, i);
+    float weight1 = decision.weight1[i], weight2 = decision.weight2[i], rate = decision.rate[i], eps = (float)decision.eps;
+    float factor = decision.factor[i], ratio = decision.ratio[i], kept = 1 - decay;
+    float limit = limit_of(decision, i);
     int32_t largest[2] = {};
     for (int k = 0; k < count; k++) {
         float g = ada_clip(gradient[k], limit, ratio) * factor;
@@ -112,7 +112,7 @@ void adam(const Rules &rules, int64_t i, float decay, int count, const float *__
 }
 
 // Adam on a block, and then, with its scales known, the codes of its moments.
-void update_in_fp8(const Shard &s, const Rules &rules, int64_t i, float decay, const Block &b, uint64_t key, Work &work) {
+void update_in_fp8(const Shard &s, const Decision &decision, int64_t i, float decay, const Block &b, uint64_t key, Work &work) {
     uint8_t *const mean_codes = (uint8_t *)s.mean + b.moment, *const square_codes = (uint8_t *)s.mean_square + b.moment;
     float *const means = work.buffers[2], *const squares = work.buffers[3];
     for_scales(b, [&](int first, int count, int64_t scale) {
@@ -123,7 +123,7 @@ void update_in_fp8(const Shard &s, const Rules &rules, int64_t i, float decay, c
             store(squares + k, decode<E5M2OfSquares>(load_codes(square_codes + k, lanes), square_scale));
         });
         float amaxes[2];
-        adam(rules, i, decay, count, work.gradient + first, work.weights + first, means + first, squares + first, amaxes);
+        adam(decision, i, decay, count, work.gradient + first, work.weights + first, means + first, squares + first, amaxes);
         s.mean_scale[scale] = amaxes[0] / E4M3::kMax;
         s.mean_square_scale[scale] = amaxes[1] / E5M2OfSquares::kMax;
     });
@@ -157,29 +157,30 @@ void decay_all(const Block &b, T *weights, float decay) {
 }
 
 // Keys of random bits: of what is drawn at a reset, and in this step.
-uint64_t epoch_of(const Shard &s, const Rules &rules, int64_t i) {
-    return rules.steps ? mix((uint64_t)(rules.steps[i] - rules.since_reset[i]) + ((uint64_t)s.number << 40)) : 0;
+uint64_t epoch_of(const Shard &s, const Decision &decision, int64_t i) {
+    return decision.steps ? mix((uint64_t)(decision.steps[i] - decision.steps_since_reset[i]) + ((uint64_t)s.number << 40)) : 0;
 }
-uint64_t key_of(const Shard &s, const Rules &rules, int64_t i) {
-    return mix((uint64_t)rules.steps[i] + ((uint64_t)s.number << 40));
+uint64_t key_of(const Shard &s, const Decision &decision, int64_t i) {
+    return mix((uint64_t)decision.steps[i] + ((uint64_t)s.number << 40));
 }
 
-void update_block(const Shard &s, const Rules &rules, int64_t i, const Block &b, uint64_t key, Work &work, double *sums) {
-    float decay = rules.decays ? rules.decay[i] : 0;
-    sums[1] += load_gradient(s, rules, i, b, work);
-    if (rules.unit) add_squares(rules, i, b, work, sums);
+void update_block(const Shard &s, const Decision &decision, int64_t i, const Block &b, uint64_t key, Work &work, bool adds,
+                  double *sums) {
+    float decay = decision.decays ? decision.decay[i] : 0;
+    sums[1] += load_gradient(s, decision, i, b, work);
+    if (adds) add_squares(decision, i, b, work, sums);
     of_kind(s.weights_kind, s.weights, [&](auto *values) {
-        if (b.every > 1 && rules.decays) decay_all(b, values, decay);
+        if (b.every > 1 && decision.decays) decay_all(b, values, decay);
         work.weights = gather(b, values, work.picks, work.buffers[1]);
-        if (s.master) load_masters(s, b, rules.old_scale[i], work.weights);
+        if (s.master) load_masters(s, b, decision.old_scale[i], work.weights);
         const float own = b.every > 1 ? 0 : decay;
         float amaxes[2];
         if (s.moments == kFP8)
-            update_in_fp8(s, rules, i, own, b, key, work);
+            update_in_fp8(s, decision, i, own, b, key, work);
         else
-            adam(rules, i, own, b.count, work.gradient, work.weights, (float *)s.mean + b.moment,
+            adam(decision, i, own, b.count, work.gradient, work.weights, (float *)s.mean + b.moment,
                  (float *)s.mean_square + b.moment, amaxes);
-        if (s.master) round_to_masters(s, b, rules.new_scale[i], work.weights);
+        if (s.master) round_to_masters(s, b, decision.new_scale[i], work.weights);
         scatter(b, values, work.picks, work.weights);
     });
 }
@@ -229,67 +230,67 @@ EXPORT void measure(const Shard *shards, int64_t count, int threads, int of_weig
 
 // For each shard the sum of (clip(g) / unit)^2, then for each how many elements changed; 0 for one that takes no step.
 // Chunks that `measure` has seen, in which the rule changes nothing, are not read again.
-EXPORT void squares(const Shard *shards, int64_t count, int threads, const Rules *rules, const float *chunk_amaxes,
+EXPORT void squares(const Shard *shards, int64_t count, int threads, const Decision *decision, const float *chunk_amaxes,
                     const double *chunk_squares, float *result) {
     std::vector<int64_t> chunks_before(count);
     std::vector<Walk> walks;
     int64_t measured = 0;
     for (int64_t i = 0; i < count; i++) {
         const Shard &s = shards[i];
-        bool by_rows = rules->rule == kSpikeClip && (s.every > 1 || clips_by_square(s, *rules, i));
+        bool by_rows = decision->rule == kSpikeClip && (s.every > 1 || clips_by_square(s, *decision, i));
         walks.emplace_back(s, by_rows, by_rows && s.moments == kFP8 ? kBlockOfFP8 : kBlock);
         chunks_before[i] = measured;
         measured += s.gradient_kind == kNothing ? 0 : (s.size + kChunk - 1) / kChunk;
     }
-    auto blocks = [&](int64_t i) { return shards[i].gradient_kind != kNothing && rules->taken[i] ? walks[i].blocks() : 0; };
+    auto blocks = [&](int64_t i) { return shards[i].gradient_kind != kNothing && decision->taken[i] ? walks[i].blocks() : 0; };
     auto in_chunk = [&](int64_t i) { return walks[i].blocks_in_chunk(); };
     sum_chunks(count, threads, blocks, in_chunk, result, [&](int64_t i, int64_t first, int64_t last, double *sums) {
         const Shard &s = shards[i];
         int64_t known = chunks_before[i] + first / in_chunk(i);
-        bool is_flat = walks[i].every == 1 && !clips_by_square(s, *rules, i);
-        bool is_changed = rules->rule == kAdaClip && chunk_amaxes[known] > rules->limit[i];
-        if (is_flat && !is_changed && rules->unit[i] == 1) {
+        bool is_flat = walks[i].every == 1 && !clips_by_square(s, *decision, i);
+        bool is_changed = decision->rule == kAdaClip && chunk_amaxes[known] > decision->limit[i];
+        if (is_flat && !is_changed && decision->unit[i] == 1) {
             sums[0] = chunk_squares[known];
             return;
         }
         Work work;
-        uint64_t epoch = walks[i].every > 1 ? epoch_of(s, *rules, i) : 0;
+        uint64_t epoch = walks[i].every > 1 ? epoch_of(s, *decision, i) : 0;
         for (int64_t number = first; number < last; number++) {
             Block b(s, walks[i], number);
             if (b.every > 1) pick(b, epoch, work.picks);
-            sums[1] += load_gradient(s, *rules, i, b, work);
-            add_squares(*rules, i, b, work, sums);
+            sums[1] += load_gradient(s, *decision, i, b, work);
+            add_squares(*decision, i, b, work, sums);
         }
     });
 }
 
-// Adam, on all shards that take the step. With a unit, `result` is that of `squares`; null without.
-EXPORT void update(const Shard *shards, int64_t count, int threads, const Rules *rules, float *result) {
-    auto blocks = [&](int64_t i) { return rules->taken[i] ? Walk(shards[i], true).blocks() : 0; };
+// Adam, on all shards that take the step. `result` is that of `squares`, or null.
+EXPORT void update(const Shard *shards, int64_t count, int threads, const Decision *decision, float *result) {
+    auto blocks = [&](int64_t i) { return decision->taken[i] ? Walk(shards[i], true).blocks() : 0; };
     auto in_chunk = [&](int64_t i) { return Walk(shards[i], true).blocks_in_chunk(); };
     sum_chunks(count, threads, blocks, in_chunk, result, [&](int64_t i, int64_t first, int64_t last, double *sums) {
         const Shard &s = shards[i];
         Work work;
         Walk walk(s, true);
-        uint64_t key = key_of(s, *rules, i), epoch = epoch_of(s, *rules, i);
+        uint64_t key = key_of(s, *decision, i), epoch = epoch_of(s, *decision, i);
         for (int64_t number = first; number < last; number++) {
             Block b(s, walk, number);
             if (b.every > 1) pick(b, epoch, work.picks);
-            update_block(s, *rules, i, b, key, work, sums);
+            update_block(s, *decision, i, b, key, work, result != nullptr, sums);
         }
     });
 }
 
 // factor * clip(g) into `weights`.
-EXPORT void clipped(const Shard *shards, int64_t count, int threads, const Rules *rules) {
+EXPORT void clipped(const Shard *shards, int64_t count, int threads, const Decision *decision) {
     auto blocks = [&](int64_t i) { return Walk(shards[i], false).blocks(); };
     auto in_chunk = [&](int64_t i) { return Walk(shards[i], false).blocks_in_chunk(); };
     for_chunks(count, threads, blocks, in_chunk, [&](int64_t i, int64_t, int64_t first, int64_t last) {
         Work work;
-        const float limit = limit_of(*rules, i), ratio = rules->ratio[i], factor = rules->factor[i];
+        const float limit = limit_of(*decision, i), ratio = decision->ratio[i], factor = decision->factor[i];
         for (int64_t number = first; number < last; number++) {
             Block b(shards[i], Walk(shards[i], false), number);
-            load_gradient(shards[i], *rules, i, b, work);
+            load_gradient(shards[i], *decision, i, b, work);
             const float *g = work.gradient;
             float *clipped = work.gradient = work.buffers[0];
             for (int k = 0; k < b.count; k++) clipped[k] = ada_clip(g[k], limit, ratio) * factor;

@@ -1,0 +1,231 @@
+"""The passes of a step in kernels, C++ on CPUs and Triton on GPUs: each is one call for all parameters of a batch."""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbit.compilation import takes_cpp, takes_triton
+from lightning_lowbit.distributed import offsets_of
+from lightning_lowbit.kernels.cpu import adam as cpu
+from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.gpu import adam as gpu
+from lightning_lowbit.kernels.memory import address, resolved
+from lightning_lowbit.kernels.shards import (
+    DENSE,
+    FP8,
+    KINDS,
+    NOTHING,
+    SPARSE,
+    Decision,
+    ParameterShard,
+)
+from lightning_lowbit.optim.moments import DenseMoments, Entries, FP8Moments, SparseMoments, misfit, statistics_dtype
+from lightning_lowbit.optim.passes import Batch, Member, Passes, scalar_dtype
+from lightning_lowbit.optim.rules import AdaClip, GroupRules, Numbers
+
+# The tensors of a member, by the names that `ParameterShard` has for them: possible dtypes, and addresses of none.
+_DTYPES = dict.fromkeys(FP8Moments.names, (torch.float32, torch.uint8)) | {"master": (torch.float16,)}
+_NOWHERE = dict.fromkeys(_DTYPES, 0)
+
+
+class KernelPasses(Passes):
+    """The passes in kernels; a subclass is for one kind of device."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        self._gradients = [None if m.gradient is None else resolved(m.gradient).contiguous() for m in batch.members]
+        self._shards = [_shard(*pair) for pair in zip(batch.members, self._gradients, strict=True)]
+        self._parameters = self._in_kernels(self._shards)
+
+    @abstractmethod
+    def _in_kernels(self, shards: Sequence[ParameterShard]) -> cpu.CppParameters | gpu.TritonParameters:
+        """The shards for the kernels."""
+
+    def measure(self, weights: bool = False) -> Tensor:
+        return self._parameters.measure(weights)
+
+    def squares(self, decision: Decision) -> Tensor:
+        return self._parameters.squares(decision)
+
+    def update(self, decision: Decision, sums: bool) -> Tensor | None:
+        result = self._parameters.update(decision, sums)
+        # As operations of torch do, so that autograd refuses a graph that has saved the weights before the step.
+        torch.autograd.graph.increment_version([member.parameter for member in self.batch.members])
+        return result
+
+    def write_clipped(self, decision: Decision, targets: Sequence[Tensor | None]) -> None:
+        shards = []
+        for shard, target in zip(self._shards, targets, strict=True):
+            if target is None:
+                shards.append(shard._replace(size=0))
+            else:
+                start = address("a clipped gradient", target, target.dtype, shard.size, target.device)
+                shards.append(shard._replace(weights=start, weights_kind=KINDS[target.dtype]))
+        self._in_kernels(shards).write_clipped(decision)
+        torch.autograd.graph.increment_version([target for target in targets if target is not None])
+
+
+class CppPasses(KernelPasses):
+    """The passes in C++, with fp32 statistics."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        scalars = {name: [member.state[name] for member in batch.members] for name in batch.scalars}
+        self._scalars = cpu.Scalars(scalars, {name: scalar_dtype(name, batch.dtype) for name in batch.scalars})
+
+    def _in_kernels(self, shards: Sequence[ParameterShard]) -> cpu.CppParameters:
+        return cpu.CppParameters(shards)
+
+    def load_scalars(self) -> Numbers:
+        return self._scalars.load()
+
+    def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:
+        self._scalars.store(scalars)
+
+
+class TritonPasses(KernelPasses):
+    """The passes in Triton, with fp32 statistics and moments of all elements."""
+
+    def _in_kernels(self, shards: Sequence[ParameterShard]) -> gpu.TritonParameters:
+        return gpu.TritonParameters(shards, self.batch.device)
+
+
+def passes_for(batch: Batch) -> Passes:
+    """The passes that serve a batch; a ``ValueError`` where a state has not the sizes of its parameter."""
+    if kernels := kernels_for(batch):
+        return kernels(batch)
+    for member in batch.members:
+        # An optimizer in `Adaptive` has moments in dtypes of its choice.
+        if "mean" in member.tensors and (fault := misfit(member.tensors, _entries(member))):
+            raise ValueError(_changed(member, fault))
+    return Passes(batch)
+
+
+def kernels_for(batch: Batch) -> type[KernelPasses] | None:
+    """The passes in kernels; None if plain torch is asked for, or they do not cover the batch or build."""
+    if batch.dtype != torch.float32 or torch.compiler.is_compiling() or not all(map(_fits, batch.members)):
+        return None
+    if takes_cpp(batch.device):
+        return CppPasses if library() else None
+    if takes_triton(batch.device):
+        # A graph would be replayed with the addresses of gradients that are gone.
+        is_captured = batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_sparse = any(member.moments.is_sparse for member in batch.members)
+        is_served = not is_captured and not is_sparse and gpu.obstacle(batch.device) is None
+        return TritonPasses if is_served and triton_agrees(batch.device) else None
+    return None
+
+
+@cache
+def triton_agrees(device: torch.device) -> bool:
+    """Compares the Triton passes with plain torch on a small sample, once per device; warns if they differ."""
+    if all(map(_are_near, _sample_results(TritonPasses, device), _sample_results(Passes, device))):
+        return True
+    warnings.warn(
+        f"The Triton kernels of the optimizers differ from plain torch on {device}, and are not used there: steps are "
+        "loops over the parameters. Please report the GPU and the versions of torch and Triton.",
+        stacklevel=2,
+    )
+    return False
+
+
+def _sample_results(passes: type[Passes], device: torch.device) -> list[Tensor]:
+    """Results of all passes over two parameters: in 16 bits with FP8 moments and master weights, and in fp32."""
+    draw = torch.Generator("cpu").manual_seed(0)
+    batch = Batch({}, GroupRules(AdaClip(0.9)), device, torch.float32, (), ())
+    for shape, dtype, moments in (((33, 130), torch.bfloat16, FP8Moments()), ((300,), torch.float32, DenseMoments())):
+        p, g = (torch.randn(shape, generator=draw, device="cpu").to(device, dtype) for _ in range(2))
+        tensors = moments.new_state(p, torch.float32)
+        if dtype == torch.bfloat16:
+            tensors["master"] = torch.zeros_like(p, dtype=torch.float16)
+        batch.add(Member(p, len(batch.members), p, g, {}, moments, tensors))
+    half = torch.full((2,), 0.5, dtype=torch.float32, device=device)
+    steps = torch.zeros(2, dtype=torch.int64, device=device)
+    batch.numbers = {"taken": half > 0, "steps": steps, "steps_since_reset": steps, "limit": 2 * half}
+    batch.numbers |= dict.fromkeys(("ratio", "unit", "factor", "weight1", "weight2"), half)
+    batch.numbers |= {"rate": half / 50, "decay": half / 50, "new_scale": half / 2**13}
+    work, decision = passes(batch), batch.decision(eps=1e-8, decays=True)
+    results = [work.measure(), work.measure(weights=True), work.squares(decision)]
+    for old_scale in (0 * half, half / 2**13):
+        batch.numbers["old_scale"] = old_scale
+        sums = work.update(decision, sums=True)
+        assert sums is not None
+        results.append(sums)
+    return [*results, *(tensor for member in batch.members for tensor in (member.shard, *member.tensors.values()))]
+
+
+def _are_near(result: Tensor, expected: Tensor) -> bool:
+    """Returns whether 99 % of the elements are within 1e-5 of the largest: draws and roundings differ."""
+    difference, largest = (result.double() - expected.double()).abs(), expected.double().abs().amax()
+    return bool((difference <= 1e-5 * largest).double().mean() >= 0.99)
+
+
+def _fits(member: Member) -> bool:
+    """Returns whether kernels take the dtypes and layouts of a member's tensors; `address` compares the sizes."""
+    shard, gradient = member.shard, member.gradient
+    if gradient is not None and not (type(gradient) is Tensor and gradient.dtype in KINDS):
+        return False
+    for name, tensor in member.tensors.items():
+        is_dense = isinstance(tensor, Tensor) and tensor.is_contiguous() and not tensor.is_neg()
+        if not is_dense or tensor.dtype not in _DTYPES[name]:
+            return False
+    # Random bits belong to places in the whole parameter, which kernels count by rows.
+    is_in_rows = not member.moments.draws or shard.shape[1:-1] == member.parameter.shape[1:-1]
+    is_known = type(shard) in (Tensor, Parameter) and shard.dtype in KINDS
+    return is_known and shard.is_contiguous() and not shard.is_neg() and is_in_rows
+
+
+def _entries(member: Member) -> Entries:
+    """The shapes and dtypes that the tensors of a member have."""
+    shape, dtype = member.shard.shape, statistics_dtype(member.shard)
+    masters: Entries = {"master": (shape, torch.float16)} if "master" in member.tensors else {}
+    return member.moments.entries(shape, dtype) | masters
+
+
+def _changed(member: Member, fault: str) -> str:
+    return (
+        f"The state of a parameter of {tuple(member.shard.shape)} was changed since it was made or loaded: {fault}. "
+        "Put back what belongs to the parameter, or build a new optimizer."
+    )
+
+
+def _shard(member: Member, gradient: Tensor | None) -> ParameterShard:
+    shard, moments, tensors, device = member.shard, member.moments, member.tensors, member.shard.device
+    kind, every, first, stride = DENSE, 1, 0, 0
+    row = columns = size = shard.numel()
+    if moments.draws:
+        kind, every = (SPARSE, moments.every) if isinstance(moments, SparseMoments) else (FP8, 1)
+        row = shard.shape[-1]
+        columns = -(-row // every)
+        whole, offsets = member.parameter.shape, offsets_of(member.parameter)
+        stride = columns if kind == SPARSE else whole[-1]  # rows with sparse moments are whole
+        above = offsets[0]  # rows of the whole parameter before those of the shard
+        for offset, length in zip(offsets[1:-1], whole[1:-1], strict=True):
+            above = above * length + offset
+        first = above * stride + offsets[-1]
+    starts, entries = _NOWHERE.copy(), moments.entries(shard.shape, torch.float32)
+    for name, tensor in tensors.items():
+        shape, dtype = entries.get(name) or (shard.shape, torch.float16)
+        if tensor.shape != shape:
+            raise ValueError(_changed(member, misfit(tensors, {name: (shape, dtype)})))
+        starts[name] = address(name, tensor, dtype, tensor.numel(), device)
+    return ParameterShard(
+        weights=address("a parameter", shard, shard.dtype, size, device),
+        gradient=0 if gradient is None else address("a gradient", gradient, gradient.dtype, size, device),
+        **starts,
+        weights_kind=KINDS[shard.dtype],
+        gradient_kind=NOTHING if gradient is None else KINDS[gradient.dtype],
+        moments=kind,
+        size=size,
+        row=row,
+        columns=columns,
+        every=every,
+        first=first,
+        stride=stride,
+        number=member.number,
+    )
