@@ -22,6 +22,7 @@ from lightning_lowbit._lightning import (
     say_once,
 )
 from lightning_lowbit.checks import choose, some
+from lightning_lowbit.distributed import is_flat
 from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 
@@ -76,6 +77,15 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
             "weight, are no numbers to average. Call unpack_frozen(model) first, or leave out the callback."
         )
     return trainer, module
+
+
+def check_whole_weights(model: nn.Module) -> None:
+    """Raises ``MisconfigurationException`` for flat buffers, of whose weights no amax can be shared."""
+    if any(is_flat(parameter) for parameter in model.parameters()):
+        raise MisconfigurationException(
+            "shared_amax needs whole weights between steps, and FSDP1 keeps flat buffers alone. Train with "
+            "FSDPStrategy(use_orig_params=True), its default, or with ModelParallelStrategy (FSDP2)."
+        )
 
 
 def averaging_of(trainer: Any) -> Callback | None:
@@ -216,6 +226,11 @@ class Runs:
     @property
     def is_evaluating(self) -> bool:
         return self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING)
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether a callback evaluates, saves and leaves averages of weights, which the histories have not seen."""
+        return self.trainer is not None and averaging_of(self.trainer) is not None
 
     def is_first(self) -> bool:
         """Whether no Trainer has used the plugin yet."""

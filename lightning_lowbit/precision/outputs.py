@@ -1,0 +1,77 @@
+"""The output layers that stay in high precision, by default or because a checkpoint was trained so."""
+
+from typing import Any
+
+from torch import nn
+
+from lightning_lowbit._lightning import rank_zero_info, say_once
+from lightning_lowbit.checks import some
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.conversion.convert import plan
+from lightning_lowbit.nn.conversion.defaults import mark_outputs
+from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.precision.checkpoints.trained import Trained
+
+
+class OutputLayers:
+    """The decision about the output layers of a run, and what its checkpoint says of them.
+
+    Attributes:
+        left: names of the output layers that the converted model leaves in high precision.
+    """
+
+    def __init__(self) -> None:
+        self.left = frozenset[str]()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets the checkpoint."""
+        self._quantized = frozenset[str]()  # those that the checkpoint has quantized
+        self._left_before = frozenset[str]()  # those that it has left in high precision
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether a checkpoint decided."""
+        return bool(self._quantized or self._left_before)
+
+    def plan(
+        self, model: nn.Module, leaves: bool, casts: LinearCasts, *settings: Any
+    ) -> tuple[dict[str, LinearCasts], frozenset[str]]:
+        """Returns the casts of each layer by name, and the clean names of the output layers that are left out.
+
+        Args:
+            model: the model, which is not changed.
+            leaves: whether output layers are left out by default.
+            casts: those of all other layers.
+            *settings: further arguments of :func:`lightning_lowbit.nn.conversion.convert.plan`.
+        """
+        planned = plan(model, casts, *settings)
+        if not leaves:
+            return planned, frozenset()
+        inner = plan(model, casts, *settings, quantize_output=False)
+        left = frozenset(clean_name(name) for name in planned if name not in inner) - self._quantized
+        left |= self._left_before & {clean_name(name) for name in planned}
+        return {name: casts for name, casts in planned.items() if clean_name(name) not in left}, left
+
+    def note(self, left: frozenset[str], model: nn.Module, plugin: str) -> None:
+        """Keeps, marks and logs the output layers that a plugin (its name) leaves out."""
+        self.left = left
+        mark_outputs(model, left)
+        if left:
+            layers, it = ("layers", "them") if len(left) > 1 else ("layer", "it")
+            say_once(
+                f"{plugin} leaves the output {layers} {some(sorted(left))} in high precision (quantize_output=True "
+                f"quantizes {it})."
+            )
+
+    def follow(self, trained: Trained, left: frozenset[str], plugin: str) -> bool:
+        """Takes the decision of a checkpoint; returns whether that changes a plan, which would leave out ``left``."""
+        before, left_before = self._quantized, self._left_before
+        quantized = {name for name, casts in trained.planned.items() if casts != LinearCasts()}
+        self._quantized, self._left_before = (left | before) & quantized, frozenset(trained.outputs)
+        if new := self._quantized - before:
+            rank_zero_info(
+                f"The checkpoint was trained with {some(sorted(new))} quantized: it stays so, although {plugin} by "
+                "default leaves it in high precision (as quantize_output=False does)."
+            )
+        return self._quantized != before or not self._left_before <= left | left_before
