@@ -14,6 +14,7 @@ A kind says what a value is:
 from collections.abc import Mapping
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 NUMBER = int | float
@@ -55,21 +56,26 @@ def count(value: object) -> bool:
     return _is(value, int) and value >= 0  # type: ignore[operator]
 
 
+def row(value: object) -> bool:
+    """one row of floating-point numbers"""
+    return isinstance(value, Tensor) and value.dim() == 1 and value.is_floating_point() and is_dense(value)
+
+
 def _check_mapping(owner: str, state: object, kind: dict[Any, Any], at: str) -> None:
     if not isinstance(state, Mapping):
         raise _wrong(owner, at, state, "a mapping")
-    for name, of_value in kind.items():
+    for name, value_kind in kind.items():
         if not isinstance(name, str):  # any names
             for key, value in state.items():
                 check_state(owner, key, name, f"{at}.{key}")
-                check_state(owner, value, of_value, f"{at}.{key}")
+                check_state(owner, value, value_kind, f"{at}.{key}")
             continue
         key = name.removesuffix("?")
         if key in state:
-            check_state(owner, state[key], of_value, f"{at}.{key}")
+            check_state(owner, state[key], value_kind, f"{at}.{key}")
         elif key == name:
             entry = f"{at}.{key}".removeprefix(".")
-            needed = "" if isinstance(of_value, dict | list | tuple | OneOf) else f", {_words(of_value)}"
+            needed = "" if isinstance(value_kind, dict | list | tuple | OneOf) else f", {_words(value_kind)}"
             raise ValueError(f"{owner}'s state in the checkpoint lacks the entry {entry}{needed}: {_ADVICE}.")
 
 
@@ -100,9 +106,15 @@ def _wrong(owner: str, at: str, value: object, needed: str) -> ValueError:
     return ValueError(f"{owner}'s state in the checkpoint{what} should be {needed}: {_ADVICE}.")
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether a tensor has a number for each place, as the tensors that this package writes."""
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
 def shown(value: object) -> str:
-    """A value in at most 60 characters; of a tensor, dtype and shape."""
+    """Returns a value in at most 60 characters; of a tensor, dtype and shape."""
     if isinstance(value, Tensor):
-        return f"a tensor {value.dtype} of shape {tuple(value.shape)}"
+        how = "" if is_dense(value) else " without numbers" if value.is_meta else f" in the layout {value.layout}"
+        return f"a tensor {value.dtype} of shape {tuple(value.shape)}{how}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -7,6 +7,7 @@ optimizer_step          counts the step; staged amaxes enter the histories
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ from lightning_lowbit.distributed import clip_gradients_, connect, is_sharded
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, overriding, plan_by_name
+from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, overriding, plan, plan_by_name
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.nn.state.amax import AmaxHistories
@@ -319,7 +320,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         else:
             leaves = self.leaves_output if self.quantize_output is None else not self.quantize_output
             settings = self.skip, self.only, self.overrides, self.smooth_swiglu, self.attention
-            planned, left = self._state.outputs.plan(model, leaves, self.casts, *settings)
+            planned, left = self._state.outputs.plan(partial(plan, model, self.casts, *settings), leaves)
         if self.shared_amax:
             check_groups(planned, self.shared_amax)
         return planned, left

@@ -1,13 +1,12 @@
 """The output layers that stay in high precision, by default or because a checkpoint was trained so."""
 
-from typing import Any
+from collections.abc import Callable
 
 from torch import nn
 
 from lightning_lowbit._lightning import rank_zero_info, say_once
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.conversion.convert import plan
 from lightning_lowbit.nn.conversion.defaults import mark_outputs
 from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.precision.checkpoints.trained import Trained
@@ -35,20 +34,16 @@ class OutputLayers:
         return bool(self._quantized or self._left_before)
 
     def plan(
-        self, model: nn.Module, leaves: bool, casts: LinearCasts, *settings: Any
+        self, plan_casts: Callable[..., dict[str, LinearCasts]], leaves: bool
     ) -> tuple[dict[str, LinearCasts], frozenset[str]]:
         """Returns the casts of each layer by name, and the clean names of the output layers that are left out.
 
-        Args:
-            model: the model, which is not changed.
-            leaves: whether output layers are left out by default.
-            casts: those of all other layers.
-            *settings: further arguments of :func:`lightning_lowbit.nn.conversion.convert.plan`.
+        ``plan_casts`` plans all layers, and the others with ``quantize_output=False``; ``leaves`` is the default.
         """
-        planned = plan(model, casts, *settings)
+        planned = plan_casts()
         if not leaves:
             return planned, frozenset()
-        inner = plan(model, casts, *settings, quantize_output=False)
+        inner = plan_casts(quantize_output=False)
         left = frozenset(clean_name(name) for name in planned if name not in inner) - self._quantized
         left |= self._left_before & {clean_name(name) for name in planned}
         return {name: casts for name, casts in planned.items() if clean_name(name) not in left}, left

@@ -50,8 +50,9 @@ def restore(
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         advice = "Use a Trainer with plugins=[LowBitPrecision.from_checkpoint(path)] for one that is"
         raise ValueError(f"restore takes a model that is not spread over processes. {advice}.")
-    # "native" would raise on other hardware; emulation gives the same results.
-    trained = replace(origin.trained, outputs=(), backend=origin.trained.backend.replace("native", "auto"))
+    trained = replace(origin.trained, outputs=())
+    if trained.backend == "native":  # would raise on other hardware; emulation gives the same results
+        trained = replace(trained, backend="auto")
     layers = RunLayers(
         origin.state["seed"],
         exact=trained.exact,

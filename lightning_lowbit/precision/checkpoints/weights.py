@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
-from lightning_lowbit.precision.checkpoints.files import Checkpoint, is_dense, load_checkpoint, shown
+from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
+from lightning_lowbit.saved_state import is_dense, shown
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in which weights are kept
 
