@@ -1,13 +1,13 @@
-"""Checks of states that come from a file, before anything is taken from them.
+"""Checks of states that come from a file, before anything is loaded from them.
 
-A kind says what a value is:
+A kind describes a value:
 
     int, float | None, Tensor      its type; True and False are no numbers
     [kind]                         a list or tuple of any length
     (kind, kind)                   a list or tuple of this length
     {"a": kind, "b?": kind}        a mapping with these entries; b may be missing, others may be there
     {str: kind}                    a mapping with any names
-    OneOf(kind, kind)              what any of them says
+    OneOf(kind, kind)              one of these kinds
     a function                     returns whether the value is valid; its docstring says what is needed
 """
 

@@ -1,4 +1,4 @@
-"""A run: its settings (Trainer, seed, data-parallel rank, dtype of what is not quantized), and those before it."""
+"""The settings of a run (seed, rank, dtype of everything that is not quantized), and the runs of a plugin."""
 
 import os
 import weakref
@@ -69,7 +69,7 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
             f"{name} runs backward passes and optimizers itself, and so does DeepSpeed. Train with DDPStrategy, "
             "FSDPStrategy, or ModelParallelStrategy (FSDP2), which shards what ZeRO does."
         )
-    packed = [clean_name(layer) for layer, each in quantized_layers(module).items() if each.frozen is not None]
+    packed = [clean_name(name) for name, layer in quantized_layers(module).items() if layer.frozen is not None]
     averaging = averaging_of(trainer)
     if packed and averaging is not None:
         raise MisconfigurationException(
@@ -89,19 +89,19 @@ def check_whole_weights(model: nn.Module) -> None:
 
 
 def averaging_of(trainer: Any) -> Callback | None:
-    """The callback of Lightning that evaluates averages of weights, or leaves them in the model; None without one."""
+    """Returns the callback of Lightning that evaluates averages of weights, or leaves them in the model, or None."""
     kinds = (StochasticWeightAveraging, WeightAveraging)
     return next((callback for callback in trainer.callbacks if isinstance(callback, kinds)), None)
 
 
 def data_rank(trainer: Trainer) -> int:
-    """The data-parallel rank of this process: model-parallel ranks that see the same data have the same."""
+    """Returns the data-parallel rank of this process; model-parallel ranks with the same data share one."""
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return int(sampler.get("rank", trainer.global_rank))
 
 
 def global_seed() -> int:
-    """The seed of ``seed_everything``, which stores it in the environment; 0 without one."""
+    """Returns the seed of ``seed_everything``, which stores it in the environment; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
@@ -111,7 +111,7 @@ def as_list(patterns: Iterable[str]) -> Iterable[str]:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a device has instructions for bf16. One that does not tell is taken to have them."""
+    """Returns whether a device has instructions for bf16; True if it cannot be asked."""
     if device.type == "cpu":
         return torch.bfloat16 not in SLOW_ON_CPU
     if device.type == "mps":
@@ -121,7 +121,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 class ComputeDtype:
-    """The dtype of what is not quantized: an argument, or for ``"auto"`` what the devices of a run have.
+    """The dtype of everything that is not quantized: an argument, or for ``"auto"`` one that all devices have.
 
     Args:
         asked: ``"auto"``, a key of :data:`COMPUTE_DTYPES`, another name of it, such as Lightning's ``"bf16-mixed"`` and
@@ -156,14 +156,11 @@ class ComputeDtype:
         return COMPUTE_DTYPES[self.name][0]
 
     def restart(self) -> None:
-        """Another run decides anew."""
+        """Lets another run decide."""
         self._is_decided = self.is_followed = False
 
     def decide(self, strategy: Any) -> None:
-        """Takes bf16 for ``"auto"`` if the devices of all processes have it, else float32. All processes must call it.
-
-        Says once what takes long.
-        """
+        """Takes bf16 for ``"auto"`` if the devices of all processes have it, else float32. Call it in all of them."""
         device = strategy.root_device
         if self.is_auto and not self._is_decided:
             here = has_bf16(device)
@@ -192,7 +189,7 @@ class ComputeDtype:
 
 
 def compute_dtype(plugin: Precision) -> torch.dtype:
-    """The dtype of high-precision matrix products under a precision plugin of this package or Lightning."""
+    """Returns the dtype of high-precision matrix products under a plugin of this package or Lightning."""
     dtype = getattr(plugin, "compute_dtype", None)  # of this package's plugins
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -201,7 +198,7 @@ def compute_dtype(plugin: Precision) -> torch.dtype:
 
 
 class Runs:
-    """Whose state a plugin has: several Trainers may use it, one after another, and it has the state of one run.
+    """The run whose state a plugin has. Several Trainers may use a plugin, one after another.
 
     another Trainer trains                          a run begins, with the state of the constructor
     any Trainer evaluates the model of the run      with its state
@@ -233,23 +230,26 @@ class Runs:
         return self.trainer is not None and averaging_of(self.trainer) is not None
 
     def is_first(self) -> bool:
-        """Whether no Trainer has used the plugin yet."""
+        """Returns whether no Trainer has used the plugin yet."""
         return self._trainer is None
 
     def go_on(self, trainer: Any, model: nn.Module, has_state: bool, has_histories: bool) -> bool:
-        """Notes that a Trainer begins to use the plugin, and returns whether the run goes on whose state it has.
+        """Notes that a Trainer begins to use the plugin; returns whether it continues the run of the plugin's state.
 
-        ``has_state`` is whether another run would lose something that evaluation depends on, and ``has_histories``
-        whether the same run of another model would.
+        Args:
+            trainer: the Trainer.
+            model: its model.
+            has_state: whether evaluation depends on the state, so that another run would lose something.
+            has_histories: whether there are amaxes, which the same run of another model would lose.
         """
-        by, of = (self.trainer, None) if self._trained is None else (self._trained[0](), self._trained[1]())
+        before, trained = (self.trainer, None) if self._trained is None else (self._trained[0](), self._trained[1]())
         self._trainer = weakref.ref(trainer)
-        goes_on = trainer is by or (self.is_evaluating and model is of)
+        goes_on = trainer is before or (self.is_evaluating and model is trained)
         self._is_lost = self._has_displaced(model if self.is_evaluating else trainer)
         if self._trained is not None and not goes_on:
             self._displaced += self._trained if has_state else ()
             self._trained = None
-        elif self._trained is not None and model is not of and has_histories:
+        elif self._trained is not None and model is not trained and has_histories:
             self._displaced.append(self._trained[1])
             self._trained = self._trained[0], weakref.ref(model)
         if not self.is_evaluating:

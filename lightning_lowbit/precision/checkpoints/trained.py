@@ -22,7 +22,7 @@ from lightning_lowbit.saved_state import check_state
 
 VERSION = 1  # of the record
 _OWNER = "lightning_lowbit.trained"
-_RECORD = {
+_RECORD: dict[str, Any] = {
     "layers": {},
     "started": {},
     "casts": {},
@@ -39,7 +39,7 @@ _HP = LinearCasts()
 
 @dataclass(frozen=True)
 class Trained:
-    """The settings that decide, with the weights, what a trained model computes."""
+    """The settings that decide, together with the weights, what a trained model computes."""
 
     layers: Mapping[str, LinearCasts]  # by name, regardless of the phase
     compute_dtype: str
