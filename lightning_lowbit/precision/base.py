@@ -1,8 +1,10 @@
-"""The precision plugin: it converts a model's linear layers and keeps the state that quantization needs.
+"""The precision plugin: Lightning's hooks, and the arguments of a run.
 
 convert_module          each linear layer becomes a QuantLinear, in place
 train_step_context      autocast; random keys of this micro-batch; layers stage their amaxes
 optimizer_step          counts the step; staged amaxes enter the histories
+
+The plugin owns the layers (:class:`RunLayers`) and the rest of a run's state (:class:`RunState`).
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -106,7 +108,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
     smooth_swiglu: str | None = _part("_layers", "smooth_swiglu")
     shared_amax: Iterable[str] = _part("_layers", "shared_amax")
     quantize_before_gather: bool = _part("_layers", "quantize_before_gather")
-    blend: Tensor = _part("_layers", "blend")  # λ, set by `set_blend`
+    blend: Tensor = _part("_layers", "blend")
+    """λ, set by :meth:`set_blend`; 0-d."""
     is_blending: bool = _part("_layers", "is_blending")  # whether λ is below 1
     histories: AmaxHistories | None = _part("_layers", "histories")  # amaxes of previous steps
     step: int = _part("_layers", "step")  # optimizer steps taken

@@ -1,12 +1,4 @@
-"""The converted layers of a run, and their state from step to step.
-
-    planned, changed    by layer, its casts at conversion, and other casts set since
-    phases              which GEMMs are quantized: one phase for all layers, and a stack of temporary ones above it
-    λ, keys             how much operands are quantized; keys of this micro-batch's random bits
-    histories           amaxes of previous steps; changing a layer's casts resets its own
-
-Layer names are without wrapper prefixes, also in checkpoints.
-"""
+"""The converted layers of a run, and their state from step to step. Layer names are without wrapper prefixes."""
 
 import weakref
 from collections.abc import Generator, Iterable, Mapping
@@ -39,7 +31,9 @@ if TYPE_CHECKING:
 
 
 class RunLayers:
-    """The converted layers of a run: casts, phase, λ, random keys and amaxes. It needs no Trainer.
+    """The converted layers of a run. They need no Trainer.
+
+    Their phase says which GEMMs are quantized: one for all layers, with a stack of temporary ones above it.
 
     Args:
         seed: of stochastic rounding.
@@ -49,7 +43,7 @@ class RunLayers:
         device: where the layers are; state follows it before a forward pass.
         blend: λ, from 0 (high precision) to 1 (quantized); a 0-d tensor that layers share.
         is_blending: whether λ is below 1.
-        histories: amaxes of previous steps; None before conversion.
+        histories: amaxes of previous steps; None before conversion. A layer's are reset when its casts change.
         step: number of optimizer steps taken.
         micro_batch: number of training steps since the last optimizer step.
         planned: by layer, the casts at conversion.
@@ -129,12 +123,9 @@ class RunLayers:
         self._model = weakref.ref(model)
 
     def convert(self, model: nn.Module, planned: Mapping[str, LinearCasts], dtype: torch.dtype) -> None:
-        """Converts the layers of a model in place; the state of a run that continues is kept.
+        """Converts the layers of a model in place, by name; the state of a run that continues is kept.
 
-        Args:
-            model: the model, which remains as it is if this raises ``ValueError``.
-            planned: the casts of each layer, by name.
-            dtype: of everything that is not quantized.
+        ``dtype`` is that of everything that is not quantized. A ``ValueError`` leaves the model as it is.
         """
         check_backend(planned, self.backend, self.exact, self.device)
         check_save(planned, self.save)
@@ -276,10 +267,7 @@ class RunLayers:
     def forward_context(self, dtype: torch.dtype, rank: int = 0, in_use: bool = True) -> Generator[None, None, None]:
         """Context of a forward pass: random keys of this micro-batch, shared amaxes, and autocast. Recording is off.
 
-        Args:
-            dtype: of everything that is not quantized; there is no autocast to float32.
-            rank: among data-parallel processes, each of which has its own random bits.
-            in_use: whether operands are scaled by amax histories.
+        ``rank`` is that among data-parallel processes; ``in_use`` says whether operands are scaled by histories.
         """
         self._prepare(rank, in_use)
         if self._gathers is not None:

@@ -25,11 +25,7 @@ def asked_options(optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) ->
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
-    options = [(one, inspect.signature(type(one)).parameters.keys() - {"last_epoch"}) for one in every]
-    return groups, [
-        (type(one).__name__, {n: _plain(v) for n, v in one.state_dict().items() if n in names})
-        for one, names in options
-    ]
+    return groups, [(type(scheduler).__name__, _scheduler_options(scheduler)) for scheduler in every]
 
 
 def overridden(
