@@ -49,7 +49,7 @@ def being_written(path: Path) -> Iterator[Path]:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Renames a file, directory or link atomically and durably (its data are flushed), replacing what has the name."""
+    """Renames a file, directory or link atomically and durably (its data are flushed), and replaces an older one."""
     previous = _scratch(path, _PREVIOUS)
     _sync(partial)
     if os.path.lexists(path) and (_is_directory(path) or _is_directory(partial)):

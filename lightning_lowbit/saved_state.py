@@ -8,7 +8,7 @@ A kind describes a value:
     {"a": kind, "b?": kind}        a mapping with these entries; b may be missing, others may be there
     {str: kind}                    a mapping with any names
     OneOf(kind, kind)              one of these kinds
-    a function                     returns whether the value is valid; its docstring says what is needed
+    a function                     returns whether the value is valid; its docstring describes valid values
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class OneOf:
 
 
 def check_state(owner: str, state: object, kind: Any, at: str = "") -> None:
-    """Raises a ``ValueError`` that names the owner, the entry, what it needs and what it is.
+    """Raises a ``ValueError`` that names the owner, the entry, its value and a valid one.
 
     Examples:
         >>> check_state("SpikeRollback", {"good": [1.0, "x"]}, {"good": [NUMBER]})

@@ -36,7 +36,7 @@ from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
-from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_of
+from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_overridden
 from lightning_lowbit.precision.checkpoints.trained import Origin, Trained, check_changes
 from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.layers import RunLayers
@@ -44,10 +44,10 @@ from lightning_lowbit.precision.run_settings import (
     ComputeDtype,
     as_list,
     check_whole_weights,
+    checked_run,
     compute_dtype,
     data_rank,
     global_seed,
-    run_of,
 )
 from lightning_lowbit.precision.shown import Shown
 from lightning_lowbit.precision.state import RunState
@@ -78,8 +78,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
         backend: ``"auto"`` runs GEMMs of FP8, integers, NVFP4, MXFP4 and MXFP8 natively where the hardware can, and
             emulates all others. ``"native"`` raises instead of emulating. ``"emulated"`` emulates all.
-        save: what layers keep of their input for the backward pass: ``"inputs"``, the tensor, or ``"codes"``, codes and
-            scales of its quantized operand (4.5 bits in NVFP4), with the same gradients.
+        save: ``"inputs"`` keeps the input of layers for the backward pass; ``"codes"`` keeps codes and scales of its
+            quantized operand (4.5 bits in NVFP4), with the same gradients.
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
         fresh_histories: start with empty amax histories, even if a checkpoint holds some.
         shared_amax: patterns of layers whose weights share an amax within a module, such as ``["(q|k|v)_proj"]``.
@@ -99,7 +99,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         >>> Trainer(plugins=[LowBitPrecision("nvfp4", skip=["lm_head"])])
     """
 
-    leaves_output: ClassVar[bool] = False  # what quantize_output=None means: True leaves the output layer out
+    leaves_output: ClassVar[bool] = False  # by default, with quantize_output=None
 
     seed: int = _part("_layers", "seed")
     exact: bool = _part("_layers", "exact")
@@ -114,6 +114,10 @@ class LowBitPrecision(Shown, FSDPPrecision):
     histories: AmaxHistories | None = _part("_layers", "histories")  # amaxes of previous steps
     step: int = _part("_layers", "step")  # optimizer steps taken
     micro_batch: int = _part("_layers", "micro_batch")  # training steps since then
+    phase: str = _part("_layers", "phase")
+    """The phase in force: the latest temporary one, or else that of :meth:`set_phase`."""
+    scaler: GradScaler | None = _part("_state", "scaler")  # type: ignore[assignment]  # may be set between steps
+    trained: Trained = _part("_state", "trained")  # the record that checkpoints hold
     fresh_histories: bool = _part("_state", "fresh_histories")
     casts_of_checkpoint: bool = _part("_state", "casts_of_checkpoint")
 
@@ -183,9 +187,9 @@ class LowBitPrecision(Shown, FSDPPrecision):
         In ``fit`` it restores them only from ``ckpt_path``; without it, a new run begins.
 
         Args:
-            checkpoint: a path to a file or a folder of shards, or what ``torch.load`` returned.
+            checkpoint: a path to a file or a folder of shards, or the result of ``torch.load``.
             weights_only: as in ``torch.load``.
-            **changes: arguments of :class:`LowBitPrecision` that do not change what the model computes: ``scaler``,
+            **changes: arguments of :class:`LowBitPrecision` that do not change the results: ``scaler``,
                 ``seed``, ``exact``, ``backend``, ``save``, ``fresh_histories``, ``quantize_before_gather``,
                 ``casts_of_checkpoint``.
 
@@ -209,24 +213,10 @@ class LowBitPrecision(Shown, FSDPPrecision):
         """The dtype of everything that is not quantized. For ``"auto"`` it is bf16 until a run decides."""
         return self._state.compute.dtype
 
-    @property  # type: ignore[override]
-    def scaler(self) -> GradScaler | None:
-        """The loss scaler, for ``compute_dtype="fp16"`` only. Another one may be set between steps."""
-        return self._state.scaler
-
-    @scaler.setter
-    def scaler(self, scaler: GradScaler | None) -> None:
-        self._state.scaler = scaler
-
     @property
     def skipped_steps(self) -> Tensor:
         """Optimizer steps skipped in fp16 because of a non-finite gradient; 0-d int64. ``step`` counts them too."""
         return torch.tensor(0, device="cpu") if self._state.scaling is None else self._state.scaling.skipped_steps
-
-    @property
-    def phase(self) -> str:
-        """The phase in force: the latest temporary one, or else that of :meth:`set_phase`."""
-        return self._layers.phase
 
     def set_phase(self, phase: str) -> None:
         """Puts all layers into ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``, and ends temporary phases."""
@@ -329,7 +319,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         return planned, left
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        trainer, module = run_of(self, module)
+        trainer, module = checked_run(self, module)
         if self._state.begin(trainer, module):
             self.coverage_line.restart()
         if self._state.scaling is not None:
@@ -433,11 +423,6 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         clip_gradients_(list(self.main_params(optimizer)), clip_val, self._root, self._is_sharded)
 
-    @property
-    def trained(self) -> Trained:
-        """The record of this training that checkpoints hold."""
-        return self._state.trained
-
     def state_dict(self) -> dict[str, Any]:
         """Empty: Lightning would save it under the class name. See :meth:`on_save_checkpoint`."""
         return {}
@@ -459,7 +444,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
             self._root = root
         trainer = self._state.runs.trainer
         self.overridden = overridden(self._asked, checkpoint, () if trainer is None else trainer.optimizers)
-        warn_of(self.overridden)
+        warn_overridden(self.overridden)
         self._state.load_checkpoint(checkpoint, self.casts)
 
     def _follow(self, trained: Trained, left: frozenset[str]) -> bool:

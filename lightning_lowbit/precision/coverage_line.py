@@ -131,7 +131,7 @@ def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = 
         if len(seen) > _MOST_NODES or is_opaque:
             return owners.weights()
         if flops := _flops(node):
-            coverage.add(flops, *owners.of_product(node))
+            coverage.add(flops, *owners.owner_of(node))
         if _is_converted(node):
             multiplied.add(node.settings.layer)  # type: ignore[attr-defined]
         stack += [edge for edge, _ in node.next_functions]
@@ -210,7 +210,7 @@ class _Owners:
                 if is_other:
                     self._names_by_shape.setdefault(tuple(parameter.shape), name)
 
-    def of_product(self, node: Any) -> tuple[str, str | None]:
+    def owner_of(self, node: Any) -> tuple[str, str | None]:
         """Returns the name of a product's module, if there is one, and why it is in high precision, if it is."""
         if _is_converted(node):
             return "", None if node.settings.casts != LinearCasts() else str(FROZEN)

@@ -203,7 +203,7 @@ class GradientNormGradScaler(ConservativeGradScaler):
 
     Args:
         threshold: from this norm on α is 1; above 0. The rule's source uses 1e-2.
-        **kwargs: those of :class:`ConservativeGradScaler`.
+        **kwargs: arguments of :class:`ConservativeGradScaler`.
 
     Examples:
         >>> Trainer(plugins=[FP4Precision(compute_dtype="fp16", scaler=GradientNormGradScaler())])

@@ -31,7 +31,7 @@ class IntegerPrecision(LowBitPrecision):
         scale_format: of the weights' scales: ``"fp32"``, or ``"bf16"`` or ``"fp16"``, in which inference engines keep
             those of groups and rows, so that exported weights are those of the training: bf16 in compressed-tensors'
             folders, fp16 in GGUF files, which hold bf16's from 6e-5 on, too.
-        **kwargs: those of :class:`LowBitPrecision`.
+        **kwargs: arguments of :class:`LowBitPrecision`.
 
     Raises:
         ValueError: bits out of range, or None for both; an unknown group; an argument without effect.

@@ -42,7 +42,7 @@ class RunLayers:
     Attributes:
         device: where the layers are; state follows it before a forward pass.
         blend: λ, from 0 (high precision) to 1 (quantized); a 0-d tensor that layers share.
-        is_blending: whether λ is below 1.
+        is_blending: True if λ is below 1.
         histories: amaxes of previous steps; None before conversion. A layer's are reset when its casts change.
         step: number of optimizer steps taken.
         micro_batch: number of training steps since the last optimizer step.
@@ -90,7 +90,7 @@ class RunLayers:
 
     @property
     def has_state(self) -> bool:
-        """Whether evaluation depends on more than weights and constructor: on phase, λ, changed casts or amaxes."""
+        """True if evaluation depends on more than weights and constructor: on phase, λ, changed casts or amaxes."""
         is_changed = self.phase != "fqt" or bool(self._temporary or self.changed)
         return is_changed or float(self.blend) != 1.0 or bool(self.histories)
 
@@ -295,7 +295,7 @@ class RunLayers:
             self._share_blend()
 
     def record(self, on: bool) -> None:
-        """Says whether passes record amaxes from now on."""
+        """Switches the recording of amaxes on or off."""
         if self.histories is not None:
             self.histories.recording = on
 

@@ -1,4 +1,4 @@
-"""The output layers that stay in high precision, by default or because a checkpoint was trained so."""
+"""The output layers that stay in high precision."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from lightning_lowbit.precision.checkpoints.trained import Trained
 
 
 class OutputLayers:
-    """The decision about the output layers of a run, and what its checkpoint says of them.
+    """The output layers of a run that are left in high precision, by default or as in its checkpoint.
 
     Attributes:
         left: names of the output layers that the converted model leaves in high precision.
@@ -25,12 +25,12 @@ class OutputLayers:
 
     def restart(self) -> None:
         """Forgets the checkpoint."""
-        self._quantized = frozenset[str]()  # those that the checkpoint has quantized
-        self._left_before = frozenset[str]()  # those that it has left in high precision
+        self._quantized = frozenset[str]()  # in the checkpoint
+        self._left_before = frozenset[str]()  # left in high precision in the checkpoint
 
     @property
     def is_followed(self) -> bool:
-        """Whether a checkpoint decided."""
+        """True if a checkpoint decided."""
         return bool(self._quantized or self._left_before)
 
     def plan(

@@ -33,7 +33,7 @@ COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], to
     "fp32": ("32-true", torch.float32),
 }
 
-# Other names of the same: of Lightning, without "torch." those of torch.
+# Names of Lightning and, without "torch.", of torch.
 _SPELLINGS = {
     **{name: name for name in ("auto", *COMPUTE_DTYPES)},
     **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
@@ -54,9 +54,9 @@ _INSTEAD = {
 }
 
 
-def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModule]:
-    """Returns the Trainer of a module and the module; raises ``MisconfigurationException`` outside a Trainer, and for
-    a strategy or callback that would not compute what it should."""
+def checked_run(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModule]:
+    """Returns a module and its Trainer. Raises ``MisconfigurationException`` outside a Trainer, and for strategies and
+    callbacks that do not go with a plugin."""
     name = type(plugin).__name__
     trainer = getattr(module, "_trainer", None)
     if trainer is None or not isinstance(module, LightningModule):
@@ -129,7 +129,7 @@ class ComputeDtype:
 
     Attributes:
         name: a key of :data:`COMPUTE_DTYPES`. Of ``"auto"`` it is ``"bf16"`` until a run decides.
-        is_followed: whether a checkpoint decided.
+        is_followed: True if a checkpoint decided.
 
     Raises:
         ValueError: another dtype.
@@ -226,7 +226,7 @@ class Runs:
 
     @property
     def has_averages(self) -> bool:
-        """Whether a callback evaluates, saves and leaves averages of weights, which the histories have not seen."""
+        """True if a callback evaluates and saves averages of weights, which the histories have not seen."""
         return self.trainer is not None and averaging_of(self.trainer) is not None
 
     def is_first(self) -> bool:
@@ -239,8 +239,8 @@ class Runs:
         Args:
             trainer: the Trainer.
             model: its model.
-            has_state: whether evaluation depends on the state, so that another run would lose something.
-            has_histories: whether there are amaxes, which the same run of another model would lose.
+            has_state: True if evaluation depends on the state, so that another run would lose something.
+            has_histories: True if there are amaxes, which the same run of another model would lose.
         """
         before, trained = (self.trainer, None) if self._trained is None else (self._trained[0](), self._trained[1]())
         self._trainer = weakref.ref(trainer)

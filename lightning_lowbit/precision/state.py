@@ -1,4 +1,4 @@
-"""The state of a run, in a checkpoint tensors and primitives under one key, the same on all ranks."""
+"""The state of a run. Checkpoints hold it under one key, as tensors and primitives that are the same on all ranks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -52,7 +52,7 @@ class RunState:
 
     @property
     def is_automatic(self) -> bool:
-        """Whether Lightning runs the backward passes and optimizer steps."""
+        """True if Lightning runs the backward passes and optimizer steps."""
         model = self.layers.model
         return not isinstance(model, LightningModule) or model.automatic_optimization
 
@@ -124,7 +124,7 @@ class RunState:
         Args:
             trained: the record.
             left: names of the output layers that would be left out.
-            takes_dtype: whether the dtype may still change.
+            takes_dtype: True if the dtype may still change.
             leaver: the name of the plugin; None if its arguments decide about output layers.
         """
         is_other_dtype = takes_dtype and self.compute.follow(trained.compute_dtype, self.layers.device)

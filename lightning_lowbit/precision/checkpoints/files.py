@@ -32,7 +32,7 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True, advice: s
     Args:
         checkpoint: a path, or a mapping.
         weights_only: as in ``torch.load``.
-        advice: what to do about other objects than tensors and primitives, which ``weights_only`` refuses.
+        advice: for files with other objects than tensors and primitives, which ``weights_only`` refuses.
 
     Raises:
         FileNotFoundError: the path does not exist.

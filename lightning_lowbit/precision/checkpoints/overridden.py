@@ -47,7 +47,7 @@ def overridden(
     return list(dict.fromkeys(lines))  # parameter groups may repeat a line
 
 
-def warn_of(lines: Sequence[str]) -> None:
+def warn_overridden(lines: Sequence[str]) -> None:
     if lines:
         rank_zero_warn(
             f"The checkpoint overrides options that this run asks for. In force are: {'; '.join(lines)}. To change "

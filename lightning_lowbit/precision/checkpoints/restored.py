@@ -31,7 +31,7 @@ def restore(
 
     Args:
         model: built as for training, with weights in the dtype of the checkpoint's, not sharded.
-        checkpoint: a path to a file or a folder of shards, or what ``torch.load`` returned.
+        checkpoint: a path to a file or a folder of shards, or the result of ``torch.load``.
         prefix: the model's name within the trained module, if it is a submodule, e.g. ``"model"``.
         weights: False if the weights are already loaded.
         weights_only: as in ``torch.load``; False loads any object, for trusted files only.

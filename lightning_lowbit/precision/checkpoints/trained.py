@@ -39,7 +39,7 @@ _HP = LinearCasts()
 
 @dataclass(frozen=True)
 class Trained:
-    """The settings that decide, together with the weights, what a trained model computes."""
+    """The settings on which the results of a trained model depend, besides its weights."""
 
     layers: Mapping[str, LinearCasts]  # by name, regardless of the phase
     compute_dtype: str
@@ -105,7 +105,7 @@ class Trained:
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any]) -> "Trained | None":
-        """The record in a checkpoint; None if it has none. A ``ValueError`` names an invalid entry."""
+        """Returns the record in a checkpoint; None without one. A ``ValueError`` names an invalid entry."""
         state = state_of(checkpoint)
         return None if state is None or state.get("trained") is None else cls.read(state["trained"])
 
@@ -160,7 +160,7 @@ class Origin(NamedTuple):
         return cls(copy.deepcopy(state), Trained.read(state["trained"]))
 
     def arguments(self) -> dict[str, Any]:
-        """The plugin's constructor arguments; ``casts`` are those of most layers, not of each."""
+        """Returns the plugin's constructor arguments; ``casts`` are the most frequent ones."""
         common = Counter(self.trained.planned.values()).most_common(1)
         return {
             "casts": common[0][0] if common else _HP,
@@ -172,7 +172,7 @@ class Origin(NamedTuple):
 LACKING = "the state of a version of lightning_lowbit that did not record the casts"
 _ARGUMENTS = ("compute_dtype", "smooth_swiglu", "shared_amax", "exact", "backend")
 
-# Arguments that do not change what a model computes.
+# Arguments that do not change the results of a model.
 CHANGEABLE = (
     "backend",
     "casts_of_checkpoint",
