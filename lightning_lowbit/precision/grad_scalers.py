@@ -46,12 +46,6 @@ def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor |
     return torch.stack([flag.to(scale.device, non_blocking=True) for flag in flags]).sum() > 0
 
 
-def scale_of(scaler: GradScaler) -> Tensor:
-    scale = scaler._get_scale_async()
-    assert scale is not None
-    return scale
-
-
 def loss_factor(norm: Tensor, threshold: float) -> Tensor:
     """α = clamp(1 + (1 - ‖g‖ / threshold), 1, 2): up to twice the loss while gradients are small."""
     return (2 - norm / threshold).clamp(1, 2)
@@ -219,7 +213,8 @@ class GradientNormGradScaler(ConservativeGradScaler):
         super().unscale_(optimizer)
         if self.is_enabled():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            factor = loss_factor(_norm(parameters, scale_of(self).device), self.threshold)
+            scale, _ = self._check_scale_growth_tracker("unscale_")
+            factor = loss_factor(_norm(parameters, scale.device), self.threshold)
             for parameter in parameters:
                 if parameter.grad is not None:
                     gradient = local(parameter.grad)

@@ -245,7 +245,8 @@ class Runs:
         before, trained = (self.trainer, None) if self._trained is None else (self._trained[0](), self._trained[1]())
         self._trainer = weakref.ref(trainer)
         goes_on = trainer is before or (self.is_evaluating and model is trained)
-        self._is_lost = self._has_displaced(model if self.is_evaluating else trainer)
+        user = model if self.is_evaluating else trainer
+        self._is_lost = any(displaced() is user for displaced in self._displaced)
         if self._trained is not None and not goes_on:
             self._displaced += self._trained if has_state else ()
             self._trained = None
@@ -272,8 +273,5 @@ class Runs:
                 "of the training."
             )
 
-    def _has_displaced(self, user: Any) -> bool:
-        return any(one() is user for one in self._displaced)
-
     def _forget(self, *users: Any) -> None:
-        self._displaced = [one for one in self._displaced if one() is not None and not any(one() is u for u in users)]
+        self._displaced = [displaced for displaced in self._displaced if displaced() not in (None, *users)]
