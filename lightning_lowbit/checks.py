@@ -1,7 +1,9 @@
 """Argument checks in one line: each returns a valid argument, or raises a ``ValueError`` that suggests one.
 
-self.every = integer("every", every, 1, "a number of optimizer steps")
-# every is a number of optimizer steps, 1 or more; got 0.
+    self.every = integer("every", every, 1, "a number of optimizer steps")
+    # every is a number of optimizer steps, 1 or more; got 0.
+
+``name`` is the argument's, ``what`` its meaning in words; ``or_none`` also accepts None. Other arguments are bounds.
 """
 
 import difflib
@@ -28,7 +30,7 @@ def integer(
     at_most: int | None = None,
     or_none: bool = False,
 ) -> _T:
-    """Accepts an ``int`` (not a bool) within bounds, or None if ``or_none``; ``what`` is its meaning in words."""
+    """Accepts an ``int`` (no bool) within bounds."""
     return _checked(name, value, type(value) is int, what, or_none, {"at_least": at_least, "at_most": at_most})
 
 
@@ -44,7 +46,7 @@ def number(
     finite: bool = True,
     or_none: bool = False,
 ) -> _T:
-    """Accepts a number (no bool, no NaN) within bounds, or None if ``or_none``; ``what`` is its meaning in words."""
+    """Accepts a number (no bool, no NaN) within bounds; infinity unless ``finite``."""
     limits = {"above": above, "at_least": at_least, "below": below, "at_most": at_most}
     is_valid = is_number(value) and (abs(value) < math.inf or (not finite and value == value))  # type: ignore[arg-type]
     return _checked(name, value, is_valid, what, or_none, limits)
@@ -61,7 +63,7 @@ def fraction(name: str, value: _T, what: str = "a fraction", *, or_none: bool = 
 
 
 def flag(name: str, value: _T, what: str = "true or false") -> _T:
-    """Accepts True or False; ``what`` is the text of the error."""
+    """Accepts True or False."""
     return _checked(name, value, isinstance(value, bool), what, False, {})
 
 

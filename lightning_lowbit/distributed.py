@@ -129,7 +129,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module | None, is_sharded: bool) -> None:
-    """Scales all gradients in place to a norm of at most ``limit``; ``root`` is the wrapped model, for FSDP1."""
+    """Scales all gradients in place to a common norm of at most ``limit``.
+
+    Args:
+        parameters: the parameters with gradients.
+        limit: the largest norm.
+        root: the wrapped model, for FSDP1.
+        is_sharded: True if ranks hold parts of the parameters.
+    """
     if isinstance(root, FullyShardedDataParallel) and any(map(is_flat, parameters)):
         root.clip_grad_norm_(limit)
     elif is_sharded:

@@ -30,7 +30,13 @@ class OneOf:
 
 
 def check_state(owner: str, state: object, kind: Any, at: str = "") -> None:
-    """Raises a ``ValueError`` that names the owner, the entry, its value and a valid one.
+    """Raises a ``ValueError`` for a state that is not of a kind.
+
+    Args:
+        owner: the name of the state's owner, for the message.
+        state: a state, or an entry of one.
+        kind: a kind, as the module describes them.
+        at: the place of the entry in the state, such as ``".good.1"``.
 
     Examples:
         >>> check_state("SpikeRollback", {"good": [1.0, "x"]}, {"good": [NUMBER]})

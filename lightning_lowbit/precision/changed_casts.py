@@ -36,7 +36,14 @@ def changed_casts(
 def smoothed(
     changes: Mapping[str, LinearCasts], layers: Mapping[str, LinearCasts], model: nn.Module, kind: str
 ) -> dict[str, LinearCasts]:
-    """Adds SwiGLU smoothing of a kind to changed casts; ``layers`` are the casts of all layers before the change."""
+    """Adds SwiGLU smoothing to changed casts.
+
+    Args:
+        changes: the changed casts, by layer.
+        layers: the casts of all layers before the change.
+        model: the model that holds the layers.
+        kind: of smoothing.
+    """
     raw = {clean_name(name): name for name, _ in model.named_modules() if clean_name(name) in layers}
     with suppress(ValueError):  # raised if no down projection is quantized anymore
         smooth = smooth_casts(model, {raw[name]: changes.get(name, casts) for name, casts in layers.items()}, kind)

@@ -261,7 +261,14 @@ class ShardedGradientNormGradScaler(GradientNormGradScaler, _Sharded):
 
 
 def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.device, over_ranks: bool) -> None:
-    """Tells all ranks, if ``over_ranks``, whether a gradient was non-finite on any of them."""
+    """Shares among ranks whether a gradient was non-finite on any of them.
+
+    Args:
+        scaler: the scaler, after ``unscale_``.
+        optimizer: the owner of the gradients.
+        device: the place of the flag if there are no gradients here.
+        over_ranks: True if all ranks call this; else only the flags' shapes are made uniform.
+    """
     flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     if not flags:  # torch's class would raise an error
         flags[device] = torch.zeros((), device=device)
