@@ -71,7 +71,7 @@ is_overridden = pytorch.utilities.model_helpers.is_overridden
 
 
 def both_are_imported() -> bool:
-    """Whether the process may hold objects of the other Lightning."""
+    """Returns whether the process may hold objects of the other Lightning."""
     return OTHER in sys.modules
 
 
@@ -101,22 +101,22 @@ random_states, set_random_states = fabric.utilities.seed._collect_rng_states, fa
 
 
 def is_logging_step(trainer: Trainer) -> bool:
-    """Whether loggers record the current optimizer step; the same for all its micro-batches."""
+    """Returns whether loggers record the current optimizer step; the same for all its micro-batches."""
     return trainer._logger_connector.should_update_logs
 
 
 def is_mid_step(trainer: Trainer) -> bool:
-    """Whether more micro-batches of the current optimizer step follow."""
+    """Returns whether more micro-batches of the current optimizer step follow."""
     return trainer.fit_loop._should_accumulate()
 
 
 def logger_step(trainer: Trainer) -> int:
-    """The step under which loggers file the current batch: the number of optimizer steps before it."""
+    """Returns the step under which loggers file the current batch: the number of optimizer steps before it."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def validation_is_due(trainer: Trainer) -> bool:
-    """Whether a validation follows this batch. A run resumed from before that validation would skip it."""
+    """Returns whether a validation follows this batch. A run resumed from before that validation would skip it."""
     loop = trainer.fit_loop
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Atomic writing of files and directories: what has the final name is always complete.
+"""Atomic writing of files and directories: a file with the final name is always complete.
 
     NAME.HOST-PID.partial     being written or removed
     NAME.HOST-PID.previous    the old version, while one directory replaces another
@@ -43,14 +43,14 @@ def being_written(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     mend(path.parent, path.suffix, below=False)
     with _lock(path.parent):
-        partial = _own(path, _PARTIAL)
+        partial = _scratch(path, _PARTIAL)
         remove(partial)
         yield partial
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Renames a file, directory or link atomically and durably (its data are flushed), replacing what has the name."""
-    previous = _own(path, _PREVIOUS)
+    """Renames a file, directory or link atomically and durably (its data are flushed), and replaces an older one."""
+    previous = _scratch(path, _PREVIOUS)
     _sync(partial)
     if os.path.lexists(path) and (_is_directory(path) or _is_directory(partial)):
         remove(previous)
@@ -66,7 +66,7 @@ def put_in_place(partial: Path, path: Path) -> None:
 def discard(path: Path, how: Callable[[Path], object] | None = None) -> None:
     """Removes a file or directory atomically; ``how`` replaces the removal of anything that is not a link."""
     with _lock(path.parent):
-        partial = _own(path, _PARTIAL)
+        partial = _scratch(path, _PARTIAL)
         remove(partial)
         with suppress(FileNotFoundError):
             os.rename(path, partial)
@@ -77,7 +77,7 @@ def discard(path: Path, how: Callable[[Path], object] | None = None) -> None:
 
 def replace_link(path: Path, target: Path) -> None:
     with _lock(path.parent):
-        partial = _own(path, _PARTIAL)
+        partial = _scratch(path, _PARTIAL)
         remove(partial)
         partial.symlink_to(os.path.relpath(target, path.parent))
         put_in_place(partial, path)
@@ -91,11 +91,11 @@ def remove(path: Path) -> None:
 
 
 def mend(folder: Path, suffix: str, below: bool = True) -> None:
-    """Restores or removes what dead processes left in a folder, and ``below`` it, of names with a suffix.
+    """Restores or removes the files with a suffix that dead processes left in a folder, and ``below`` it.
 
-    Left alone is what may still be written: everything in a folder that a process has locked, however old it looks to
-    this machine's clock. Where locks do not help (another machine, a file system without locks), it is what changed
-    within an hour, or has the number of a process that lives.
+    Files that may still be written are left alone: all in a folder that a process has locked, however old they look to
+    this machine's clock. Where locks do not help (another machine, a file system without locks), these are the files
+    that changed within an hour, or have the number of a process that lives.
     """
     for left in _leftovers(folder, suffix, below):
         with suppress(OSError), _lock(left.parent, alone=True) as alone:
@@ -106,10 +106,10 @@ def mend(folder: Path, suffix: str, below: bool = True) -> None:
 
 
 def named(folder: Path, suffix: str, below: bool = True) -> set[Path]:
-    """The complete files and directories with a suffix in a folder, and old versions that :func:`put_in_place` left."""
-    found = {path for path in _entries(folder, suffix, below) if path.suffix == suffix}
-    before = {left for left in _leftovers(folder, suffix, below) if _parts(left)["kind"] == _PREVIOUS}
-    return found | {left for left in before if left.with_name(name_of(left)) not in found}
+    """Returns the complete files and directories with a suffix in a folder, and the old versions of others."""
+    complete = {path for path in _entries(folder, suffix, below) if path.suffix == suffix}
+    previous = {left for left in _leftovers(folder, suffix, below) if _parts(left)["kind"] == _PREVIOUS}
+    return complete | {left for left in previous if left.with_name(name_of(left)) not in complete}
 
 
 def name_of(path: Path) -> str:
@@ -117,8 +117,8 @@ def name_of(path: Path) -> str:
 
 
 def _leftovers(folder: Path, suffix: str, below: bool) -> list[Path]:
-    found = [path for path in _entries(folder, suffix, below) if _LEFT.fullmatch(path.name)]
-    return [path for path in found if name_of(path).endswith(suffix)]
+    paths = [path for path in _entries(folder, suffix, below) if _LEFT.fullmatch(path.name)]
+    return [path for path in paths if name_of(path).endswith(suffix)]
 
 
 def _entries(folder: Path, suffix: str, below: bool) -> Iterator[Path]:
@@ -129,13 +129,13 @@ def _entries(folder: Path, suffix: str, below: bool) -> Iterator[Path]:
 
 
 def _parts(left: Path) -> dict[str, str]:
-    found = _LEFT.fullmatch(left.name)
-    assert found is not None, left
-    return found.groupdict()
+    match = _LEFT.fullmatch(left.name)
+    assert match is not None, left
+    return match.groupdict()
 
 
 def _is_dead(left: Path, has_locks: bool) -> bool:
-    """Whether the writer of a file or directory has ended, if nobody has locked its folder."""
+    """Returns whether the writer of a file or directory has ended, if nobody has locked its folder."""
     parts = _parts(left)
     is_here = parts["host"] == _HOST
     if is_here and has_locks:
@@ -155,7 +155,7 @@ def _lives(process: int) -> bool:
     return True
 
 
-def _own(path: Path, kind: str) -> Path:
+def _scratch(path: Path, kind: str) -> Path:
     return path.with_name(f"{path.name}.{_HOST}-{os.getpid()}{kind}")
 
 
@@ -197,7 +197,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def _sync(path: Path, within: bool = True) -> None:
-    """Flushes a file, or a folder's own list of names and all that is ``within`` it, where no link is followed."""
+    """Flushes a file, or a folder's list of names and all files ``within`` it. No link is followed."""
     if (within and path.is_symlink()) or os.name == "nt":  # Windows flushes only files that are open for writing
         return
     if within and path.is_dir():

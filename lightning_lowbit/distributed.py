@@ -6,6 +6,7 @@ DeepSpeed    ZeRO's flat buffers, in which matrices cannot be told apart: refuse
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from lightning_lowbit.quant.shard import amax_of
 
 
 class Sharding(NamedTuple):
-    """The shape of the whole, the process groups that share it, and whether a shard is flat (FSDP1)."""
+    """The shape of a whole tensor, the process groups that share it, and whether a shard is flat (FSDP1)."""
 
     shape: torch.Size
     groups: tuple[dist.ProcessGroup, ...] = ()
@@ -43,7 +44,7 @@ def connect(module: nn.Module) -> None:
 
 
 def sharding_of(parameter: Tensor) -> Sharding:
-    """How a parameter is sharded; a ValueError if only FSDP1's wrapped module knows."""
+    """Returns how a parameter is sharded; a ``ValueError`` if only FSDP1's wrapped module knows."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         sharded = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
@@ -77,17 +78,17 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor, gradient: Tensor | None = None) -> Tensor | None:
-    """The gradient, or ``parameter.grad``, of the shard on this rank, as a plain tensor; None where there is none."""
+    """Returns the gradient (or ``parameter.grad``) of the shard on this rank as a plain tensor; None without one."""
     gradient = parameter.grad if gradient is None else gradient
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        if gradient.placements != parameter.placements:  # a sum that is still to be made, as with sequence parallelism
+        if gradient.placements != parameter.placements:  # a sum that is still to be taken, as with sequence parallelism
             gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
         return gradient.to_local()
     return gradient
 
 
 def local_norms(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-    """L2 norms of the gradients of shards, float32 ``[P]``, 0 without a gradient; their squares add up over ranks."""
+    """Returns L2 norms of the shards' gradients, float32 ``[P]``, 0 without one; their squares add up over ranks."""
     shards = [local_gradient(parameter) for parameter in parameters]
     dense = [shard.coalesce().values() if shard.is_sparse else shard for shard in shards if shard is not None]
     # torch takes norms in a wider dtype than the tensor's, not in a narrower one.
@@ -99,7 +100,7 @@ def local_norms(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """L2 norm of all gradients of whole parameters (the same on all ranks): float32, 0-d; 0 without gradients."""
+    """Returns the L2 norm of all gradients of whole parameters, the same on all ranks: float32, 0-d."""
     device = next((local(parameter).device for parameter in parameters), torch.device("cpu"))
     squares = local_norms(parameters, device).square().unbind()
     groups = [sharding_of(parameter).groups for parameter in parameters]
@@ -128,7 +129,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module | None, is_sharded: bool) -> None:
-    """Scales all gradients in place to a norm of at most ``limit``; ``root`` is the wrapped model, for FSDP1."""
+    """Scales all gradients in place to a common norm of at most ``limit``.
+
+    Args:
+        parameters: the parameters with gradients.
+        limit: the largest norm.
+        root: the wrapped model, for FSDP1.
+        is_sharded: True if ranks hold parts of the parameters.
+    """
     if isinstance(root, FullyShardedDataParallel) and any(map(is_flat, parameters)):
         root.clip_grad_norm_(limit)
     elif is_sharded:
@@ -139,13 +147,15 @@ def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module 
 
 @torch.no_grad()
 def parameter_amaxes(parameters: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """max|p| of each whole parameter, the same on all ranks: float32, 0-d, on ``device``; infinite with a NaN."""
-    own = [amax_of(local(parameter)).to(device).nan_to_num(nan=torch.inf, posinf=torch.inf) for parameter in parameters]
-    return all_reduce_(own, [sharding_of(parameter).groups for parameter in parameters], dist.ReduceOp.MAX)
+    """Returns max|p| of each whole parameter, the same on all ranks: float32, 0-d, infinite with a NaN."""
+    amaxes = [
+        amax_of(local(parameter)).to(device).nan_to_num(nan=torch.inf, posinf=torch.inf) for parameter in parameters
+    ]
+    return all_reduce_(amaxes, [sharding_of(parameter).groups for parameter in parameters], dist.ReduceOp.MAX)
 
 
 def zeros_sharded_as(parameter: Tensor, last: Callable[[int], int], dtype: torch.dtype) -> Tensor:
-    """Zeros, sharded as a parameter is, with ``last(n)`` elements for n of a row; a ``ValueError`` if impossible."""
+    """Returns zeros, sharded as a parameter, with ``last(n)`` elements for n of a row; or raises ``ValueError``."""
     shard = local(parameter)
     shape = (*shard.shape[:-1], last(shard.shape[-1]))
     zeros = torch.zeros(shape, dtype=dtype, device=shard.device)
@@ -182,13 +192,13 @@ def all_reduce_world_(value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp
 def all_reduce_(
     values: Sequence[Tensor], groups: Sequence[tuple[dist.ProcessGroup, ...]], op: dist.ReduceOp.RedOpType
 ) -> list[Tensor]:
-    """The tensors, each reduced over its process groups (if any), with one collective per group.
+    """Reduces each tensor over its process groups (if any), with one collective per group.
 
     ``values`` are floating, of any shapes, the same on all ranks of a group; ``groups`` has one entry for each.
     """
     reduced = list(values)
-    for group in dict.fromkeys(group for of_one in groups for group in of_one):
-        members = [index for index, of_one in enumerate(groups) if group in of_one]
+    for group in dict.fromkeys(chain.from_iterable(groups)):
+        members = [index for index, its_groups in enumerate(groups) if group in its_groups]
         device = reduced[members[0]].device
         packed = torch.cat([reduced[index].flatten().to(device) for index in members])
         dist.all_reduce(packed, op, group)

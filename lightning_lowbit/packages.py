@@ -1,4 +1,4 @@
-"""The command that installs optional packages, for messages about those that are missing."""
+"""The command that installs optional packages, for messages about missing ones."""
 
 import re
 import shlex

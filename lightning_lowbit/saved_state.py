@@ -1,19 +1,20 @@
-"""Checks of states that come from a file, before anything is taken from them.
+"""Checks of states that come from a file, before anything is loaded from them.
 
-A kind says what a value is:
+A kind describes a value:
 
     int, float | None, Tensor      its type; True and False are no numbers
     [kind]                         a list or tuple of any length
     (kind, kind)                   a list or tuple of this length
     {"a": kind, "b?": kind}        a mapping with these entries; b may be missing, others may be there
     {str: kind}                    a mapping with any names
-    OneOf(kind, kind)              what any of them says
-    a function                     returns whether the value is valid; its docstring says what is needed
+    OneOf(kind, kind)              one of these kinds
+    a function                     returns whether the value is valid; its docstring describes valid values
 """
 
 from collections.abc import Mapping
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 NUMBER = int | float
@@ -29,7 +30,13 @@ class OneOf:
 
 
 def check_state(owner: str, state: object, kind: Any, at: str = "") -> None:
-    """Raises a ``ValueError`` that names the owner, the entry, what it needs and what it is.
+    """Raises a ``ValueError`` for a state that is not of a kind.
+
+    Args:
+        owner: the name of the state's owner, for the message.
+        state: a state, or an entry of one.
+        kind: a kind, as the module describes them.
+        at: the place of the entry in the state, such as ``".good.1"``.
 
     Examples:
         >>> check_state("SpikeRollback", {"good": [1.0, "x"]}, {"good": [NUMBER]})
@@ -55,21 +62,26 @@ def count(value: object) -> bool:
     return _is(value, int) and value >= 0  # type: ignore[operator]
 
 
+def row(value: object) -> bool:
+    """one row of floating-point numbers"""
+    return isinstance(value, Tensor) and value.dim() == 1 and value.is_floating_point() and is_dense(value)
+
+
 def _check_mapping(owner: str, state: object, kind: dict[Any, Any], at: str) -> None:
     if not isinstance(state, Mapping):
         raise _wrong(owner, at, state, "a mapping")
-    for name, of_value in kind.items():
+    for name, value_kind in kind.items():
         if not isinstance(name, str):  # any names
             for key, value in state.items():
                 check_state(owner, key, name, f"{at}.{key}")
-                check_state(owner, value, of_value, f"{at}.{key}")
+                check_state(owner, value, value_kind, f"{at}.{key}")
             continue
         key = name.removesuffix("?")
         if key in state:
-            check_state(owner, state[key], of_value, f"{at}.{key}")
+            check_state(owner, state[key], value_kind, f"{at}.{key}")
         elif key == name:
             entry = f"{at}.{key}".removeprefix(".")
-            needed = "" if isinstance(of_value, dict | list | tuple | OneOf) else f", {_words(of_value)}"
+            needed = "" if isinstance(value_kind, dict | list | tuple | OneOf) else f", {_words(value_kind)}"
             raise ValueError(f"{owner}'s state in the checkpoint lacks the entry {entry}{needed}: {_ADVICE}.")
 
 
@@ -100,9 +112,15 @@ def _wrong(owner: str, at: str, value: object, needed: str) -> ValueError:
     return ValueError(f"{owner}'s state in the checkpoint{what} should be {needed}: {_ADVICE}.")
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether a tensor has a number for each place, as the tensors that this package writes."""
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
 def shown(value: object) -> str:
-    """A value in at most 60 characters; of a tensor, dtype and shape."""
+    """Returns a value in at most 60 characters; of a tensor, dtype and shape."""
     if isinstance(value, Tensor):
-        return f"a tensor {value.dtype} of shape {tuple(value.shape)}"
+        how = "" if is_dense(value) else " without numbers" if value.is_meta else f" in the layout {value.layout}"
+        return f"a tensor {value.dtype} of shape {tuple(value.shape)}{how}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

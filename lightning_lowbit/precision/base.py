@@ -1,49 +1,67 @@
-"""The precision plugin: it converts a model's linear layers and keeps the state that quantization needs.
+"""The precision plugin: Lightning's hooks, and the arguments of a run.
 
 convert_module          each linear layer becomes a QuantLinear, in place
 train_step_context      autocast; random keys of this micro-batch; layers stage their amaxes
 optimizer_step          counts the step; staged amaxes enter the histories
+
+The plugin owns the layers (:class:`RunLayers`) and the rest of a run's state (:class:`RunState`).
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_lowbit._lightning import (
     FSDPPrecision,
     LightningModule,
     LightningOptimizer,
-    MisconfigurationException,
     both_are_imported,
     goes_with,
     say_once,
 )
 from lightning_lowbit.checks import choose, flag, integer
-from lightning_lowbit.distributed import clip_gradients_, connect, is_flat, is_sharded
+from lightning_lowbit.distributed import clip_gradients_, connect, is_sharded
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, overriding
+from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, overriding, plan, plan_by_name
+from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.nn.core.saving import check_save
+from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
-from lightning_lowbit.precision.checkpoints.overridden import asked_options
-from lightning_lowbit.precision.checkpoints.planned import PlannedLayers
-from lightning_lowbit.precision.checkpoints.trained import Origin, check_changes
+from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_overridden
+from lightning_lowbit.precision.checkpoints.trained import Origin, Trained, check_changes
 from lightning_lowbit.precision.coverage_line import CoverageLine
-from lightning_lowbit.precision.run_settings import as_list, compute_dtype, data_rank, global_seed, run_of
+from lightning_lowbit.precision.layers import RunLayers
+from lightning_lowbit.precision.run_settings import (
+    ComputeDtype,
+    as_list,
+    check_whole_weights,
+    checked_run,
+    compute_dtype,
+    data_rank,
+    global_seed,
+)
 from lightning_lowbit.precision.shown import Shown
-
-if TYPE_CHECKING:
-    from lightning_lowbit.nn.sharded.gather import WeightGathers
+from lightning_lowbit.precision.state import RunState
 
 __all__ = ["LowBitPrecision", "compute_dtype"]
 
 
-class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):  # type: ignore[misc]  # `scaler` is a property here
+def _part(part: str, name: str) -> Any:
+    """A property of the plugin that a part of it has: ``_layers`` or ``_state``."""
+    owner = attrgetter(part)
+    return property(lambda plugin: getattr(owner(plugin), name), lambda plugin, new: setattr(owner(plugin), name, new))
+
+
+class LowBitPrecision(Shown, FSDPPrecision):
     """Trains the linear layers of any ``LightningModule`` with the given casts.
 
     Args:
@@ -60,8 +78,8 @@ class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):  # type: ignore[misc
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
         backend: ``"auto"`` runs GEMMs of FP8, integers, NVFP4, MXFP4 and MXFP8 natively where the hardware can, and
             emulates all others. ``"native"`` raises instead of emulating. ``"emulated"`` emulates all.
-        save: what layers keep of their input for the backward pass: ``"inputs"``, the tensor, or ``"codes"``, codes and
-            scales of its quantized operand (4.5 bits in NVFP4), with the same gradients.
+        save: ``"inputs"`` keeps the input of layers for the backward pass; ``"codes"`` keeps codes and scales of its
+            quantized operand (4.5 bits in NVFP4), with the same gradients.
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
         fresh_histories: start with empty amax histories, even if a checkpoint holds some.
         shared_amax: patterns of layers whose weights share an amax within a module, such as ``["(q|k|v)_proj"]``.
@@ -80,6 +98,28 @@ class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):  # type: ignore[misc
     Examples:
         >>> Trainer(plugins=[LowBitPrecision("nvfp4", skip=["lm_head"])])
     """
+
+    leaves_output: ClassVar[bool] = False  # by default, with quantize_output=None
+
+    seed: int = _part("_layers", "seed")
+    exact: bool = _part("_layers", "exact")
+    backend: str = _part("_layers", "backend")
+    save: str = _part("_layers", "save")
+    smooth_swiglu: str | None = _part("_layers", "smooth_swiglu")
+    shared_amax: Iterable[str] = _part("_layers", "shared_amax")
+    quantize_before_gather: bool = _part("_layers", "quantize_before_gather")
+    blend: Tensor = _part("_layers", "blend")
+    """λ, set by :meth:`set_blend`; 0-d."""
+    is_blending: bool = _part("_layers", "is_blending")  # whether λ is below 1
+    histories: AmaxHistories | None = _part("_layers", "histories")  # amaxes of previous steps
+    step: int = _part("_layers", "step")  # optimizer steps taken
+    micro_batch: int = _part("_layers", "micro_batch")  # training steps since then
+    phase: str = _part("_layers", "phase")
+    """The phase in force: the latest temporary one, or else that of :meth:`set_phase`."""
+    scaler: GradScaler | None = _part("_state", "scaler")  # type: ignore[assignment]  # may be set between steps
+    trained: Trained = _part("_state", "trained")  # the record that checkpoints hold
+    fresh_histories: bool = _part("_state", "fresh_histories")
+    casts_of_checkpoint: bool = _part("_state", "casts_of_checkpoint")
 
     def __init__(
         self,
@@ -102,21 +142,27 @@ class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):  # type: ignore[misc
         attention: CastsLike | None = None,
         quantize_output: bool | None = None,
     ) -> None:
-        PlannedLayers.__init__(self, compute_dtype, quantize_output)
+        compute = ComputeDtype(compute_dtype)
+        self._layers = RunLayers(
+            global_seed() if seed is None else integer("seed", seed),
+            exact=flag("exact", exact),
+            backend=backend,
+            save=save,
+            smooth_swiglu=smooth_swiglu,
+            shared_amax=as_list(shared_amax),
+            quantize_before_gather=flag("quantize_before_gather", quantize_before_gather),
+        )
+        self._state = RunState(self._layers, compute)
+        self.fresh_histories = flag("fresh_histories", fresh_histories)
+        self.casts_of_checkpoint = flag("casts_of_checkpoint", casts_of_checkpoint)
         FSDPPrecision.__init__(self, "bf16-mixed")  # "16-mixed" would create a scaler, which needs CUDA
-        self.precision = self._compute.precision
+        self.precision = compute.precision
         self.scaler = scaler
         self.casts = LinearCasts.of(casts)
         self.overrides = overriding(overrides)
         self.skip, self.only = as_list(skip), None if only is None else as_list(only)
-        self.shared_amax = as_list(shared_amax)
-        self.seed = global_seed() if seed is None else integer("seed", seed)
-        self.exact = flag("exact", exact)
-        self.backend, self.save, self.smooth_swiglu = backend, save, smooth_swiglu
-        self.fresh_histories = flag("fresh_histories", fresh_histories)
-        self.quantize_before_gather = flag("quantize_before_gather", quantize_before_gather)
-        self.casts_of_checkpoint = flag("casts_of_checkpoint", casts_of_checkpoint)
         self.attention = None if attention is None else casts_of_attention(attention)
+        self.quantize_output = None if quantize_output is None else flag("quantize_output", quantize_output)
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
         check_backend({"": self.casts, **self.overrides}, backend, exact)
@@ -124,10 +170,12 @@ class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):  # type: ignore[misc
         if self.attention is not None:
             check_attention("", self.attention)
         self.coverage_line = CoverageLine()
+        self.overridden: list[str] = []  # options of this run that the checkpoint overrides
+        self._asked = asked_options([], [])
+        self._origin: Origin | None = None
         self._root: nn.Module | None = None
-        self._is_sharded = False
-        self._rank = 0
-        self._gathers: WeightGathers | None = None
+        self._is_sharded, self._rank = False, 0
+        self._epoch = -1  # the last one in which layers were looked at
         if both_are_imported():
             say_once(f"{goes_with(self)}.")
 
@@ -139,9 +187,9 @@ class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):  # type: ignore[misc
         In ``fit`` it restores them only from ``ckpt_path``; without it, a new run begins.
 
         Args:
-            checkpoint: a path to a file or a folder of shards, or what ``torch.load`` returned.
+            checkpoint: a path to a file or a folder of shards, or the result of ``torch.load``.
             weights_only: as in ``torch.load``.
-            **changes: arguments of :class:`LowBitPrecision` that do not change what the model computes: ``scaler``,
+            **changes: arguments of :class:`LowBitPrecision` that do not change the results: ``scaler``,
                 ``seed``, ``exact``, ``backend``, ``save``, ``fresh_histories``, ``quantize_before_gather``,
                 ``casts_of_checkpoint``.
 
@@ -161,76 +209,85 @@ class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):  # type: ignore[misc
         return f"{self!r} ({goes_with(self)})" if both_are_imported() else repr(self)
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of everything that is not quantized. For ``"auto"`` it is bf16 until a run decides."""
+        return self._state.compute.dtype
+
+    @property
     def skipped_steps(self) -> Tensor:
         """Optimizer steps skipped in fp16 because of a non-finite gradient; 0-d int64. ``step`` counts them too."""
-        return torch.tensor(0, device="cpu") if self._scaling is None else self._scaling.skipped_steps
+        return torch.tensor(0, device="cpu") if self._state.scaling is None else self._state.scaling.skipped_steps
 
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        trainer, module = run_of(self, module)
-        if self._take_up(trainer, module):
-            self.coverage_line.restart()
-        if self._scaling is not None:
-            self._scaling.check(module, type(trainer.strategy).__name__)
-        self._device, self._rank = trainer.strategy.root_device, data_rank(trainer)
-        self._decide_dtype(trainer.strategy)
-        restored = getattr(getattr(ForwardContext.of(module), "enter", None), "trained", None)
-        if restored is not None:
-            self._follow(restored, self._plan(module)[1])
-        self._convert_as_planned(module)
-        if self._origin is not None and self._is_evaluating:
-            self._load(self._origin.state)
-        if restored is not None:
-            self._compare(restored, "The model, restored from a checkpoint,")
-        return module
+    def set_phase(self, phase: str) -> None:
+        """Puts all layers into ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``, and ends temporary phases."""
+        self._layers.set_phase(phase)
 
-    def _convert_as_planned(self, module: nn.Module) -> None:
-        planned, outputs = self._plan(module)
-        check_backend(planned, self.backend, self.exact, self._device)  # raises before the model is changed
-        check_save(planned, self.save)
-        if self.quantize_before_gather:
-            from lightning_lowbit.nn.sharded.eligible import check_gathers  # imports private parts of FSDP2
-            from lightning_lowbit.nn.sharded.gather import WeightGathers
+    def push_phase(self, owner: str, phase: str | None) -> None:
+        """Puts all layers into the temporary phase of an owner (a name); None leaves the phase below in force."""
+        self._layers.push_phase(owner, phase)
 
-            check_gathers(module, planned, self._autocast_dtype)
-        self._convert(module, planned, self.seed)
-        self._root = module
-        if self.quantize_before_gather:
-            self._gathers = WeightGathers(module, self._autocast_dtype, planned)
-        self._note_outputs(outputs, module)
+    def pop_phase(self, owner: str) -> None:
+        """Ends an owner's temporary phase, if it is still there."""
+        self._layers.pop_phase(owner)
 
-    def convert_input(self, data: Any) -> Any:
-        """Leaves batches unchanged, as Lightning's ``bf16-mixed`` does. (The FSDP plugin would cast them.)"""
-        return data
+    def has_pushed(self, owner: str) -> bool:
+        """Returns whether an owner's temporary phase is still there, so :meth:`set_phase` was not called since."""
+        return self._layers.has_pushed(owner)
 
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
-        self._runs.check()
-        is_average = self._has_averages and not self._run.training
-        self._prepare(self.step, self.micro_batch, self._rank, in_use=not is_average)
-        if self._gathers is not None:
-            self._gathers.prepare()
-        self._share_amaxes()
-        dtype = self._autocast_dtype
-        with nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype):
-            yield
-        if self._gathers is not None and not torch.is_grad_enabled():
-            self._gathers.reshard()
+    def set_blend(self, value: float) -> None:
+        """Sets λ, from 0 (high precision) to 1 (quantized).
 
-    @contextmanager
-    def train_step_context(self) -> Generator[None, None, None]:
-        """The forward context with the random bits of this micro-batch, which its backward pass uses too."""
-        with self.forward_context():
-            if self._run.current_epoch != self._epoch:
-                self._epoch = self._run.current_epoch
-                self._say_what_has_changed()
-            self._follow_loss()
-            self._record(True)
-            yield
-        if not self._is_automatic:  # manual backward passes and steps ran in the context
-            self._record(False)
-            self._update_scale()
-            self.coverage_line.say(self._run)
-        self.micro_batch += 1
+        Operands that have a cast become ``x + λ (q(x) - x)``. Changing λ below 1 does not recompile. At 1, native GEMMs
+        are used again. A number outside [0, 1] raises ``ValueError``.
+        """
+        self._layers.set_blend(value)
+
+    def set_casts(self, casts: Mapping[str, CastsLike]) -> None:
+        """Gives layers other casts; the phase still applies to them.
+
+        Changed casts are saved in checkpoints. Training by another Trainer begins with those of the constructor.
+        Delayed scaling and smoothing restart for the changed layers only.
+
+        Args:
+            casts: by name pattern (see :func:`lightning_lowbit.convert`; the first match counts), anything that
+                :meth:`LinearCasts.of` takes, or a phase: the constructor's casts in this phase, so ``"fqt"`` restores
+                them.
+
+        Raises:
+            ValueError: a pattern matches no converted layer, a preset or phase does not exist, the backend has no
+                native form of such casts, or layers could no longer share an amax. Nothing has changed then.
+            MisconfigurationException: no model is converted yet; give ``overrides`` to the constructor.
+
+        Examples:
+            >>> trainer.precision_plugin.set_casts({"lm_head": "bf16", "down_proj": "nvfp4-4over6"})
+        """
+        self._layers.set_casts(casts)
+
+    def resolve_casts(self, casts: Mapping[str, CastsLike]) -> dict[str, LinearCasts]:
+        """Returns the casts by layer that :meth:`set_casts` would set, with the same errors."""
+        return self._layers.resolve_casts(casts)
+
+    def casts_of(self, pattern: str) -> dict[str, LinearCasts]:
+        """Returns the casts by name of the layers that a pattern matches, in any phase; ``ValueError`` if none."""
+        return self._layers.casts_of(pattern)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Tells delayed scaling that ``training_step`` multiplies its loss by ``factor`` more than before.
+
+        The amaxes of earlier output gradients are multiplied by it; without this, a larger loss saturates for some
+        steps. ``accumulate_grad_batches`` and loss scalers are followed by themselves. Call it between steps.
+
+        Raises:
+            ValueError: the factor is not above 0.
+
+        Examples:
+            >>> trainer.precision_plugin.scale_gradients(8)  # the loss was divided by 8 until now
+        """
+        self._state.scale_gradients(factor)
+
+    def expect_draws(self, on: bool = True) -> None:
+        """Before a forward pass, says whether :meth:`another_draw` will follow."""
+        self._layers.expect_draws(on)
 
     @contextmanager
     def another_draw(self, number: int = 0) -> Generator[None, None, None]:
@@ -242,63 +299,119 @@ class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):  # type: ignore[misc
         Raises:
             MisconfigurationException: the forward pass did not record which random bits it used.
         """
-        with self._other_keys(number):
+        with self._layers.another_draw(number):
             yield
+
+    def plan(self, model: nn.Module) -> dict[str, LinearCasts]:
+        """Returns the casts of each layer by name, without changing the model. Raises the same errors as conversion."""
+        return self._plan(model)[0]
+
+    def _plan(self, model: nn.Module) -> tuple[dict[str, LinearCasts], frozenset[str]]:
+        """Returns the casts of each layer by name, and the output layers that are left out, by clean names."""
+        if self._origin is not None:
+            planned, left = plan_by_name(model, self._origin.trained.planned), frozenset[str]()
+        else:
+            leaves = self.leaves_output if self.quantize_output is None else not self.quantize_output
+            settings = self.skip, self.only, self.overrides, self.smooth_swiglu, self.attention
+            planned, left = self._state.outputs.plan(partial(plan, model, self.casts, *settings), leaves)
+        if self.shared_amax:
+            check_groups(planned, self.shared_amax)
+        return planned, left
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        trainer, module = checked_run(self, module)
+        if self._state.begin(trainer, module):
+            self.coverage_line.restart()
+        if self._state.scaling is not None:
+            self._state.scaling.check(module, type(trainer.strategy).__name__)
+        self._layers.device, self._rank = trainer.strategy.root_device, data_rank(trainer)
+        self._state.compute.decide(trainer.strategy)
+        self.precision = self._state.compute.precision
+        restored = getattr(getattr(ForwardContext.of(module), "enter", None), "trained", None)
+        if restored is not None:
+            self._follow(restored, self._plan(module)[1])
+        self._convert(module)
+        if self._origin is not None and self._state.runs.is_evaluating:
+            self._state.load(self._origin.state, self.casts)
+        if restored is not None:
+            self._state.compare(restored, "The model, restored from a checkpoint,")
+        return module
+
+    def _convert(self, module: nn.Module) -> None:
+        planned, outputs = self._plan(module)
+        self._layers.convert(module, planned, self.compute_dtype)
+        self._root = module
+        self._state.outputs.note(outputs, module, type(self).__name__)
+
+    def convert_input(self, data: Any) -> Any:
+        """Leaves batches unchanged, as Lightning's ``bf16-mixed`` does. (The FSDP plugin would cast them.)"""
+        return data
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        self._state.runs.check()
+        is_average = self._state.runs.has_averages and not self._state.runs.trainer.training
+        with self._layers.forward_context(self.compute_dtype, self._rank, not is_average):
+            yield
+
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """The forward context with the random bits of this micro-batch, which its backward pass uses too."""
+        with self.forward_context():
+            epoch = self._state.runs.trainer.current_epoch
+            if epoch != self._epoch:
+                self._epoch = epoch
+                self._layers.report_changes()
+            self._state.follow_loss()
+            self._layers.record(True)
+            yield
+        if not self._state.is_automatic:  # manual backward passes and steps ran in the context
+            self._layers.record(False)
+            self._state.update_scale()
+            self.coverage_line.say(self._state.runs.trainer)
+        self.micro_batch += 1
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss in fp16. In manual optimization, the first backward pass after a step updates the scale."""
-        self._update_scale()
+        self._state.update_scale()
         self.coverage_line.see(tensor, module, self.phase == "fqt")
         return super().pre_backward(tensor, module)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Stops recording only now: activation checkpointing runs forward passes within the backward pass."""
-        if self._is_automatic:
-            self._record(False)
-            self.coverage_line.say(self._run)
+        if self._state.is_automatic:
+            self._layers.record(False)
+            self.coverage_line.say(self._state.runs.trainer)
         return super().post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
-        """Steps and counts the step. One collective for all layers moves staged amaxes into the histories."""
-        if self._scaling is None:
+        """Steps, counts the step, and moves staged amaxes into the histories."""
+        if self._state.scaling is None:
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
         else:
             closure()
             self._unscale_(optimizer)
             self._after_closure(model, optimizer)
-            result = self._scaling.step(optimizer, **kwargs)
-            if self._is_automatic:
-                self._update_scale()
+            result = self._state.scaling.step(optimizer, **kwargs)
+            if self._state.is_automatic:
+                self._state.update_scale()
         torch.clear_autocast_cache()  # in manual optimization the context goes on, with copies of the weights before
-        self.step += 1
-        self.micro_batch = 0
-        self._advance_histories()
-        if self._gathers is not None:
-            self._gathers.forget()
-        self._share_amaxes()
-        if self._is_automatic:  # also if there was no backward pass
-            self._record(False)
+        self._layers.advance()
+        if self._state.is_automatic:  # also if there was no backward pass
+            self._layers.record(False)
         return result
 
     def _unscale_(self, optimizer: Any) -> None:
-        if self._scaling is not None:
-            self._scaling.unscale_(optimizer, self._device, self._is_sharded)
-
-    def _update_scale(self) -> None:
-        if self._scaling is not None:
-            self._scaling.update()
-            self._follow_loss()
+        if self._state.scaling is not None:
+            self._state.scaling.unscale_(optimizer, self._layers.device, self._is_sharded)
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Keeps the wrapped model: only the root module of FSDP1 can compute the norm of flat gradients."""
         self._root, self._is_sharded = model, is_sharded(model)
         connect(model)
         self._asked, self.overridden = asked_options(optimizers, lr_schedulers), []
-        if self.shared_amax and any(is_flat(parameter) for parameter in model.parameters()):
-            raise MisconfigurationException(
-                "shared_amax needs whole weights between steps, and FSDP1 keeps flat buffers alone. Train with "
-                "FSDPStrategy(use_orig_params=True), its default, or with ModelParallelStrategy (FSDP2)."
-            )
+        if self.shared_amax:
+            check_whole_weights(model)
         return super().connect(model, optimizers, lr_schedulers)
 
     def clip_gradients(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
@@ -310,13 +423,46 @@ class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):  # type: ignore[misc
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         clip_gradients_(list(self.main_params(optimizer)), clip_val, self._root, self._is_sharded)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: Lightning would save it under the class name. See :meth:`on_save_checkpoint`."""
+        return {}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._state.save(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes from the checkpoint what the arguments leave open, and loads the plugin's state.
+
+        Raises:
+            ValueError: the state is damaged or does not fit the model.
+        """
+        trained, model = Trained.of(checkpoint), self._layers.model
+        if trained is not None and model is not None and self._follow(trained, self._state.outputs.left):
+            root, self.histories = self._root, None
+            self._layers.release(in_use=True)
+            self._convert(model)
+            self._root = root
+        trainer = self._state.runs.trainer
+        self.overridden = overridden(self._asked, checkpoint, () if trainer is None else trainer.optimizers)
+        warn_overridden(self.overridden)
+        self._state.load_checkpoint(checkpoint, self.casts)
+
+    def _follow(self, trained: Trained, left: frozenset[str]) -> bool:
+        """Takes from a checkpoint's record what the arguments leave open; returns whether that changes anything.
+
+        ``left`` are the output layers that would be left out.
+        """
+        has_dtype = isinstance(self._root, FullyShardedDataParallel)  # FSDP1 has been given one
+        leaver = type(self).__name__ if self.quantize_output is None else None
+        is_other = self._state.follow(trained, left, not has_dtype, leaver)
+        self.precision = self._state.compute.precision
+        return is_other
+
     def teardown(self) -> None:
         """Logs how many steps were skipped, and restores FSDP's own gathering of weights."""
         super().teardown()
-        self._say_what_has_changed()
-        self._release(in_use=not self._has_averages)
-        if self._gathers is not None:  # later passes without the plugin may use another dtype
-            self._gathers.release()
-            self._gathers = None
-        if self._scaling is not None and self._run is not None and self._run.state.fn == "fit":
-            self._scaling.report(self.step)
+        self._layers.report_changes()
+        self._layers.release(in_use=not self._state.runs.has_averages)
+        trainer = self._state.runs.trainer
+        if self._state.scaling is not None and trainer is not None and trainer.state.fn == "fit":
+            self._state.scaling.report(self.step)

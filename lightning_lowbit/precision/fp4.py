@@ -16,7 +16,7 @@ class FP4Precision(LowBitPrecision):
     Args:
         casts: as in :class:`LowBitPrecision`; NVFP4 by default.
         rounding: other roundings for some operands, e.g. ``{"wgrad_x": "nearest"}``; ``overrides`` are not changed.
-        **kwargs: those of :class:`LowBitPrecision`.
+        **kwargs: arguments of :class:`LowBitPrecision`.
 
     Raises:
         ValueError: ``rounding`` names an unknown operand or rounding, or an operand in high precision.

@@ -30,7 +30,7 @@ class FP8Precision(LowBitPrecision):
         power_of_two: round scales to powers of two; always so with ``"mx"``.
         gradient_format: ``"e5m2"`` or ``"e4m3"``; x and w are in E4M3. None for E5M2, or E4M3 with ``"mx"`` (arXiv
             2506.08027) and ``"blockwise"``.
-        **kwargs: those of :class:`LowBitPrecision`.
+        **kwargs: arguments of :class:`LowBitPrecision`.
 
     Raises:
         ValueError: an argument is invalid, or belongs to another scaling.

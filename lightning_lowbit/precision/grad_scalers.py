@@ -1,4 +1,4 @@
-"""Loss scalers for fp16. torch doubles the scale every 2000 steps without limit, and lets it fall to 0; these bound it.
+"""Loss scalers for fp16. torch's scale doubles every 2000 steps without limit, and may fall to 0; these have bounds.
 
     step without infinities      tracker ← tracker + 1; at growth_interval: scale ← scale · growth_factor, tracker ← 0
     step with infinities         tracker ← -cooldown; the hysteresis-th and later: scale ← scale · backoff_factor
@@ -34,22 +34,16 @@ PRESETS = MappingProxyType(
 
 
 def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor | None:
-    """Whether a gradient (of an optimizer, or of all) was not finite: 0-d bool; None if none has been unscaled."""
+    """Returns whether a gradient (of an optimizer, or of all) was not finite: 0-d bool; None if none was unscaled."""
     if not scaler.is_enabled():
         return None
     states = scaler._per_optimizer_states
     wanted = [state for key, state in states.items() if optimizer is None or key == id(optimizer)]
-    found = [flag.reshape(()) for state in wanted for flag in state["found_inf_per_device"].values()]
+    flags = [flag.reshape(()) for state in wanted for flag in state["found_inf_per_device"].values()]
     scale = scaler._get_scale_async()
-    if not found or scale is None:
+    if not flags or scale is None:
         return None
-    return torch.stack([flag.to(scale.device, non_blocking=True) for flag in found]).sum() > 0
-
-
-def scale_of(scaler: GradScaler) -> Tensor:
-    scale = scaler._get_scale_async()
-    assert scale is not None
-    return scale
+    return torch.stack([flag.to(scale.device, non_blocking=True) for flag in flags]).sum() > 0
 
 
 def loss_factor(norm: Tensor, threshold: float) -> Tensor:
@@ -100,11 +94,11 @@ class ConservativeGradScaler(GradScaler):
         device: str | None = None,
         **kwargs: Any,
     ) -> None:
-        given = {"init_scale": init_scale, "growth_interval": growth_interval, "hysteresis": hysteresis}
-        chosen: dict[str, Any] = dict(PRESETS[choose("preset", preset, PRESETS)])
-        chosen |= {name: value for name, value in given.items() if value is not None}
-        integer("growth_interval", chosen["growth_interval"], 1)
-        integer("hysteresis", chosen["hysteresis"], 1)
+        arguments = {"init_scale": init_scale, "growth_interval": growth_interval, "hysteresis": hysteresis}
+        settings: dict[str, Any] = dict(PRESETS[choose("preset", preset, PRESETS)])
+        settings |= {name: value for name, value in arguments.items() if value is not None}
+        integer("growth_interval", settings["growth_interval"], 1)
+        integer("hysteresis", settings["hysteresis"], 1)
         integer("cooldown", cooldown, 0, or_none=True)
         number("growth_factor", growth_factor, "what the scale grows by", above=1)
         number("backoff_factor", backoff_factor, "what remains of a scale that falls", above=0, below=1)
@@ -112,7 +106,7 @@ class ConservativeGradScaler(GradScaler):
         number("cap", cap, "the upper bound of the scale", at_least=0, finite=False)
         if floor > cap:
             raise ValueError(f"floor is the lower bound of the scale and cap the upper one; got {floor=}, {cap=}.")
-        scale = number("init_scale", chosen["init_scale"], "where it begins", at_least=_SMALLEST, at_most=_LARGEST)
+        scale = number("init_scale", settings["init_scale"], "where it begins", at_least=_SMALLEST, at_most=_LARGEST)
         if not floor <= scale <= cap:
             raise ValueError(
                 f"The scale begins between {floor=} and {cap=}; got init_scale={scale}. Change it, or them."
@@ -122,11 +116,11 @@ class ConservativeGradScaler(GradScaler):
             init_scale=float(scale),
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
-            growth_interval=chosen["growth_interval"],
+            growth_interval=settings["growth_interval"],
             **kwargs,
         )
         self.floor, self.cap = float(floor), float(cap)
-        self.cooldown, self.hysteresis = cooldown, chosen["hysteresis"]
+        self.cooldown, self.hysteresis = cooldown, settings["hysteresis"]
         # Overflows left before the scale falls.
         self._tolerated = torch.tensor(self.hysteresis, dtype=torch.int32, device="cpu")
 
@@ -135,16 +129,16 @@ class ConservativeGradScaler(GradScaler):
         """Updates the scale after the optimizer's step. A given scale is clamped to the bounds."""
         if not self.is_enabled():
             return
-        found = overflow(self)  # torch's update clears this
+        overflowed = overflow(self)  # torch's update clears this
         scale, tracker = self._check_scale_growth_tracker("update")
         before, grows = scale.clone(), tracker + 1 == self.get_growth_interval()
         super().update(new_scale)
         scale, tracker = self._check_scale_growth_tracker("update")
-        if new_scale is None and found is not None:
-            tolerated = (self._tolerated.to(scale.device, non_blocking=True) - found.int()).clamp(min=0)
-            scale.copy_(torch.where(found & (tolerated > 0), before, scale))
-            self._tolerated = torch.where(grows & ~found, self.hysteresis, tolerated).int()
-            tracker.copy_(torch.where(found, -self._wait, tracker))
+        if new_scale is None and overflowed is not None:
+            tolerated = (self._tolerated.to(scale.device, non_blocking=True) - overflowed.int()).clamp(min=0)
+            scale.copy_(torch.where(overflowed & (tolerated > 0), before, scale))
+            self._tolerated = torch.where(grows & ~overflowed, self.hysteresis, tolerated).int()
+            tracker.copy_(torch.where(overflowed, -self._wait, tracker))
         scale.clamp_(self.floor, self.cap)
 
     @property
@@ -160,17 +154,17 @@ class ConservativeGradScaler(GradScaler):
         """Loads scale and counters, also of torch's class; the settings stay."""
         if not self.is_enabled():
             return
-        interval, given = self.get_growth_interval(), dict(state_dict)
-        if given:
-            given |= {
-                "scale": min(max(given["scale"], self.floor), self.cap),
+        interval, state = self.get_growth_interval(), dict(state_dict)
+        if state:
+            state |= {
+                "scale": min(max(state["scale"], self.floor), self.cap),
                 "growth_factor": self.get_growth_factor(),
                 "backoff_factor": self.get_backoff_factor(),
                 "growth_interval": interval,
                 # A tracker above this run's interval would never equal it; a cool-down may not exceed this run's.
-                "_growth_tracker": min(max(given["_growth_tracker"], -self._wait), interval - 1),
+                "_growth_tracker": min(max(state["_growth_tracker"], -self._wait), interval - 1),
             }
-        super().load_state_dict(given)
+        super().load_state_dict(state)
         tolerated = min(state_dict.get("_tolerated", self.hysteresis), self.hysteresis)
         self._tolerated = torch.full_like(self._tolerated, tolerated)
 
@@ -193,7 +187,7 @@ class StaticGradScaler(ConservativeGradScaler):
 
 
 class GradientNormGradScaler(ConservativeGradScaler):
-    """A :class:`ConservativeGradScaler` that also multiplies the loss by α, from 1 to 2, while gradients are small.
+    """A :class:`ConservativeGradScaler` that also multiplies the loss by α while gradients are small.
 
         α = clamp(1 + (1 - ‖g‖ / threshold), 1, 2)
 
@@ -203,7 +197,7 @@ class GradientNormGradScaler(ConservativeGradScaler):
 
     Args:
         threshold: from this norm on α is 1; above 0. The rule's source uses 1e-2.
-        **kwargs: those of :class:`ConservativeGradScaler`.
+        **kwargs: arguments of :class:`ConservativeGradScaler`.
 
     Examples:
         >>> Trainer(plugins=[FP4Precision(compute_dtype="fp16", scaler=GradientNormGradScaler())])
@@ -219,7 +213,8 @@ class GradientNormGradScaler(ConservativeGradScaler):
         super().unscale_(optimizer)
         if self.is_enabled():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            factor = loss_factor(_norm(parameters, scale_of(self).device), self.threshold)
+            scale, _ = self._check_scale_growth_tracker("unscale_")
+            factor = loss_factor(_norm(parameters, scale.device), self.threshold)
             for parameter in parameters:
                 if parameter.grad is not None:
                     gradient = local(parameter.grad)
@@ -266,24 +261,31 @@ class ShardedGradientNormGradScaler(GradientNormGradScaler, _Sharded):
 
 
 def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.device, over_ranks: bool) -> None:
-    """Tells all ranks, if ``over_ranks``, whether a gradient was non-finite on any of them."""
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    if not found:  # torch's class would raise an error
-        found[device] = torch.zeros((), device=device)
+    """Shares among ranks whether a gradient was non-finite on any of them.
+
+    Args:
+        scaler: the scaler, after ``unscale_``.
+        optimizer: the owner of the gradients.
+        device: the place of the flag if there are no gradients here.
+        over_ranks: True if all ranks call this; else only the flags' shapes are made uniform.
+    """
+    flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    if not flags:  # torch's class would raise an error
+        flags[device] = torch.zeros((), device=device)
     _drop_dimensions(scaler, optimizer)
     if over_ranks and not isinstance(scaler, ShardedGradScaler):
         here = overflow(scaler, optimizer)
         assert here is not None
         flag = here.to(torch.float32)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
-        for other in found.values():
+        for other in flags.values():
             other.copy_(flag)
 
 
 def _drop_dimensions(scaler: GradScaler, optimizer: Optimizer) -> None:
     """Makes flags 0-d: torch's sharded class has vectors of one element, and fused optimizers need scalars."""
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    found.update({device: flag.reshape(()) for device, flag in found.items()})
+    flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    flags.update({device: flag.reshape(()) for device, flag in flags.items()})
 
 
 def _norm(parameters: list[Tensor], device: torch.device) -> Tensor:
@@ -292,11 +294,11 @@ def _norm(parameters: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack([squares.new_zeros(()), *all_reduce_(squares.unbind(), groups, dist.ReduceOp.SUM)]).sum().sqrt()
 
 
-def _device_type(given: str | None) -> str:
-    if given is None:
+def _device_type(device: str | None) -> str:
+    if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else accelerator.type
     try:
-        return torch.device(given).type  # torch's class accepts "cuda", but not "cuda:0"
+        return torch.device(device).type  # torch's class accepts "cuda", but not "cuda:0"
     except RuntimeError:
-        raise ValueError(f"device is where it trains, such as 'cuda' or 'cpu'; got {given!r}.") from None
+        raise ValueError(f"device is where it trains, such as 'cuda' or 'cpu'; got {device!r}.") from None

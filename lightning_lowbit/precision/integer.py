@@ -31,7 +31,7 @@ class IntegerPrecision(LowBitPrecision):
         scale_format: of the weights' scales: ``"fp32"``, or ``"bf16"`` or ``"fp16"``, in which inference engines keep
             those of groups and rows, so that exported weights are those of the training: bf16 in compressed-tensors'
             folders, fp16 in GGUF files, which hold bf16's from 6e-5 on, too.
-        **kwargs: those of :class:`LowBitPrecision`.
+        **kwargs: arguments of :class:`LowBitPrecision`.
 
     Raises:
         ValueError: bits out of range, or None for both; an unknown group; an argument without effect.
@@ -64,21 +64,22 @@ class IntegerPrecision(LowBitPrecision):
                 f"{scale_format=}, and zero points (symmetric=False) have fp32 scales: leave out scale_format; `lowbit "
                 "export --rescale` rounds scales."
             )
-        of_x = group if activation_group is None else activation_group
-        x = integer_cast("activation_bits", activation_bits, _groups("activation_group", of_x, "absmax"))
-        of_w = _groups("group", group, "absmax" if symmetric else "minmax", scale_format)
-        w = integer_cast("weight_bits", weight_bits, of_w)
+        if activation_group is None:
+            activation_group = group
+        x = integer_cast("activation_bits", activation_bits, _groups("activation_group", activation_group, "absmax"))
+        weight_cast = _groups("group", group, "absmax" if symmetric else "minmax", scale_format)
+        w = integer_cast("weight_bits", weight_bits, weight_cast)
         super().__init__(quantization_aware(x, w), **kwargs)
 
 
 def _groups(argument: str, group: Group, statistic: Any, scale_format: str = "fp32") -> Cast:
-    """The cast of a tensor. With groups within a row, code times scale is rounded."""
+    """Returns the cast of a tensor. With groups within a row, code times scale is rounded."""
     if group not in ("row", "tensor") and (type(group) is not int or group < 1):
         raise ValueError(f"{argument} is a number of elements such as 128, 'row' or 'tensor'; got {group!r}.")
     return Cast("int8", Scale(scale_format, group, statistic=statistic), round_to_bfloat16=isinstance(group, int))
 
 
 def integer_cast(argument: str, bits: int | None, cast: Cast) -> Cast | None:
-    """Returns the cast with integers of so many bits as elements; None if ``bits`` is None."""
+    """Returns the cast with integers of this many bits as elements; None if ``bits`` is None."""
     integer(argument, bits, 2, "a number of bits", at_most=8, or_none=True)
     return None if bits is None else cast.replace(element=f"int{bits}")

@@ -1,24 +1,16 @@
-"""The converted layers of a model, and their state from step to step.
-
-    planned, changed    by layer, its casts at conversion, and other casts set since
-    phases              which GEMMs are quantized: one phase for all layers, and a stack of temporary ones above it
-    λ, keys             how much operands are quantized; keys of this micro-batch's random bits
-    histories           amaxes of previous steps; changing a layer's casts resets its own
-
-Layer names are without wrapper prefixes, also in checkpoints.
-"""
+"""The converted layers of a run, and their state from step to step. Layer names are without wrapper prefixes."""
 
 import weakref
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_lowbit._lightning import MisconfigurationException, rank_zero_info
+from lightning_lowbit._lightning import MisconfigurationException, rank_zero_info, rank_zero_warn
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
 from lightning_lowbit.nn.attention.products import check_attention
@@ -31,32 +23,60 @@ from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.nn.state.keys import LayerKeys, unchanged, with_index
-from lightning_lowbit.precision.changed_casts import changed_casts, match, smoothed
+from lightning_lowbit.precision.changed_casts import changed_casts, matches, smoothed
+from lightning_lowbit.precision.checkpoints.trained import primitive
+
+if TYPE_CHECKING:
+    from lightning_lowbit.nn.sharded.gather import WeightGathers
 
 
-class ConvertedLayers:
-    """The part of :class:`LowBitPrecision` that owns the converted layers."""
+class RunLayers:
+    """The converted layers of a run. They need no Trainer.
 
-    # Set by the plugin.
-    backend: str
-    exact: bool
-    save: str
-    smooth_swiglu: str | None
-    shared_amax: Iterable[str]
+    Their phase says which GEMMs are quantized: one for all layers, with a stack of temporary ones above it.
 
-    def __init__(self) -> None:
-        self.blend = torch.ones(())  # λ of progressive quantization, set by `set_blend`
-        self.is_blending = False  # whether λ is below 1
-        self.histories: AmaxHistories | None = None  # amaxes of previous steps, once a model is converted
+    Args:
+        seed: of stochastic rounding.
+        **settings: as in :class:`LowBitPrecision`; each becomes an attribute.
+
+    Attributes:
+        device: where the layers are; state follows it before a forward pass.
+        blend: λ, from 0 (high precision) to 1 (quantized); a 0-d tensor that layers share.
+        is_blending: True if λ is below 1.
+        histories: amaxes of previous steps; None before conversion. A layer's are reset when its casts change.
+        step: number of optimizer steps taken.
+        micro_batch: number of training steps since the last optimizer step.
+        planned: by layer, the casts at conversion.
+        changed: by layer, other casts that have been set since.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        exact: bool = False,
+        backend: str = "auto",
+        save: str = "inputs",
+        smooth_swiglu: str | None = None,
+        shared_amax: Iterable[str] = (),
+        quantize_before_gather: bool = False,
+    ) -> None:
+        self.seed, self.exact, self.backend, self.save = seed, exact, backend, save
+        self.smooth_swiglu, self.shared_amax = smooth_swiglu, shared_amax
+        self.quantize_before_gather = quantize_before_gather
+        self.device = torch.device("cpu")
+        self.blend, self.is_blending = torch.ones(()), False
+        self.histories: AmaxHistories | None = None
+        self.step = self.micro_batch = 0
         self._phase = "fqt"
-        self._temporary: dict[str, str | None] = {}  # by owner, the last one counts
+        self._temporary: dict[str, str | None] = {}  # by owner; the last one counts
         self._model: weakref.ref[nn.Module] | None = None
         self._keys: LayerKeys | None = None
-        self._planned: dict[str, LinearCasts] = {}
-        self._changed: dict[str, LinearCasts] = {}
+        self.planned: dict[str, LinearCasts] = {}
+        self.changed: dict[str, LinearCasts] = {}
         self._shared: SharedAmaxes | None = None
-        self._device = torch.device("cpu")
         self._inventory: Inventory | None = None
+        self._gathers: WeightGathers | None = None
         self._is_copy = False  # unpickled: layers hold copies of keys and amaxes
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,71 +84,64 @@ class ConvertedLayers:
         return {**vars(self), "_model": None, "_inventory": None, "_is_copy": True}
 
     @property
-    def _converted_model(self) -> nn.Module | None:
+    def model(self) -> nn.Module | None:
+        """The converted model, if it still exists."""
         return None if self._model is None else self._model()
+
+    @property
+    def has_state(self) -> bool:
+        """True if evaluation depends on more than weights and constructor: on phase, λ, changed casts or amaxes."""
+        is_changed = self.phase != "fqt" or bool(self._temporary or self.changed)
+        return is_changed or float(self.blend) != 1.0 or bool(self.histories)
 
     @property
     def _layers(self) -> dict[str, QuantizedLayer]:
         return {} if self._keys is None else self._keys.layers
 
     @property
-    def _casts(self) -> dict[str, LinearCasts]:
-        return {name: layer.full_casts for name, layer in self._present.items()}
+    def present(self) -> dict[str, QuantizedLayer]:
+        """The layers that are still in the model; others were removed or replaced since conversion."""
+        model, layers = self.model, self._layers
+        modules = {*layers.values()} if model is None else {*model.modules()}
+        return {name: layer for name, layer in layers.items() if layer in modules}
 
     @property
-    def _present(self) -> dict[str, QuantizedLayer]:
-        """The layers but those that were removed from the model, or replaced, since it was converted."""
-        model, layers = self._converted_model, self._layers
-        present = {*layers.values()} if model is None else {*model.modules()}
-        return {name: layer for name, layer in layers.items() if layer in present}
+    def _plan(self) -> dict[str, LinearCasts]:
+        return {name: self.planned[name] for name in self.present if name in self.planned}
 
-    @property
-    def _present_names(self) -> dict[str, str]:
-        """The names that layers have now, by those at conversion: an insertion moves layers behind it."""
-        model = self._converted_model
-        names = {} if model is None else {module: clean_name(name) for name, module in model.named_modules()}
-        return {name: names.get(layer, name) for name, layer in self._present.items()}
-
-    @property
-    def _present_plan(self) -> dict[str, LinearCasts]:
-        return {name: self._planned[name] for name in self._present if name in self._planned}
-
-    def _say_what_has_changed(self) -> None:
-        """Says once which layers have come and gone."""
-        model = self._converted_model
-        if model is None or self._inventory is None:
-            return
-        added, removed = self._inventory.take(model)
-        if removed and self.histories is not None:
-            before, self.histories = self.histories, AmaxHistories(self._present)
-            self.histories.go_on(before, ())
-        copies = [name for name, module in added.items() if isinstance(module, QuantizedLayer)]
-        parts = {
-            "in high precision until the next fit converts them": [name for name in added if name not in copies],
-            "copies, which keep their casts and phase, and which no histories and random bits renew": copies,
-            "gone": removed,
-        }
-        if told := "; ".join(f"{some(names)} ({what})" for what, names in parts.items() if names):
-            rank_zero_info(f"lightning_lowbit: layers have changed since the model was converted: {told}.")
-
-    def _start_afresh(self) -> None:
-        self._changed, self.histories = {}, None
+    def restart(self) -> None:
+        """Begins another run, with the state of the constructor."""
+        self.changed, self.histories = {}, None
         self._phase, self._temporary = "fqt", {}
+        self.step = self.micro_batch = 0
         self.set_blend(1.0)
 
-    def _expect(self, model: nn.Module) -> None:
-        if self._model is not None and self._converted_model is not model:
+    def expect(self, model: nn.Module) -> None:
+        """Notes the model that is converted next; amaxes of another model are dropped."""
+        if self._model is not None and self.model is not model:
             self.histories = None
         self._model = weakref.ref(model)
 
-    def _convert(self, model: nn.Module, planned: Mapping[str, LinearCasts], seed: int) -> None:
+    def convert(self, model: nn.Module, planned: Mapping[str, LinearCasts], dtype: torch.dtype) -> None:
+        """Converts the layers of a model in place, by name; the state of a run that continues is kept.
+
+        ``dtype`` is that of everything that is not quantized. A ``ValueError`` leaves the model as it is.
+        """
+        check_backend(planned, self.backend, self.exact, self.device)
+        check_save(planned, self.save)
+        autocast_dtype = None if dtype == torch.float32 else dtype
+        if self.quantize_before_gather:
+            from lightning_lowbit.nn.sharded.eligible import check_gathers  # imports private parts of FSDP2
+            from lightning_lowbit.nn.sharded.gather import WeightGathers
+
+            check_gathers(model, planned, autocast_dtype)
         convert_layers(model, planned, self.exact, self.backend, self.save)
-        self._keys = LayerKeys(model, seed)
-        self._planned = {clean_name(name): casts for name, casts in planned.items()}
-        self._change_casts(self._planned | {n: c for n, c in self._changed.items() if n in self._planned}, model)
+        self._keys = LayerKeys(model, self.seed)
+        self.planned = {clean_name(name): casts for name, casts in planned.items()}
+        self._change_casts(self.planned | {n: c for n, c in self.changed.items() if n in self.planned}, model)
         set_phase(model, self.phase)
         before, self.histories = self.histories, AmaxHistories(model)
-        self._record(False)
+        self.record(False)
         if before is not None:  # the same run continues, maybe with other layers
             self.histories.renewed = self.histories.names ^ before.names
             self.histories.load_state_dict(before.state_dict())
@@ -136,6 +149,26 @@ class ConvertedLayers:
         self.set_blend(float(self.blend))
         self._shared = SharedAmaxes(model, self.shared_amax) if self.shared_amax else None
         self._inventory = Inventory(model)
+        if self.quantize_before_gather:
+            self._gathers = WeightGathers(model, autocast_dtype, planned)
+
+    def report_changes(self) -> None:
+        """Logs once which layers have been added and removed."""
+        model = self.model
+        if model is None or self._inventory is None:
+            return
+        added, removed = self._inventory.take(model)
+        if removed and self.histories is not None:
+            before, self.histories = self.histories, AmaxHistories(self.present)
+            self.histories.go_on(before, ())
+        copies = [name for name, module in added.items() if isinstance(module, QuantizedLayer)]
+        parts = {
+            "in high precision until the next fit converts them": [name for name in added if name not in copies],
+            "copies, which keep their casts and phase, and which no histories and random bits renew": copies,
+            "gone": removed,
+        }
+        if message := "; ".join(f"{some(names)} ({what})" for what, names in parts.items() if names):
+            rank_zero_info(f"lightning_lowbit: layers have changed since the model was converted: {message}.")
 
     @property
     def phase(self) -> str:
@@ -143,13 +176,11 @@ class ConvertedLayers:
         return next((phase for phase in reversed(self._temporary.values()) if phase is not None), self._phase)
 
     def set_phase(self, phase: str) -> None:
-        """Puts all layers into ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``, and ends temporary phases."""
         self._phase = choose("phase", phase, PHASES)
         self._temporary.clear()
         self._apply_phase()
 
     def push_phase(self, owner: str, phase: str | None) -> None:
-        """Puts all layers into the temporary phase of an owner (a name); None leaves the phase below in force."""
         if phase is not None:
             choose("phase", phase, PHASES)
         self._temporary.pop(owner, None)
@@ -157,13 +188,11 @@ class ConvertedLayers:
         self._apply_phase()
 
     def pop_phase(self, owner: str) -> None:
-        """Ends an owner's temporary phase, if it is still there."""
         if self.has_pushed(owner):
             del self._temporary[owner]
             self._apply_phase()
 
     def has_pushed(self, owner: str) -> bool:
-        """Whether an owner's temporary phase is still there, so :meth:`set_phase` was not called since."""
         return owner in self._temporary
 
     def _apply_phase(self) -> None:
@@ -172,11 +201,6 @@ class ConvertedLayers:
             layer.casts = layer.full_casts.phase(phase)
 
     def set_blend(self, value: float) -> None:
-        """Sets λ, from 0 (high precision) to 1 (quantized).
-
-        Operands that have a cast become ``x + λ (q(x) - x)``. Changing λ below 1 does not recompile. At 1, native GEMMs
-        are used again. A number outside [0, 1] raises ``ValueError``.
-        """
         self.blend.fill_(check_blend(value))
         self.is_blending = value < 1
         self._share_blend()
@@ -186,114 +210,107 @@ class ConvertedLayers:
             layer.blend = self.blend if self.is_blending else None
 
     def set_casts(self, casts: Mapping[str, CastsLike]) -> None:
-        """Gives layers other casts; the phase still applies to them.
-
-        Changed casts are saved in checkpoints. Training by another Trainer begins with those of the constructor.
-        Delayed scaling and smoothing restart for the changed layers only.
-
-        Args:
-            casts: by name pattern (see :func:`lightning_lowbit.convert`; the first match counts), what
-                :meth:`LinearCasts.of` takes, or a phase: the constructor's casts in this phase, so ``"fqt"`` restores
-                them.
-
-        Raises:
-            ValueError: a pattern matches no converted layer, a preset or phase does not exist, the backend has no
-                native form of such casts, or layers could no longer share an amax. Nothing has changed then.
-            MisconfigurationException: no model is converted yet; give ``overrides`` to the constructor.
-
-        Examples:
-            >>> trainer.precision_plugin.set_casts({"lm_head": "bf16", "down_proj": "nvfp4-4over6"})
-        """
         changes = self.resolve_casts(casts)
-        self._changed = {n: c for n, c in {**self._changed, **changes}.items() if c != self._planned.get(n)}
+        self.changed = {n: c for n, c in {**self.changed, **changes}.items() if c != self.planned.get(n)}
         self._renew_casts(changes)
 
     def resolve_casts(self, casts: Mapping[str, CastsLike]) -> dict[str, LinearCasts]:
-        """Returns the casts by layer that :meth:`set_casts` would set, with the same errors."""
-        model = self._converted_model
+        model = self.model
         if self._keys is None or model is None:
             raise MisconfigurationException(
                 "set_casts needs a converted model, and none has been converted yet. Give the plugin overrides=..., or "
                 "change casts once training has started."
             )
-        changes = changed_casts(casts, self._present_plan, model)
+        changes = changed_casts(casts, self._plan, model)
+        full = {name: layer.full_casts for name, layer in self.present.items()}
         if self.smooth_swiglu is not None:
-            changes = smoothed(changes, self._casts, model, self.smooth_swiglu)
-        for name, new in changes.items():
+            changes = smoothed(changes, full, model, self.smooth_swiglu)
+        for name, changed in changes.items():
             if self._layers[name].kind == "attention":
-                check_attention(name, new)
-        check_backend(changes, self.backend, self.exact, self._device)
+                check_attention(name, changed)
+        check_backend(changes, self.backend, self.exact, self.device)
         check_save({name: casts for name, casts in changes.items() if casts.surrogate}, self.save)
         if self.shared_amax:
             groups({**self.casts_of(".*"), **changes}, self.shared_amax)  # raises if they could not share an amax
         return changes
 
     def casts_of(self, pattern: str) -> dict[str, LinearCasts]:
-        """The casts by name of the layers that a pattern matches, regardless of the phase; ``ValueError`` if none."""
-        model = self._converted_model
+        model = self.model
         if self._keys is None or model is None:
             return {}
-        return {name: self._layers[name].full_casts for name in sorted(match(pattern, self._present_plan, model))}
+        return {name: self._layers[name].full_casts for name in sorted(matches(pattern, self._plan, model))}
 
     def _change_casts(self, casts: Mapping[str, LinearCasts], model: nn.Module) -> set[str]:
-        layers = self._layers
-        changed = {name for name, new in casts.items() if layers[name].full_casts != new}
+        changed = {name for name, new in casts.items() if self._layers[name].full_casts != new}
         for name in changed:
-            layers[name].set_casts(casts[name])
-            layers[name].casts = casts[name].phase(self.phase)
+            self._layers[name].set_casts(casts[name])
+            self._layers[name].casts = casts[name].phase(self.phase)
         if changed:
             watch_up_projections(model)
         return changed
 
     def _renew_casts(self, casts: Mapping[str, LinearCasts], keep: bool = True) -> None:
-        model, before, layers = self._converted_model, self.histories, self._layers
+        """Changes casts; with ``keep``, the amaxes of unchanged layers stay valid, else a checkpoint brings all."""
+        model, before, layers = self.model, self.histories, self._layers
         if model is None or before is None:
             return
-        had = {name for name, layer in layers.items() if layer.amaxes is not None}
+        had_amaxes = {name for name, layer in layers.items() if layer.amaxes is not None}
         changed = self._change_casts(casts, model)
-        new = [layers[name].full_casts for name in changed]
-        if changed & had or any(each.is_delayed or each.smooth == "channel" for each in new):
-            self.histories = AmaxHistories(self._present)
+        needs_amaxes = [layers[n].full_casts.is_delayed or layers[n].full_casts.smooth == "channel" for n in changed]
+        if changed & had_amaxes or any(needs_amaxes):
+            self.histories = AmaxHistories(self.present)
             self.histories.go_on(before, changed)
-            if not keep:  # a checkpoint is loaded next, with strict matching
+            if not keep:  # loading matches names strictly
                 self.histories.renewed.clear()
 
-    def _prepare(self, step: int, micro_batch: int, rank: int, in_use: bool) -> None:
-        """Before a forward pass: fills its random keys and moves state to the device; recording is off. ``in_use`` is
-        whether it scales by histories."""
-        device = self._device
+    @contextmanager
+    def forward_context(self, dtype: torch.dtype, rank: int = 0, in_use: bool = True) -> Generator[None, None, None]:
+        """Context of a forward pass: random keys of this micro-batch, shared amaxes, and autocast. Recording is off.
+
+        ``rank`` is that among data-parallel processes; ``in_use`` says whether operands are scaled by histories.
+        """
+        self._prepare(rank, in_use)
+        if self._gathers is not None:
+            self._gathers.prepare()
+        self._share_amaxes()
+        with nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype):
+            yield
+        if self._gathers is not None and not torch.is_grad_enabled():
+            self._gathers.reshard()
+
+    def _prepare(self, rank: int, in_use: bool) -> None:
         if self._keys is None or self.histories is None:
             return
         if self._is_copy:
             self._keys.relink()
             self.histories.relink()
             self._is_copy = False
-        self._keys.fill_(step, micro_batch, rank, device)
-        self.histories.to_(device)
+        self._keys.fill_(self.step, self.micro_batch, rank, self.device)
+        self.histories.to_(self.device)
         self.histories.in_use = in_use
-        self._record(False)
-        if self.blend.device != with_index(device):
+        self.record(False)
+        if self.blend.device != with_index(self.device):
             with torch.inference_mode(False):  # not an inference tensor: training writes to it
-                self.blend = self.blend.to(device)
+                self.blend = self.blend.to(self.device)
             self._share_blend()
 
-    def _record(self, on: bool) -> None:
+    def record(self, on: bool) -> None:
+        """Switches the recording of amaxes on or off."""
         if self.histories is not None:
             self.histories.recording = on
 
     def _share_amaxes(self) -> None:
         if self._shared is not None:
-            self._shared.measure(partial(parameter_amaxes, device=self._device))
+            self._shared.measure(partial(parameter_amaxes, device=self.device))
 
-    def expect_draws(self, on: bool = True) -> None:
-        """Before a forward pass, says whether :meth:`LowBitPrecision.another_draw` will follow."""
+    def expect_draws(self, on: bool) -> None:
         if self._keys is not None:
             self._keys.expect_draws(on)
 
     @contextmanager
-    def _other_keys(self, number: int) -> Generator[None, None, None]:
+    def another_draw(self, number: int) -> Generator[None, None, None]:
         """Context for a backward pass with other random bits; restores all state afterwards."""
-        model = self._converted_model
+        model = self.model
         assert self._keys is not None and self.histories is not None and model is not None
         keys, layers = self._keys.in_use(), self._layers.values()
         rows = [row for layer in layers for row in (layer.operand_sums, layer.gradient_sums) if row is not None]
@@ -310,12 +327,18 @@ class ConvertedLayers:
                 "GradientNoiseMonitor(kind='layers')."
             )
 
-    def _advance_histories(self) -> None:
+    def advance(self) -> None:
+        """Counts an optimizer step. One collective for all layers moves staged amaxes into the histories."""
+        self.step += 1
+        self.micro_batch = 0
         if self.histories is not None:
             self.histories.advance_(partial(all_reduce_world_, op=dist.ReduceOp.MAX))
+        if self._gathers is not None:
+            self._gathers.forget()
+        self._share_amaxes()
 
-    def _release(self, in_use: bool) -> None:
-        """Leaves the layers as they are, until the model is converted again; ``in_use`` as above."""
+    def release(self, in_use: bool) -> None:
+        """Leaves the layers as they are until the model is converted again; ``in_use`` as in `forward_context`."""
         for layer in self._layers.values():
             layer.is_left = True
         if self.histories is not None:
@@ -324,3 +347,44 @@ class ConvertedLayers:
         if self._shared is not None:
             self._shared.release()
             self._shared = None
+        if self._gathers is not None:  # later passes without the plugin may use another dtype
+            self._gathers.release()
+            self._gathers = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns counters, phase, λ, changed casts and amaxes, as tensors and primitives."""
+        self.report_changes()  # amaxes of layers that are gone are not saved
+        state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
+        state["blend"] = self.blend.cpu().clone()
+        if self.changed:
+            state["casts"] = {name: primitive(casts) for name, casts in self.changed.items()}
+        return state | (self.histories.state_dict() if self.histories else {})
+
+    def load_casts(self, state: Mapping[str, Any]) -> None:
+        """Loads the changed casts of a state; call it before :meth:`load_state_dict`, whose amaxes need them."""
+        self.changed = {name: LinearCasts.of(casts) for name, casts in state.get("casts", {}).items()}
+        if self._keys is None:
+            return
+        if missing := ", ".join(name for name in self.changed if name not in self.planned):
+            what = "The checkpoint holds casts of layers that this run does not convert"
+            rank_zero_warn(f"{what}: {missing}; they stay in high precision.")
+            self.changed = {name: casts for name, casts in self.changed.items() if name in self.planned}
+        self._renew_casts({n: self.changed.get(n, planned) for n, planned in self.planned.items()}, keep=False)
+
+    def load_state_dict(self, state: Mapping[str, Any], histories: bool = True, accumulated: int = 1) -> None:
+        """Loads counters, phase and λ, and with ``histories`` the amaxes, of a validated state.
+
+        ``accumulated`` is the number of micro-batches by which a loss is divided, for states that do not tell it.
+        """
+        if self.histories and histories and "amax_history" not in state:
+            rank_zero_warn(
+                "The checkpoint holds no amax histories (it was trained without delayed scaling and smoothing): they "
+                "start empty, and the first step scales by its own amaxes."
+            )
+        elif self.histories and histories:
+            # Older versions saved the parts of the loss scale instead of `gradient_scale`.
+            scale = state.get("scaler", {}).get("scale", 1.0) / state.get("accumulated", accumulated)
+            self.histories.load_state_dict({"gradient_scale": {"loss": torch.tensor([float(scale)])}, **state})
+        self.step, self.micro_batch = state["step"], state["micro_batch"]
+        self.set_phase(state["phase"])
+        self.set_blend(float(state.get("blend", 1.0)))

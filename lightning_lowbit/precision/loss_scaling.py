@@ -16,29 +16,30 @@ from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, over
 from lightning_lowbit.precision.run_settings import ComputeDtype
 
 
-def scaler_for(compute: ComputeDtype, given: GradScaler | None) -> GradScaler | None:
+def scaler_for(compute: ComputeDtype, scaler: GradScaler | None) -> GradScaler | None:
+    """Returns the scaler for a dtype: a given one, or the default; None except in fp16. Raises ``ValueError``."""
     if compute.name != "fp16":
-        if given is not None:
+        if scaler is not None:
             name = "auto" if compute.is_auto else compute.name
             raise ValueError(
                 f"A scaler of the loss is for compute_dtype='fp16'; got {name!r}, which has the range of "
-                f"float32: leave out scaler={type(given).__name__}, or train in fp16."
+                f"float32: leave out scaler={type(scaler).__name__}, or train in fp16."
             )
         return None
-    if given is None:
+    if scaler is None:
         return ConservativeGradScaler()
-    if not isinstance(given, GradScaler):
-        raise ValueError(f"scaler is a torch.amp.GradScaler, or None; got {given!r}.")
-    if not given.is_enabled():
+    if not isinstance(scaler, GradScaler):
+        raise ValueError(f"scaler is a torch.amp.GradScaler, or None; got {scaler!r}.")
+    if not scaler.is_enabled():
         raise ValueError(
-            f"The scaler {type(given).__name__} is disabled, and fp16 needs one. torch disables one for CUDA where "
+            f"The scaler {type(scaler).__name__} is disabled, and fp16 needs one. torch disables one for CUDA where "
             "there is none: give device='cpu'; or leave out enabled=False."
         )
-    return given
+    return scaler
 
 
 def scaler_of(plugin: Precision) -> GradScaler | None:
-    """The enabled loss scaler of a precision plugin, of this package or Lightning; None if there is none."""
+    """Returns the enabled loss scaler of a precision plugin, of this package or Lightning; None if there is none."""
     scaler = getattr(plugin, "scaler", None)
     return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
@@ -108,7 +109,7 @@ class LossScaling:
 
     @property
     def scale(self) -> float | Tensor:
-        """What the loss is multiplied by: 0-d, on the device; a number until a loss has been scaled."""
+        """The factor of the loss: 0-d, on the device; a number until a loss has been scaled."""
         scale = self.scaler._get_scale_async()
         return self.scaler.get_scale() if scale is None else scale
 

@@ -1,4 +1,4 @@
-"""A run: its settings (Trainer, seed, data-parallel rank, dtype of what is not quantized), and those before it."""
+"""The settings of a run (seed, rank, dtype of everything that is not quantized), and the runs of a plugin."""
 
 import os
 import weakref
@@ -22,6 +22,7 @@ from lightning_lowbit._lightning import (
     say_once,
 )
 from lightning_lowbit.checks import choose, some
+from lightning_lowbit.distributed import is_flat
 from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 
@@ -32,7 +33,7 @@ COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], to
     "fp32": ("32-true", torch.float32),
 }
 
-# Other names of the same: of Lightning, without "torch." those of torch.
+# Names of Lightning and, without "torch.", of torch.
 _SPELLINGS = {
     **{name: name for name in ("auto", *COMPUTE_DTYPES)},
     **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
@@ -53,9 +54,9 @@ _INSTEAD = {
 }
 
 
-def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModule]:
-    """Returns the Trainer of a module and the module; raises ``MisconfigurationException`` outside a Trainer, and for
-    a strategy or callback that would not compute what it should."""
+def checked_run(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModule]:
+    """Returns a module and its Trainer. Raises ``MisconfigurationException`` outside a Trainer, and for strategies and
+    callbacks that do not go with a plugin."""
     name = type(plugin).__name__
     trainer = getattr(module, "_trainer", None)
     if trainer is None or not isinstance(module, LightningModule):
@@ -68,7 +69,7 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
             f"{name} runs backward passes and optimizers itself, and so does DeepSpeed. Train with DDPStrategy, "
             "FSDPStrategy, or ModelParallelStrategy (FSDP2), which shards what ZeRO does."
         )
-    packed = [clean_name(layer) for layer, each in quantized_layers(module).items() if each.frozen is not None]
+    packed = [clean_name(name) for name, layer in quantized_layers(module).items() if layer.frozen is not None]
     averaging = averaging_of(trainer)
     if packed and averaging is not None:
         raise MisconfigurationException(
@@ -78,20 +79,29 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
     return trainer, module
 
 
+def check_whole_weights(model: nn.Module) -> None:
+    """Raises ``MisconfigurationException`` for flat buffers, of whose weights no amax can be shared."""
+    if any(is_flat(parameter) for parameter in model.parameters()):
+        raise MisconfigurationException(
+            "shared_amax needs whole weights between steps, and FSDP1 keeps flat buffers alone. Train with "
+            "FSDPStrategy(use_orig_params=True), its default, or with ModelParallelStrategy (FSDP2)."
+        )
+
+
 def averaging_of(trainer: Any) -> Callback | None:
-    """The callback of Lightning that evaluates averages of weights, or leaves them in the model; None without one."""
+    """Returns the callback of Lightning that evaluates averages of weights, or leaves them in the model, or None."""
     kinds = (StochasticWeightAveraging, WeightAveraging)
     return next((callback for callback in trainer.callbacks if isinstance(callback, kinds)), None)
 
 
 def data_rank(trainer: Trainer) -> int:
-    """The data-parallel rank of this process: model-parallel ranks that see the same data have the same."""
+    """Returns the data-parallel rank of this process; model-parallel ranks with the same data share one."""
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return int(sampler.get("rank", trainer.global_rank))
 
 
 def global_seed() -> int:
-    """The seed of ``seed_everything``, which stores it in the environment; 0 without one."""
+    """Returns the seed of ``seed_everything``, which stores it in the environment; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
@@ -101,7 +111,7 @@ def as_list(patterns: Iterable[str]) -> Iterable[str]:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a device has instructions for bf16. One that does not tell is taken to have them."""
+    """Returns whether a device has instructions for bf16; True if it cannot be asked."""
     if device.type == "cpu":
         return torch.bfloat16 not in SLOW_ON_CPU
     if device.type == "mps":
@@ -111,7 +121,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 class ComputeDtype:
-    """The dtype of what is not quantized: an argument, or for ``"auto"`` what the devices of a run have.
+    """The dtype of everything that is not quantized: an argument, or for ``"auto"`` one that all devices have.
 
     Args:
         asked: ``"auto"``, a key of :data:`COMPUTE_DTYPES`, another name of it, such as Lightning's ``"bf16-mixed"`` and
@@ -119,7 +129,7 @@ class ComputeDtype:
 
     Attributes:
         name: a key of :data:`COMPUTE_DTYPES`. Of ``"auto"`` it is ``"bf16"`` until a run decides.
-        is_followed: whether a checkpoint decided.
+        is_followed: True if a checkpoint decided.
 
     Raises:
         ValueError: another dtype.
@@ -146,14 +156,11 @@ class ComputeDtype:
         return COMPUTE_DTYPES[self.name][0]
 
     def restart(self) -> None:
-        """Another run decides anew."""
+        """Lets another run decide."""
         self._is_decided = self.is_followed = False
 
     def decide(self, strategy: Any) -> None:
-        """Takes bf16 for ``"auto"`` if the devices of all processes have it, else float32. All processes must call it.
-
-        Says once what takes long.
-        """
+        """Takes bf16 for ``"auto"`` if the devices of all processes have it, else float32. Call it in all of them."""
         device = strategy.root_device
         if self.is_auto and not self._is_decided:
             here = has_bf16(device)
@@ -182,7 +189,7 @@ class ComputeDtype:
 
 
 def compute_dtype(plugin: Precision) -> torch.dtype:
-    """The dtype of high-precision matrix products under a precision plugin of this package or Lightning."""
+    """Returns the dtype of high-precision matrix products under a plugin of this package or Lightning."""
     dtype = getattr(plugin, "compute_dtype", None)  # of this package's plugins
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -191,7 +198,7 @@ def compute_dtype(plugin: Precision) -> torch.dtype:
 
 
 class Runs:
-    """Whose state a plugin has: several Trainers may use it, one after another, and it has the state of one run.
+    """The run whose state a plugin has. Several Trainers may use a plugin, one after another.
 
     another Trainer trains                          a run begins, with the state of the constructor
     any Trainer evaluates the model of the run      with its state
@@ -217,24 +224,33 @@ class Runs:
     def is_evaluating(self) -> bool:
         return self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING)
 
+    @property
+    def has_averages(self) -> bool:
+        """True if a callback evaluates and saves averages of weights, which the histories have not seen."""
+        return self.trainer is not None and averaging_of(self.trainer) is not None
+
     def is_first(self) -> bool:
-        """Whether no Trainer has used the plugin yet."""
+        """Returns whether no Trainer has used the plugin yet."""
         return self._trainer is None
 
     def go_on(self, trainer: Any, model: nn.Module, has_state: bool, has_histories: bool) -> bool:
-        """Notes that a Trainer begins to use the plugin, and returns whether the run goes on whose state it has.
+        """Notes that a Trainer begins to use the plugin; returns whether it continues the run of the plugin's state.
 
-        ``has_state`` is whether another run would lose something that evaluation depends on, and ``has_histories``
-        whether the same run of another model would.
+        Args:
+            trainer: the Trainer.
+            model: its model.
+            has_state: True if evaluation depends on the state, so that another run would lose something.
+            has_histories: True if there are amaxes, which the same run of another model would lose.
         """
-        by, of = (self.trainer, None) if self._trained is None else (self._trained[0](), self._trained[1]())
+        before, trained = (self.trainer, None) if self._trained is None else (self._trained[0](), self._trained[1]())
         self._trainer = weakref.ref(trainer)
-        goes_on = trainer is by or (self.is_evaluating and model is of)
-        self._is_lost = self._has_displaced(model if self.is_evaluating else trainer)
+        goes_on = trainer is before or (self.is_evaluating and model is trained)
+        user = model if self.is_evaluating else trainer
+        self._is_lost = any(displaced() is user for displaced in self._displaced)
         if self._trained is not None and not goes_on:
             self._displaced += self._trained if has_state else ()
             self._trained = None
-        elif self._trained is not None and model is not of and has_histories:
+        elif self._trained is not None and model is not trained and has_histories:
             self._displaced.append(self._trained[1])
             self._trained = self._trained[0], weakref.ref(model)
         if not self.is_evaluating:
@@ -257,8 +273,5 @@ class Runs:
                 "of the training."
             )
 
-    def _has_displaced(self, user: Any) -> bool:
-        return any(one() is user for one in self._displaced)
-
     def _forget(self, *users: Any) -> None:
-        self._displaced = [one for one in self._displaced if one() is not None and not any(one() is u for u in users)]
+        self._displaced = [displaced for displaced in self._displaced if displaced() not in (None, *users)]

@@ -24,7 +24,7 @@ class TernaryPrecision(LowBitPrecision):
     Args:
         activation_bits: 2 to 8; None leaves activations in high precision.
         scale_factor: factor in γ. Of normally distributed weights, 1 makes about 31 % zero, and 2/√3 = 1.1547 35.5 %.
-        **kwargs: those of :class:`LowBitPrecision`.
+        **kwargs: arguments of :class:`LowBitPrecision`.
 
     Examples:
         >>> Trainer(plugins=[TernaryPrecision()])

@@ -19,7 +19,7 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.reasons import Reasons
-from lightning_lowbit.precision.checkpoints import planned
+from lightning_lowbit.precision import outputs
 from tests.precision.regression_model import LAYERS, Regression, flat, state, trainer
 from tests.tables import each
 
@@ -66,7 +66,7 @@ def test_what_is_left_out_is_said(
     monkeypatch: pytest.MonkeyPatch, make: Any, quantized: set[str], is_said: bool
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(planned, "say_once", told.append)
+    monkeypatch.setattr(outputs, "say_once", told.append)
     plugin = make()
     run = fit(plugin)
     assert layers(plugin) == quantized

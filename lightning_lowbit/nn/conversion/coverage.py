@@ -154,7 +154,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self.gemms.values()) + sum(self.others.values()) - self.recomputed
 
     def native_shares(self, device: torch.device) -> dict[str, float]:
-        """Shares of all FLOPs in the native GEMMs of a device, by kind, with the casts in force."""
+        """Returns the shares of all FLOPs in the native GEMMs of a device, by kind, with the casts in force."""
         native: Counter[str] = Counter()
         for (name, gemm), flops in self.gemms.items():
             layer = self._layers[name]
@@ -163,7 +163,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {kind: flops / max(self.model_flops + self.recomputed, 1) for kind, flops in native.items()}
 
     def coverage(self, phase: str | None = None, hp_bits: int = 16) -> Coverage:
-        """The low-bit share in a phase or (None) with the casts in force; ``hp_bits`` are those of high precision."""
+        """Returns the low-bit share in a phase or (None) with the casts in force; high precision has ``hp_bits``."""
         low_bit, bits, uncovered = 0, 0.0, Counter(self.others)
         whole = Counter[str]()  # of the converted layers whose GEMMs are all in high precision
         for (name, gemm), flops in self.gemms.items():
@@ -191,11 +191,11 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _is_composite(operation: OpOverload) -> bool:
-    """Whether an operation has no kernel of its own, and consists of others."""
+    """Returns whether an operation has no kernel of its own, and consists of others."""
     name: str = operation.name()  # type: ignore[no-untyped-call]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    own = ("CPU", "CUDA", "CompositeExplicitAutograd")
-    return has(name, "CompositeImplicitAutograd") and not any(has(name, key) for key in own)
+    kernels = ("CPU", "CUDA", "CompositeExplicitAutograd")
+    return has(name, "CompositeImplicitAutograd") and not any(has(name, key) for key in kernels)
 
 
 def _is_nested(*values: Any) -> bool:
@@ -203,7 +203,7 @@ def _is_nested(*values: Any) -> bool:
 
 
 def _is_recomputing(node: Any) -> bool:
-    """Whether torch.utils.checkpoint computes activations again, outside any module."""
+    """Returns whether torch.utils.checkpoint computes activations again, outside any module."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     again = hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook")
     return again or node.name() == "CheckpointFunctionBackward"

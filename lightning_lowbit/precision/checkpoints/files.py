@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit.checks import choose
+from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.nn.casts.linear_casts import PHASES
+from lightning_lowbit.saved_state import NUMBER, OneOf, check_state, count, is_dense, row
 
 CHECKPOINT_KEY = "lightning_lowbit"
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 
 _META = "meta.pt"  # the name that Lightning's strategies use
-_REQUIRED = object()
 _OBJECT = re.compile(r"(?i:unsupported global):? (?:GLOBAL )?([\w.]+)")  # in errors of torch.load
-_NUMBER = int | float
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # keys of torch's state
 
 
@@ -28,9 +27,16 @@ TRUST = "If you trust whoever wrote it, give weights_only=False."
 
 
 def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True, advice: str = TRUST) -> Mapping[str, Any]:
-    """The content of a file, of a folder but for weights, or as given; ``FileNotFoundError``, ``ValueError``.
+    """Returns the content of a file or of a folder (without weights); a mapping is returned as it is.
 
-    ``advice`` is for a file with other objects than tensors and primitives, which ``weights_only`` refuses.
+    Args:
+        checkpoint: a path, or a mapping.
+        weights_only: as in ``torch.load``.
+        advice: for files with other objects than tensors and primitives, which ``weights_only`` refuses.
+
+    Raises:
+        FileNotFoundError: the path does not exist.
+        ValueError: it is no checkpoint.
     """
     if isinstance(checkpoint, Mapping):
         return checkpoint
@@ -62,69 +68,48 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True, advice: s
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file begins as a text does."""
+    """Returns whether a file begins as a text does."""
     with path.open("rb") as file:
         beginning = file.read(4096)
     return b"\0" not in beginning and beginning.decode("utf-8", "ignore").encode() == beginning != b""
 
 
-def entry(state: Mapping[str, Any], key: str, kind: Any, where: str = "", default: Any = _REQUIRED) -> Any:
-    """The entry of the plugin's state at ``where`` + ``key``, or ``default``; ``ValueError`` for a wrong type."""
-    here, value = f"The checkpoint's state of {CHECKPOINT_KEY} has", state.get(key, default)
-    if value is _REQUIRED:
-        raise ValueError(f"{here} no entry {where}{key}: {_ADVICE}")
-    wrong = isinstance(value, bool) and kind in (int, _NUMBER)
-    if value is not default and (wrong or not isinstance(value, kind)):
-        needed = getattr(kind, "__name__", None) or kind
-        raise ValueError(f"{here} {where}{key} = {shown(value)}, which should be {needed}: {_ADVICE}")
-    return value
-
-
 def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns the validated plugin state of a checkpoint, or None. A ``ValueError`` names an invalid entry."""
-    if checkpoint.get(CHECKPOINT_KEY) is None:
+    state: Mapping[str, Any] | None = checkpoint.get(CHECKPOINT_KEY)
+    if state is None:
         return None
-    state: Mapping[str, Any] = entry(checkpoint, CHECKPOINT_KEY, Mapping)
-    for key in ("step", "micro_batch"):
-        if entry(state, key, int) < 0:
-            raise ValueError(f"The checkpoint's state of {CHECKPOINT_KEY} has {key} = {state[key]}, below 0: {_ADVICE}")
-    entry(state, "seed", int)
-    choose("phase in the checkpoint", entry(state, "phase", str), PHASES)
-    blend = entry(state, "blend", Tensor | _NUMBER, default=1.0)  # older versions had no λ
-    if isinstance(blend, Tensor) and (blend.numel() != 1 or not is_dense(blend)):
-        raise ValueError(f"The checkpoint's blend is one number; got {shown(blend)}: {_ADVICE}")
-    if entry(state, "accumulated", int, default=1) < 1:
-        raise ValueError(f"The checkpoint's accumulated is 1 or more; got {state['accumulated']}: {_ADVICE}")
-    entry(state, "averaged", bool, default=False)
-    entry(state, "skipped_steps", int, default=0)
-    scaler = entry(state, "scaler", Mapping, default={})
-    for key in {*_SCALER, *scaler} if scaler else ():
-        entry(scaler, key, _NUMBER, "scaler.")
-    for name in (casts := entry(state, "casts", Mapping, default={})):
-        entry(casts, name, Mapping, "casts.")
-    kinds = ["amax_history", "channel_amax"] if {"amax_history", "channel_amax"} & state.keys() else []
-    for kind in kinds + ["gradient_scale"] * ("gradient_scale" in state):  # which older versions do not have
-        for name, amaxes in entry(state, kind, Mapping).items():
-            entry({name: amaxes}, name, Tensor, f"{kind}.")
-            if amaxes.dim() != 1 or not amaxes.is_floating_point() or not is_dense(amaxes):
-                what = f"The checkpoint's {kind} of {name} is one row of floating-point numbers"
-                raise ValueError(f"{what}; got {shown(amaxes)}: {_ADVICE}")
-    entry(state, "trained", Mapping | None, default=None)
+    check_state(CHECKPOINT_KEY, state, _STATE)
+    choose("phase in the checkpoint", state["phase"], PHASES)
+    if state.get("scaler"):  # that of a disabled scaler is empty
+        check_state(CHECKPOINT_KEY, state, {"scaler": {**dict.fromkeys(_SCALER, NUMBER), str: NUMBER}})
+    if {"amax_history", "channel_amax"} & state.keys():
+        check_state(CHECKPOINT_KEY, state, {"amax_history": {str: row}, "channel_amax": {str: row}})
     return state
 
 
-_ADVICE = "it was damaged, or written by another version. Load another checkpoint, or only the weights of this one."
+def _one_number(value: object) -> bool:
+    """one number"""
+    return value.numel() == 1 and is_dense(value) if isinstance(value, Tensor) else is_number(value)
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor has a number for each place, as those have that this package writes."""
-    return tensor.layout == torch.strided and not tensor.is_meta
+def _one_or_more(value: object) -> bool:
+    """1 or more"""
+    return type(value) is int and value >= 1
 
 
-def shown(value: Any) -> str:
-    """An entry of a checkpoint, in a few words."""
-    if isinstance(value, Tensor):
-        how = "" if is_dense(value) else " without numbers" if value.is_meta else f" in the layout {value.layout}"
-        return f"a tensor {value.dtype} of shape {tuple(value.shape)}{how}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+# Older versions have no entries of names that end in "?".
+_STATE = {
+    "step": count,
+    "micro_batch": count,
+    "seed": int,
+    "phase": str,
+    "blend?": _one_number,
+    "accumulated?": _one_or_more,
+    "averaged?": bool,
+    "skipped_steps?": int,
+    "scaler?": {},
+    "casts?": {str: {}},
+    "gradient_scale?": {str: row},
+    "trained?": OneOf({}, type(None)),
+}

@@ -19,23 +19,24 @@ Options = Sequence[tuple[str, Mapping[str, Any]]]
 
 def asked_options(optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> tuple[Options, Options]:
     """Records the options of optimizers and schedulers (or ``LRSchedulerConfig``) before a checkpoint is loaded."""
-    made = [each for config in schedulers for each in _nested(getattr(config, "scheduler", config))]
-    types = [(type(each).__name__, each) for each in optimizers]
-    groups = [(name, _of_group(group, each, bool(made))) for name, each in types for group in each.param_groups]
-    options = [(each, inspect.signature(type(each)).parameters.keys() - {"last_epoch"}) for each in made]
-    return groups, [
-        (type(each).__name__, {n: _plain(v) for n, v in each.state_dict().items() if n in names})
-        for each, names in options
+    every = [scheduler for config in schedulers for scheduler in _nested(getattr(config, "scheduler", config))]
+    groups = [
+        (type(optimizer).__name__, _group_options(group, optimizer, bool(every)))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
     ]
+    return groups, [(type(scheduler).__name__, _scheduler_options(scheduler)) for scheduler in every]
 
 
 def overridden(
     asked: tuple[Options, Options], checkpoint: Mapping[str, Any], optimizers: Iterable[Optimizer]
 ) -> list[str]:
     """Lists the options that a checkpoint overrides, such as ``"AdamW: lr 0.001 (asked for: 0.05)"``."""
-    states = checkpoint.get("optimizer_states") or [{"param_groups": each.param_groups} for each in optimizers]
+    states = checkpoint.get("optimizer_states") or [
+        {"param_groups": optimizer.param_groups} for optimizer in optimizers
+    ]
     groups = [group for state in states for group in state["param_groups"]]
-    schedulers = [each for state in checkpoint.get("lr_schedulers", ()) for each in _nested(state)]
+    schedulers = [one for state in checkpoint.get("lr_schedulers", ()) for one in _nested(state)]
     lines = [
         f"{cls}: {name.removeprefix('initial_')} {held} (asked for: {value})"
         for (cls, options), saved in [*zip(asked[0], groups, strict=False), *zip(asked[1], schedulers, strict=False)]
@@ -46,7 +47,7 @@ def overridden(
     return list(dict.fromkeys(lines))  # parameter groups may repeat a line
 
 
-def warn_of(lines: Sequence[str]) -> None:
+def warn_overridden(lines: Sequence[str]) -> None:
     if lines:
         rank_zero_warn(
             f"The checkpoint overrides options that this run asks for. In force are: {'; '.join(lines)}. To change "
@@ -55,7 +56,7 @@ def warn_of(lines: Sequence[str]) -> None:
         )
 
 
-def _of_group(group: Mapping[str, Any], optimizer: Optimizer, is_scheduled: bool) -> dict[str, Any]:
+def _group_options(group: Mapping[str, Any], optimizer: Optimizer, is_scheduled: bool) -> dict[str, Any]:
     # Schedulers that change the momentum store its bounds in the group.
     moved = {"momentum", "betas"} if "base_momentum" in group else set[str]()
     if is_scheduled:
@@ -64,6 +65,11 @@ def _of_group(group: Mapping[str, Any], optimizer: Optimizer, is_scheduled: bool
     names = optimizer.defaults.keys() & inspect.signature(type(optimizer)).parameters.keys()
     initial = {"initial_lr": _plain(group["initial_lr"])} if is_scheduled and "initial_lr" in group else {}
     return initial | {n: _plain(group[n]) for n in optimizer.defaults if n in names & group.keys() - moved}
+
+
+def _scheduler_options(scheduler: Any) -> dict[str, Any]:
+    names = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch"}
+    return {name: _plain(value) for name, value in scheduler.state_dict().items() if name in names}
 
 
 def _held(saved: Mapping[str, Any], name: str) -> Iterator[Any]:
@@ -77,8 +83,8 @@ def _held(saved: Mapping[str, Any], name: str) -> Iterator[Any]:
 def _nested(scheduler: Any) -> Iterator[Any]:
     yield scheduler
     within = scheduler.get("_schedulers") if isinstance(scheduler, Mapping) else getattr(scheduler, "_schedulers", None)
-    for each in within or ():
-        yield from _nested(each)
+    for one in within or ():
+        yield from _nested(one)
 
 
 def _plain(value: Any) -> Any:

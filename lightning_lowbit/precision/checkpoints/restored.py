@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -9,10 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.precision.base import LowBitPrecision
+from lightning_lowbit.nn.conversion.convert import plan_by_name
+from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
-from lightning_lowbit.precision.checkpoints.trained import Trained
+from lightning_lowbit.precision.checkpoints.trained import Origin, Trained
 from lightning_lowbit.precision.checkpoints.weights import load_weights
+from lightning_lowbit.precision.layers import RunLayers
+from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -27,7 +31,7 @@ def restore(
 
     Args:
         model: built as for training, with weights in the dtype of the checkpoint's, not sharded.
-        checkpoint: a path to a file or a folder of shards, or what ``torch.load`` returned.
+        checkpoint: a path to a file or a folder of shards, or the result of ``torch.load``.
         prefix: the model's name within the trained module, if it is a submodule, e.g. ``"model"``.
         weights: False if the weights are already loaded.
         weights_only: as in ``torch.load``; False loads any object, for trusted files only.
@@ -42,24 +46,41 @@ def restore(
         >>> logits = model(tokens)
     """
     loaded = load_checkpoint(checkpoint, weights_only)
-    plugin = LowBitPrecision.from_checkpoint(loaded)
-    if plugin.backend == "native":  # would raise on other hardware; emulation gives the same results
-        plugin.backend = "auto"
+    origin = Origin.read(loaded)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         advice = "Use a Trainer with plugins=[LowBitPrecision.from_checkpoint(path)] for one that is"
         raise ValueError(f"restore takes a model that is not spread over processes. {advice}.")
+    trained = replace(origin.trained, outputs=())
+    if trained.backend == "native":  # would raise on other hardware; emulation gives the same results
+        trained = replace(trained, backend="auto")
+    layers = RunLayers(
+        origin.state["seed"],
+        exact=trained.exact,
+        backend=trained.backend,
+        smooth_swiglu=trained.smooth_swiglu,
+        shared_amax=trained.shared_amax,
+    )
     root = _within(model, prefix)
-    planned = plugin.plan(root)
+    planned = plan_by_name(root, trained.planned)
+    if trained.shared_amax:
+        check_groups(planned, trained.shared_amax)
     if weights:
         load_weights(root, loaded if "state_dict" in loaded else checkpoint, weights_only)
-    plugin.attach(root, planned)
-    ForwardContext(_AsTrained(plugin, plugin.trained)).attach(model)
+    layers.expect(root)
+    layers.convert(root, planned, COMPUTE_DTYPES[trained.compute_dtype][1])
+    layers.load_casts(origin.state)
+    # Amaxes of averaged weights are those of other weights.
+    layers.load_state_dict(origin.state, histories=not origin.state.get("averaged", False))
+    if layers.histories is not None:
+        layers.histories.release()
+    ForwardContext(_AsTrained(layers, trained)).attach(model)
     return model.eval()
 
 
 class _AsTrained:
-    def __init__(self, plugin: LowBitPrecision, trained: Trained) -> None:
-        self.plugin, self.trained = plugin, trained
+    def __init__(self, layers: RunLayers, trained: Trained) -> None:
+        self.layers, self.trained = layers, trained
+        self._dtype = COMPUTE_DTYPES[trained.compute_dtype][1]
 
     @contextmanager
     def __call__(self, module: nn.Module) -> Generator[None, None, None]:
@@ -69,8 +90,8 @@ class _AsTrained:
                 "Trainer(plugins=[LowBitPrecision.from_checkpoint(path)]) and fit(model, ckpt_path=path); or in high "
                 "precision, after convert(model, 'bf16')."
             )
-        self.plugin.move_to(next(module.parameters()).device)
-        with self.plugin.forward_context():
+        self.layers.device = next(module.parameters()).device
+        with self.layers.forward_context(self._dtype):
             yield
 
 

@@ -16,17 +16,30 @@ from typing import Any, NamedTuple
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.nn.casts.linear_casts import PRESETS, SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.shared_amax import groups
-from lightning_lowbit.precision.checkpoints.files import entry, state_of
+from lightning_lowbit.precision.checkpoints.files import state_of
 from lightning_lowbit.quant.cast import current_names
+from lightning_lowbit.saved_state import check_state
 
 VERSION = 1  # of the record
+_OWNER = "lightning_lowbit.trained"
+_RECORD: dict[str, Any] = {
+    "layers": {},
+    "started": {},
+    "casts": {},
+    "smooth_swiglu": str | None,
+    "shared_amax": [str],
+    "outputs?": [str],  # older versions have no outputs
+    "exact": bool,
+    "backend": str,
+    "scaler": str | None,
+}
 
 _HP = LinearCasts()
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The settings that decide, with the weights, what a trained model computes."""
+    """The settings on which the results of a trained model depend, besides its weights."""
 
     layers: Mapping[str, LinearCasts]  # by name, regardless of the phase
     compute_dtype: str
@@ -66,53 +79,45 @@ class Trained:
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "Trained":
         """Reads what :meth:`record` wrote; a ``ValueError`` names an invalid entry or a newer version."""
-        version = entry(record, "version", int, "trained.")
-        if version > VERSION:
+        check_state(_OWNER, record, {"version": int})
+        if record["version"] > VERSION:
             raise ValueError(
-                f"The checkpoint's record of how it was trained has version {version}, and this lightning_lowbit reads "
-                f"up to {VERSION}. Install the version that wrote it, or a later one."
+                f"The checkpoint's record of how it was trained has version {record['version']}, and this "
+                f"lightning_lowbit reads up to {VERSION}. Install the version that wrote it, or a later one."
             )
-        named = entry(record, "casts", Mapping, "trained.")
-        casts = {name: LinearCasts.of(_with_current_names(given)) for name, given in named.items()}
+        check_state(_OWNER, record, _RECORD)
+        casts = {name: LinearCasts.of(_with_current_names(value)) for name, value in record["casts"].items()}
 
         def by_layer(key: str) -> dict[str, LinearCasts]:
-            layers = entry(record, key, Mapping, "trained.")
             what = f"casts in the checkpoint's trained.{key}, of"
-            return {layer: casts[choose(f"{what} {layer},", name, casts)] for layer, name in layers.items()}
+            return {layer: casts[choose(f"{what} {layer},", name, casts)] for layer, name in record[key].items()}
 
-        dtype = choose("compute_dtype in the checkpoint", record.get("compute_dtype"), ("bf16", "fp16", "fp32"))
-        smooth = entry(record, "smooth_swiglu", str | None, "trained.")
-        if smooth is not None:
-            choose("smooth_swiglu in the checkpoint", smooth, SMOOTHINGS)
-        patterns = entry(record, "shared_amax", list, "trained.")
-        outputs = entry(record, "outputs", list, "trained.", default=[])  # which older versions do not have
+        choose("compute_dtype in the checkpoint", record.get("compute_dtype"), ("bf16", "fp16", "fp32"))
+        if record["smooth_swiglu"] is not None:
+            choose("smooth_swiglu in the checkpoint", record["smooth_swiglu"], SMOOTHINGS)
         return cls(
-            by_layer("layers"),
-            dtype,
-            smooth,
-            tuple(entry({"shared_amax": p}, "shared_amax", str, "trained.") for p in patterns),
-            entry(record, "exact", bool, "trained."),
-            entry(record, "backend", str, "trained."),
-            entry(record, "scaler", str | None, "trained."),
-            by_layer("started"),
-            tuple(entry({"outputs": name}, "outputs", str, "trained.") for name in outputs),
+            layers=by_layer("layers"),
+            started=by_layer("started"),
+            shared_amax=tuple(record["shared_amax"]),
+            outputs=tuple(record.get("outputs", ())),
+            **{name: record[name] for name in ("compute_dtype", "smooth_swiglu", "exact", "backend", "scaler")},
         )
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any]) -> "Trained | None":
-        """The record in a checkpoint; None if it has none. A ``ValueError`` names an invalid entry."""
+        """Returns the record in a checkpoint; None without one. A ``ValueError`` names an invalid entry."""
         state = state_of(checkpoint)
         return None if state is None or state.get("trained") is None else cls.read(state["trained"])
 
     def differences(self, other: "Trained") -> list[str]:
         """Lists how this model (in the checkpoint) and another one (here) differ, one line per difference."""
-        there, here = ({n: c for n, c in each.layers.items() if c != _HP} for each in (self, other))
-        found: dict[tuple[LinearCasts, LinearCasts], list[str]] = {}
-        for name in {**there, **here}:
-            pair = there.get(name, _HP), here.get(name, _HP)
+        trained, here = ({n: c for n, c in one.layers.items() if c != _HP} for one in (self, other))
+        names: dict[tuple[LinearCasts, LinearCasts], list[str]] = {}
+        for name in {**trained, **here}:
+            pair = trained.get(name, _HP), here.get(name, _HP)
             if pair[0] != pair[1]:
-                found.setdefault(pair, []).append(name)
-        lines = [f"{some(names)}: {_difference(*pair)}" for pair, names in found.items()]
+                names.setdefault(pair, []).append(name)
+        lines = [f"{some(layers)}: {_difference(*pair)}" for pair, layers in names.items()]
         if self.compute_dtype != other.compute_dtype:
             lines.append(f"all else: computed in {self.compute_dtype} in the checkpoint, in {other.compute_dtype} here")
         sharing = [{frozenset(group) for group in groups(t.layers, t.shared_amax)} for t in (self, other)]
@@ -122,16 +127,16 @@ class Trained:
         return lines
 
 
-def _difference(there: LinearCasts, here: LinearCasts) -> str:
-    if _HP in (there, here) or {str(there), str(here)} <= PRESETS.keys():
-        return f"{there} in the checkpoint, {here} here"
-    found: dict[tuple[str, str], list[str]] = {}
+def _difference(trained: LinearCasts, here: LinearCasts) -> str:
+    if _HP in (trained, here) or {str(trained), str(here)} <= PRESETS.keys():
+        return f"{trained} in the checkpoint, {here} here"
+    names: dict[tuple[str, str], list[str]] = {}
     for f in fields(LinearCasts):
-        pair = getattr(there, f.name), getattr(here, f.name)
+        pair = getattr(trained, f.name), getattr(here, f.name)
         if pair[0] != pair[1]:
-            shown = tuple("hp" if value is None else str(value) for value in pair)
-            found.setdefault((shown[0], shown[1]), []).append(f.name)
-    return "; ".join(f"{', '.join(names)} {a} in the checkpoint, {b} here" for (a, b), names in found.items())
+            before, now = ("hp" if value is None else str(value) for value in pair)
+            names.setdefault((before, now), []).append(f.name)
+    return "; ".join(f"{', '.join(group)} {a} in the checkpoint, {b} here" for (a, b), group in names.items())
 
 
 class Origin(NamedTuple):
@@ -155,7 +160,7 @@ class Origin(NamedTuple):
         return cls(copy.deepcopy(state), Trained.read(state["trained"]))
 
     def arguments(self) -> dict[str, Any]:
-        """The plugin's constructor arguments; ``casts`` are those of most layers, not of each."""
+        """Returns the plugin's constructor arguments; ``casts`` are the most frequent ones."""
         common = Counter(self.trained.planned.values()).most_common(1)
         return {
             "casts": common[0][0] if common else _HP,
@@ -167,7 +172,7 @@ class Origin(NamedTuple):
 LACKING = "the state of a version of lightning_lowbit that did not record the casts"
 _ARGUMENTS = ("compute_dtype", "smooth_swiglu", "shared_amax", "exact", "backend")
 
-# Arguments that do not change what a model computes.
+# Arguments that do not change the results of a model.
 CHANGEABLE = (
     "backend",
     "casts_of_checkpoint",

@@ -16,47 +16,48 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
-from lightning_lowbit.precision.checkpoints.files import Checkpoint, is_dense, load_checkpoint, shown
+from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
+from lightning_lowbit.saved_state import is_dense, shown
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in which weights are kept
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = True) -> None:
     """Loads all weights of a model from a checkpoint; raises ``ValueError`` if some are missing or differ in shape."""
-    own: Mapping[str, Any] = model.state_dict()
+    needed: Mapping[str, Any] = model.state_dict()
     if isinstance(checkpoint, Mapping) or not Path(checkpoint).expanduser().is_dir():
         tensors = load_checkpoint(checkpoint, weights_only).get("state_dict")
         if not isinstance(tensors, Mapping):
             raise ValueError("The checkpoint holds no weights (no state_dict): give weights=False to load the rest.")
     else:
-        tensors = load_shards(own, Path(checkpoint).expanduser())
-    if missing := [name for name in own if name not in tensors]:
-        lacks = f"lacks {len(missing)} of the model's {len(own)} tensors, e.g. {missing[0]}"
+        tensors = load_shards(needed, Path(checkpoint).expanduser())
+    if missing := [name for name in needed if name not in tensors]:
+        lacks = f"lacks {len(missing)} of the model's {len(needed)} tensors, e.g. {missing[0]}"
         raise ValueError(
             f"The checkpoint {lacks}; it has e.g. {next(iter(tensors), 'none')}. If the model is a part of the module "
             "that was trained, give its name there as prefix."
         )
-    if packed := [name for name in own if _dtype(tensors[name]) == torch.uint8 != _dtype(own[name])]:
+    if packed := [name for name in needed if _dtype(tensors[name]) == torch.uint8 != _dtype(needed[name])]:
         raise ValueError(
             f"The checkpoint keeps {len(packed)} weights as codes, e.g. {packed[0]}, and the model matrices. Build the "
             "model as for training: call pack_frozen(model, casts) first."
         )
-    becoming_codes = {name for name in own if _dtype(own[name]) == torch.uint8 and _dtype(tensors[name]) in FLOATS}
-    check_tensors({name: tensor for name, tensor in own.items() if name not in becoming_codes}, tensors)
+    into_codes = {n for n in needed if _dtype(needed[n]) == torch.uint8 and _dtype(tensors[n]) in FLOATS}
+    check_tensors({name: tensor for name, tensor in needed.items() if name not in into_codes}, tensors)
     try:
-        model.load_state_dict({name: tensors[name] for name in own})
+        model.load_state_dict({name: tensors[name] for name in needed})
     except RuntimeError as error:  # a matrix has another shape than that of the codes
         raise ValueError(str(error)) from error
 
 
-def check_tensors(own: Mapping[str, Any], tensors: Mapping[str, Any], same_dtype: bool = True) -> None:
-    """Compares the tensors of a checkpoint with those of a model that it has.
+def check_tensors(needed: Mapping[str, Any], tensors: Mapping[str, Any], same_dtype: bool = True) -> None:
+    """Compares the tensors of a checkpoint with those that a model needs.
 
     Raises:
         ValueError: one is no tensor, or has another shape or dtype; without ``same_dtype`` weights may be in any of
             ``FLOATS``.
     """
-    wrong = {name: differs(own[name], tensors[name], same_dtype) for name in own if name in tensors}
+    wrong = {name: differs(needed[name], tensors[name], same_dtype) for name in needed if name in tensors}
     wrong = {name: how for name, how in wrong.items() if how is not None}
     if wrong:
         name = next(iter(wrong))
@@ -68,27 +69,27 @@ def check_tensors(own: Mapping[str, Any], tensors: Mapping[str, Any], same_dtype
         )
 
 
-def differs(own: Any, there: Any, same_dtype: bool) -> str | None:
-    """How a tensor of a file is not the one that a model needs, in words; None if it is."""
-    if not isinstance(own, Tensor):  # a module's extra state
+def differs(needed: Any, value: Any, same_dtype: bool) -> str | None:
+    """Returns how an entry of a file differs from the tensor that a model needs, in words; None if it does not."""
+    if not isinstance(needed, Tensor):  # a module's extra state
         return None
-    if not isinstance(there, Tensor):
-        return f"it is {shown(there)}, and no tensor"
-    takes = FLOATS if own.dtype in FLOATS and not same_dtype else (own.dtype,)
-    if there.shape == own.shape and there.dtype in takes and is_dense(there):
+    if not isinstance(value, Tensor):
+        return f"it is {shown(value)}, and no tensor"
+    dtypes = FLOATS if needed.dtype in FLOATS and not same_dtype else (needed.dtype,)
+    if value.shape == needed.shape and value.dtype in dtypes and is_dense(value):
         return None
-    return f"it is {shown(there)}, and {shown(own)} is needed"
+    return f"it is {shown(value)}, and {shown(needed)} is needed"
 
 
-def load_shards(own: Mapping[str, Any], folder: Path, same_dtype: bool = True) -> dict[str, Any]:
-    """The tensors of a folder of shards that have a name in ``own``, on the CPU; raises as :func:`check_tensors`."""
+def load_shards(needed: Mapping[str, Any], folder: Path, same_dtype: bool = True) -> dict[str, Any]:
+    """Loads the needed tensors that a folder of shards has, on the CPU; raises as :func:`check_tensors`."""
     reader = _Reader(folder)
-    there = reader.read_metadata().state_dict_metadata
+    entries = reader.read_metadata().state_dict_metadata
     # Prefixes of Lightning's strategies for FSDP1 and FSDP2.
-    prefix = next((p for p in ("model.", "state_dict.") if any(f"{p}{name}" in there for name in own)), "")
-    described = {name: _described(there[f"{prefix}{name}"]) for name in own if f"{prefix}{name}" in there}
-    check_tensors({name: own[name] for name in described}, described, same_dtype)
-    shards = {f"{prefix}{name}": torch.empty(each.shape, dtype=each.dtype) for name, each in described.items()}
+    prefix = next((p for p in ("model.", "state_dict.") if any(f"{p}{name}" in entries for name in needed)), "")
+    described = {n: _described(entries[f"{prefix}{n}"]) for n in needed if f"{prefix}{n}" in entries}
+    check_tensors({name: needed[name] for name in described}, described, same_dtype)
+    shards = {f"{prefix}{name}": torch.empty(t.shape, dtype=t.dtype) for name, t in described.items()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
@@ -99,7 +100,7 @@ def load_shards(own: Mapping[str, Any], folder: Path, same_dtype: bool = True) -
 
 
 def _described(entry: Any) -> Any:
-    """A tensor of one number that is as the metadata of shards describe it; other entries as they are."""
+    """Returns a tensor of one number with the shape and dtype of a described one; other entries as they are."""
     if not isinstance(entry, TensorStorageMetadata):
         return entry
     return torch.empty((), dtype=entry.properties.dtype).expand(entry.size)
