@@ -57,7 +57,9 @@ def _sizes(layer: QuantizedLayer) -> tuple[int | None, int | None]:
 
 def _savings(model: nn.Module, dtype: torch.dtype) -> str:
     """What layers keep of their inputs, if not the tensors."""
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLayer) and module.save == "codes"]
+    layers = [
+        module for module in model.modules() if isinstance(module, QuantizedLayer) and module.lowbit.save == "codes"
+    ]
     layers = [layer for layer in layers if layer.weight is not None]
     if not layers:
         return ""

@@ -183,7 +183,7 @@ class ConvertedLayers:
 
     def _share_blend(self) -> None:
         for layer in self._layers.values():
-            layer.blend = self.blend if self.is_blending else None
+            layer.lowbit.blend = self.blend if self.is_blending else None
 
     def set_casts(self, casts: Mapping[str, CastsLike]) -> None:
         """Gives layers other casts; the phase still applies to them.
@@ -249,7 +249,7 @@ class ConvertedLayers:
         model, before, layers = self._converted_model, self.histories, self._layers
         if model is None or before is None:
             return
-        had = {name for name, layer in layers.items() if layer.amaxes is not None}
+        had = {name for name, layer in layers.items() if layer.lowbit.amaxes is not None}
         changed = self._change_casts(casts, model)
         new = [layers[name].full_casts for name in changed]
         if changed & had or any(each.is_delayed or each.smooth == "channel" for each in new):
@@ -296,7 +296,8 @@ class ConvertedLayers:
         model = self._converted_model
         assert self._keys is not None and self.histories is not None and model is not None
         keys, layers = self._keys.in_use(), self._layers.values()
-        rows = [row for layer in layers for row in (layer.operand_sums, layer.gradient_sums) if row is not None]
+        states = [layer.lowbit for layer in layers]
+        rows = [row for state in states for row in (state.operand_sums, state.gradient_sums) if row is not None]
         # Activation checkpointing runs the forward pass again, which updates running statistics.
         norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
@@ -317,7 +318,7 @@ class ConvertedLayers:
     def _release(self, in_use: bool) -> None:
         """Leaves the layers as they are, until the model is converted again; ``in_use`` as above."""
         for layer in self._layers.values():
-            layer.is_left = True
+            layer.lowbit.plugin_is_gone = True
         if self.histories is not None:
             self.histories.in_use = in_use
             self.histories.release()

@@ -68,7 +68,7 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
             f"{name} runs backward passes and optimizers itself, and so does DeepSpeed. Train with DDPStrategy, "
             "FSDPStrategy, or ModelParallelStrategy (FSDP2), which shards what ZeRO does."
         )
-    packed = [clean_name(layer) for layer, each in quantized_layers(module).items() if each.frozen is not None]
+    packed = [clean_name(layer) for layer, each in quantized_layers(module).items() if each.lowbit.frozen is not None]
     averaging = averaging_of(trainer)
     if packed and averaging is not None:
         raise MisconfigurationException(

@@ -89,7 +89,7 @@ def convert_attention(model: nn.Module, name: str) -> Any:
     if product not in products:  # of nn.MultiheadAttention, which has products of its own
         products.update(AttentionHost.make_products(host))
     layer = products[product]
-    layer.name_in_model = clean_name(name)
+    layer.lowbit.name_in_model = clean_name(name)
     return layer
 
 

@@ -13,9 +13,12 @@ from lightning_lowbit.nn.layers.known_linears import check_registered
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.nn.layers.multihead import uncalled_projections
 from lightning_lowbit.nn.layers.registry import host_class, quantized_class
+from lightning_lowbit.nn.layers.state import LayerState
 from lightning_lowbit.nn.layers.wrapped import follow_class, replaced_forward
 
 COMPUTED_WEIGHT = "its weight is computed (torch.nn.utils.parametrize)"
+
+_OURS = ("lowbit", "casts", "full_casts", "kind", "keeps_parameter")  # attributes of converted layers alone
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -63,8 +66,7 @@ def obstacle(module: Any) -> str | None:
     if (odd := odd_parameter(module)) is not None:
         return odd
     check_registered(module)
-    settings = (name for name in QuantizedLayer.__annotations__ if name not in ("weight", "bias"))
-    clash = next((name for name in settings if hasattr(module, name)), None)
+    clash = next((name for name in _OURS if hasattr(module, name)), None)
     return None if clash is None else f"it has an attribute {clash}, which means something else in converted layers"
 
 
@@ -91,12 +93,14 @@ def convert_layer(model: nn.Module, name: str) -> Any:
         host: Any = model.get_submodule(host_name.rstrip("."))
         add_products(host, host_class(type(host)))  # type: ignore[arg-type]
         layer: Any = host.product(product)
-        layer.name_in_model = clean_name(name)
+        layer.lowbit.name_in_model = clean_name(name)
         return layer
     layer = model.get_submodule(name)
-    follow_class(layer)
-    layer.__class__ = quantized_class(type(layer))
-    layer.name_in_model = clean_name(name) or f"{type(layer).__name__} {tuple(layer.weight.shape)}"
+    if not isinstance(layer, QuantizedLayer):
+        follow_class(layer)
+        layer.__class__ = quantized_class(type(layer))
+        layer.lowbit = LayerState()
+    layer.lowbit.name_in_model = clean_name(name) or f"{type(layer).__name__} {tuple(layer.weight.shape)}"
     parent, _, child = name.rpartition(".")
     caller = host_class(type(model.get_submodule(parent)))
     if caller is not None and child in caller.called_layers:
@@ -111,7 +115,6 @@ def restore_classes(model: _Model) -> _Model:
             remove_products(module)
         elif not isinstance(module, QuantizedLayer) or isinstance(module, Product):
             continue
-        for name in QuantizedLayer.__annotations__:
-            vars(module).pop(name, None)
+        vars(module).pop("lowbit", None)
         module.__class__ = type(module).__bases__[1]
     return model

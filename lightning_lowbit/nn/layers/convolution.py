@@ -82,7 +82,7 @@ class QuantizedConvolution(QuantizedLayer):
     def kept_input(self, dtype: torch.dtype) -> tuple[int, float]:
         """Elements of an input pixel, and the bits of each that are kept for a backward pass in ``dtype``: those of the
         images where patches overlap."""
-        save = self.save if self._window(self.padding).is_tiling else "inputs"
+        save = self.lowbit.save if self._window(self.padding).is_tiling else "inputs"
         return self.in_channels, saved_bits(self.full_casts, save, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class QuantizedTransposed(QuantizedConvolution):
 
     def kept_input(self, dtype: torch.dtype) -> tuple[int, float]:
         """As of a linear layer."""
-        return self.in_channels, saved_bits(self.full_casts, self.save, dtype)
+        return self.in_channels, saved_bits(self.full_casts, self.lowbit.save, dtype)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """The transposed convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
@@ -192,7 +192,7 @@ class QuantizedTransposed(QuantizedConvolution):
         window = Window(self.kernel_size, self.stride, self.dilation, self.padding, after)
         shape = (len(x), self.out_channels // self.groups, *window.sizes(x.shape[2:]))
         rows = self._products(x.movedim(1, -1).flatten(0, -2), None, None)
-        parts = [Images.apply(patches, window, shape, self.called) for patches in rows]  # type: ignore[no-untyped-call]
+        parts = [Images.apply(patches, window, shape, self.name_in_errors) for patches in rows]  # type: ignore[no-untyped-call]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype).view(-1, *[1] * len(self.kernel_size))

@@ -140,8 +140,7 @@ def _derived(cls: Any, known: _Layer) -> Any:
 
 def _copied(layer: Any, twin: Any, memo: Any) -> Any:
     twin.__class__ = type(layer)
-    settings = {name: vars(layer)[name] for name in QuantizedLayer.__annotations__ if name in vars(layer)}
-    twin.__setstate__({**vars(twin), **copy.deepcopy(settings, memo)})
+    twin.lowbit = copy.deepcopy(layer.lowbit, memo).for_copy()
     return twin
 
 

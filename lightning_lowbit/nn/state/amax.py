@@ -65,7 +65,7 @@ class AmaxHistories:
         modules = model.named_modules() if isinstance(model, nn.Module) else model.items()
         layers = [(name, layer) for name, layer in modules if isinstance(layer, QuantizedLayer)]
         for name, layer in layers:
-            layer.amaxes = None
+            layer.lowbit.amaxes = None
             casts = layer.full_casts
             smoothed = _in_features(layer) if casts.smooth == "channel" else 0
             if casts.is_delayed or smoothed:
@@ -165,7 +165,7 @@ class AmaxHistories:
         self._choose()
         for i, row in enumerate(self._rows):
             channels = self._channels[row.channels], self._staged[size + i]
-            row.layer.amaxes = LayerAmaxes(self._in_force[i], self._staged[i], *channels, self._switch)
+            row.layer.lowbit.amaxes = LayerAmaxes(self._in_force[i], self._staged[i], *channels, self._switch)
 
     def _choose(self) -> None:
         remembered = torch.where(self._remembered, self._history, 0).amax(-1)

@@ -169,7 +169,7 @@ def test_delayed_scales_are_those_of_patches() -> None:
     x[..., 5] = 100  # a stride of 2 leaves out the last column
     layer(x.requires_grad_()).sum().backward()
     histories.advance_()
-    in_force = dict(zip(OPERANDS, layer.amaxes.in_force.tolist(), strict=True))
+    in_force = dict(zip(OPERANDS, layer.lowbit.amaxes.in_force.tolist(), strict=True))
     assert in_force["fprop_x"] == in_force["wgrad_x"] == 1
     assert in_force["dgrad_g"] == 1
 
