@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
-from lightning_lowbit.nn.layers.host import Product
+from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.report.console import Table, Text
 
@@ -20,7 +20,7 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
     parameters: Counter[tuple[Any, ...]] = Counter()
     labels = _labels(model)
     counted: set[nn.Parameter] = set()  # tied parameters belong to several modules
-    of_products = {p for m in model.modules() if isinstance(m, Product) for p in m.own_parameters()}
+    of_products = {p for m in model.modules() if isinstance(m, PartLayer) for p in m.own_parameters()}
     for name, module in model.named_modules():
         name = clean_name(name)
         if isinstance(module, QuantizedLayer):

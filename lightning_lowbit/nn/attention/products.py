@@ -20,7 +20,7 @@ from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, refuse_dtypes
 from lightning_lowbit.nn.core.operands import Settings
 from lightning_lowbit.nn.core.parallel import Shards
-from lightning_lowbit.nn.layers.host import Product
+from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.rounding import mix_key
 
@@ -33,14 +33,14 @@ _TILE = 2**24
 _TILED = {"qk": ("dgrad_g", "wgrad_g"), "pv": ("fprop_x", "wgrad_x")}
 
 
-class ActivationProduct(Product):
+class ActivationProduct(PartLayer):
     """A product of two activations, one of attention's two."""
 
     kind = "attention"
 
     @property
     def device(self) -> torch.device:
-        parameter = next(self.host.parameters(), None)
+        parameter = next(self.owner.parameters(), None)
         if parameter is not None:
             return parameter.device
         keys = self.lowbit.keys

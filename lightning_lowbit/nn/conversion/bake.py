@@ -91,7 +91,7 @@ def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owner = changing.get(id(parameter))
-            if owner is not None and module is not getattr(layers[owner], "host", layers[owner]):
+            if owner is not None and module is not getattr(layers[owner], "owner", layers[owner]):
                 raise ValueError(
                     f"The weight of {owner} is also that of {name}, which would change with it. Untie them first, e.g. "
                     f"layer.weight = nn.Parameter(layer.weight.clone()), or train with skip=[{owner!r}]."

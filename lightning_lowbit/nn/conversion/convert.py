@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import choose, number, some
-from lightning_lowbit.nn.attention.hosts import attending, convert_attention, is_attention, other_attention
+from lightning_lowbit.nn.attention.modules import attending, convert_attention, is_attention, other_attention
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import GEMMS

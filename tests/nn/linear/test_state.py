@@ -36,7 +36,7 @@ def test_models_that_earlier_versions_pickled_are_those_that_they_were() -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # modules have moved since
         model = torch.load(PICKLED, weights_only=False)
-    layer, projection = model[0], model[1].product("in_proj")
+    layer, projection = model[0], model[1].part("in_proj")
     state = layer.lowbit
     assert not {"keys", "amaxes", "casts", "is_left"} & {*vars(layer), *vars(projection)}
     assert (str(layer.casts), str(layer.full_casts), str(projection.casts)) == ("fp8-delayed", "fp8-delayed", "nvfp4")
