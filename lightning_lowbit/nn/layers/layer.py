@@ -99,7 +99,7 @@ class QuantizedLayer(NativeGemms):
 
     def weight_matrix(self) -> Tensor:
         """The weight as ``[out_features, in_features]``, or a stack of such matrices."""
-        state = vars(self).get("lowbit")  # also called for layers that are not converted
+        state = getattr(self, "lowbit", None)  # also called for layers that are not converted
         return self.weight if state is None or state.frozen is None else state.frozen.dense(self.weight.detach())
 
     def set_weight_matrix(self, values: Tensor) -> None:
