@@ -63,7 +63,7 @@ def _savings(model: nn.Module, dtype: torch.dtype) -> str:
     layers = [layer for layer in layers if layer.weight is not None]
     if not layers:
         return ""
-    kept = [layer.kept_input(dtype) for layer in layers]
+    kept = [layer.saved_input(dtype) for layer in layers]
     bits = sum(width * bits for width, bits in kept) / max(sum(width for width, _ in kept), 1)
     whole = torch.finfo(dtype).bits
     return f" For the backward pass they keep {bits:.2f} bits per element of their inputs, of {whole} (save='codes')."
@@ -121,7 +121,7 @@ def layer_data(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterabl
             casts = _describe(module.full_casts)
             native = list(module.native_gemms(module.device, module.full_casts))
             own = {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts, "native": native}
-            yield own | {"saved_bits": module.kept_input(dtype)[1]}
+            yield own | {"saved_bits": module.saved_input(dtype)[1]}
 
 
 def merge_numbers(flops: Mapping[str, int], reasons: Mapping[str, str]) -> list[tuple[str, int, int, str]]:

@@ -41,8 +41,8 @@ class PartLayer(QuantizedLayer):
     def size_text(self) -> str:
         return "activations" if self.weight is None else super().size_text
 
-    def kept_input(self, dtype: torch.dtype) -> tuple[int, float]:
-        return (0, torch.finfo(dtype).bits) if self.weight is None else super().kept_input(dtype)
+    def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
+        return (0, torch.finfo(dtype).bits) if self.weight is None else super().saved_input(dtype)
 
     def own_parameters(self) -> list[nn.Parameter]:
         return [getattr(self.owner, name) for name in self._names if name is not None]

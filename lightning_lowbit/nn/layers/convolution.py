@@ -51,7 +51,6 @@ class QuantizedConvolution(QuantizedLayer):
 
     @staticmethod
     def obstacle(module: Any) -> str | None:
-        """Why a convolution stays in high precision; None if it can be converted."""
         return DEPTHWISE if module.in_channels == module.groups > 1 else None
 
     def weight_matrix(self) -> Tensor:
@@ -79,9 +78,9 @@ class QuantizedConvolution(QuantizedLayer):
         text = f"{self.in_channels // self.groups}{kernel} → {self.out_channels // self.groups}"
         return text if self.groups == 1 else f"{text}, {self.groups} groups"
 
-    def kept_input(self, dtype: torch.dtype) -> tuple[int, float]:
-        """Elements of an input pixel, and the bits of each that are kept for a backward pass in ``dtype``: those of the
-        images where patches overlap."""
+    def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
+        """Returns the elements of an input pixel, and the bits of each that a pass in ``dtype`` saves for backward:
+        those of the images where patches overlap."""
         save = self.lowbit.save if self._window(self.padding).is_tiling else "inputs"
         return self.in_channels, saved_bits(self.full_casts, save, dtype)
 
@@ -174,7 +173,7 @@ class QuantizedTransposed(QuantizedConvolution):
         text = f"{self.in_channels // self.groups} → {self.out_channels // self.groups}{kernel}"
         return text if self.groups == 1 else f"{text}, {self.groups} groups"
 
-    def kept_input(self, dtype: torch.dtype) -> tuple[int, float]:
+    def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
         """As of a linear layer."""
         return self.in_channels, saved_bits(self.full_casts, self.lowbit.save, dtype)
 
@@ -247,5 +246,5 @@ def convolution_class(cls: Any) -> type[QuantizedConvolution] | None:
     methods = ("forward", "_conv_forward", "__call__")
     if any(getattr(cls, name, None) is not getattr(original, name, None) for name in methods):
         return None
-    made: type[QuantizedConvolution] = derived(_CLASSES[original].__bases__[0], cls)
-    return made
+    converted: type[QuantizedConvolution] = derived(_CLASSES[original].__bases__[0], cls)
+    return converted

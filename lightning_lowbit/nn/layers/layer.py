@@ -30,7 +30,7 @@ from lightning_lowbit.nn.layers.state import LayerState, split_former
 from lightning_lowbit.quant import amax_along, smoothing_factor
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
-# Removed from module names, so that a layer keeps its key when it is wrapped or compiled.
+# Children that wrappers add: a layer keeps its name, and so its key, when it is wrapped or compiled.
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_products")
 _WHOLE = Shards()
 _NOTHING = nullcontext()
@@ -57,9 +57,9 @@ class QuantizedLayer(NativeGemms):
 
     def __setstate__(self, state: Any) -> None:
         """Restores a copy, or a layer that was pickled."""
-        attributes, own = split_former(state)
+        attributes, lowbit = split_former(state)
         super().__setstate__(attributes)  # type: ignore[no-untyped-call]
-        self.lowbit = own.for_copy()
+        self.lowbit = lowbit.for_copy()
 
     @property
     def casts(self) -> LinearCasts:
@@ -108,22 +108,22 @@ class QuantizedLayer(NativeGemms):
 
     @staticmethod
     def obstacle(module: Any) -> str | None:
-        """Why a module of a class that can be converted stays in high precision; None if it can be converted."""
+        """Returns why a module of a class that can be converted stays in high precision, if it does."""
         return None
 
     @property
     def size_text(self) -> str:
-        """``in → out`` features, or ``8 × (in → out)`` of a stack, as tables show them."""
+        """The layer's size in tables: ``in → out`` features, or ``8 × (in → out)`` of a stack."""
         *stack, out_features, in_features = self.weight_matrix().shape
         size = f"{in_features} → {out_features}"
         return f"{stack[0]} × ({size})" if stack else size
 
-    def kept_input(self, dtype: torch.dtype) -> tuple[int, float]:
-        """Elements of an input token, and the bits of each that are kept for a backward pass in ``dtype``."""
+    def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
+        """Returns the elements of an input token, and the bits of each that a pass in ``dtype`` saves for backward."""
         return self.weight_matrix().shape[-1], saved_bits(self.lowbit.full_casts, self.lowbit.save, dtype)
 
     def own_parameters(self) -> list[nn.Parameter]:
-        """The parameters that are the layer's, wherever they are registered."""
+        """Returns the layer's parameters, wherever they are registered."""
         return list(self.parameters(recurse=False))
 
     @property
@@ -294,14 +294,14 @@ class QuantizedLayer(NativeGemms):
         return max_over_shards(amax.view(-1, 1), shards.x)
 
     def shared_amax(self, dtype: torch.dtype) -> Tensor | None:
-        """``weight_amax`` rounded to the weight's dtype, which is monotonic; None if it is not set."""
+        """Returns ``weight_amax``, rounded as the weight is, which is monotonic; None if it is not set."""
         amax = self.lowbit.weight_amax
         return None if amax is None else amax.to(dtype).float()
 
     def scaled_by(self, weight: Tensor) -> Tensor | None:
-        """The amax by which the forward pass scales its weight outside of a step; None for the weight's own."""
-        amax, cast = self.shared_amax(weight.dtype), self.lowbit.casts.cast_of("fprop_w")
-        amaxes = self.lowbit.amaxes
+        """Returns the amax by which the forward pass scales its weight outside of a step; None for the weight's own."""
+        state, amax = self.lowbit, self.shared_amax(weight.dtype)
+        cast, amaxes = state.casts.cast_of("fprop_w"), state.amaxes
         if amaxes is None or cast is None or cast.scale.source == "current":
             return amax
         return amax_in_force(amaxes.in_force, "fprop_w", amax_of(weight) if amax is None else amax)
@@ -317,23 +317,23 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
-    """The converted layers of a model by name, each once, in the order of the modules."""
+    """Returns the converted layers of a model by name, each once, in the order of the modules."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
 
 
 def clean_name(name: str) -> str:
-    """A module's name without the parts that wrappers add."""
+    """Returns a module's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _say_that_plugin_is_gone(casts: LinearCasts, amaxes: LayerAmaxes | None, gradient: Tensor) -> None:
-    """Refuses delayed scaling, whose amaxes would stay those of the last step; warns of all else. A backward hook."""
-    told = (
+    """Raises for delayed scaling, whose amaxes would stay those of the last step; warns otherwise. A backward hook."""
+    message = (
         "This training goes on in low precision without the precision plugin that converted the model, or in a copy of "
         "the model that the plugin does not know: random bits stay those of its last step, and checkpoints do not tell "
         "the casts. Give the Trainer a plugin, and other loops LayerKeys and AmaxHistories, or end quantization: "
         "lightning_lowbit.convert(model, 'bf16')."
     )
     if casts.plan.delayed and amaxes is not None and amaxes.in_force.any():
-        raise ValueError(f"{told} With delayed scaling, amaxes would stay those of the last step, too.")
-    warnings.warn(told, stacklevel=2)
+        raise ValueError(f"{message} With delayed scaling, amaxes would stay those of the last step, too.")
+    warnings.warn(message, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Which GEMMs of a layer run natively, and why the others are emulated."""
+"""The choice of the GEMMs of a layer that run natively, and the reasons why others are emulated."""
 
 import torch
 from torch import nn
@@ -14,7 +14,11 @@ BACKENDS = ("auto", "native", "emulated")
 
 
 def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> bool:
-    """Whether a device computes GEMMs of a kind (a key of ``NATIVE``) natively; with ``backend="native"`` it must."""
+    """Returns whether a device computes GEMMs of a kind (a key of ``NATIVE``) natively.
+
+    Raises:
+        ValueError: it does not, with ``backend="native"``.
+    """
     obstacle = native_obstacle(device, kind)
     if obstacle is not None and backend == "native":
         raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
@@ -29,8 +33,16 @@ class NativeGemms(nn.Module):
     def native_gemms(
         self, device: torch.device, casts: LinearCasts | None = None, dtype: torch.dtype | None = None
     ) -> tuple[str, ...]:
-        """The GEMMs that a device computes natively, by default for the casts in force (none during annealing), to
-        results of a dtype (None for any). A ValueError for ``backend="native"`` where one of them is not."""
+        """Returns the GEMMs that a device computes natively.
+
+        Args:
+            device: of the pass.
+            casts: None for those in force, with which none is native during annealing.
+            dtype: of the results; None for any.
+
+        Raises:
+            ValueError: one of the GEMMs is emulated, with ``backend="native"``.
+        """
         state = self.lowbit
         if state.backend == "emulated" or state.exact or (casts is None and state.blend is not None):
             return ()
@@ -48,7 +60,7 @@ class NativeGemms(nn.Module):
         return native
 
     def emulated_because(self, device: torch.device) -> dict[str, str]:
-        """Why a device emulates GEMMs of two quantized operands, outside any phase: reasons by GEMMs."""
+        """Returns why a device emulates GEMMs of two quantized operands, outside any phase: reasons by GEMMs."""
         state, casts = self.lowbit, self.lowbit.full_casts
         emulated: dict[str, list[str]] = {}
         for gemm in casts.quantized_gemms:
@@ -63,7 +75,7 @@ class NativeGemms(nn.Module):
 
 
 def _gives(kind: str, dtype: torch.dtype, backend: str) -> bool:
-    """Whether native GEMMs of a kind have results of a dtype; with ``backend="native"`` they must."""
+    """Returns whether native GEMMs of a kind have results of a dtype; raises otherwise for ``backend="native"``."""
     if kind not in BLOCK_SCALED or dtype in results(kind):
         return True
     if backend == "native":

@@ -148,7 +148,7 @@ def test_images_are_kept_and_not_their_patches() -> None:
 def test_codes_are_kept_where_patches_do_not_overlap() -> None:
     x, (plain, _), (packed, _) = torch.randn(2, 16, 8, 8), block(), block(save="codes")
     identical(results(packed, x), results(plain, x))
-    images, patches = packed.first.kept_input(torch.bfloat16), packed.shortcut.kept_input(torch.bfloat16)
+    images, patches = packed.first.saved_input(torch.bfloat16), packed.shortcut.saved_input(torch.bfloat16)
     assert (images, patches) == ((16, 16.0), (16, 4.5))
 
 
