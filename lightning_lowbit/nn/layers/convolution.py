@@ -86,7 +86,7 @@ class QuantizedConvolution(QuantizedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
-        if self.casts.plan.is_empty or check_inputs(self, input):
+        if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
             return super().forward(input)
         x = self._batch(input)
         padding = self.padding
@@ -179,7 +179,7 @@ class QuantizedTransposed(QuantizedConvolution):
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """The transposed convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
-        if self.casts.plan.is_empty or check_inputs(self, input):
+        if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
             return super(QuantizedLayer, self).forward(input, output_size)
         if self.padding_mode != "zeros":
             raise ValueError(f"A transposed convolution pads with zeros alone; got padding_mode={self.padding_mode!r}.")

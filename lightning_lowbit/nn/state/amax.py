@@ -122,17 +122,15 @@ class AmaxHistories:
         self._switch, self._gradient_scale = before._switch, before._gradient_scale
         self.renewed = before.renewed | set(renewed)
         self._place(before._history.device)
-        rows = {row.name: i for i, row in enumerate(before._rows) if row.name not in renewed}
-        size = len(self._rows)
+        former = {row.name: (j, row) for j, row in enumerate(before._rows) if row.name not in renewed}
+        length = min(self._history.shape[-1], before._history.shape[-1])
         for i, row in enumerate(self._rows):
-            if row.name not in rows:
-                continue
-            old = before._rows[j := rows[row.name]]
-            length = min(self._history.shape[-1], before._history.shape[-1])
-            self._history[i, :, -length:] = before._history[j, :, -length:]
-            self._channels[row.channels] = before._channels[old.channels]
-            self.staged[i].copy_(before.staged[j])
-            self.staged[size + i].copy_(before.staged[len(before._rows) + j])
+            if row.name in former:
+                j, old = former[row.name]
+                self._history[i, :, -length:] = before._history[j, :, -length:]
+                self._channels[row.channels] = before._channels[old.channels]
+                self.staged[i].copy_(before.staged[j])
+                self.staged[len(self._rows) + i].copy_(before.staged[len(before._rows) + j])
         self._choose()
 
     def to_(self, device: torch.device) -> None:
@@ -150,15 +148,16 @@ class AmaxHistories:
 
     @torch.inference_mode(False)  # evaluation may move it, and training writes to these tensors
     def _place(self, device: torch.device) -> None:
-        for name in ("_history", "_remembered", "_channels"):
-            setattr(self, name, getattr(self, name).to(device))
+        self._history, self._remembered = self._history.to(device), self._remembered.to(device)
+        self._channels = self._channels.to(device)
         self.staged = [amaxes.to(device) for amaxes in self.staged]
         size = len(self._rows)
         self._in_force = torch.zeros(size, len(OPERANDS), dtype=torch.float32, device=device)
         self._choose()
-        for i, row in enumerate(self._rows):
-            channels = self._channels[row.channels], self.staged[size + i]
-            row.layer.lowbit.amaxes = LayerAmaxes(self._in_force[i], self.staged[i], *channels, self._switch)
+        rows = zip(self._rows, self._in_force, self.staged[:size], self.staged[size:], strict=True)
+        for row, in_force, staged, channels in rows:
+            views = in_force, staged, self._channels[row.channels], channels
+            row.layer.lowbit.amaxes = LayerAmaxes(*views, self._switch)
 
     def _choose(self) -> None:
         remembered = torch.where(self._remembered, self._history, 0).amax(-1)
