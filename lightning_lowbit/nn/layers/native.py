@@ -14,11 +14,8 @@ BACKENDS = ("auto", "native", "emulated")
 
 
 def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> bool:
-    """Returns whether a device computes GEMMs of a kind (a key of ``NATIVE``) natively.
-
-    Raises:
-        ValueError: it does not, with ``backend="native"``.
-    """
+    """Returns whether a device computes GEMMs of a kind (a key of ``NATIVE``) natively; raises a ``ValueError`` if it
+    does not, with ``backend="native"``."""
     obstacle = native_obstacle(device, kind)
     if obstacle is not None and backend == "native":
         raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
@@ -33,16 +30,8 @@ class NativeGemms(nn.Module):
     def native_gemms(
         self, device: torch.device, casts: LinearCasts | None = None, dtype: torch.dtype | None = None
     ) -> tuple[str, ...]:
-        """Returns the GEMMs that a device computes natively.
-
-        Args:
-            device: of the pass.
-            casts: None for those in force, with which none is native during annealing.
-            dtype: of the results; None for any.
-
-        Raises:
-            ValueError: one of the GEMMs is emulated, with ``backend="native"``.
-        """
+        """Returns the GEMMs that a device computes natively, by default for the casts in force (none during annealing),
+        to results of a dtype (None for any); raises a ``ValueError`` if one is not, with ``backend="native"``."""
         state = self.lowbit
         if state.backend == "emulated" or state.exact or (casts is None and state.blend is not None):
             return ()
@@ -51,10 +40,8 @@ class NativeGemms(nn.Module):
         if not plan.native_gemms:
             return ()
         for kind, gemms in plan.gemms_of_kind.items():
-            if native_obstacle(device, kind) is None:
-                native += gemms if dtype is None or _gives(kind, dtype, state.backend) else ()
-            elif state.backend == "native":
-                has_native_gemms(device, kind, state.backend)  # raises
+            if has_native_gemms(device, kind, state.backend) and (dtype is None or _gives(kind, dtype, state.backend)):
+                native += gemms
         if native and casts is None and state.prequantized_weight is not None:
             return _without_codes(native, state)
         return native

@@ -1,4 +1,4 @@
-"""The one attribute that conversion adds to a module."""
+"""The attribute that conversion adds to a module."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ class LayerState:
     name_in_model: str = "(without a name)"
 
     def for_copy(self) -> "LayerState":
-        """Returns the state of a copied layer: what renews keys and amaxes, and measures, knows the original alone."""
+        """Returns the state of a copied layer, whose keys and amaxes nothing renews, and which nothing measures."""
         return replace(
             self,
             plugin_is_gone=self.plugin_is_gone or self.full_casts.plan.draws,
@@ -81,8 +81,7 @@ _FORMER = {name: name for name in LayerState.__slots__} | {"is_left": "plugin_is
 
 
 def split_former(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], LayerState]:
-    """Splits the attributes of a pickled layer into those of its module and its state, whose fields
-    were attributes of the module in earlier versions."""
+    """Splits a pickled layer into attributes and a state, whose fields were attributes in earlier versions."""
     state = attributes.get("lowbit")
     if state is None:
         state = LayerState(**{_FORMER[name]: value for name, value in attributes.items() if name in _FORMER})
