@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
-from lightning_lowbit.nn.layers.host import Product
+from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.report.blocks import Table, Text
 
@@ -20,7 +20,7 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
     parameters: Counter[tuple[Any, ...]] = Counter()
     labels = _labels(model)
     counted: set[nn.Parameter] = set()  # tied parameters belong to several modules
-    shared = {p for m in model.modules() if isinstance(m, Product) for p in m.own_parameters()}  # with a host
+    shared = {p for m in model.modules() if isinstance(m, PartLayer) for p in m.own_parameters()}  # with a host
     for name, module in model.named_modules():
         name = clean_name(name)
         if isinstance(module, QuantizedLayer):
@@ -49,11 +49,13 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
 
 def _savings(model: nn.Module, dtype: torch.dtype) -> str:
     """Says how many bits of their inputs layers keep, if not the tensors."""
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLayer) and module.save == "codes"]
+    layers = [
+        module for module in model.modules() if isinstance(module, QuantizedLayer) and module.lowbit.save == "codes"
+    ]
     layers = [layer for layer in layers if layer.weight is not None]
     if not layers:
         return ""
-    inputs = [layer.kept_input(dtype) for layer in layers]
+    inputs = [layer.saved_input(dtype) for layer in layers]
     bits = sum(width * bits for width, bits in inputs) / max(sum(width for width, _ in inputs), 1)
     whole = torch.finfo(dtype).bits
     return f" For the backward pass they keep {bits:.2f} bits per element of their inputs, of {whole} (save='codes')."
@@ -114,7 +116,7 @@ def layer_data(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterabl
                 "out": shape[0],
                 "casts": _describe(module.full_casts),
                 "native": list(module.native_gemms(module.device, module.full_casts)),
-                "saved_bits": module.kept_input(dtype)[1],
+                "saved_bits": module.saved_input(dtype)[1],
             }
 
 

@@ -38,9 +38,9 @@ def write_record(source: Source, format: str, folder: Path) -> None:
         layers[name] = names.setdefault(layer.full_casts, str(len(names)))
     casts = {name: primitive(each) for each, name in names.items()}
     amaxes = {
-        name: float(layer.amaxes.in_force[OPERANDS.index("fprop_x")])
+        name: float(layer.lowbit.amaxes.in_force[OPERANDS.index("fprop_x")])
         for name, layer in source.layers.items()
-        if layer.amaxes is not None and "fprop_x" in layer.full_casts.delayed
+        if layer.lowbit.amaxes is not None and "fprop_x" in layer.full_casts.delayed
     }
     content = {"version": _VERSION, "format": format, "layers": layers, "casts": casts, "input_amaxes": amaxes}
     write_json(folder / NAME, content)

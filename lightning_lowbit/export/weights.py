@@ -50,7 +50,7 @@ def common_obstacle(layer: QuantizedLayer, stacks: bool = False) -> str | None:
     casts = layer.casts
     if layer.weight is None:
         return "it is a product of attention, which has no weight"
-    if layer.frozen is not None:
+    if layer.lowbit.frozen is not None:
         return "its weight is kept as codes: call lightning_lowbit.unpack_frozen first"
     if isinstance(layer, Projection):
         return "it is a projection of nn.MultiheadAttention, which engines do not have in few bits"
@@ -62,8 +62,8 @@ def common_obstacle(layer: QuantizedLayer, stacks: bool = False) -> str | None:
         return "its input is smoothed by tokens, which engines do not"
     if casts.smooth is not None:
         return "its input is smoothed (lightning_lowbit.fold works that into the weights)"
-    if layer.blend is not None:
-        return f"it is annealed, with λ = {float(layer.blend):g}: train until λ is 1"
+    if layer.lowbit.blend is not None:
+        return f"it is annealed, with λ = {float(layer.lowbit.blend):g}: train until λ is 1"
     if casts.fprop_w is not None and casts.fprop_w.draws:
         return "its weight is rounded stochastically, anew in each forward pass"
     if "fprop" in casts.subtract_mean:
@@ -106,7 +106,7 @@ def matrices(
                 if group[0] in read:
                     amax = torch.stack([amax_of(read[each]) for each in group]).amax()
                     for each in group:
-                        source.layers[each].weight_amax = amax
+                        source.layers[each].lowbit.weight_amax = amax
             waiting |= read
         yield name, waiting.pop(name), read
 

@@ -195,7 +195,7 @@ class _Owners:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._modules = model, dict[str, nn.Module]()
         for name, module in model.named_modules():
-            self._modules.setdefault(clean_name(name), module)  # a host before the module that holds its products
+            self._modules.setdefault(clean_name(name), module)  # a composite layer before its parts
         attends = any(isinstance(m, QuantizedLayer) and m.kind == "attention" for m in self._modules.values())
         self._attention = _OTHER_ATTENTION if attends else str(PRODUCTS)
         self._names: dict[int, str] = {}  # by the id of a parameter

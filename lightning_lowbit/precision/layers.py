@@ -207,7 +207,7 @@ class RunLayers:
 
     def _share_blend(self) -> None:
         for layer in self._layers.values():
-            layer.blend = self.blend if self.is_blending else None
+            layer.lowbit.blend = self.blend if self.is_blending else None
 
     def set_casts(self, casts: Mapping[str, CastsLike]) -> None:
         changes = self.resolve_casts(casts)
@@ -254,7 +254,7 @@ class RunLayers:
         model, before, layers = self.model, self.histories, self._layers
         if model is None or before is None:
             return
-        had_amaxes = {name for name, layer in layers.items() if layer.amaxes is not None}
+        had_amaxes = {name for name, layer in layers.items() if layer.lowbit.amaxes is not None}
         changed = self._change_casts(casts, model)
         needs_amaxes = [layers[n].full_casts.is_delayed or layers[n].full_casts.smooth == "channel" for n in changed]
         if changed & had_amaxes or any(needs_amaxes):
@@ -313,7 +313,8 @@ class RunLayers:
         model = self.model
         assert self._keys is not None and self.histories is not None and model is not None
         keys, layers = self._keys.in_use(), self._layers.values()
-        rows = [row for layer in layers for row in (layer.operand_sums, layer.gradient_sums) if row is not None]
+        states = [layer.lowbit for layer in layers]
+        rows = [row for state in states for row in (state.operand_sums, state.gradient_sums) if row is not None]
         # Activation checkpointing runs the forward pass again, which updates running statistics.
         norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
@@ -340,7 +341,7 @@ class RunLayers:
     def release(self, in_use: bool) -> None:
         """Leaves the layers as they are until the model is converted again; ``in_use`` as in `forward_context`."""
         for layer in self._layers.values():
-            layer.is_left = True
+            layer.lowbit.plugin_is_gone = True
         if self.histories is not None:
             self.histories.in_use = in_use
             self.histories.release()

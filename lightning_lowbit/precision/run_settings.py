@@ -69,7 +69,7 @@ def checked_run(plugin: Precision, module: nn.Module) -> tuple[Trainer, Lightnin
             f"{name} runs backward passes and optimizers itself, and so does DeepSpeed. Train with DDPStrategy, "
             "FSDPStrategy, or ModelParallelStrategy (FSDP2), which shards what ZeRO does."
         )
-    packed = [clean_name(name) for name, layer in quantized_layers(module).items() if layer.frozen is not None]
+    packed = [clean_name(name) for name, layer in quantized_layers(module).items() if layer.lowbit.frozen is not None]
     averaging = averaging_of(trainer)
     if packed and averaging is not None:
         raise MisconfigurationException(

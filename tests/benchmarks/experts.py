@@ -59,8 +59,8 @@ def sides(casts: str, experts: int, inner: int, out: int) -> dict[str, nn.Module
     stack = GroupedLinear(experts, inner, out, bias=False)
     plain, apart = Loop(stack), convert(Loop(stack), casts)
     LayerKeys(convert(stack, casts)).fill_(0)
-    for layer, keys in zip(apart.layers, keys_of_parts(stack.keys, experts), strict=True):
-        layer.keys = keys
+    for layer, keys in zip(apart.layers, keys_of_parts(stack.lowbit.keys, experts), strict=True):
+        layer.lowbit.keys = keys
     return {"bf16 loop": plain, "quantized loop": apart, "stack": stack}
 
 

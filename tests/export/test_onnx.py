@@ -270,7 +270,7 @@ def test_known_amaxes_become_static_scales(tmp_path: Path) -> None:
     delayed = source_of(nn.Sequential(nn.Linear(32, 16)), LinearCasts.preset("fp8-delayed"))
     known = torch.full((6,), 2.5)
     known[1] = 0  # of the weight there is none
-    delayed.layers["0"].amaxes = LayerAmaxes(known, torch.zeros(6), torch.zeros(0), torch.zeros(0), [False])
+    delayed.layers["0"].lowbit.amaxes = LayerAmaxes(known, torch.zeros(6), torch.zeros(0), torch.zeros(0), [False])
     for name, source, options in (
         ("calibrated", calibrated, {"input_amaxes": {"0": x.abs().max().item()}}),
         ("delayed", delayed, {}),

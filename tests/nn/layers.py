@@ -45,9 +45,9 @@ def remember(model: nn.Module, *steps: float | Mapping[str, float]) -> AmaxHisto
     for step in steps:
         amaxes = step if isinstance(step, Mapping) else dict.fromkeys(OPERANDS, step)
         for layer in model.modules():
-            if isinstance(layer, QuantizedLayer) and layer.amaxes is not None:
+            if isinstance(layer, QuantizedLayer) and layer.lowbit.amaxes is not None:
                 for name, amax in amaxes.items():
-                    layer.amaxes.staged[OPERANDS.index(name)] = amax
+                    layer.lowbit.amaxes.staged[OPERANDS.index(name)] = amax
         histories.advance_()
     return histories
 
@@ -57,7 +57,7 @@ def run(
 ) -> dict[str, Tensor | None]:
     """Output and gradients for the output gradient g. Tokens are smoothed by :func:`token_amax`."""
     if isinstance(layer, QuantizedLayer) and layer.casts.smooth == "token":
-        layer.token_amax = token_amax(x)
+        layer.lowbit.token_amax = token_amax(x)
     x = x.detach().clone().requires_grad_(needs_x)
     layer.zero_grad()
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
@@ -216,7 +216,7 @@ def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] 
         remembered: the amaxes of former steps, oldest first, the same for all operands.
     """
     casts: LinearCasts = layer.casts
-    keys = dict(zip(OPERANDS, layer.keys.tolist(), strict=True))
+    keys = dict(zip(OPERANDS, layer.lowbit.keys.tolist(), strict=True))
     factors = smoothing(casts, x)
     tensors = smoothed(casts, {"x": x, "w": layer.weight_matrix().detach(), "g": g})
     bias = torch.zeros(()) if layer.bias is None else layer.bias.detach()
@@ -231,7 +231,7 @@ def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] 
             if getattr(casts, name) == "fprop":
                 sides[name] = operands[forward := f"fprop_{name[-1]}"]
                 cast = getattr(casts, forward)
-                if isinstance(cast, Cast) and cast.scale.block == "row" and not layer.exact:
+                if isinstance(cast, Cast) and cast.scale.block == "row" and not layer.lowbit.exact:
                     sides[name] = sides[name].to(x.dtype)  # the other way round its scales are part of the elements
             if name in casts.requantize:
                 sides[name] = again[f"fprop_{name[-1]}"].to(x.dtype)

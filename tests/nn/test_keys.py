@@ -31,7 +31,7 @@ def model(layers: int = 3) -> nn.Module:
 def keys_at(keys: LayerKeys, *args: int) -> Tensor:
     """int64 ``[layers, 6]`` copied from the layers."""
     keys.fill_(*args)
-    return torch.stack([layer.keys for layer in keys.layers.values()]).clone()
+    return torch.stack([layer.lowbit.keys for layer in keys.layers.values()]).clone()
 
 
 def test_pure_function() -> None:
@@ -104,7 +104,7 @@ def test_torch_compile_leaves_no_trace() -> None:
 
 def test_filled_in_place() -> None:
     keys = LayerKeys(model())
-    views = [layer.keys for layer in keys.layers.values()]
+    views = [layer.lowbit.keys for layer in keys.layers.values()]
     addresses = [view.data_ptr() for view in views]
     for view in views:
         assert view.shape == (6,)
@@ -112,7 +112,7 @@ def test_filled_in_place() -> None:
         assert not view.any(), "keys before the first fill"
     keys.fill_(1, device=torch.device("cpu"))
     for layer, view, address in zip(keys.layers.values(), views, addresses, strict=True):
-        assert layer.keys is view, "filling replaced the tensor of a layer"
+        assert layer.lowbit.keys is view, "filling replaced the tensor of a layer"
         assert view.data_ptr() == address
         assert view.all()
 

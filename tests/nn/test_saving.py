@@ -103,8 +103,8 @@ def test_many_readers_of_one_tensor_keep_the_tensor():
             (expected, before), (found, after) = (step(model, number) for model in models)
             assert same(found, expected) and (number == 0 or after < before)
         layers = quantized_layers(models[1])
-        assert all(layers[f"readers.{i}"].keeps_input is keep for i in range(count))
-        assert not layers["out"].keeps_input
+        assert all(layers[f"readers.{i}"].lowbit.keeps_input is keep for i in range(count))
+        assert not layers["out"].lowbit.keeps_input
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -150,7 +150,7 @@ def test_delayed_scaling_records_the_same_amaxes():
     for save in ("inputs", "codes"):
         model = converted("fp8-delayed", save)
         step(model)
-        found.append(torch.stack([layer.amaxes.staged for layer in quantized_layers(model).values()]))
+        found.append(torch.stack([layer.lowbit.amaxes.staged for layer in quantized_layers(model).values()]))
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
@@ -159,7 +159,7 @@ def test_copies_and_pickles_know_their_own_layers():
     expected, _ = step(model)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert same(step(again)[0], expected)
-        assert again.out.readers is not model.out.readers
+        assert again.out.lowbit.readers is not model.out.lowbit.readers
 
 
 def test_refusals_say_what_to_do():

@@ -198,7 +198,9 @@ def test_signs_of_the_gemms_differ() -> None:
     """Three GEMMs of a layer do not share their signs, and signs do not share their bits with rounding."""
     layer: Any = layer_like(nn.Linear(16, 16), every(NEAREST, hadamard=KEYED))
     device = torch.device("cpu")
-    signs = [Hadamard(128, "keyed").diagonal(layer.keys[OPERANDS.index(names[1])], device) for names in GEMMS.values()]
+    signs = [
+        Hadamard(128, "keyed").diagonal(layer.lowbit.keys[OPERANDS.index(names[1])], device) for names in GEMMS.values()
+    ]
     for i in range(3):
         assert not torch.equal(signs[i], signs[i - 1])
         assert 0.2 < (signs[i] > 0).float().mean() < 0.8, "signs are not balanced"

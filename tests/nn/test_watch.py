@@ -77,14 +77,14 @@ def test_only_while_it_is_on(what: Any) -> None:
     watch = watch_of(model, what)
     shape = (3, 6, 8) if what == "operand_sums" else (3, 2)
     assert watch.sums.shape == shape
-    assert getattr(model.first, what) is None
+    assert getattr(model.first.lowbit, what) is None
     watch.start(CPU)
     assert watch.sums.dtype == torch.float64
     for layer, row in zip(watch.layers.values(), watch.sums, strict=True):
-        assert getattr(layer, what).data_ptr() == row.data_ptr()
+        assert getattr(layer.lowbit, what).data_ptr() == row.data_ptr()
     gradients(model, batch())
     watch.stop()
-    assert all(getattr(layer, what) is None for layer in watch.layers.values())
+    assert all(getattr(layer.lowbit, what) is None for layer in watch.layers.values())
     once = watch.sums.clone()
     gradients(model, batch())
     assert torch.equal(watch.sums, once), "what came after it stopped counts"

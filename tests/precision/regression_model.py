@@ -146,8 +146,8 @@ class Witness(Callback):
     def _see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> None:
         if not (layer.training and torch.is_grad_enabled()):
             return
-        if layer.amaxes is not None:
-            self.in_force[name].append((len(self.steps), layer.amaxes.in_force.clone()))
+        if layer.lowbit.amaxes is not None:
+            self.in_force[name].append((len(self.steps), layer.lowbit.amaxes.in_force.clone()))
         seen = x.detach()
         if layer.casts.smooth == "channel":
             own = seen.abs().amax(0)

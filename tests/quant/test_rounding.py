@@ -183,7 +183,7 @@ def layer_keys(steps: int = 4, layers: int = 3) -> Tensor:
     found = []
     for step in range(steps):
         keys.fill_(step)
-        found.append(torch.stack([layer.keys for layer in keys.layers.values()]).clone())
+        found.append(torch.stack([layer.lowbit.keys for layer in keys.layers.values()]).clone())
     return torch.stack(found)
 
 

@@ -70,11 +70,11 @@ def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> 
     Reading λ while it changes waits for the device once. DTensors are gathered one by one, so all ranks must iterate
     alike. ``dtype`` is the compute dtype.
     """
-    blends = {id(layer.blend): layer.blend for layer in layers.values() if layer.blend is not None}
+    blends = {id(layer.lowbit.blend): layer.lowbit.blend for layer in layers.values() if layer.lowbit.blend is not None}
     off = {key for key, blend in blends.items() if not blend}
     for name, layer in layers.items():
         cast = None if layer.weight is None else nearest_cast(layer.casts)
-        if cast is not None and id(layer.blend) not in off:
+        if cast is not None and id(layer.lowbit.blend) not in off:
             values = layer.weight_matrix().detach().to(dtype)
             if values.dim() > 2:  # a stack of matrices; with scales of rows, as good as one
                 if cast.scale.needs_amax or cast.scale.block == "tensor" or isinstance(cast.scale.block, tuple):

@@ -266,7 +266,7 @@ def _alignment(mlp: Any, limit: float | None) -> dict[str, Tensor]:
 
 
 def _whole_weight(layer: Any) -> Tensor:
-    if getattr(layer, "frozen", None) is not None:  # bytes
+    if isinstance(layer, QuantizedLayer) and layer.lowbit.frozen is not None:  # bytes
         return layer.weight_matrix()
     weight = layer.weight.full_tensor() if isinstance(layer.weight, DTensor) else layer.weight
     return weight if isinstance(layer, nn.Linear) else weight.t()

@@ -131,7 +131,7 @@ def input_amax(weight: Weight, options: Options) -> float:
 def _static_amax(weight: Weight, options: Options) -> float | None:
     if options.input_amaxes is not None:
         return options.input_amaxes[weight.name]
-    inputs, amaxes = weight.layer.casts.fprop_x, weight.layer.amaxes
+    inputs, amaxes = weight.layer.casts.fprop_x, weight.layer.lowbit.amaxes
     if inputs is None or inputs.scale.source == "current" or amaxes is None:
         return None
     return float(amaxes.in_force[OPERANDS.index("fprop_x")]) or None

@@ -103,8 +103,8 @@ def _inputs(name: str, layer: QuantizedLayer, options: Options) -> Inputs | None
     amax = None
     if cast.scale.block == "tensor" and options.input_amaxes is not None and name in options.input_amaxes:
         amax = torch.tensor(options.input_amaxes[name])
-    elif cast.scale.source == "delayed" and layer.amaxes is not None:
-        known = layer.amaxes.in_force[OPERANDS.index("fprop_x")]
+    elif cast.scale.source == "delayed" and layer.lowbit.amaxes is not None:
+        known = layer.lowbit.amaxes.in_force[OPERANDS.index("fprop_x")]
         amax = known.clone() if known > 0 else None
     return Inputs(cast, amax)
 

@@ -20,7 +20,7 @@ from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, refuse_dtypes
 from lightning_lowbit.nn.core.operands import Settings
 from lightning_lowbit.nn.core.parallel import Shards
-from lightning_lowbit.nn.layers.host import Product
+from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.rounding import mix_key
 
@@ -33,17 +33,18 @@ _TILE = 2**24
 _TILED = {"qk": ("dgrad_g", "wgrad_g"), "pv": ("fprop_x", "wgrad_x")}
 
 
-class ActivationProduct(Product):
+class ActivationProduct(PartLayer):
     """A product of two activations, one of attention's two."""
 
     kind = "attention"
 
     @property
     def device(self) -> torch.device:
-        parameter = next(self.host.parameters(), None)
+        parameter = next(self.owner.parameters(), None)
         if parameter is not None:
             return parameter.device
-        return torch.device("cpu") if self.keys is None else self.keys.device
+        keys = self.lowbit.keys
+        return torch.device("cpu") if keys is None else keys.device
 
     def native_gemms(self, *_: Any, **__: Any) -> tuple[str, ...]:
         """None: they are emulated on all devices."""
@@ -54,20 +55,21 @@ class ActivationProduct(Product):
         return {", ".join(gemms): "attention's products have no native GEMM"} if gemms else {}
 
     def settings(self) -> Settings:
+        state = self.lowbit
         return Settings(
-            casts=self.casts,
+            casts=state.casts,
             keys=keys_of_call(self),
             in_force=None,
             staged=None,
-            exact=self.exact,
+            exact=state.exact,
             native=(),
-            blend=None if self.blend is None else self.blend.clone(),
-            operand_sums=self.operand_sums,
+            blend=None if state.blend is None else state.blend.clone(),
+            operand_sums=state.operand_sums,
             gradient_sums=None,
             shards=Shards(),
             weight_amax=None,
             prequantized=None,
-            layer=self.name_in_model,
+            layer=state.name_in_model,
         )
 
 

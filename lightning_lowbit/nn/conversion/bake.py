@@ -63,7 +63,7 @@ def _obstacle(layer: QuantizedLayer) -> str | None:
     casts = layer.casts
     if isinstance(layer.weight, DTensor):
         return "its weight is sharded"
-    if layer.frozen is not None:
+    if layer.lowbit.frozen is not None:
         return "its weight is kept as codes (lightning_lowbit.unpack_frozen makes it a matrix)"
     if not isinstance(layer.weight, nn.Parameter):
         return "its weight is computed from others, as weight_norm does: remove that first"
@@ -91,7 +91,7 @@ def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owner = changing.get(id(parameter))
-            if owner is not None and module is not getattr(layers[owner], "host", layers[owner]):
+            if owner is not None and module is not getattr(layers[owner], "owner", layers[owner]):
                 raise ValueError(
                     f"The weight of {owner} is also that of {name}, which would change with it. Untie them first, e.g. "
                     f"layer.weight = nn.Parameter(layer.weight.clone()), or train with skip=[{owner!r}]."
@@ -114,8 +114,10 @@ def _values(layer: QuantizedLayer, weight: Tensor) -> Tensor:
     device = weight.device.type
     if torch.is_autocast_enabled(device):
         weight = weight.to(torch.get_autocast_dtype(device))
-    operand = quantize_operand(weight, cast, 1, None, layer.scaled_by(weight), torch.float32 if layer.exact else None)
-    if layer.blend is not None:
-        operand = blend(weight, operand, layer.blend, layer.exact)
+    operand = quantize_operand(
+        weight, cast, 1, None, layer.scaled_by(weight), torch.float32 if layer.lowbit.exact else None
+    )
+    if layer.lowbit.blend is not None:
+        operand = blend(weight, operand, layer.lowbit.blend, layer.lowbit.exact)
     values = operand.values.float()
     return values if operand.factor is None else values * operand.factor

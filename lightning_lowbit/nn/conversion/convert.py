@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import choose, number, some
-from lightning_lowbit.nn.attention.hosts import attending, convert_attention, is_attention, other_attention
+from lightning_lowbit.nn.attention.modules import attending, convert_attention, is_attention, other_attention
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import GEMMS
@@ -100,8 +100,8 @@ def convert_layers(
     for name, layer_casts in planned.items():
         layer = convert_attention(model, name) if is_attention(name) else convert_layer(model, name)
         layer.set_casts(layer_casts)
-        layer.exact, layer.backend, layer.save = exact, backend, save
-        layer.readers, layer.keeps_input = readers, False
+        state = layer.lowbit
+        state.exact, state.backend, state.save, state.readers, state.keeps_input = exact, backend, save, readers, False
     _prepare(model)
     return model
 
@@ -318,7 +318,7 @@ def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
         raise ValueError(f"blend is a tensor on the device of the layers, {there}; got one on {blend.device}.")
     made = {device: torch.tensor(blend, device=device) if isinstance(blend, float) else blend for device in devices}
     for layer in layers:
-        layer.blend = made[layer.device]
+        layer.lowbit.blend = made[layer.device]
 
 
 def check_blend(blend: float) -> float:

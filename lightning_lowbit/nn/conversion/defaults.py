@@ -19,7 +19,7 @@ from torch import nn
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.moe import is_router
 from lightning_lowbit.nn.conversion.patterns import select, select_by_name
-from lightning_lowbit.nn.layers.host import Product
+from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.nn.layers.registry import quantized_class
 
@@ -114,7 +114,7 @@ def _by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _can_be_output(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
-    kind = None if isinstance(layer, Product) else quantized_class(type(layer))
+    kind = None if isinstance(layer, PartLayer) else quantized_class(type(layer))
     if kind is None or kind.kind not in ("linear", "convolution"):
         return False
     return not is_router(name, getattr(layer, "out_features", None), modules) and not _is_adapter(name, modules)
@@ -153,8 +153,8 @@ def unnamed(found: Collection[str], layers: Sequence[str], patterns: Iterable[st
 
 def _why(name: str, modules: Mapping[str, nn.Module], casts: LinearCasts) -> str | None:
     layer = modules.get(name)
-    kind = None if layer is None or isinstance(layer, Product) else quantized_class(type(layer))
-    if kind is None or kind.kind != "linear":  # a product of a host
+    kind = None if layer is None or isinstance(layer, PartLayer) else quantized_class(type(layer))
+    if kind is None or kind.kind != "linear":  # a part of a composite layer
         return None
     shape = _shape(layer)
     if is_router(name, None if shape is None else shape[0], modules):

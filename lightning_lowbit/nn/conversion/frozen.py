@@ -12,6 +12,7 @@ from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more, plan
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.layers.layer import QuantLinear, quantized_layers
+from lightning_lowbit.nn.layers.state import LayerState
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.packed import packing_obstacle
 
@@ -65,7 +66,7 @@ def pack_frozen(
     convert_more(model, frozen)
     for name in frozen:
         layer: Any = model.get_submodule(name)
-        if layer.frozen is None:
+        if layer.lowbit.frozen is None:
             kept_as = Frozen(layer.full_casts.fprop_w, layer.weight.shape, dtype)
             keep_bytes(layer, kept_as, kept_as.pack(layer.weight))
     return model
@@ -82,9 +83,9 @@ def unpack_frozen(model: _Model) -> _Model:
         >>> model = unpack_frozen(model)
     """
     for layer in quantized_layers(model).values():
-        if layer.frozen is not None:
+        if layer.lowbit.frozen is not None:
             weight = layer.weight_matrix()
-            layer.frozen = None
+            layer.lowbit.frozen = None
             layer.weight = nn.Parameter(weight, requires_grad=False)
     return model
 
@@ -92,15 +93,16 @@ def unpack_frozen(model: _Model) -> _Model:
 def keep_bytes(layer: Any, frozen: Frozen, data: Tensor) -> None:
     """Replaces the weight of a layer by the bytes that ``frozen`` describes."""
     layer.weight = nn.Parameter(data, requires_grad=False)
-    layer.frozen = frozen
+    layer.lowbit.frozen = frozen
     layer.register_load_state_dict_pre_hook(_pack_matrix)
 
 
 def _pack_matrix(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before loading: a matrix becomes bytes."""
     weight = state.get(f"{prefix}weight")
-    if layer.frozen is not None and weight is not None and weight.shape == layer.frozen.shape:
-        state[f"{prefix}weight"] = layer.frozen.pack(weight)
+    frozen = layer.lowbit.frozen
+    if frozen is not None and weight is not None and weight.shape == frozen.shape:
+        state[f"{prefix}weight"] = frozen.pack(weight)
 
 
 def _is_frozen(layer: nn.Module) -> bool:
@@ -115,10 +117,11 @@ def _obstacle(layer: Any, casts: LinearCasts, dtype: torch.dtype) -> str | None:
         return "fprop_w is not quantized"
     if type(layer) not in (nn.Linear, QuantLinear):
         return f"{type(layer).__name__} does not keep its weight as nn.Linear does"
-    kept_as = getattr(layer, "frozen", None)
+    state = layer.lowbit if isinstance(layer, QuantLinear) else LayerState()
+    kept_as = state.frozen
     if kept_as is not None and (kept_as.cast, kept_as.dtype) != (cast, dtype):
         return f"it is kept as codes of {kept_as.cast} in {kept_as.dtype} (unpack_frozen makes it a matrix)"
-    if getattr(layer, "weight_amax", None) is not None:
+    if state.weight_amax is not None:
         return "it shares an amax, which is measured before each pass"
     if isinstance(layer.weight, DTensor):
         return "the weight is sharded"

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_lowbit.nn.layers.host import Host
+from lightning_lowbit.nn.layers.composite import CompositeLayer
 from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.nn.layers.registry import converted_class
 
@@ -36,4 +36,4 @@ class Inventory:
 
 def _is_layer(module: nn.Module) -> bool:
     cls: Any = type(module)
-    return not isinstance(module, Host) and converted_class(cls) is not None  # the products of a host are layers
+    return not isinstance(module, CompositeLayer) and converted_class(cls) is not None  # its parts are layers

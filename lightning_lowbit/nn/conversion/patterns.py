@@ -12,7 +12,7 @@ from itertools import product
 from torch import nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.layers.host import PRODUCTS
+from lightning_lowbit.nn.layers.composite import PARTS
 from lightning_lowbit.nn.layers.layer import clean_name
 
 
@@ -27,7 +27,7 @@ class Names(list[str]):
             paths.setdefault(id(module), []).append(path)
         self.others: dict[str, list[str]] = {}
         for name in self:
-            owner, inside, product_name = name.rpartition(f"{PRODUCTS}.")
+            owner, inside, product_name = name.rpartition(f"{PARTS}.")
             path = owner.rstrip(".") if inside else name
             found = [other for other in paths[id(model.get_submodule(path))] if other != path]
             if found:

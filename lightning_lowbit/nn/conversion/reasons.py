@@ -10,7 +10,7 @@ from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.defaults import OUTPUT, is_left_output, left_out
 from lightning_lowbit.nn.conversion.moe import is_router_class
 from lightning_lowbit.nn.layers.classes import COMPUTED_WEIGHT, convertible, obstacle, odd_parameter, without_weight
-from lightning_lowbit.nn.layers.host import Host
+from lightning_lowbit.nn.layers.composite import CompositeLayer
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
 from lightning_lowbit.nn.layers.registry import converted_class
 
@@ -54,7 +54,7 @@ class Reasons:
     def __init__(self, model: nn.Module) -> None:
         self._modules: dict[str, nn.Module] = {}
         for name, module in model.named_modules():
-            self._modules.setdefault(clean_name(name), module)  # a host before the module that holds its products
+            self._modules.setdefault(clean_name(name), module)  # a composite layer before its parts
         layers = quantized_layers(model)
         self._rest = _LEFT_OUT if layers else _NOT_CONVERTED
         casts = [layer.full_casts for layer in layers.values() if layer.full_casts != LinearCasts()]
@@ -77,7 +77,7 @@ class Reasons:
         """The reason for a module's own weights; None if they are quantized."""
         if isinstance(module, QuantizedLayer) and module.full_casts != LinearCasts():
             return None
-        if isinstance(module, Host):
+        if isinstance(module, CompositeLayer):
             return Reason("its casts are those of high precision") if module.is_high_precision else None
         if name in self.defaults:
             is_output = self.defaults[name] == OUTPUT

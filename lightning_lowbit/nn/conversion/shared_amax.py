@@ -31,7 +31,7 @@ class SharedAmaxes:
     def __init__(self, model: nn.Module, patterns: Iterable[str]) -> None:
         layers = quantized_layers(model)
         names = check_groups({name: layer.full_casts for name, layer in layers.items()}, patterns)
-        if frozen := [name for group in names for name in group if layers[name].frozen is not None]:
+        if frozen := [name for group in names for name in group if layers[name].lowbit.frozen is not None]:
             raise ValueError(
                 f"shared_amax: {some(frozen)}: the weights are kept as codes, and are not scaled again. Leave out what "
                 "matches them, or call lightning_lowbit.unpack_frozen(model) first."
@@ -48,12 +48,12 @@ class SharedAmaxes:
         for group, amaxes in zip(self._groups, of_groups, strict=True):
             shared = amaxes.amax()  # a new tensor: a pending backward pass may read the former one
             for layer in group:
-                layer.weight_amax = shared
+                layer.lowbit.weight_amax = shared
 
     def release(self) -> None:
         for group in self._groups:
             for layer in group:
-                vars(layer).pop("weight_amax", None)
+                layer.lowbit.weight_amax = None
 
 
 def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:

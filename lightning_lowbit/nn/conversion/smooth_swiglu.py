@@ -122,7 +122,7 @@ class _TellTokens:
         if self.down.casts.smooth == "token":
             output = output.detach()
             local = output.to_local() if isinstance(output, DTensor) else output  # the down projection knows the others
-            self.down.token_amax = amax_along(local, -1).reshape(-1, 1)
+            self.down.lowbit.token_amax = amax_along(local, -1).reshape(-1, 1)
 
 
 @torch.no_grad()
@@ -167,12 +167,14 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
         _matrix(up).mul_(s[:, None])
         if up.bias is not None:
             up.bias.mul_(s)
-        if isinstance(up, QuantizedLayer) and up.amaxes is not None:
+        if isinstance(up, QuantizedLayer) and up.lowbit.amaxes is not None:
             # The amaxes in force are those before folding, which changed the weight and the output's gradient.
-            up.amaxes.in_force[[i for i, operand in enumerate(OPERANDS) if not operand.endswith("_x")]] = 0
+            up.lowbit.amaxes.in_force[[i for i, operand in enumerate(OPERANDS) if not operand.endswith("_x")]] = 0
         _matrix(down).mul_(s.reciprocal())
         if isinstance(down, QuantizedLayer):
-            down.casts, down.full_casts = (casts.replace(smooth=None) for casts in (down.casts, down.full_casts))
+            down.lowbit.casts, down.lowbit.full_casts = (
+                casts.replace(smooth=None) for casts in (down.casts, down.full_casts)
+            )
     return model
 
 
@@ -190,10 +192,10 @@ def _last_amax(name: str, mlp: Any) -> Tensor | None:
         return None
     if smooth == "token":
         raise ValueError(f"{name} smooths tokens, each by a factor of its own, which no weight can hold.")
-    if down.amaxes is None or not down.amaxes.channels.any():
+    if down.lowbit.amaxes is None or not down.lowbit.amaxes.channels.any():
         advice = "fold after a training step, or give the channel_amax of a checkpoint"
         raise ValueError(f"{name} has not been trained with smoothing: {advice}.")
-    return down.amaxes.channels
+    return down.lowbit.amaxes.channels
 
 
 def _check_linear(name: str, mlp: Any, s: Tensor) -> None:

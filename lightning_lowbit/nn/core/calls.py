@@ -65,22 +65,25 @@ class Calls:
 
 def keys_of_call(layer: Any) -> Tensor | None:
     """The keys of a call that begins now, safe from refilling; None for a layer without keys, or need of any."""
-    if layer.keys is None or not layer.casts.plan.draws:
+    keys = layer.lowbit.keys
+    if keys is None or not layer.lowbit.casts.plan.draws:
         return None
-    return _keys_in_graph(layer.keys, _site()) if torch.compiler.is_compiling() else _keys_of_call(layer)
+    return _keys_in_graph(keys, _site()) if torch.compiler.is_compiling() else _keys_of_call(layer)
 
 
 def number_calls(layer: Any, keys: Tensor, calls: Calls) -> None:
     """Gives a layer its keys, and has its calls counted."""
-    layer.keys, layer.calls, layer.is_left = keys, calls, False
+    state = layer.lowbit
+    state.keys, state.calls, state.plugin_is_gone = keys, calls, False
     _LAYERS[keys.data_ptr()] = layer
 
 
 def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
-    number = 0 if layer.calls is None else layer.calls.number(layer, site)
-    keys: Tensor = layer.keys.clone() if number == 0 else layer.keys ^ (layer.calls.varying & _hash(number))
-    if layer.calls is not None and layer.calls.given is not None:
-        layer.calls.given.append(keys)
+    layer_keys, calls = layer.lowbit.keys, layer.lowbit.calls
+    number = 0 if calls is None else calls.number(layer, site)
+    keys: Tensor = layer_keys.clone() if number == 0 else layer_keys ^ (calls.varying & _hash(number))
+    if calls is not None and calls.given is not None:
+        calls.given.append(keys)
     return keys
 
 
@@ -122,7 +125,7 @@ _SITES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the last site of ea
 def _keys_in_graph(keys: Tensor, site: int) -> Tensor:
     layer = _LAYERS.get(keys.data_ptr())
     # Keys elsewhere are a copy, as CUDA graphs make it: every call counts as the first.
-    if layer is None or layer.keys.data_ptr() != keys.data_ptr():
+    if layer is None or layer.lowbit.keys.data_ptr() != keys.data_ptr():
         return keys.clone()
     return _keys_of_call(layer, site)
 

@@ -20,7 +20,7 @@ _TRACED = (
 
 
 def check_inputs(layer: Any, *tensors: Any) -> bool:
-    """Whether the inputs of a layer, or of a host, are on ``meta``: they have shapes and no values to quantize.
+    """Whether the inputs of a layer are on ``meta``: they have shapes and no values to quantize.
 
     Raises:
         TypeError: an input is no tensor.

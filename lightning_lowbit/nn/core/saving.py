@@ -74,14 +74,14 @@ class Readers:
         are known from their first pass on; bits of gradients do not depend on it."""
         shares = layer.casts.plan.packed == "wgrad_x" and x.dtype == dtype  # or else the tensor is a copy of its own
         if not shares or torch.compiler.is_compiling():
-            return not (shares and layer.keeps_input)
+            return not (shares and layer.lowbit.keeps_input)
         if self._input is None or self._input() is not x:
             self._input, self._layers = weakref.ref(x), []
         self._layers = [*(other for other in self._layers if other is not layer), layer]
         if sum(saved_bits(other.casts, "codes", dtype) for other in self._layers) > 8 * dtype.itemsize:
             for other in self._layers:
-                other.keeps_input = True
-        return not layer.keeps_input
+                other.lowbit.keeps_input = True
+        return not layer.lowbit.keeps_input
 
 
 # --- operands from what is kept -------------------------------------------------------------------------------------

@@ -57,13 +57,12 @@ class Watch:
     def resume(self) -> None:
         """Gives the rows to the layers without emptying them."""
         for layer, row in zip(self.layers.values(), self.sums, strict=True):
-            setattr(layer, self._what, row)
+            setattr(layer.lowbit, self._what, row)
 
     def stop(self) -> None:
         """Takes the rows from the layers."""
         for layer in self.layers.values():
-            # Restores the None of the class: an attribute of its own would recompile the layer.
-            vars(layer).pop(self._what, None)
+            setattr(layer.lowbit, self._what, None)
 
 
 def add_gradients_(sums: Tensor, quantized: Tensor, exact: Tensor) -> None:

@@ -51,7 +51,6 @@ class QuantizedConvolution(QuantizedLayer):
 
     @staticmethod
     def obstacle(module: Any) -> str | None:
-        """Why a convolution stays in high precision; None if it can be converted."""
         return DEPTHWISE if module.in_channels == module.groups > 1 else None
 
     def weight_matrix(self) -> Tensor:
@@ -79,15 +78,15 @@ class QuantizedConvolution(QuantizedLayer):
         text = f"{self.in_channels // self.groups}{kernel} → {self.out_channels // self.groups}"
         return text if self.groups == 1 else f"{text}, {self.groups} groups"
 
-    def kept_input(self, dtype: torch.dtype) -> tuple[int, float]:
-        """Elements of an input pixel, and the bits of each that are kept for a backward pass in ``dtype``: those of the
-        images where patches overlap."""
-        save = self.save if self._window(self.padding).is_tiling else "inputs"
+    def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
+        """Returns the elements of an input pixel, and the bits of each that a pass in ``dtype`` saves for backward:
+        those of the images where patches overlap."""
+        save = self.lowbit.save if self._window(self.padding).is_tiling else "inputs"
         return self.in_channels, saved_bits(self.full_casts, save, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
-        if self.casts.plan.is_empty or check_inputs(self, input):
+        if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
             return super().forward(input)
         x = self._batch(input)
         padding = self.padding
@@ -174,13 +173,13 @@ class QuantizedTransposed(QuantizedConvolution):
         text = f"{self.in_channels // self.groups} → {self.out_channels // self.groups}{kernel}"
         return text if self.groups == 1 else f"{text}, {self.groups} groups"
 
-    def kept_input(self, dtype: torch.dtype) -> tuple[int, float]:
+    def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
         """As of a linear layer."""
-        return self.in_channels, saved_bits(self.full_casts, self.save, dtype)
+        return self.in_channels, saved_bits(self.full_casts, self.lowbit.save, dtype)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """The transposed convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
-        if self.casts.plan.is_empty or check_inputs(self, input):
+        if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
             return super(QuantizedLayer, self).forward(input, output_size)
         if self.padding_mode != "zeros":
             raise ValueError(f"A transposed convolution pads with zeros alone; got padding_mode={self.padding_mode!r}.")
@@ -192,7 +191,7 @@ class QuantizedTransposed(QuantizedConvolution):
         window = Window(self.kernel_size, self.stride, self.dilation, self.padding, after)
         shape = (len(x), self.out_channels // self.groups, *window.sizes(x.shape[2:]))
         rows = self._products(x.movedim(1, -1).flatten(0, -2), None, None)
-        parts = [Images.apply(patches, window, shape, self.called) for patches in rows]  # type: ignore[no-untyped-call]
+        parts = [Images.apply(patches, window, shape, self.name_in_errors) for patches in rows]  # type: ignore[no-untyped-call]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype).view(-1, *[1] * len(self.kernel_size))
@@ -247,5 +246,5 @@ def convolution_class(cls: Any) -> type[QuantizedConvolution] | None:
     methods = ("forward", "_conv_forward", "__call__")
     if any(getattr(cls, name, None) is not getattr(original, name, None) for name in methods):
         return None
-    made: type[QuantizedConvolution] = derived(_CLASSES[original].__bases__[0], cls)
-    return made
+    converted: type[QuantizedConvolution] = derived(_CLASSES[original].__bases__[0], cls)
+    return converted

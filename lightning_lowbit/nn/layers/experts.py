@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.core.inputs import check_inputs
+from lightning_lowbit.nn.layers.composite import CompositeLayer, PartLayer
 from lightning_lowbit.nn.layers.grouped import GroupedLayer, GroupedLinear, GroupedProduct, QuantGroupedLinear
-from lightning_lowbit.nn.layers.host import Host, Product
 from lightning_lowbit.nn.layers.registry import derived, kind
 
 
-class RoutedExperts(Host):
+class RoutedExperts(CompositeLayer):
     """Experts of a class that ``transformers.integrations.moe.use_experts_implementation`` has decorated, whatever
     implementation the configuration names: it holds where nothing is quantized."""
 
@@ -35,24 +35,24 @@ class RoutedExperts(Host):
     _apply_gate: Any
 
     @staticmethod
-    def make_products(host: Any) -> dict[str, Product]:
-        names = ("gate_up_proj" if getattr(host, "has_gate", True) else "up_proj", "down_proj")
-        if not all(isinstance(getattr(host, name, None), nn.Parameter) for name in names):
+    def make_parts(module: Any) -> dict[str, PartLayer]:
+        names = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+        if not all(isinstance(getattr(module, name, None), nn.Parameter) for name in names):
             return {}  # replaced, as by quantizers of transformers
-        has_bias, is_transposed = getattr(host, "has_bias", False), getattr(host, "is_transposed", False)
+        has_bias, is_transposed = getattr(module, "has_bias", False), getattr(module, "is_transposed", False)
         biases = [f"{name}_bias" if has_bias else None for name in names]
-        return {n: GroupedProduct(host, n, b, is_transposed) for n, b in zip(names, biases, strict=True)}
+        return {n: GroupedProduct(module, n, b, is_transposed) for n, b in zip(names, biases, strict=True)}
 
     @staticmethod
-    def before_forward(host: Any, args: Any) -> None:
+    def before_forward(module: Any, args: Any) -> None:
         """Notes which experts this process holds: to the forward pass, expert parallelism of transformers gives the
         stacks as plain tensors."""
-        if host.is_plain:
+        if module.is_plain:
             return
-        for product in host.products.values():
-            weight = product.weight_matrix()
+        for part in module.parts.values():
+            weight = part.weight_matrix()
             if isinstance(weight, DTensor):
-                product.first_expert = product.first_of(weight)
+                part.first_expert = part.first_of(weight)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``hidden_states`` [tokens, features] through the experts ``top_k_index`` [tokens, k] of each token, summed by
@@ -77,9 +77,9 @@ class RoutedExperts(Host):
 
     def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
         """What each expert makes of its rows of ``x``, which end at ``ends``."""
-        h = self.product("gate_up_proj" if self.has_gate else "up_proj")(x, ends)
+        h = self.part("gate_up_proj" if self.has_gate else "up_proj")(x, ends)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-        y: Tensor = self.product("down_proj")(h, ends)
+        y: Tensor = self.part("down_proj")(h, ends)
         return y
 
 
@@ -101,8 +101,8 @@ class ExpertsAndIdentities(RoutedExperts):
         return (y + hidden_states * unchanged).to(hidden_states.dtype)
 
     def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
-        gate, up = self.product("gate_up_proj")(x, [*ends, *[ends[-1]] * self.zero_expert_num]).chunk(2, dim=-1)
-        y: Tensor = self.product("down_proj")(self.act_fn(gate) * up, ends)
+        gate, up = self.part("gate_up_proj")(x, [*ends, *[ends[-1]] * self.zero_expert_num]).chunk(2, dim=-1)
+        y: Tensor = self.part("down_proj")(self.act_fn(gate) * up, ends)
         return y
 
 
@@ -112,21 +112,21 @@ class MergedExperts(RoutedExperts):
     mlp: Any
 
     @staticmethod
-    def make_products(host: Any) -> dict[str, Product]:
-        made = {"w1": False, "v1": False, "w2": True}
-        return {name: MergedProduct(host.mlp, name, host.num_experts, transposed) for name, transposed in made.items()}
+    def make_parts(module: Any) -> dict[str, PartLayer]:
+        stacks = {"w1": False, "v1": False, "w2": True}
+        return {name: MergedProduct(module.mlp, name, module.num_experts, is_t) for name, is_t in stacks.items()}
 
     def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
-        gate, up = (self.product(name)(x, ends) for name in ("w1", "v1"))
-        y: Tensor = self.product("w2")(self.mlp.activation_fn(gate) * up, ends)
+        gate, up = (self.part(name)(x, ends) for name in ("w1", "v1"))
+        y: Tensor = self.part("w2")(self.mlp.activation_fn(gate) * up, ends)
         return y
 
 
 class MergedProduct(GroupedProduct):
     """A stack in one parameter ``[experts * out_features, in_features]``, or with the two sizes transposed."""
 
-    def __init__(self, host: Any, weight: str, experts: int, is_transposed: bool) -> None:
-        super().__init__(host, weight, None, is_transposed)
+    def __init__(self, owner: Any, weight: str, experts: int, is_transposed: bool) -> None:
+        super().__init__(owner, weight, None, is_transposed)
         self.experts = experts
 
     def weight_matrix(self) -> Tensor:
@@ -135,15 +135,15 @@ class MergedProduct(GroupedProduct):
         return weight.mT if self.is_transposed else weight
 
 
-class UniformExperts(Host):
+class UniformExperts(CompositeLayer):
     """The experts of Llama 4, each of which gets all tokens."""
 
     gate_up_proj: nn.Parameter
     act_fn: Any
 
     @staticmethod
-    def make_products(host: Any) -> dict[str, Product]:
-        return {name: GroupedProduct(host, name, is_transposed=True) for name in ("gate_up_proj", "down_proj")}
+    def make_parts(module: Any) -> dict[str, PartLayer]:
+        return {name: GroupedProduct(module, name, is_transposed=True) for name in ("gate_up_proj", "down_proj")}
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``hidden_states`` [experts · tokens, features], sorted by expert."""
@@ -152,8 +152,8 @@ class UniformExperts(Host):
         experts = len(self.gate_up_proj)
         rows = len(hidden_states) // experts
         ends = [rows * (i + 1) for i in range(experts)]
-        gate, up = self.product("gate_up_proj")(hidden_states, ends).chunk(2, dim=-1)
-        y: Tensor = self.product("down_proj")(up * self.act_fn(gate), ends)
+        gate, up = self.part("gate_up_proj")(hidden_states, ends).chunk(2, dim=-1)
+        y: Tensor = self.part("down_proj")(up * self.act_fn(gate), ends)
         return y
 
 
@@ -169,7 +169,7 @@ class ParallelExperts(GroupedLayer):
 
 
 # Classes of transformers without the decorator.
-_BY_NAME: dict[str, type[Host] | type[GroupedLayer]] = {
+_BY_NAME: dict[str, type[CompositeLayer] | type[GroupedLayer]] = {
     "Step3p7Experts": RoutedExperts,
     "LongcatFlashExperts": ExpertsAndIdentities,
     "DbrxExperts": MergedExperts,

@@ -24,7 +24,7 @@ from lightning_lowbit.checks import integer
 from lightning_lowbit.distributed import local, offsets_of
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.core.inputs import check_inputs
-from lightning_lowbit.nn.layers.host import Product
+from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 
 # int32 [experts], or the same numbers on the host.
@@ -143,7 +143,7 @@ class GroupedLayer(QuantizedLayer):
         if isinstance(weight, DTensor):
             first = self.first_of(weight)
             weight, bias = local(weight), None if bias is None else local(bias)
-        if self.casts.plan.is_empty or check_inputs(self, x):
+        if self.lowbit.casts.plan.is_empty or check_inputs(self, x):
             return grouped_linear(x, weight, offsets, bias)
         return self._quantized(x, weight, bias, offsets, first)
 
@@ -166,18 +166,18 @@ class QuantGroupedLinear(GroupedLayer, GroupedLinear):
     """A converted :class:`GroupedLinear`."""
 
 
-class GroupedProduct(GroupedLayer, Product):
-    """A stack whose weights, and biases, are parameters of its host.
+class GroupedProduct(GroupedLayer, PartLayer):
+    """A stack whose weights, and biases, are parameters of a composite layer.
 
     Args:
-        host: the module that calls the product.
-        weight: name of the host's parameter ``[experts, out_features, in_features]``.
-        bias: name of the host's parameter ``[experts, out_features]``; None for none.
+        owner: the module that calls the part.
+        weight: name of the owner's parameter ``[experts, out_features, in_features]``.
+        bias: name of the owner's parameter ``[experts, out_features]``; None for none.
         is_transposed: whether the weight is stored as ``[experts, in_features, out_features]``.
     """
 
-    def __init__(self, host: Any, weight: str, bias: str | None = None, is_transposed: bool = False) -> None:
-        super().__init__(host, weight, bias)
+    def __init__(self, owner: Any, weight: str, bias: str | None = None, is_transposed: bool = False) -> None:
+        super().__init__(owner, weight, bias)
         self.is_transposed = is_transposed
 
     def weight_matrix(self) -> Tensor:

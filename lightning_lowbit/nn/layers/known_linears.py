@@ -1,4 +1,4 @@
-"""Linear layers by any name: which classes compute ``x · Wᵀ + b``, and the classes that they are converted to.
+"""Classes that compute ``x · Wᵀ + b`` under any name, and the classes that they are converted to.
 
 nn.Linear, and subclasses of it that inherit its forward        by themselves
 transformers' Conv1D and FalconLinear, torch_geometric's …      by module and name, so that nothing is imported
@@ -29,7 +29,7 @@ Forward = Callable[..., Any]
 
 
 class _Layer(NamedTuple):
-    """What is known of a class: how it stores its weight, and its forward pass if that is more than the product."""
+    """A class of linear layers: how it stores its weight, and its forward pass if that is more than the product."""
 
     weight: str = ROWS
     forward: Forward | None = None
@@ -78,13 +78,12 @@ def register_linear(cls: type[nn.Module], weight: str = ROWS, forward: Forward |
     choose("order of a weight", weight, (ROWS, COLUMNS))
     if forward is not None and not callable(forward):
         raise ValueError(f"forward is a function (layer, multiply, *args, **kwargs), or None; got {forward!r}.")
-    given = _Layer(weight, forward)
-    former = _REGISTERED.get(cls)
-    if former is not None and former != given:
-        raise ValueError(f"{cls.__name__} is registered already, with {_shown(former)}; got {_shown(given)}.")
+    layer, former = _Layer(weight, forward), _REGISTERED.get(cls)
+    if former is not None and former != layer:
+        raise ValueError(f"{cls.__name__} is registered already, with {_shown(former)}; got {_shown(layer)}.")
     if former is None and _by_itself(cls) is not None:
         raise ValueError(f"{cls.__name__} is converted without being registered: leave out register_linear.")
-    _REGISTERED[cls] = given
+    _REGISTERED[cls] = layer
     converted_class.cache_clear()
 
 
@@ -104,7 +103,7 @@ def check_registered(layer: nn.Module) -> None:
 
 @kind
 def linear_class(cls: Any) -> type[QuantizedLayer] | None:
-    """The class that linear layers of exactly this class are converted to; None for other classes."""
+    """Returns the class that linear layers of exactly this class are converted to; None for other classes."""
     known = _REGISTERED.get(cls) or _KNOWN.get((cls.__module__, cls.__name__))
     return _by_itself(cls) if known is None else _derived(cls, known)
 
@@ -122,12 +121,11 @@ def _by_itself(cls: Any) -> type[QuantizedLayer] | None:
 def _derived(cls: Any, known: _Layer) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else next(iter(kwargs.values()), None)
-        # What the class itself computes.
-        if self.casts.plan.is_empty or (isinstance(x, Tensor) and x.device.type == "meta"):
+        if self.lowbit.casts.plan.is_empty or (isinstance(x, Tensor) and x.device.type == "meta"):
             return cls.forward(self, *args, **kwargs)
-        return of_product(self, partial(_multiply, self), *args, **kwargs)
+        return quantized(self, partial(_multiply, self), *args, **kwargs)
 
-    of_product = _product_alone if known.forward is None else known.forward
+    quantized = _product_alone if known.forward is None else known.forward
     members: dict[str, Any] = {"forward": forward}
     if known.weight == COLUMNS:
         members["weight_matrix"] = lambda self: self.weight.t()
@@ -140,8 +138,7 @@ def _derived(cls: Any, known: _Layer) -> Any:
 
 def _copied(layer: Any, twin: Any, memo: Any) -> Any:
     twin.__class__ = type(layer)
-    settings = {name: vars(layer)[name] for name in QuantizedLayer.__annotations__ if name in vars(layer)}
-    twin.__setstate__({**vars(twin), **copy.deepcopy(settings, memo)})
+    twin.lowbit = copy.deepcopy(layer.lowbit, memo).for_copy()
     return twin
 
 

@@ -15,21 +15,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.core.calls import Calls, keys_of_call
+from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.function import QuantizedGemms
 from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, of_nested, refuse_dtypes, refuse_scripts
-from lightning_lowbit.nn.core.operands import PrequantizedWeight, Settings
+from lightning_lowbit.nn.core.operands import Settings
 from lightning_lowbit.nn.core.parallel import Shards, tensor_parallel
-from lightning_lowbit.nn.core.saving import Readers, saved_bits
+from lightning_lowbit.nn.core.saving import saved_bits
 from lightning_lowbit.nn.core.watch import LayerAmaxes, amax_in_force, stage_
 from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.layers.native import NativeGemms
+from lightning_lowbit.nn.layers.state import LayerState, split_former
 from lightning_lowbit.quant import amax_along, smoothing_factor
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
-# Removed from module names, so that a layer keeps its key when it is wrapped or compiled.
+# Children that wrappers add: a layer keeps its name, and so its key, when it is wrapped or compiled.
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_products")
 _WHOLE = Shards()
 _NOTHING = nullcontext()
@@ -39,80 +40,67 @@ class QuantizedLayer(NativeGemms):
     """Base class of converted layers.
 
     Attributes:
-        casts: the casts in force.
-        full_casts: the casts outside any phase.
-        keys: int64 ``[6]``, the keys of stochastic rounding, in the order of ``OPERANDS``; None until set.
-        calls: numbers the calls within a micro-batch, which have their own keys; None: all calls have ``keys``.
-        is_left: whether nothing renews the keys anymore: it would be a mistake to train.
-        amaxes: kept between steps; None until set.
-        exact: computes float32 GEMMs over exact operands.
-        backend: ``"auto"`` (native GEMMs where device and casts allow), ``"native"`` or ``"emulated"``.
-        save: ``"inputs"`` or ``"codes"``: kept for the backward pass, see :mod:`lightning_lowbit.nn.core.saving`.
-        readers: knows the layers that read one tensor together; None for ``save="inputs"``.
-        keeps_input: with ``save="codes"``, whether too many layers read the input for each to keep its codes.
-        blend: float32, 0-d: λ of annealing, see :func:`set_blend`; None for fully quantized operands.
-        operand_sums, gradient_sums: rows of a :class:`~lightning_lowbit.nn.core.watch.Watch`; None if unmeasured.
-        token_amax: float32 ``[tokens, 1]``, for smoothing the tokens of the next pass; None until set.
-        weight_amax: float32, 0-d, scales the weight (:mod:`lightning_lowbit.nn.conversion.shared_amax`), if not None.
-        frozen: what the bytes are that the weight is kept as (:func:`lightning_lowbit.pack_frozen`); None for a matrix.
-        prequantized_weight: set while gathering a weight that is quantized (:mod:`lightning_lowbit.nn.sharded.gather`).
-        name_in_model: what errors call the layer: its name in the model that was converted, or its class and shape.
+        lowbit: all that conversion adds to a module; it is in no ``state_dict``.
+        kind: ``"linear"``, ``"convolution"``, ``"experts"`` or ``"attention"``.
+        keeps_parameter: with ``save="codes"``: the weight is the parameter, or a view of it.
     """
 
     kind: ClassVar[str] = "linear"
-    keeps_parameter: ClassVar[bool] = True  # with save="codes": the weight is the parameter, or a view of it
-
-    casts: LinearCasts = LinearCasts()
-    full_casts: LinearCasts = LinearCasts()
-    keys: Tensor | None = None
-    calls: Calls | None = None
-    is_left: bool = False
-    amaxes: LayerAmaxes | None = None
-    exact: bool = False
-    backend: str = "auto"
-    save: str = "inputs"
-    readers: Readers | None = None
-    keeps_input: bool = False
-    blend: Tensor | None = None
-    token_amax: Tensor | None = None
-    operand_sums: Tensor | None = None
-    gradient_sums: Tensor | None = None
-    weight_amax: Tensor | None = None
-    frozen: Frozen | None = None
-    prequantized_weight: PrequantizedWeight | None = None
-    name_in_model: str = "(without a name)"
+    keeps_parameter: ClassVar[bool] = True
 
     weight: Any  # as nn.Linear and Conv1D declare it
     bias: Any
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lowbit = LayerState()
+
     def __setstate__(self, state: Any) -> None:
-        """Of a copy, or a layer that was pickled: what renews keys and amaxes, and measures, has stayed behind."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for name in ("weight_amax", "token_amax", "operand_sums", "gradient_sums", "prequantized_weight"):
-            vars(self).pop(name, None)
-        self.is_left = self.is_left or self.full_casts.plan.draws
-        if self.amaxes is not None:
-            self.amaxes = self.amaxes._replace(switch=None)
+        """Restores a copy, or a layer that was pickled."""
+        attributes, lowbit = split_former(state)
+        super().__setstate__(attributes)  # type: ignore[no-untyped-call]
+        self.lowbit = lowbit.for_copy()
+
+    @property
+    def casts(self) -> LinearCasts:
+        """The casts in force."""
+        return self.lowbit.casts
+
+    @casts.setter
+    def casts(self, casts: LinearCasts) -> None:
+        self.lowbit.casts = casts
+
+    @property
+    def full_casts(self) -> LinearCasts:
+        """The casts outside any phase; see :meth:`set_casts`."""
+        return self.lowbit.full_casts
+
+    @property
+    def name_in_model(self) -> str:
+        """The layer's name in errors: that in the converted model, or its class and shape."""
+        return self.lowbit.name_in_model
 
     def check_casts(self, casts: LinearCasts) -> None:
         """Raises a ``ValueError`` for casts that the layer cannot have."""
-        if self.frozen is not None and casts.fprop_w not in (None, self.frozen.cast):
+        frozen = self.lowbit.frozen
+        if frozen is not None and casts.fprop_w not in (None, frozen.cast):
             raise ValueError(
-                f"The weight is kept as codes of {self.frozen.cast}, and the casts quantize it to {casts.fprop_w}. "
+                f"The weight is kept as codes of {frozen.cast}, and the casts quantize it to {casts.fprop_w}. "
                 "Give the layer casts with the same fprop_w, or call lightning_lowbit.unpack_frozen(model) first."
             )
 
     def set_casts(self, casts: LinearCasts) -> None:
         """Sets the casts outside any phase. A change drops amaxes, which may be those of other operands."""
         self.check_casts(casts)
-        if casts != self.full_casts:
-            self.amaxes = None
-        self.full_casts = self.casts = casts
+        state = self.lowbit
+        if casts != state.full_casts:
+            state.amaxes = None
+        state.full_casts = state.casts = casts
 
     def weight_matrix(self) -> Tensor:
         """The weight as ``[out_features, in_features]``, or a stack of such matrices."""
-        frozen = getattr(self, "frozen", None)  # also called for layers that are not converted
-        return self.weight if frozen is None else frozen.dense(self.weight.detach())
+        state = getattr(self, "lowbit", None)  # also called for layers that are not converted
+        return self.weight if state is None or state.frozen is None else state.frozen.dense(self.weight.detach())
 
     def set_weight_matrix(self, values: Tensor) -> None:
         """Writes values of :meth:`weight_matrix` to the parameter."""
@@ -120,22 +108,22 @@ class QuantizedLayer(NativeGemms):
 
     @staticmethod
     def obstacle(module: Any) -> str | None:
-        """Why a module of a class that can be converted stays in high precision; None if it can be converted."""
+        """Returns why a module of a class that can be converted stays in high precision, if it does."""
         return None
 
     @property
     def size_text(self) -> str:
-        """``in → out`` features, or ``8 × (in → out)`` of a stack, as tables show them."""
+        """The layer's size in tables: ``in → out`` features, or ``8 × (in → out)`` of a stack."""
         *stack, out_features, in_features = self.weight_matrix().shape
         size = f"{in_features} → {out_features}"
         return f"{stack[0]} × ({size})" if stack else size
 
-    def kept_input(self, dtype: torch.dtype) -> tuple[int, float]:
-        """Elements of an input token, and the bits of each that are kept for a backward pass in ``dtype``."""
-        return self.weight_matrix().shape[-1], saved_bits(self.full_casts, self.save, dtype)
+    def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
+        """Returns the elements of an input token, and the bits of each that a pass in ``dtype`` saves for backward."""
+        return self.weight_matrix().shape[-1], saved_bits(self.lowbit.full_casts, self.lowbit.save, dtype)
 
     def own_parameters(self) -> list[nn.Parameter]:
-        """The parameters that are the layer's, wherever they are registered."""
+        """Returns the layer's parameters, wherever they are registered."""
         return list(self.parameters(recurse=False))
 
     @property
@@ -144,22 +132,23 @@ class QuantizedLayer(NativeGemms):
         return self.weight.device
 
     @property
-    def called(self) -> str:
-        """:attr:`name_in_model`, but in compiled graphs, which the blocks of a model share."""
-        return "(compiled)" if torch.compiler.is_compiling() else self.name_in_model
+    def name_in_errors(self) -> str:
+        """:attr:`name_in_model`, except in compiled graphs, which the blocks of a model share."""
+        return "(compiled)" if torch.compiler.is_compiling() else self.lowbit.name_in_model
 
     def __prepare_scriptable__(self) -> Any:  # torch.jit.script asks for it
         refuse_scripts(self.name_in_model)
 
     def forward(self, input: Tensor) -> Tensor:  # as nn.Linear names it, which callers may do too
         """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
-        if self.casts.plan.is_empty or check_inputs(self, input):  # nothing to quantize: the original layer
-            if self.frozen is not None:
+        casts, frozen = self.lowbit.casts, self.lowbit.frozen
+        if casts.plan.is_empty or check_inputs(self, input):  # nothing to quantize: the original layer
+            if frozen is not None:
                 return F.linear(input, self.weight_matrix().to(input.dtype), self.bias)
             return super().forward(input)
-        if self.frozen is not None and self.frozen.cast == self.casts.fprop_w:
-            return self.quantized_forward(input, self.weight, self.bias, frozen=self.frozen)
-        weight = self.weight_matrix() if self.frozen is None else self.weight_matrix().to(input.dtype)
+        if frozen is not None and frozen.cast == casts.fprop_w:
+            return self.quantized_forward(input, self.weight, self.bias, frozen=frozen)
+        weight = self.weight_matrix() if frozen is None else self.weight_matrix().to(input.dtype)
         if isinstance(weight, DTensor):
             return tensor_parallel(self.quantized_forward, input, weight, self.bias)
         return self.quantized_forward(input, weight, self.bias)
@@ -185,8 +174,8 @@ class QuantizedLayer(NativeGemms):
             return of_nested(
                 self.name_in_model, x, lambda rows: self.quantized_forward(rows, weight, bias, shards, frozen=frozen)
             )
-        casts, source, shape, device_type = self.casts, x, x.shape, x.device.type
-        prequantized, amaxes = self.prequantized_weight, self.amaxes
+        state, source, shape, device_type = self.lowbit, x, x.shape, x.device.type
+        casts, prequantized, amaxes = state.casts, state.prequantized_weight, state.amaxes
         switch = None if amaxes is None else amaxes.switch
         is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert
         is_autocast = torch.is_autocast_enabled(device_type)
@@ -209,28 +198,28 @@ class QuantizedLayer(NativeGemms):
                 keys=keys_of_call(self) if keys is None else keys,
                 in_force=None if amaxes is None else amaxes.in_force,
                 staged=amaxes.staged if amaxes is not None and switch is not None and switch[0] else None,
-                exact=self.exact,
+                exact=state.exact,
                 native=self.native_gemms(x.device, dtype=dtype) if casts.plan.native_gemms else (),
-                blend=self.blend,
-                operand_sums=self.operand_sums,
-                gradient_sums=self.gradient_sums,
+                blend=state.blend,
+                operand_sums=state.operand_sums,
+                gradient_sums=state.gradient_sums,
                 shards=shards,
                 weight_amax=self.shared_amax(dtype) if prequantized is None else prequantized.amax,
                 prequantized=prequantized,
-                recasts=self.readers is not None and self.keeps_parameter and casts.smooth is None and not is_made,
+                recasts=state.readers is not None and self.keeps_parameter and casts.smooth is None and not is_made,
                 frozen=frozen,
-                packs=gathered is None and self.readers is not None and self._packs(source, dtype),
+                packs=gathered is None and state.readers is not None and self._packs(source, dtype),
                 window=gathered,
                 ends=ends,
                 part=part,
                 dtype=dtype,
-                layer=self.called,
+                layer=self.name_in_errors,
             )
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)[0]  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
-        is_left = self.is_left or (amaxes is not None and switch is None)
-        if is_left and self.training and weight.requires_grad and y.requires_grad:
+        plugin_is_gone = state.plugin_is_gone or (amaxes is not None and switch is None)
+        if plugin_is_gone and self.training and weight.requires_grad and y.requires_grad:
             y.register_hook(partial(_say_that_plugin_is_gone, casts, amaxes))  # type: ignore[no-untyped-call]
         if window is not None or len(shape) == 2:
             return y
@@ -239,7 +228,7 @@ class QuantizedLayer(NativeGemms):
 
     def _dtype_of_pass(self, x: Tensor, weight: Tensor, is_autocast: bool, is_made: bool, frozen: Any) -> torch.dtype:
         """The dtype in which a pass computes; a ``ValueError`` if it cannot compute these tensors in one."""
-        dtype, prequantized = x.dtype, self.prequantized_weight
+        dtype, prequantized = x.dtype, self.lowbit.prequantized_weight
         if dtype not in COMPUTED or not (is_made or weight.dtype in COMPUTED):
             refuse_dtypes(self.name_in_model, x, weight)
         if is_autocast and dtype != torch.float64:  # autocast does not cast float64
@@ -254,7 +243,7 @@ class QuantizedLayer(NativeGemms):
                 f"The weight was quantized in {prequantized.source_dtype}, before it was gathered, and this pass is "
                 f"one in {dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
             )
-        if self.amaxes is None and self.casts.plan.delayed:
+        if self.lowbit.amaxes is None and self.lowbit.casts.plan.delayed:
             raise ValueError(
                 "Delayed scaling needs histories: they are set by the precision plugin, or by "
                 "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
@@ -263,9 +252,10 @@ class QuantizedLayer(NativeGemms):
 
     def _packs(self, source: Tensor, dtype: torch.dtype) -> bool:
         """Whether this pass keeps codes: not where a second backward pass will draw the random bits of x anew."""
-        if self.readers is None or (self.calls is not None and self.calls.given is not None):
+        readers, calls = self.lowbit.readers, self.lowbit.calls
+        if readers is None or (calls is not None and calls.given is not None):
             return False
-        return self.readers.pack(self, source, dtype)
+        return readers.pack(self, source, dtype)
 
     def _smoothed(self, x: Tensor, weight: Tensor, shards: Shards) -> tuple[Tensor, Tensor, Tensor | None]:
         """x and w with the smoothing factor s in them, and the factor of the product (None for 1).
@@ -273,7 +263,7 @@ class QuantizedLayer(NativeGemms):
         Y = (X · diag(s)) · (W · diag(1/s))ᵀ + b      per channel
         Y = diag(1/s) · (diag(s) · X) · Wᵀ + b        per token
         """
-        if self.casts.smooth == "channel":
+        if self.lowbit.casts.smooth == "channel":
             s = smoothing_factor(self._channel_amax(x, shards), x.dtype)
             return x * s, weight * s.reciprocal(), None
         s = smoothing_factor(self._token_amax(x, shards), x.dtype)
@@ -282,19 +272,20 @@ class QuantizedLayer(NativeGemms):
     def _channel_amax(self, x: Tensor, shards: Shards) -> Tensor:
         """float32 ``[in_features]``: of this batch in training, of the last training step in evaluation."""
         own = amax_along(x.detach(), 0)[0]
-        if self.amaxes is None:
+        amaxes = self.lowbit.amaxes
+        if amaxes is None:
             return own
-        channels, staged = self.amaxes.channels, self.amaxes.staged_channels
+        channels, staged = amaxes.channels, amaxes.staged_channels
         if shards.x is not None:  # x is sharded along its features: take this process's channels
             channels, staged = (of_all.narrow(0, shards.x.start, len(own)) for of_all in (channels, staged))
-        if self.amaxes.switch is not None and self.amaxes.switch[0]:
+        if amaxes.switch is not None and amaxes.switch[0]:
             stage_(staged, own)
             return own
         return torch.where(channels > 0, channels, own)
 
     def _token_amax(self, x: Tensor, shards: Shards) -> Tensor:
         """float32 ``[tokens, 1]``: of the up projection's output, which its hook left in ``token_amax``."""
-        amax, self.token_amax = self.token_amax, None
+        amax, self.lowbit.token_amax = self.lowbit.token_amax, None
         if amax is None or amax.numel() != len(x):
             raise ValueError(
                 "smooth='token' scales by the output of an MLP's up projection, and none has come before this pass: "
@@ -303,15 +294,17 @@ class QuantizedLayer(NativeGemms):
         return max_over_shards(amax.view(-1, 1), shards.x)
 
     def shared_amax(self, dtype: torch.dtype) -> Tensor | None:
-        """``weight_amax`` rounded to the weight's dtype, which is monotonic; None if it is not set."""
-        return None if self.weight_amax is None else self.weight_amax.to(dtype).float()
+        """Returns ``weight_amax``, rounded as the weight is, which is monotonic; None if it is not set."""
+        amax = self.lowbit.weight_amax
+        return None if amax is None else amax.to(dtype).float()
 
     def scaled_by(self, weight: Tensor) -> Tensor | None:
-        """The amax by which the forward pass scales its weight outside of a step; None for the weight's own."""
-        amax, cast = self.shared_amax(weight.dtype), self.casts.cast_of("fprop_w")
-        if self.amaxes is None or cast is None or cast.scale.source == "current":
+        """Returns the amax by which the forward pass scales its weight outside of a step; None for the weight's own."""
+        state, amax = self.lowbit, self.shared_amax(weight.dtype)
+        cast, amaxes = state.casts.cast_of("fprop_w"), state.amaxes
+        if amaxes is None or cast is None or cast.scale.source == "current":
             return amax
-        return amax_in_force(self.amaxes.in_force, "fprop_w", amax_of(weight) if amax is None else amax)
+        return amax_in_force(amaxes.in_force, "fprop_w", amax_of(weight) if amax is None else amax)
 
     def extra_repr(self) -> str:
         """Shows the casts in force in ``print(model)``."""
@@ -324,23 +317,23 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
-    """The converted layers of a model by name, each once, in the order of the modules."""
+    """Returns the converted layers of a model by name, each once, in the order of the modules."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
 
 
 def clean_name(name: str) -> str:
-    """A module's name without the parts that wrappers add."""
+    """Returns a module's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _say_that_plugin_is_gone(casts: LinearCasts, amaxes: LayerAmaxes | None, gradient: Tensor) -> None:
-    """Refuses delayed scaling, whose amaxes would stay those of the last step; warns of all else. A backward hook."""
-    told = (
+    """Raises for delayed scaling, whose amaxes would stay those of the last step; warns otherwise. A backward hook."""
+    message = (
         "This training goes on in low precision without the precision plugin that converted the model, or in a copy of "
         "the model that the plugin does not know: random bits stay those of its last step, and checkpoints do not tell "
         "the casts. Give the Trainer a plugin, and other loops LayerKeys and AmaxHistories, or end quantization: "
         "lightning_lowbit.convert(model, 'bf16')."
     )
     if casts.plan.delayed and amaxes is not None and amaxes.in_force.any():
-        raise ValueError(f"{told} With delayed scaling, amaxes would stay those of the last step, too.")
-    warnings.warn(told, stacklevel=2)
+        raise ValueError(f"{message} With delayed scaling, amaxes would stay those of the last step, too.")
+    warnings.warn(message, stacklevel=2)

@@ -1,10 +1,10 @@
 """``nn.MultiheadAttention``, whose projections of queries, keys and values are no layers but functional calls.
 
-    q, k, v = x · in_projᵀ + b         product ``in_proj``, or ``q_proj``, ``k_proj``, ``v_proj`` with separate weights
+    q, k, v = x · in_projᵀ + b         part ``in_proj``, or ``q_proj``, ``k_proj``, ``v_proj`` with separate weights
     o       = softmax(q · kᵀ / √d) · v
     y       = o · out_projᵀ + b        a layer of its own
 
-The class that is converted reads the weight of its ``out_proj`` without calling it; the host calls it.
+The original class reads the weight of its ``out_proj`` without calling it; the converted class calls it.
 """
 
 import math
@@ -18,21 +18,21 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_lowbit.nn.core.inputs import check_inputs
-from lightning_lowbit.nn.layers.host import Host, Product, has_nothing_to_quantize
+from lightning_lowbit.nn.layers.composite import CompositeLayer, PartLayer, has_plain_parts
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.registry import derived, kind
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 
-class Projection(Product):
-    """A product whose weight is cut into parts of equal size: the host multiplies an input by one part or more.
+class Projection(PartLayer):
+    """A weight of one or three projections, of which a call multiplies its input by one or more.
 
-    Each call is a GEMM of its own, and what is in it shares scales. In self-attention, that is the whole weight.
+    Each call is a GEMM of its own, within which scales are shared: in self-attention, those of the whole weight.
     """
 
-    def __init__(self, host: nn.Module, weight: str, bias: str | None, part: int = 0, parts: int = 1) -> None:
-        super().__init__(host, weight, bias)
+    def __init__(self, owner: nn.Module, weight: str, bias: str | None, part: int = 0, parts: int = 1) -> None:
+        super().__init__(owner, weight, bias)
         self._part, self.parts = part, parts
 
     @property
@@ -40,11 +40,11 @@ class Projection(Product):
         name = self._names[1]
         if name is None:
             return None
-        bias: Tensor = getattr(self.host, name)  # of separate weights, one for all of them
+        bias: Tensor = getattr(self.owner, name)  # of separate weights, one for all of them
         return bias if self.parts > 1 else bias.chunk(len(SEPARATE))[self._part]
 
     def forward(self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``, and the given parts of weight and bias; None for all."""
+        """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``, by default with the whole weight and bias."""
         if weight is None:
             weight, bias = self.weight, self.bias
         if isinstance(weight, DTensor):
@@ -56,31 +56,31 @@ class Projection(Product):
         return self.quantized_forward(input, weight, bias)
 
     def split(self, *sizes: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight and bias of so many parts each."""
+        """Splits weight and bias into pieces of so many projections each."""
         rows, bias = len(self.weight) // self.parts, self.bias
         lengths = [rows * size for size in sizes]
         biases = [None] * len(sizes) if bias is None else torch.split(bias, lengths)
         return list(zip(torch.split(self.weight, lengths), biases, strict=True))
 
 
-class MultiheadHost(Host):
+class QuantizedMultihead(CompositeLayer):
     """Base class of converted ``nn.MultiheadAttention``. Its options, shapes and errors are torch's."""
 
-    called_layers = ("out_proj",)
-    quantized_attention: ClassVar[Callable[..., Tensor]]  # set by nn.attention, whose hosts are built on this one
+    called_children = ("out_proj",)
+    quantized_attention: ClassVar[Callable[..., Tensor]]  # set by nn.attention, which imports this module
 
     @staticmethod
-    def make_products(host: Any) -> dict[str, Product]:
-        bias = None if host.in_proj_bias is None else "in_proj_bias"
-        if host.in_proj_weight is not None:
-            return {"in_proj": Projection(host, "in_proj_weight", bias, parts=len(SEPARATE))}
-        return {name: Projection(host, f"{name}_weight", bias, part) for part, name in enumerate(SEPARATE)}
+    def make_parts(module: Any) -> dict[str, PartLayer]:
+        bias = None if module.in_proj_bias is None else "in_proj_bias"
+        if module.in_proj_weight is not None:
+            return {"in_proj": Projection(module, "in_proj_weight", bias, parts=len(SEPARATE))}
+        return {name: Projection(module, f"{name}_weight", bias, part) for part, name in enumerate(SEPARATE)}
 
     @property
     def is_plain(self) -> bool:
         out_proj: Any = self.out_proj
-        has_none = not isinstance(out_proj, QuantizedLayer) or out_proj.casts.plan.is_empty
-        return has_none and has_nothing_to_quantize(self)  # torch.compile takes super().is_plain for true
+        is_plain = not isinstance(out_proj, QuantizedLayer) or out_proj.lowbit.casts.plan.is_empty
+        return is_plain and has_plain_parts(self)  # torch.compile takes super().is_plain for true
 
     def forward(
         self,
@@ -93,76 +93,76 @@ class MultiheadHost(Host):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        host: Any = self
+        module: Any = self
         if self.is_plain or check_inputs(self, query, key, value):
             plain = super().forward
             return plain(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         is_batched = F._mha_shape_check(  # type: ignore[attr-defined]
-            query, key, value, key_padding_mask, attn_mask, host.num_heads
+            query, key, value, key_padding_mask, attn_mask, module.num_heads
         )
         if not is_batched:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        elif host.batch_first:
+        elif module.batch_first:
             query, key, value = _alike(query, key, value)
-        _check_shapes(host, query, key, value)
+        _check_shapes(module, query, key, value)
         if is_causal and attn_mask is None:
             raise ValueError("is_causal says that attn_mask is causal, and there is no attn_mask: give one, too.")
         causal = is_causal and key_padding_mask is None
         mask, padding = _additive(attn_mask, key_padding_mask, query.dtype, without=causal and not need_weights)
         q, k, v = self._projected(query, key, value)
-        q, k, v, mask = _heads(host, q, k, v, mask, padding)
-        p = host.dropout if host.training else 0.0
+        q, k, v, mask = _heads(module, q, k, v, mask, padding)
+        p = module.dropout if module.training else 0.0
         o, weights = _explicit(q, k, v, mask, p) if need_weights else (None, None)
         if o is None or self.attends:
             o = self.attend(q, k, v, mask, p, causal and not need_weights)
         tokens, batch, width = query.shape
-        y = host.out_proj(o.permute(2, 0, 1, 3).reshape(tokens * batch, width)).view(tokens, batch, -1)
+        y = module.out_proj(o.permute(2, 0, 1, 3).reshape(tokens * batch, width)).view(tokens, batch, -1)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         if not is_batched:
             return y.squeeze(1), None if weights is None else weights.squeeze(0)
-        return y.transpose(0, 1) if host.batch_first else y, weights
+        return y.transpose(0, 1) if module.batch_first else y, weights
 
     @property
     def attends(self) -> bool:
-        """Whether attention's own products are quantized; weights that are asked for are in high precision."""
-        return any(not each.casts.plan.is_empty for each in self.products.values() if each.kind == "attention")
+        """Whether attention's own products are quantized; its weights (``need_weights``) are in high precision."""
+        return any(not part.lowbit.casts.plan.is_empty for part in self.parts.values() if part.kind == "attention")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool) -> Tensor:
         if not self.attends:
             return F.scaled_dot_product_attention(q, k, v, mask, p, causal)
-        return self.quantized_attention(self.products, q, k, v, mask, p, causal)
+        return self.quantized_attention(self.parts, q, k, v, mask, p, causal)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v ``[tokens, batch, width]``, in as few GEMMs as there are different inputs."""
-        host: Any = self
-        if host.in_proj_weight is None:
-            q, k, v = (self.product(name)(x) for name, x in zip(SEPARATE, (query, key, value), strict=True))
+        module: Any = self
+        if module.in_proj_weight is None:
+            q, k, v = (self.part(name)(x) for name, x in zip(SEPARATE, (query, key, value), strict=True))
             return q, k, v
-        product: Projection = self.product("in_proj")
+        projection: Projection = self.part("in_proj")
         if query is key and key is value:
-            q, k, v = _unstacked(product(query), 3)
-            return q, k, v
-        if key is value:
-            of_q, of_both = product.split(1, 2)
-            k, v = _unstacked(product(key, *of_both), 2)
-            return product(query, *of_q), k, v
-        of_each = product.split(1, 1, 1)
-        q, k, v = (product(x, *part) for x, part in zip((query, key, value), of_each, strict=True))
+            q, k, v = _unstacked(projection(query), 3)
+        elif key is value:
+            first, others = projection.split(1, 2)
+            k, v = _unstacked(projection(key, *others), 2)
+            q = projection(query, *first)
+        else:
+            pieces = projection.split(1, 1, 1)
+            q, k, v = (projection(x, *piece) for x, piece in zip((query, key, value), pieces, strict=True))
         return q, k, v
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs ``[batch, tokens, width]`` as ``[tokens, batch, width]``; those that are one tensor stay one."""
+    """Transposes inputs ``[batch, tokens, width]`` to ``[tokens, batch, width]``; one tensor stays one tensor."""
     q = query.transpose(0, 1)
     k = q if key is query else key.transpose(0, 1)
     return q, k, k if value is key else value.transpose(0, 1)
 
 
-def _check_shapes(host: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
-    if query.shape[-1] != host.embed_dim:
-        raise ValueError(f"query has embed_dim={host.embed_dim} features; got {query.shape[-1]}.")
+def _check_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+    if query.shape[-1] != module.embed_dim:
+        raise ValueError(f"query has embed_dim={module.embed_dim} features; got {query.shape[-1]}.")
     if key.shape[:2] != value.shape[:2]:
         raise ValueError(f"key and value have as many tokens; got {tuple(key.shape)} and {tuple(value.shape)}.")
 
@@ -170,37 +170,37 @@ def _check_shapes(host: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
 def _additive(
     mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype, without: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Masks that are added to the scores; ``without`` leaves out that of attention, which is causal."""
+    """Turns the two masks into terms that are added to the scores; ``without`` leaves out ``mask``, which is causal."""
     padding = F._canonical_mask(padding, "key_padding_mask", F._none_or_dtype(mask), "attn_mask", dtype)
     return None if without else F._canonical_mask(mask, "attn_mask", None, "", dtype, False), padding
 
 
 def _unstacked(x: Tensor, parts: int) -> Tensor:
-    """``[tokens, batch, parts * width]`` as ``[parts, tokens, batch, width]``."""
+    """Reshapes ``[tokens, batch, parts * width]`` to ``[parts, tokens, batch, width]``."""
     return x.view(*x.shape[:-1], parts, -1).movedim(-2, 0).contiguous()
 
 
 def _heads(
-    host: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, padding: Tensor | None
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, padding: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k and v as ``[batch, heads, tokens, features]``, with the keys that options add, and one mask of four
-    dimensions, which broadcasts to the scores."""
-    (queries, batch, _), heads = q.shape, host.num_heads
+    """Reshapes q, k and v to ``[batch, heads, tokens, features]``, adds the keys of ``bias_k`` and ``add_zero_attn``,
+    and joins the masks to one of four dimensions, which broadcasts to the scores."""
+    (queries, batch, _), heads = q.shape, module.num_heads
     if mask is not None:
         shape = (queries, len(k)) if mask.dim() == 2 else (batch * heads, queries, len(k))
         if mask.shape != shape:
             raise ValueError(f"attn_mask of {mask.dim()} dimensions has shape {shape}; got {tuple(mask.shape)}.")
         mask = mask[None, None] if mask.dim() == 2 else mask.view(batch, heads, queries, -1)
-    if host.bias_k is not None:
-        k, v = torch.cat([k, host.bias_k.repeat(1, batch, 1)]), torch.cat([v, host.bias_v.repeat(1, batch, 1)])
+    if module.bias_k is not None:
+        k, v = torch.cat([k, module.bias_k.repeat(1, batch, 1)]), torch.cat([v, module.bias_v.repeat(1, batch, 1)])
 
     def by_head(x: Tensor) -> Tensor:
         return x.view(len(x), batch * heads, -1).transpose(0, 1).view(batch, heads, len(x), -1)
 
     q, k, v = by_head(q), by_head(k), by_head(v)
-    if host.add_zero_attn:
+    if module.add_zero_attn:
         k, v = (torch.cat([x, x.new_zeros(batch, heads, 1, x.shape[-1])], 2) for x in (k, v))
-    added = (host.bias_k is not None) + host.add_zero_attn
+    added = (module.bias_k is not None) + module.add_zero_attn
     mask = mask if mask is None or not added else F.pad(mask, (0, added))
     if padding is not None:
         padding = F.pad(padding, (0, added))[:, None, None]
@@ -209,7 +209,7 @@ def _heads(
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> tuple[Tensor, Tensor]:
-    """Attention and its weights ``[batch, heads, queries, keys]``."""
+    """Computes attention and its weights ``[batch, heads, queries, keys]``."""
     batch, heads, queries, features = q.shape
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     q, k = q * math.sqrt(1.0 / features), k.transpose(-2, -1)
@@ -220,21 +220,20 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) ->
 
 
 def uncalled_projections(model: nn.Module) -> set[nn.Module]:
-    """Output projections whose weight alone is read, by subclasses with a forward pass of their own."""
-    return {
-        m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention) and multihead_class(type(m)) is None
-    }
+    """Finds output projections that subclasses with another forward pass do not call: they read the weight alone."""
+    attentions = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention))
+    return {attention.out_proj for attention in attentions if multihead_class(type(attention)) is None}
 
 
 @kind
-def multihead_class(cls: Any) -> type[MultiheadHost] | type[QuantizedLayer] | None:
-    """What ``nn.MultiheadAttention``, a class that inherits its forward pass, and its output projection become."""
+def multihead_class(cls: Any) -> type[QuantizedMultihead] | type[QuantizedLayer] | None:
+    """Returns the class that ``nn.MultiheadAttention``, a subclass with its forward pass, or its output projection is
+    converted to; None for other classes."""
+    base: Any = None
     if cls is NonDynamicallyQuantizableLinear:
-        found: type[QuantizedLayer] = derived(QuantizedLayer, cls)
-        return found
-    if issubclass(cls, MultiheadHost):
+        base = QuantizedLayer
+    elif issubclass(cls, QuantizedMultihead):
         return cls
-    if issubclass(cls, nn.MultiheadAttention) and cls.forward is nn.MultiheadAttention.forward:
-        host: type[MultiheadHost] = derived(MultiheadHost, cls)
-        return host
-    return None
+    elif issubclass(cls, nn.MultiheadAttention) and cls.forward is nn.MultiheadAttention.forward:
+        base = QuantizedMultihead
+    return None if base is None else derived(base, cls)

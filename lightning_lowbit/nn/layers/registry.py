@@ -1,4 +1,4 @@
-"""Which classes are converted, and the classes that they become: each kind of layer registers a function that knows."""
+"""The table of conversion: each kind of layer registers a function that returns the converted class of a class."""
 
 from collections.abc import Callable
 from functools import cache
@@ -6,11 +6,11 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_lowbit.nn.layers.host import Host
+from lightning_lowbit.nn.layers.composite import CompositeLayer
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 
-# What a class becomes: a layer, a host of several, or (None) nothing.
-Converted = type[QuantizedLayer] | type[Host] | None
+# A layer, a composite of several layers, or no conversion.
+Converted = type[QuantizedLayer] | type[CompositeLayer] | None
 
 _KINDS: list[Callable[[Any], Converted]] = []
 
@@ -24,7 +24,7 @@ def kind(finder: Callable[[Any], Converted]) -> Callable[[Any], Converted]:
 @cache
 def converted_class(cls: Any) -> Converted:
     """Returns the class that a module of exactly this class is converted to; a converted class itself."""
-    if issubclass(cls, (QuantizedLayer, Host)):
+    if issubclass(cls, (QuantizedLayer, CompositeLayer)):
         return cls
     if issubclass(cls, FSDPModule):
         return _sharded_class(cls)
@@ -33,7 +33,7 @@ def converted_class(cls: Any) -> Converted:
 
 def _sharded_class(cls: Any) -> Converted:
     """Returns the converted class of a class that ``fully_shard`` derived from FSDPModule and a module's class."""
-    from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
+    from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls  # internal: may move
 
     sharded, original, *_ = cls.__bases__
     quantized = converted_class(original)
@@ -49,26 +49,27 @@ def quantized_class(cls: Any) -> type[QuantizedLayer] | None:
     return converted if converted is not None and issubclass(converted, QuantizedLayer) else None
 
 
-def host_class(cls: Any) -> type[Host] | None:
-    """Returns the class of hosts that a module of exactly this class is converted to; None if it has no products."""
+def composite_class(cls: Any) -> type[CompositeLayer] | None:
+    """Returns the composite class that a module of exactly this class is converted to; None if it has no parts."""
     converted = converted_class(cls)
-    return converted if converted is not None and issubclass(converted, Host) else None
-
-
-def derived(base: type, original: Any, **members: Any) -> Any:
-    """Makes the class ``Quant…`` of a base and the class that is converted; its objects are pickled by the latter."""
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        _, _, *rest = original.__reduce_ex__(self, protocol)
-        return _rebuilt, (original,), *rest
-
-    members = {"__module__": __name__, "__reduce_ex__": reduce, **members}
-    return type(f"Quant{original.__name__}", (base, original), members)
+    return converted if converted is not None and issubclass(converted, CompositeLayer) else None
 
 
 def _rebuilt(original: type) -> Any:
     cls: Any = converted_class(original)
     return cls.__new__(cls)
+
+
+def derived(base: type, original: Any, rebuild: Callable[[type], Any] = _rebuilt, **members: Any) -> Any:
+    """Makes the class ``Quant…`` of a base and a class that is converted. Its objects are pickled with the original
+    class, from which ``rebuild`` makes a converted object without attributes."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        _, _, *rest = original.__reduce_ex__(self, protocol)
+        return rebuild, (original,), *rest
+
+    members = {"__module__": __name__, "__reduce_ex__": reduce, **members}
+    return type(f"Quant{original.__name__}", (base, original), members)
 
 
 def __getattr__(name: str) -> Any:

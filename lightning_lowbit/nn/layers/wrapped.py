@@ -1,7 +1,7 @@
 """Modules whose ``forward`` was replaced, as parallel plans of ``transformers`` and hooks of ``accelerate`` do it.
 
-What they set as ``module.forward`` calls a method of the class that the module then had. Conversion changes that class;
-so the method is replaced, where it is held, by one that is looked up when it is called.
+The function that they set as ``module.forward`` calls a method of the class that the module then had. Conversion
+changes that class; so the method is replaced, where it is held, by one that is looked up when it is called.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,59 +11,58 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_LEVELS = 6  # from what was set down to the method: closures, their objects, and the objects of these
+_LEVELS = 6  # from the replacement down to the method: closures, their objects, and the objects of these
 
-Slot = tuple[Any, Callable[[Any], None]]  # a method, and what puts another one in its place
+Slot = tuple[Any, Callable[[Any], None]]  # a method, and a function that puts another one in its place
 
 
 def late_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward pass of the class that a module has when this is called."""
+    """Runs the forward pass of the class that a module has when this is called."""
     forward: Any = type(module).forward
     return forward(module, *args, **kwargs)
 
 
 def replaced_forward(module: nn.Module) -> str | None:
-    """What has replaced a module's ``forward`` without calling that of its class; None if nothing has."""
-    own = vars(module).get("forward")
-    if own is None or any(True for _ in _methods(module)):
+    """Returns the name of a replacement of a module's ``forward`` that does not call that of its class, or None."""
+    forward = vars(module).get("forward")
+    if forward is None or any(True for _ in _methods(module)):
         return None
-    return getattr(own, "__qualname__", None) or type(own).__name__
+    return getattr(forward, "__qualname__", None) or type(forward).__name__
 
 
 def follow_class(module: nn.Module) -> None:
-    """Has whatever replaced a module's ``forward`` call that of the class that the module has by then."""
+    """Lets a replacement of a module's ``forward`` call that of the class that the module has by then."""
     for method, put in [*_methods(module)]:
         if isinstance(method, MethodType):
             put(partial(late_forward, module))
 
 
 def _methods(module: nn.Module) -> Iterator[Slot]:
-    """Where the forward method of a module's class is held, of those with a ``forward`` of their own."""
+    """Finds the forward method of a module's class in the replacement of the module's ``forward``, and beside it."""
     if "forward" not in vars(module):
         return
-    seen: set[int] = set()
-    for name, held in [*vars(module).items()]:  # accelerate keeps the method beside what replaces it
-        if _is_forward(held, module):
-            yield held, partial(setattr, module, name)
-    yield from _within(vars(module)["forward"], module, seen, _LEVELS)
+    for name, value in [*vars(module).items()]:  # accelerate keeps the method beside its replacement
+        if _is_forward(value, module):
+            yield value, partial(setattr, module, name)
+    yield from _within(vars(module)["forward"], module, set(), _LEVELS)
 
 
-def _is_forward(held: Any, module: nn.Module) -> bool:
-    if isinstance(held, partial):
-        return held.func is late_forward and held.args == (module,)
-    return isinstance(held, MethodType) and held.__self__ is module and held.__func__ is type(module).forward
+def _is_forward(value: Any, module: nn.Module) -> bool:
+    if isinstance(value, partial):
+        return value.func is late_forward and value.args == (module,)
+    return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is type(module).forward
 
 
 def _within(holder: Any, module: nn.Module, seen: set[int], levels: int) -> Iterator[Slot]:
     if levels == 0 or id(holder) in seen or isinstance(holder, (nn.Module, Tensor, type, ModuleType)):
         return
     seen.add(id(holder))
-    held: list[Slot] = []
+    slots: list[Slot] = []
     if isinstance(holder, FunctionType):
         cells = (cell for cell in holder.__closure__ or () if cell != CellType())  # an empty one has no contents
-        held += [(cell.cell_contents, partial(setattr, cell, "cell_contents")) for cell in cells]
-    held += [(value, partial(setattr, holder, name)) for name, value in getattr(holder, "__dict__", {}).items()]
-    for value, put in held:
+        slots += [(cell.cell_contents, partial(setattr, cell, "cell_contents")) for cell in cells]
+    slots += [(value, partial(setattr, holder, name)) for name, value in getattr(holder, "__dict__", {}).items()]
+    for value, put in slots:
         if _is_forward(value, module):
             yield value, put
         else:

@@ -1,7 +1,7 @@
-"""Where native GEMMs run: what a device says of itself, and what it computes when it is asked.
+"""Devices with native GEMMs: by their capability, and by a trial.
 
 Block-scaled GEMMs depend on the GPU, the libraries and how torch was built. A device that should have one multiplies
-two small matrices once, with scales that differ from block to block, and is believed if the result is the emulation's.
+two small matrices once, with scales that differ from block to block. It has the GEMM if the result is the emulation's.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ _MX4, _MX8 = Cast("e2m1", Scale("e8m0", 32)), Cast("e4m3", Scale("e8m0", 32))
 _NV4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 _ROWS, _TILES = (Cast("e4m3", Scale("fp32", block)) for block in (128, (128, 128)))
 
-# The casts, left and right, that a device is asked to multiply.
+# The casts of a trial, left and right.
 _SAMPLES = {
     "nvfp4": [(_NV4, _NV4)],
     "mxfp4": [(_MX4, _MX4)],
@@ -32,17 +32,13 @@ _TOLERANCE = 2.0**-6
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it cannot trace a device's name
 def native_obstacle(device: torch.device, kind: str) -> str | None:
-    """Why a device cannot compute GEMMs of a kind (a key of ``NATIVE``) natively, in words; None where it can.
-
-    Block-scaled GEMMs are tried once per device and kind, and the answer is kept.
-    """
-    if (without := _without_gpu(device.type, kind)) is not None:
-        return without
-    if (obstacle := _declared_obstacle(device, kind)) is not None:
-        return f"{NATIVE[kind].needs}; {obstacle}"
-    if kind in BLOCK_SCALED and (obstacle := _tried(device, kind)) is not None:
-        return f"{NATIVE[kind].needs}; {obstacle}"
-    return None
+    """Returns why a device cannot compute GEMMs of a kind (a key of ``NATIVE``) natively, in words; None if it can."""
+    if (obstacle := _without_gpu(device.type, kind)) is not None:
+        return obstacle
+    obstacle = _declared_obstacle(device, kind)
+    if obstacle is None and kind in BLOCK_SCALED:
+        obstacle = _trial_obstacle(device, kind)
+    return None if obstacle is None else f"{NATIVE[kind].needs}; {obstacle}"
 
 
 @cache
@@ -53,32 +49,31 @@ def _without_gpu(device_type: str, kind: str) -> str | None:
 
 
 def _declared_obstacle(device: torch.device, kind: str) -> str | None:
-    """What the device says of itself."""
     if device.type == "cpu":
         return None if torch.cpu._is_vnni_supported() else "this CPU has none"
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
-        return _obstacle_of_amd(device, name, kind)
-    (least, first_too_new), found = NATIVE[kind].nvidia, torch.cuda.get_device_capability(device)
-    if found < least or (first_too_new is not None and found >= first_too_new):
-        return f"{name} has {found[0]}.{found[1]}"
+        return _amd_obstacle(device, name, kind)
+    (least, first_too_new), capability = NATIVE[kind].nvidia, torch.cuda.get_device_capability(device)
+    if capability < least or (first_too_new is not None and capability >= first_too_new):
+        return f"{name} has {capability[0]}.{capability[1]}"
     return None
 
 
-def _obstacle_of_amd(device: torch.device, name: str, kind: str) -> str | None:
+def _amd_obstacle(device: torch.device, name: str, kind: str) -> str | None:
     if not NATIVE[kind].amd:
         return f"{name} is AMD's, which has not been tried"
-    found = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    if found not in NATIVE[kind].amd:
-        return f"{name} is {found}"
+    architecture = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    if architecture not in NATIVE[kind].amd:
+        return f"{name} is {architecture}"
     if hasattr(ScalingType, "BlockWiseBlk32Ue8m0_32_8_EXT"):  # torch for ROCm 7.13 and later
         return f"this torch takes the scales of {name} in a layout that is not written yet"
     return None
 
 
 @cache
-def _tried(device: torch.device, kind: str) -> str | None:
-    """What came of asking a device for a small GEMM; None if it is the emulation's."""
+def _trial_obstacle(device: torch.device, kind: str) -> str | None:
+    """Computes small GEMMs on a device, and returns what is wrong with one; None if all are the emulation's."""
     for casts in _SAMPLES[kind]:
         generator = torch.Generator("cpu").manual_seed(0)
         matrices = []

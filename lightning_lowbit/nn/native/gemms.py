@@ -1,4 +1,4 @@
-"""Block-scaled native GEMMs: operands in the layouts that ``torch.nn.functional.scaled_mm`` takes, and its results.
+"""Block-scaled native GEMMs: calls of ``torch.nn.functional.scaled_mm``.
 
 All are "TN": both operands have the contraction axis in their rows of memory, so those of dgrad and wgrad that lie
 across it are transposed physically (:mod:`.operand`). Sizes are padded with zeros, whose products are zero.
@@ -18,15 +18,14 @@ _RECIPES = {"nvfp4": ScalingType.BlockWise1x16, "mxfp4": ScalingType.BlockWise1x
 
 
 def results(kind: str) -> tuple[torch.dtype, ...]:
-    """The dtypes that a GEMM gives on this machine's kind of GPU; AMD's gives no float32."""
+    """Returns the dtypes of a GEMM's results on this machine's kind of GPU; AMD's gives no float32."""
     return tuple(dtype for dtype in NATIVE[kind].results if torch.version.hip is None or dtype != torch.float32)
 
 
 def block_product(left: BlockOperand, right: BlockOperand, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """The product ``[rows, columns]`` of ``[rows, k]`` and ``[columns, k]``, and the factors that it lacks.
+    """Returns the product ``[rows, columns]`` of ``[rows, k]`` and ``[columns, k]``, and the factors that it lacks.
 
-    ``dtype`` is that of the result if nothing is left to be done with it. If factors are left it is float32, or
-    ``dtype`` where the GEMM gives no float32.
+    The product has ``dtype`` if it lacks none. Otherwise it is float32 where the GEMM gives float32.
     """
     kind, (rows, inner), columns = left.kind, left.size, right.size[0]
     inside = kind == "nvfp4"  # its GEMM multiplies the product of two factors in
@@ -36,8 +35,8 @@ def block_product(left: BlockOperand, right: BlockOperand, dtype: torch.dtype) -
     if 0 in (rows, inner, columns):
         return left.scales.new_zeros((rows, columns), dtype=dtype), factors
     with counted_as(rows, inner, columns):
-        made = _of_blocks_of_128 if kind == "fp8-blockwise" else _scaled_mm
-        product = made(left, right, dtype)[:rows, :columns]
+        multiply = _multiply_blocks_of_128 if kind == "fp8-blockwise" else _scaled_mm
+        product = multiply(left, right, dtype)[:rows, :columns]
     return product.contiguous(), factors
 
 
@@ -46,12 +45,12 @@ def _scaled_mm(left: BlockOperand, right: BlockOperand, dtype: torch.dtype) -> T
     recipes, swizzles = [_RECIPES[kind]], [SwizzleType.NO_SWIZZLE if amd else SwizzleType.SWIZZLE_32_4_4]
     if kind == "nvfp4":  # the second level
         recipes, swizzles = [*recipes, ScalingType.TensorWise], [*swizzles, SwizzleType.NO_SWIZZLE]
-    (a, scales_a), (b, scales_b) = (taken(operand) for operand in (left, right))
+    (a, scales_a), (b, scales_b) = gemm_arguments(left), gemm_arguments(right)
     return F.scaled_mm(a, b.t(), scales_a, recipes, scales_b, recipes, swizzles, swizzles, output_dtype=dtype)
 
 
-def taken(operand: BlockOperand) -> tuple[Tensor, list[Tensor]]:
-    """Elements, and scales of both levels, in the dtypes and shapes that ``scaled_mm`` takes."""
+def gemm_arguments(operand: BlockOperand) -> tuple[Tensor, list[Tensor]]:
+    """Returns elements, and scales of both levels, in the dtypes and shapes of ``scaled_mm``."""
     values, levels = operand.values, [operand.scales]
     if torch.version.hip is not None:
         levels = [operand.scales.view(len(values), -1)]
@@ -60,13 +59,13 @@ def taken(operand: BlockOperand) -> tuple[Tensor, list[Tensor]]:
     return values.view(torch.float4_e2m1fn_x2) if values.dtype == torch.uint8 else values, levels
 
 
-def _of_blocks_of_128(left: BlockOperand, right: BlockOperand, dtype: torch.dtype) -> Tensor:
-    """1x128 · 1x128, 1x128 · 128x128 or 128x128 · 1x128. There is no GEMM of two operands in tiles: the scales of the
-    left one are repeated."""
+def _multiply_blocks_of_128(left: BlockOperand, right: BlockOperand, dtype: torch.dtype) -> Tensor:
+    """Multiplies 1x128 · 1x128, 1x128 · 128x128 or 128x128 · 1x128. There is no GEMM of two operands in tiles: the
+    scales of the left one are repeated."""
     if has_tiles(left) and has_tiles(right):
         left = left._replace(scales=repeated(left.scales, left.size[0], left.scales.shape[1], 128, 1))
     elif has_tiles(left):
-        return _of_blocks_of_128(right, left, dtype).t()
+        return _multiply_blocks_of_128(right, left, dtype).t()
     (a, scales_a), (b, scales_b) = (
         (pad(operand.values, -operand.size[0] % rows, -operand.size[1] % 128), operand.scales)
         for operand, rows in ((left, 16), (right, 128 if has_tiles(right) else 16))

@@ -15,7 +15,7 @@ from lightning_lowbit.quant.shard import Shard
 
 
 class BlockOperand(NamedTuple):
-    """One operand of a block-scaled native GEMM, with the contraction axis in its columns, as the GEMM takes it
+    """One operand of a block-scaled native GEMM, with the contraction axis in its columns, in the GEMM's layout
     (:mod:`lightning_lowbit.kernels.layout`).
 
     Attributes:
@@ -34,11 +34,11 @@ class BlockOperand(NamedTuple):
     size: tuple[int, int]
 
     def t(self) -> "BlockOperand":
-        """Itself: native GEMMs take both operands with the contraction axis in the columns."""
+        """Returns itself: native GEMMs take both operands with the contraction axis in the columns."""
         return self
 
     def decoded(self, dtype: torch.dtype, dim: int = 1) -> Operand:
-        """The operand of the emulation for a computation in ``dtype``, with contraction axis ``dim``, to the bit."""
+        """Returns the emulation's operand for a pass in ``dtype``, with contraction axis ``dim``, bit for bit."""
         native = NATIVE[self.kind]
         assert native.block is not None
         codes, scales = taken_apart(self.values, self.scales, native.block, *self.size)
@@ -50,7 +50,7 @@ class BlockOperand(NamedTuple):
 
 
 def has_tiles(operand: BlockOperand) -> bool:
-    """Whether the scales of an operand are those of tiles of 128 x 128."""
+    """Returns whether an operand has a scale for each tile of 128 x 128."""
     return operand.scales.dim() == 2 and len(operand.scales) < operand.size[0]
 
 
@@ -63,8 +63,8 @@ def block_operand(
     amax: Tensor | None = None,
     shard: Shard | None = None,
 ) -> BlockOperand:
-    """Quantizes one operand of a block-scaled native GEMM, to the elements and scales of
-    :func:`lightning_lowbit.quant.quantize_operand`, whose arguments and errors are the same.
+    """Quantizes one operand of a block-scaled native GEMM, to the elements and scales, and with the arguments and
+    errors, of :func:`lightning_lowbit.quant.quantize_operand`; ``kind`` is that of the GEMM.
 
     Examples:
         >>> x = torch.randn(4, 64)
@@ -81,7 +81,8 @@ def block_operand(
 def unpacked_block_operand(
     data: Tensor, factor: Tensor, cast: Cast, kind: str, dim: int, shape: torch.Size
 ) -> BlockOperand:
-    """:func:`block_operand` from what :func:`lightning_lowbit.kernels.pack_operand` made of a matrix of ``shape``."""
+    """Makes the :func:`block_operand` of a matrix of ``shape`` from the ``data`` and ``factor`` of
+    :func:`lightning_lowbit.kernels.pack_operand`."""
     block = NATIVE[kind].block
     assert block is not None
     values, scales = lay_out_packed(data, cast, block, dim, shape)

@@ -1,4 +1,4 @@
-"""Which native GEMM serves a pair of casts: one entry per kind of GEMM.
+"""The kinds of native GEMMs, and the pairs of casts that each serves.
 
 Scales of tensors and rows factor out of a GEMM. Scales of blocks lie along its contraction axis and go into it, so each
 kind of these GEMMs has one block. A cast with a larger block, or a tile, serves too: its scales are repeated.
@@ -93,7 +93,7 @@ BLOCK_SCALED = frozenset(kind for kind, native in NATIVE.items() if native.block
 
 
 def kind_of(casts: Sequence[Cast], dims: Sequence[int]) -> str | None:
-    """The kind of native GEMM of two operands, left and right; None if there is none.
+    """Returns the kind of native GEMM of two operands, left and right; None if there is none.
 
     ``dims`` are the dimensions of the operands that the GEMM contracts.
     """
@@ -108,7 +108,7 @@ def kind_of(casts: Sequence[Cast], dims: Sequence[int]) -> str | None:
 
 
 def _has_blocks(cast: Cast, dim: int, native: NativeGemm) -> bool:
-    """Whether the blocks of a cast consist of those of a native GEMM."""
+    """Returns whether the blocks of a cast consist of those of a native GEMM."""
     if not cast.scale.per_block or cast.scale.format != native.scale or native.block is None:
         return False
     if cast.scale.two_level == "row" or cast.scale.rounding == "stochastic" or cast.scale.correction is not None:
@@ -118,14 +118,14 @@ def _has_blocks(cast: Cast, dim: int, native: NativeGemm) -> bool:
 
 
 def _fp8(left: Cast, right: Cast) -> bool:
-    """At most one operand in E5M2; with scales per row, the second one in E4M3, because CUTLASS, which torch mostly
-    uses then, has no other kernel."""
+    """Takes at most one operand in E5M2; with scales per row, the second one in E4M3, because CUTLASS, which torch
+    mostly uses then, has no other kernel."""
     rows = "row" in (left.scale.block, right.scale.block)
     return right.element == "e4m3" or (left.element == "e4m3" and not rows)
 
 
 def _int8(left: Cast, right: Cast) -> bool:
-    """Integers have no NaN: one in the tensor must appear in its scale, and a delayed scale would hide it."""
+    """Takes no delayed scales: integers have no NaN, so that one in the tensor must appear in its scale."""
     whole = all(cast.grid.gemm_dtype == torch.int8 for cast in (left, right))  # 8 bits and a zero point need 9
     return whole and left.scale.source == right.scale.source == "current"
 

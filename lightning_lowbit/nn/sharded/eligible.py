@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.layers.host import PRODUCTS
+from lightning_lowbit.nn.layers.composite import PARTS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.registry import quantized_class
 from lightning_lowbit.quant import Cast
@@ -90,7 +90,7 @@ def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: tor
     found = {id(record._module_info.module): record for _, record in records(model)}
     reasons: dict[str, list[str]] = {}
     for name, of_layer in casts.items():
-        if PRODUCTS in name.split("."):
+        if PARTS in name.split("."):
             reasons.setdefault("the weight is one of several of its module, and gathered as usual", []).append(name)
             continue
         if (record := found.get(id(model.get_submodule(name)))) is None:

@@ -130,7 +130,7 @@ class _Record(FSDPParam):
     def release(self) -> None:
         self.__class__ = FSDPParam  # type: ignore[assignment]
         self.all_gather_outputs, self._unsharded_inner_tensors = self._unsharded_inner_tensors, []
-        vars(self.gather.layer).pop("prequantized_weight", None)
+        self.gather.layer.lowbit.prequantized_weight = None
         del self.gather
 
 
@@ -163,7 +163,7 @@ class _Gather:
     def _cast(self) -> Cast | None:
         """The cast in force for the next gather; None for high precision."""
         layer, casts = self.layer, self.layer.casts
-        if obstacle(casts) is not None or layer.blend is not None or layer.operand_sums is not None:
+        if obstacle(casts) is not None or layer.lowbit.blend is not None or layer.lowbit.operand_sums is not None:
             return None
         if "dgrad_w" not in casts.plan.kept:  # shared: if only one of the GEMMs is native, they need different forms
             native = layer.native_gemms(self.record.device)
@@ -181,13 +181,13 @@ class _Gather:
             return False
         cast = self._cast
         changes = cast is not None and (cast.draws or cast.scale.source == "delayed")
-        return cast != self.gathered_with or changes or self.layer.weight_amax is not None
+        return cast != self.gathered_with or changes or self.layer.lowbit.weight_amax is not None
 
     @property
     def needs_statistic(self) -> bool:
         cast = self._cast
         if cast is not None and cast.scale.needs_amax:
-            return self.layer.weight_amax is None
+            return self.layer.lowbit.weight_amax is None
         return cast is not None and cast.scale.block == "tensor"
 
     def _state(self, cast: Cast) -> tuple[Any, ...]:
@@ -235,18 +235,18 @@ class _Gather:
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """The bytes to send, ``[1, ...]``, and for :meth:`fsdp_post_all_gather` the cast and the scale of the whole."""
-        cast = self._cast
+        cast, state = self._cast, self.layer.lowbit
         if cast is None:
             return (self._own().to(gathered_dtype(self.record)).view(1, -1),), None
         if self.needs_statistic and self.measured != self._state(cast):  # changed since, on all ranks alike
             self._gathers.measure()
-        elif cast.scale.needs_amax and self.layer.weight_amax is not None:
-            self._amax = self._rounded(self.layer.weight_amax).float()
+        elif cast.scale.needs_amax and state.weight_amax is not None:
+            self._amax = self._rounded(state.weight_amax).float()
         amax = self._amax if cast.scale.needs_amax else None
-        if cast.scale.source == "delayed" and self.layer.amaxes is not None:  # or else the layer says what is missing
+        if cast.scale.source == "delayed" and state.amaxes is not None:  # or else the layer says what is missing
             assert self._amax is not None
-            amax = amax_in_force(self.layer.amaxes.in_force, "fprop_w", self._amax)
-        key = None if self.layer.keys is None else self.layer.keys[_W]
+            amax = amax_in_force(state.amaxes.in_force, "fprop_w", self._amax)
+        key = None if state.keys is None else state.keys[_W]
         data, factor = pack(self._shard(), cast, key, amax, self._mean if self.needs_statistic else None, self._part)
         return (data[None],), (cast, factor)
 
@@ -265,13 +265,13 @@ class _Gather:
             weight = buffer.view(rows, columns)
             if sent is None:
                 weight.copy_(data.view(rows, columns))
-                self.gathered_with = self.layer.prequantized_weight = None
+                self.gathered_with = self.layer.lowbit.prequantized_weight = None
             else:
                 cast, factor = sent
                 factor = unpack_(weight, data, factor, cast, self._dtype)
                 factor = factor if factor is None or factor.dim() == 0 else factor[: self._shape[0]]
                 self.gathered_with = cast
                 dtype = operand_dtype(self._dtype, cast)
-                self.layer.prequantized_weight = PrequantizedWeight(self._dtype, dtype, factor, self._amax)
+                self.layer.lowbit.prequantized_weight = PrequantizedWeight(self._dtype, dtype, factor, self._amax)
         record.all_gather_outputs = []  # of another size next time, perhaps, and no longer needed now
         return (buffer, [buffer]) if out is None else None

@@ -1,4 +1,4 @@
-"""Amaxes that are kept between steps: delayed scaling and the evaluation of smoothed layers use them.
+"""Amaxes that last between steps, for delayed scaling and for the evaluation of smoothed layers.
 
 During a step, each pass raises an operand's staged amax to its own, so that micro-batches add up and recomputation
 changes nothing. At the end, the staged amaxes, as maxima over all ranks, enter the histories; 0 (the layer did not run)
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.core.watch import LayerAmaxes
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
 from lightning_lowbit.nn.state.keys import with_index
 
 _UNSCALED = {"loss": torch.ones(1)}  # of states that do not say what the loss was multiplied by
@@ -26,12 +26,12 @@ _GRADIENTS = [OPERANDS.index(name) for name in ("dgrad_g", "wgrad_g")]
 
 @dataclass
 class _Row:
-    """A layer, its slice of the channels, and the length of each operand's history."""
+    """A layer, its slice of the channels, and the length of each operand's history in steps, 0 without one."""
 
     name: str
     layer: QuantizedLayer
     channels: slice
-    lengths: list[int]  # in steps, 0 without delayed scaling
+    lengths: list[int]
 
 
 class AmaxHistories:
@@ -46,6 +46,7 @@ class AmaxHistories:
     Attributes:
         recording: whether passes stage their amaxes. Set it to False to evaluate: smoothing then uses the channel
             amaxes of the last training step.
+        staged: the amaxes of the current step: a tensor for each layer, then one of channels for each layer.
         renewed: the layers whose casts have changed since training started, see :meth:`go_on`.
 
     Examples:
@@ -62,26 +63,24 @@ class AmaxHistories:
         self.renewed: set[str] = set()
         self._rows: list[_Row] = []
         channels = 0
-        modules = model.named_modules() if isinstance(model, nn.Module) else model.items()
-        layers = [(name, layer) for name, layer in modules if isinstance(layer, QuantizedLayer)]
-        for name, layer in layers:
-            layer.amaxes = None
+        for name, layer in (quantized_layers(model) if isinstance(model, nn.Module) else model).items():
+            layer.lowbit.amaxes = None
             casts = layer.full_casts
             smoothed = _in_features(layer) if casts.smooth == "channel" else 0
             if casts.is_delayed or smoothed:
-                piece = slice(channels, channels := channels + smoothed)
+                place = slice(channels, channels := channels + smoothed)
                 lengths = [casts.delayed[o].scale.history if o in casts.delayed else 0 for o in OPERANDS]
-                self._rows.append(_Row(clean_name(name), layer, piece, lengths))
+                self._rows.append(_Row(clean_name(name), layer, place, lengths))
         size, operands = len(self._rows), len(OPERANDS)
         longest = max([1, *(length for row in self._rows for length in row.lengths)])
         self._history = torch.zeros(size, operands, longest, dtype=torch.float32)  # oldest first
         used = torch.tensor([[_used(row, i) for i in range(operands)] for row in self._rows]).view(size, operands, 1)
         self._remembered = torch.arange(longest) >= longest - used
         self._channels = torch.zeros(channels, dtype=torch.float32)
-        # Staged amaxes: a tensor per layer, then a tensor of channels per layer. Views of one tensor would share its
-        # version counter, and in a model compiled in pieces the next piece would invalidate a backward pass.
+        # No views of one tensor, which would share its version counter: in a model compiled in pieces the next piece
+        # would invalidate a backward pass.
         sizes = [operands] * size + [row.channels.stop - row.channels.start for row in self._rows]
-        self._staged = [torch.zeros(length, dtype=torch.float32) for length in sizes]
+        self.staged = [torch.zeros(length, dtype=torch.float32) for length in sizes]
         self._place(torch.device("cpu"))
 
     def __len__(self) -> int:
@@ -89,7 +88,6 @@ class AmaxHistories:
 
     @property
     def recording(self) -> bool:
-        """See the class."""
         return self._switch is not None and self._switch[0]
 
     @recording.setter
@@ -99,8 +97,8 @@ class AmaxHistories:
 
     @property
     def in_use(self) -> bool:
-        """Whether operands are scaled by the histories, and not by their own amaxes: False to evaluate other weights
-        than those that are trained, such as their averages."""
+        """Scales operands by the histories. Set it to False to evaluate other weights than those in training, such as
+        their averages: operands are then scaled by their own amaxes."""
         return self._is_in_use
 
     @in_use.setter
@@ -116,7 +114,7 @@ class AmaxHistories:
 
     @property
     def names(self) -> set[str]:
-        """The layers that have histories."""
+        """The names of the layers that have histories."""
         return {row.name for row in self._rows}
 
     def go_on(self, before: "AmaxHistories", renewed: Collection[str]) -> None:
@@ -124,22 +122,16 @@ class AmaxHistories:
         self._switch, self._gradient_scale = before._switch, before._gradient_scale
         self.renewed = before.renewed | set(renewed)
         self._place(before._history.device)
-        rows = {row.name: i for i, row in enumerate(before._rows) if row.name not in renewed}
-        size = len(self._rows)
+        former = {row.name: (j, row) for j, row in enumerate(before._rows) if row.name not in renewed}
+        length = min(self._history.shape[-1], before._history.shape[-1])
         for i, row in enumerate(self._rows):
-            if row.name not in rows:
-                continue
-            old = before._rows[j := rows[row.name]]
-            kept = min(self._history.shape[-1], before._history.shape[-1])
-            self._history[i, :, -kept:] = before._history[j, :, -kept:]
-            self._channels[row.channels] = before._channels[old.channels]
-            self._staged[i].copy_(before._staged[j])
-            self._staged[size + i].copy_(before._staged[len(before._rows) + j])
+            if row.name in former:
+                j, old = former[row.name]
+                self._history[i, :, -length:] = before._history[j, :, -length:]
+                self._channels[row.channels] = before._channels[old.channels]
+                self.staged[i].copy_(before.staged[j])
+                self.staged[len(self._rows) + i].copy_(before.staged[len(before._rows) + j])
         self._choose()
-
-    @property
-    def staged(self) -> list[Tensor]:
-        return self._staged
 
     def to_(self, device: torch.device) -> None:
         """Moves the amaxes to the device of the layers."""
@@ -151,21 +143,21 @@ class AmaxHistories:
         self._place(self._history.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, together with the layers."""
         vars(self).update(state)
         self.relink()
 
     @torch.inference_mode(False)  # evaluation may move it, and training writes to these tensors
     def _place(self, device: torch.device) -> None:
-        for name in ("_history", "_remembered", "_channels"):
-            setattr(self, name, getattr(self, name).to(device))
-        self._staged = [part.to(device) for part in self._staged]
+        self._history, self._remembered = self._history.to(device), self._remembered.to(device)
+        self._channels = self._channels.to(device)
+        self.staged = [amaxes.to(device) for amaxes in self.staged]
         size = len(self._rows)
         self._in_force = torch.zeros(size, len(OPERANDS), dtype=torch.float32, device=device)
         self._choose()
-        for i, row in enumerate(self._rows):
-            channels = self._channels[row.channels], self._staged[size + i]
-            row.layer.amaxes = LayerAmaxes(self._in_force[i], self._staged[i], *channels, self._switch)
+        rows = zip(self._rows, self._in_force, self.staged[:size], self.staged[size:], strict=True)
+        for row, in_force, staged, channels in rows:
+            views = in_force, staged, self._channels[row.channels], channels
+            row.layer.lowbit.amaxes = LayerAmaxes(*views, self._switch)
 
     def _choose(self) -> None:
         remembered = torch.where(self._remembered, self._history, 0).amax(-1)
@@ -180,7 +172,7 @@ class AmaxHistories:
         """
         if not self._rows:
             return
-        everything = torch.cat(self._staged)
+        everything = torch.cat(self.staged)
         if reduce is not None:
             reduce(everything)
         size = len(self._rows) * len(OPERANDS)
@@ -189,86 +181,91 @@ class AmaxHistories:
         self._history = torch.where(staged[..., None] > 0, advanced, self._history)
         self._choose()
         self._channels.copy_(torch.where(staged_channels > 0, staged_channels, self._channels))
-        torch._foreach_zero_(self._staged)
+        torch._foreach_zero_(self.staged)
 
     def follow_(self, scale: float | Tensor) -> None:
-        """Multiplies the amaxes of output gradients by what the ``scale`` of the loss (0-d) has grown by since the last
-        call; at first it is 1. It is part of the state."""
+        """Multiplies the amaxes of output gradients by the growth of the loss's ``scale`` (0-d) since the last call.
+
+        The scale is 1 at first, and is part of the state.
+        """
         before, self._gradient_scale = self._gradient_scale, scale.clone() if isinstance(scale, Tensor) else scale
         if isinstance(scale, Tensor) or isinstance(before, Tensor) or scale != before:
             growth = torch.as_tensor(scale, dtype=torch.float32) / before
             self.scale_gradients_(torch.where(growth.isfinite(), growth, 1.0))
 
     def scale_gradients_(self, factor: Tensor) -> None:
-        """Multiplies the amaxes of output gradients by ``factor`` (0-d), for a loss that from now on is multiplied by
-        it; for one that is multiplied by a known scale, see :meth:`follow_`."""
+        """Multiplies the amaxes of output gradients by ``factor`` (0-d), as a loss will be from now on; for a loss with
+        a known scale, see :meth:`follow_`."""
         if not self._rows:
             return
         factor = factor.to(self._history.device)
         for operand in _GRADIENTS:  # indexing by a list would copy it to the device, and wait for that
             self._history[:, operand].mul_(factor)
-            torch._foreach_mul_([part[operand] for part in self._staged[: len(self._rows)]], factor)
+            torch._foreach_mul_([amaxes[operand] for amaxes in self.staged[: len(self._rows)]], factor)
         self._choose()
 
     # --- state ---
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """float32 tensors on the CPU, the same on all ranks: ``amax_history`` by layer and operand, such as
-        ``"layers.0.up_proj/fprop_x"``, oldest first and 0 where there is none yet; and ``channel_amax`` by layer, of
-        the channels of its input in the last step; and what the loss was multiplied by, ``[1]``."""
-        history, channels = self._history.cpu(), self._channels.cpu()
-        return {
-            "amax_history": {
-                f"{row.name}/{operand}": history[i, j, -row.lengths[j] :].clone()
-                for i, row in enumerate(self._rows)
-                for j, operand in enumerate(OPERANDS)
-                if row.lengths[j]
-            },
-            "channel_amax": {
-                row.name: channels[row.channels].clone() for row in self._rows if len(channels[row.channels])
-            },
-            "gradient_scale": {"loss": torch.tensor([float(self._gradient_scale)], dtype=torch.float32)},
-        }
+        """Returns float32 tensors on the CPU, the same on all ranks.
+
+        ``amax_history``: by layer and operand, such as ``"layers.0.up_proj/fprop_x"``, oldest first, 0 where there is
+            none yet.
+        ``channel_amax``: by layer, of the channels of its input in the last step.
+        ``gradient_scale``: the last scale of the loss, ``[1]``, under ``"loss"``.
+        """
+        views = self._views(self._history.cpu(), self._channels.cpu())
+        state = {kind: {name: view.clone() for name, view in named.items()} for kind, named in views.items()}
+        return state | {"gradient_scale": {"loss": torch.tensor([float(self._gradient_scale)], dtype=torch.float32)}}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Loads the result of :meth:`state_dict`; a ValueError, which changes nothing, if layers, operands or lengths
         differ, except of ``renewed`` layers."""
-        own = self.state_dict()
-        state = {kind: self._without_renewed(own[kind], state.get(kind, _UNSCALED)) for kind in own}
-        for kind in own:
-            _compare(kind, own[kind], state[kind])
+        present = self.state_dict()
+        state = {kind: self._fitted(tensors, state.get(kind, _UNSCALED)) for kind, tensors in present.items()}
+        for kind, tensors in present.items():
+            _compare(kind, tensors, state[kind])
         history, channels = torch.zeros(self._history.shape), torch.zeros(self._channels.shape)
-        for i, row in enumerate(self._rows):
-            for j, operand in enumerate(OPERANDS):
-                if row.lengths[j]:
-                    history[i, j, -row.lengths[j] :] = state["amax_history"][f"{row.name}/{operand}"]
-            if row.name in own["channel_amax"]:
-                channels[row.channels] = state["channel_amax"][row.name]
+        for kind, views in self._views(history, channels).items():
+            for name, view in views.items():
+                view.copy_(state[kind][name])
         self._history.copy_(history)
         self._channels.copy_(channels)
         self._gradient_scale = float(state["gradient_scale"]["loss"])
-        for part in self._staged:
-            part.zero_()
+        for amaxes in self.staged:
+            amaxes.zero_()
         self._choose()
 
-    def _without_renewed(self, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kept = dict(given)
-        for name in {*own, *given}:
-            fits = name in own and name in given and own[name].shape == given[name].shape
+    def _views(self, history: Tensor, channels: Tensor) -> dict[str, dict[str, Tensor]]:
+        """Cuts tensors like ``_history`` and ``_channels`` into those of layers, named as in the state."""
+        histories = {
+            f"{row.name}/{operand}": history[i, j, -length:]
+            for i, row in enumerate(self._rows)
+            for j, (operand, length) in enumerate(zip(OPERANDS, row.lengths, strict=True))
+            if length
+        }
+        smoothed = {row.name: channels[row.channels] for row in self._rows if row.channels.start < row.channels.stop}
+        return {"amax_history": histories, "channel_amax": smoothed}
+
+    def _fitted(self, present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns saved tensors, with empty ones for renewed layers whose own do not fit."""
+        fitted = dict(saved)
+        for name in {*present, *saved}:
+            fits = name in present and name in saved and present[name].shape == saved[name].shape
             if not fits and name.partition("/")[0] in self.renewed:
-                kept.pop(name, None)
-                if name in own:
-                    kept[name] = torch.zeros_like(own[name])
-        return kept
+                fitted.pop(name, None)
+                if name in present:
+                    fitted[name] = torch.zeros_like(present[name])
+        return fitted
 
 
 def _in_features(layer: QuantizedLayer) -> int:
-    """Input features of the global weight, even if FSDP1 has flattened it."""
+    """Returns the input features of the global weight, even if FSDP1 has flattened it."""
     return int(getattr(layer, "in_features", 0) or getattr(layer, "nx", 0) or layer.weight_matrix().shape[-1])
 
 
 def _used(row: _Row, index: int) -> int:
-    """The number of newest amaxes from which the one in force is chosen."""
+    """Returns the number of newest amaxes from which the one in force is chosen."""
     cast = row.layer.full_casts.delayed.get(OPERANDS[index])
     return 1 if cast is not None and cast.scale.algorithm == "most_recent" else row.lengths[index]
 
@@ -276,16 +273,16 @@ def _used(row: _Row, index: int) -> int:
 _ADVICE = "Give the settings with which it was saved, or start with empty histories: fresh_histories=True."
 
 
-def _compare(kind: str, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+def _compare(kind: str, present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    missing, unexpected = sorted(present.keys() - saved.keys()), sorted(saved.keys() - present.keys())
     if missing or unexpected:
         parts = [("missing there", missing), ("not in this model", unexpected)]
-        told = "; ".join(f"{what}: {some(names, 6)}" for what, names in parts if names)
-        raise ValueError(f"The checkpoint's {kind} is that of other layers: {told}. {_ADVICE}")
-    for name, tensor in own.items():
-        if given[name].shape != tensor.shape:
-            what = "steps" if kind == "amax_history" else "channels"
+        message = "; ".join(f"{label}: {some(names, 6)}" for label, names in parts if names)
+        raise ValueError(f"The checkpoint's {kind} is that of other layers: {message}. {_ADVICE}")
+    for name, tensor in present.items():
+        if saved[name].shape != tensor.shape:
+            unit = "steps" if kind == "amax_history" else "channels"
             raise ValueError(
-                f"The checkpoint's {kind} of {name} has {len(given[name])} {what}, and this run's {len(tensor)}. "
+                f"The checkpoint's {kind} of {name} has {len(saved[name])} {unit}, and this run's {len(tensor)}. "
                 f"{_ADVICE}"
             )

@@ -19,14 +19,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.core.calls import Calls, number_calls
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from lightning_lowbit.quant.rounding import mix_key
 
 _IS_WEIGHT = [operand.endswith("_w") for operand in OPERANDS]
 
 
 def with_index(device: torch.device) -> torch.device:
-    """A device as tensors name it, ``cuda:0`` for ``cuda``: the two do not compare equal."""
+    """Returns a device as tensors name it, ``cuda:0`` for ``cuda``: the two do not compare equal."""
     return torch.empty(0, device=device).device
 
 
@@ -49,11 +49,11 @@ class LayerKeys:
 
     def __init__(self, model: nn.Module, seed: int = 0) -> None:
         self.seed = seed
-        self.layers = {clean_name(name): m for name, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+        self.layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
         salts = [[_salt(name, operand) for operand in OPERANDS] for name in self.layers]
         self._salts = torch.tensor(salts, dtype=torch.int64).view(-1, len(OPERANDS))
         self._is_weight = torch.tensor(_IS_WEIGHT)
-        self._calls = Calls(self._varying())
+        self._calls = Calls(self._is_weight.to(torch.int64) - 1)
         self._place(torch.device("cpu"))
 
     def fill_(self, step: int, micro_batch: int = 0, rank: int = 0, device: torch.device | None = None) -> None:
@@ -66,21 +66,22 @@ class LayerKeys:
             self._place(device)
         self._calls.begin()
         shared = hash_numbers(self.seed, step, micro_batch)
-        own = hash_numbers(self.seed, step, micro_batch, rank)
-        self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, own)))
+        local = hash_numbers(self.seed, step, micro_batch, rank)
+        self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, local)))
 
     def expect_draws(self, on: bool) -> None:
-        """Whether to keep the keys of all calls from now on, for :meth:`in_use`."""
+        """Starts or stops keeping the keys of all calls, for :meth:`in_use`."""
         self._calls.given = [] if on else None
 
     def in_use(self) -> list[Tensor]:
-        """All keys that a backward pass over the micro-batch uses, also those of recomputed calls."""
+        """Returns all keys that a backward pass over the micro-batch uses, also those of recomputed calls."""
         return [self._keys, *(self._calls.given or [])]
 
     def draw_again_(self, number: int) -> None:
         """Replaces the keys in use by those of draw ``number``, also the ones that compiled graphs have saved."""
-        with _unsafe_preserve_version_counter(tuple(in_use := self.in_use())):
-            for keys in in_use:
+        tensors = self.in_use()
+        with _unsafe_preserve_version_counter(tuple(tensors)):
+            for keys in tensors:
                 keys.bitwise_xor_(hash_numbers(-1 - number))
 
     def relink(self) -> None:
@@ -88,18 +89,14 @@ class LayerKeys:
         self._place(self._keys.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, together with the layers."""
         vars(self).update(state)
         self.relink()
-
-    def _varying(self) -> Tensor:
-        return self._is_weight.to(torch.int64) - 1
 
     @torch.inference_mode(False)  # evaluation may move them, and training refills them
     def _place(self, device: torch.device) -> None:
         self._salts, self._is_weight = self._salts.to(device), self._is_weight.to(device)
         self._keys = torch.zeros_like(self._salts)
-        self._calls.varying = self._varying()
+        self._calls.varying = self._calls.varying.to(device)
         for layer, keys in zip(self.layers.values(), self._keys, strict=True):
             number_calls(layer, keys, self._calls)
 
@@ -109,7 +106,7 @@ def _salt(name: str, operand: str) -> int:
 
 
 def hash_numbers(*numbers: int) -> int:
-    """An int64 hash of integers, the same in every process."""
+    """Returns an int64 hash of integers, the same in every process."""
     return _int64(hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest())
 
 
@@ -120,11 +117,11 @@ def _int64(digest: bytes) -> int:
 @contextmanager
 def unchanged(tensors: list[Tensor]) -> Generator[None, None, None]:
     """Restores tensors that change in place within this context, without autograd noticing."""
-    kept = [tensor.detach().clone() for tensor in tensors]
+    copies = [tensor.detach().clone() for tensor in tensors]
     with _unsafe_preserve_version_counter(tuple(tensors)):
         try:
             yield
         finally:
             with torch.no_grad():
-                for tensor, before in zip(tensors, kept, strict=True):
-                    tensor.copy_(before)
+                for tensor, copy in zip(tensors, copies, strict=True):
+                    tensor.copy_(copy)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert, quantize
-from lightning_lowbit.nn import OPERANDS, AmaxHistories
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, QuantizedLayer
 from lightning_lowbit.quant import rotate, split_mean, surrogate_factor
 from lightning_lowbit.quant.shard import amax_of
 from tests.nn.amax.histories import (
@@ -118,7 +118,7 @@ def test_every_layer_has_its_own_settings() -> None:
     convert(model, every(delayed(history=3)), skip=["4"], overrides=overrides)
     histories = AmaxHistories(model)
     assert len(histories) == 3
-    assert [layer.amaxes is not None for layer in model[:4]] == [True, True, False, True]
+    assert [layer.lowbit.amaxes is not None for layer in model[:4]] == [True, True, False, True]
     expected: dict[str, list[float]] = {}
     for amax in (5.0, 3.0, 1.0, 2.0):
         for layer in model[:4]:
@@ -128,7 +128,8 @@ def test_every_layer_has_its_own_settings() -> None:
         expected |= {f"0/{name}": [3, 1, 2], f"1/{name}": [1, 2]}
     expected["3/dgrad_g"] = [5, 3, 1, 2]
     assert remembered(histories) == expected
-    in_force = [layer.amaxes.in_force.tolist() for layer in model if getattr(layer, "amaxes", None) is not None]
+    layers = [layer for layer in model if isinstance(layer, QuantizedLayer)]
+    in_force = [layer.lowbit.amaxes.in_force.tolist() for layer in layers if layer.lowbit.amaxes is not None]
     assert in_force == [[3] * 6, [2] * 6, [0, 0, 2, 0, 0, 0]]
 
 
@@ -160,7 +161,7 @@ def test_operands_are_quantized_with_the_amax_in_force(
     for step in range(3):
         tensors = {key: filled(shape, sizes[key][step], step).to(dtype) for key, shape in shapes.items()}
         layer.weight.data.copy_(tensors["w"])
-        layer.calls.begin()
+        layer.lowbit.calls.begin()
         with spied(monkeypatch) as seen:
             run(layer, tensors["x"], tensors["g"])
         histories.advance_()
@@ -169,11 +170,11 @@ def test_operands_are_quantized_with_the_amax_in_force(
             pick = max if cast.scale.algorithm == "max" else (lambda amaxes: amaxes[-1])
             tensor, axis = tensors[operand[-1]], CONTRACTION[operand]
             amax = pick(past) if past else None
-            expected = quantize(tensor, cast, axis, layer.keys[i], amax).dequantize().double()
+            expected = quantize(tensor, cast, axis, layer.lowbit.keys[i], amax).dequantize().double()
             message = f"step {step}, {operand}, amax {amax}"
             torch.testing.assert_close(value(seen[operand]), expected, rtol=2e-7, atol=0, msg=message)
             if past:
-                own = quantize(tensor, cast, axis, layer.keys[i]).dequantize().double()
+                own = quantize(tensor, cast, axis, layer.lowbit.keys[i]).dequantize().double()
                 # Powers of two, and the blocks below them, do not see every change of the amax above.
                 assert name in ("mx", "powers of two") or not torch.equal(own, expected), f"{message}: nothing to see"
         for key, tensor in tensors.items():
@@ -217,7 +218,7 @@ def test_amaxes_are_those_of_the_transformed_tensor(monkeypatch: pytest.MonkeyPa
         if gemm in casts.subtract_mean and kind != "w":
             tensor = split_mean(tensor)[0]
         if gemm in casts.hadamard:
-            matrix = rotation(casts.hadamard[gemm], int(layer.keys[OPERANDS.index(GEMMS[gemm][1])]))
+            matrix = rotation(casts.hadamard[gemm], int(layer.lowbit.keys[OPERANDS.index(GEMMS[gemm][1])]))
             tensor = rotate(tensor, signs_of(matrix), CONTRACTION[operand])
         return tensor
 
@@ -225,7 +226,7 @@ def test_amaxes_are_those_of_the_transformed_tensor(monkeypatch: pytest.MonkeyPa
     for step, amax in enumerate((3.0, 1.0)):
         tensors = {"x": filled((TOKENS, IN), amax) + amax, "g": filled((TOKENS, OUT), amax, 2) + amax}
         tensors["w"] = layer.weight.data.copy_(filled((OUT, IN), amax, 1)).clone()
-        layer.calls.begin()
+        layer.lowbit.calls.begin()
         with spied(monkeypatch) as seen:
             run(layer, tensors["x"], tensors["g"])
         histories.advance_()
@@ -275,7 +276,7 @@ def test_surrogates_take_the_amax_of_the_forward_pass(kind: str, hadamard: dict[
         single(bare.replace(surrogate=surrogate)) for surrogate in ({"fprop_x": kind, "fprop_w": kind}, {})
     )
     for step, amax in enumerate((1.0, 2.5, 1.5)):
-        in_force = {operand: layer.amaxes.in_force[i].clone() for i, operand in enumerate(OPERANDS[:2])}
+        in_force = {operand: layer.lowbit.amaxes.in_force[i].clone() for i, operand in enumerate(OPERANDS[:2])}
         found, expected = one_pass(layer, amax), one_pass(straight, amax)
         histories.advance_()
         plain.advance_()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit import LinearCasts, convert
-from lightning_lowbit.nn import OPERANDS, AmaxHistories, smooth_swiglu
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, QuantizedLayer, smooth_swiglu
 from tests.nn.amax.histories import (
     E4M3,
     IN,
@@ -167,7 +167,11 @@ def test_a_state_of_something_else_is_refused_whole(case: str) -> None:
     state = save()[1].state_dict()
     model, histories = load()
     before = copy.deepcopy(histories.state_dict())
-    in_force = [layer.amaxes.in_force.clone() for layer in model.modules() if getattr(layer, "amaxes", None)]
+    in_force = [
+        layer.lowbit.amaxes.in_force.clone()
+        for layer in model.modules()
+        if isinstance(layer, QuantizedLayer) and layer.lowbit.amaxes
+    ]
     with pytest.raises(ValueError, match="fresh_histories=True") as error:
         histories.load_state_dict(state)
     for part in words:
@@ -175,7 +179,11 @@ def test_a_state_of_something_else_is_refused_whole(case: str) -> None:
     for kind, tensors in before.items():
         for name, tensor in tensors.items():
             assert torch.equal(histories.state_dict()[kind][name], tensor), f"{kind} of {name} has been changed"
-    after = [layer.amaxes.in_force for layer in model.modules() if getattr(layer, "amaxes", None)]
+    after = [
+        layer.lowbit.amaxes.in_force
+        for layer in model.modules()
+        if isinstance(layer, QuantizedLayer) and layer.lowbit.amaxes
+    ]
     assert all(map(torch.equal, after, in_force))
 
 
@@ -194,7 +202,7 @@ def test_the_dtype_of_the_model_is_not_that_of_amaxes(dtype: torch.dtype) -> Non
     gradients(model, filled((16, 32), amax).to(dtype))
     histories.advance_()
     assert remembered(histories)["first/fprop_x"] == [amax]
-    for tensor in (*histories.state_dict()["amax_history"].values(), *model.first.amaxes[:4]):
+    for tensor in (*histories.state_dict()["amax_history"].values(), *model.first.lowbit.amaxes[:4]):
         assert tensor.dtype == torch.float32
 
 
@@ -227,7 +235,7 @@ def test_new_histories_take_the_place_of_old_ones() -> None:
     gradients(model, filled((16, 32), 9.0))
     old.advance_()
     assert len(remembered(old)["first/fprop_x"]) == 3, "the layers still stage into the old ones"
-    assert model.first.amaxes.in_force.tolist() == [0] * 6, "not empty"
+    assert model.first.lowbit.amaxes.in_force.tolist() == [0] * 6, "not empty"
     new.advance_()
     assert remembered(new)["first/fprop_x"] == [9]
 
@@ -262,7 +270,7 @@ def test_nothing_to_remember() -> None:
     histories.advance_(lambda tensor: pytest.fail("there is nothing to reduce"))
     assert histories.state_dict() == {"amax_history": {}, "channel_amax": {}, "gradient_scale": {"loss": torch.ones(1)}}
     histories.load_state_dict(histories.state_dict())
-    assert model.first.amaxes is None, "it still holds those of former casts"
+    assert model.first.lowbit.amaxes is None, "it still holds those of former casts"
 
 
 def test_the_first_pass_may_be_in_inference_mode() -> None:
@@ -270,17 +278,19 @@ def test_the_first_pass_may_be_in_inference_mode() -> None:
     model, histories = trained(steps=0)
     with torch.inference_mode():
         histories.to_(torch.device("meta"))
-    assert model.first.amaxes.staged.device.type == "meta"
-    held = {name: getattr(model.first.amaxes, name) for name in ("in_force", "staged", "channels", "staged_channels")}
+    assert model.first.lowbit.amaxes.staged.device.type == "meta"
+    held = {
+        name: getattr(model.first.lowbit.amaxes, name) for name in ("in_force", "staged", "channels", "staged_channels")
+    }
     assert not [name for name, tensor in held.items() if tensor.is_inference()], "cannot be changed any more"
     histories.advance_()
 
 
 def test_moving_to_the_same_device_changes_nothing() -> None:
     model, histories = trained()
-    before = model.first.amaxes
+    before = model.first.lowbit.amaxes
     gradients(model, filled((16, 32), 9.0))
     histories.to_(torch.device("cpu"))
-    assert all(a is b for a, b in zip(before, model.first.amaxes, strict=True))
+    assert all(a is b for a, b in zip(before, model.first.lowbit.amaxes, strict=True))
     histories.advance_()
     assert remembered(histories)["first/fprop_x"][-1] == 9

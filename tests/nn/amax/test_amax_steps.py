@@ -296,7 +296,7 @@ def test_one_collective_per_step() -> None:
                     found = histories.state_dict()[kind][name]
                     assert torch.equal(found, 2 * tensor), f"{kind} of {name}: {found}, not twice {tensor}"
     assert remembered(histories)["up_proj/fprop_x"] == [2, 4, 8]
-    assert model.up_proj.amaxes.in_force[0] == 8, "not scaled by what was reduced"
+    assert model.up_proj.lowbit.amaxes.in_force[0] == 8, "not scaled by what was reduced"
     histories.advance_(as_if_twice_as_large_elsewhere)
     assert len(calls) == 4, "a rank without a pass takes part, too"
     assert not calls[3].any()

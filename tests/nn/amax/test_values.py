@@ -119,7 +119,7 @@ def test_golden_single_amaxes(monkeypatch: pytest.MonkeyPatch) -> None:
         layer(filled((4, 8), amax))
     histories.advance_()
     for layer, amax, expected in zip(model, amaxes, scales.tolist(), strict=True):
-        found = scales_of(layer.amaxes.in_force[0], torch.ones(()), layer.casts.fprop_x)
+        found = scales_of(layer.lowbit.amaxes.in_force[0], torch.ones(()), layer.casts.fprop_x)
         assert found == expected, f"amax {amax}: scaled by {found}, not {expected}"
         with spied(monkeypatch) as seen:
             layer(torch.zeros(4, 8))
@@ -139,4 +139,4 @@ def test_what_is_not_finite_is_forgotten_at_once(sequence: str, frozen_until: in
         layer(filled((TOKENS, IN), amax))
         histories.advance_()
     assert remembered(histories) == {"/fprop_x": [1, 2, 1, 100]}
-    assert layer.amaxes.in_force[0] == 100, "the scale is frozen"
+    assert layer.lowbit.amaxes.in_force[0] == 100, "the scale is frozen"

@@ -25,7 +25,7 @@ def products(casts: Any, keys: Tensor | None = None) -> dict[str, Any]:
     made = {name: ActivationProduct(torch.nn.Module()) for name in ("qk", "pv")}
     for i, product in enumerate(made.values()):
         product.set_casts(LinearCasts.of(casts))
-        product.keys = keys_of(7)[i] if keys is None else keys[i]
+        product.lowbit.keys = keys_of(7)[i] if keys is None else keys[i]
     return made
 
 
@@ -203,7 +203,7 @@ def test_annealing_blends_operands() -> None:
     def at(share: float | None) -> list[Tensor]:
         made = products("mxfp8")
         for product in made.values():
-            product.blend = None if share is None else torch.tensor(share)
+            product.lowbit.blend = None if share is None else torch.tensor(share)
         return run(lambda *x: attend(made, *x), inputs)
 
     plain = run(lambda *x: in_tiles(64)(products("bf16"), *x), inputs)

@@ -17,7 +17,7 @@ from lightning_lowbit.nn import AmaxHistories, LayerKeys, QuantizedLayer, set_ph
 from lightning_lowbit.nn.conversion.bake import bake
 from lightning_lowbit.nn.layers.classes import restore_classes
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
-from lightning_lowbit.nn.layers.multihead import MultiheadHost
+from lightning_lowbit.nn.layers.multihead import QuantizedMultihead
 from tests.pairwise import cover
 
 WIDTH, HEADS, BATCH, QUERIES, KEYS = 48, 3, 2, 5, 7
@@ -123,14 +123,14 @@ def compare_with_torch(options: list[dict[str, Any]]) -> None:
 
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
 def test_its_own_forward_pass_without_casts_equals_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MultiheadHost, "is_plain", False)
+    monkeypatch.setattr(QuantizedMultihead, "is_plain", False)
     compare_with_torch(in_pairs())
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
 def test_many_options_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MultiheadHost, "is_plain", False)
+    monkeypatch.setattr(QuantizedMultihead, "is_plain", False)
     compare_with_torch(some_cases(1500, 1))
 
 

@@ -115,7 +115,7 @@ def test_a_checkpoint_tells_attention(tmp_path: Path) -> None:
 def test_phases_and_changed_casts(tmp_path: Path) -> None:
     run, model = fitted(tmp_path, "nvfp4", logger=False)
     plugin: Any = run.precision_plugin
-    qk: Any = model.own.product("qk")  # type: ignore[operator]
+    qk: Any = model.own.part("qk")  # type: ignore[operator]
     plugin.set_phase("qaf")
     assert qk.casts.quantized_gemms == ("fprop",)
     plugin.set_phase("fqt")

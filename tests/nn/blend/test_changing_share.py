@@ -122,7 +122,7 @@ def test_what_is_no_share_is_refused(blend: Any) -> None:
     set_blend(model, 0.5)
     with pytest.raises(ValueError, match=rf"blend is λ, .*, 0 or more and at most 1; got {blend!r}"):
         set_blend(model, blend)
-    assert model.first.blend == 0.5, "what was refused has been set"
+    assert model.first.lowbit.blend == 0.5, "what was refused has been set"
 
 
 @pytest.mark.parametrize(
@@ -133,20 +133,20 @@ def test_a_tensor_that_is_no_share_is_refused(blend: Tensor) -> None:
     model = convert(Net(), "int4")
     with pytest.raises(ValueError, match="0-d float32 tensor|at most 1"):
         set_blend(model, blend)
-    assert model.first.blend is None, "what was refused has been set"
+    assert model.first.lowbit.blend is None, "what was refused has been set"
 
 
 def test_numbers_and_copies() -> None:
     model = convert(Net(), "int4")
     for number in (0, 0.0, 0.5):
         set_blend(model, number)
-        share = model.first.blend
+        share = model.first.lowbit.blend
         assert (share.dtype, share.shape, share.item()) == (torch.float32, (), number)
-        assert model.second.blend is share, "layers do not share λ"
+        assert model.second.lowbit.blend is share, "layers do not share λ"
     twin = copy.deepcopy(model)
-    twin.first.blend.fill_(0.75)
-    assert model.first.blend == 0.5
+    twin.first.lowbit.blend.fill_(0.75)
+    assert model.first.lowbit.blend == 0.5
     assert list(model.state_dict()) == list(Net().state_dict()), "λ is none of the model's state"
     for whole in (1, 1.0, None):
         set_blend(model, whole)
-        assert model.first.blend is None
+        assert model.first.lowbit.blend is None

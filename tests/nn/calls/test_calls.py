@@ -58,15 +58,15 @@ def test_the_first_call_has_the_keys_that_were_filled_in() -> None:
     model, keys = recurrent()
     keys.fill_(5)
     layer = model.a
-    given = layer.keys.clone()
+    given = layer.lowbit.keys.clone()
     passes = []
     for numbered in (True, False):
-        layer.calls = layer.calls if numbered else None
+        layer.lowbit.calls = layer.lowbit.calls if numbered else None
         x = batch()
         y = layer(x)
         y.sum().backward()
         passes.append((y, x.grad))
-    assert torch.equal(layer.keys, given)
+    assert torch.equal(layer.lowbit.keys, given)
     assert all(map(torch.equal, *passes)), "a layer whose calls nobody counts computes otherwise"
 
 
@@ -92,11 +92,11 @@ def test_a_backward_pass_has_the_keys_of_its_call() -> None:
     ys = [model.a(x) for x in xs]
     for number in (1, 2, 0):
         ys[number].sum().backward()
-    given = model.a.keys.clone()
+    given = model.a.lowbit.keys.clone()
     for number, x in enumerate(xs):
         digest = hashlib.blake2b(f"call {number}".encode(), digest_size=8).digest() if number else bytes(8)
         of_call = torch.tensor(int.from_bytes(digest, "little", signed=True))
-        model.a.calls, model.a.keys = None, torch.where(keys._is_weight, given, given ^ of_call)
+        model.a.lowbit.calls, model.a.lowbit.keys = None, torch.where(keys._is_weight, given, given ^ of_call)
         again = batch()
         model.a(again).sum().backward()
         assert torch.equal(again.grad, x.grad), f"call {number}"
@@ -115,7 +115,7 @@ def test_a_layer_that_is_called_once_costs_no_further_operation() -> None:
     for numbered in (True, False):
         model, keys = recurrent("nvfp4")
         keys.fill_(5)
-        model.a.calls = model.a.calls if numbered else None
+        model.a.lowbit.calls = model.a.lowbit.calls if numbered else None
         with Operations() as operations:
             model.a(batch()).sum().backward()
         counts.append(operations.count)
@@ -152,7 +152,7 @@ def test_copies_and_pickles_count_for_themselves() -> None:
     keys.fill_(5)
     model.a(batch())
     for copied in (copy.deepcopy(model.a), pickle.loads(pickle.dumps(model.a))):
-        assert copied.calls is not model.a.calls
+        assert copied.lowbit.calls is not model.a.lowbit.calls
         assert copied(batch()).shape == (8, SIZE)
     assert keys._calls.number(model.a) == 1, "a call of a copy was counted"
 

@@ -270,7 +270,7 @@ def test_other_casts() -> None:
     for name in ALL:
         layer = model.get_submodule(name)
         assert layer.casts == layer.full_casts == (INT8 if name == "lm_head" else INT4), name
-        assert layer.exact
+        assert layer.lowbit.exact
 
 
 def test_phases_of_a_model() -> None:

@@ -111,13 +111,13 @@ def test_new_weights_have_a_new_amax_and_backward_passes_the_one_of_before() -> 
         if disturbed:
             parts.k_proj.weight.data.mul_(2)
             shared.measure(partial(parameter_amaxes, device=torch.device("cpu")))
-            assert parts.q_proj.weight_amax == parts.k_proj.weight.abs().max()
+            assert parts.q_proj.lowbit.weight_amax == parts.k_proj.weight.abs().max()
             parts.k_proj.weight.data.div_(2)
         y.sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
     shared.release()
-    assert parts.q_proj.weight_amax is None
+    assert parts.q_proj.lowbit.weight_amax is None
 
 
 @pytest.mark.slow

@@ -189,7 +189,7 @@ def test_deepcopy(kind: Any) -> None:
     assert torch.equal(twin(x), expected)
     histories = AmaxHistories(model)
     for mlp, own in zip(twin.layers, model.layers, strict=True):
-        assert mlp.down_proj.amaxes.in_force is not own.down_proj.amaxes.in_force
+        assert mlp.down_proj.lowbit.amaxes.in_force is not own.down_proj.lowbit.amaxes.in_force
         for hook in mlp.up_proj._forward_hooks.values():
             assert hook.down is mlp.down_proj, "tells the tokens to the original"
     step(model, histories, 100 * torch.randn(9, 8))

@@ -194,4 +194,4 @@ def test_the_bf16_phase_is_the_plain_model(kind: Any) -> None:
     state = histories.state_dict()
     amaxes = [*state["amax_history"].values(), *state["channel_amax"].values()]
     assert amaxes and not any(amax.any() for amax in amaxes)
-    assert model.down_proj.token_amax is None
+    assert model.down_proj.lowbit.token_amax is None

@@ -148,7 +148,7 @@ def test_images_are_kept_and_not_their_patches() -> None:
 def test_codes_are_kept_where_patches_do_not_overlap() -> None:
     x, (plain, _), (packed, _) = torch.randn(2, 16, 8, 8), block(), block(save="codes")
     identical(results(packed, x), results(plain, x))
-    images, patches = packed.first.kept_input(torch.bfloat16), packed.shortcut.kept_input(torch.bfloat16)
+    images, patches = packed.first.saved_input(torch.bfloat16), packed.shortcut.saved_input(torch.bfloat16)
     assert (images, patches) == ((16, 16.0), (16, 4.5))
 
 
@@ -169,7 +169,7 @@ def test_delayed_scales_are_those_of_patches() -> None:
     x[..., 5] = 100  # a stride of 2 leaves out the last column
     layer(x.requires_grad_()).sum().backward()
     histories.advance_()
-    in_force = dict(zip(OPERANDS, layer.amaxes.in_force.tolist(), strict=True))
+    in_force = dict(zip(OPERANDS, layer.lowbit.amaxes.in_force.tolist(), strict=True))
     assert in_force["fprop_x"] == in_force["wgrad_x"] == 1
     assert in_force["dgrad_g"] == 1
 

@@ -50,9 +50,9 @@ def linears(layer: Any) -> list[nn.Linear]:
     for i, matrix in enumerate(rows_of_weight(layer)):
         linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, dtype=matrix.dtype)
         linear.weight.data.copy_(matrix)
-        convert(linear, layer.casts, exact=layer.exact)
-        linear.keys = layer.keys if layer.groups == 1 else keys_of_part(layer.keys, i)
-        linear.blend = layer.blend
+        convert(linear, layer.casts, exact=layer.lowbit.exact)
+        linear.lowbit.keys = layer.lowbit.keys if layer.groups == 1 else keys_of_part(layer.lowbit.keys, i)
+        linear.lowbit.blend = layer.lowbit.blend
         made.append(linear)
     return made
 

@@ -35,8 +35,8 @@ def converted(casts: Any, bias: bool = True, **kwargs: Any) -> tuple[GroupedLine
     apart = convert(loop(together), casts, **kwargs)
     convert(together, casts, **kwargs)
     LayerKeys(together, seed=1).fill_(3)
-    for layer, keys in zip(apart, keys_of_parts(together.keys, EXPERTS), strict=True):
-        layer.keys = keys
+    for layer, keys in zip(apart, keys_of_parts(together.lowbit.keys, EXPERTS), strict=True):
+        layer.lowbit.keys = keys
     AmaxHistories(together), AmaxHistories(apart)
     return together, apart
 

@@ -27,7 +27,7 @@ def routed(model: nn.Module) -> Any:
 
 def inputs(host: Any, tokens: int = 11) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, host.product("down_proj").weight_matrix().shape[1], generator=generator)
+    x = torch.randn(tokens, host.part("down_proj").weight_matrix().shape[1], generator=generator)
     chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOSEN] for _ in range(tokens)])
     return x, chosen, torch.rand(tokens, CHOSEN, generator=generator)
 

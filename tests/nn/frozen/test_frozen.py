@@ -10,6 +10,7 @@ from lightning_lowbit import FP4Precision, LinearCasts, convert, pack_frozen, un
 from lightning_lowbit._lightning import LightningModule, Trainer
 from lightning_lowbit.nn import PRESETS, LayerKeys, SharedAmaxes, set_phase
 from lightning_lowbit.nn.layers.layer import quantized_layers
+from lightning_lowbit.nn.layers.state import LayerState
 
 
 def frozen_model():
@@ -93,7 +94,7 @@ def test_only_frozen_weights_are_packed():
     model = frozen_model()
     model[2].weight.requires_grad_(True)
     pack_frozen(model, "nvfp4")
-    assert model[0].frozen is not None
+    assert model[0].lowbit.frozen is not None
     assert type(model[2]) is nn.Linear
 
 
@@ -109,16 +110,16 @@ def test_refusals():
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
-    assert packed[0].frozen is not None and packed[0].full_casts == LinearCasts.preset("nvfp4")
+    assert packed[0].lowbit.frozen is not None and packed[0].full_casts == LinearCasts.preset("nvfp4")
 
 
 def test_settings_of_other_layers_stay():
     model = nn.Sequential(nn.Linear(32, 32), frozen_model())
     convert(model[0], "mxfp8", exact=True, save="codes")
-    before = {name: value for name, value in vars(model[0]).items() if not name.startswith("_")}
+    before = copy.copy(model[0].lowbit)
     pack_frozen(model, "nvfp4")
-    assert {name: value for name, value in vars(model[0]).items() if not name.startswith("_")} == before
-    assert model[1][0].frozen is not None
+    assert all(getattr(model[0].lowbit, name) == getattr(before, name) for name in LayerState.__slots__)
+    assert model[1][0].lowbit.frozen is not None
 
 
 def test_a_second_call_changes_nothing_and_other_settings_are_refused():

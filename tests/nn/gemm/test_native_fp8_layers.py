@@ -65,7 +65,7 @@ def test_a_native_layer_is_the_emulated_one(
     found, seen = {}, {}
     for backend in ("auto", "native", "emulated"):
         layer = layer_like(original, casts)
-        layer.backend = backend
+        layer.lowbit.backend = backend
         remember(layer, 0.5, 2.0)
         native_calls.clear()
         with spied(monkeypatch) as seen[backend]:
@@ -139,7 +139,7 @@ def test_without_the_hardware_layers_are_emulated_or_refuse(native_calls: list[d
     layer = layer_like(nn.Linear(16, 16), CURRENT)
     run(layer, torch.randn(16, 16), torch.randn(16, 16))
     assert not native_calls
-    layer.backend = "native"
+    layer.lowbit.backend = "native"
     with pytest.raises(
         ValueError, match="backend='native': native FP8 GEMMs need .*; the device is 'cpu'. Use backend="
     ):

@@ -170,7 +170,7 @@ def test_what_cannot_be_converted_stays_in_high_precision() -> None:
             return self.own.exp()
 
     clash = Plain(IN, OUT)
-    clash.exact = "something else"
+    clash.lowbit = "something else"
     computed = parametrize.register_parametrization(nn.Linear(IN, OUT), "weight", nn.Identity())
     assert registry.converted_class(Weighted) is None
     model = nn.ModuleDict({"lazy": nn.LazyLinear(OUT), "clash": clash, "computed": computed, "plain": Plain(IN, OUT)})

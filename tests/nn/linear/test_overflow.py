@@ -58,7 +58,7 @@ def test_grad_scaler_sees_overflows(where: str, bad: float, casts: str) -> None:
         if tainted:
             {"x": x, "w": layer.weight.data, "g": taint}[where][20, 20] = bad
         before = layer.weight.detach().clone()
-        layer.token_amax = token_amax(x)
+        layer.lowbit.token_amax = token_amax(x)
         y = layer(x)
         y.register_hook(lambda g, taint=taint: g + taint)
         scaler.scale(y.square().mean()).backward()

@@ -17,6 +17,6 @@ def scaled_mm(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
         "lightning_lowbit.nn.layers.native.native_obstacle",
         lambda _, kind: None if kind in BLOCK_SCALED else "no such unit",
     )
-    devices._tried.cache_clear()
+    devices._trial_obstacle.cache_clear()
     yield stand_in
-    devices._tried.cache_clear()
+    devices._trial_obstacle.cache_clear()

@@ -27,8 +27,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.version, "hip", hip)
 
-    tried = devices._tried.__wrapped__  # type: ignore[attr-defined]
-    monkeypatch.setattr(devices, "_tried", lambda device, kind: tried(CPU, kind))
+    trial = devices._trial_obstacle.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(devices, "_trial_obstacle", lambda device, kind: trial(CPU, kind))
     monkeypatch.setattr(devices, "_name", lambda device: "Some GPU")
     monkeypatch.setattr(F, "scaled_mm", StandIn())
     return make
@@ -100,13 +100,13 @@ def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_declared_obstacle", lambda device, kind: None)
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
-    devices._tried.cache_clear()
+    devices._trial_obstacle.cache_clear()
     for _ in range(3):
         assert devices.native_obstacle(CPU, "nvfp4") is None
     assert len(stand_in.calls) == 1
     assert devices.native_obstacle(CPU, "mxfp8") is None
     assert len(stand_in.calls) == 2
-    devices._tried.cache_clear()
+    devices._trial_obstacle.cache_clear()
 
 
 def test_asking_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +115,14 @@ def test_asking_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_declared_obstacle", lambda device, kind: None)
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
-    devices._tried.cache_clear()
+    devices._trial_obstacle.cache_clear()
     torch._dynamo.reset()
     layer = convert(nn.Linear(32, 32), "mxfp8")
     x = torch.randn(8, 32)
     found = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
     assert len(stand_in.calls) == 2  # the question, and the forward pass
     assert torch.equal(found, layer(x))
-    devices._tried.cache_clear()
+    devices._trial_obstacle.cache_clear()
     torch._dynamo.reset()
 
 

@@ -165,12 +165,12 @@ def test_annealing_exact_layers_and_gathered_weights_are_emulated(scaled_mm: Sta
     set_blend(layer, 0.5)
     assert layer.native_gemms(CPU) == ()
     set_blend(layer, None)
-    layer.exact = True
+    layer.lowbit.exact = True
     assert layer.native_gemms(CPU) == ()
-    layer.exact = False
-    layer.prequantized_weight = PrequantizedWeight(torch.float32, torch.float32, None, None)
+    layer.lowbit.exact = False
+    layer.lowbit.prequantized_weight = PrequantizedWeight(torch.float32, torch.float32, None, None)
     assert layer.native_gemms(CPU) == ("wgrad",)
-    layer.backend = "native"
+    layer.lowbit.backend = "native"
     with pytest.raises(ValueError, match="decoded before fprop and dgrad, which take codes. Leave out quantize_before"):
         layer.native_gemms(CPU)
     assert not scaled_mm.calls

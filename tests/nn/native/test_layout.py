@@ -10,7 +10,7 @@ from lightning_lowbit import Cast, Scale
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels.layout import outer_major, pack_codes, swizzle, unswizzle
-from lightning_lowbit.nn.native.gemms import taken
+from lightning_lowbit.nn.native.gemms import gemm_arguments
 from lightning_lowbit.nn.native.operand import block_operand
 from lightning_lowbit.quant import quantize_operand
 from tests.nn.native.stand_in import unpacked, unswizzled
@@ -82,7 +82,7 @@ def test_scales_of_128_have_the_rows_first() -> None:
 def decoded(kind: str, cast: Cast, x: Tensor, dim: int, key: Tensor) -> Tensor:
     """The packed and swizzled operand, decoded by formulas: float64, in the orientation of ``x``."""
     operand = block_operand(x, cast, kind, dim, key)
-    codes, levels = taken(operand)
+    codes, levels = gemm_arguments(operand)
     elements = unpacked(codes) if kind != "mxfp8" else codes.double()
     block = 16 if kind == "nvfp4" else 32
     rows, columns = operand.size

@@ -128,7 +128,7 @@ def test_with_all_casts(casts: str) -> None:
     x = torch.randn(16, WIDTH, requires_grad=True)
     for to, by in ((x, layer.weight), (layer.weight, x), (layer.weight, layer.weight), (x, x)):
         if layer.casts.smooth == "token":
-            layer.token_amax = token_amax(x)
+            layer.lowbit.token_amax = token_amax(x)
         found = gradient(layer, x, to)
         with refused("QuantLinear (48, 32)"):
             torch.autograd.grad(found.square().sum(), by)

@@ -52,7 +52,7 @@ def part(tensor: Tensor, dim: int | None) -> Tensor:
 def passes(layer: Any, x: Tensor, g: Tensor, tokens: Tensor, autocast: bool) -> tuple[Results, Results]:
     """A forward and a backward pass: the operands, and y and the gradients."""
     if layer.casts.smooth == "token":
-        layer.token_amax = tokens
+        layer.lowbit.token_amax = tokens
     x = x.clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch, spied(patch) as seen:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -66,7 +66,7 @@ def passes(layer: Any, x: Tensor, g: Tensor, tokens: Tensor, autocast: bool) -> 
 
 def statistics(layer: Any, cut: dict[str, int], is_whole: bool) -> Tensor:
     """What a watched layer has seen of its operands, of all processes together, ``[6, 8]``."""
-    sums = layer.operand_sums.clone()
+    sums = layer.lowbit.operand_sums.clone()
     if is_whole:
         return sums
     others: list[Tensor] = [torch.empty_like(sums) for _ in range(RANKS)]
@@ -99,7 +99,7 @@ def differences(casts: LinearCasts, style: str, sizes: tuple[int, int], early: b
     parallelize_module(spread, mesh, made)
     for layer in (whole, spread):
         prepare(convert(layer, casts))
-        layer.operand_sums = torch.zeros(len(OPERANDS), len(SUMS) + len(MAXIMA), dtype=torch.float64)
+        layer.lowbit.operand_sums = torch.zeros(len(OPERANDS), len(SUMS) + len(MAXIMA), dtype=torch.float64)
     cut = CUT[style]
     tokens = token_amax(x)
     operands, results = passes(whole, x, g, tokens, autocast)
@@ -128,7 +128,7 @@ def differences(casts: LinearCasts, style: str, sizes: tuple[int, int], early: b
             close = torch.isclose(seen[row], expected_sums[row], rtol=1e-5, atol=0)
             if not close.all():
                 told.append(f"statistics of {operand}: {seen[row].tolist()} for {expected_sums[row].tolist()}")
-    staged = (layer.amaxes.staged for layer in (spread, whole) if layer.amaxes is not None)
+    staged = (layer.lowbit.amaxes.staged for layer in (spread, whole) if layer.lowbit.amaxes is not None)
     if len({tuple(row.tolist()) for row in staged}) > 1:
         told.append("other amaxes are staged")
     return told

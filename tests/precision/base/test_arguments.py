@@ -49,7 +49,7 @@ def test_rounding_and_overrides_reach_the_layers():
 def test_exact_reaches_the_layers(exact):
     model = BoringModel()
     quiet(plugins=[FP4Precision(exact=exact)]).fit(model)
-    assert model.layer.exact is exact
+    assert model.layer.lowbit.exact is exact
 
 
 def test_seed_of_seed_everything(monkeypatch):

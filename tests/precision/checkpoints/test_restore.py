@@ -135,7 +135,7 @@ def test_phase_annealing_and_changed_casts_are_restored(tmp_path: Path) -> None:
     model = restore(Module(), path)
     assert loss_of(model) == pytest.approx(expected, abs=1e-6)
     assert model.net.up_proj.casts == LinearCasts.preset("mxfp4").phase("qaf")
-    assert float(model.net.up_proj.blend) == 0.5
+    assert float(model.net.up_proj.lowbit.blend) == 0.5
     plugin = LowBitPrecision.from_checkpoint(path)
     assert validate(plugin, ckpt_path=path) == pytest.approx(expected, abs=1e-6)
     plugin.set_casts({"up_proj": "fqt"})

@@ -109,7 +109,7 @@ def test_native_on_a_cpu_is_refused_when_training_starts() -> None:
 def test_backend_reaches_the_layers(backend: str) -> None:
     model = Regression()
     trainer(FP8Precision(backend=backend)).fit(model)
-    assert model.head.backend == backend
+    assert model.head.lowbit.backend == backend
 
 
 def test_smoothing_without_a_swiglu_is_refused_when_training_starts() -> None:
@@ -157,7 +157,7 @@ def test_layers_in_other_casts_have_no_histories_and_the_others_do() -> None:
     trainer(plugin, callbacks=[witness], max_steps=3, limit_train_batches=3).fit(model)
     found = state(plugin)["amax_history"]
     assert {key.split("/")[0] for key in found} == {"mlp.gate_proj", DOWN}
-    assert model.head.amaxes is None
+    assert model.head.lowbit.amaxes is None
     gate = {key: amaxes for key, amaxes in found.items() if key.startswith("mlp.gate_proj")}
     down = {key: amaxes for key, amaxes in found.items() if key.startswith(DOWN)}
     assert_histories(gate, witness, 2)

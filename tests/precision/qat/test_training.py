@@ -66,12 +66,12 @@ def test_the_share_is_one_tensor_for_all_layers() -> None:
     assert (plugin.blend.shape, plugin.blend.dtype, plugin.blend.item()) == ((), torch.float32, 1.0)
     model = trained(plugin, 0.25)
     for name in LAYERS:
-        assert model.get_submodule(name).blend is plugin.blend, f"λ of {name} is another tensor"
+        assert model.get_submodule(name).lowbit.blend is plugin.blend, f"λ of {name} is another tensor"
     assert plugin.is_blending
     plugin.set_blend(0)
-    assert (model.head.blend.item(), plugin.is_blending) == (0.0, True)
+    assert (model.head.lowbit.blend.item(), plugin.is_blending) == (0.0, True)
     plugin.set_blend(1)
-    assert (model.head.blend, plugin.blend.item(), plugin.is_blending) == (None, 1.0, False)
+    assert (model.head.lowbit.blend, plugin.blend.item(), plugin.is_blending) == (None, 1.0, False)
 
 
 @each("share", [-0.1, 1.5, torch.nan, True, "0.5", None, torch.tensor(0.5)])
@@ -80,17 +80,17 @@ def test_what_is_no_share_is_refused(share: Any) -> None:
     model = trained(plugin, 0.25)
     with pytest.raises(ValueError, match="1 for full quantization, 0 or more and at most 1; got "):
         plugin.set_blend(share)
-    assert plugin.blend == model.head.blend == 0.25, "what was refused has been set"
+    assert plugin.blend == model.head.lowbit.blend == 0.25, "what was refused has been set"
 
 
 def test_a_run_begins_with_the_share_that_was_set_and_another_one_at_1() -> None:
     plugin = TernaryPrecision(quantize_output=True)
     plugin.set_blend(0.5)
     model = trained(plugin)
-    assert plugin.blend == model.head.blend == 0.5
+    assert plugin.blend == model.head.lowbit.blend == 0.5
     other = trained(plugin)
     assert plugin.blend == 1
-    assert other.head.blend is None
+    assert other.head.lowbit.blend is None
     assert torch.equal(flat(other), flat(trained(TernaryPrecision(quantize_output=True))))
 
 
@@ -98,7 +98,7 @@ def test_phases_and_shares_go_together() -> None:
     plugin = FP8Precision("current")
     model = trained(plugin, 0.5)
     plugin.set_phase("hp-forward")
-    assert model.head.blend == 0.5
+    assert model.head.lowbit.blend == 0.5
     assert model.head.casts.fprop_x is None
     assert (state(plugin)["phase"], state(plugin)["blend"]) == ("hp-forward", 0.5)
 
@@ -138,7 +138,7 @@ def test_training_goes_on_where_evaluation_has_moved_the_share() -> None:
     made.validate(model, verbose=False)
     assert type(plugin.blend) is Tensor, "it was not moved"
     made.fit(model)
-    assert plugin.blend == model.head.blend == 0.5
+    assert plugin.blend == model.head.lowbit.blend == 0.5
 
 
 def test_it_may_be_set_in_evaluation() -> None:
@@ -148,7 +148,7 @@ def test_it_may_be_set_in_evaluation() -> None:
 
     plugin = TernaryPrecision(quantize_output=True)
     model = trained(plugin, 0.25, callbacks=[Later()], val_check_interval=2, limit_val_batches=1)
-    assert plugin.blend == model.head.blend == 0.5
+    assert plugin.blend == model.head.lowbit.blend == 0.5
     assert len(model.losses) == 4
 
 
@@ -170,14 +170,14 @@ def test_a_resumed_run_goes_on_with_the_share(name: str) -> None:
     assert (share.shape, share.dtype, share.device.type, share.item()) == ((), torch.float32, "cpu", 0.5)
     plugin = PLUGINS[name]()
     resumed = trained(plugin, ckpt_path="x.ckpt", **epochs)
-    assert plugin.blend == resumed.head.blend == 0.5
+    assert plugin.blend == resumed.head.lowbit.blend == 0.5
     assert torch.equal(flat(resumed), flat(whole))
     # One from before there was a λ: all the way.
     del checkpoint["lightning_lowbit"]["blend"]
     torch.save(checkpoint, "before.ckpt")
     plugin = PLUGINS[name]()
     other = trained(plugin, ckpt_path="before.ckpt", **epochs)
-    assert (plugin.blend, plugin.is_blending, other.head.blend) == (1.0, False, None)
+    assert (plugin.blend, plugin.is_blending, other.head.lowbit.blend) == (1.0, False, None)
     assert not torch.equal(flat(other), flat(whole)), "λ makes no difference"
 
 

@@ -18,11 +18,11 @@ from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import GEMMS
 from lightning_lowbit.nn.core.saving import saved_bits
 from lightning_lowbit.nn.layers.classes import convertible, is_linear
+from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.experts import UniformExperts
 from lightning_lowbit.nn.layers.grouped import GroupedLayer
-from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
-from lightning_lowbit.nn.layers.registry import host_class, quantized_class
+from lightning_lowbit.nn.layers.registry import composite_class, quantized_class
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.quant import Cast
 
@@ -127,7 +127,7 @@ def describe(
     layers = {name: layer for name, layer in module.named_modules() if is_linear(layer)}
     if not layers:
         raise ValueError(f"{type(module).__name__} has no linear layer, and formulas know nothing else to count.")
-    layers |= _products(module)
+    layers |= _parts(module)
     planned = plugin.plan(module) if plugin else {}
     notes = []
     network, decoder = _find_decoder(module)
@@ -177,14 +177,14 @@ def describe(
     return Model(weights, linears, decoder, compute, checkpointing), notes
 
 
-def _products(module: nn.Module) -> dict[str, Any]:
-    """Returns linear layers that are products of their hosts, such as ``in_proj`` of ``nn.MultiheadAttention``, and
+def _parts(module: nn.Module) -> dict[str, Any]:
+    """Returns linear layers that are parts of composite ones, such as ``in_proj`` of ``nn.MultiheadAttention``, and
     stacks of experts, by the names of :func:`lightning_lowbit.nn.plan`."""
     products: dict[str, Any] = {}
     for name, part in convertible(module).items():
-        host = host_class(type(part))
-        layer = part if host is None else host.make_products(part)[name.rpartition(".")[2]]
-        if issubclass(quantized_class(type(layer)), GroupedLayer) or (host is not None and is_linear(layer)):  # type: ignore[arg-type]
+        composite = composite_class(type(part))
+        layer = part if composite is None else composite.make_parts(part)[name.rpartition(".")[2]]
+        if issubclass(quantized_class(type(layer)), GroupedLayer) or (composite is not None and is_linear(layer)):  # type: ignore[arg-type]
             products[name] = layer
     return products
 
@@ -193,10 +193,10 @@ def _rows(layer: Any, network: Any) -> int:
     """Returns the rows of a layer for each token: the number of experts that get it; 1 if that is unknown."""
     if not issubclass(quantized_class(type(layer)), GroupedLayer):  # type: ignore[arg-type]
         return 1
-    host = getattr(layer, "host", None)
-    if host is not None and issubclass(host_class(type(host)), UniformExperts):  # type: ignore[arg-type]
+    owner = getattr(layer, "owner", None)
+    if owner is not None and issubclass(composite_class(type(owner)), UniformExperts):  # type: ignore[arg-type]
         return len(_matrix(layer))
-    config = getattr(host, "config", None) or getattr(network, "config", None)
+    config = getattr(owner, "config", None) or getattr(network, "config", None)
     return next((n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int)), 1)
 
 
@@ -211,7 +211,7 @@ def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
     from lightning_lowbit.nn.sharded.eligible import obstacle  # depends on internals of FSDP2
 
     is_plain = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr]
-    is_plain = is_plain and is_linear(layer) and not isinstance(layer, Product)
+    is_plain = is_plain and is_linear(layer) and not isinstance(layer, PartLayer)
     return casts.cast_of("fprop_w") if is_plain and obstacle(casts) is None else None
 
 

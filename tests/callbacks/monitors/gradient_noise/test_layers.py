@@ -124,10 +124,10 @@ def test_layers_that_are_frozen_are_left_out() -> None:
 def test_layers_are_asked_in_measured_steps_only() -> None:
     class Look(Callback):
         def on_before_backward(self, run: Trainer, module: Any, loss: Tensor) -> None:
-            asked.append(all(layer.gradient_sums is not None for layer in (module.net[0], module.net[2])))
+            asked.append(all(layer.lowbit.gradient_sums is not None for layer in (module.net[0], module.net[2])))
 
         def on_train_batch_end(self, run: Trainer, module: Any, *_: Any) -> None:
-            assert "gradient_sums" not in vars(module.net[0])
+            assert module.net[0].lowbit.gradient_sums is None
 
     class Fails(Model):
         def on_before_backward(self, loss: Tensor) -> None:
@@ -140,18 +140,18 @@ def test_layers_are_asked_in_measured_steps_only() -> None:
         run.fit(model := Fails())
     # Micro-batches of steps 1 to 5, and the first one of the sixth, which failed.
     assert asked == [False, False, False, False, False, True, *[False] * 4, False]
-    assert "gradient_sums" not in vars(model.net[0])
+    assert model.net[0].lowbit.gradient_sums is None
 
 
 def test_a_step_of_layers_that_fails() -> None:
     class Fails(Model):
         def on_before_backward(self, loss: Tensor) -> None:
-            assert self.net[0].gradient_sums is not None
+            assert self.net[0].lowbit.gradient_sums is not None
             raise RuntimeError("of the step's own")
 
     with pytest.raises(RuntimeError, match="of the step's own"):
         trainer(NOISY, GradientNoiseMonitor(1, kind="layers")).fit(model := Fails())
-    assert "gradient_sums" not in vars(model.net[0])
+    assert model.net[0].lowbit.gradient_sums is None
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ class Watching(Callback):
 
 
 def is_on(layer: QuantizedLayer) -> bool:
-    return layer.operand_sums is not None
+    return layer.lowbit.operand_sums is not None
 
 
 def all_off(model: nn.Module) -> bool:

@@ -28,7 +28,7 @@ class Witness(Callback):
         layers = [module for module in pl_module.modules() if isinstance(module, QuantizedLayer)]
         assert layers
         assert {layer.casts == layer.full_casts.phase(plugin.phase) for layer in layers} == {True}
-        (blend,) = {1.0 if layer.blend is None else layer.blend.item() for layer in layers}
+        (blend,) = {1.0 if layer.lowbit.blend is None else layer.lowbit.blend.item() for layer in layers}
         assert blend == plugin.blend.item(), "the layers have another λ than the plugin"
         assert self.blends.setdefault(step, blend) == blend, f"λ changes within step {step}"
         assert self.phases.setdefault(step, plugin.phase) == plugin.phase

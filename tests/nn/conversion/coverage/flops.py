@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys, QuantizedLayer
-from lightning_lowbit.nn.layers.host import Product
+from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.quant import Hadamard
 
 NVFP4 = LinearCasts.preset("nvfp4")
@@ -81,7 +81,7 @@ def quantized(*models: nn.Module) -> Iterator[None]:
     assert {module for module, *_ in seen} == layers, "a converted layer did not run"
     with torch.no_grad():
         for module, (x, *part), y in seen:
-            if isinstance(module, Product):  # which may multiply by a part of its weight
+            if isinstance(module, PartLayer):  # which may multiply by a part of its weight
                 weight, bias = part or (module.weight_matrix(), module.bias)
                 given, raw = module.quantized_forward(x, weight, bias), F.linear(x, weight, bias)
             else:

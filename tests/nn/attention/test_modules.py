@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys, set_blend, set_phase
-from lightning_lowbit.nn.attention.hosts import attending
+from lightning_lowbit.nn.attention.modules import attending
 from lightning_lowbit.nn.layers.classes import restore_classes
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 
