@@ -79,6 +79,13 @@ def takes_triton(device: torch.device) -> bool:
     return _backend == "triton" or (_backend == "auto" and device.type == "cuda")
 
 
+def kernels_for(x: Tensor) -> Literal["cpp", "triton"] | None:
+    """The kernels of a tensor's device, as :func:`takes_cpp` and :func:`takes_triton` say; None for plain code."""
+    if _backend == "auto":
+        return "cpp" if x.is_cpu else "triton" if x.is_cuda else None
+    return "triton" if _backend == "triton" else "cpp" if _backend == "cpp" and x.is_cpu else None
+
+
 @contextmanager
 def counted_as(*shape: int) -> Iterator[None]:
     """Within this context a matrix product counts as one of this shape, without its padding."""

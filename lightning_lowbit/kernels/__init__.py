@@ -4,17 +4,17 @@ The plain code of :mod:`lightning_lowbit.quant` is the specification, and serves
 """
 
 from lightning_lowbit.compilation import backend
-from lightning_lowbit.kernels.delayed import delayed_amax
-from lightning_lowbit.kernels.native import lay_out_operand, lay_out_packed
-from lightning_lowbit.kernels.operands import amax_of, coverage, quantize_both, quantize_operand, rotate
-from lightning_lowbit.kernels.packing import Packed, pack_operand, unpack_operand
+from lightning_lowbit.kernels.operands import amax_of, kernel_support, quantize_both, quantize_operand, rotate
+from lightning_lowbit.kernels.packing import lay_out_operand, lay_out_packed, pack_operand, unpack_operand
+from lightning_lowbit.kernels.products import delayed_amax
+from lightning_lowbit.quant.packed import Packed
 
 __all__ = [
     "Packed",
     "amax_of",
     "backend",
-    "coverage",
     "delayed_amax",
+    "kernel_support",
     "lay_out_operand",
     "lay_out_packed",
     "pack_operand",

@@ -15,6 +15,10 @@ CPU = torch.device("cpu")
 _T = TypeVar("_T", Tensor, Tensor | None)
 
 
+class Misfit(ValueError):
+    """A tensor that is not what a kernel would touch."""
+
+
 def resolved(tensor: _T) -> _T:
     """The tensor, or a copy with the signs that torch reads: what kernels take, on every device, goes through here.
     (Conjugates are complex, which no kernel takes.)"""
@@ -39,7 +43,7 @@ def start(tensor: Tensor) -> int:
     """The address of a tensor that the caller has just compared, made contiguous, or made, in the kernel's sizes."""
     place = tensor.data_ptr()
     if not place and tensor.numel():
-        raise ValueError(f"Kernels need memory, and that of {described(tensor)} was freed.")
+        raise Misfit(f"Kernels need memory, and that of {described(tensor)} was freed.")
     return place
 
 
@@ -62,7 +66,7 @@ def checked(name: str, tensor: _T, dtype: torch.dtype, elements: int, device: to
     ):
         return tensor
     is_view = not tensor.is_contiguous() or tensor.is_neg()
-    raise ValueError(
+    raise Misfit(
         f"Kernels need {name} as {elements} contiguous elements of {dtype} on {device}, and got "
         f"{described(tensor)}{', a view with another layout or sign' if is_view else ''}. Give what fits the other "
         "arguments."
@@ -73,7 +77,7 @@ def together(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Raises a ``ValueError`` if some of the tensors are not on a device, or not resolved."""
     for tensor in tensors:
         if tensor.device != device or tensor.is_neg():
-            raise ValueError(f"Kernels need resolved tensors on {device}, and got {described(tensor)}.")
+            raise Misfit(f"Kernels need resolved tensors on {device}, and got {described(tensor)}.")
 
 
 def described(value: object) -> str:

@@ -7,6 +7,7 @@ ternary with one scale 2. A shard of a matrix that is cut along its rows becomes
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +15,26 @@ from torch import Tensor
 
 from lightning_lowbit.formats import Format, table
 from lightning_lowbit.quant.blocks import ALL, from_blocks, scales_view, tile_of, to_blocks
+from lightning_lowbit.quant.call import CastCall, factor_shape, has_factor, is_rounded
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import has_factor, is_rounded
-from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key
+from lightning_lowbit.quant.scaling import round_matrix
 from lightning_lowbit.quant.shard import Shard
+
+
+class Packed(NamedTuple):
+    """An operand as bytes: ``data``, uint8 ``[bytes]``, and ``factor``, float32: the scale of the matrix, 0-d, or those
+    of its rows."""
+
+    data: Tensor
+    factor: Tensor
+
+
+def empty_packed(x: Tensor, call: CastCall) -> Packed:
+    """Memory for the packed operand of a matrix."""
+    shape, cast = call.shape(x), call.cast
+    data = x.new_empty(packed_bytes(shape[0], shape[1], cast, call.dim), dtype=torch.uint8)
+    factors = factor_shape(shape, cast, call.dim) if cast.scale.two_level == "row" else ()
+    return Packed(data, x.new_empty(factors, dtype=torch.float32))
 
 
 def packing_obstacle(cast: Cast) -> str | None:
@@ -45,22 +62,19 @@ def pack(
     mean: Tensor | None = None,
     shard: Shard | None = None,
     dim: int = 1,
-) -> tuple[Tensor, Tensor]:
+) -> Packed:
     """Quantizes a matrix ``[rows, columns]``, or a shard, as :func:`lightning_lowbit.quant.quantize_operand` does along
     ``dim``, and packs it. Casts with a :func:`packing_obstacle` are not supported.
 
-    ``amax`` and ``mean`` (of |x|) are those of the global matrix; None measures them. Returns uint8 ``[bytes]`` and the
-    scale of the matrix, float32, 0-d, or those of its rows.
+    ``amax`` and ``mean`` (of |x|) are those of the global matrix; None measures them.
     """
-    tile, key = tile_of(cast, dim, 2), rounding_key(cast, key, x.device)
-    scaled = make_scales(x, cast, tile, amax, shard, mean, key)
-    offset = None if key is None or shard is None else shard.offset(x.shape, tile, x.device)
-    elements = round_blocks(*scaled, key, offset, cast=cast, scaled=False, dtype=torch.float32)
-    codes = _join(_encode(from_blocks(elements, x.shape, tile), cast.format).flatten(), cast.format)
+    call = CastCall(cast, dim, key, amax, shard=shard)
+    scaled, elements = round_matrix(x, call, mean, scaled=False, dtype=torch.float32)
     scales = scaled.stored(cast)
+    data = assembled(elements, scales, cast)
     if cast.scale.block == "tensor":
-        return codes, (scales * scaled.decode).reshape(())
-    return torch.cat([codes, _encode(scales.flatten(), cast.scale.storage)]), scaled.factor(x.shape, tile)
+        return Packed(data, (scales * scaled.decode).reshape(()))
+    return Packed(data, scaled.factor(x.shape, tile_of(cast, dim, 2)))
 
 
 def assembled(elements: Tensor, scales: Tensor, cast: Cast) -> Tensor:
@@ -118,14 +132,6 @@ def packed_bytes(rows: int, columns: int, cast: Cast, dim: int) -> int:
     down, across = tile_of(cast, dim, 2)
     blocks = (1 if down == ALL else -(-rows // down)) * (1 if across == ALL else -(-columns // across))
     return codes + blocks * scale_bytes(cast.scale.storage)
-
-
-def plain_pack(
-    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, shard: str | None
-) -> tuple[Tensor, Tensor]:
-    """:func:`pack` of what operators take."""
-    part = None if shard is None else Shard.from_spec(shard)
-    return pack(x, Cast.from_spec(spec), key, amax, None, part, dim)
 
 
 def per_byte(format: Format) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.blocks import block_dims, tile_of, to_blocks
+from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand
 from lightning_lowbit.quant.scales import block_amax, stored_scales
@@ -101,14 +102,16 @@ def _operand_statistics(
     of_blocks: bool,
 ) -> Tensor:
     cast, wide = Cast.from_spec(spec), wide_dtype(x.device)
-    of_global = None if shard is None else Shard.from_spec(shard)
+    part = None if shard is None else Shard.from_spec(shard)
     if cast.scale.needs_amax and amax is None:
-        amax = amax_of(x, of_global)
-    shape = x.shape if of_global is None else of_global.global_shape(x.shape)  # all processes take the same sample
+        amax = amax_of(x, part)
+    shape = x.shape if part is None else part.global_shape(x.shape)  # all processes take the same sample
     x, values = (sample(matrix, shape, cast, dim, most) for matrix in (x, values))
     factor = None if factor is None else sample(factor, shape, cast, dim, most)
     tile = tile_of(cast, dim, x.dim())
-    scaled = make_scales(x, cast, tile, amax, of_global)  # without a key, as if scales rounded to nearest
+    scaled = make_scales(
+        x, CastCall(cast, dim, amax=amax, shard=part)
+    )  # without a key, as if scales rounded to nearest
     blocks, decode, zeros = scaled.blocks, scaled.decode, scaled.zeros
     if x.numel() == 0:  # an expert without tokens, or a process without a shard, which took part in the collectives
         return torch.zeros(_SIZE + of_blocks * OF_BLOCKS, dtype=wide, device=x.device)

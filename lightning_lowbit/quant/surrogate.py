@@ -57,8 +57,8 @@ def _through_rounding(
 
 @opaque(lambda kind, x, spec, dim, amax, shard: x.new_empty(x.shape, dtype=torch.float32))
 def _factor(kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None, shard: str | None) -> Tensor:
-    cast, of_global = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
-    magnitude = scaled_elements(x, cast, dim, amax, of_global).abs()
+    cast, part = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
+    magnitude = scaled_elements(x, cast, dim, amax, part).abs()
     largest = torch.full_like(magnitude, cast.format.max)
     if kind == "trust":
         return (magnitude <= largest + grid_step(largest, cast.format) / 2).float()

@@ -42,7 +42,7 @@ _SIGNATURES = {
     "lowbit_rotate": (_P, _I, _L, _L, _P, _P, _I),
     "lowbit_delayed_amax": (_P, _P, _P, _I, _P),
     "lowbit_add_patches": (_P, _I, _P, _L, _L, _P, _I),
-    "lowbit_finish": (_P, _I, _L, _L, _P, _I, _P, _I, _P, _I, _P, _I, _I),
+    "lowbit_scale_and_round": (_P, _I, _L, _L, _P, _I, _P, _I, _P, _I, _P, _I, _I),
 }
 
 

@@ -1,6 +1,6 @@
 """Scales of blocks, and elements rounded in units of them, bit for bit those of quant/scales.py and scaling.py.
 
-``CAST`` is a named tuple of :mod:`lightning_lowbit.kernels.gpu.constants`, in the symbols of quant/scaling.py.
+``CAST`` is a named tuple of :mod:`lightning_lowbit.kernels.numbers`, in the symbols of quant/scaling.py.
 """
 
 import triton

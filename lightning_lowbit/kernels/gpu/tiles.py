@@ -103,15 +103,15 @@ def rotate(
     row_stride,
     column_stride,
     signs,
-    given_rows,
-    given_columns,
+    source_rows,
+    source_columns,
     TILE: tl.constexpr,
     ROTATION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """A rotated matrix in the dtype of ``x``."""
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
-    mask_given = (row < given_rows) & (column < given_columns)
-    elements = load_rotated(x, row, column, row_stride, column_stride, mask_given, signs, ROTATION, INTERPRETED)
+    source_mask = (row < source_rows) & (column < source_columns)
+    elements = load_rotated(x, row, column, row_stride, column_stride, source_mask, signs, ROTATION, INTERPRETED)
     result = narrow(elements, x.dtype.element_ty, INTERPRETED)
     tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
