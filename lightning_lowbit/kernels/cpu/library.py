@@ -66,12 +66,16 @@ def _loaded() -> tuple[ctypes.CDLL | None, Exception | None]:
         return _from_cache(), None
     except subprocess.SubprocessError as error:  # the compiler, which would fail elsewhere, too
         return None, error
-    except (OSError, RuntimeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # of the system's loader, or of a library without our functions
         unusable = error
     try:
         with tempfile.TemporaryDirectory(prefix="lightning_lowbit_") as folder, trusted(Path(folder)) as opened:
             kernels = _build(opened)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:
         return None, error
     tell(
         f"lightning_lowbit has compiled its C++ kernels for this process alone, as no folder keeps them ({unusable}). "
