@@ -1,4 +1,4 @@
-"""What Triton kernels are compiled for, as far as their bits may depend on it, and samples to compare them on.
+"""The forms for which Triton compiles kernels, as far as their bits may depend on it, and samples to compare them on.
 
 A form is None for arguments that a kernel does not take, a sample for forms that no kernel serves.
 """

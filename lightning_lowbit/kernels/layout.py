@@ -26,7 +26,7 @@ _LARGE = 128  # elements of the blocks whose GEMMs take codes and scales as they
 
 
 def multiples() -> tuple[int, int]:
-    """What the sizes of a matrix of codes are padded to: its rows, and the contraction axis."""
+    """Returns the multiples to which a matrix of codes is padded: of its rows, and of the contraction axis."""
     return (32, 128) if torch.version.hip is not None else (16, 32)
 
 
@@ -53,7 +53,7 @@ def _join_pairs(codes: Tensor) -> Tensor:
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """Scales ``[rows, blocks]`` of one byte in the layout above, with zeros for what is missing: ``[R' * C']``."""
+    """Scales ``[rows, blocks]`` of one byte in the layout above, padded with zeros: ``[R' * C']``."""
     padded = pad(scales, -len(scales) % 128, -scales.shape[1] % 4).view(torch.uint8)
     tiles = padded.view(len(padded) // 128, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)
@@ -90,12 +90,12 @@ def block_shape(cast: Cast, dim: int) -> tuple[int, int]:
 
 
 def keeps_tiles(cast: Cast, block: int, dim: int) -> bool:
-    """Whether a GEMM of blocks of this size takes the scales of a cast's tiles of 128 x 128."""
+    """Returns whether a GEMM of blocks of this size takes the scales of a cast's tiles of 128 x 128."""
     return block == _LARGE and block_shape(cast, dim) == (_LARGE, _LARGE)
 
 
 def laid_out_shapes(cast: Cast, block: int, dim: int, rows: int, inner: int) -> tuple[list[int], list[int]]:
-    """The shapes of what :func:`lay_out` makes of a matrix that the GEMM takes as ``[rows, inner]``."""
+    """The shapes of codes and scales of :func:`lay_out`, for a matrix that the GEMM takes as ``[rows, inner]``."""
     if block == _LARGE:
         return [rows, inner], [-(-rows // _LARGE) if keeps_tiles(cast, block, dim) else rows, -(-inner // block)]
     down, along = multiples()
@@ -126,7 +126,7 @@ def lay_out(codes: Tensor, scales: Tensor, cast: Cast, block: int, dim: int) -> 
 
 
 def taken_apart(values: Tensor, scales: Tensor, block: int, rows: int, inner: int) -> tuple[Tensor, Tensor]:
-    """Codes ``[rows, inner]``, and scales with the contraction axis in their columns, from those of :func:`lay_out`."""
+    """Inverse of :func:`lay_out`: codes ``[rows, inner]``, and scales with the contraction axis in their columns."""
     if block == _LARGE:
         return values, scales
     codes = torch.stack([values & 15, values >> 4], -1).flatten(1) if values.dtype == torch.uint8 else values

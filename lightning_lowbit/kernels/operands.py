@@ -73,7 +73,7 @@ def quantize_operand(
     """Quantizes one operand of a GEMM, as :func:`lightning_lowbit.quant.quantize_operand`, by the fastest code.
 
     With ``rotation``, the signs of a Hadamard transform (:meth:`Hadamard.diagonal`), the operand is that of
-    ``rotate(x, rotation, dim)``, to the bit, and ``amax`` and ``shard`` are those of this matrix.
+    ``rotate(x, rotation, dim)``, to the bit; ``amax`` and ``shard`` describe the rotated matrix.
 
     Examples:
         >>> quantize_operand(torch.randn(4, 64), Cast("e2m1", Scale("e4m3", 16)), dim=1).values.shape
@@ -106,7 +106,7 @@ def quantize_both(
 def kernel_support(
     casts: Iterable[Cast], device: torch.device | str = "cpu", rotated_along: int | None = None
 ) -> dict[Cast, str]:
-    """Which implementation serves each cast on a device, in words: the name of a backend, or why it is plain code.
+    """Returns the implementation that serves each cast on a device: the name of a backend, or why it is plain code.
 
     ``rotated_along`` asks for operands with a Hadamard transform along dimension 0 or 1. Where a kernel of its own
     rotates them before, the reason stands behind the name.
@@ -141,14 +141,14 @@ def amax_of(x: Tensor, shard: str | None = None, rotation: Tensor | None = None,
 
 
 def measures_again(x: Tensor) -> bool:
-    """Whether several casts of a tensor had better each measure its amax: a call of a kernel takes longer than that."""
+    """Returns whether casts of a tensor should each measure its amax, which takes less time than a call of a kernel."""
     if torch.compiler.is_compiling() or not takes_cpp(x.device) or type(x) not in (Tensor, Parameter):
         return False
     return x.numel() <= _SMALL
 
 
 def reads_once(x: Tensor) -> bool:
-    """Whether there are kernels that make two operands of a tensor from one read: those of GPUs."""
+    """Returns whether kernels can make two operands of a tensor from one read, as on GPUs."""
     return not torch.compiler.is_compiling() and type(x) is Tensor and takes_triton(x.device)
 
 

@@ -30,12 +30,12 @@ class Operation:
     """An operation and its implementations, functions of the same arguments, the first of which is a tensor.
 
     Attributes:
-        name: what kernels of it do, for warnings: "casts".
+        name: the results, for warnings: "operands".
         plain: the specification, which serves where no kernel does. Under ``backend("eager")`` it calls no kernel.
         cpp: the kernel for CPUs, or None; it returns None for arguments that it does not take.
         triton: the kernel for GPUs, or None.
-        form: what the Triton kernel is compiled for, as far as its bits may depend on it; None for arguments that it
-            does not take.
+        form: the constants of the Triton kernel on which its bits may depend, hashable; None for arguments that it does
+            not take.
         sample: arguments of a form on a device, on which the kernel is compared; None where no kernel serves the form.
         empty: memory for the results of an operation on a matrix and a :class:`CastCall`, which compiled graphs need.
     """
@@ -53,7 +53,7 @@ class Operation:
         _OPERATIONS[self.name] = self
 
     def is_served(self, form: Hashable, device: torch.device) -> bool:
-        """Whether the Triton kernel serves a form on a device; compares it with the plain code when first asked."""
+        """Returns whether the Triton kernel serves a form on a device, after a comparison when this is first asked."""
         verdict = self._verdicts.get((form, device))
         if verdict is None:
             verdict = False
@@ -146,9 +146,9 @@ def _call(spec: str, dim: int, key: Any, amax: Any, dtype: Any, shard: str | Non
 
 
 def agrees(name: str, device: torch.device, is_equal: Callable[[], bool]) -> bool:
-    """Whether Triton kernels pass a comparison with the plain code on a sample; warns if they differ or fail.
+    """Returns whether Triton kernels pass a comparison with the plain code on a sample; warns if they differ or fail.
 
-    The caller remembers the answer. ``name`` says what the kernels do.
+    The caller remembers the answer. ``name`` names the results in the warning.
     """
     try:
         if is_equal():
@@ -163,7 +163,7 @@ def agrees(name: str, device: torch.device, is_equal: Callable[[], bool]) -> boo
 
 
 def _is_of_kernel(error: Exception) -> bool:
-    """Whether plain code may do better: not without memory, or for arguments that do not fit each other."""
+    """Returns whether plain code may do better: not without memory, or for arguments that do not fit each other."""
     if isinstance(error, Misfit | torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error):
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())  # the graph is lost

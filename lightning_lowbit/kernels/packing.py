@@ -137,7 +137,7 @@ def lay_out_operand(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes one operand of a native GEMM that takes a scale for each ``block`` (16, 32 or 128) elements.
 
-    The other arguments are those of :func:`quantize_operand`. Returns codes and scales in the GEMM's layout
+    The other arguments are as in :func:`quantize_operand`. Returns codes and scales in the GEMM's layout
     (:mod:`lightning_lowbit.kernels.layout`), and the scale of the matrix, float32, 0-d.
 
     Examples:

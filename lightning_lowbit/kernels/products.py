@@ -60,7 +60,7 @@ def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None,
     Args:
         product: ``[m, n]``; kernels take float32 and int32.
         factors: at most two, float32, 0-d, ``[m, 1]`` or ``[1, n]``, multiplied one by one.
-        bias: what broadcasts to ``[m, n]``, or None.
+        bias: a tensor that broadcasts to ``[m, n]``, or None.
     """
     result: Tensor = run(SCALE_AND_ROUND, product, [resolved(factor) for factor in factors], resolved(bias), dtype)
     return result
@@ -74,7 +74,7 @@ def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: 
         in_force: float32 ``[6]``, of a layer's operands; 0 where there is none.
         staged: float32 ``[6]``, of the current step, raised in place to ``amax`` where that is finite; None to record
             nothing.
-        places: of the operand in both, then of those that reuse it, and are recorded with it.
+        places: of the operand in both tensors; then of the operands that reuse it, and are recorded with it.
 
     Returns:
         float32, 0-d; None, and nothing has happened, where no kernel does it.
@@ -95,7 +95,7 @@ def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: 
 
 
 def _is_plain(tensor: Tensor, elements: int, device: torch.device) -> bool:
-    """Whether kernels may touch so many elements of a tensor, of float32 and on this device."""
+    """Returns whether kernels may touch so many elements of a tensor, of float32 and on this device."""
     is_dense = type(tensor) is Tensor and tensor.dtype == torch.float32 and tensor.is_contiguous()
     return is_dense and tensor.numel() == elements and tensor.device == device and not tensor.is_neg()
 

@@ -1,4 +1,4 @@
-"""How one matrix becomes an operand of a GEMM: one value that plain code and kernels take."""
+"""The recipe for one operand of a GEMM, as one value that plain code and kernels take."""
 
 from typing import NamedTuple
 
@@ -12,14 +12,14 @@ from lightning_lowbit.quant.transforms import rotated_shape
 
 
 class CastCall(NamedTuple):
-    """How a matrix becomes an operand of a GEMM.
+    """The recipe for making an operand of a GEMM from a matrix.
 
     Attributes:
         cast, dim, key, amax: as in :func:`lightning_lowbit.quantize`; ``dim`` is 0 or 1.
         dtype: of the values; None takes :func:`operand_dtype`.
         shard: the shard that the matrix is, None for a whole matrix.
-        rotation: the signs of a Hadamard transform that comes first, float32 ``[n]``; ``amax`` and ``shard`` are then
-            those of the rotated matrix.
+        rotation: the signs of a Hadamard transform that comes first, float32 ``[n]``; ``amax`` and ``shard`` then
+            describe the rotated matrix.
         block: the elements for which a native GEMM takes one scale; 0 for other GEMMs.
     """
 
@@ -47,11 +47,11 @@ class CastCall(NamedTuple):
         return self.shard.offset(self.shape(x), tile_of(self.cast, self.dim, 2), x.device)
 
     def is_regular(self, device: torch.device) -> bool:
-        """Whether kernels take the key and the amax; plain code converts or refuses all others."""
+        """Returns whether kernels take the key and the amax; plain code converts or refuses all others."""
         return are_regular(self.cast.draws, self.cast.scale.needs_amax, self.key, self.amax, device)
 
     def stands_alone(self) -> bool:
-        """Whether this process holds all that decides its scales: it neither waits for others nor splits a block."""
+        """Returns whether this process holds whole blocks, and all that decides their scales."""
         if self.shard is None:
             return True
         tile = tile_of(self.cast, self.dim, 2)
@@ -71,7 +71,7 @@ def are_regular(draws: bool, needs_amax: bool, key: Tensor | None, amax: Tensor 
 
 
 def _is_one(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is one number on a device, whose memory has its sign."""
+    """Returns whether a tensor is one number on a device, whose memory has its sign."""
     return tensor.numel() == 1 and tensor.device == device and not tensor.is_neg()
 
 
@@ -84,12 +84,12 @@ def operand_dtype(dtype: torch.dtype, cast: Cast) -> torch.dtype:
 
 
 def is_rounded(dtype: torch.dtype, cast: Cast) -> bool:
-    """Whether operands are rounded to the dtype of the tensor that they are made from."""
+    """Returns whether operands are rounded to the dtype of the tensor that they are made from."""
     return cast.round_to_bfloat16 and cast.scale.per_block and dtype != torch.float16
 
 
 def has_factor(cast: Cast) -> bool:
-    """Whether the operands of a cast have a factor."""
+    """Returns whether the operands of a cast have a factor."""
     return bool(cast.scale.two_level) or cast.scale.prescale != 1 or not cast.scale.per_block
 
 

@@ -22,8 +22,7 @@ from lightning_lowbit.quant.shard import Shard
 
 
 class Packed(NamedTuple):
-    """An operand as bytes: ``data``, uint8 ``[bytes]``, and ``factor``, float32: the scale of the matrix, 0-d, or those
-    of its rows."""
+    """An operand as bytes: ``data``, uint8 ``[bytes]``, and ``factor``, float32, of the matrix, 0-d, or of its rows."""
 
     data: Tensor
     factor: Tensor
@@ -38,7 +37,7 @@ def empty_packed(x: Tensor, call: CastCall) -> Packed:
 
 
 def packing_obstacle(cast: Cast) -> str | None:
-    """Why a cast has no packed form, in words; None where it has one."""
+    """Returns why a cast has no packed form, in words; None where it has one."""
     if cast.scale.statistic == "minmax":
         return "its zero points are not packed"
     if cast.scale.source == "delayed" and not cast.scale.per_block and cast.format.dtype is None:
@@ -47,7 +46,7 @@ def packing_obstacle(cast: Cast) -> str | None:
 
 
 def packed_bits(cast: Cast) -> float:
-    """Bits per element of a packed matrix, without those of scales per row or tensor."""
+    """Bits per element of a packed matrix, without scales per row or tensor."""
     per_block = cast.scale.per_block
     block = math.prod(cast.scale.block) if isinstance(cast.scale.block, tuple) else cast.scale.block
     scale = 8 * scale_bytes(cast.scale.storage) / int(block) if per_block else 0.0
@@ -66,7 +65,7 @@ def pack(
     """Quantizes a matrix ``[rows, columns]``, or a shard, as :func:`lightning_lowbit.quant.quantize_operand` does along
     ``dim``, and packs it. Casts with a :func:`packing_obstacle` are not supported.
 
-    ``amax`` and ``mean`` (of |x|) are those of the global matrix; None measures them.
+    ``amax`` and ``mean`` (of |x|) describe the global matrix; None measures them.
     """
     call = CastCall(cast, dim, key, amax, shard=shard)
     scaled, elements = round_matrix(x, call, mean, scaled=False, dtype=torch.float32)
@@ -79,7 +78,7 @@ def pack(
 
 def assembled(elements: Tensor, scales: Tensor, cast: Cast) -> Tensor:
     """The bytes of a matrix from its elements, float32 ``[rows, columns]`` on the grid, and the scales of its blocks or
-    rows, float32, in their order; those of a scale of the tensor do not hold it."""
+    rows, float32, in their order; a scale of the tensor is left out."""
     codes = _join(_encode(elements, cast.format).flatten(), cast.format)
     return codes if cast.scale.block == "tensor" else torch.cat([codes, _encode(scales.flatten(), cast.scale.storage)])
 
@@ -135,12 +134,12 @@ def packed_bytes(rows: int, columns: int, cast: Cast, dim: int) -> int:
 
 
 def per_byte(format: Format) -> int:
-    """How many codes a byte holds."""
+    """The number of codes in a byte."""
     return 8 // format.bits
 
 
 def scale_bytes(storage: Format) -> int:
-    """How many bytes a scale takes."""
+    """The number of bytes of a scale."""
     return 1 if storage.dtype is None else storage.dtype.itemsize
 
 

@@ -55,7 +55,7 @@ class Quantized:
         return self._spread(self.elements(), self.multipliers(), torch.mul).to(dtype)
 
     def multipliers(self) -> Tensor:
-        """What elements are multiplied by, ``scale * tensor_scale``: float32, the shape of ``scales``."""
+        """The factors of elements, ``scale * tensor_scale``: float32, the shape of ``scales``."""
         storage = self.cast.scale.storage
         scales = self.scales.float() if storage.dtype is not None else storage.decode(self.scales)
         return scales if self.tensor_scale is None else scales * self.tensor_scale

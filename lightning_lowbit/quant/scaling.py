@@ -5,7 +5,7 @@ and is Transformer Engine's:
 
     S = top * element.max / A                    encode scale of the tensor, a normal float32; 1 without a second level
     s = scale of the block, below                stored
-    e = min(1 / (s * (1/S)), FLT_MAX)            what elements are multiplied by; with a prescale p, p / s
+    e = min(1 / (s * (1/S)), FLT_MAX)            the factor of elements; with a prescale p, p / s
     value = code * (s * (1/S))                   with a prescale code * (s / p), with a zero point (code - z) * s
 
     ExMy    s = round(min(b * (S * fl(1 / element.max)), scale.max))
@@ -16,7 +16,7 @@ and is Transformer Engine's:
             (2^bits - 1) / (max - min) with z = round(-min * factor * e). The denominator is at least epsilon, and is
             then multiplied by factor
 
-With ``two_level="row"``, A and S are those of a row. With a correction (MS-EDEN, arXiv 2601.22813, section 4), elements
+With ``two_level="row"``, A and S belong to a row. With a correction (MS-EDEN, arXiv 2601.22813, section 4), elements
 are rounded with s, and decode with another scale, for which the errors of a group of blocks cancel on average:
 
     S = top * element.max / (factor * A)              s is 1 where it would be 0

@@ -1,4 +1,4 @@
-"""Statistics of what a cast did to an operand of a GEMM, on a sample of whole blocks of large ones.
+"""Statistics of the errors of a cast, on a sample of whole blocks of a large operand.
 
 With x the matrix, q its quantized values and s the scales of its blocks, tensor scale included:
 
@@ -79,7 +79,7 @@ def operand_statistics(
 
 
 def merge_statistics_(into: Tensor, more: Tensor) -> None:
-    """Adds the sums and takes the larger maxima, in place: ``[..., 8]``, or more with those of blocks."""
+    """Adds the sums and takes the larger maxima, in place: ``[..., 8]``, or more with statistics of blocks."""
     into[..., _ADDED].add_(more[..., _ADDED])
     into[..., _BLOCKS].add_(more[..., _BLOCKS])
     into[..., _MAXIMA].copy_(torch.maximum(into[..., _MAXIMA], more[..., _MAXIMA]))
@@ -129,16 +129,16 @@ def _operand_statistics(
         torch.count_nonzero(_excess(blocks.float(), torch.where(step > 0, step, torch.inf), zeros, cast)).to(wide),
     )
     elements = torch.full((), x.numel(), dtype=wide, device=x.device)
-    found = torch.stack([elements, *sums, *(value.to(wide) for value in inverse_and_scale)])
+    statistics = torch.stack([elements, *sums, *(value.to(wide) for value in inverse_and_scale)])
     if not of_blocks:
-        return found
+        return statistics
     dims = block_dims(blocks, tile)
     signal = blocks.float().square().sum(dims, keepdim=True)
     noise = (blocks.float() - to_blocks(q, tile)).square().sum(dims, keepdim=True)
-    return torch.cat([found, _of_blocks(step.to(wide), used, inverse_and_scale[1], sqnr_db(signal, noise))])
+    return torch.cat([statistics, _block_numbers(step.to(wide), used, inverse_and_scale[1], sqnr_db(signal, noise))])
 
 
-def _of_blocks(step: Tensor, used: Tensor, largest: Tensor, sqnr: Tensor) -> Tensor:
+def _block_numbers(step: Tensor, used: Tensor, largest: Tensor, sqnr: Tensor) -> Tensor:
     """``[OF_BLOCKS]``: number of the blocks in use, sum and sum of squares of their scales, and the histograms."""
     step, counted = torch.where(used, step, 0), used.to(step.dtype)
     below = torch.where(used, torch.log2(largest / torch.where(used, step, 1)), 0)
@@ -174,7 +174,7 @@ def _each(tensor: Tensor, stride: int, dim: int) -> Tensor:
 
 
 def _excess(blocks: Tensor, step: Tensor, zeros: Tensor | None, cast: Cast) -> Tensor:
-    """How far elements lie beyond the levels of their block, else 0. On CPUs this is faster than comparing."""
+    """The distance of elements from the range of their block, else 0. On CPUs this is faster than comparing."""
     if zeros is None:
         return (blocks.abs() - cast.grid.max * _SLACK * step).relu_()
     below = (-zeros * step * _SLACK - blocks).relu_()

@@ -82,7 +82,7 @@ class CppCast(NamedTuple):
 
 @cache
 def obstacle(cast: Cast) -> str | None:
-    """Why the kernels do not cover a cast, in words; None where they do."""
+    """Returns why the kernels do not cover a cast, in words; None where they do."""
     if cast.element == "e3m0":
         return "elements without a mantissa"
     if cast.scale.statistic == "minmax":
@@ -94,7 +94,7 @@ def obstacle(cast: Cast) -> str | None:
 
 @cache
 def rotation_obstacle(cast: Cast) -> str | None:
-    """Why the kernels do not rotate what they cast, in words; None where they do."""
+    """Returns why the kernels do not rotate a matrix that they cast, in words; None where they do."""
     if cast.scale.two_level == "row":
         return "second levels per row"
     return "the mean of a tensor" if cast.scale.block == "tensor" and cast.scale.statistic != "absmax" else None
@@ -152,7 +152,7 @@ def _grid(grid: Grid) -> _Grid:
 
 
 def takes(x: Tensor, form: CppCast, call: CastCall) -> bool:
-    """Whether the kernels take these arguments: not empty matrices, nor those that share statistics with other
+    """Returns whether the kernels take these arguments: not empty matrices, nor those that share statistics with other
     processes, nor anything that the plain code refuses."""
     _, dim, key, amax, _, shard, rotation, _ = call
     if (form.draws or amax is not None) and not are_regular(form.draws, form.needs_amax, key, amax, x.device):
@@ -163,14 +163,14 @@ def takes(x: Tensor, form: CppCast, call: CastCall) -> bool:
 
 
 def are_signs(rotation: Tensor, dim: int) -> bool:
-    """Whether the kernels rotate groups along a dimension by these signs."""
+    """Returns whether the kernels rotate groups along a dimension by these signs."""
     is_known = type(rotation) is Tensor and rotation.dtype == torch.float32 and not rotation.is_neg()
     is_vector = is_known and rotation.is_cpu and rotation.dim() == 1 and rotation.is_contiguous()
     return is_vector and len(rotation) in SIZES and dim in (0, 1)
 
 
 def make_operand(x: Tensor, call: CastCall) -> Operand | None:
-    """The operand of a resolved matrix; None for what the kernels do not take."""
+    """The operand of a resolved matrix; None for arguments that the kernels do not take."""
     form = cpp_cast(call.cast.spec, call.dim, x.dtype, call.dtype)
     if form is None or not takes(x, form, call):
         return None
@@ -189,9 +189,9 @@ def make_operand(x: Tensor, call: CastCall) -> Operand | None:
 def write(
     x: Tensor, form: CppCast, call: CastCall, values: Tensor, factor: Tensor | None, codes: Codes | None = None
 ) -> None:
-    """Writes what a cast gives to ``values`` and ``factor``, which are new: values, or codes.
+    """Writes the values (or codes) and the factor of a cast to new tensors.
 
-    ``x`` is contiguous, and the arguments are those that :func:`takes` has seen.
+    ``x`` is contiguous, and :func:`takes` has compared the arguments.
     """
     _, dim, key, amax, _, shard, rotation, _ = call
     place = None

@@ -20,12 +20,12 @@ _SCALES = {"e8m0": 4, "fp32": 5, "bf16": 6, "fp16": 7}  # all others: 3
 
 
 def covers(cast: Cast, columns: int) -> bool:
-    """Whether the kernels pack matrices with this many columns: a byte holds codes of one row alone."""
+    """Returns whether the kernels pack matrices with this many columns: a byte holds codes of one row alone."""
     return casts.obstacle(cast) is None and columns % per_byte(cast.format) == 0 and library() is not None
 
 
 def pack(x: Tensor, call: CastCall) -> Packed | None:
-    """The packed operand of a resolved matrix; None for what the kernels do not take."""
+    """The packed operand of a resolved matrix; None for arguments that the kernels do not take."""
     form, shape = casts.cpp_cast(call.cast.spec, call.dim, x.dtype, torch.float32), call.shape(x)
     if form is None or not casts.takes(x, form, call) or shape[1] % (layout := _layout(call.cast.spec)).per_byte:
         return None
@@ -37,7 +37,7 @@ def pack(x: Tensor, call: CastCall) -> Packed | None:
 
 
 def unpack(data: Tensor, factor: Tensor, call: CastCall, shape: torch.Size, source: torch.dtype) -> Operand | None:
-    """The operand of packed bytes, from a matrix of this shape and dtype; None for what the kernels do not take."""
+    """The operand of packed bytes of a matrix of this shape and dtype; None for arguments that are not covered."""
     dtype, cast, dim = call.values_dtype(source), call.cast, call.dim
     target = torch.float32 if dtype == torch.int8 else dtype
     form, layout, kernels = casts.cpp_cast(cast.spec, dim, source, target), _layout(cast.spec), library()

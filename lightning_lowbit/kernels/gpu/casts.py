@@ -32,9 +32,9 @@ _OUTPUTS = (*_INPUTS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def covers(cast: Cast, x: Tensor, dtype: torch.dtype, is_cut: bool = False) -> str | None:
-    """Why the kernels do not make the operand of a matrix, in words; None where they do.
+    """Returns why the kernels do not make the operand of a matrix, in words; None where they do.
 
-    ``dtype`` is that of the values; ``is_cut`` says whether what decides a scale lies on several processes.
+    ``dtype`` is that of the values; ``is_cut`` says that several processes hold the elements of a scale.
     """
     scale = cast.scale
     if (why := obstacle(x.device)) is not None:
@@ -51,7 +51,7 @@ def covers(cast: Cast, x: Tensor, dtype: torch.dtype, is_cut: bool = False) -> s
 
 
 def lacks(cast: Cast) -> str | None:
-    """Why the kernels make no operand of a cast, in words; None where they make some."""
+    """Returns why the kernels make no operand of a cast, in words; None where they make some."""
     scale = cast.scale
     if scale.rounding == "stochastic" and not scale.per_block:
         return "scales of rows or tensors that round stochastically"
@@ -69,12 +69,12 @@ def _is_uneven(size: int) -> bool:
 
 
 def is_rare(cast: Cast) -> bool:
-    """Whether :func:`make_operand` alone has a kernel for a cast."""
+    """Returns whether :func:`make_operand` alone has a kernel for a cast."""
     return cast.scale.rounding == "stochastic" or cast.scale.two_level == "row" or cast.scale.format in ("bf16", "fp16")
 
 
 def covers_both(row: Cast, column: Cast) -> str | None:
-    """Why :func:`make_both` does not make two operands that :func:`covers` covers, in words, or None."""
+    """Returns why :func:`make_both` makes no pair of operands, each of which :func:`covers` covers; or None."""
     if is_rare(row) or is_rare(column):
         return "second levels per row, and scales that are drawn or in 16 bits"
     sizes = launches.block_size(row), launches.block_size(column)
@@ -121,7 +121,7 @@ def _filled(operand: Operand) -> tuple[Tensor, Tensor]:
 
 
 def packs(cast: Cast, x: Tensor, dim: int) -> bool:
-    """Whether :func:`pack` and :func:`unpack` serve a matrix: blocks with sides that are powers of two."""
+    """Returns whether :func:`pack` and :func:`unpack` serve a matrix: blocks with sides that are powers of two."""
     if lacks(cast) is not None or is_rare(cast) or not cast.scale.per_block or cast.scale.statistic == "minmax":
         return False
     if cast.element == "e3m0":
@@ -139,7 +139,7 @@ def pack(x: Tensor, call: CastCall) -> Packed:
 
 
 def lays_out(cast: Cast, x: Tensor, block: int, dim: int) -> bool:
-    """Whether :func:`lay_out` serves a matrix: blocks of 16 or 32, or several of them, in powers of two."""
+    """Returns whether :func:`lay_out` serves a matrix: blocks of 16 or 32, or several of them, in powers of two."""
     if obstacle(x.device) is not None or lacks(cast) is not None or is_rare(cast):
         return False
     if cast.scale.format not in ("e4m3", "e8m0"):
@@ -173,7 +173,7 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
 
 
 def are_signs(rotation: Tensor, x: Tensor, dim: int) -> bool:
-    """Whether the kernels rotate groups of a matrix along a dimension by these signs."""
+    """Returns whether the kernels rotate groups of a matrix along a dimension by these signs."""
     if type(rotation) is not Tensor or rotation.device != x.device or rotation.dtype != torch.float32:
         return False
     are_known = rotation.dim() == 1 and len(rotation) in SIZES and rotation.is_contiguous() and not rotation.is_neg()
@@ -181,7 +181,7 @@ def are_signs(rotation: Tensor, x: Tensor, dim: int) -> bool:
 
 
 def rotation_obstacle(cast: Cast, dim: int) -> str | None:
-    """Why :func:`make_operand` does not rotate as well, in words; None where it does."""
+    """Returns why :func:`make_operand` does not rotate as well, in words; None where it does."""
     scale = cast.scale
     if not scale.per_block or scale.two_level == "row":
         return "scales of rows or tensors"
@@ -217,7 +217,7 @@ def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None,
 
 @cache
 def obstacle(device: torch.device) -> str | None:
-    """Why no kernel runs on a device, in words; None where they run."""
+    """Returns why no kernel runs on a device, in words; None where they run."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if _kernels()[2]:  # interpreted
@@ -232,7 +232,7 @@ def obstacle(device: torch.device) -> str | None:
 
 @cache
 def _failure(device: torch.device) -> str | None:
-    """Why Triton cannot launch a kernel on a GPU, in words, which are a warning, too: it needs a C compiler."""
+    """Returns why Triton cannot launch a kernel on a GPU, and warns of it; None where it can."""
     try:
         run(
             launches.amax_launch(
@@ -280,7 +280,7 @@ def compiled_for(launch: Launch) -> dict[str, Any]:
 
 
 def options_of(launch: Launch) -> dict[str, Any]:
-    """How the kernel of a launch is compiled: no product is fused into a sum, which would round once, not twice."""
+    """Options of Triton's compiler: no product is fused into a sum, which would round once, not twice."""
     return {"num_warps": launch.warps, "enable_fp_fusion": False}
 
 

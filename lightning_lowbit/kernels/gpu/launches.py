@@ -1,4 +1,4 @@
-"""Launches of the kernels: which kernel, how many programs and what arguments, made without a GPU or Triton.
+"""Launches of the kernels: name, number of programs and arguments, made without a GPU or Triton.
 
 A program has some 32 elements per thread, in a tile that is wide along the axis on which memory is contiguous.
 """
@@ -26,7 +26,7 @@ SUMS = 256  # programs that measure a mean
 
 
 class Launch(NamedTuple):
-    """One launch: ``arguments`` are tensors and numbers, ``constants`` what the kernel is compiled for."""
+    """One launch: ``arguments`` are tensors and numbers, ``constants`` are compiled into the kernel."""
 
     kernel: str
     programs: int
@@ -43,7 +43,7 @@ def cast_launch(
     Args:
         x: the matrix, which is rotated before if the call has a rotation.
         call: how it is cast.
-        amax: of the matrix, or with levels of rows those of its rows; None where it is not needed.
+        amax: of the matrix, or of each row for a second level per row; None where it is not needed.
         sums: of :func:`sums_launch`, or None.
         values, factor: new tensors.
     """
@@ -66,7 +66,7 @@ def cast_launch(
 
 
 class _Form(NamedTuple):
-    """What launches of a cast have in common; ``size`` are rows and columns of a program."""
+    """The common part of launches of a cast; ``size`` are rows and columns of a program."""
 
     kernel: str
     size: tuple[int, int]
@@ -159,7 +159,7 @@ def layout_launch(
 
 
 def unpack_launch(data: Tensor, cast: Cast, dim: int, source: torch.dtype, values: Tensor) -> Launch:
-    """Writes ``values`` from what :func:`pack_launch` has written for a tensor of the dtype ``source``."""
+    """Writes ``values`` from the bytes of :func:`pack_launch` for a tensor of the dtype ``source``."""
     size, through = _tile(is_transposed(values)), source if is_rounded(source, cast) else values.dtype
     rows, columns = values.shape
     checked("codes and scales", data, torch.uint8, packed_bytes(rows, columns, cast, dim), values.device)
@@ -171,7 +171,7 @@ def unpack_launch(data: Tensor, cast: Cast, dim: int, source: torch.dtype, value
 
 
 def _outside(x: Tensor, call: CastCall, amax: Tensor | None, amaxes: int = 1) -> dict[str, Tensor | None]:
-    """What a kernel reads besides a matrix: its amax or those of its rows, and key and offset of random bits."""
+    """Returns the other inputs of a kernel: the amax of the matrix or of its rows, key and offset of random bits."""
     cast, device = call.cast, x.device
     needs_amax = cast.scale.needs_amax or cast.scale.two_level == "row"
     key = rounding_key(cast, call.key, device)
@@ -266,7 +266,7 @@ def block_size(cast: Cast) -> int:
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Whether memory is contiguous along columns and not along rows."""
+    """Returns whether memory is contiguous along columns and not along rows."""
     return x.stride(0) == 1 and x.stride(1) != 1
 
 
@@ -301,7 +301,7 @@ def _block_tile(transposed: bool, block: Tile, is_light: bool) -> tuple[int, int
 
 
 def _layout(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> dict[str, Any]:
-    """Sizes and strides; with a rotation the sizes are those of the rotated matrix, and those in memory come after."""
+    """Sizes and strides; with a rotation the sizes of the rotated matrix, and the signs and sizes in memory."""
     strides = {"row_stride": x.stride(0), "column_stride": x.stride(1)}
     if rotation is None:
         return {"rows": x.shape[0], "columns": x.shape[1], **strides}
@@ -320,7 +320,7 @@ def _programs(x: Tensor, size: tuple[int, int]) -> int:
 
 
 def _axes(tensor: Tensor | None) -> str:
-    """How a factor or a bias spreads over a matrix: "", "rows", "columns" or "both"."""
+    """Returns how a factor or a bias spreads over a matrix: "", "rows", "columns" or "both"."""
     if tensor is None or tensor.numel() == 1:
         return ""
     if tensor.dim() == 1 or tensor.shape[0] == 1:

@@ -1,6 +1,6 @@
-"""What a program has of a matrix: places and values of a tile ``[rows, columns]``, or of blocks.
+"""The part of a matrix that a program works on: places and values of a tile ``[rows, columns]``, or of blocks.
 
-Blocks are ``[blocks, rows of a block, blocks, columns of a block]``. What lies outside is masked and counts as 0.
+Blocks are ``[blocks, rows of a block, blocks, columns of a block]``. Places outside are masked and count as 0.
 """
 
 import triton
@@ -54,8 +54,8 @@ def load_rotated(
 ):
     """Elements with groups rotated as :func:`lightning_lowbit.quant.rotate` has them, rounded to the dtype of ``x``.
 
-    They are those of a tile of whole groups, or of blocks in it whose sides are powers of two. ``ROTATION`` holds the
-    axis of groups, their size, and what is multiplied before and after.
+    The program has a tile of whole groups, or blocks in it whose sides are powers of two. ``ROTATION`` holds the axis
+    of groups, their size, and the factors before and after.
     """
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
     place = row if ROTATION[0] == 0 else column

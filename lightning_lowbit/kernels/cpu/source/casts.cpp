@@ -122,7 +122,8 @@ void round_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers
 }
 
 template <class In, class Out>
-void cast_strip(const Strip<In> &strip, const CastNumbers &numbers, const Output &output, const Levels &levels, const Draws &draws,
+void cast_strip(const Strip<In> &strip, const CastNumbers &numbers, const Output &output, const Levels &levels,
+                const Draws &draws,
                 const Scales *of_tensor) {
     if (of_tensor) return round_tiles<In, Out>(strip, *of_tensor, numbers, output);
     int64_t width = numbers.tile_columns ? numbers.tile_columns : (strip.columns + kLanes - 1) / kLanes * kLanes;
@@ -147,7 +148,8 @@ void cast_strip(const Strip<In> &strip, const CastNumbers &numbers, const Output
 template <class In>
 void cast_all(const Matrix<In> &x, const float *amax, const CastNumbers &numbers, const Output &output, int threads) {
     int64_t rows = x.rows, columns = x.columns;
-    const bool is_tensor = numbers.statistic != kBlockMax, by_column = numbers.two_level == kOfRows && numbers.tile_columns == 1;
+    const bool is_tensor = numbers.statistic != kBlockMax;
+    const bool by_column = numbers.two_level == kOfRows && numbers.tile_columns == 1;
     int64_t count = numbers.two_level != kOfRows ? 1 : by_column ? columns : rows;
     std::vector<float> peaks(count + kLanes), encodes(count + kLanes), decodes(count + kLanes);
     if (amax)
@@ -227,11 +229,13 @@ void of_matrix(const void *x, int32_t dtype, int64_t rows, int64_t columns, cons
 
 // Casts a matrix, which is rotated before unless `rotation` is null. `amax` may be null; so may `place`, of a shard: the
 // columns of the global matrix and its first element's index there; and `codes`, unless codes are written.
-EXPORT void lowbit_cast(const void *x, int64_t rows, int64_t columns, const CastNumbers *numbers, void *values, float *factor,
+EXPORT void lowbit_cast(const void *x, int64_t rows, int64_t columns, const CastNumbers *numbers, void *values,
+                        float *factor,
                         const int64_t *key, const float *amax, const Rotation *rotation, const int32_t *place,
                         const Codes *codes, int32_t threads) {
     of_matrix(x, numbers->input, rows, columns, rotation, [&](const auto &matrix) {
-        int64_t width = numbers->tile_columns ? numbers->tile_columns : 1, padded = (matrix.columns + width - 1) / width * width;
+        int64_t width = numbers->tile_columns ? numbers->tile_columns : 1;
+        int64_t padded = (matrix.columns + width - 1) / width * width;
         Output output = {values, factor, key, codes ? 3 : numbers->output, place ? place[0] : int32_t(padded),
                          place ? place[1] : 0, codes ? *codes : Codes{}};
         cast_all(matrix, amax, *numbers, output, threads);

@@ -29,7 +29,8 @@ void spread_scales(const Codes &codes, const CastNumbers &numbers, int64_t colum
 }
 
 template <class Out>
-void unpack(const uint8_t *source, int64_t rows, int64_t columns, const Codes &codes, const CastNumbers &numbers, Out *values,
+void unpack(const uint8_t *source, int64_t rows, int64_t columns, const Codes &codes, const CastNumbers &numbers,
+            Out *values,
             int threads) {
     const int64_t height = numbers.per_block ? numbers.tile_rows : 8, strips = (rows + height - 1) / height;
     const int64_t across = numbers.per_block ? (columns + numbers.tile_columns - 1) / numbers.tile_columns : 0;
@@ -59,7 +60,8 @@ void unpack(const uint8_t *source, int64_t rows, int64_t columns, const Codes &c
 }  // namespace
 
 // Writes [rows, columns] from the codes at `source`, float where `dtype` is 0, bfloat16 where it is 1, int8 where it is 2.
-EXPORT void lowbit_unpack(const void *source, int64_t rows, int64_t columns, const Codes *codes, const CastNumbers *numbers,
+EXPORT void lowbit_unpack(const void *source, int64_t rows, int64_t columns, const Codes *codes,
+                          const CastNumbers *numbers,
                           void *values, int32_t dtype, int32_t threads) {
     const uint8_t *bytes = (const uint8_t *)source;
     if (dtype == 0) unpack(bytes, rows, columns, *codes, *numbers, (float *)values, threads);

@@ -163,7 +163,8 @@ void choose_four(const Strip<In> &strip, int64_t width, const CastNumbers &numbe
 
 // Entries of the tiles of a strip, one for each, in `encode` and `stored`.
 template <class In>
-void scales_of_tiles(const Strip<In> &strip, int64_t width, const CastNumbers &numbers, const Levels &levels, const Draws &draws,
+void scales_of_tiles(const Strip<In> &strip, int64_t width, const CastNumbers &numbers, const Levels &levels,
+                     const Draws &draws,
                      float *encode, float *stored) {
     int64_t blocks = (strip.columns + width - 1) / width;
     int32_t *peaks = buffer<int32_t>(blocks, 0);
