@@ -3,7 +3,7 @@
 A form is None for arguments that a kernel does not take, a sample for forms that no kernel serves.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_lowbit.kernels.gpu import casts as triton
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.packed import Packed, pack, per_byte
+from lightning_lowbit.quant.packed import pack, per_byte
 from lightning_lowbit.quant.transforms import Hadamard
 
 _KEY = 0x5DEECE66D
@@ -46,12 +46,10 @@ def cast_form(x: Tensor, call: CastCall) -> CastForm | None:
 
 def cast_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCall] | None:
     """A sample of an operand."""
-    cast = Cast.from_spec(form.spec)
-    if triton.covers(cast, torch.empty(1, 1, dtype=form.source, device=device), form.dtype) is not None:
-        return None
+    cast, x = Cast.from_spec(form.spec), torch.empty(1, 1, dtype=form.source, device=device)
     if form.group and triton.rotation_obstacle(cast, form.dim) is not None:
         return None
-    return _sample(form, device)
+    return _sample(form, device) if triton.covers(cast, x, form.dtype) is None else None
 
 
 def pair_form(x: Tensor, row: CastCall, column: CastCall) -> tuple[CastForm, CastForm] | None:
@@ -62,44 +60,36 @@ def pair_form(x: Tensor, row: CastCall, column: CastCall) -> tuple[CastForm, Cas
 
 def pair_sample(form: tuple[CastForm, CastForm], device: torch.device) -> tuple[Tensor, CastCall, CastCall] | None:
     """A sample of two operands from one read."""
-    if triton.covers_both(*(Cast.from_spec(one.spec) for one in form)) is not None:
-        return None
     row, column = cast_sample(form[0], device), cast_sample(form[1], device)
-    return None if row is None or column is None else (*row, column[1])
+    if row is None or column is None or triton.covers_both(row[1].cast, column[1].cast) is not None:
+        return None
+    return *row, column[1]
 
 
 def pack_form(x: Tensor, call: CastCall) -> CastForm | None:
     """The form of a packed operand: no kernel rotates it, and a byte holds codes of one row."""
-    if call.rotation is not None or x.dim() != 2 or x.shape[1] % per_byte(call.cast.format):
-        return None
-    return cast_form(x, call)
+    is_whole = call.rotation is None and x.dim() == 2 and x.shape[1] % per_byte(call.cast.format) == 0
+    return cast_form(x, call) if is_whole else None
 
 
 def pack_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCall] | None:
     """A sample of a packed operand."""
-    arguments = _sample(form, device)
-    served = triton.obstacle(device) is None and triton.packs(arguments[1].cast, arguments[0], form.dim)
-    return arguments if served else None
+    x, call = _sample(form, device)
+    return (x, call) if triton.obstacle(device) is None and triton.packs(call.cast, x, form.dim) else None
 
 
-def unpack_form(
-    data: Tensor, factor: Tensor, call: CastCall, shape: torch.Size, source: torch.dtype
-) -> CastForm | None:
+def unpack_form(data: Tensor, _: Tensor, call: CastCall, shape: torch.Size, source: torch.dtype) -> CastForm | None:
     """The form of an operand that is unpacked."""
-    if shape.numel() == 0 or shape[1] % per_byte(call.cast.format):
-        return None
-    return CastForm(call.cast.spec, call.dim, source, call.values_dtype(source))
+    is_whole = shape.numel() > 0 and shape[1] % per_byte(call.cast.format) == 0
+    return CastForm(call.cast.spec, call.dim, source, call.values_dtype(source)) if is_whole else None
 
 
-def unpack_sample(
-    form: CastForm, device: torch.device
-) -> tuple[Tensor, Tensor, CastCall, torch.Size, torch.dtype] | None:
-    """A sample of bytes."""
+def unpack_sample(form: CastForm, device: torch.device) -> tuple[Any, ...] | None:
+    """A sample of bytes, with the other arguments."""
     if (arguments := pack_sample(form, device)) is None:
         return None
     x, call = arguments
-    packed: Packed = pack(x, call.cast, call.key, None, dim=form.dim)
-    return *packed, call, x.shape, form.source
+    return *pack(x, call.cast, call.key, None, dim=form.dim), call, x.shape, form.source
 
 
 def layout_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCall] | None:
@@ -115,16 +105,12 @@ def rotation_form(x: Tensor, rotation: Tensor | None, dim: int) -> tuple[int, in
     return (0, 1, x.dtype) if rotation is None else (len(rotation), dim, x.dtype)
 
 
-def rotation_sample(
-    form: tuple[int, int, torch.dtype], device: torch.device
-) -> tuple[Tensor, Tensor | None, int] | None:
-    """A sample of a matrix that is rotated or measured."""
-    if triton.obstacle(device) is not None:
-        return None
+def rotation_sample(form: tuple[int, int, torch.dtype], device: torch.device) -> tuple[Any, ...] | None:
+    """A sample of a matrix that is rotated or measured, with the other arguments."""
     group, dim, dtype = form
-    generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(64, 160, generator=generator, device="cpu").to(device, dtype)
-    return x, Hadamard(group).diagonal(None, device) if group else None, dim
+    x, *_ = _normal((64, 160), device=device)
+    signs = Hadamard(group).diagonal(None, device) if group else None
+    return (x.to(dtype), signs, dim) if triton.obstacle(device) is None else None
 
 
 def product_form(product: Tensor, *others: object) -> torch.dtype | None:
@@ -132,30 +118,28 @@ def product_form(product: Tensor, *others: object) -> torch.dtype | None:
     return product.dtype if product.numel() and product.dtype in (torch.float32, torch.int32) else None
 
 
-def product_sample(form: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor, torch.dtype] | None:
-    """A sample of a product with factors and a bias."""
-    if triton.obstacle(device) is not None:
-        return None
-    generator = torch.Generator("cpu").manual_seed(0)
-    product, rows, columns, bias = (
-        torch.randn(shape, generator=generator, device="cpu").to(device)
-        for shape in ((40, 72), (40, 1), (1, 72), (72,))
-    )
-    return (product * 100).to(form), [rows, columns], bias, torch.bfloat16
+def product_sample(form: torch.dtype, device: torch.device) -> tuple[Any, ...] | None:
+    """A sample of a product, with factors, a bias and a dtype."""
+    product, rows, columns, bias = _normal((40, 72), (40, 1), (1, 72), (72,), device=device)
+    arguments = (product * 100).to(form), [rows, columns], bias, torch.bfloat16
+    return arguments if triton.obstacle(device) is None else None
 
 
-def amax_sample(form: object, device: torch.device) -> tuple[Tensor, Tensor, Tensor, list[int]] | None:
+def amax_sample(form: object, device: torch.device) -> tuple[Any, ...] | None:
     """A sample of delayed scaling."""
-    if triton.obstacle(device) is not None:
-        return None
-    in_force, staged = torch.zeros(6, device=device), torch.ones(6, device=device)
-    return torch.full((), 3.0, device=device), in_force, staged, [1, 3]
+    amax, in_force, staged = (torch.ones(shape, device=device) for shape in ((), (6,), (6,)))
+    return (amax, in_force, staged, [1, 3]) if triton.obstacle(device) is None else None
+
+
+def _normal(*shapes: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    """Normal numbers, the same ones on all devices."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return [torch.randn(shape, generator=generator, device="cpu").to(device) for shape in shapes]
 
 
 def _sample(form: CastForm, device: torch.device, rows: int = 64) -> tuple[Tensor, CastCall]:
     """A matrix ``[rows, 160]`` of widely different magnitudes, and how it is cast."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    normal, exponents = torch.randn(2, rows, 160, generator=generator, device="cpu")
+    [(normal, exponents)] = _normal((2, rows, 160), device=torch.device("cpu"))
     x = (normal * (4 * exponents).exp()).to(device, form.source)
     key = torch.tensor(_KEY, device=device)
     signs = Hadamard(form.group).diagonal(None, device) if form.group else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from lightning_lowbit.compilation import opaque, takes_cpp, takes_triton
+from lightning_lowbit.compilation import kernels_for, opaque
 from lightning_lowbit.kernels.cpu import casts as cpp
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.forms import (
@@ -142,18 +142,17 @@ def amax_of(x: Tensor, shard: str | None = None, rotation: Tensor | None = None,
 
 def measures_again(x: Tensor) -> bool:
     """Returns whether casts of a tensor should each measure its amax, which takes less time than a call of a kernel."""
-    if torch.compiler.is_compiling() or not takes_cpp(x.device) or type(x) not in (Tensor, Parameter):
-        return False
-    return x.numel() <= _SMALL
+    is_measured = not is_compiling() and type(x) in (Tensor, Parameter) and kernels_for(x) == "cpp"
+    return is_measured and x.numel() <= _SMALL
 
 
 def reads_once(x: Tensor) -> bool:
     """Returns whether kernels can make two operands of a tensor from one read, as on GPUs."""
-    return not torch.compiler.is_compiling() and type(x) is Tensor and takes_triton(x.device)
+    return not is_compiling() and type(x) is Tensor and kernels_for(x) == "triton"
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
     """A matrix as :func:`lightning_lowbit.quant.rotate` has it, by the fastest code."""
-    if inverse or torch.compiler.is_compiling():
+    if inverse or is_compiling():
         return plain_rotate(x, signs, dim, inverse)
     return run(ROTATE, x, signs, dim)

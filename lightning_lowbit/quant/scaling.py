@@ -126,17 +126,10 @@ def round_matrix(
     rounding: Callable[..., Tensor] | None = None,
     **static: object,
 ) -> tuple[Scaled, Tensor]:
-    r"""The scales of a matrix ``[rows, columns]``, and its rounded elements, of the same shape.
+    """The scales of a matrix ``[rows, columns]``, as :func:`make_scales` makes them, and its rounded elements.
 
-    Args:
-        x: the matrix.
-        call: how it is cast; of ``dtype`` and ``rotation`` no notice is taken.
-        mean: the mean of \|x\| of the global matrix, one element; None measures it.
-        rounding: rounds a blocked view, as :func:`round_blocks`, the default.
-        static: the keyword arguments of ``rounding``.
-
-    Raises:
-        ValueError: a missing or wrong key, or an error of :func:`make_scales`.
+    ``rounding`` rounds a blocked view, by default as :func:`round_blocks`; ``static`` are its keyword arguments. A
+    ``ValueError`` for a missing or wrong key.
     """
     call = call._replace(key=rounding_key(call.cast, call.key, x.device))
     scaled = make_scales(x, call, mean)
@@ -145,9 +138,9 @@ def round_matrix(
 
 
 def make_scales(x: Tensor, call: CastCall, mean: Tensor | None = None) -> Scaled:
-    r"""Cuts a matrix ``[rows, columns]`` into blocks and makes their scales.
+    """Cuts a matrix ``[rows, columns]`` into blocks and makes their scales.
 
-    ``mean`` (of \|x\|) is that of the global matrix, one element; None measures it. Scales that round stochastically
+    ``mean`` (of magnitudes) is of the global matrix, one element; None measures it. Scales that round stochastically
     round to nearest without a key.
 
     Raises:

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -305,15 +306,14 @@ def show(entries: list[dict[str, Any]]) -> None:
 
 def measure(presets: list[str], rounds: int = 30) -> None:
     """Compares each cast with the plain code on this GPU, and prints medians of both times."""
-    print(
-        f"{describe('cuda')}; a matrix of {SHAPE[0]} x {SHAPE[1]} in bfloat16; medians of {rounds} interleaved rounds\n"
-    )
+    size = f"a matrix of {SHAPE[0]} x {SHAPE[1]} in bfloat16"
+    print(f"{describe('cuda')}; {size}; medians of {rounds} interleaved rounds\n")
     print("| cast | Triton, us | plain, compiled, us |\n|---|---|---|")
     x = torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16)
     key, amax = torch.tensor(12345, device="cuda"), x.abs().amax().float()
     for cast, dim in casts_of(presets):
         call = CastCall(cast, dim, key, amax if cast.scale.needs_amax else None)
-        functions = (lambda call=call: gpu.make_operand(x, call), lambda call=call: make_operand(x, call))
+        functions = partial(gpu.make_operand, x, call), partial(make_operand, x, call)
         for result, expected in zip(*(function() for function in functions), strict=True):
             assert expected is None or torch.equal(result, expected), f"{cast} along {dim} differs from the plain code"
         times: list[list[float]] = [[], []]
@@ -325,9 +325,8 @@ def measure(presets: list[str], rounds: int = 30) -> None:
                 end.record()
                 end.synchronize()
                 taken.append(start.elapsed_time(end) * 1e3)
-        print(
-            f"| {cast}, dim {dim} | {statistics.median(times[0]):.0f} | {statistics.median(times[1]):.0f} |", flush=True
-        )
+        medians = " | ".join(f"{statistics.median(one):.0f}" for one in times)
+        print(f"| {cast}, dim {dim} | {medians} |", flush=True)
 
 
 def main() -> None:

@@ -307,7 +307,6 @@ def test_what_is_not_covered_is_said_in_words(monkeypatch):
         (NVFP4, torch.empty(1, 1).expand(2**16, 2**15), torch.float32, "matrices of 2^31 elements or more"),
     ):
         assert gpu.covers(cast, matrix, dtype) == reason
-    assert "each process holds a part" in gpu.covers(Cast("int8", Scale("fp32", "row")), x, torch.int8, is_cut=True)
     assert gpu.covers_both(NVFP4, STOCHASTIC) is None
     assert "1, 2, 4, ... or 128" in gpu.covers_both(NVFP4, NVFP4_TILES)
     wide = Cast("e4m3", Scale("fp32", 128))

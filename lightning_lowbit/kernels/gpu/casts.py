@@ -31,16 +31,11 @@ _NARROWING = {"DTYPE", "DTYPE_ROW", "ROTATION"}  # constants of kernels that rou
 _OUTPUTS = (*_INPUTS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def covers(cast: Cast, x: Tensor, dtype: torch.dtype, is_cut: bool = False) -> str | None:
-    """Returns why the kernels do not make the operand of a matrix, in words; None where they do.
-
-    ``dtype`` is that of the values; ``is_cut`` says that several processes hold the elements of a scale.
-    """
+def covers(cast: Cast, x: Tensor, dtype: torch.dtype) -> str | None:
+    """Returns why the kernels do not make the operand of a matrix in a dtype, in words; None where they do."""
     scale = cast.scale
     if (why := obstacle(x.device)) is not None:
         return why
-    if is_cut:
-        return "scales of blocks, rows, columns or tensors of which each process holds a part"
     if x.dtype not in _INPUTS or dtype not in _OUTPUTS:
         return f"operands from {x.dtype} to {dtype}"
     if dtype not in _INPUTS and (scale.per_block or dtype != cast.grid.gemm_dtype):
