@@ -93,12 +93,7 @@ def launch_of(cast: Cast, dim: int, dtype: torch.dtype = torch.bfloat16, size: i
     x, key, rows = meta(*SHAPE, dtype=dtype), meta(dtype=torch.int64), SHAPE[1 - dim :][: cast.scale.two_level == "row"]
     sums = meta(launches.SUMS, dtype=torch.float64) if cast.scale.statistic == "absmean" else None
     call = CastCall(cast, dim, key, rotation=meta(size) if size else None)
-    return launches.cast_launch(x, call, meta(*rows), sums, *memory_of(x, call))
-
-
-def memory_of(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor]:
-    """What a launch writes an operand to: kernels write a factor even where it is 1."""
-    return gpu._filled(empty_operand(x, call))
+    return launches.cast_launch(x, call, meta(*rows), sums, *gpu._filled(empty_operand(x, call)))
 
 
 def layout_of(cast: Cast, block: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
@@ -137,7 +132,7 @@ def every_launch(presets: list[str]) -> Iterator[tuple[str, Launch]]:
         if gpu.covers_both(*pair) is None:
             key = meta(dtype=torch.int64)
             calls = CastCall(pair[0], 1, key, dtype=x.dtype), CastCall(pair[1], 0, key, dtype=x.dtype)
-            memory = [tensor for call in calls for tensor in memory_of(x, call)]
+            memory = [tensor for call in calls for tensor in gpu._filled(empty_operand(x, call))]
             name = f"{pair[0]} along rows and {pair[1]} along columns"
             yield name, launches.both_launch(x, calls, meta(), memory)
 

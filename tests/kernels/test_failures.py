@@ -1,5 +1,6 @@
 """A kernel that fails is left to the plain code: the same bits, one warning, whenever and however it fails."""
 
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -201,3 +202,19 @@ def test_a_library_that_cannot_be_loaded_is_left_to_plain_code(monkeypatch, erro
             assert library._loaded() == (None, error)
         finally:
             library._loaded.cache_clear()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_that_cannot_be_imported_is_an_obstacle(monkeypatch):
+    def fail() -> None:
+        raise ImportError("libtriton.so: undefined symbol")
+
+    monkeypatch.setattr(gpu, "_kernels", fail)
+    gpu.obstacle.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="plain code on cpu, which is slower") as caught:
+            reasons = {gpu.obstacle(CPU) for _ in range(3)}
+        assert reasons == {"Triton cannot build its kernels (ImportError: libtriton.so: undefined symbol)"}
+        assert len(caught) == 1
+    finally:
+        gpu.obstacle.cache_clear()

@@ -11,6 +11,7 @@ from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.quant.call import CastCall
+from lightning_lowbit.quant.operand import empty_operand
 from lightning_lowbit.quant.packed import packed_bytes
 from lightning_lowbit.quant.shard import Shard
 from tests.benchmarks import kernels
@@ -57,11 +58,11 @@ def other_launches():
             for dim in (0, 1):
                 key, place = meta(dtype=torch.int64), Shard("group", 0, 0, len(x), 2 * len(x))
                 call = CastCall(cast, dim, key, None, torch.float32, place)
-                yield cast, launches.cast_launch(x, call, meta(), None, *kernels.memory_of(x, call))
+                yield cast, launches.cast_launch(x, call, meta(), None, *gpu._filled(empty_operand(x, call)))
     for element, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2), ("int8", torch.int8)):
         cast, x = Cast(element, Scale("fp32", "row")), meta(512, 256)
         call = CastCall(cast, 1, dtype=dtype)
-        yield cast, launches.cast_launch(x, call, None, None, *kernels.memory_of(x, call))
+        yield cast, launches.cast_launch(x, call, None, None, *gpu._filled(empty_operand(x, call)))
 
 
 @pytest.mark.parametrize("arch", kernels.ARCHITECTURES)

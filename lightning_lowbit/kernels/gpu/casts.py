@@ -212,36 +212,33 @@ def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None,
 
 @cache
 def obstacle(device: torch.device) -> str | None:
-    """Returns why no kernel runs on a device, in words; None where they run."""
+    """Returns why no kernel runs on a device, in words; None where they run. Warns where Triton is there and fails."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if _kernels()[2]:  # interpreted
-        return None
+    try:
+        if _kernels()[2]:  # interpreted
+            return None
+    except Exception as error:
+        return _broken(error, device)
     if device.type != "cuda" or torch.version.hip is not None:
         return f"tensors on {device.type!r} without CUDA"
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"GPUs before sm_80, such as sm_{capability[0]}{capability[1]}"
-    return _failure(device)
-
-
-@cache
-def _failure(device: torch.device) -> str | None:
-    """Returns why Triton cannot launch a kernel on a GPU, and warns of it; None where it can."""
     try:
-        run(
-            launches.amax_launch(
-                torch.ones(1, 1, dtype=torch.float32, device=device),
-                torch.zeros((), dtype=torch.float32, device=device),
-            )
-        )
+        amax_of(torch.ones(1, 1, dtype=torch.float32, device=device))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of the compiler, the linker or the driver: each has its own class
-        why = f"Triton cannot build its kernels ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        warnings.warn(f"{why}. Casts and optimizers run plain code on {device}, which is slower.", stacklevel=2)
-        return why
+        return _broken(error, device)
     return None
+
+
+def _broken(error: Exception, device: torch.device) -> str:
+    """Returns why Triton builds no kernel, and warns of it."""
+    why = f"Triton cannot build its kernels ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    warnings.warn(f"{why}. Casts and optimizers run plain code on {device}, which is slower.", stacklevel=3)
+    return why
 
 
 @cache
