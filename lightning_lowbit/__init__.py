@@ -8,6 +8,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+from lightning_lowbit import _moved
+
 if TYPE_CHECKING:
     from lightning_lowbit.callbacks import *
     from lightning_lowbit.export import export_checkpoint, load, load_compressed
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
 
 __version__ = "0.1.0"
+
+_moved.install()
 
 __all__ = [
     "SPAM",

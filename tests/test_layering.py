@@ -16,6 +16,7 @@ import lightning_lowbit
 
 ROOT = Path(lightning_lowbit.__file__).parent
 LEVELS = {
+    "_moved": 0,
     "checks": 0,
     "saved_state": 0,
     "formats": 0,

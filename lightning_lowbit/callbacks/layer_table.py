@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
-from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.host import Product
+from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.report.console import Table, Text
 
 

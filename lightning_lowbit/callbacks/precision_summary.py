@@ -20,8 +20,8 @@ from lightning_lowbit.callbacks.layer_table import (
     native_notes,
 )
 from lightning_lowbit.nn import Coverage, GemmCounter
-from lightning_lowbit.nn.casts import PHASES
-from lightning_lowbit.nn.conversion.layers import Inventory
+from lightning_lowbit.nn.casts.linear_casts import PHASES
+from lightning_lowbit.nn.conversion.inventory import Inventory
 from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype

@@ -65,7 +65,7 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
     if not isinstance(overlay, Mapping):
         return overlay
     if key == "casts":
-        from lightning_lowbit.nn.plan import OPERANDS  # imports torch, which `lowbit ls` must not
+        from lightning_lowbit.nn.casts.plan import OPERANDS  # imports torch, which `lowbit ls` must not
 
         if set(OPERANDS) <= set(overlay):  # six casts replace all earlier ones
             return overlay

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.reading.files import AGAIN, read_json, read_tensors
 from lightning_lowbit.export.reading.layouts import FLOATS, PARTS, Scheme, check_scheme, codes_of, layers_of, layouts
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more
 from lightning_lowbit.nn.conversion.frozen import keep_bytes
-from lightning_lowbit.nn.layers.frozen import Frozen, joined
+from lightning_lowbit.nn.core.frozen import Frozen, joined
 from lightning_lowbit.precision.checkpoints.weights import differs
 from lightning_lowbit.quant import Cast
 

@@ -12,9 +12,9 @@ from lightning_lowbit.export.compressed import METHODS, Contents, fill, read
 from lightning_lowbit.export.folder import empty_network
 from lightning_lowbit.export.reading.files import AGAIN, read_json
 from lightning_lowbit.export.record import NAME, Record, read_record
-from lightning_lowbit.nn.amax import AmaxHistories
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike
+from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.quant import Cast
 
 

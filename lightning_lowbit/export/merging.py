@@ -21,10 +21,8 @@ from lightning_lowbit.export.formats.base import Format
 from lightning_lowbit.export.source import Source, parameters_on_meta
 from lightning_lowbit.export.weights import groups, weights
 from lightning_lowbit.nn import convert, unpack_frozen
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.conversion.layers import quantized_layers
-from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
 from lightning_lowbit.quant import Cast
 
 

@@ -8,8 +8,8 @@ from lightning_lowbit.checks import choose, integer, number, text
 from lightning_lowbit.export.folder import write_json
 from lightning_lowbit.export.reading.files import AGAIN, read_json
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.plan import OPERANDS
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.precision.checkpoints.trained import primitive
 
 NAME = "lowbit.json"

@@ -19,12 +19,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.shared_amax import groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import fold
-from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
 from lightning_lowbit.precision import restore
 from lightning_lowbit.precision.checkpoints.files import load_checkpoint, state_of
 from lightning_lowbit.precision.checkpoints.trained import Trained

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.source import Source
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import Projection
-from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, Quantized, quantize
 from lightning_lowbit.quant.shard import amax_of
 

@@ -25,10 +25,10 @@ from lightning_lowbit._lightning import (
 from lightning_lowbit.checks import choose, flag, integer
 from lightning_lowbit.distributed import clip_gradients_, connect, is_flat, is_sharded
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
-from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, overriding
-from lightning_lowbit.nn.saving import check_save
+from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.precision.checkpoints.overridden import asked_options
 from lightning_lowbit.precision.checkpoints.planned import PlannedLayers

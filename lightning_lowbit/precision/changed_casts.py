@@ -6,11 +6,11 @@ from contextlib import suppress
 from torch import nn
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.nn.casts import PHASES, PRESETS, LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import PHASES, PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, select
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts
-from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.classes import convertible
+from lightning_lowbit.nn.layers.layer import clean_name
 
 
 def named_casts(value: CastsLike) -> LinearCasts | str:

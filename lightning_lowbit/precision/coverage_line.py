@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from lightning_lowbit._lightning import rank_zero_info
 from lightning_lowbit.nn.attention.function import QuantizedAttention
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.reasons import FROZEN, PRODUCTS, Reasons, is_matrix
-from lightning_lowbit.nn.function import QuantizedGemms
-from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.core.function import QuantizedGemms
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 
 _ENOUGH = 0.5  # nothing is logged from this share of quantized FLOPs on
 _REASONS, _MENTIONED = 3, 0.005  # number of reasons to name, and the least share of each

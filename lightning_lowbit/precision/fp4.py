@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike
 from lightning_lowbit.precision.base import LowBitPrecision
 

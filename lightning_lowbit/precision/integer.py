@@ -3,7 +3,7 @@
 from typing import Any, Literal, get_args
 
 from lightning_lowbit.checks import choose, flag, integer
-from lightning_lowbit.nn.presets import quantization_aware
+from lightning_lowbit.nn.casts.presets import quantization_aware
 from lightning_lowbit.precision.base import LowBitPrecision
 from lightning_lowbit.quant import Cast, Scale
 

@@ -21,16 +21,16 @@ from torch import nn
 from lightning_lowbit._lightning import MisconfigurationException, rank_zero_info
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
-from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.attention.products import check_attention
-from lightning_lowbit.nn.casts import PHASES, LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, check_blend, convert_layers, set_phase
-from lightning_lowbit.nn.conversion.layers import Inventory
+from lightning_lowbit.nn.conversion.inventory import Inventory
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import watch_up_projections
-from lightning_lowbit.nn.keys import LayerKeys, clean_name, unchanged, with_index
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.saving import check_save
+from lightning_lowbit.nn.core.saving import check_save
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.state.amax import AmaxHistories
+from lightning_lowbit.nn.state.keys import LayerKeys, unchanged, with_index
 from lightning_lowbit.precision.changed_casts import changed_casts, match, smoothed
 
 

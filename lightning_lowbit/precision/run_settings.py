@@ -22,9 +22,8 @@ from lightning_lowbit._lightning import (
     say_once,
 )
 from lightning_lowbit.checks import choose, some
-from lightning_lowbit.nn.conversion.layers import quantized_layers
-from lightning_lowbit.nn.gemm import SLOW_ON_CPU
-from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU
+from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 
 #: By the name that plugins take: Lightning's precision name, and the dtype.
 COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], torch.dtype]] = {

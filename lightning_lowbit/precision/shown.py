@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Self
 
-from lightning_lowbit.nn.casts import PRESETS, LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
 
 
 class Shown:

@@ -9,7 +9,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from lightning_lowbit._lightning import LightningModule, rank_zero_info, rank_zero_warn
 from lightning_lowbit.checks import positive, some
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.precision.checkpoints.files import CHECKPOINT_KEY, state_of
 from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_of

@@ -3,8 +3,8 @@
 from typing import Any
 
 from lightning_lowbit.checks import number
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.presets import quantization_aware
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.presets import quantization_aware
 from lightning_lowbit.precision.base import LowBitPrecision
 from lightning_lowbit.precision.integer import integer_cast
 from lightning_lowbit.quant import Cast

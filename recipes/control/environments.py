@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_lowbit.checks import integer, nearest
-from lightning_lowbit.nn.keys import hash_numbers
+from lightning_lowbit.nn.state.keys import hash_numbers
 from lightning_lowbit.packages import install
 
 Numbers = NDArray[np.float32]

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_lowbit._lightning import LRSchedulerCallable, OptimizerCallable
 from lightning_lowbit.checks import fraction, integer, number, positive
 from lightning_lowbit.distributed import gradient_norm
-from lightning_lowbit.nn.keys import hash_numbers
+from lightning_lowbit.nn.state.keys import hash_numbers
 from lightning_lowbit.precision.run_settings import global_seed
 
 from ..models import RecipeModule

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_lowbit.nn.keys import hash_numbers
+from lightning_lowbit.nn.state.keys import hash_numbers
 
 from .environments import Environments, Numbers
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import PRESETS, GroupedLinear, LayerKeys
-from lightning_lowbit.nn.calls import keys_of_parts
+from lightning_lowbit.nn.core.calls import keys_of_parts
 from tests.benchmarks.environment import describe, keep_large_blocks, save
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import compilation, convert
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
-from lightning_lowbit.nn.gemm import SLOW_ON_CPU, no_autocast
+from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU, no_autocast
 from tests.benchmarks.environment import describe, keep_large_blocks
 
 # The linear layers of a block of LLaMA-60M (Stable-SPAM, table A.1): how many, in_features, out_features.

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.layers.layer import quantized_layers
 
 VOCABULARY = 96
 _SIZES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.export.formats import Options, bitnet
 from lightning_lowbit.export.weights import Weight, weights
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from tests import golden_vectors as golden
 from tests.export.sources import VOCABULARY, language_model, source_of
 

@@ -25,8 +25,8 @@ from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.parity import _beyond_rounding
 from lightning_lowbit.export.source import _network, read
 from lightning_lowbit.export.weights import groups, matrices, weights
-from lightning_lowbit.nn.casts import PRESETS
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.casts.linear_casts import PRESETS
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from tests.export.sources import language_model
 from tests.golden_vectors import load as golden
 

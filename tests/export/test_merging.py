@@ -18,7 +18,7 @@ from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merged
 from lightning_lowbit.export.source import Source, read
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
-from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.recipes.adapters import LoRACausalLM
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM

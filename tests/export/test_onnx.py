@@ -14,10 +14,10 @@ from lightning_lowbit.export.formats.onnx_layers import TYPES, Decoded, Inputs, 
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.formats import ELEMENT_FORMATS
-from lightning_lowbit.nn.casts import PRESETS
+from lightning_lowbit.nn.casts.linear_casts import PRESETS
+from lightning_lowbit.nn.core.watch import LayerAmaxes
+from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.layers.convolution import QuantizedConvolution
-from lightning_lowbit.nn.layers.window import Window
-from lightning_lowbit.nn.watch import LayerAmaxes
 from tests.export.sources import VOCABULARY, language_model, source_of
 
 FORMAT = onnx.FORMATS["onnx"]

@@ -19,7 +19,7 @@ from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.layout import make_laid_out, repeated, taken_apart
 from lightning_lowbit.kernels.products import plain_scale_and_round
-from lightning_lowbit.nn.watch import stage_and_choose
+from lightning_lowbit.nn.core.watch import stage_and_choose
 from lightning_lowbit.quant import Hadamard, rotate
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.operand import make_operand, operand_dtype
@@ -178,7 +178,7 @@ def native_layer(preset: str) -> tuple[list[str], int]:
     kernels, and operations of torch that are not free."""
     x, g = torch.randn(48, 64).bfloat16(), torch.randn(48, 80).bfloat16()
     original, found, counts = nn.Linear(64, 80, dtype=torch.bfloat16), [], []
-    there = {"lightning_lowbit.nn.native.layer.native_obstacle": lambda *_: None}
+    there = {"lightning_lowbit.nn.layers.native.native_obstacle": lambda *_: None}
     for backend in ("eager", "triton"):
         layer, gemms = layer_like(original, preset), StandIn()
         count, patches = Launches(), {**there}

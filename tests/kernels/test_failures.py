@@ -27,8 +27,8 @@ from lightning_lowbit.kernels.cpu import library
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.ops import Operation
 from lightning_lowbit.kernels.products import scale_and_round
-from lightning_lowbit.nn.layers.window import Window
-from lightning_lowbit.nn.watch import stage_and_choose
+from lightning_lowbit.nn.core.watch import stage_and_choose
+from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.quant import Hadamard
 from tests.kernels.memory.signs import _flat
 from tests.kernels.test_casts import same_bits

@@ -19,7 +19,7 @@ from lightning_lowbit.kernels.cpu import casts as casts_in_cpp
 from lightning_lowbit.kernels.cpu import products as products_in_cpp
 from lightning_lowbit.kernels.products import scale_and_round
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
-from lightning_lowbit.nn.watch import stage_and_choose
+from lightning_lowbit.nn.core.watch import stage_and_choose
 from tests.tables import each
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import Cast, LinearCasts, convert, quantize
-from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer, operands
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
+from lightning_lowbit.nn.core import operands
 from lightning_lowbit.quant import Hadamard, Operand, rotate, split_mean, surrogate_factor
 from tests.references.quantize import splitmix64, uniform
 

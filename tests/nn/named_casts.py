@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS, PRESETS
-from lightning_lowbit.nn.casts import SMOOTHINGS
+from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS
 from lightning_lowbit.quant import Hadamard
 from tests.nn.layers import GEMMS, every
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lightning_lowbit import Cast, quantize
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
-from lightning_lowbit.nn import OPERANDS, operands
-from lightning_lowbit.nn.plan import SHARED
+from lightning_lowbit.nn import OPERANDS
+from lightning_lowbit.nn.casts.plan import SHARED
+from lightning_lowbit.nn.core import operands
 from tests.quant.tensors import spread_scales
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import OPERANDS, LayerKeys
-from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.layers.layer import clean_name
 from tests.references.quantize import splitmix64
 
 WEIGHTS = [index for index, operand in enumerate(OPERANDS) if operand.endswith("_w")]

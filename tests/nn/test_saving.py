@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import AmaxHistories, LayerKeys, set_blend, set_phase
-from lightning_lowbit.nn.casts import PRESETS
-from lightning_lowbit.nn.conversion.layers import quantized_layers
-from lightning_lowbit.nn.watch import Watch
+from lightning_lowbit.nn.casts.linear_casts import PRESETS
+from lightning_lowbit.nn.core.watch import Watch
+from lightning_lowbit.nn.layers.layer import quantized_layers
 
 
 class Readers(nn.Module):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale
-from lightning_lowbit.nn import OPERANDS, AmaxHistories, operands
+from lightning_lowbit.nn import OPERANDS, AmaxHistories
+from lightning_lowbit.nn.core import operands
 from tests.nn.layers import every, identical, layer_like, run
 from tests.tables import each
 

@@ -9,8 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_lowbit.callbacks.monitors.operand_statistics import OperandNumbers, QuantizedOperands
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
-from lightning_lowbit.nn.plan import SHARED
-from lightning_lowbit.nn.watch import Watch
+from lightning_lowbit.nn.casts.plan import SHARED
+from lightning_lowbit.nn.core.watch import Watch
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.statistics import SUMS
 from tests.nn.layers import gradients, identical, layer_like, net, run, spied, value

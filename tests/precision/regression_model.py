@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, LinearCasts, LowBitPrecision, Scale
 from lightning_lowbit.nn import OPERANDS
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from tests.lightning_imports import Callback, LightningModule, Trainer, quiet_trainer
 
 LAYERS = ("first", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "head")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.metrics import cast_statistics
-from lightning_lowbit.nn.casts import PRESETS
+from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.quant import Operand, quantize_operand
 from lightning_lowbit.quant.statistics import (
     BINS,

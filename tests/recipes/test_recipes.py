@@ -17,8 +17,8 @@ from lightning_lowbit import Adaptive, PrecisionSummary, cli
 from lightning_lowbit.cli import run
 from lightning_lowbit.cli.configs import merge_all, recipes
 from lightning_lowbit.nn import LinearCasts
-from lightning_lowbit.nn.casts import PRESETS
-from lightning_lowbit.nn.plan import GEMMS
+from lightning_lowbit.nn.casts.linear_casts import PRESETS
+from lightning_lowbit.nn.casts.plan import GEMMS
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.report import charts as report_charts
 from tests.recipes.recipe_names import (

@@ -1,7 +1,7 @@
 """Sources of the gradient and noise sums of :class:`lightning_lowbit.GradientNoiseMonitor`.
 
 draws     before the backward pass of training, two others over the same graph, each with other random bits
-layers    in the backward pass of training, see `lightning_lowbit.nn.watch`
+layers    in the backward pass of training, see `lightning_lowbit.nn.core.watch`
 """
 
 from collections.abc import Generator, Mapping
@@ -28,7 +28,7 @@ from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
 from lightning_lowbit.distributed import all_reduce_, all_reduce_world_, local_gradient, sharding_of
 from lightning_lowbit.metrics.noise import gradient_noise_sums
 from lightning_lowbit.nn import QuantizedLayer
-from lightning_lowbit.nn.watch import Watch
+from lightning_lowbit.nn.core.watch import Watch
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.quant import Cast
@@ -108,7 +108,7 @@ class FromDraws(Source):
 
 
 class FromLayers(Source):
-    """Takes gradients that layers compute in both precisions, see :mod:`lightning_lowbit.nn.watch`."""
+    """Takes gradients that layers compute in both precisions, see :mod:`lightning_lowbit.nn.core.watch`."""
 
     without_noise = "Gradients of weights were always those in high precision: none of their operands was quantized."
 

@@ -20,7 +20,7 @@ from lightning_lowbit.distributed import all_reduce_world_
 from lightning_lowbit.metrics import is_ternary
 from lightning_lowbit.metrics.casts import ratio
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
-from lightning_lowbit.nn.watch import Watch
+from lightning_lowbit.nn.core.watch import Watch
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.statistics import BINS, MAXIMA, SUMS, sqnr_db
 from lightning_lowbit.report.html import Block, HeatMap, Table

@@ -8,7 +8,7 @@ import torch
 
 from lightning_lowbit._lightning import LightningModule, Trainer
 from lightning_lowbit.callbacks.base import LowBitCallback
-from lightning_lowbit.nn.keys import hash_numbers
+from lightning_lowbit.nn.state.keys import hash_numbers
 from lightning_lowbit.precision.run_settings import global_seed
 
 

@@ -27,7 +27,7 @@ from lightning_lowbit.callbacks.recovery.snapshots import Snapshot, TrainingStat
 from lightning_lowbit.callbacks.recovery.step_losses import StepLosses
 from lightning_lowbit.checks import choose, fraction, integer, positive, some
 from lightning_lowbit.metrics.spikes import SpikeDetector, Window, mean_limit
-from lightning_lowbit.nn.casts import PHASES
+from lightning_lowbit.nn.casts.linear_casts import PHASES
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Table, Text

@@ -24,7 +24,7 @@ from lightning_lowbit.callbacks.switches.base import Switch
 from lightning_lowbit.callbacks.switches.metric_triggers import Below, Plateau
 from lightning_lowbit.callbacks.switches.step_triggers import steps_of
 from lightning_lowbit.checks import choose, integer, number
-from lightning_lowbit.nn.casts import PHASES
+from lightning_lowbit.nn.casts.linear_casts import PHASES
 from lightning_lowbit.nn.conversion.convert import CastsLike
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.changed_casts import named_casts

@@ -13,7 +13,7 @@ import torch
 from lightning_lowbit.cli.estimate.devices import Device
 from lightning_lowbit.cli.estimate.layout import Assumptions, Batch, Layout
 from lightning_lowbit.cli.estimate.shapes import Decoder, Model, Weight
-from lightning_lowbit.nn.plan import GEMMS
+from lightning_lowbit.nn.casts.plan import GEMMS
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.shard import ends_within
 

@@ -14,14 +14,15 @@ from torch.optim import Optimizer
 
 from lightning_lowbit.cli.estimate.devices import arithmetic
 from lightning_lowbit.compilation import backend
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.layers.classes import convertible, host_class, is_linear, quantized_class
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.plan import GEMMS
+from lightning_lowbit.nn.core.saving import saved_bits
+from lightning_lowbit.nn.layers.classes import convertible, is_linear
 from lightning_lowbit.nn.layers.experts import UniformExperts
 from lightning_lowbit.nn.layers.grouped import GroupedLayer
 from lightning_lowbit.nn.layers.host import Product
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.plan import GEMMS
-from lightning_lowbit.nn.saving import saved_bits
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.nn.layers.registry import host_class, quantized_class
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.quant import Cast
 
@@ -178,7 +179,7 @@ def describe(
 
 def _products(module: nn.Module) -> dict[str, Any]:
     """Linear layers that are products of their hosts, such as ``in_proj`` of ``nn.MultiheadAttention``, and stacks of
-    experts, by the names of :func:`lightning_lowbit.nn.plan`."""
+    experts, by the names of :func:`lightning_lowbit.nn.casts.plan`."""
     found: dict[str, Any] = {}
     for name, part in convertible(module).items():
         of_host = host_class(type(part))

@@ -21,9 +21,9 @@ from lightning_lowbit._lightning import Tqdm
 from lightning_lowbit.checks import from_fields
 from lightning_lowbit.cli.inspect.table import Candidate, Inspection
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
-from lightning_lowbit.nn.casts import PRESETS, LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import select
-from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.packages import install
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.cast import current_names

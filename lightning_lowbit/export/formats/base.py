@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, weights
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
 
 

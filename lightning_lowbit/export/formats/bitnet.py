@@ -20,8 +20,7 @@ from lightning_lowbit.export.folder import Shards, load_network, write_network
 from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor, weights
-from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.quant import Cast, Scale
 
 _ELEMENTS = 4  # of a byte

@@ -40,8 +40,8 @@ from lightning_lowbit.export.formats.holding import (
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.plan import OPERANDS
+from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
 
 _VERSION = "0.20.0"  # of compressed-tensors, whose files these are

@@ -14,8 +14,8 @@ from lightning_lowbit.export.folder import Shards, load_network, write_network, 
 from lightning_lowbit.export.formats.base import Format, Options, Written
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import check, common_obstacle, matrices
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import Projection
-from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, quantize
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from lightning_lowbit.export.weights import has_second_level
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast
 
 INTEGERS = "in rows, groups or one tensor, with scales of one level in bf16, fp16 or fp32"

@@ -24,7 +24,7 @@ from lightning_lowbit.export.formats.holding import takes_nvfp4
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
 
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # whose format this is

@@ -25,12 +25,10 @@ from lightning_lowbit.export.formats.base import Format, Options, Written, examp
 from lightning_lowbit.export.formats.onnx_layers import INT4, TYPES, UINT4, Decoded, Inputs, attach, input_obstacle
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.layers import quantized_layers
-from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.plan import OPERANDS
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
 from lightning_lowbit.packages import install
 from lightning_lowbit.quant import Cast
 

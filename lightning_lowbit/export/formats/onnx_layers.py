@@ -17,9 +17,9 @@ from torch.onnx.ops import symbolic
 
 from lightning_lowbit.export.weights import Weight
 from lightning_lowbit.formats import E4M3, E5M2
+from lightning_lowbit.nn.core.window import Window, is_pixelwise
 from lightning_lowbit.nn.layers.convolution import QuantizedConvolution, QuantizedTransposed
-from lightning_lowbit.nn.layers.window import Window, is_pixelwise
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Quantized
 from lightning_lowbit.quant.scales import e8m0_rule, fp32_numerator, scales_of
 

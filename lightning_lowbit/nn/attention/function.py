@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit.nn.attention.operands import decoded, multiply, of_rows, of_weights, part, transposed
-from lightning_lowbit.nn.gemm import no_autocast
-from lightning_lowbit.nn.operands import Settings
-from lightning_lowbit.nn.passes.derivatives import first_derivative, mark
+from lightning_lowbit.nn.core.derivatives import first_derivative, mark
+from lightning_lowbit.nn.core.gemm import no_autocast
+from lightning_lowbit.nn.core.operands import Settings
 from lightning_lowbit.quant import Cast, Operand
 from lightning_lowbit.quant.rounding import uniform
 from lightning_lowbit.quant.shard import amax_of
@@ -71,7 +71,7 @@ class Attention(NamedTuple):
 class QuantizedAttention(torch.autograd.Function):
     """Takes q ``[..., queries, d]``, k ``[..., keys, d]`` and v ``[..., keys, e]`` of one dtype, an additive or bool
     mask that broadcasts to ``[..., queries, keys]`` or None, and :class:`Attention`; returns ``[..., queries, e]`` and
-    a :func:`lightning_lowbit.nn.passes.derivatives.mark`."""
+    a :func:`lightning_lowbit.nn.core.derivatives.mark`."""
 
     @staticmethod
     def forward(

@@ -16,12 +16,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_lowbit.nn.attention.products import PRODUCTS_OF_ATTENTION, ActivationProduct, attend
-from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.classes import derived
 from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products
-from lightning_lowbit.nn.layers.multihead import MultiheadHost
-from lightning_lowbit.nn.layers.multihead import find as find_multihead
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.multihead import MultiheadHost, multihead_class
+from lightning_lowbit.nn.layers.registry import derived
+
+MultiheadHost.quantized_attention = staticmethod(attend)
 
 _NAMES = ("scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS")
 
@@ -95,7 +95,7 @@ def convert_attention(model: nn.Module, name: str) -> Any:
 
 @cache
 def _host_class(cls: Any) -> type[Host] | None:
-    multihead = find_multihead(cls)
+    multihead = multihead_class(cls)
     if multihead is not None and issubclass(multihead, MultiheadHost):
         return multihead
     if issubclass(cls, AttentionHost):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_lowbit.compilation import counted_for
 from lightning_lowbit.kernels import quantize_operand, rotate
-from lightning_lowbit.nn.operands import Settings
-from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF
+from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF
+from lightning_lowbit.nn.core.operands import Settings
 from lightning_lowbit.quant import Cast, Operand, blend
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.attention.function import Attention, QuantizedAttention
-from lightning_lowbit.nn.calls import keys_of_call
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.gemm import no_autocast
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM
+from lightning_lowbit.nn.core.calls import keys_of_call
+from lightning_lowbit.nn.core.gemm import no_autocast
+from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, refuse_dtypes
+from lightning_lowbit.nn.core.operands import Settings
+from lightning_lowbit.nn.core.parallel import Shards
 from lightning_lowbit.nn.layers.host import Product
-from lightning_lowbit.nn.operands import Settings
-from lightning_lowbit.nn.passes.inputs import COMPUTED, check_inputs, refuse_dtypes
-from lightning_lowbit.nn.plan import CONTRACTION, GEMM
-from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.rounding import mix_key
 

@@ -9,10 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.kernels import quantize_operand
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.layers.classes import restore_classes
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
 from lightning_lowbit.nn.layers.multihead import Projection
-from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, blend
 
 _Model = TypeVar("_Model", bound=nn.Module)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 
 
 class ForwardContext:

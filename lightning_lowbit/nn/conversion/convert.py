@@ -11,20 +11,18 @@ from torch import Tensor, nn
 from lightning_lowbit.checks import choose, number, some
 from lightning_lowbit.nn.attention.hosts import attending, convert_attention, is_attention, other_attention
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.plan import GEMMS
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.defaults import left_out, mark_outputs, output_layers, unnamed
-from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.patterns import Names
 from lightning_lowbit.nn.conversion.patterns import select as select
 from lightning_lowbit.nn.conversion.reasons import LAZY, of_class
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
-from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.core.saving import Readers, check_save
 from lightning_lowbit.nn.layers.classes import convert_layer, convertible, without_weight
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.native.layer import BACKENDS, has_native_gemms
-from lightning_lowbit.nn.plan import GEMMS
-from lightning_lowbit.nn.saving import Readers, check_save
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
+from lightning_lowbit.nn.layers.native import BACKENDS, has_native_gemms
 from lightning_lowbit.quant import Cast
 
 # Mapping before LinearCasts: a command line takes the first type that fits, and LinearCasts would fill in defaults.

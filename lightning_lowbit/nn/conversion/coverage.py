@@ -25,9 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
 from lightning_lowbit.compilation import backend, counted_product, counted_shape, is_within_cast
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import nn
 
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.moe import is_router
 from lightning_lowbit.nn.conversion.patterns import select, select_by_name
-from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.classes import quantized_class
 from lightning_lowbit.nn.layers.host import Product
+from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.nn.layers.registry import quantized_class
 
 _SIDES = {"fprop": 1, "dgrad": 0}  # of the weight [out, in], along which each GEMM contracts
 _LEVELS = 3  # most modules between an adapter and the layer that it adapts

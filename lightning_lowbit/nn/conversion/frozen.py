@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more, plan
-from lightning_lowbit.nn.conversion.layers import quantized_layers
-from lightning_lowbit.nn.layers.frozen import Frozen
-from lightning_lowbit.nn.linear import QuantLinear
+from lightning_lowbit.nn.core.frozen import Frozen
+from lightning_lowbit.nn.layers.layer import QuantLinear, quantized_layers
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.packed import packing_obstacle
 

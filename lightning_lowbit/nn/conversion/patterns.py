@@ -12,8 +12,8 @@ from itertools import product
 from torch import nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.host import PRODUCTS
+from lightning_lowbit.nn.layers.layer import clean_name
 
 
 class Names(list[str]):

@@ -6,21 +6,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.defaults import OUTPUT, is_left_output, left_out
-from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.moe import is_router_class
-from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.classes import (
-    COMPUTED_WEIGHT,
-    converted_class,
-    convertible,
-    obstacle,
-    odd_parameter,
-    without_weight,
-)
+from lightning_lowbit.nn.layers.classes import COMPUTED_WEIGHT, convertible, obstacle, odd_parameter, without_weight
 from lightning_lowbit.nn.layers.host import Host
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
+from lightning_lowbit.nn.layers.registry import converted_class
 
 
 @dataclass(frozen=True)

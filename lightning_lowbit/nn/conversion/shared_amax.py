@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.patterns import select
-from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.shard import amax_of
 

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
-from lightning_lowbit.nn.conversion.layers import quantized_layers
-from lightning_lowbit.nn.layers.classes import is_linear, quantized_class
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.plan import OPERANDS
+from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
+from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.layers.classes import is_linear
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
+from lightning_lowbit.nn.layers.registry import quantized_class
 from lightning_lowbit.quant import amax_along, smoothing_factor
 
 _Model = TypeVar("_Model", bound=nn.Module)

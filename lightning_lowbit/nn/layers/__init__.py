@@ -1,1 +1,5 @@
-"""Layers of many kinds: which classes of modules can be converted, and what they become."""
+"""Converted layers. Importing this package registers every kind of them."""
+
+from lightning_lowbit.nn.layers import convolution, experts, known_linears, multihead
+
+__all__ = ["convolution", "experts", "known_linears", "multihead"]

@@ -1,65 +1,23 @@
-"""Which classes of modules can be converted, and the classes that they become."""
+"""Conversion of one module, in place, and back: which modules can be converted, and why others cannot."""
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.convolution import find_convolution
-from lightning_lowbit.nn.layers.derive import derived as derived
-from lightning_lowbit.nn.layers.experts import experts_class
+from lightning_lowbit.nn.core.inputs import COMPUTED
 from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products, remove_products
-from lightning_lowbit.nn.layers.linear import check_registered, linear_class
-from lightning_lowbit.nn.layers.multihead import find as multihead_class
-from lightning_lowbit.nn.layers.multihead import uncalled
+from lightning_lowbit.nn.layers.known_linears import check_registered
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.layers.multihead import uncalled_projections
+from lightning_lowbit.nn.layers.registry import host_class, quantized_class
 from lightning_lowbit.nn.layers.wrapped import follow_class, replaced_forward
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.passes.inputs import COMPUTED
 
 COMPUTED_WEIGHT = "its weight is computed (torch.nn.utils.parametrize)"
 
 _Model = TypeVar("_Model", bound=nn.Module)
-
-# What a class becomes: a layer, a host of several, or (None) nothing.
-Converted = type[QuantizedLayer] | type[Host] | None
-
-
-def quantized_class(cls: Any) -> type[QuantizedLayer] | None:
-    """The class that a layer of exactly this class is converted to; None if it is no layer that can be converted."""
-    found = converted_class(cls)
-    return found if found is not None and issubclass(found, QuantizedLayer) else None
-
-
-def host_class(cls: Any) -> type[Host] | None:
-    """The class of hosts that a module of exactly this class is converted to; None if it has no products."""
-    found = converted_class(cls)
-    return found if found is not None and issubclass(found, Host) else None
-
-
-@cache
-def converted_class(cls: Any) -> Converted:
-    """What a module of exactly this class is converted to; a converted class is its own."""
-    if issubclass(cls, (QuantizedLayer, Host)):
-        return cls
-    if issubclass(cls, FSDPModule):
-        from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
-
-        # fully_shard derives a class from FSDPModule and the module's class
-        sharded, original, *_ = cls.__bases__
-        quantized = converted_class(original)
-        if quantized is None:
-            return None
-        members = {"__deepcopy__": cls.__deepcopy__}
-        return get_cls_to_fsdp_cls().setdefault(
-            quantized, type(f"FSDP{quantized.__name__}", (sharded, quantized), members)
-        )
-    return next((found for find in _KINDS if (found := find(cls)) is not None), None)
 
 
 def is_linear(module: Any) -> bool:
@@ -72,7 +30,7 @@ def convertible(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model that can be converted, or have been, by the names of their layers: that of the module, or
     of each product of a host, as it is called once it is converted."""
     found: dict[str, nn.Module] = {}
-    never_called = uncalled(model)
+    never_called = uncalled_projections(model)
     for name, module in model.named_modules():
         if module in never_called or getattr(module, "kind", None) == "attention":  # asked for apart
             continue
@@ -157,6 +115,3 @@ def restore_classes(model: _Model) -> _Model:
             vars(module).pop(name, None)
         module.__class__ = type(module).__bases__[1]
     return model
-
-
-_KINDS: tuple[Callable[[Any], Converted], ...] = (linear_class, find_convolution, multihead_class, experts_class)

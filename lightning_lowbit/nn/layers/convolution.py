@@ -1,6 +1,6 @@
 """Convolutions, and transposed ones, whose GEMMs are quantized.
 
-A convolution is a linear layer over patches (:mod:`lightning_lowbit.nn.layers.window`), a transposed one a linear layer
+A convolution is a linear layer over patches (:mod:`lightning_lowbit.nn.core.window`), a transposed one a linear layer
 whose outputs are patches, which are added up:
 
     convolution             patches of x [positions, kernel · C_in]  ·  Wᵀ [kernel · C_in, C_out]
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from lightning_lowbit.nn.calls import keys_of_call
-from lightning_lowbit.nn.layers.window import Images, Window
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.passes.inputs import check_inputs
-from lightning_lowbit.nn.saving import saved_bits
+from lightning_lowbit.nn.core.calls import keys_of_call
+from lightning_lowbit.nn.core.inputs import check_inputs
+from lightning_lowbit.nn.core.saving import saved_bits
+from lightning_lowbit.nn.core.window import Images, Window
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.nn.layers.registry import derived, kind
 
 DEPTHWISE = "a depthwise convolution, whose contractions are narrower than a block"
 
@@ -235,7 +236,8 @@ _CLASSES: dict[Any, type[QuantizedConvolution]] = {
 }
 
 
-def find_convolution(cls: Any) -> type[QuantizedConvolution] | None:
+@kind
+def convolution_class(cls: Any) -> type[QuantizedConvolution] | None:
     """What a convolution of torch is converted to, or a class of its kind that computes no other way; else None."""
     if cls in _CLASSES:
         return _CLASSES[cls]
@@ -245,7 +247,5 @@ def find_convolution(cls: Any) -> type[QuantizedConvolution] | None:
     methods = ("forward", "_conv_forward", "__call__")
     if any(getattr(cls, name, None) is not getattr(original, name, None) for name in methods):
         return None
-    from lightning_lowbit.nn.layers.classes import derived  # which calls this function
-
     made: type[QuantizedConvolution] = derived(_CLASSES[original].__bases__[0], cls)
     return made

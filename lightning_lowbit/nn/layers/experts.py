@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit.nn.core.inputs import check_inputs
 from lightning_lowbit.nn.layers.grouped import GroupedLayer, GroupedLinear, GroupedProduct, QuantGroupedLinear
 from lightning_lowbit.nn.layers.host import Host, Product
-from lightning_lowbit.nn.passes.inputs import check_inputs
+from lightning_lowbit.nn.layers.registry import derived, kind
 
 
 class RoutedExperts(Host):
@@ -177,10 +178,9 @@ _BY_NAME: dict[str, type[Host] | type[GroupedLayer]] = {
 }
 
 
+@kind
 def experts_class(cls: Any) -> Any:
     """What a class of experts is converted to; None for another class."""
-    from lightning_lowbit.nn.layers.classes import derived
-
     if cls is GroupedLinear:
         return QuantGroupedLinear
     base = _BY_NAME.get(cls.__name__) if cls.__module__.startswith("transformers.") else None

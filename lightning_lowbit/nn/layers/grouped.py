@@ -3,8 +3,8 @@
     y[rows of e] = x[rows of e] · W[e]ᵀ + b[e]        x [tokens, in], W [experts, out, in], b [experts, out]
 
 Each expert is quantized as if it were a linear layer of its own: its rows have their own scales and random bits, from
-keys of its own (:func:`lightning_lowbit.nn.calls.keys_of_parts`). So its results do not depend on what other experts
-get, and an expert without rows has gradients of zero. All of a layer is one call of the autograd function.
+keys of its own (:func:`lightning_lowbit.nn.core.calls.keys_of_parts`). So its results do not depend on the rows of
+other experts, and an expert without rows has gradients of zero. All of a layer is one call of the autograd function.
 
 Where groups end must be known on the host, which waits for it once per layer. Compiled code is left for these layers.
 
@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.checks import integer
 from lightning_lowbit.distributed import local, offsets_of
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.core.inputs import check_inputs
 from lightning_lowbit.nn.layers.host import Product
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.passes.inputs import check_inputs
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 
 # int32 [experts], or the same numbers on the host.
 Offsets = Tensor | Sequence[int]

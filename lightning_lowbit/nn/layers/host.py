@@ -2,7 +2,7 @@
 
 A host keeps its parameters, their names and its place in the model. Each product is a converted layer of its own, a
 child of a module that holds no parameters: casts, keys and amaxes are the product's, the weight is the host's. Without
-the wrapper's name (:func:`lightning_lowbit.nn.keys.clean_name`) a product is called ``<host>.<product>``.
+the wrapper's name (:func:`lightning_lowbit.nn.layers.layer.clean_name`) a product is called ``<host>.<product>``.
 """
 
 from typing import Any, ClassVar
@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_lowbit.nn.core.inputs import refuse_scripts
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.wrapped import follow_class
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.passes.inputs import refuse_scripts
 
 PRODUCTS = "_products"  # the child of a host that holds its products
 

@@ -8,7 +8,8 @@ The class that is converted reads the weight of its ``out_proj`` without calling
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lightning_lowbit.nn.core.inputs import check_inputs
 from lightning_lowbit.nn.layers.host import Host, Product, has_nothing_to_quantize
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.passes.inputs import check_inputs
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.nn.layers.registry import derived, kind
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 
@@ -65,6 +67,7 @@ class MultiheadHost(Host):
     """Base class of converted ``nn.MultiheadAttention``. Its options, shapes and errors are torch's."""
 
     called_layers = ("out_proj",)
+    quantized_attention: ClassVar[Callable[..., Tensor]]  # set by nn.attention, whose hosts are built on this one
 
     @staticmethod
     def make_products(host: Any) -> dict[str, Product]:
@@ -129,9 +132,7 @@ class MultiheadHost(Host):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool) -> Tensor:
         if not self.attends:
             return F.scaled_dot_product_attention(q, k, v, mask, p, causal)
-        from lightning_lowbit.nn.attention.products import attend  # imports hosts
-
-        return attend(self.products, q, k, v, mask, p, causal)
+        return self.quantized_attention(self.products, q, k, v, mask, p, causal)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v ``[tokens, batch, width]``, in as few GEMMs as there are different inputs."""
@@ -218,15 +219,16 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) ->
     return o.view(batch, heads, queries, -1), weights.view(batch, heads, queries, -1)
 
 
-def uncalled(model: nn.Module) -> set[nn.Module]:
+def uncalled_projections(model: nn.Module) -> set[nn.Module]:
     """Output projections whose weight alone is read, by subclasses with a forward pass of their own."""
-    return {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention) and find(type(m)) is None}
+    return {
+        m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention) and multihead_class(type(m)) is None
+    }
 
 
-def find(cls: Any) -> type[MultiheadHost] | type[QuantizedLayer] | None:
+@kind
+def multihead_class(cls: Any) -> type[MultiheadHost] | type[QuantizedLayer] | None:
     """What ``nn.MultiheadAttention``, a class that inherits its forward pass, and its output projection become."""
-    from lightning_lowbit.nn.layers.classes import derived
-
     if cls is NonDynamicallyQuantizableLinear:
         found: type[QuantizedLayer] = derived(QuantizedLayer, cls)
         return found

@@ -14,10 +14,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.layers.classes import quantized_class
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.host import PRODUCTS
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.nn.layers.registry import quantized_class
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.shard import ends_within

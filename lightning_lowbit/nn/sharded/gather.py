@@ -21,13 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.conversion.layers import quantized_layers
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.operands import PrequantizedWeight
-from lightning_lowbit.nn.plan import OPERANDS
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.core.operands import PrequantizedWeight
+from lightning_lowbit.nn.core.watch import amax_in_force
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
 from lightning_lowbit.nn.sharded.eligible import check_gathers, gathered_dtype, is_plain, misfit, obstacle, records
-from lightning_lowbit.nn.watch import amax_in_force
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.packed import pack, unpack_

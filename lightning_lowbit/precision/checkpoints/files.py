@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.nn.casts import PHASES
+from lightning_lowbit.nn.casts.linear_casts import PHASES
 
 CHECKPOINT_KEY = "lightning_lowbit"
 

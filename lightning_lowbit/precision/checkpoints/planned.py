@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_lowbit._lightning import rank_zero_info, say_once
 from lightning_lowbit.checks import flag, some
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import plan, plan_by_name
 from lightning_lowbit.nn.conversion.defaults import mark_outputs
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
-from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.precision.checkpoints.trained import Trained
 from lightning_lowbit.precision.run_settings import ComputeDtype
 from lightning_lowbit.precision.state import SavedLayers

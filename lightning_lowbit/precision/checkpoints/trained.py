@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 from lightning_lowbit.checks import choose, some
-from lightning_lowbit.nn.casts import PRESETS, SMOOTHINGS, LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import PRESETS, SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.shared_amax import groups
 from lightning_lowbit.precision.checkpoints.files import entry, state_of
 from lightning_lowbit.quant.cast import current_names

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import AmaxHistories
-from lightning_lowbit.nn.gemm import native_obstacle
+from lightning_lowbit.nn.core.gemm import native_obstacle
 from tests.benchmarks.environment import describe
 from tests.benchmarks.step_overhead import relative_error
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit import LinearCasts, convert
-from lightning_lowbit.nn.gemm import matmul, native_obstacle
+from lightning_lowbit.nn.core.gemm import matmul, native_obstacle
 from lightning_lowbit.quant import quantize_operand
 from tests.benchmarks.environment import describe, keep_large_blocks
 

@@ -175,7 +175,7 @@ def first_of_two_is_native(clock, monkeypatch, plugin, peaks, kind, native):
         def train_dataloader(self):
             return DataLoader(RandomDataset(WIDTH, 8 * 16), batch_size=16)  # of which nothing is padded
 
-    monkeypatch.setattr("lightning_lowbit.nn.native.layer.native_obstacle", lambda device, kind: None)
+    monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", lambda device, kind: None)
     rows = fit(TwoLayers(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=peaks), plugins=[plugin])
     gemm = 2 * 16 * WIDTH * WIDTH
     if kind not in peaks:

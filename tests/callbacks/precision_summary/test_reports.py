@@ -68,7 +68,7 @@ def test_writes_json_beside_the_log(tmp_path):
 )
 def test_says_which_layers_run_natively(monkeypatch, plugin, has_tensor_cores, where, native):
     obstacle = None if has_tensor_cores else "no tensor cores"
-    monkeypatch.setattr("lightning_lowbit.nn.native.layer.native_obstacle", lambda device, kind: obstacle)
+    monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", lambda device, kind: obstacle)
     summary, model = PrecisionSummary(quiet=True), Two()
     trainer = trainer_with(summary, plugin=plugin())
     trainer.fit(model)

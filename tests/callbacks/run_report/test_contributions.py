@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowbit import FP4Precision, LinearCasts
 from lightning_lowbit.callbacks.run_report import RunReport
 from lightning_lowbit.nn import OPERANDS
-from lightning_lowbit.nn.presets import PRESETS
+from lightning_lowbit.nn.casts.presets import PRESETS
 from lightning_lowbit.report import history as run_history
 from lightning_lowbit.report.cast_words import in_words
 from lightning_lowbit.report.history import History

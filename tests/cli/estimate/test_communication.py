@@ -16,9 +16,9 @@ from lightning_lowbit.cli.estimate.formulas import (
     times,
 )
 from lightning_lowbit.cli.estimate.shapes import Linear, Model, Weight
-from lightning_lowbit.nn.casts import PRESETS, LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
+from lightning_lowbit.nn.casts.plan import GEMMS
 from lightning_lowbit.nn.conversion.coverage import GemmCounter
-from lightning_lowbit.nn.plan import GEMMS
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli import ranks_estimate
 from tests.cli.estimate.models import BATCH, SMALL, loss_of, shapes

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.image import imread
 
 from lightning_lowbit import cli
-from lightning_lowbit.nn.casts import PRESETS
+from lightning_lowbit.nn.casts.linear_casts import PRESETS
 
 WITH_WEIGHTS = [name for name, preset in PRESETS.items() if preset().fprop_w is not None]
 

@@ -15,7 +15,7 @@ from lightning_lowbit import Cast, FP4Precision, Scale
 from lightning_lowbit.cli.inspect import command
 from lightning_lowbit.cli.inspect.table import Candidate
 from lightning_lowbit.metrics import cast_statistics
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import plan
 from lightning_lowbit.quant.transforms import rotate
 from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png, table

@@ -18,8 +18,8 @@ from lightning_lowbit.export.formats.base import NoClient
 from lightning_lowbit.export.formats.gguf import GGUF
 from lightning_lowbit.export.formats.gguf.chat import QUESTION, chat
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.layers.layer import quantized_layers
 from tests.export.llama_cpp import tokenizers
 from tests.tables import each
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from lightning_lowbit.export.formats.gguf.blocks import TQ1_0, TQ2_0, BlockType, block_type, has_scale, pack
 from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.quant import Cast, Scale, quantize
 from tests.export.llama_cpp.gguf_blocks import READERS
 

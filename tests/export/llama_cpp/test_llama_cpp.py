@@ -27,8 +27,8 @@ from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
 from lightning_lowbit.export.source import Source, hp_forward, read
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.export.weights import weights
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM, network_config
 from tests.export.llama_cpp import tokenizers

@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys, set_blend, set_phase
 from lightning_lowbit.nn.attention.hosts import attending
-from lightning_lowbit.nn.conversion.layers import quantized_layers
-from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.classes import restore_classes
+from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 
 WIDTH, HEADS = 32, 4
 

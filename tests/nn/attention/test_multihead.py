@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_lowbit import IntegerPrecision, LinearCasts, convert
 from lightning_lowbit.nn import AmaxHistories, LayerKeys, QuantizedLayer, set_phase
 from lightning_lowbit.nn.conversion.bake import bake
-from lightning_lowbit.nn.conversion.layers import quantized_layers
-from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.classes import restore_classes
+from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from lightning_lowbit.nn.layers.multihead import MultiheadHost
 from tests.pairwise import cover
 

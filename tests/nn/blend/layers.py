@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import set_blend
-from lightning_lowbit.nn.presets import quantization_aware
+from lightning_lowbit.nn.casts.presets import quantization_aware
 from tests.nn.layers import (
     GEMMS,
     every,

@@ -56,7 +56,7 @@ def test_a_backward_pass_has_the_share_of_its_forward_pass(name: str) -> None:
 @pytest.mark.parametrize("name", ["ternary", "fp8-current"])
 def test_on_its_way_nothing_is_native(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Neither computed so nor said to be."""
-    monkeypatch.setattr("lightning_lowbit.nn.native.layer.native_obstacle", lambda device, kind: None)
+    monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", lambda device, kind: None)
     layer = layer_like(nn.Linear(IN, OUT), name)
     native = layer.native_gemms(torch.device("cpu"))
     assert native, "nothing shows"

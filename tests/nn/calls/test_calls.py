@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_lowbit import convert
-from lightning_lowbit.nn import OPERANDS, LayerKeys, calls
+from lightning_lowbit.nn import OPERANDS, LayerKeys
+from lightning_lowbit.nn.core import calls
 from lightning_lowbit.quant import Hadamard
 from lightning_lowbit.quant.rounding import mix_key, uniform
 from tests.nn.calls.repeated_calls import (

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from lightning_lowbit import LinearCasts, convert
-from lightning_lowbit.nn import AmaxHistories, QuantizedLayer, operands
+from lightning_lowbit.nn import AmaxHistories, QuantizedLayer
+from lightning_lowbit.nn.core import operands
 from lightning_lowbit.quant import Operand
 
 KINDS = ("channel", "token")

@@ -13,10 +13,10 @@ from lightning_lowbit import Cast, LinearCasts, Scale, convert
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, GemmCounter, LayerKeys, QuantizedLayer
 from lightning_lowbit.nn.conversion.bake import bake
+from lightning_lowbit.nn.core.watch import Watch
+from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.layers.classes import convertible, restore_classes
 from lightning_lowbit.nn.layers.convolution import DEPTHWISE
-from lightning_lowbit.nn.layers.window import Window
-from lightning_lowbit.nn.watch import Watch
 from lightning_lowbit.precision.coverage_line import graph_coverage
 from tests.nn.convolutions.unfolded import passed
 from tests.nn.layers import identical, layer_like

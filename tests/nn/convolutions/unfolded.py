@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowbit import convert
-from lightning_lowbit.nn.calls import keys_of_part
+from lightning_lowbit.nn.core.calls import keys_of_part
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import AmaxHistories, GroupedLinear, LayerKeys
-from lightning_lowbit.nn.calls import keys_of_parts
+from lightning_lowbit.nn.core.calls import keys_of_parts
 
 EXPERTS, INNER, OUT = 5, 48, 32
 ENDS = [7, 7, 40, 41, 77]  # one expert has no rows, and one has one

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys
-from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.layers.classes import restore_classes
+from lightning_lowbit.nn.layers.layer import quantized_layers
 from tests.nn.experts.models import CHOSEN, EXPERTS, logits
 from tests.nn.experts.test_transformers import routed, stacks
 

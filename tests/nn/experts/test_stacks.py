@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import LinearCasts, bake, convert
 from lightning_lowbit.nn import AmaxHistories, GroupedLinear, LayerKeys, set_blend, set_phase
-from lightning_lowbit.nn.plan import GEMMS
-from lightning_lowbit.nn.saving import SAVES
-from lightning_lowbit.nn.watch import Watch
+from lightning_lowbit.nn.casts.plan import GEMMS
+from lightning_lowbit.nn.core.saving import SAVES
+from lightning_lowbit.nn.core.watch import Watch
 from tests.nn.experts.stacks import ENDS, EXPERTS, INNER, OUT, ROWS, converted, identical, inputs, loop, run_loop, stack
 from tests.nn.experts.stacks import run_stack as run
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys
-from lightning_lowbit.nn.conversion.layers import quantized_layers
-from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.classes import restore_classes
 from lightning_lowbit.nn.layers.experts import RoutedExperts
+from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from tests.nn.experts.models import CHOSEN, EXPERTS, MODELS, logits, tiny
 
 

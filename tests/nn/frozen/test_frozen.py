@@ -9,7 +9,7 @@ from torch import nn
 from lightning_lowbit import FP4Precision, LinearCasts, convert, pack_frozen, unpack_frozen
 from lightning_lowbit._lightning import LightningModule, Trainer
 from lightning_lowbit.nn import PRESETS, LayerKeys, SharedAmaxes, set_phase
-from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.layers.layer import quantized_layers
 
 
 def frozen_model():

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import Cast, Scale
-from lightning_lowbit.nn.gemm import matmul
+from lightning_lowbit.nn.core.gemm import matmul
 from lightning_lowbit.quant import Operand, quantize_operand
 from tests.nn.gemm.operands import NVFP4, ROWS, SIZES, TENSOR, WIDE, check, operands
 from tests.nn.layers import value
@@ -60,7 +60,7 @@ class DtypesOfGemms(TorchDispatchMode):
 @each("dtype", [torch.bfloat16, torch.float16])
 def test_cpus_without_units_for_a_dtype_compute_in_float32(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """And round once, as GEMMs of the dtype do."""
-    monkeypatch.setattr("lightning_lowbit.nn.gemm.SLOW_ON_CPU", frozenset({dtype}))
+    monkeypatch.setattr("lightning_lowbit.nn.core.gemm.SLOW_ON_CPU", frozenset({dtype}))
     x, w = operands(dtype=dtype)
     bias = torch.randn(40).to(dtype)
     pairs = {None: (Operand(x), Operand(w))}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_lowbit import Cast, Scale
-from lightning_lowbit.nn.gemm import matmul, native_obstacle
+from lightning_lowbit.nn.core.gemm import matmul, native_obstacle
 from lightning_lowbit.quant import Operand, quantize_operand
 from tests.nn.gemm.operands import NVFP4, ROWS, SIZES, TENSOR, WIDE, check, native, operands
 from tests.tables import each

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import LinearCasts
 from lightning_lowbit.nn import AmaxHistories, GemmCounter, set_phase
-from lightning_lowbit.nn.gemm import native_obstacle
+from lightning_lowbit.nn.core.gemm import native_obstacle
 from tests.nn.gemm.operands import NVFP4
 from tests.nn.layers import GEMMS, RESULTS, by_definition, identical, layer_like, remember, run, spied, value
 from tests.tables import each
@@ -42,7 +42,7 @@ LAYERS: dict[str, tuple[LinearCasts, list[str]]] = {
 @pytest.fixture
 def has_native_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the CPU were a device for FP8."""
-    monkeypatch.setattr("lightning_lowbit.nn.native.layer.native_obstacle", lambda device, kind: None)
+    monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", lambda device, kind: None)
 
 
 @pytest.mark.pairwise

@@ -17,7 +17,7 @@ from transformers.models.idefics.modeling_idefics import IdeficsDecoupledLinear
 
 from lightning_lowbit import LinearCasts, convert, register_linear
 from lightning_lowbit.nn import QuantizedLayer, plan
-from lightning_lowbit.nn.layers import classes, linear
+from lightning_lowbit.nn.layers import classes, known_linears, registry
 from tests.nn.layers import every, identical, layer_like, run
 from tests.tables import each
 
@@ -70,12 +70,12 @@ def halved(layer: Any, multiply: Callable[[Tensor], Tensor], input: Tensor, whol
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(linear, "_REGISTERED", {})
+    monkeypatch.setattr(known_linears, "_REGISTERED", {})
     register_linear(Halved, forward=halved)
     register_linear(Columns, "[in, out]")
     register_linear(Linear)
     yield
-    classes.converted_class.cache_clear()
+    registry.converted_class.cache_clear()
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -172,7 +172,7 @@ def test_what_cannot_be_converted_stays_in_high_precision() -> None:
     clash = Plain(IN, OUT)
     clash.exact = "something else"
     computed = parametrize.register_parametrization(nn.Linear(IN, OUT), "weight", nn.Identity())
-    assert classes.converted_class(Weighted) is None
+    assert registry.converted_class(Weighted) is None
     model = nn.ModuleDict({"lazy": nn.LazyLinear(OUT), "clash": clash, "computed": computed, "plain": Plain(IN, OUT)})
     assert list(plan(model, "nvfp4")) == ["plain"]
     model["lazy"](torch.randn(2, IN))

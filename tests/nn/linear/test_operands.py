@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.nn import OPERANDS, PHASES, LayerKeys, set_phase
-from lightning_lowbit.nn.casts import SMOOTHINGS
+from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS
 from lightning_lowbit.quant import Operand
 from tests.nn.layers import (
     CONTRACTION,

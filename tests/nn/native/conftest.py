@@ -14,7 +14,7 @@ def scaled_mm(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     monkeypatch.setattr(
-        "lightning_lowbit.nn.native.layer.native_obstacle",
+        "lightning_lowbit.nn.layers.native.native_obstacle",
         lambda _, kind: None if kind in BLOCK_SCALED else "no such unit",
     )
     devices._tried.cache_clear()

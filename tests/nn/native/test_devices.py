@@ -141,7 +141,7 @@ def test_the_emulation_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def asks(*_: Any) -> None:
         raise AssertionError("asked")
 
-    monkeypatch.setattr("lightning_lowbit.nn.native.layer.native_obstacle", asks)
+    monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", asks)
     original = nn.Linear(32, 32)
     for casts, backend in (("mxfp6", "auto"), ("ufp4", "auto"), ("nvfp4", "emulated")):
         convert(copy.deepcopy(original), casts, backend=backend).native_gemms(CPU)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import Cast, Scale, convert
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys
-from lightning_lowbit.nn.gemm import native_obstacle
+from lightning_lowbit.nn.core.gemm import native_obstacle
 from lightning_lowbit.nn.native.table import NATIVE
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "meta")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_lowbit import Cast, LinearCasts, Scale, compilation, convert
 from lightning_lowbit.callbacks.layer_table import layer_table
 from lightning_lowbit.nn import GemmCounter
-from lightning_lowbit.nn.gemm import native_obstacle
-from lightning_lowbit.nn.presets import quantization_aware
+from lightning_lowbit.nn.casts.presets import quantization_aware
+from lightning_lowbit.nn.core.gemm import native_obstacle
 from tests.nn.layers import GEMMS, RESULTS, every, gradients, identical, layer_like, net, run, spied, value
 from tests.tables import each
 

@@ -9,11 +9,11 @@ from torch.nn.functional import ScalingType as Scaling
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import AmaxHistories, GemmCounter, set_blend, set_phase
+from lightning_lowbit.nn.core.operands import PrequantizedWeight
+from lightning_lowbit.nn.core.watch import Watch
 from lightning_lowbit.nn.native import gemms
 from lightning_lowbit.nn.native.operand import BlockOperand
 from lightning_lowbit.nn.native.table import NATIVE, kind_of
-from lightning_lowbit.nn.operands import PrequantizedWeight
-from lightning_lowbit.nn.watch import Watch
 from tests.nn.layers import GEMMS, RESULTS, by_definition, identical, layer_like, run, spied
 from tests.nn.native.stand_in import StandIn
 from tests.tables import each

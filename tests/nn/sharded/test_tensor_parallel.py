@@ -8,8 +8,8 @@ import pytest
 
 from lightning_lowbit import LinearCasts
 from lightning_lowbit.nn import PRESETS
-from lightning_lowbit.nn.operands import Settings
-from lightning_lowbit.nn.sharded.parallel import Shards
+from lightning_lowbit.nn.core.operands import Settings
+from lightning_lowbit.nn.core.parallel import Shards
 from lightning_lowbit.quant.shard import Shard
 from tests.launch import launch
 from tests.nn.named_casts import CASTS

@@ -16,7 +16,7 @@ from lightning_lowbit import (
     TernaryPrecision,
     quantize,
 )
-from lightning_lowbit.nn.gemm import native_obstacle
+from lightning_lowbit.nn.core.gemm import native_obstacle
 from tests.lightning_imports import LightningCLI
 from tests.precision.qat.plugins import qat
 from tests.precision.regression_model import Regression, flat, trainer

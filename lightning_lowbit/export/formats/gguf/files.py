@@ -18,8 +18,7 @@ from lightning_lowbit.export.formats.gguf.networks import Network, add_values, n
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, training_with_scales, weights
-from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.packages import install
 from lightning_lowbit.quant import Cast
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_lowbit import PrecisionSwitch
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from tests.lightning_imports import (
     BoringModel,
     Callback,

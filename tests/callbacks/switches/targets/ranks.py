@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_lowbit import LowBitPrecision, PrecisionSwitch, QAFSwitch
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from tests.launch import take_part
 from tests.lightning_imports import Callback
 from tests.optim.ranks_lightning import RANKS, STRATEGIES, Regression, trainer

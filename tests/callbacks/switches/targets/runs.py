@@ -9,7 +9,7 @@ from lightning_lowbit import (
     FP4Precision,
 )
 from lightning_lowbit.nn import LinearCasts
-from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from tests.lightning_imports import Callback, LightningModule
 from tests.precision.regression_model import Regression, trainer
 

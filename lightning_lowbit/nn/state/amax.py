@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.keys import clean_name, with_index
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.plan import OPERANDS
-from lightning_lowbit.nn.watch import LayerAmaxes
+from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.core.watch import LayerAmaxes
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.nn.state.keys import with_index
 
 _UNSCALED = {"loss": torch.ones(1)}  # of states that do not say what the loss was multiplied by
 _GRADIENTS = [OPERANDS.index(name) for name in ("dgrad_g", "wgrad_g")]

@@ -18,10 +18,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.nn.layers.derive import derived
-from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
-from lightning_lowbit.nn.passes.inputs import check_inputs
-from lightning_lowbit.nn.sharded.parallel import tensor_parallel
+from lightning_lowbit.nn.core.inputs import check_inputs
+from lightning_lowbit.nn.core.parallel import tensor_parallel
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, QuantLinear
+from lightning_lowbit.nn.layers.registry import converted_class, derived, kind
 
 ROWS, COLUMNS = "[out, in]", "[in, out]"  # how a weight is stored
 
@@ -73,8 +73,6 @@ def register_linear(cls: type[nn.Module], weight: str = ROWS, forward: Forward |
         ...         return 0.5 * super().forward(x)
         >>> register_linear(Scaled, forward=lambda layer, multiply, x: 0.5 * multiply(x))
     """
-    from lightning_lowbit.nn.layers.classes import converted_class  # which looks here
-
     if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):
         raise ValueError(f"register_linear takes a class of modules, such as MyLinear; got {cls!r}.")
     choose("order of a weight", weight, (ROWS, COLUMNS))
@@ -104,6 +102,7 @@ def check_registered(layer: nn.Module) -> None:
         )
 
 
+@kind
 def linear_class(cls: Any) -> type[QuantizedLayer] | None:
     """The class that linear layers of exactly this class are converted to; None for other classes."""
     known = _REGISTERED.get(cls) or _KNOWN.get((cls.__module__, cls.__name__))

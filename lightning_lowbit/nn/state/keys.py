@@ -4,8 +4,8 @@
 
 Random bits depend only on the key and an element's index. They are the same after a resume and in recomputation,
 whatever other code draws. The data-parallel rank and the call enter only for x and g, which differ between ranks and
-calls, and not for w. Each call has its own keys, so that noise does not add up (:mod:`lightning_lowbit.nn.calls`); so
-has each expert of a stack, for all operands (:func:`lightning_lowbit.nn.calls.keys_of_parts`).
+calls, and not for w. Each call has its own keys, so that noise does not add up (:mod:`lightning_lowbit.nn.core.calls`);
+so has each expert of a stack, for all operands (:func:`lightning_lowbit.nn.core.calls.keys_of_parts`).
 """
 
 import hashlib
@@ -17,19 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from lightning_lowbit.nn.calls import Calls, number_calls
-from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.nn.plan import OPERANDS
+from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.core.calls import Calls, number_calls
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.quant.rounding import mix_key
 
-# Removed from module names, so that a layer keeps its key when it is wrapped or compiled.
-_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_products")
 _IS_WEIGHT = [operand.endswith("_w") for operand in OPERANDS]
-
-
-def clean_name(name: str) -> str:
-    """A module's name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_lowbit.kernels import rotate
-from lightning_lowbit.nn.plan import CONTRACTION
+from lightning_lowbit.nn.casts.plan import CONTRACTION
 from lightning_lowbit.quant.shard import Shard
 
 

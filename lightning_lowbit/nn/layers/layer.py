@@ -14,21 +14,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lightning_lowbit.nn.calls import Calls, keys_of_call
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.function import QuantizedGemms
-from lightning_lowbit.nn.gemm import no_autocast
-from lightning_lowbit.nn.layers.frozen import Frozen
-from lightning_lowbit.nn.layers.window import Window
-from lightning_lowbit.nn.native.layer import NativeGemms
-from lightning_lowbit.nn.operands import PrequantizedWeight, Settings
-from lightning_lowbit.nn.passes.inputs import COMPUTED, check_inputs, of_nested, refuse_dtypes, refuse_scripts
-from lightning_lowbit.nn.saving import Readers, saved_bits
-from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
-from lightning_lowbit.nn.watch import LayerAmaxes, amax_in_force, stage_
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.core.calls import Calls, keys_of_call
+from lightning_lowbit.nn.core.frozen import Frozen
+from lightning_lowbit.nn.core.function import QuantizedGemms
+from lightning_lowbit.nn.core.gemm import no_autocast
+from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, of_nested, refuse_dtypes, refuse_scripts
+from lightning_lowbit.nn.core.operands import PrequantizedWeight, Settings
+from lightning_lowbit.nn.core.parallel import Shards, tensor_parallel
+from lightning_lowbit.nn.core.saving import Readers, saved_bits
+from lightning_lowbit.nn.core.watch import LayerAmaxes, amax_in_force, stage_
+from lightning_lowbit.nn.core.window import Window
+from lightning_lowbit.nn.layers.native import NativeGemms
 from lightning_lowbit.quant import amax_along, smoothing_factor
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
+# Removed from module names, so that a layer keeps its key when it is wrapped or compiled.
+_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_products")
 _WHOLE = Shards()
 _NOTHING = nullcontext()
 
@@ -45,11 +47,11 @@ class QuantizedLayer(NativeGemms):
         amaxes: kept between steps; None until set.
         exact: computes float32 GEMMs over exact operands.
         backend: ``"auto"`` (native GEMMs where device and casts allow), ``"native"`` or ``"emulated"``.
-        save: ``"inputs"`` or ``"codes"``: what is kept for the backward pass, see :mod:`lightning_lowbit.nn.saving`.
+        save: ``"inputs"`` or ``"codes"``: kept for the backward pass, see :mod:`lightning_lowbit.nn.core.saving`.
         readers: knows the layers that read one tensor together; None for ``save="inputs"``.
         keeps_input: with ``save="codes"``, whether too many layers read the input for each to keep its codes.
         blend: float32, 0-d: λ of annealing, see :func:`set_blend`; None for fully quantized operands.
-        operand_sums, gradient_sums: rows of :class:`lightning_lowbit.nn.watch.Watch`; None outside of measurements.
+        operand_sums, gradient_sums: rows of a :class:`~lightning_lowbit.nn.core.watch.Watch`; None if unmeasured.
         token_amax: float32 ``[tokens, 1]``, for smoothing the tokens of the next pass; None until set.
         weight_amax: float32, 0-d, scales the weight (:mod:`lightning_lowbit.nn.conversion.shared_amax`), if not None.
         frozen: what the bytes are that the weight is kept as (:func:`lightning_lowbit.pack_frozen`); None for a matrix.
@@ -321,15 +323,14 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     """A converted ``nn.Linear``. With six casts of None it computes what ``nn.Linear`` does, to the bit."""
 
 
-def __getattr__(name: str) -> Any:
-    """Finds the class of a converted ``Conv1D`` by name, as pickle does."""
-    if name == "QuantConv1D":
-        from transformers.pytorch_utils import Conv1D
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """The converted layers of a model by name, each once, in the order of the modules."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
 
-        from lightning_lowbit.nn.layers.classes import quantized_class
 
-        return quantized_class(Conv1D)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def clean_name(name: str) -> str:
+    """A module's name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _say_that_plugin_is_gone(casts: LinearCasts, amaxes: LayerAmaxes | None, gradient: Tensor) -> None:

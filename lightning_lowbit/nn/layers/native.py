@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.native.devices import native_obstacle
 from lightning_lowbit.nn.native.gemms import results
 from lightning_lowbit.nn.native.table import BLOCK_SCALED

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from lightning_lowbit.nn import operands
-from lightning_lowbit.nn.layers.source import Source
-from lightning_lowbit.nn.layers.window import is_pixelwise
+from lightning_lowbit.nn.core import operands
+from lightning_lowbit.nn.core.operands import Settings, amax_for
+from lightning_lowbit.nn.core.source import Source
+from lightning_lowbit.nn.core.window import is_pixelwise
 from lightning_lowbit.nn.native.operand import BlockOperand
-from lightning_lowbit.nn.operands import Settings, amax_for
 from lightning_lowbit.quant import Operand
 
 

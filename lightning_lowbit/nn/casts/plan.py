@@ -7,7 +7,7 @@ from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.packed import packing_obstacle
 
 if TYPE_CHECKING:
-    from lightning_lowbit.nn.casts import LinearCasts
+    from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 
 OPERANDS = ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
 GEMMS = ("fprop", "dgrad", "wgrad")

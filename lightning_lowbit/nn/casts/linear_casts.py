@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any, ClassVar, Literal
 
 from lightning_lowbit.checks import choose, from_fields
-from lightning_lowbit.nn.casts_from_yaml import Settings, change_every, on_top, read_hadamard, read_surrogate
-from lightning_lowbit.nn.plan import GEMM, GEMMS, OPERANDS, OPERANDS_OF, Plan, plan_of
+from lightning_lowbit.nn.casts.from_yaml import Settings, change_every, on_top, read_hadamard, read_surrogate
+from lightning_lowbit.nn.casts.plan import GEMM, GEMMS, OPERANDS, OPERANDS_OF, Plan, plan_of
 from lightning_lowbit.quant import Cast, Hadamard
 from lightning_lowbit.quant.cast import current_names
 

@@ -1,19 +1,13 @@
-"""Layers of a model: those that are converted, and what comes and goes."""
+"""The layers of a model that have come and gone."""
 
 import weakref
 from typing import Any
 
 from torch import nn
 
-from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.classes import converted_class
 from lightning_lowbit.nn.layers.host import Host
-from lightning_lowbit.nn.linear import QuantizedLayer
-
-
-def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
-    """The converted layers of a model by name, each once, in the order of the modules."""
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.nn.layers.registry import converted_class
 
 
 class Inventory:

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from lightning_lowbit.kernels import amax_of, quantize_both, quantize_operand, rotate
 from lightning_lowbit.kernels.operands import measures_again, reads_once
-from lightning_lowbit.nn.calls import keys_of_part
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.gemm import is_slow, mean_times
-from lightning_lowbit.nn.layers.frozen import Frozen
-from lightning_lowbit.nn.layers.source import Source
-from lightning_lowbit.nn.layers.window import Window
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM, INDEX, OF_G, OPERANDS_OF, SHARED
+from lightning_lowbit.nn.core.calls import keys_of_part
+from lightning_lowbit.nn.core.frozen import Frozen
+from lightning_lowbit.nn.core.gemm import is_slow, mean_times
+from lightning_lowbit.nn.core.parallel import Shards
+from lightning_lowbit.nn.core.source import Source
+from lightning_lowbit.nn.core.watch import stage_and_choose
+from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.native.operand import BlockOperand, block_operand
-from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, OF_G, OPERANDS_OF, SHARED
-from lightning_lowbit.nn.sharded.parallel import Shards
-from lightning_lowbit.nn.watch import stage_and_choose
 from lightning_lowbit.quant import Cast, Operand, blend, split_mean, through_rounding
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
@@ -44,7 +44,7 @@ class Settings(NamedTuple):
         exact: computes float32 GEMMs over exact operands.
         native: the GEMMs that the device computes natively.
         blend: float32, 0-d: λ of annealing; None for fully quantized operands.
-        operand_sums, gradient_sums: rows of :class:`lightning_lowbit.nn.watch.Watch`; None outside of measurements.
+        operand_sums, gradient_sums: rows of a :class:`~lightning_lowbit.nn.core.watch.Watch`; None if unmeasured.
         shards: which of x, w and g are shards of global matrices.
         weight_amax: float32, 0-d, scales the weight; None for its own amax.
         recasts: keeps the parameter for the backward pass, and converts it again, instead of what was made of it.

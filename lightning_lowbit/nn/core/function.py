@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels import Packed
-from lightning_lowbit.nn.calls import keys_of_parts
-from lightning_lowbit.nn.gemm import matmul, no_autocast
-from lightning_lowbit.nn.layers.patches import patches, patches_for_wgrad
-from lightning_lowbit.nn.layers.source import Source
-from lightning_lowbit.nn.operands import Settings, amax_for, operands, sources_of_gradient, through_rounding_of
-from lightning_lowbit.nn.passes.derivatives import first_derivative, mark
-from lightning_lowbit.nn.saving import (
+from lightning_lowbit.nn.core.calls import keys_of_parts
+from lightning_lowbit.nn.core.derivatives import first_derivative, mark
+from lightning_lowbit.nn.core.gemm import matmul, no_autocast
+from lightning_lowbit.nn.core.operands import Settings, amax_for, operands, sources_of_gradient, through_rounding_of
+from lightning_lowbit.nn.core.patches import patches, patches_for_wgrad
+from lightning_lowbit.nn.core.saving import (
     frozen_weight,
     keeps_weight_operand,
     kept_source,
@@ -21,7 +20,8 @@ from lightning_lowbit.nn.saving import (
     unpacked_source,
     weight_for_dgrad,
 )
-from lightning_lowbit.nn.watch import add_gradients_
+from lightning_lowbit.nn.core.source import Source
+from lightning_lowbit.nn.core.watch import add_gradients_
 from lightning_lowbit.quant import Operand
 
 
@@ -30,7 +30,7 @@ class QuantizedGemms(torch.autograd.Function):
     [out_features, in_features], ``bias`` [out_features] or None, each of any dtype, and :class:`Settings`, which say in
     which dtype to compute. With a window, ``x`` are images [N, C, *sizes], and tokens are the positions of its patches.
     With ``settings.ends`` it is one such pass per group of rows, by stacks of weights and biases. Returns ``Y`` and a
-    :func:`lightning_lowbit.nn.passes.derivatives.mark`."""
+    :func:`lightning_lowbit.nn.core.derivatives.mark`."""
 
     @staticmethod
     def forward(

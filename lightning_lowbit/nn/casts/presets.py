@@ -4,8 +4,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_lowbit.nn.casts import PRESETS, LinearCasts
-from lightning_lowbit.nn.plan import GEMMS, OPERANDS
+from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
+from lightning_lowbit.nn.casts.plan import GEMMS, OPERANDS
 from lightning_lowbit.quant import Cast, Hadamard, Scale
 
 

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from lightning_lowbit.checks import choose
 from lightning_lowbit.kernels import Packed, pack_operand, unpack_operand
-from lightning_lowbit.nn import operands
-from lightning_lowbit.nn.layers.source import Source
+from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM, INDEX, SHARED
+from lightning_lowbit.nn.core import operands
+from lightning_lowbit.nn.core.operands import PrequantizedWeight, Settings, record_statistics, scale_amax, signs_of
+from lightning_lowbit.nn.core.source import Source
 from lightning_lowbit.nn.native.operand import BlockOperand, unpacked_block_operand
-from lightning_lowbit.nn.operands import PrequantizedWeight, Settings, record_statistics, scale_amax, signs_of
-from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, SHARED
 from lightning_lowbit.quant import Cast, Operand
 from lightning_lowbit.quant.packed import packed_bits
 
 if TYPE_CHECKING:
-    from lightning_lowbit.nn.casts import LinearCasts
+    from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 
 SAVES = ("inputs", "codes")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx import Proxy
 
-from lightning_lowbit.nn.passes.derivatives import refuse_tangents, refuse_transforms
+from lightning_lowbit.nn.core.derivatives import refuse_tangents, refuse_transforms
 
 # In which layers compute: rounding is not defined for complex numbers, and integers have no gradient.
 COMPUTED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))

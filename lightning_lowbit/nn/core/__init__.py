@@ -1,0 +1,1 @@
+"""One pass of a quantized layer: three GEMMs of six operands."""

@@ -1,0 +1,1 @@
+"""State that lives between steps: keys of random bits, and amaxes."""
