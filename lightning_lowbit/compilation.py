@@ -25,7 +25,7 @@ _R = TypeVar("_R")
 
 _backend: Backend = "auto"
 _thread = threading.local()
-_has_told = False  # whether a failed compilation has been reported
+_has_warned = False  # whether a failed compilation has been reported
 
 # Generating code takes a second or two per function, so "auto" leaves small operands (tests, toy models) to eager code.
 _AUTO_ELEMENTS = 2**16
@@ -52,8 +52,8 @@ def backend(name: Backend) -> Iterator[None]:
     Args:
         name: ``"eager"``, plain tensor code; ``"compiled"``, the same through ``torch.compile``; ``"cpp"``, kernels for
             CPUs; ``"triton"``, kernels for GPUs; ``"auto"``, a kernel where one serves, else compiled code from 2^16
-            elements on. Where the chosen kernels do not cover a cast (:func:`lightning_lowbit.kernels.coverage`), plain
-            code runs.
+            elements on. Plain code runs where the kernels do not cover a cast
+            (:func:`lightning_lowbit.kernels.kernel_support`).
 
     Examples:
         >>> with backend("eager"):
@@ -70,13 +70,20 @@ def backend(name: Backend) -> Iterator[None]:
 
 
 def takes_cpp(device: torch.device) -> bool:
-    """Whether the kernels in C++ are those of a device: on CPUs, unless others are forced."""
+    """Returns whether the kernels in C++ are those of a device: on CPUs, unless others are forced."""
     return _backend in ("auto", "cpp") and device.type == "cpu"
 
 
 def takes_triton(device: torch.device) -> bool:
-    """Whether the kernels in Triton are those of a device: on NVIDIA GPUs, and wherever they are forced."""
+    """Returns whether the kernels in Triton are those of a device: on NVIDIA GPUs, and wherever they are forced."""
     return _backend == "triton" or (_backend == "auto" and device.type == "cuda")
+
+
+def kernels_for(x: Tensor) -> Literal["cpp", "triton"] | None:
+    """The kernels of a tensor's device, as :func:`takes_cpp` and :func:`takes_triton` say; None for plain code."""
+    if _backend == "auto":
+        return "cpp" if x.is_cpu else "triton" if x.is_cuda else None
+    return "triton" if _backend == "triton" else "cpp" if _backend == "cpp" and x.is_cpu else None
 
 
 @contextmanager
@@ -110,7 +117,7 @@ def counted_for(layer: int, gemm: str, again: bool = False) -> AbstractContextMa
 
 
 def counted_product() -> tuple[int, str, bool] | None:
-    """What :func:`counted_for` says in this thread; None outside of it."""
+    """The arguments of :func:`counted_for` in this thread; None outside of it."""
     return getattr(_thread, "product", None)
 
 
@@ -182,8 +189,8 @@ def _mark_dynamic(tensor: Tensor) -> tuple[Any, ...]:
 
 @cache
 def _can_compile(device_type: str) -> bool:
-    """Whether code can be generated here; warns once where it cannot."""
-    tell(f"lightning_lowbit compiles its casts for {device_type!r}: the first steps take some seconds longer.")
+    """Returns whether code can be generated here; warns once where it cannot."""
+    inform(f"lightning_lowbit compiles its casts for {device_type!r}: the first steps take some seconds longer.")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # importing the compiler warns, which is an error in some programs
@@ -197,7 +204,7 @@ def _can_compile(device_type: str) -> bool:
     return True
 
 
-def tell(message: str) -> None:
+def inform(message: str) -> None:
     """Informs in the first process, through the logger where logging is set up, or else on stderr."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
         return
@@ -209,9 +216,9 @@ def tell(message: str) -> None:
 
 def _warn_once(device_type: str, error: Exception) -> None:
     """Warns once that a compilation failed although :func:`_can_compile` succeeded."""
-    global _has_told
-    if not _has_told:
-        _has_told = True
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
         warnings.warn(
             f"torch.compile failed on {device_type!r} ({_reason(error)}). What it fails for runs {_ADVICE}",
             stacklevel=4,
@@ -222,7 +229,7 @@ def _reason(error: BaseException) -> str:
     chain = [error]
     while (cause := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__) is not None:
         chain.append(cause)
-    lines = [line.strip() for each in chain for line in str(each).splitlines()]
+    lines = [line.strip() for link in chain for line in str(link).splitlines()]
     first = next((line.strip() for line in str(chain[-1]).splitlines() if line.strip()), "")
     innermost = f"{type(chain[-1]).__name__}: {first}" if first else type(chain[-1]).__name__
     return next((line for line in lines if "error:" in line), innermost)

@@ -100,7 +100,7 @@ def cache(tmp_path, monkeypatch):
         return tmp_path / name
 
     compilation._can_compile("cpu")
-    monkeypatch.setattr(compilation, "_has_told", False)
+    monkeypatch.setattr(compilation, "_has_warned", False)
     with compilation.backend("compiled"):
         yield at
     at("none")

@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit.compilation import compiled
-from lightning_lowbit.quant.blocks import from_blocks, tile_of
+from lightning_lowbit.quant.blocks import tile_of
+from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.packed import unpacked_codes
-from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key
-from lightning_lowbit.quant.shard import Shard
+from lightning_lowbit.quant.scaling import round_blocks, round_matrix
 
 _LARGE = 128  # elements of the blocks whose GEMMs take codes and scales as they are
 
 
 def multiples() -> tuple[int, int]:
-    """What the sizes of a matrix of codes are padded to: its rows, and the contraction axis."""
+    """Returns the multiples to which a matrix of codes is padded: of its rows, and of the contraction axis."""
     return (32, 128) if torch.version.hip is not None else (16, 32)
 
 
@@ -53,7 +53,7 @@ def _join_pairs(codes: Tensor) -> Tensor:
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """Scales ``[rows, blocks]`` of one byte in the layout above, with zeros for what is missing: ``[R' * C']``."""
+    """Scales ``[rows, blocks]`` of one byte in the layout above, padded with zeros: ``[R' * C']``."""
     padded = pad(scales, -len(scales) % 128, -scales.shape[1] % 4).view(torch.uint8)
     tiles = padded.view(len(padded) // 128, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)
@@ -90,12 +90,12 @@ def block_shape(cast: Cast, dim: int) -> tuple[int, int]:
 
 
 def keeps_tiles(cast: Cast, block: int, dim: int) -> bool:
-    """Whether a GEMM of blocks of this size takes the scales of a cast's tiles of 128 x 128."""
+    """Returns whether a GEMM of blocks of this size takes the scales of a cast's tiles of 128 x 128."""
     return block == _LARGE and block_shape(cast, dim) == (_LARGE, _LARGE)
 
 
 def laid_out_shapes(cast: Cast, block: int, dim: int, rows: int, inner: int) -> tuple[list[int], list[int]]:
-    """The shapes of what :func:`lay_out` makes of a matrix that the GEMM takes as ``[rows, inner]``."""
+    """The shapes of codes and scales of :func:`lay_out`, for a matrix that the GEMM takes as ``[rows, inner]``."""
     if block == _LARGE:
         return [rows, inner], [-(-rows // _LARGE) if keeps_tiles(cast, block, dim) else rows, -(-inner // block)]
     down, along = multiples()
@@ -126,7 +126,7 @@ def lay_out(codes: Tensor, scales: Tensor, cast: Cast, block: int, dim: int) -> 
 
 
 def taken_apart(values: Tensor, scales: Tensor, block: int, rows: int, inner: int) -> tuple[Tensor, Tensor]:
-    """Codes ``[rows, inner]``, and scales with the contraction axis in their columns, from those of :func:`lay_out`."""
+    """Inverse of :func:`lay_out`: codes ``[rows, inner]``, and scales with the contraction axis in their columns."""
     if block == _LARGE:
         return values, scales
     codes = torch.stack([values & 15, values >> 4], -1).flatten(1) if values.dtype == torch.uint8 else values
@@ -163,30 +163,28 @@ def _round_codes(
     return code
 
 
-def plain_lay_out(
-    x: Tensor, spec: str, block: int, dim: int, key: Tensor | None, amax: Tensor | None, shard: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix ``[rows, columns]``, quantized and laid out, and the scale of the matrix, float32, 0-d (1 for none).
+def empty_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for codes, scales and the scale of a matrix in the layout of its GEMM."""
+    cast, dim = call.cast, call.dim
+    codes, scales = laid_out_shapes(cast, call.block, dim, x.shape[1 - dim], x.shape[dim])
+    values = x.new_empty(codes, dtype=cast.format.dtype or torch.uint8)
+    return values, x.new_empty(scales, dtype=cast.scale.storage.dtype), x.new_empty((), dtype=torch.float32)
 
-    ``x``, ``dim``, ``key``, ``amax`` and ``shard`` as in :func:`lightning_lowbit.quant.quantize_operand`.
-    """
-    cast, of_global = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
-    tile = tile_of(cast, dim, 2)
-    key = rounding_key(cast, key, x.device)
-    scaled = make_scales(x, cast, tile, amax, of_global, key=key)
-    offset = None if of_global is None or key is None else of_global.offset(x.shape, tile, x.device)
-    codes = from_blocks(_round_codes(*scaled, key, offset, cast=cast), x.shape, tile)
-    scales = scaled.stored(cast).reshape(_blocks(cast, dim, x.shape))
+
+def make_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
+    """A matrix ``[rows, columns]``, quantized and laid out for a GEMM that takes scales of ``call.block`` elements, and
+    the scale of the matrix, float32, 0-d (1 for none)."""
+    scaled, codes = round_matrix(x, call, rounding=_round_codes)
+    scales = scaled.stored(call.cast).reshape(_blocks(call.cast, call.dim, x.shape))
     # Results of an operator share no memory: decode may be a view.
-    return *lay_out(codes, scales, cast, block, dim), scaled.decode.reshape(()).clone()
+    return *lay_out(codes, scales, call.cast, call.block, call.dim), scaled.decode.reshape(()).clone()
 
 
-def lay_out_packed(data: Tensor, spec: str, block: int, dim: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The same of bytes that :func:`lightning_lowbit.quant.packed.pack` made of a matrix ``[rows, columns]``."""
-    cast = Cast.from_spec(spec)
-    codes, scales = unpacked_codes(data, cast, rows * columns)
-    sizes = _blocks(cast, dim, torch.Size((rows, columns)))
-    return lay_out(codes.view(rows, columns), scales.view(sizes), cast, block, dim)
+def lay_out_bytes(data: Tensor, cast: Cast, block: int, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Codes and scales in the layout from bytes that :func:`lightning_lowbit.quant.packed.pack` made of a matrix of
+    ``shape``."""
+    codes, scales = unpacked_codes(data, cast, shape.numel())
+    return lay_out(codes.view(shape), scales.view(_blocks(cast, dim, shape)), cast, block, dim)
 
 
 def _blocks(cast: Cast, dim: int, shape: torch.Size) -> list[int]:

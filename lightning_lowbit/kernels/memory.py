@@ -1,4 +1,4 @@
-"""Tensors as memory: the one place that hands it to kernels, after a check of what they will touch.
+"""Tensors as memory: the one place that hands it to kernels, after a check of its size, dtype and device.
 
 C++ and Triton get addresses and sizes; of a tensor that is smaller they would read and write what lies behind it. And
 they see numbers as they are stored: torch marks some tensors to be read as their negatives (`Tensor.is_neg`).
@@ -15,14 +15,17 @@ CPU = torch.device("cpu")
 _T = TypeVar("_T", Tensor, Tensor | None)
 
 
+class Misfit(ValueError):
+    """A tensor differs in size, dtype, layout or device from the memory that a kernel would touch."""
+
+
 def resolved(tensor: _T) -> _T:
-    """The tensor, or a copy with the signs that torch reads: what kernels take, on every device, goes through here.
-    (Conjugates are complex, which no kernel takes.)"""
+    """Returns the tensor, or a copy with the signs that torch reads, for kernels. (No kernel takes complex numbers.)"""
     return tensor.resolve_neg() if tensor is not None and tensor.is_neg() else tensor
 
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, elements: int, device: torch.device = CPU) -> int:
-    """The address at which a kernel may touch so many elements of a dtype; a ``ValueError`` that says what differs.
+    """Returns the address at which a kernel may touch so many elements of a dtype, or raises :class:`Misfit`.
 
     The tensor must outlive the kernel.
 
@@ -39,7 +42,7 @@ def start(tensor: Tensor) -> int:
     """The address of a tensor that the caller has just compared, made contiguous, or made, in the kernel's sizes."""
     place = tensor.data_ptr()
     if not place and tensor.numel():
-        raise ValueError(f"Kernels need memory, and that of {described(tensor)} was freed.")
+        raise Misfit(f"Kernels need memory, and that of {described(tensor)} was freed.")
     return place
 
 
@@ -62,7 +65,7 @@ def checked(name: str, tensor: _T, dtype: torch.dtype, elements: int, device: to
     ):
         return tensor
     is_view = not tensor.is_contiguous() or tensor.is_neg()
-    raise ValueError(
+    raise Misfit(
         f"Kernels need {name} as {elements} contiguous elements of {dtype} on {device}, and got "
         f"{described(tensor)}{', a view with another layout or sign' if is_view else ''}. Give what fits the other "
         "arguments."
@@ -73,11 +76,11 @@ def together(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Raises a ``ValueError`` if some of the tensors are not on a device, or not resolved."""
     for tensor in tensors:
         if tensor.device != device or tensor.is_neg():
-            raise ValueError(f"Kernels need resolved tensors on {device}, and got {described(tensor)}.")
+            raise Misfit(f"Kernels need resolved tensors on {device}, and got {described(tensor)}.")
 
 
 def described(value: object) -> str:
-    """Shape, dtype and device of a tensor in words, or the type of what is none."""
+    """Describes a tensor by shape, dtype and device, and any other value by its type."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"

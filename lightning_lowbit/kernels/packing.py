@@ -1,32 +1,55 @@
-"""Operands as codes and scales, a quarter of their size, for tensors that wait for the backward pass."""
+"""Operands as codes and scales: packed, for tensors that wait for the backward pass, and laid out for native GEMMs."""
 
 from collections.abc import Sequence
-from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from lightning_lowbit.compilation import backend, opaque, takes_cpp, takes_triton
-from lightning_lowbit.kernels.cpu import codes as cpu
-from lightning_lowbit.kernels.gpu import casts as gpu
-from lightning_lowbit.kernels.memory import described, resolved
-from lightning_lowbit.kernels.operands import found_equal, rotate, sample_of
-from lightning_lowbit.quant.blocks import tile_of
+from lightning_lowbit.compilation import opaque
+from lightning_lowbit.kernels import layout
+from lightning_lowbit.kernels.cpu import codes as cpp
+from lightning_lowbit.kernels.forms import (
+    cast_form,
+    layout_sample,
+    pack_form,
+    pack_sample,
+    unpack_form,
+    unpack_sample,
+)
+from lightning_lowbit.kernels.gpu import casts as triton
+from lightning_lowbit.kernels.memory import described
+from lightning_lowbit.kernels.operands import rotate
+from lightning_lowbit.kernels.ops import Operation, run, run_in_graph
+from lightning_lowbit.quant.call import CastCall, factor_shape, has_factor, operand_dtype
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import Operand, are_regular, factor_shape, has_factor, operand_dtype, stands_alone
-from lightning_lowbit.quant.packed import packed_bytes, plain_pack, unpack_, unpacked_factor
+from lightning_lowbit.quant.operand import Operand
+from lightning_lowbit.quant.packed import Packed, empty_packed, pack, packed_bytes, unpack_
 from lightning_lowbit.quant.shard import Shard
-from lightning_lowbit.quant.transforms import rotated_shape
 
 
-class Packed(NamedTuple):
-    """An operand as bytes: ``data``, uint8 ``[bytes]``, of :mod:`lightning_lowbit.quant.packed`; ``factor``, float32,
-    0-d, is the scale of the matrix, or has those of its rows."""
+def _plain_pack(x: Tensor, call: CastCall) -> Packed:
+    if call.rotation is None:
+        return pack(x, call.cast, call.key, call.amax, None, call.shard, call.dim)
+    packed: Packed = run(PACK, rotate(x, call.rotation, call.dim), call._replace(rotation=None))
+    return packed
 
-    data: Tensor
-    factor: Tensor
+
+def _plain_unpack(data: Tensor, factor: Tensor, call: CastCall, shape: torch.Size, source: torch.dtype) -> Operand:
+    values = data.new_empty(shape, dtype=call.values_dtype(source))
+    return Operand(values, unpack_(values, data[None], factor, call.cast, source, call.dim))
+
+
+PACK = Operation("packed operands", _plain_pack, cpp.pack, triton.pack, pack_form, pack_sample, empty_packed)
+UNPACK = Operation("unpacked operands", _plain_unpack, cpp.unpack, triton.unpack, unpack_form, unpack_sample)
+LAY_OUT = Operation(
+    "operands of native GEMMs",
+    layout.make_laid_out,
+    None,
+    triton.lay_out,
+    cast_form,
+    layout_sample,
+    layout.empty_laid_out,
+)
 
 
 def pack_operand(
@@ -44,14 +67,17 @@ def pack_operand(
         >>> pack_operand(torch.randn(4, 64), Cast("e2m1", Scale("e4m3", 16)), dim=1).data.numel()
         144
     """
-    spec = None if shard is None else shard.spec
-    return Packed(*_pack_operand(x, cast.spec, dim, key, amax, spec, rotation))
+    call = CastCall(cast, dim, key, amax, None, shard, rotation)
+    if torch.compiler.is_compiling():
+        return Packed(*run_in_graph(PACK, x, call))
+    packed: Packed = run(PACK, x, call)
+    return packed
 
 
 def unpack_operand(
     packed: Packed, cast: Cast, dim: int, shape: torch.Size, source: torch.dtype, dtype: torch.dtype | None = None
 ) -> Operand:
-    """What :func:`quantize_operand` returns, to the bit (-0 may be 0), from what :func:`pack_operand` returned.
+    """The operand of :func:`quantize_operand`, to the bit (-0 may be 0), from the bytes of :func:`pack_operand`.
 
     Args:
         packed, cast, dim: of the packed operand.
@@ -61,7 +87,6 @@ def unpack_operand(
     Raises:
         ValueError: ``packed`` has another number of bytes, or of factors, than a matrix of ``shape`` needs.
     """
-    dtype = dtype or operand_dtype(source, cast)
     check_bytes(packed.data, cast, dim, shape)
     factors = shape[1 - dim % 2] if cast.scale.two_level == "row" else 1
     if packed.factor.numel() != factors:
@@ -69,6 +94,7 @@ def unpack_operand(
             f"A packed matrix of {tuple(shape)} as {cast} has {factors} float32 scales of its rows or of itself, and "
             f"got {described(packed.factor)}: pack the matrix again."
         )
+    dtype = dtype or operand_dtype(source, cast)
     values, factor = _unpack_operand(packed.data, packed.factor, cast.spec, dim, list(shape), source, dtype)
     return Operand(values, factor if has_factor(cast) else None)
 
@@ -84,92 +110,60 @@ def check_bytes(data: Tensor, cast: Cast, dim: int, shape: Sequence[int], more: 
         )
 
 
-def _fake_pack(
-    x: Tensor,
-    spec: str,
-    dim: int,
-    key: Tensor | None,
-    amax: Tensor | None,
-    shard: str | None,
-    rotation: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    cast = Cast.from_spec(spec)
-    x = x if rotation is None else x.new_empty(rotated_shape(x.shape, rotation, dim))
-    data = x.new_empty(packed_bytes(x.shape[0], x.shape[1], cast, dim), dtype=torch.uint8)
-    shape = factor_shape(x, cast, dim) if cast.scale.two_level == "row" else ()
-    return data, x.new_empty(shape, dtype=torch.float32)
-
-
-@opaque(_fake_pack)
-def _pack_operand(
-    x: Tensor,
-    spec: str,
-    dim: int,
-    key: Tensor | None,
-    amax: Tensor | None,
-    shard: str | None,
-    rotation: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    part, made = None if shard is None else Shard.from_spec(shard), None
-    x = resolved(x)
-    by_kernel = type(x) in (Tensor, Parameter)
-    if by_kernel and takes_cpp(x.device):
-        made = cpu.pack(x, spec, dim, key, amax, part, rotation)
-    if made is None and rotation is not None:
-        return _pack_operand(rotate(x, rotation, dim), spec, dim, key, amax, shard)
-    if by_kernel and takes_triton(x.device):
-        made = _pack_by_triton(x, Cast.from_spec(spec), dim, key, amax, part)
-    return plain_pack(x, spec, dim, key, amax, shard) if made is None else made
-
-
-def _pack_by_triton(
-    x: Tensor, cast: Cast, dim: int, key: Tensor | None, amax: Tensor | None, shard: Shard | None
-) -> tuple[Tensor, Tensor] | None:
-    if not stands_alone(cast, dim, amax, shard):
-        return None
-    is_regular = are_regular(cast.draws, cast.scale.needs_amax, key, amax, x.device)
-    if not is_regular or not gpu.packs(cast, x, dim) or not _agrees(cast.spec, dim, x.dtype, x.device):
-        return None
-    offset = None if shard is None or key is None else shard.offset(x.shape, tile_of(cast, dim, 2), x.device)
-    return gpu.pack(x, cast, dim, key, amax, offset)
-
-
-@cache
-def _agrees(spec: str, dim: int, source: torch.dtype, device: torch.device) -> bool:
-    """Whether the Triton kernels pack and unpack a sample as the plain code does: asked once per device; warns if
-    not."""
-    if gpu.obstacle(device) is not None:
-        return False
-    cast = Cast.from_spec(spec)
-    sample, key = sample_of(source, device), torch.tensor(0x5DEECE66D, device=device)
-    with torch.no_grad(), backend("eager"):
-        expected = plain_pack(sample, spec, dim, key, None, None)
-    data, factor = gpu.pack(sample, cast, dim, key, None, None)
-    values = sample.new_empty(sample.shape, dtype=operand_dtype(source, cast))
-    again = torch.empty_like(values)
-    unpack_(values, data[None], factor, cast, source, dim)
-    gpu.unpack_(again, data, cast, dim, source)
-    return found_equal(cast, device, (*expected, values), (data, factor, again))
-
-
-def _fake_unpack(
+def _empty_unpacked(
     data: Tensor, factor: Tensor, spec: str, dim: int, shape: list[int], source: torch.dtype, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     values = data.new_empty(shape, dtype=dtype)
-    return values, factor.new_empty(factor_shape(values, Cast.from_spec(spec), dim))
+    return values, factor.new_empty(factor_shape(values.shape, Cast.from_spec(spec), dim))
 
 
-@opaque(_fake_unpack)
+@opaque(_empty_unpacked)
 def _unpack_operand(
     data: Tensor, factor: Tensor, spec: str, dim: int, shape: list[int], source: torch.dtype, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    cast, values = Cast.from_spec(spec), data.new_empty(shape, dtype=dtype)
-    by_kernel = takes_cpp(data.device) and type(data) is Tensor
-    if takes_triton(data.device) and gpu.packs(cast, values, dim) and _agrees(spec, dim, source, data.device):
-        gpu.unpack_(values, data, cast, dim, source)
-        made: Tensor | None = factor if has_factor(cast) else None
-    elif by_kernel and cpu.unpack_(values, data, cast, source, dim):
-        made = unpacked_factor(data[None], factor, cast, values.numel(), dim)
+    call = CastCall(Cast.from_spec(spec), dim, dtype=dtype)
+    values, scales = run(UNPACK, data, factor, call, torch.Size(shape), source)
+    return values, factor.new_empty(()) if scales is None else scales.clone()
+
+
+def lay_out_operand(
+    x: Tensor,
+    cast: Cast,
+    block: int,
+    dim: int,
+    key: Tensor | None = None,
+    amax: Tensor | None = None,
+    shard: Shard | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantizes one operand of a native GEMM that takes a scale for each ``block`` (16, 32 or 128) elements.
+
+    The other arguments are as in :func:`quantize_operand`. Returns codes and scales in the GEMM's layout
+    (:mod:`lightning_lowbit.kernels.layout`), and the scale of the matrix, float32, 0-d.
+
+    Examples:
+        >>> codes, scales, _ = lay_out_operand(torch.randn(16, 64), Cast("e2m1", Scale("e4m3", 16)), 16, dim=1)
+        >>> codes.shape, scales.shape
+        (torch.Size([16, 32]), torch.Size([512]))
+    """
+    call = CastCall(cast, dim, key, amax, shard=shard, block=block)
+    if torch.compiler.is_compiling():
+        codes, scales, factor = run_in_graph(LAY_OUT, x, call)
     else:
-        made = unpack_(values, data[None], factor, cast, source, dim)
-    return values, factor.new_empty(()) if made is None else made.clone()
+        codes, scales, factor = run(LAY_OUT, x, call)
+    return codes, scales, factor
+
+
+def lay_out_packed(data: Tensor, cast: Cast, block: int, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Codes and scales of :func:`lay_out_operand` from the bytes of :func:`pack_operand` for a matrix of ``shape``."""
+    check_bytes(data, cast, dim, shape)
+    return _lay_out_packed(data, cast.spec, block, dim, shape[0], shape[1])
+
+
+def _empty_laid_out(data: Tensor, spec: str, block: int, dim: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    call = CastCall(Cast.from_spec(spec), dim, block=block)
+    return layout.empty_laid_out(data.new_empty((rows, columns)), call)[:2]
+
+
+@opaque(_empty_laid_out)
+def _lay_out_packed(data: Tensor, spec: str, block: int, dim: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    return layout.lay_out_bytes(data, Cast.from_spec(spec), block, dim, torch.Size((rows, columns)))

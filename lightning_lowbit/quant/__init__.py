@@ -4,9 +4,15 @@ import warnings
 from typing import Any
 
 from lightning_lowbit.quant.cast import Cast, Scale
-from lightning_lowbit.quant.operand import Operand, blend, quantize_operand
+from lightning_lowbit.quant.operand import (
+    SURROGATES,
+    Operand,
+    blend,
+    quantize_operand,
+    surrogate_factor,
+    through_rounding,
+)
 from lightning_lowbit.quant.quantized import Quantized, quantize
-from lightning_lowbit.quant.surrogate import SURROGATES, surrogate_factor, through_rounding
 from lightning_lowbit.quant.transforms import Hadamard, amax_along, rotate, smoothing_factor, split_mean
 
 __all__ = [

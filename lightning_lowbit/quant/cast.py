@@ -1,4 +1,4 @@
-"""How one tensor is quantized: ``Scale`` describes its scales, and ``Cast`` adds the elements and their rounding.
+"""The quantization of one tensor: ``Scale`` describes its scales, ``Cast`` adds the elements and their rounding.
 
 Both are immutable values that validate themselves. Nothing else in the project decides how a tensor is quantized.
 """
@@ -29,7 +29,7 @@ SCALE_ROUNDINGS = dict.fromkeys(SCALE_FORMATS, _EXMY) | {
 
 @dataclass(frozen=True)
 class Scale:
-    """How the scales of one tensor are made; docs/guides/scales.md explains each field with its source.
+    """The recipe for the scales of one tensor; docs/guides/scales.md explains each field with its source.
 
     Args:
         format: format of the block scales: ``"e1m6"``, ``"e2m5"``, ``"e3m4"``, ``"e4m3"``, ``"e5m2"``, ``"e6m1"``,
@@ -43,7 +43,7 @@ class Scale:
         correction: elements of a group whose scales carry a correction that makes rounding unbiased (MS-EDEN).
         prescale: factor of the elements, applied after the scales are made and undone in decoding.
         margin: room above the amax in powers of two, for ``"fp32"``.
-        statistic: what an ``"fp32"`` scale is made from: ``"absmax"``, ``"absmean"`` or ``"minmax"`` of the block.
+        statistic: the source of an ``"fp32"`` scale: ``"absmax"``, ``"absmean"`` or ``"minmax"`` of the block.
         factor: of the statistic, for ``"fp32"`` and corrected scales; below 1 more elements saturate.
         epsilon: lower bound of the statistic, for ``"fp32"``.
         source: the tensor's amax is its own (``"current"``) or that of earlier steps (``"delayed"``).
@@ -123,12 +123,12 @@ class Scale:
 
     @property
     def per_block(self) -> bool:
-        """Whether scales vary along the contraction axis; if not, they factor out of the GEMM."""
+        """Returns whether scales vary along the contraction axis; if not, they factor out of the GEMM."""
         return self.block not in ("row", "tensor")
 
     @property
     def needs_amax(self) -> bool:
-        """Whether scales depend on the largest magnitude of the whole tensor."""
+        """Returns whether scales depend on the largest magnitude of the whole tensor."""
         return self.two_level is True or (self.block == "tensor" and self.statistic == "absmax")
 
     @property
@@ -167,7 +167,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Cast:
-    """How one tensor is quantized.
+    """The recipe for quantizing one tensor.
 
     Args:
         element: format of the elements: ``"e2m1"``, ``"e1m2"``, ``"e3m0"``, ``"e2m3"``, ``"e3m2"``, ``"e4m3"``,
@@ -201,8 +201,8 @@ class Cast:
         refuse(self.scale, self.element)
         if self.scale.correction is not None and self.rounding == "stochastic":
             raise ValueError(f"Elements of corrected scales round to nearest: take rounding='nearest'. Got {self}.")
-        own = {name: getattr(self, name) for name in ("element", "rounding", "round_to_bfloat16")}
-        object.__setattr__(self, "spec", json.dumps({**own, "scale": asdict(self.scale)}))
+        settings = {name: getattr(self, name) for name in ("element", "rounding", "round_to_bfloat16")}
+        object.__setattr__(self, "spec", json.dumps({**settings, "scale": asdict(self.scale)}))
 
     @staticmethod
     @cache
@@ -236,7 +236,7 @@ class Cast:
 
     @property
     def draws(self) -> bool:
-        """Whether elements or scales round stochastically, which takes a key."""
+        """Returns whether elements or scales round stochastically, which takes a key."""
         return "stochastic" in (self.rounding, self.scale.rounding)
 
     @property
@@ -246,7 +246,7 @@ class Cast:
 
     @property
     def fits_bfloat16(self) -> bool:
-        """Whether elements times block scales are exact in bfloat16 (8 significant bits)."""
+        """Returns whether elements times block scales are exact in bfloat16 (8 significant bits)."""
         return self.grid.significant_bits + (self.scale.significant_bits if self.scale.per_block else 0) <= 8
 
     @property
@@ -265,19 +265,19 @@ class Cast:
         return f"{self.element}/{self.scale}{marks}"
 
 
-def current_names(given: Mapping[str, Any], warn: bool = False) -> dict[str, Any]:
+def current_names(settings: Mapping[str, Any], warn: bool = False) -> dict[str, Any]:
     """Fields of a cast with ``rounded``, the name of ``round_to_bfloat16`` until version 0.2, replaced."""
-    if warn and "rounded" in given:
+    if warn and "rounded" in settings:
         message = "Cast.rounded is deprecated and is removed in version 0.2: it is now Cast.round_to_bfloat16."
         warnings.warn(message, DeprecationWarning, stacklevel=3)
-    replaced = {"round_to_bfloat16": given["rounded"]} if "rounded" in given else {}
-    return {name: value for name, value in given.items() if name != "rounded"} | replaced
+    replaced = {"round_to_bfloat16": settings["rounded"]} if "rounded" in settings else {}
+    return {name: value for name, value in settings.items() if name != "rounded"} | replaced
 
 
 def _takes_old_names(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
-    def init_with_old_names(self: Cast, *args: Any, **given: Any) -> None:
-        init(self, *args, **current_names(given, warn=True))
+    def init_with_old_names(self: Cast, *args: Any, **settings: Any) -> None:
+        init(self, *args, **current_names(settings, warn=True))
 
     return init_with_old_names
 

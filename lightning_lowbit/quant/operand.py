@@ -1,16 +1,35 @@
-"""An operand of a GEMM: ``elements * scales`` in the GEMM's dtype, with the tensor's scale as a factor."""
+"""An operand of a GEMM: ``elements * scales`` in the GEMM's dtype, with the tensor's scale as a factor.
+
+The derivative of rounding is zero almost everywhere. The gradient of an operand passes straight through to the tensor
+(straight-through estimator), or is multiplied by a surrogate, which depends on the place of v = x · e on the grid:
+
+    "trust"   1 where |v| exceeds the largest level by at most half a step, else 0: no gradient through saturated
+              values (QuEST, arXiv 2502.05003, section 3.3: trust where the error is at most half a step)
+    "dge"     min(|2 r - 1|^(1/k - 1) / k, 3) with r in [0, 1) the place of |v| between its neighbors: the derivative
+              of a smooth step, steep in the middle, flat at the levels (arXiv 2501.17116, section 3.1; k = 5)
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.blocks import from_blocks, tile_of
+from lightning_lowbit.quant.call import CastCall, factor_shape, is_rounded
+from lightning_lowbit.quant.call import has_factor as has_factor
+from lightning_lowbit.quant.call import operand_dtype as operand_dtype
 from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.rounding import grid_step
 from lightning_lowbit.quant.scales import encode_factor
-from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key
+from lightning_lowbit.quant.scaling import make_scales, round_matrix
 from lightning_lowbit.quant.shard import Shard
+
+SURROGATES = ("trust", "dge")
+
+_SHARPNESS = 5.0  # k
+_LIMIT = 3.0  # the derivative is infinite half-way between two levels
 
 
 class Operand(NamedTuple):
@@ -43,35 +62,52 @@ def quantize_operand(
         shard: the shard that ``x`` is; it gets the global matrix's scales and random bits. All processes that hold one
             must call this together. A ValueError if a shard boundary splits a block.
     """
-    dtype, spec = dtype or operand_dtype(x.dtype, cast), None if shard is None else shard.spec
-    values, factor = plain_operand(x, cast.spec, dim, key, amax, dtype, spec)
-    return Operand(values, factor if has_factor(cast) else None)
+    call = CastCall(cast, dim, key, amax, dtype, shard)
+    if torch.compiler.is_compiling():
+        spec = None if shard is None else shard.spec
+        values, factor = plain_operand(x, cast.spec, dim, key, amax, call.values_dtype(x.dtype), spec)
+        return Operand(values, factor if has_factor(cast) else None)
+    return make_operand(x, call)
 
 
-def fake_operand(
+def empty_operand(x: Tensor, call: CastCall) -> Operand:
+    """Memory for an operand of a matrix: its values and, where there is one, its factor."""
+    shape = call.shape(x)
+    values = x.new_empty(shape, dtype=call.values_dtype(x.dtype))
+    if not has_factor(call.cast):
+        return Operand(values)
+    return Operand(values, x.new_empty(factor_shape(shape, call.cast, call.dim), dtype=torch.float32))
+
+
+def make_operand(x: Tensor, call: CastCall) -> Operand:
+    """:func:`quantize_operand` of a matrix that is not rotated: the specification of kernels."""
+    cast, dtype = call.cast, call.values_dtype(x.dtype)
+    rounded = x.dtype if is_rounded(x.dtype, cast) else dtype  # even if ``dtype`` is float32
+    scaled, values = round_matrix(x, call, scaled=cast.scale.per_block, dtype=rounded)
+    values = values.to(dtype).contiguous()
+    if not has_factor(cast):
+        return Operand(values)
+    factor = scaled.factor(x.shape, tile_of(cast, call.dim, 2))
+    if not cast.scale.per_block:
+        factor = (scaled.stored(cast) * factor).reshape(factor_shape(x.shape, cast, call.dim))
+    return Operand(values, factor)
+
+
+def _empty_tensors(
     x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, shard: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Empty results of :func:`plain_operand`."""
-    factor = x.new_empty(factor_shape(x, Cast.from_spec(spec), dim), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dtype), factor
+    values, factor = empty_operand(x, CastCall(Cast.from_spec(spec), dim, dtype=dtype))
+    return values, x.new_empty((), dtype=torch.float32) if factor is None else factor
 
 
-@opaque(fake_operand)
+@opaque(_empty_tensors)
 def plain_operand(
     x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, shard: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Values and factor of :func:`quantize_operand`, which has no factor where this one is without meaning."""
-    cast, of_global = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
-    tile = tile_of(cast, dim, x.dim())
-    key = rounding_key(cast, key, x.device)
-    scaled = make_scales(x, cast, tile, amax, of_global, key=key)
-    offset = None if of_global is None or key is None else of_global.offset(x.shape, tile, x.device)
-    rounded = x.dtype if is_rounded(x.dtype, cast) else dtype  # even if ``dtype`` is float32
-    values = round_blocks(*scaled, key, offset, cast=cast, scaled=cast.scale.per_block, dtype=rounded)
-    factor = scaled.factor(x.shape, tile)
-    if not cast.scale.per_block:
-        factor = (scaled.stored(cast) * factor).reshape(factor_shape(x, cast, dim))
-    return from_blocks(values.to(dtype), x.shape, tile).contiguous(), factor
+    """:func:`make_operand` as an operator of compiled graphs, where a factor is always a tensor."""
+    part = None if shard is None else Shard.from_spec(shard)
+    values, factor = make_operand(x, CastCall(Cast.from_spec(spec), dim, key, amax, dtype, part))
+    return values, x.new_empty((), dtype=torch.float32) if factor is None else factor
 
 
 def blend(x: Tensor, quantized: Operand, share: Tensor, exact: bool = False) -> Operand:
@@ -93,55 +129,52 @@ def _blend(x: Tensor, values: Tensor, factor: Tensor | None, share: Tensor, dtyp
 
 def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None, shard: Shard | None = None) -> Tensor:
     """Elements in units of their scales, before rounding: float32, the shape of ``x``."""
-    tile = tile_of(cast, dim, x.dim())
-    scaled = make_scales(x, cast, tile, amax, shard)
+    scaled = make_scales(x, CastCall(cast, dim, amax=amax, shard=shard))
     factor = encode_factor(scaled.scales, scaled.decode, cast)
-    return from_blocks(scaled.blocks.float() * factor, x.shape, tile)
+    return from_blocks(scaled.blocks.float() * factor, x.shape, tile_of(cast, dim, 2))
 
 
-def has_factor(cast: Cast) -> bool:
-    return bool(cast.scale.two_level) or cast.scale.prescale != 1 or not cast.scale.per_block
+# --- surrogates -------------------------------------------------------------------------------------------------------
 
 
-def factor_shape(x: Tensor, cast: Cast, dim: int) -> tuple[int, ...]:
-    """The shape of the factor of an operand: that of all scales that are not in its values."""
-    if cast.scale.block != "row" and cast.scale.two_level != "row":
-        return ()
-    return (1, x.shape[1]) if dim in (0, -2) else (x.shape[0], 1)
+def surrogate_factor(kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> Tensor:
+    """The factor of the gradient of the quantized matrix ``x``: float32, its shape. ``kind`` is one of ``SURROGATES``.
+
+    The other arguments are those of :func:`quantize_operand`. Where a scale is 0, all elements but zeros count as
+    saturated.
+    """
+    return _factor(choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax, None)
 
 
-def operand_dtype(dtype: torch.dtype, cast: Cast) -> torch.dtype:
-    """The dtype of an operand's values, given that of the tensor; see :func:`quantize_operand`."""
-    # float16 has the precision but not the range: codes * scales exceed 65504 for some scale formats.
-    fits = cast.fits_bfloat16 and dtype != torch.float16
-    return dtype if fits or is_rounded(dtype, cast) else torch.float32
+def through_rounding(
+    gradient: Tensor,
+    kind: str,
+    x: Tensor,
+    cast: Cast,
+    dim: int,
+    amax: Tensor | None = None,
+    shard: Shard | None = None,
+) -> Tensor:
+    """The gradient of ``x`` from that of its quantized values: multiplied in float32, rounded once to its dtype."""
+    spec = None if shard is None else shard.spec
+    return _through_rounding(gradient, choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax, spec)
 
 
-def are_regular(draws: bool, needs_amax: bool, key: Tensor | None, amax: Tensor | None, device: torch.device) -> bool:
-    """Whether a kernel takes a key and an amax: the plain code converts, or refuses, all others."""
-    if draws and (key is None or key.dtype != torch.int64 or not _is_one(key, device)):
-        return False
-    return amax is None or (needs_amax and amax.dtype == torch.float32 and _is_one(amax, device))
+@opaque(lambda gradient, kind, x, spec, dim, amax, shard: torch.empty_like(gradient))
+def _through_rounding(
+    gradient: Tensor, kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None, shard: str | None
+) -> Tensor:
+    return (gradient * _factor(kind, x, spec, dim, amax, shard)).to(gradient.dtype)
 
 
-def _is_one(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is one number on a device, whose memory has its sign."""
-    return tensor.numel() == 1 and tensor.device == device and not tensor.is_neg()
-
-
-def stands_alone(cast: Cast, dim: int, amax: Tensor | None, shard: Shard | None) -> bool:
-    """Whether a process holds all that decides the scales of its shard: no reduction, and no split block or group."""
-    if shard is None:
-        return True
-    tile = tile_of(cast, dim, 2)
-    side = tile[shard.dim]
-    if shard.cuts(tile) or (cast.scale.needs_amax and amax is None):
-        return False
-    if side > 1 and cast.scale.two_level == "row":
-        return False
-    return not shard.splits(cast.scale.correction or side if side > 1 else side)
-
-
-def is_rounded(dtype: torch.dtype, cast: Cast) -> bool:
-    """Whether operands are rounded to the dtype of the tensor that they are made from."""
-    return cast.round_to_bfloat16 and cast.scale.per_block and dtype != torch.float16
+@opaque(lambda kind, x, spec, dim, amax, shard: x.new_empty(x.shape, dtype=torch.float32))
+def _factor(kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None, shard: str | None) -> Tensor:
+    cast, part = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
+    magnitude = scaled_elements(x, cast, dim, amax, part).abs()
+    largest = torch.full_like(magnitude, cast.format.max)
+    if kind == "trust":
+        return (magnitude <= largest + grid_step(largest, cast.format) / 2).float()
+    magnitude = torch.minimum(magnitude, largest)
+    step = grid_step(magnitude, cast.format)
+    place = torch.remainder(magnitude, step) / step
+    return ((2 * place - 1).abs() ** (1 / _SHARPNESS - 1) / _SHARPNESS).clamp(max=_LIMIT)

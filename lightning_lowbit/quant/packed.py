@@ -7,6 +7,7 @@ ternary with one scale 2. A shard of a matrix that is cut along its rows becomes
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +15,29 @@ from torch import Tensor
 
 from lightning_lowbit.formats import Format, table
 from lightning_lowbit.quant.blocks import ALL, from_blocks, scales_view, tile_of, to_blocks
+from lightning_lowbit.quant.call import CastCall, factor_shape, has_factor, is_rounded
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import has_factor, is_rounded
-from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key
+from lightning_lowbit.quant.scaling import round_matrix
 from lightning_lowbit.quant.shard import Shard
 
 
+class Packed(NamedTuple):
+    """An operand as bytes: ``data``, uint8 ``[bytes]``, and ``factor``, float32, of the matrix, 0-d, or of its rows."""
+
+    data: Tensor
+    factor: Tensor
+
+
+def empty_packed(x: Tensor, call: CastCall) -> Packed:
+    """Memory for the packed operand of a matrix."""
+    shape, cast = call.shape(x), call.cast
+    data = x.new_empty(packed_bytes(shape[0], shape[1], cast, call.dim), dtype=torch.uint8)
+    factors = factor_shape(shape, cast, call.dim) if cast.scale.two_level == "row" else ()
+    return Packed(data, x.new_empty(factors, dtype=torch.float32))
+
+
 def packing_obstacle(cast: Cast) -> str | None:
-    """Why a cast has no packed form, in words; None where it has one."""
+    """Returns why a cast has no packed form, in words; None where it has one."""
     if cast.scale.statistic == "minmax":
         return "its zero points are not packed"
     if cast.scale.source == "delayed" and not cast.scale.per_block and cast.format.dtype is None:
@@ -30,7 +46,7 @@ def packing_obstacle(cast: Cast) -> str | None:
 
 
 def packed_bits(cast: Cast) -> float:
-    """Bits per element of a packed matrix, without those of scales per row or tensor."""
+    """Bits per element of a packed matrix, without scales per row or tensor."""
     per_block = cast.scale.per_block
     block = math.prod(cast.scale.block) if isinstance(cast.scale.block, tuple) else cast.scale.block
     scale = 8 * scale_bytes(cast.scale.storage) / int(block) if per_block else 0.0
@@ -45,27 +61,24 @@ def pack(
     mean: Tensor | None = None,
     shard: Shard | None = None,
     dim: int = 1,
-) -> tuple[Tensor, Tensor]:
+) -> Packed:
     """Quantizes a matrix ``[rows, columns]``, or a shard, as :func:`lightning_lowbit.quant.quantize_operand` does along
     ``dim``, and packs it. Casts with a :func:`packing_obstacle` are not supported.
 
-    ``amax`` and ``mean`` (of |x|) are those of the global matrix; None measures them. Returns uint8 ``[bytes]`` and the
-    scale of the matrix, float32, 0-d, or those of its rows.
+    ``amax`` and ``mean`` (of |x|) describe the global matrix; None measures them.
     """
-    tile, key = tile_of(cast, dim, 2), rounding_key(cast, key, x.device)
-    scaled = make_scales(x, cast, tile, amax, shard, mean, key)
-    offset = None if key is None or shard is None else shard.offset(x.shape, tile, x.device)
-    elements = round_blocks(*scaled, key, offset, cast=cast, scaled=False, dtype=torch.float32)
-    codes = _join(_encode(from_blocks(elements, x.shape, tile), cast.format).flatten(), cast.format)
+    call = CastCall(cast, dim, key, amax, shard=shard)
+    scaled, elements = round_matrix(x, call, mean, scaled=False, dtype=torch.float32)
     scales = scaled.stored(cast)
+    data = assembled(elements, scales, cast)
     if cast.scale.block == "tensor":
-        return codes, (scales * scaled.decode).reshape(())
-    return torch.cat([codes, _encode(scales.flatten(), cast.scale.storage)]), scaled.factor(x.shape, tile)
+        return Packed(data, (scales * scaled.decode).reshape(()))
+    return Packed(data, scaled.factor(x.shape, tile_of(cast, dim, 2)))
 
 
 def assembled(elements: Tensor, scales: Tensor, cast: Cast) -> Tensor:
     """The bytes of a matrix from its elements, float32 ``[rows, columns]`` on the grid, and the scales of its blocks or
-    rows, float32, in their order; those of a scale of the tensor do not hold it."""
+    rows, float32, in their order; a scale of the tensor is left out."""
     codes = _join(_encode(elements, cast.format).flatten(), cast.format)
     return codes if cast.scale.block == "tensor" else torch.cat([codes, _encode(scales.flatten(), cast.scale.storage)])
 
@@ -120,21 +133,13 @@ def packed_bytes(rows: int, columns: int, cast: Cast, dim: int) -> int:
     return codes + blocks * scale_bytes(cast.scale.storage)
 
 
-def plain_pack(
-    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, shard: str | None
-) -> tuple[Tensor, Tensor]:
-    """:func:`pack` of what operators take."""
-    part = None if shard is None else Shard.from_spec(shard)
-    return pack(x, Cast.from_spec(spec), key, amax, None, part, dim)
-
-
 def per_byte(format: Format) -> int:
-    """How many codes a byte holds."""
+    """The number of codes in a byte."""
     return 8 // format.bits
 
 
 def scale_bytes(storage: Format) -> int:
-    """How many bytes a scale takes."""
+    """The number of bytes of a scale."""
     return 1 if storage.dtype is None else storage.dtype.itemsize
 
 

@@ -15,8 +15,9 @@ from lightning_lowbit.quant.blocks import (
     tile_of,
     to_blocks,
 )
+from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key
+from lightning_lowbit.quant.scaling import round_matrix
 from lightning_lowbit.quant.shard import amax_of
 
 
@@ -54,7 +55,7 @@ class Quantized:
         return self._spread(self.elements(), self.multipliers(), torch.mul).to(dtype)
 
     def multipliers(self) -> Tensor:
-        """What elements are multiplied by, ``scale * tensor_scale``: float32, the shape of ``scales``."""
+        """The factors of elements, ``scale * tensor_scale``: float32, the shape of ``scales``."""
         storage = self.cast.scale.storage
         scales = self.scales.float() if storage.dtype is not None else storage.decode(self.scales)
         return scales if self.tensor_scale is None else scales * self.tensor_scale
@@ -103,9 +104,8 @@ def quantize(
         raise ValueError(f"There is no dimension {dim} in a tensor of shape {tuple(x.shape)}.")
     dim = dim if dim < 0 else dim - x.dim()
     matrix, tile = as_matrix(x.float(), dim), tile_of(cast, dim, x.dim())
-    key = rounding_key(cast, key, x.device)
-    scaled = make_scales(matrix, cast, tile, amax, key=key)
-    elements = round_blocks(*scaled, key, cast=cast, scaled=False, dtype=torch.float32)
+    call = CastCall(cast, dim if x.dim() == 2 else 1, key, amax)  # type: ignore[arg-type]
+    scaled, elements = round_matrix(matrix, call, scaled=False, dtype=torch.float32)
     stored = scaled.stored(cast)
     if cast.scale.block == "tensor":
         stored = torch.where(amax_of(matrix).isfinite(), stored, torch.nan)  # some formats of elements have no NaN
@@ -117,9 +117,9 @@ def quantize(
         return from_matrix(values.reshape(shape), x.shape, dim)
 
     if (zeros := scaled.zeros) is None:
-        codes = cast.format.encode(from_blocks(elements, matrix.shape, tile))
+        codes = cast.format.encode(elements)
     else:
-        codes = from_blocks(elements + zeros, matrix.shape, tile).nan_to_num(nan=0.0).to(torch.uint8)
+        codes = from_blocks(to_blocks(elements, tile) + zeros, matrix.shape, tile).nan_to_num(nan=0.0).to(torch.uint8)
     has_tensor_scale = bool(cast.scale.two_level) or cast.scale.prescale != 1
     storage, stored, factor = cast.scale.storage, per_block(stored), scaled.factor(matrix.shape, tile)
     return Quantized(

@@ -1,4 +1,4 @@
-"""Combinations of fields of a cast that have no meaning, and what to do instead."""
+"""Combinations of fields of a cast that have no meaning, each with the remedy."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING

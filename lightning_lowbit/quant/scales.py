@@ -37,7 +37,7 @@ def _divide_by(tensor: Tensor, number: float) -> Tensor:
 def block_scales(
     blocks: Tensor, encode_scale: Tensor, draws: Tensor | None = None, *, cast: Cast, dims: tuple[int, ...]
 ) -> Tensor:
-    """s (for fp32 scales e) of a blocked view: float32, with the size 1 along ``dims``, those of a block."""
+    """s (for fp32 scales e) of a blocked view: float32, with the size 1 along ``dims``, the dimensions of a block."""
     return scales_of(block_amax(blocks, dims), encode_scale, cast, draws)
 
 
@@ -102,7 +102,7 @@ def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast, draws: Tensor | No
 
 
 def fp32_numerator(cast: Cast) -> float:
-    """What an fp32 scale divides by the statistic of a block."""
+    """The number that is divided by the statistic of a block, for fp32 scales."""
     if cast.scale.statistic == "absmean":
         return 1.0
     return cast.grid.max if cast.scale.statistic == "minmax" else cast.format.max * 2.0**-cast.scale.margin
@@ -183,11 +183,11 @@ def _excess_error(blocks: Tensor, scales: Tensor, others: Tensor, decode_scale: 
 def corrected_scales(
     blocks: Tensor, scales: Tensor, decode_scale: Tensor, cast: Cast, rows: int | None, draws: Tensor | None
 ) -> Tensor:
-    """s' of a blocked view and its s: float32, the shape of ``scales``. ``rows`` are those of the matrix where blocks
-    lie along them; None where they lie along columns. The order of the sums is fixed, as in 4/6."""
+    """s' of a blocked view and its s: float32, the shape of ``scales``. ``rows`` counts the rows of the matrix where
+    blocks lie along them; None where they lie along columns. The order of the sums is fixed, as in 4/6."""
     count, dims = int(cast.scale.correction or 0) // int(cast.scale.block), (1,)  # type: ignore[arg-type]
 
-    def of_group(values: Tensor) -> Tensor:
+    def group_sums(values: Tensor) -> Tensor:
         lines = _sum_in_halves(values, dims)  # [blocks, 1] or [blocks of a column, 1, columns]
         lines = lines.reshape(rows, -1) if rows is not None else lines.flatten(1).t()
         groups = F.pad(lines, (0, -lines.shape[1] % count)).reshape(len(lines), -1, count)
@@ -196,7 +196,7 @@ def corrected_scales(
 
     if blocks.numel() == 0:
         return scales
-    norm, product = (of_group(_square(blocks, scales, decode_scale, cast=cast, coded=it)) for it in (False, True))
+    norm, product = (group_sums(_square(blocks, scales, decode_scale, cast=cast, coded=it)) for it in (False, True))
     wanted = scales * torch.where(product == 0, 1.0, norm / product)
     if draws is None:
         return round_nearest(wanted, cast.scale.storage)
@@ -205,7 +205,7 @@ def corrected_scales(
 
 @compiled
 def _square(blocks: Tensor, scales: Tensor, decode_scale: Tensor, *, cast: Cast, coded: bool) -> Tensor:
-    """Elements in units of the tensor's scale, times themselves or, if ``coded``, times what they are rounded to."""
+    """Elements in units of the tensor's scale, times themselves or, if ``coded``, times their rounded values."""
     y = blocks.float() * encode_factor(scales, decode_scale, cast)
     return y * (round_nearest(y, cast.grid) if coded else y) * scales.square()
 

@@ -5,7 +5,7 @@ and is Transformer Engine's:
 
     S = top * element.max / A                    encode scale of the tensor, a normal float32; 1 without a second level
     s = scale of the block, below                stored
-    e = min(1 / (s * (1/S)), FLT_MAX)            what elements are multiplied by; with a prescale p, p / s
+    e = min(1 / (s * (1/S)), FLT_MAX)            the factor of elements; with a prescale p, p / s
     value = code * (s * (1/S))                   with a prescale code * (s / p), with a zero point (code - z) * s
 
     ExMy    s = round(min(b * (S * fl(1 / element.max)), scale.max))
@@ -16,7 +16,7 @@ and is Transformer Engine's:
             (2^bits - 1) / (max - min) with z = round(-min * factor * e). The denominator is at least epsilon, and is
             then multiplied by factor
 
-With ``two_level="row"``, A and S are those of a row. With a correction (MS-EDEN, arXiv 2601.22813, section 4), elements
+With ``two_level="row"``, A and S belong to a row. With a correction (MS-EDEN, arXiv 2601.22813, section 4), elements
 are rounded with s, and decode with another scale, for which the errors of a group of blocks cancel on average:
 
     S = top * element.max / (factor * A)              s is 1 where it would be 0
@@ -27,6 +27,7 @@ A block whose s underflows to 0 decodes to 0. Where A is 0 or not finite, S is 1
 with a NaN or an infinity gets s = NaN and decodes to NaN: an overflow never becomes a finite number.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,16 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_lowbit.compilation import compiled
-from lightning_lowbit.quant.blocks import Tile, block_dims, element_index, elements_per_block, to_blocks
+from lightning_lowbit.quant.blocks import (
+    Tile,
+    block_dims,
+    element_index,
+    elements_per_block,
+    from_blocks,
+    tile_of,
+    to_blocks,
+)
+from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.rounding import mix_key, round_nearest, round_stochastic, uniform
 from lightning_lowbit.quant.scales import (
@@ -54,6 +64,33 @@ from lightning_lowbit.quant.scales import (
 from lightning_lowbit.quant.shard import Shard, amax_of
 
 _SALT = 0x5363616C  # separates the bits of scales from those of elements, which share the key
+
+
+class Statistic(NamedTuple):
+    """A statistic of blocks, from which scales are made.
+
+    Attributes:
+        measure: its parts over dimensions of a blocked view, which keep the size 1.
+        reductions: how each part is reduced over processes that hold parts of a block.
+        value: the statistic from the parts and the number of elements, and the lower end of the range or None.
+    """
+
+    measure: Callable[[Tensor, tuple[int, ...]], tuple[Tensor, ...]]
+    reductions: tuple[ReduceOp.RedOpType, ...]
+    value: Callable[[tuple[Tensor, ...], Callable[[], Tensor]], tuple[Tensor, Tensor | None]]
+
+
+STATISTICS = {
+    "absmax": Statistic(
+        lambda blocks, dims: (block_amax(blocks, dims),), (ReduceOp.MAX,), lambda parts, count: (parts[0], None)
+    ),
+    "absmean": Statistic(
+        lambda blocks, dims: (block_sum(blocks, dims),),
+        (ReduceOp.SUM,),
+        lambda parts, count: ((parts[0] / count()).float(), None),
+    ),
+    "minmax": Statistic(block_ends, (ReduceOp.MIN, ReduceOp.MAX), lambda parts, count: block_range(*parts)[::-1]),
+}
 
 
 class Scaled(NamedTuple):
@@ -82,75 +119,100 @@ class Scaled(NamedTuple):
         return self.decode.reshape(shape[0], -1)[:, :1] if shape.numel() else self.decode.new_ones(shape[0], 1)
 
 
-def make_scales(
+def round_matrix(
     x: Tensor,
-    cast: Cast,
-    tile: Tile,
-    amax: Tensor | None = None,
-    shard: Shard | None = None,
+    call: CastCall,
     mean: Tensor | None = None,
-    key: Tensor | None = None,
-) -> Scaled:
-    """Cuts a matrix ``[rows, columns]`` into blocks and makes their scales. ``amax`` and ``mean`` (of |x|), of the
-    global matrix, have one element; None measures what is needed. ``key`` is for scales that round stochastically,
-    which without it round to nearest.
+    rounding: Callable[..., Tensor] | None = None,
+    **static: object,
+) -> tuple[Scaled, Tensor]:
+    """The scales of a matrix ``[rows, columns]``, as :func:`make_scales` makes them, and its rounded elements.
+
+    ``rounding`` rounds a blocked view, by default as :func:`round_blocks`; ``static`` are its keyword arguments. A
+    ``ValueError`` for a missing or wrong key.
+    """
+    call = call._replace(key=rounding_key(call.cast, call.key, x.device))
+    scaled = make_scales(x, call, mean)
+    blocks = (rounding or round_blocks)(*scaled, call.key, call.offset(x), cast=call.cast, **static)
+    return scaled, from_blocks(blocks, x.shape, tile_of(call.cast, call.dim, 2))
+
+
+def make_scales(x: Tensor, call: CastCall, mean: Tensor | None = None) -> Scaled:
+    """Cuts a matrix ``[rows, columns]`` into blocks and makes their scales.
+
+    ``mean`` (of magnitudes) is of the global matrix, one element; None measures it. Scales that round stochastically
+    round to nearest without a key.
 
     Raises:
-        ValueError: a shard boundary splits a block, or ``amax`` is given for a cast that does not use it.
+        ValueError: a shard boundary splits a block, or an amax is given for a cast that does not use it.
     """
+    cast, shard, scale = call.cast, call.shard, call.cast.scale
+    tile = tile_of(cast, call.dim, 2)
     is_cut = shard is not None and shard.cuts(tile)
-    reduce = shard.reduce if shard is not None and is_cut else _unreduced
     if shard is not None and not is_cut:
         shard.check(x.shape, tile[shard.dim], "blocks of")
-    if amax is None:
-        amax = amax_of(x, shard) if cast.scale.needs_amax else None
-    elif not cast.scale.needs_amax:
-        raise ValueError(
-            f"amax was given, but {cast} has no scale of the whole tensor's largest magnitude: use "
-            "Scale(two_level=True), or block='tensor' with statistic='absmax'."
-        )
-    elif not isinstance(amax, Tensor) or amax.numel() != 1:
-        raise ValueError(f"amax is a tensor of one element, the largest magnitude; got {amax!r}.")
+    amax = _tensor_amax(x, call)
     encode = decode = torch.ones((), device=x.device)
-    if amax is not None and cast.scale.two_level:
+    if amax is not None and scale.two_level:
         encode = tensor_encode_scale(amax.float().reshape(()), cast)
         decode = torch.reciprocal(encode)
-    elif cast.scale.prescale != 1:  # applied after the scales are made, which would otherwise shrink, too
-        decode = torch.reciprocal(encode * cast.scale.prescale)
+    elif scale.prescale != 1:  # applied after the scales are made, which would otherwise shrink, too
+        decode = torch.reciprocal(encode * scale.prescale)
 
     blocks, zeros, corrected = to_blocks(x, tile), None, None
     dims = block_dims(blocks, tile)
-    if cast.scale.two_level == "row":
+    if scale.two_level == "row":
         encode = tensor_encode_scale(row_amax(x, blocks, tile, shard), cast)
         decode = torch.reciprocal(encode)
     draws = None
-    if key is not None and cast.scale.rounding == "stochastic":
-        draws = scale_draws(x, blocks, tile, key, shard if shard is None or not is_cut else shard._replace(start=0))
-    if cast.scale.statistic == "minmax":
-        low, high = block_ends(blocks, dims)
-        low, span = block_range(reduce(low, ReduceOp.MIN), reduce(high, ReduceOp.MAX))
-        scales = scales_of(span, encode, cast)
-        zeros = zero_points(low, scales, cast)
-    elif mean is not None:
-        scales = scales_of(mean.reshape(1, 1), encode, cast)
-    elif cast.scale.statistic == "absmean":
-        counts = elements_per_block(x, blocks, tile, x.shape if shard is None else shard.global_shape(x.shape))
-        scales = scales_of((reduce(block_sum(blocks, dims), ReduceOp.SUM) / counts).float(), encode, cast)
-    elif cast.scale.block == "tensor":
-        assert amax is not None
-        scales = scales_of(amax.float().reshape(1, 1), encode, cast, draws)
-    elif is_cut:
-        scales = scales_of(reduce(block_amax(blocks, dims), ReduceOp.MAX), encode, cast, draws)
-    elif cast.scale.four_over_six is not None:
-        scales = four_over_six_scales(blocks, encode, cast, dims)
+    if call.key is not None and scale.rounding == "stochastic":
+        draws = scale_draws(
+            x, blocks, tile, call.key, shard if shard is None or not is_cut else shard._replace(start=0)
+        )
+    known = amax if scale.block == "tensor" else None
+    if (known := mean if known is None else known) is not None:
+        scales = scales_of(known.float().reshape(1, 1), encode, cast, draws)
+    elif scale.statistic == "absmax" and not is_cut:
+        if scale.four_over_six is not None:
+            scales = four_over_six_scales(blocks, encode, cast, dims)
+        else:
+            scales = block_scales(blocks, encode, draws if scale.correction is None else None, cast=cast, dims=dims)
     else:
-        scales = block_scales(blocks, encode, draws if cast.scale.correction is None else None, cast=cast, dims=dims)
-    if cast.scale.correction is not None:
+        value, low = _block_statistic(x, blocks, tile, cast, shard)
+        scales = scales_of(value, encode, cast, draws)
+        zeros = None if low is None else zero_points(low, scales, cast)
+    if scale.correction is not None:
         if shard is not None and shard.dim == dims[0] - blocks.dim() + 2:
-            shard.check(x.shape, cast.scale.correction, "corrected groups of")
+            shard.check(x.shape, scale.correction, "corrected groups of")
         scales = torch.where(scales == 0, 1.0, scales)
         corrected = corrected_scales(blocks, scales, decode, cast, len(x) if tile[1] > 1 else None, draws)
     return Scaled(blocks, scales, decode, zeros, corrected)
+
+
+def _tensor_amax(x: Tensor, call: CastCall) -> Tensor | None:
+    """The amax that scales the tensor: that of the call, or measured; None for a cast that needs none."""
+    if call.amax is None:
+        return amax_of(x, call.shard) if call.cast.scale.needs_amax else None
+    if not call.cast.scale.needs_amax:
+        raise ValueError(
+            f"amax was given, but {call.cast} has no scale of the whole tensor's largest magnitude: use "
+            "Scale(two_level=True), or block='tensor' with statistic='absmax'."
+        )
+    if not isinstance(call.amax, Tensor) or call.amax.numel() != 1:
+        raise ValueError(f"amax is a tensor of one element, the largest magnitude; got {call.amax!r}.")
+    return call.amax
+
+
+def _block_statistic(
+    x: Tensor, blocks: Tensor, tile: Tile, cast: Cast, shard: Shard | None
+) -> tuple[Tensor, Tensor | None]:
+    """The statistic of each block, reduced over the processes that hold parts of it; and the lower end of its range."""
+    statistic = STATISTICS[cast.scale.statistic]
+    parts = statistic.measure(blocks, block_dims(blocks, tile))
+    if shard is not None and shard.cuts(tile):
+        parts = tuple(shard.reduce(part, op) for part, op in zip(parts, statistic.reductions, strict=True))
+    shape = x.shape if shard is None else shard.global_shape(x.shape)
+    return statistic.value(parts, lambda: elements_per_block(x, blocks, tile, shape))
 
 
 def row_amax(x: Tensor, blocks: Tensor, tile: Tile, shard: Shard | None) -> Tensor:
@@ -168,10 +230,6 @@ def scale_draws(x: Tensor, blocks: Tensor, tile: Tile, key: Tensor, shard: Shard
     """Uniform numbers in (0, 1) for the scales of blocks, by the global index of the first element of each."""
     offset = None if shard is None else shard.offset(x.shape, tile, x.device)
     return uniform(element_index(blocks, offset, block_dims(blocks, tile)), mix_key(key ^ _SALT))
-
-
-def _unreduced(values: Tensor, op: ReduceOp.RedOpType) -> Tensor:
-    return values
 
 
 def rounding_key(cast: Cast, key: Tensor | int | None, device: torch.device) -> Tensor | None:

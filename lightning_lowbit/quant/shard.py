@@ -18,7 +18,7 @@ from lightning_lowbit.quant.rounding import int32
 
 
 def ends_within(step: int, size: int, side: int) -> bool:
-    """Whether cutting ``size`` rows or columns after each ``step`` splits a unit of ``side`` of them."""
+    """Returns whether cutting ``size`` rows or columns after each ``step`` splits a unit of ``side`` of them."""
     return step < size and step % side != 0
 
 
@@ -51,22 +51,22 @@ class Shard(NamedTuple):
         return torch.Size(self.size if dim == self.dim else n for dim, n in enumerate(shape))
 
     def padded(self, multiple: int) -> "Shard":
-        """The same shard of a global matrix that is padded to a multiple of ``multiple``."""
+        """This shard, if the global matrix were padded to a multiple of ``multiple``."""
         return self._replace(size=self.size + -self.size % multiple)
 
     def splits(self, side: int) -> bool:
-        """Whether a shard boundary splits a unit of ``side`` elements along ``dim``."""
+        """Returns whether a shard boundary splits a unit of ``side`` elements along ``dim``."""
         return ends_within(self.step, self.size, side)
 
-    def check(self, shape: torch.Size, side: int, what: str) -> None:
+    def check(self, shape: torch.Size, side: int, units: str) -> None:
         """Raises a ValueError, alike on all processes, if a shard boundary splits a unit of ``side`` elements along
         ``dim``.
         """
         if self.splits(side):
             raise ValueError(
                 f"A matrix of {tuple(self.global_shape(shape))} is cut after each {self.step} of dimension {self.dim}, "
-                f"in the middle of {what} {side}: no process has all that shares a scale. Choose sizes of which each "
-                f"gets a multiple of {side}, or smaller {what.split()[0]}."
+                f"in the middle of {units} {side}: no process has all that shares a scale. Choose sizes of which each "
+                f"gets a multiple of {side}, or smaller {units.split()[0]}."
             )
 
     def offset(self, shape: torch.Size, tile: Tile, device: torch.device) -> Tensor:
@@ -75,8 +75,8 @@ class Shard(NamedTuple):
         return torch.stack([torch.full((), n, dtype=torch.int32, device=device) for n in numbers])
 
     def place(self, shape: torch.Size, tile: Tile) -> tuple[int, int, int]:
-        """Where a shard of this shape lies: its columns and those of the global matrix, both padded to whole tiles, and
-        the global index of its first element; each wrapped as int32 does."""
+        """The place of a shard of this shape: its columns and the global matrix's, both padded to whole tiles, and the
+        global index of its first element; each wrapped as int32 does."""
         rows, columns = (n if k == ALL else n + -n % k for n, k in zip(shape, tile, strict=True))
         all_columns = self.global_shape(torch.Size((rows, columns)))[1]
         all_columns += 0 if ALL in tile else -all_columns % tile[1]
@@ -84,9 +84,7 @@ class Shard(NamedTuple):
         return int32(max(columns, 1)), int32(all_columns), int32(first)
 
     def cuts(self, tile: Tile) -> bool:
-        """Whether elements that share a scale lie on several processes: those of a row, column or tensor, never of a
-        block.
-        """
+        """Returns whether several processes hold the elements of one scale, of a row, column or tensor."""
         return tile[self.dim] == ALL
 
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:

@@ -1,4 +1,4 @@
-"""Statistics of what a cast did to an operand of a GEMM, on a sample of whole blocks of large ones.
+"""Statistics of the errors of a cast, on a sample of whole blocks of a large operand.
 
 With x the matrix, q its quantized values and s the scales of its blocks, tensor scale included:
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.blocks import block_dims, tile_of, to_blocks
+from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand
 from lightning_lowbit.quant.scales import block_amax, stored_scales
@@ -78,7 +79,7 @@ def operand_statistics(
 
 
 def merge_statistics_(into: Tensor, more: Tensor) -> None:
-    """Adds the sums and takes the larger maxima, in place: ``[..., 8]``, or more with those of blocks."""
+    """Adds the sums and takes the larger maxima, in place: ``[..., 8]``, or more with statistics of blocks."""
     into[..., _ADDED].add_(more[..., _ADDED])
     into[..., _BLOCKS].add_(more[..., _BLOCKS])
     into[..., _MAXIMA].copy_(torch.maximum(into[..., _MAXIMA], more[..., _MAXIMA]))
@@ -101,14 +102,16 @@ def _operand_statistics(
     of_blocks: bool,
 ) -> Tensor:
     cast, wide = Cast.from_spec(spec), wide_dtype(x.device)
-    of_global = None if shard is None else Shard.from_spec(shard)
+    part = None if shard is None else Shard.from_spec(shard)
     if cast.scale.needs_amax and amax is None:
-        amax = amax_of(x, of_global)
-    shape = x.shape if of_global is None else of_global.global_shape(x.shape)  # all processes take the same sample
+        amax = amax_of(x, part)
+    shape = x.shape if part is None else part.global_shape(x.shape)  # all processes take the same sample
     x, values = (sample(matrix, shape, cast, dim, most) for matrix in (x, values))
     factor = None if factor is None else sample(factor, shape, cast, dim, most)
     tile = tile_of(cast, dim, x.dim())
-    scaled = make_scales(x, cast, tile, amax, of_global)  # without a key, as if scales rounded to nearest
+    scaled = make_scales(
+        x, CastCall(cast, dim, amax=amax, shard=part)
+    )  # without a key, as if scales rounded to nearest
     blocks, decode, zeros = scaled.blocks, scaled.decode, scaled.zeros
     if x.numel() == 0:  # an expert without tokens, or a process without a shard, which took part in the collectives
         return torch.zeros(_SIZE + of_blocks * OF_BLOCKS, dtype=wide, device=x.device)
@@ -126,16 +129,16 @@ def _operand_statistics(
         torch.count_nonzero(_excess(blocks.float(), torch.where(step > 0, step, torch.inf), zeros, cast)).to(wide),
     )
     elements = torch.full((), x.numel(), dtype=wide, device=x.device)
-    found = torch.stack([elements, *sums, *(value.to(wide) for value in inverse_and_scale)])
+    statistics = torch.stack([elements, *sums, *(value.to(wide) for value in inverse_and_scale)])
     if not of_blocks:
-        return found
+        return statistics
     dims = block_dims(blocks, tile)
     signal = blocks.float().square().sum(dims, keepdim=True)
     noise = (blocks.float() - to_blocks(q, tile)).square().sum(dims, keepdim=True)
-    return torch.cat([found, _of_blocks(step.to(wide), used, inverse_and_scale[1], sqnr_db(signal, noise))])
+    return torch.cat([statistics, _block_numbers(step.to(wide), used, inverse_and_scale[1], sqnr_db(signal, noise))])
 
 
-def _of_blocks(step: Tensor, used: Tensor, largest: Tensor, sqnr: Tensor) -> Tensor:
+def _block_numbers(step: Tensor, used: Tensor, largest: Tensor, sqnr: Tensor) -> Tensor:
     """``[OF_BLOCKS]``: number of the blocks in use, sum and sum of squares of their scales, and the histograms."""
     step, counted = torch.where(used, step, 0), used.to(step.dtype)
     below = torch.where(used, torch.log2(largest / torch.where(used, step, 1)), 0)
@@ -171,7 +174,7 @@ def _each(tensor: Tensor, stride: int, dim: int) -> Tensor:
 
 
 def _excess(blocks: Tensor, step: Tensor, zeros: Tensor | None, cast: Cast) -> Tensor:
-    """How far elements lie beyond the levels of their block, else 0. On CPUs this is faster than comparing."""
+    """The distance of elements from the range of their block, else 0. On CPUs this is faster than comparing."""
     if zeros is None:
         return (blocks.abs() - cast.grid.max * _SLACK * step).relu_()
     below = (-zeros * step * _SLACK - blocks).relu_()

@@ -1,4 +1,4 @@
-"""What is done to a matrix before it is quantized, and undone elsewhere in its GEMM.
+"""Changes of a matrix before it is quantized, which are undone elsewhere in its GEMM.
 
 Mean      Activations and gradients often share one direction over all tokens, which holds most of their outliers
           (Averis, arXiv 2603.10444). Without it, quantized values resolve the differences between tokens.
@@ -68,7 +68,7 @@ _SALT = 0x48616461  # separates the bits of signs from those of stochastic round
 
 @dataclass(frozen=True)
 class Hadamard:
-    """How the operands of a GEMM are rotated along its contraction axis.
+    """The rotation of the operands of a GEMM along its contraction axis.
 
     Args:
         size: of the groups: 16, 32, 64 or 128.
@@ -125,7 +125,7 @@ def rotated_shape(shape: torch.Size, signs: Tensor, dim: int) -> torch.Size:
 
 
 def rotation_factors(size: int) -> tuple[float, float]:
-    """What elements are multiplied by before and after the sums of :func:`rotate`; the product is 1/√size."""
+    """The factors of elements before and after the sums of :func:`rotate`; their product is 1/√size."""
     exponent = size.bit_length() - 1
     return 2.0 ** -(exponent // 2), math.sqrt(0.5) if exponent % 2 else 1.0
 
@@ -156,7 +156,7 @@ def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
         x = F.pad(x, (0, shape[1] - x.shape[1], 0, shape[0] - x.shape[0]))
     before, after = rotation_factors(size)
     by = signs.unsqueeze(1)
-    # Elements of a group lie along the second last axis, and along the last one what has the same sign.
+    # Elements of a group lie along the second last axis, and along the last one elements with the same sign.
     groups = x.detach().reshape(-1, size).t() if dim == 1 else x.detach().reshape(shape[0] // size, size, shape[1])
     groups = (groups.float() * (before if inverse else by * before)).contiguous()
     other, apart = torch.empty_like(groups), 1

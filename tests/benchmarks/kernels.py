@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +27,10 @@ from lightning_lowbit import Cast, LinearCasts
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.gpu.launches import Launch
-from lightning_lowbit.kernels.layout import laid_out_shapes
+from lightning_lowbit.kernels.layout import empty_laid_out
 from lightning_lowbit.nn import OPERANDS, PRESETS
-from lightning_lowbit.quant.operand import operand_dtype, plain_operand
+from lightning_lowbit.quant.call import CastCall
+from lightning_lowbit.quant.operand import empty_operand, make_operand
 from tests.benchmarks.environment import describe
 
 ARCHITECTURES = (80, 90, 100)
@@ -90,16 +92,14 @@ def launch_of(cast: Cast, dim: int, dtype: torch.dtype = torch.bfloat16, size: i
     """The launch that casts a matrix of ``SHAPE`` whose amax is known, rotated in groups of ``size`` unless it is 0."""
     x, key, rows = meta(*SHAPE, dtype=dtype), meta(dtype=torch.int64), SHAPE[1 - dim :][: cast.scale.two_level == "row"]
     sums = meta(launches.SUMS, dtype=torch.float64) if cast.scale.statistic == "absmean" else None
-    operand = gpu._empty(x, cast, dim, operand_dtype(dtype, cast))
-    return launches.of_cast(x, cast, dim, key, meta(*rows), None, sums, *operand, meta(size) if size else None)
+    call = CastCall(cast, dim, key, rotation=meta(size) if size else None)
+    return launches.cast_launch(x, call, meta(*rows), sums, *gpu._filled(empty_operand(x, call)))
 
 
 def layout_of(cast: Cast, block: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
     """The launch that casts it for a native GEMM with a scale for each ``block`` elements."""
-    codes, scales = laid_out_shapes(cast, block, dim, SHAPE[1 - dim], SHAPE[dim])
-    made = meta(*codes, dtype=cast.format.dtype or torch.uint8), meta(*scales, dtype=torch.uint8), meta()
-    x, key = meta(*SHAPE, dtype=dtype), meta(dtype=torch.int64)
-    return launches.of_layout(x, cast, block, dim, key, meta(), None, made)
+    x, call = meta(*SHAPE, dtype=dtype), CastCall(cast, dim, meta(dtype=torch.int64), block=block)
+    return launches.layout_launch(x, call, meta(), *empty_laid_out(x, call))
 
 
 def casts_of(presets: list[str]) -> list[tuple[Cast, int]]:
@@ -124,24 +124,25 @@ def every_launch(presets: list[str]) -> Iterator[tuple[str, Launch]]:
             yield f"{cast} along {('columns', 'rows')[dim]}, for native GEMMs", layout_of(cast, block, dim)
     x, product = meta(*SHAPE, dtype=torch.bfloat16), meta(*SHAPE)
     yield from rotated_launches(x)
-    yield "amax", launches.of_amax(x, meta())
-    yield "mean", launches.of_sums(x, meta(launches.SUMS, dtype=torch.float64))
-    yield "factors and bias", launches.of_finish(product, [meta(), meta()], meta(SHAPE[1]), x)
+    yield "amax", launches.amax_launch(x, meta())
+    yield "mean", launches.sums_launch(x, meta(launches.SUMS, dtype=torch.float64))
+    yield "factors and bias", launches.scale_and_round_launch(product, [meta(), meta()], meta(SHAPE[1]), x)
     twice = [casts for casts in map(LinearCasts.preset, presets) if casts.plan.casts_g_twice]
     for pair in dict.fromkeys((casts.dgrad_g, casts.wgrad_g) for casts in twice):
         if gpu.covers_both(*pair) is None:
-            operands = tuple(gpu._empty(x, cast, dim, x.dtype) for cast, dim in zip(pair, (1, 0), strict=True))
-            keys = tuple(meta(dtype=torch.int64) if cast.draws else None for cast in pair)
+            key = meta(dtype=torch.int64)
+            calls = CastCall(pair[0], 1, key, dtype=x.dtype), CastCall(pair[1], 0, key, dtype=x.dtype)
+            memory = [tensor for call in calls for tensor in gpu._filled(empty_operand(x, call))]
             name = f"{pair[0]} along rows and {pair[1]} along columns"
-            yield name, launches.of_both(x, pair, keys, meta(), operands)
+            yield name, launches.both_launch(x, calls, meta(), memory)
 
 
 def rotated_launches(x: Tensor) -> Iterator[tuple[str, Launch]]:
     """What layers with Hadamard transforms launch."""
     blocks = [(cast, dim) for cast, dim in casts_of(["nvfp4-nvidia"]) if cast.scale.block == 16]
     yield from ((f"{cast}, dim {dim}, rotated by 16", launch_of(cast, dim, size=16)) for cast, dim in blocks)
-    yield from ((f"amax rotated by 16, dim {dim}", launches.of_amax(x, meta(), meta(16), dim)) for dim in (0, 1))
-    yield "rotation by 128, dim 0", launches.of_rotation(x, meta(128), 0, x)
+    yield from ((f"amax rotated by 16, dim {dim}", launches.amax_launch(x, meta(), meta(16), dim)) for dim in (0, 1))
+    yield "rotation by 128, dim 0", launches.rotation_launch(x, meta(128), 0, x)
 
 
 def bytes_per_element(launch: Launch) -> tuple[float, float]:
@@ -300,20 +301,16 @@ def show(entries: list[dict[str, Any]]) -> None:
 
 def measure(presets: list[str], rounds: int = 30) -> None:
     """Compares each cast with the plain code on this GPU, and prints medians of both times."""
-    print(
-        f"{describe('cuda')}; a matrix of {SHAPE[0]} x {SHAPE[1]} in bfloat16; medians of {rounds} interleaved rounds\n"
-    )
+    size = f"a matrix of {SHAPE[0]} x {SHAPE[1]} in bfloat16"
+    print(f"{describe('cuda')}; {size}; medians of {rounds} interleaved rounds\n")
     print("| cast | Triton, us | plain, compiled, us |\n|---|---|---|")
     x = torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16)
     key, amax = torch.tensor(12345, device="cuda"), x.abs().amax().float()
     for cast, dim in casts_of(presets):
-        given, dtype = amax if cast.scale.needs_amax else None, operand_dtype(x.dtype, cast)
-        functions = (
-            lambda c=cast, d=dim, a=given, t=dtype: gpu.quantize_operand(x, c, d, key, a, t),
-            lambda c=cast, d=dim, a=given, t=dtype: plain_operand(x, c.spec, d, key, a, t, None),
-        )
-        for found, expected in zip(*(function() for function in functions), strict=True):
-            assert torch.equal(found, expected), f"{cast} along {dim} differs from the plain code"
+        call = CastCall(cast, dim, key, amax if cast.scale.needs_amax else None)
+        functions = partial(gpu.make_operand, x, call), partial(make_operand, x, call)
+        for result, expected in zip(*(function() for function in functions), strict=True):
+            assert expected is None or torch.equal(result, expected), f"{cast} along {dim} differs from the plain code"
         times: list[list[float]] = [[], []]
         for _ in range(rounds):
             for function, taken in zip(functions, times, strict=True):
@@ -323,9 +320,8 @@ def measure(presets: list[str], rounds: int = 30) -> None:
                 end.record()
                 end.synchronize()
                 taken.append(start.elapsed_time(end) * 1e3)
-        print(
-            f"| {cast}, dim {dim} | {statistics.median(times[0]):.0f} | {statistics.median(times[1]):.0f} |", flush=True
-        )
+        medians = " | ".join(f"{statistics.median(one):.0f}" for one in times)
+        print(f"| {cast}, dim {dim} | {medians} |", flush=True)
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def step(layer: Layer) -> tuple[float, float]:
 
 def launches(casts: str | None) -> tuple[int, int]:
     """Operations of torch that would be launches, and calls of kernels, of a step that adds to gradients."""
-    calls, original, layer = 0, operands.cpu.library(), Layer(casts, 512)
+    calls, original, layer = 0, operands.cpp.library(), Layer(casts, 512)
     step(layer)
 
     class Counting:
@@ -66,13 +66,13 @@ def launches(casts: str | None) -> tuple[int, int]:
             calls += 1
             return getattr(original, name)
 
-    operands.cpu.library = lambda: Counting()
+    operands.cpp.library = lambda: Counting()
     try:
         layer.begin()
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             step(layer)
     finally:
-        operands.cpu.library = operands.library
+        operands.cpp.library = operands.library
     leaves = [
         event.name.removeprefix("aten::")
         for event in profiled.events()

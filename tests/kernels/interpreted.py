@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from lightning_lowbit import Cast, compilation
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.gpu.launches import Launch
-from lightning_lowbit.kernels.layout import plain_lay_out, repeated, taken_apart
-from lightning_lowbit.nn.core.gemm import _finish
+from lightning_lowbit.kernels.layout import make_laid_out, repeated, taken_apart
+from lightning_lowbit.kernels.products import plain_scale_and_round
 from lightning_lowbit.nn.core.watch import stage_and_choose
 from lightning_lowbit.quant import Hadamard, rotate
-from lightning_lowbit.quant.operand import operand_dtype, plain_operand
+from lightning_lowbit.quant.call import CastCall
+from lightning_lowbit.quant.operand import make_operand, operand_dtype
 from lightning_lowbit.quant.packed import pack, unpack_
-from lightning_lowbit.quant.shard import amax_of
+from lightning_lowbit.quant.shard import Shard, amax_of
 from tests.benchmarks.layers import FREE
 from tests.nn.layers import layer_like
 from tests.nn.native.stand_in import StandIn
@@ -55,21 +56,19 @@ def _differences(case: Case) -> list[str]:
     if (reason := gpu.covers(cast, x, dtype)) is not None:
         return [f"not covered: {reason}"]
     with compilation.backend("eager"):
-        expected = plain_operand(x, cast.spec, case.dim, key, amax, dtype, None)
-    found = gpu.quantize_operand(x, cast, case.dim, key, amax, dtype)
-    return _unequal(found, expected, f"{cast}, dim {case.dim}, {describe(x)} to {dtype}, amax {case.amax}")
+        expected = make_operand(x, call := CastCall(cast, case.dim, key, amax, dtype))
+    return _unequal(
+        gpu.make_operand(x, call), expected, f"{cast}, dim {case.dim}, {describe(x)} to {dtype}, amax {case.amax}"
+    )
 
 
 def differences_of_both(cases: list[tuple[Cast, Cast, Tensor]]) -> list[str]:
     """What the kernel for two operands makes otherwise than the plain code."""
     texts = []
     for row, column, x in cases:
-        dtypes = operand_dtype(x.dtype, row), operand_dtype(x.dtype, column)
-        keys = torch.tensor(KEY), torch.tensor(-KEY)
-        found = gpu.quantize_both(x, row, column, *keys, dtypes=dtypes)
-        for dim, cast, key, dtype, operand in zip((1, 0), (row, column), keys, dtypes, found, strict=True):
-            expected = plain_operand(x, cast.spec, dim, key, None, dtype, None)
-            texts += _unequal(operand, expected, f"{row} and {column}: dim {dim}, {describe(x)}")
+        calls = CastCall(row, 1, torch.tensor(KEY)), CastCall(column, 0, torch.tensor(-KEY))
+        for call, operand in zip(calls, gpu.make_both(x, *calls), strict=True):
+            texts += _unequal(operand, make_operand(x, call), f"{row} and {column}: dim {call.dim}, {describe(x)}")
     return texts
 
 
@@ -78,7 +77,8 @@ def differences_of_finish(cases: list[tuple[Tensor, list[Tensor], Tensor | None,
     texts = []
     for product, factors, bias, dtype in cases:
         shapes = [tuple(factor.shape) for factor in factors], None if bias is None else tuple(bias.shape)
-        found, expected = gpu.finish(product, factors, bias, dtype), _finish(product, factors, bias, dtype)
+        arguments = product, factors, bias, dtype
+        found, expected = gpu.scale_and_round(*arguments), plain_scale_and_round(*arguments)
         texts += _unequal((found,), (expected,), f"{describe(product)}, factors and bias {shapes}, to {dtype}")
     return texts
 
@@ -114,11 +114,10 @@ def differences_of_packing(cases: list[Case]) -> list[str]:
             continue
         with compilation.backend("eager"):
             expected = pack(x, cast, key, None, dim=dim)
-        found = gpu.pack(x, cast, dim, key, None, None)
+        found = gpu.pack(x, call := CastCall(cast, dim, key))
         values = torch.empty(x.shape, dtype=operand_dtype(x.dtype, cast))
-        again = torch.empty_like(values)
         unpack_(values, expected[0][None], expected[1], cast, x.dtype, dim)
-        gpu.unpack_(again, found[0], cast, dim, x.dtype)
+        again = gpu.unpack(*found, call, x.shape, x.dtype).values
         texts += _unequal((again, found[1]), (values, expected[1]), where)
         if x.isfinite().all():
             texts += _unequal((found[0],), (expected[0],), f"bytes of {where}")
@@ -136,8 +135,8 @@ def differences_of_layout(cases: list[tuple[Case, int]]) -> list[str]:
             texts.append(f"not covered: {where}")
             continue
         with compilation.backend("eager"):
-            expected = plain_lay_out(x, cast.spec, block, dim, key, given, None)
-        found = gpu.lay_out(x, cast, block, dim, key, given, None)
+            expected = make_laid_out(x, call := CastCall(cast, dim, key, given, block=block))
+        found = gpu.lay_out(x, call)
         size = x.shape[1 - dim], x.shape[dim]
         apart = [taken_apart(*made[:2], block, *size) for made in (found, expected)]
         values = [_decoded(cast, one) * repeated(two.float(), *size, 1, block) for one, two in apart]
@@ -155,13 +154,15 @@ def differences_of_rotation(cases: list[tuple[Case, int]]) -> list[str]:
         key, given = torch.tensor(number), None if amax is None else torch.tensor(amax)
         signs = Hadamard(size, "keyed").diagonal(key, x.device)
         where = f"{cast}, dim {dim}, {describe(x)}, rotated by {size}"
-        if (reason := gpu.covers(cast, x, dtype := operand_dtype(x.dtype, cast)) or gpu.rotates(cast, dim)) is not None:
+        if (
+            reason := gpu.covers(cast, x, operand_dtype(x.dtype, cast)) or gpu.rotation_obstacle(cast, dim)
+        ) is not None:
             texts.append(f"not covered: {reason}, {where}")
             continue
         rotated = rotate(x, signs, dim)
         with compilation.backend("eager"):
-            expected = plain_operand(rotated, cast.spec, dim, key, given, dtype, None)
-        found = gpu.quantize_operand(x, cast, dim, key, given, dtype, None, signs)
+            expected = make_operand(rotated, call := CastCall(cast, dim, key, given))
+        found = gpu.make_operand(x, call._replace(rotation=signs))
         texts += _unequal(found, expected, where)
         texts += _unequal((gpu.rotate(x, signs, dim),), (rotated,), f"rotation alone: {where}")
         texts += _unequal((gpu.amax_of(x, signs, dim),), (amax_of(rotated).abs(),), f"amax: {where}")
@@ -245,18 +246,21 @@ class Launches(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def shard(x: Tensor, cast: Cast, dim: int, offset: Tensor) -> Tensor:
+def shard(x: Tensor, cast: Cast, dim: int, place: Shard) -> Tensor:
     """The values of a shard."""
-    return gpu.quantize_operand(x, cast, dim, torch.tensor(KEY), None, torch.float32, offset)[0]
+    return gpu.make_operand(x, CastCall(cast, dim, torch.tensor(KEY), None, torch.float32, place)).values
 
 
 def describe(x: Tensor) -> str:
     return f"{x.dtype} {tuple(x.shape)} with strides {x.stride()}"
 
 
-def _unequal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: str) -> list[str]:
+def _unequal(found: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...], what: str) -> list[str]:
     texts = []
     for name, one, other in zip(("values", "factor"), found, expected, strict=False):
+        if one is None or other is None:
+            texts += [] if one is other else [f"{what}: {name} is missing"]
+            continue
         if one.shape != other.shape or one.dtype != other.dtype:
             texts.append(f"{what}: {name} {describe(one)}, not {describe(other)}")
             continue

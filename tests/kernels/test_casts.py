@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from lightning_lowbit import Cast, LinearCasts, Scale
-from lightning_lowbit.kernels import amax_of, backend, coverage, operands, quantize_operand
+from lightning_lowbit.kernels import amax_of, backend, kernel_support, operands, quantize_operand
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.quant import quantize_operand as plain
+from lightning_lowbit.quant.call import CastCall
+from lightning_lowbit.quant.operand import Operand
 from lightning_lowbit.quant.shard import Shard
 from tests import golden_vectors
 
@@ -65,7 +67,7 @@ def check(x, cast, dim, key=None, amax=None, dtype=None, shard=None):
     """Compares the operand of the C++ kernels, which must have been called, with the plain code's."""
     with backend("eager"):
         expected = plain(x, cast, dim, key, amax, dtype, shard)
-    assert cpu.plan_of(cast.spec, dim, x.dtype, dtype) is not None, f"{cast} is not covered"
+    assert cpu.cpp_cast(cast.spec, dim, x.dtype, dtype) is not None, f"{cast} is not covered"
     with backend("cpp"):
         found = quantize_operand(x, cast, dim, key, amax, dtype, shard)
     where = f"{cast}, dim {dim}, {x.dtype} {tuple(x.shape)} to {dtype}"
@@ -144,8 +146,8 @@ def test_a_shard_that_lacks_what_its_scales_need_is_left_to_plain_code():
         (eden, 1, 1, 64, torch.ones(()), False),  # in the middle of a group of 128
         (eden, 0, 1, 64, torch.ones(()), True),
     ):
-        plan, size = cpu.plan_of(cast.spec, dim, x.dtype, None), x.shape[cut] * 2
-        assert cpu.takes(x, plan, key, amax, Shard("group", cut, 0, step, size)) == is_taken, f"{cast} cut along {cut}"
+        call = CastCall(cast, dim, key, amax, shard=Shard("group", cut, 0, step, x.shape[cut] * 2))
+        assert cpu.takes(x, cpu.cpp_cast(cast.spec, dim, x.dtype, None), call) == is_taken, f"{cast} cut along {cut}"
 
 
 def test_the_number_of_threads_changes_no_bit():
@@ -200,17 +202,17 @@ def test_what_plain_code_refuses_is_refused():
         quantize_operand(x, casts.fprop_x, 1, shard=Shard("group", 1, 0, 8, 16))
 
 
-def test_coverage_lists_what_runs_plain_code():
-    assert set(coverage(COVERED).values()) == {"cpp"}
+def test_support_lists_what_runs_plain_code():
+    assert set(kernel_support(COVERED).values()) == {"cpp"}
     for why, cast in PLAIN.items():
-        assert coverage([cast]) == {cast: f"plain code: {why}"}
+        assert kernel_support([cast]) == {cast: f"plain code: {why}"}
         x = torch.randn(8, 64)
         key = torch.tensor(7) if cast.draws else None
         assert same_bits(quantize_operand(x, cast, 1, key).values, plain(x, cast, 1, key).values)
 
 
 def test_backend_eager_calls_no_kernel(monkeypatch):
-    monkeypatch.setattr(cpu, "plan_of", None)  # calling it raises
+    monkeypatch.setattr(cpu, "cpp_cast", None)  # calling it raises
     with backend("eager"):
         quantize_operand(torch.randn(8, 32), LinearCasts.preset("nvfp4").fprop_x, 1)
 
@@ -234,13 +236,12 @@ def test_a_thousand_random_samples():
 
 def test_a_triton_kernel_that_differs_from_plain_code_is_not_used(monkeypatch):
     x, cast = torch.randn(8, 32), LinearCasts.preset("nvfp4").fprop_x
-    monkeypatch.setattr(operands.gpu, "covers", lambda *_: None)
-    monkeypatch.setattr(operands.gpu, "quantize_operand", lambda x, *_: (x.clone(), x.new_ones(())))
-    operands._agrees.cache_clear()
+    monkeypatch.setattr(operands.triton, "covers", lambda *_: None)
+    monkeypatch.setattr(operands.CAST, "triton", lambda x, call: Operand(x.clone(), x.new_ones(())))
+    monkeypatch.setattr(operands.CAST, "_verdicts", {})
     with backend("triton"), pytest.warns(UserWarning, match="differs from the plain code on cpu"):
         key = torch.tensor(7) if cast.draws else None
         assert same_bits(quantize_operand(x, cast, 1, key).values, plain(x, cast, 1, key).values)
-    operands._agrees.cache_clear()
 
 
 def test_results_lie_beside_the_input_whatever_the_default_device():

@@ -16,9 +16,9 @@ from lightning_lowbit import convert
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.kernels import delayed_amax
 from lightning_lowbit.kernels.cpu import casts as casts_in_cpp
-from lightning_lowbit.kernels.products import finish
+from lightning_lowbit.kernels.cpu import products as products_in_cpp
+from lightning_lowbit.kernels.products import scale_and_round
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
-from lightning_lowbit.nn.core.gemm import _finish
 from lightning_lowbit.nn.core.watch import stage_and_choose
 from tests.tables import each
 
@@ -119,10 +119,10 @@ def test_factors_and_biases_of_all_shapes_and_dtypes():
             for bias in (None, torch.randn(columns), torch.randn(columns).bfloat16(), torch.randn(1, columns)):
                 for dtype in (torch.float32, torch.bfloat16):
                     with backend("cpp"):
-                        found = finish(product, pair, bias, dtype)
+                        found = scale_and_round(product, pair, bias, dtype)
                     with backend("eager"):
-                        expected = _finish(product, pair, bias, dtype)
-                    assert found is not None
+                        expected = scale_and_round(product, pair, bias, dtype)
+                    assert products_in_cpp.scale_and_round(product, pair, bias, dtype) is not None
                     assert found.dtype == dtype
                     where = f"{product.dtype} {[f.shape for f in pair]} {None if bias is None else bias.dtype} {dtype}"
                     assert torch.equal(found, expected), where
@@ -130,10 +130,16 @@ def test_factors_and_biases_of_all_shapes_and_dtypes():
 
 def test_what_is_not_covered_takes_plain_code():
     product = torch.randn(8, 6)
-    with backend("cpp"):
-        assert finish(product.double(), [], None, torch.float32) is None
-        assert finish(product, [], torch.randn(8, 6), torch.float32) is None, "a bias for each element"
-        assert finish(product, [], None, torch.float16) is None
+    for arguments in (
+        (product.double(), [], None, torch.float32),
+        (product, [], torch.randn(8, 6), torch.float32),  # a bias for each element
+        (product, [], None, torch.float16),
+    ):
+        assert products_in_cpp.scale_and_round(*arguments) is None
+        with backend("cpp"):
+            result = scale_and_round(*arguments)
+        with backend("eager"):
+            assert torch.equal(result, scale_and_round(*arguments)) and result.dtype == arguments[-1]
 
 
 # --- delayed scaling --------------------------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit import Cast, LinearCasts, Scale
-from lightning_lowbit.kernels import amax_of, backend, coverage, pack_operand, quantize_operand, rotate
+from lightning_lowbit.kernels import amax_of, backend, kernel_support, pack_operand, quantize_operand, rotate
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.quant import Hadamard
 from lightning_lowbit.quant import quantize_operand as plain
 from lightning_lowbit.quant import rotate as plain_rotate
-from lightning_lowbit.quant.packed import plain_pack
+from lightning_lowbit.quant.call import CastCall
+from lightning_lowbit.quant.packed import pack
 from lightning_lowbit.quant.shard import amax_of as plain_amax
 from lightning_lowbit.quant.transforms import SIZES
 from tests.kernels.test_casts import VALUES, same_bits
@@ -63,8 +64,8 @@ def test_operands_of_rotated_matrices():
             with backend("eager"):
                 operand = plain(expected, cast, dim, KEY, amax)
                 assert same_bits(quantize_operand(x, cast, dim, KEY, amax, rotation=signs).values, operand.values)
-            plan = cpu.plan_of(cast.spec, dim, x.dtype, None)
-            assert plan is not None and cpu.takes(x, plan, KEY, amax, None, signs) == (cast not in PLAIN), where
+            form, call = cpu.cpp_cast(cast.spec, dim, x.dtype, None), CastCall(cast, dim, KEY, amax, rotation=signs)
+            assert form is not None and cpu.takes(x, form, call) == (cast not in PLAIN), where
             with backend("cpp"):
                 found = quantize_operand(x, cast, dim, KEY, amax, rotation=signs)
             assert same_bits(found.values, operand.values), f"values of {where}"
@@ -76,23 +77,26 @@ def test_codes_of_rotated_matrices():
     for cast, size, dim in itertools.product(CASTS, (16, 128), (0, 1)):
         x, signs = torch.randn(70, 34).bfloat16(), signs_of(size)
         with backend("eager"):
-            expected = plain_pack(plain_rotate(x, signs, dim), cast.spec, dim, KEY, None, None)
+            expected = pack(plain_rotate(x, signs, dim), cast, KEY, None, dim=dim)
         with backend("cpp"):
             found = pack_operand(x, cast, dim, KEY, rotation=signs)
         assert all(map(same_bits, found, expected)), f"{cast} along {dim} by {size}"
 
 
-def test_coverage_says_what_is_rotated_before():
-    assert set(coverage(CASTS, rotated_along=1).values()) == {"cpp"}
-    assert [*coverage(PLAIN, rotated_along=0).values()] == [
+def test_support_says_what_is_rotated_before():
+    assert set(kernel_support(CASTS, rotated_along=1).values()) == {"cpp"}
+    assert [*kernel_support(PLAIN, rotated_along=0).values()] == [
         "cpp, rotated before: second levels per row",
         "cpp, rotated before: the mean of a tensor",
     ]
     rows = Cast("int8", Scale("fp32", "row"))
-    assert gpu.rotates(NVFP4, 0) is gpu.rotates(NVFP4_TILES, 1) is None
-    assert gpu.rotates(rows, 0) == "scales of rows or tensors"
-    assert gpu.rotates(LinearCasts.preset("quartet2").wgrad_g, 0) == "corrected groups"
-    assert gpu.rotates(Cast("int4", Scale("fp32", 24)), 1) == "blocks that are not of 1, 2, 4, ... or 256 elements"
+    assert gpu.rotation_obstacle(NVFP4, 0) is gpu.rotation_obstacle(NVFP4_TILES, 1) is None
+    assert gpu.rotation_obstacle(rows, 0) == "scales of rows or tensors"
+    assert gpu.rotation_obstacle(LinearCasts.preset("quartet2").wgrad_g, 0) == "corrected groups"
+    assert (
+        gpu.rotation_obstacle(Cast("int4", Scale("fp32", 24)), 1)
+        == "blocks that are not of 1, 2, 4, ... or 256 elements"
+    )
 
 
 def test_the_number_of_threads_changes_no_bit():

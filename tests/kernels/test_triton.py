@@ -15,7 +15,6 @@ from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.nn import OPERANDS, PRESETS
-from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.shard import Shard
 from tests.kernels import interpreted
 from tests.kernels.interpreted import Case
@@ -178,17 +177,13 @@ def test_shards_have_the_random_bits_of_the_whole(run, cast):
     x = sample(64, 96)
     x[0, 0] = x[32, 0] = x[0, 48] = x.abs().max()  # one amax for all
     for dim in (0, 1):
-        whole = run(
-            interpreted.shard, x, cast, dim, Shard("", 0, 0, 64, 64).offset(x.shape, tile_of(cast, dim, 2), x.device)
-        )
+        whole = run(interpreted.shard, x, cast, dim, Shard("", 0, 0, 64, 64))
         for cut in (0, 1):
             half = x.shape[cut] // 2
             for start in (0, half):
                 part = x.narrow(cut, start, half)
                 place = Shard("", cut, start, half, x.shape[cut])
-                values = run(
-                    interpreted.shard, part, cast, dim, place.offset(part.shape, tile_of(cast, dim, 2), x.device)
-                )
+                values = run(interpreted.shard, part, cast, dim, place)
                 assert torch.equal(values, whole.narrow(cut, start, half)), f"dim {dim}, cut along {cut} from {start}"
 
 
@@ -312,7 +307,6 @@ def test_what_is_not_covered_is_said_in_words(monkeypatch):
         (NVFP4, torch.empty(1, 1).expand(2**16, 2**15), torch.float32, "matrices of 2^31 elements or more"),
     ):
         assert gpu.covers(cast, matrix, dtype) == reason
-    assert "each process holds a part" in gpu.covers(Cast("int8", Scale("fp32", "row")), x, torch.int8, is_cut=True)
     assert gpu.covers_both(NVFP4, STOCHASTIC) is None
     assert "1, 2, 4, ... or 128" in gpu.covers_both(NVFP4, NVFP4_TILES)
     wide = Cast("e4m3", Scale("fp32", 128))
@@ -324,10 +318,9 @@ def test_graphs_for_gpus_are_traced_without_one():
     with FakeTensorMode():
         x = torch.empty(64, 96, device="cuda", dtype=torch.bfloat16)
         key, amax = torch.empty((), device="cuda", dtype=torch.int64), torch.empty((), device="cuda")
-        operator = torch.ops.lightning_lowbit._quantize_operand
-        graph = make_fx(lambda *given: operator(given[0], STOCHASTIC.spec, 0, *given[1:], torch.bfloat16, None))(
-            x, key, amax
-        )
+        operator = torch.ops.lightning_lowbit._cast
+        others = torch.bfloat16, None, None, 0
+        graph = make_fx(lambda x, *given: operator(x, "operands", STOCHASTIC.spec, 0, *given, *others))(x, key, amax)
     calls = [node for node in graph.graph.nodes if node.target is operator.default]
     assert len(calls) == 1
     values, factor = calls[0].meta["val"]

@@ -10,7 +10,10 @@ from lightning_lowbit import Cast, Scale
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.nn import PRESETS
+from lightning_lowbit.quant.call import CastCall
+from lightning_lowbit.quant.operand import empty_operand
 from lightning_lowbit.quant.packed import packed_bytes
+from lightning_lowbit.quant.shard import Shard
 from tests.benchmarks import kernels
 from tests.benchmarks.kernels import meta
 from tests.kernels import steps
@@ -53,12 +56,13 @@ def other_launches():
             meta(33, 7),
         ):
             for dim in (0, 1):
-                operand = gpu._empty(x, cast, dim, torch.float32)
-                place = meta(3, dtype=torch.int32)
-                yield cast, launches.of_cast(x, cast, dim, meta(dtype=torch.int64), meta(), place, None, *operand)
+                key, place = meta(dtype=torch.int64), Shard("group", 0, 0, len(x), 2 * len(x))
+                call = CastCall(cast, dim, key, None, torch.float32, place)
+                yield cast, launches.cast_launch(x, call, meta(), None, *gpu._filled(empty_operand(x, call)))
     for element, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2), ("int8", torch.int8)):
         cast, x = Cast(element, Scale("fp32", "row")), meta(512, 256)
-        yield cast, launches.of_cast(x, cast, 1, None, None, None, None, *gpu._empty(x, cast, 1, dtype))
+        call = CastCall(cast, 1, dtype=dtype)
+        yield cast, launches.cast_launch(x, call, None, None, *gpu._filled(empty_operand(x, call)))
 
 
 @pytest.mark.parametrize("arch", kernels.ARCHITECTURES)
@@ -74,8 +78,9 @@ def test_packing_compiles_and_nothing_spills(arch):
     for cast, dim in kernels.casts_of(["nvfp4", "mxfp8", "int4"]):
         if gpu.packs(cast, x, dim):
             key, data = meta(dtype=torch.int64), meta(packed_bytes(512, 256, cast, dim), dtype=torch.uint8)
-            pack = launches.of_pack(x, cast, dim, key, meta(), None, data, factor)
-            for launch in (pack, launches.of_unpack(data, cast, dim, x.dtype, meta(512, 256, dtype=torch.bfloat16))):
+            pack = launches.pack_launch(x, CastCall(cast, dim, key), meta(), data, factor)
+            unpack = launches.unpack_launch(data, cast, dim, x.dtype, meta(512, 256, dtype=torch.bfloat16))
+            for launch in (pack, unpack):
                 code = kernels.resources_of(launch, arch)
                 assert code.spilled == 0, f"{cast}, dim {dim}, {launch.kernel}: {code}"
 

@@ -70,17 +70,29 @@ def operands(x: Tensor) -> list[Any]:
     ]
 
 
+def layouts(x: Tensor, casts: Any, keys: Any, amaxes: Any, shards: Any, block: int) -> Iterator[tuple[Any, ...]]:
+    names = ("operands of native GEMMs",)
+    return product((x,), names, casts, (0, 1), keys, amaxes, (None,), shards, (None,), (block,))
+
+
 # By operator, the arguments to try for a matrix [40, 24], which may lie in memory in any way.
 ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     "_signs": lambda x: product((None, KEY), (16, 64), (x.device,)),
     "rotate": lambda x: [*product((x,), (SIGNS,), (0, 1), (False, True)), (x[:32], SIGNS, 0)],
     "split_mean": lambda x: [(x,)],
-    "_quantize_operand": operands,
-    "plain_operand": operands,
-    "_pack_operand": lambda x: [
-        *product((x,), (BLOCKS, ROWS), (0, 1), (KEY,), (None,), (None, shard())),
-        (x, TERNARY, 1, None, None, None),
+    "_cast": lambda x: [
+        *((x, "operands", *arguments, None, 0) for _, *arguments in operands(x)),
+        (x, "operands", BLOCKS, 1, KEY, None, None, None, SIGNS, 0),
+        *product(
+            (x,), ("packed operands",), (BLOCKS, ROWS), (0, 1), (KEY,), (None,), (None,), (None, shard()), (None,), (0,)
+        ),
+        (x, "packed operands", TERNARY, 1, *(None,) * 5, 0),
+        (x, "packed operands", BLOCKS, 1, KEY, None, None, None, SIGNS, 0),
+        *layouts(x, (BLOCKS,), (KEY,), (None, TWO), (None, shard()), 16),
+        *layouts(x, (MXFP8,), (KEY,), (None,), (None,), 32),
+        *layouts(x, (FP8_TILES,), (None,), (None,), (None,), 128),
     ],
+    "plain_operand": operands,
     "_unpack_operand": lambda x: [
         (*pack_operand(x, Cast.from_spec(spec), dim, KEY), spec, dim, list(x.shape), x.dtype, torch.float32)
         for spec, dim in product((BLOCKS, ROWS, TERNARY), (0, 1))
@@ -127,11 +139,6 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     "_int8_matmul": lambda x: [
         (in_dtype(x, INT8), torch.ones(40, 1), in_dtype(x, INT8).t(), TWO, torch.ones(40), x.dtype),
         (in_dtype(x, INT8), None, in_dtype(x, INT8).t(), None, None, x.dtype),
-    ],
-    "_lay_out_operand": lambda x: [
-        *product((x,), (BLOCKS,), (16,), (0, 1), (KEY,), (None, TWO), (None, shard())),
-        *product((x,), (MXFP8,), (32,), (0, 1), (KEY,), (None,), (None,)),
-        *product((x,), (FP8_TILES,), (128,), (0, 1), (None,), (None,), (None,)),
     ],
     "_lay_out_packed": lambda x: [
         (pack_operand(x, Cast.from_spec(spec), dim, KEY).data, spec, block, dim, *x.shape)

@@ -11,14 +11,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_lowbit.compilation import tell
+from lightning_lowbit.compilation import inform
 
 try:
     import fcntl
 except ImportError:  # Windows, where a user's folders are closed to others and no locks are taken
     fcntl = None  # type: ignore[assignment]
 
-_TELL_AFTER = 5.0  # seconds of waiting, after which a process says for whom it waits
+_INFORM_AFTER = 5.0  # seconds of waiting, after which a process says for whom it waits
 _WAIT = 180.0  # seconds, several times what the compiler needs on a busy machine; then the builder counts as stopped
 
 
@@ -100,7 +100,7 @@ def _make(folder: Path) -> None:
 
 
 def _check(path: Path, descriptor: int) -> None:
-    """Refuses what another user owns or can write; of files also what has a second name. An own folder is closed."""
+    """Refuses a path that another user owns or can write, and a file with a second name; closes this user's folder."""
     if fcntl is None:
         return
     status = os.fstat(descriptor)
@@ -119,7 +119,7 @@ def _check(path: Path, descriptor: int) -> None:
 
 
 def _can_be_closed(descriptor: int, mode: int) -> bool:
-    """Whether a folder is open to its group alone, as `mkdir` under umask 002 makes it, and holds only libraries.
+    """Returns whether a folder is open to its group alone, as umask 002 makes it, and holds only libraries.
 
     So no folder that serves others too, such as /tmp or /usr/local of root, gets other permissions. What the group may
     have left there is refused file by file.
@@ -129,7 +129,7 @@ def _can_be_closed(descriptor: int, mode: int) -> bool:
 
 
 def _wait(descriptor: int, lock: Path) -> None:
-    start, has_told = time.monotonic(), False
+    start, has_informed = time.monotonic(), False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,9 +141,9 @@ def _wait(descriptor: int, lock: Path) -> None:
         holder = f"process {_holder(descriptor)} holds {shown(lock)}"
         if waited > _WAIT:
             raise TimeoutError(f"{holder} since more than {_WAIT:.0f} s")
-        if waited > _TELL_AFTER and not has_told:
-            has_told = True
-            tell(
+        if waited > _INFORM_AFTER and not has_informed:
+            has_informed = True
+            inform(
                 f"lightning_lowbit waits for its C++ kernels: {holder} while it compiles them. If that process is "
                 f"stopped, continue or end it; after {_WAIT:.0f} s this process goes on without it."
             )

@@ -8,43 +8,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.memory import address, start
+from lightning_lowbit.kernels.numbers import Grid, cast_numbers
 from lightning_lowbit.quant.blocks import Tile, tile_of
+from lightning_lowbit.quant.call import CastCall, are_regular, factor_shape, has_factor, is_rounded, operand_dtype
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import (
-    Operand,
-    are_regular,
-    factor_shape,
-    has_factor,
-    is_rounded,
-    operand_dtype,
-    stands_alone,
-)
-from lightning_lowbit.quant.scales import e8m0_rule, fp32_numerator
-from lightning_lowbit.quant.shard import Shard
+from lightning_lowbit.quant.operand import Operand
 from lightning_lowbit.quant.transforms import SIZES, rotated_shape
 
-# The numbers of dtypes in source/casts.cpp.
+# The numbers of dtypes, as source/rounding.h has them.
 INPUTS = {torch.float32: 0, torch.bfloat16: 1}
-_OUTPUTS = {**INPUTS, torch.int8: 2}
+OUTPUTS = {**INPUTS, torch.int8: 2}
 
-_KINDS = {"nearest": 0, "stochastic": 0, "up": 1}
+_KINDS = {"e8m0": 2, "bf16": 3, "fp16": 4, "fp32": 5}
 _SECOND_LEVELS = {False: 0, True: 1, "row": 2}
-_ERRORS = {None: 0, "mse": 1, "mae": 2}
+_ERRORS = {"": 0, "mse": 1, "mae": 2}
 
 
 class _Grid(ctypes.Structure):
     _fields_ = [("max", ctypes.c_float), ("min_exponent", ctypes.c_int32), ("mantissa_bits", ctypes.c_int32)]
 
-    @classmethod
-    def of(cls, format: Format) -> "_Grid":
-        return cls(format.max, format.min_exponent, format.mantissa_bits)
 
-
-class _Settings(ctypes.Structure):
-    """``Plan`` of source/rounding.h."""
+class _Numbers(ctypes.Structure):
+    """``CastNumbers`` of source/rounding.h."""
 
     _fields_ = [
         ("element", _Grid),
@@ -70,25 +57,24 @@ class _Rotation(ctypes.Structure):
     _fields_ = [("signs", ctypes.c_void_p), ("size", ctypes.c_int32), ("dim", ctypes.c_int32)]
 
 
-class Plan(NamedTuple):
+class CppCast(NamedTuple):
     """A cast along one dimension, from one dtype to another, as the kernels take it.
 
     Attributes:
-        settings, address: the structure that the kernels read.
-        dtype: that of the values.
-        cast, dim, tile: the cast, the dimension of its blocks, and its tile.
-        has_factor: whether there is a factor.
+        numbers, address: the structure that the kernels read.
+        dtype: of the values.
+        tile: of blocks.
+        has_factor, has_factors: whether there is a factor, and one for each row or column.
         draws, needs_amax: whether the cast needs a key, and the amax of the tensor.
         rotates: whether the kernels rotate the matrix, too.
     """
 
-    settings: ctypes.Structure
+    numbers: ctypes.Structure
     address: int
     dtype: torch.dtype
-    cast: Cast
-    dim: int
     tile: Tile
     has_factor: bool
+    has_factors: bool
     draws: bool
     needs_amax: bool
     rotates: bool
@@ -96,7 +82,7 @@ class Plan(NamedTuple):
 
 @cache
 def obstacle(cast: Cast) -> str | None:
-    """Why the kernels do not cover a cast, in words; None where they do."""
+    """Returns why the kernels do not cover a cast, in words; None where they do."""
     if cast.element == "e3m0":
         return "elements without a mantissa"
     if cast.scale.statistic == "minmax":
@@ -106,141 +92,120 @@ def obstacle(cast: Cast) -> str | None:
     return None
 
 
-def rotates(cast: Cast) -> str | None:
-    """Why the kernels do not rotate what they cast, in words; None where they do."""
+@cache
+def rotation_obstacle(cast: Cast) -> str | None:
+    """Returns why the kernels do not rotate a matrix that they cast, in words; None where they do."""
     if cast.scale.two_level == "row":
         return "second levels per row"
     return "the mean of a tensor" if cast.scale.block == "tensor" and cast.scale.statistic != "absmax" else None
 
 
 @cache
-def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None) -> Plan | None:
-    """The plan of a cast from the dtype ``source`` to ``dtype`` (None: :func:`lightning_lowbit.quant.operand_dtype`);
-    None where the kernels do not cover it."""
+def cpp_cast(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None) -> CppCast | None:
+    """The cast with this spec along ``dim``, from the dtype ``source`` to ``dtype`` (None: :func:`operand_dtype`); None
+    where the kernels do not cover it."""
     cast = Cast.from_spec(spec)
     dtype = dtype or operand_dtype(source, cast)
-    if obstacle(cast) is not None or source not in INPUTS or dtype not in _OUTPUTS or library() is None:
+    if obstacle(cast) is not None or source not in INPUTS or dtype not in OUTPUTS or library() is None:
         return None
-    scale, tile = cast.scale, tile_of(cast, dim, 2)
-    exponent, round_up_from = e8m0_rule(cast.format, scale.rounding) if scale.format == "e8m0" else (0, 0.0)
-    kind = {"e8m0": 2, "bf16": 3, "fp16": 4, "fp32": 6 if scale.rounding == "power_of_two" else 5}.get(scale.format)
-    settings = _Settings(
-        element=_Grid.of(cast.grid),
-        scale=_Grid.of(scale.storage),
+    scale, tile, shared = cast.scale, tile_of(cast, dim, 2), cast_numbers(cast)
+    numbers = _Numbers(
+        element=_grid(shared.elements),
+        scale=_grid(shared.storage),
         input=INPUTS[source],
-        output=_OUTPUTS[dtype],
+        output=OUTPUTS[dtype],
         tile_rows=tile[0],
         tile_columns=tile[1],
-        statistic=0 if scale.block != "tensor" else 1 if scale.statistic == "absmax" else 2,
-        kind=_KINDS[str(scale.rounding)] if kind is None else kind,
-        four_over_six=_ERRORS[scale.four_over_six],
+        statistic=0 if not shared.is_tensor else 1 if shared.statistic == "absmax" else 2,
+        kind=_KINDS.get(scale.format, int(shared.up)) + shared.power_of_two,
+        four_over_six=_ERRORS[shared.four_over_six],
         two_level=_SECOND_LEVELS[scale.two_level],
-        per_block=scale.per_block,
-        stochastic=cast.rounding == "stochastic",
-        stochastic_scales=scale.rounding == "stochastic",
+        per_block=shared.scaled,
+        stochastic=shared.stochastic,
+        stochastic_scales=shared.drawn,
         correction=scale.correction or 0,
         exact=cast.fits_bfloat16 and scale.format not in ("e8m0", "fp32"),  # those reach subnormal numbers
         through_bf16=dtype != source == torch.bfloat16 and is_rounded(source, cast),
-        top_exponent=exponent,
-        round_up_from=round_up_from,
-        numerator=scale.largest * cast.format.max / scale.factor,
-        prescale=scale.prescale,
-        epsilon=scale.epsilon,
-        factor=scale.factor,
-        size=fp32_numerator(cast) if scale.format == "fp32" else 0.0,
+        top_exponent=shared.exponent,
+        round_up_from=1 + shared.threshold * 2.0**-23,
+        numerator=shared.top,
+        prescale=shared.prescale,
+        epsilon=shared.epsilon,
+        factor=shared.factor,
+        size=shared.size,
     )
-    return Plan(
-        settings,
-        ctypes.addressof(settings),
+    return CppCast(
+        numbers,
+        ctypes.addressof(numbers),
         dtype,
-        cast,
-        dim,
         tile,
         has_factor(cast),
+        "row" in (scale.block, scale.two_level),
         cast.draws,
         scale.needs_amax,
-        rotates(cast) is None,
+        rotation_obstacle(cast) is None,
     )
 
 
-def takes(
-    x: Tensor,
-    plan: Plan,
-    key: Tensor | None,
-    amax: Tensor | None,
-    shard: Shard | None,
-    rotation: Tensor | None = None,
-) -> bool:
-    """Whether the kernels take these arguments: not empty matrices, nor those that share statistics with other
+def _grid(grid: Grid) -> _Grid:
+    return _Grid(grid.max, grid.min_exponent, grid.mantissa_bits)
+
+
+def takes(x: Tensor, form: CppCast, call: CastCall) -> bool:
+    """Returns whether the kernels take these arguments: not empty matrices, nor those that share statistics with other
     processes, nor anything that the plain code refuses."""
-    is_given = plan.draws or amax is not None  # else there is nothing to check
-    if is_given and not are_regular(plan.draws, plan.needs_amax, key, amax, x.device):
+    _, dim, key, amax, _, shard, rotation, _ = call
+    if (form.draws or amax is not None) and not are_regular(form.draws, form.needs_amax, key, amax, x.device):
         return False
-    if rotation is not None and not (plan.rotates and are_signs(rotation, plan.dim)):
+    if rotation is not None and not (form.rotates and are_signs(rotation, dim)):
         return False
-    is_matrix = x.dim() == 2 and x.numel() > 0
-    return is_matrix and (shard is None or stands_alone(plan.cast, plan.dim, amax, shard))
+    return x.dim() == 2 and x.numel() > 0 and (shard is None or call.stands_alone())
 
 
 def are_signs(rotation: Tensor, dim: int) -> bool:
-    """Whether the kernels rotate groups along a dimension by these signs."""
-    is_there = (
-        type(rotation) is Tensor and rotation.is_cpu and rotation.dtype == torch.float32 and not rotation.is_neg()
-    )
-    return is_there and rotation.dim() == 1 and len(rotation) in SIZES and rotation.is_contiguous() and dim in (0, 1)
+    """Returns whether the kernels rotate groups along a dimension by these signs."""
+    is_known = type(rotation) is Tensor and rotation.dtype == torch.float32 and not rotation.is_neg()
+    is_vector = is_known and rotation.is_cpu and rotation.dim() == 1 and rotation.is_contiguous()
+    return is_vector and len(rotation) in SIZES and dim in (0, 1)
 
 
-def quantize(
-    x: Tensor,
-    spec: str,
-    dim: int,
-    key: Tensor | None,
-    amax: Tensor | None,
-    dtype: torch.dtype | None,
-    shard: Shard | None,
-    rotation: Tensor | None = None,
-) -> Operand | None:
-    """The operand of :func:`lightning_lowbit.quant.quantize_operand`; None for what the kernels do not take."""
-    plan = plan_of(spec, dim, x.dtype, dtype)
-    if plan is None or not takes(x, plan, key, amax, shard, rotation):
+def make_operand(x: Tensor, call: CastCall) -> Operand | None:
+    """The operand of a resolved matrix; None for arguments that the kernels do not take."""
+    form = cpp_cast(call.cast.spec, call.dim, x.dtype, call.dtype)
+    if form is None or not takes(x, form, call):
         return None
     x, factor = x.contiguous(), None
-    if rotation is None:
-        values = torch.empty_like(x, dtype=plan.dtype, memory_format=torch.contiguous_format)
+    if call.rotation is None:
+        values = torch.empty_like(x, dtype=form.dtype, memory_format=torch.contiguous_format)
     else:
-        values = x.new_empty(rotated_shape(x.shape, rotation, dim), dtype=plan.dtype)
-    if plan.has_factor:
-        factor = x.new_empty(factor_shape(values, plan.cast, dim), dtype=torch.float32)
-    write(x, plan, key, amax, shard, values, factor, rotation)
+        values = x.new_empty(call.shape(x), dtype=form.dtype)
+    if form.has_factor:
+        shape = factor_shape(values.shape, call.cast, call.dim) if form.has_factors else ()
+        factor = x.new_empty(shape, dtype=torch.float32)
+    write(x, form, call, values, factor)
     return Operand(values, factor)
 
 
 def write(
-    x: Tensor,
-    plan: Plan,
-    key: Tensor | None,
-    amax: Tensor | None,
-    shard: Shard | None,
-    values: Tensor,
-    factor: Tensor | None,
-    rotation: Tensor | None = None,
-    codes: Codes | None = None,
+    x: Tensor, form: CppCast, call: CastCall, values: Tensor, factor: Tensor | None, codes: Codes | None = None
 ) -> None:
-    """Writes what a cast gives to ``values`` and ``factor``, which are new: values of the plan's dtype, or codes. The
-    other tensors are those that :func:`takes` has seen, and ``x`` is contiguous."""
+    """Writes the values (or codes) and the factor of a cast to new tensors.
+
+    ``x`` is contiguous, and :func:`takes` has compared the arguments.
+    """
+    _, dim, key, amax, _, shard, rotation, _ = call
     place = None
     if shard is not None:
-        shape = x.shape if rotation is None else rotated_shape(x.shape, rotation, plan.dim)
-        place = (ctypes.c_int32 * 2)(*shard.place(shape, plan.tile)[1:])
+        place = (ctypes.c_int32 * 2)(*shard.place(call.shape(x), form.tile)[1:])
     library().lowbit_cast(  # type: ignore[union-attr]
         start(x),
         *x.shape,
-        plan.address,
+        form.address,
         start(values),
         None if factor is None else start(factor),
-        start(key) if plan.draws and key is not None else None,
+        start(key) if form.draws and key is not None else None,
         None if amax is None else start(amax),
-        _turn(rotation, plan.dim),
+        None if rotation is None else _rotation(rotation, dim),
         place,
         None if codes is None else ctypes.byref(codes),
         torch.get_num_threads(),
@@ -256,19 +221,18 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor |
     if rotation is not None and not (x.dim() == 2 and are_signs(rotation, dim)):
         return None
     x, result = x.contiguous(), x.new_empty((), dtype=torch.float32)
-    shape, turn = x.shape if x.dim() == 2 else (1, count), _turn(rotation, dim)
-    kernels.lowbit_amax(start(x), dtype, *shape, turn, start(result), torch.get_num_threads())
+    shape, signs = x.shape if x.dim() == 2 else (1, count), _rotation(rotation, dim)
+    kernels.lowbit_amax(start(x), dtype, *shape, signs, start(result), torch.get_num_threads())
     return result
 
 
-def delayed_amax(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
-    """:func:`lightning_lowbit.kernels.delayed.delayed_amax` on a CPU, which has compared the tensors; None where no
-    kernel does it."""
+def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
+    """:func:`lightning_lowbit.kernels.delayed_amax`, of tensors that have been compared; None without kernels."""
     if (kernels := library()) is None:
         return None
-    result, bits = torch.empty_like(own), sum(1 << place for place in places)
+    result, bits = torch.empty_like(amax), sum(1 << place for place in places)
     force, record = start(in_force) + places[0] * in_force.itemsize, None if staged is None else start(staged)
-    kernels.lowbit_delayed_amax(start(own), force, record, bits, start(result))
+    kernels.lowbit_delayed_amax(start(amax), force, record, bits, start(result))
     return result
 
 
@@ -277,13 +241,12 @@ def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor | None:
     dtype, kernels = INPUTS.get(x.dtype), library()
     if dtype is None or kernels is None or x.numel() == 0 or x.dim() != 2 or not are_signs(rotation, dim):
         return None
-    x, result, turn = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim)), _turn(rotation, dim)
-    kernels.lowbit_rotate(start(x), dtype, *x.shape, turn, start(result), torch.get_num_threads())
+    x, result, signs = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim)), _rotation(rotation, dim)
+    kernels.lowbit_rotate(start(x), dtype, *x.shape, signs, start(result), torch.get_num_threads())
     return result
 
 
-def _turn(rotation: Tensor | None, dim: int) -> Any:
+def _rotation(rotation: Tensor | None, dim: int) -> Any:
     if rotation is None:
         return None
-    signs = address("signs", rotation, torch.float32, len(rotation))
-    return ctypes.byref(_Rotation(signs, len(rotation), dim))
+    return ctypes.byref(_Rotation(address("signs", rotation, torch.float32, len(rotation)), len(rotation), dim))

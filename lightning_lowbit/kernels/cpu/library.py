@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from lightning_lowbit.atomic_files import being_written, put_in_place, remove
-from lightning_lowbit.compilation import tell
+from lightning_lowbit.compilation import inform
 from lightning_lowbit.kernels.cpu.cache import one_builder, read_trusted, shown, trusted
 
 _SOURCE = Path(__file__).parent / "source"
@@ -42,7 +42,7 @@ _SIGNATURES = {
     "lowbit_rotate": (_P, _I, _L, _L, _P, _P, _I),
     "lowbit_delayed_amax": (_P, _P, _P, _I, _P),
     "lowbit_add_patches": (_P, _I, _P, _L, _L, _P, _I),
-    "lowbit_finish": (_P, _I, _L, _L, _P, _I, _P, _I, _P, _I, _P, _I, _I),
+    "lowbit_scale_and_round": (_P, _I, _L, _L, _P, _I, _P, _I, _P, _I, _P, _I, _I),
 }
 
 
@@ -66,14 +66,18 @@ def _loaded() -> tuple[ctypes.CDLL | None, Exception | None]:
         return _from_cache(), None
     except subprocess.SubprocessError as error:  # the compiler, which would fail elsewhere, too
         return None, error
-    except (OSError, RuntimeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # of the system's loader, or of a library without our functions
         unusable = error
     try:
         with tempfile.TemporaryDirectory(prefix="lightning_lowbit_") as folder, trusted(Path(folder)) as opened:
             kernels = _build(opened)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:
         return None, error
-    tell(
+    inform(
         f"lightning_lowbit has compiled its C++ kernels for this process alone, as no folder keeps them ({unusable}). "
         "Set LOWBIT_CACHE_DIR to a folder that is yours alone to write to."
     )
@@ -86,7 +90,7 @@ def _from_cache() -> ctypes.CDLL:
         kernels, damaged = _search(folder)
         if kernels is None:
             for path, reason in damaged.items():
-                tell(f"{shown(path)} is not loaded ({reason}): the C++ kernels are compiled again.")
+                inform(f"{shown(path)} is not loaded ({reason}): the C++ kernels are compiled again.")
             with one_builder(folder / f"{_name()}.lock") as lock:
                 kernels, damaged = _search(folder)  # another process may have compiled them
                 for path in damaged:
@@ -96,7 +100,7 @@ def _from_cache() -> ctypes.CDLL:
 
 
 def _search(folder: Path) -> tuple[ctypes.CDLL | None, dict[Path, str]]:
-    """The first library of a trusted folder that can be loaded; and those that are not tried, with reasons.
+    """Returns the first library of a trusted folder that can be loaded; and the damaged ones, with reasons.
 
     Several may be whole: in a folder that systems with different C libraries share, each loads its own.
     """
@@ -131,7 +135,7 @@ def _bound(path: Path) -> ctypes.CDLL:
 def _build(folder: Path, inherited: tuple[int, ...] = ()) -> ctypes.CDLL:
     """Compiles all sources into a file of a trusted folder, which appears there whole and loads, or not at all."""
     compiler, sources = _compiler(), sorted(str(path.resolve()) for path in _SOURCE.glob("*.cpp"))
-    tell("lightning_lowbit compiles its C++ kernels, once on this machine: this takes some seconds.")
+    inform("lightning_lowbit compiles its C++ kernels, once on this machine: this takes some seconds.")
     with being_written(folder / f"{_name()}.so") as partial:
         try:
             for extra in _EXTRAS:
@@ -149,8 +153,8 @@ def _build(folder: Path, inherited: tuple[int, ...] = ()) -> ctypes.CDLL:
                 if result.returncode == 0:
                     break
             else:
-                said = result.stderr.strip().splitlines()
-                raise RuntimeError(f"{compiler[0]} failed: {[f'status {result.returncode}', *said][-1]}")
+                lines = result.stderr.strip().splitlines()
+                raise RuntimeError(f"{compiler[0]} failed: {[f'status {result.returncode}', *lines][-1]}")
             try:
                 kernels = _bound(partial)
             except OSError as error:
@@ -172,7 +176,7 @@ def _compiler() -> list[str]:
 
 @cache
 def _name() -> str:
-    """Begins the names of libraries: a hash of what decides whether they serve, whichever compiler made them."""
+    """The beginning of the names of libraries: a hash of sources, flags and CPU, whichever compiler made them."""
     parts = [*(path.read_bytes() for path in sorted(_SOURCE.iterdir())), _cpu().encode()]
     digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _EXTRAS)).encode()])).hexdigest()
     return f"kernels-{digest[:20]}"
@@ -184,7 +188,7 @@ def _named(folder: Path, content: bytes) -> Path:
 
 
 def _cpu() -> str:
-    """What tells one kind of CPU from another: on Linux the instruction sets."""
+    """Describes the kind of CPU: on Linux by its instruction sets."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.machine())

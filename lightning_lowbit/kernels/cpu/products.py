@@ -1,48 +1,51 @@
-"""Factors, bias and rounding of the results of GEMMs by the C++ kernels."""
+"""The C++ kernels of :mod:`lightning_lowbit.kernels.products`; they return None for arguments that they do not take."""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from lightning_lowbit.kernels.cpu.casts import INPUTS
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import start
+from lightning_lowbit.kernels.memory import address, start
 
-# The numbers of dtypes in source/products.cpp.
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _PRODUCTS = {torch.float32: 0, torch.int32: 2}
 
 
-def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """:func:`lightning_lowbit.kernels.products.finish` on a CPU, of resolved tensors; None where no kernel does it."""
+def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     kernels = library()
     if kernels is None or product.dim() != 2:
         return None
     rows, columns = product.shape
     extents = [_extent(factor, rows, columns) for factor in factors]
-    is_covered = product.dtype in _PRODUCTS and dtype in _DTYPES and 0 not in extents and len(factors) <= 2
-    is_covered &= bias is None or (bias.dtype in _DTYPES and bias.is_cpu and bias.numel() == columns == bias.shape[-1])
+    is_covered = product.dtype in _PRODUCTS and dtype in INPUTS and 0 not in extents and len(factors) <= 2
+    is_covered &= bias is None or (bias.dtype in INPUTS and bias.is_cpu and bias.numel() == columns == bias.shape[-1])
     if not is_covered:
         return None
     product, result = product.contiguous(), product.new_empty((rows, columns), dtype=dtype)
     factors, bias = [factor.contiguous() for factor in factors], None if bias is None else bias.contiguous()
     pairs = [value for factor, extent in zip(factors, extents, strict=True) for value in (start(factor), extent)]
     arguments = [*pairs, None, 0, None, 0]
-    kernels.lowbit_finish(
+    kernels.lowbit_scale_and_round(
         start(product),
         _PRODUCTS[product.dtype],
         rows,
         columns,
         *arguments[:4],
         None if bias is None else start(bias),
-        0 if bias is None else _DTYPES[bias.dtype],
+        0 if bias is None else INPUTS[bias.dtype],
         start(result),
-        _DTYPES[dtype],
+        INPUTS[dtype],
         torch.get_num_threads(),
     )
     return result
 
 
 def _extent(factor: Tensor, rows: int, columns: int) -> int:
-    """``Extent`` in source/products.cpp; 0 for what is not covered."""
+    """``Extent`` in source/products.cpp; 0 for a factor that is not covered."""
     if factor.dtype != torch.float32 or not factor.is_cpu:
         return 0
     if factor.numel() == 1:
@@ -50,3 +53,25 @@ def _extent(factor: Tensor, rows: int, columns: int) -> int:
     if factor.shape == (rows, 1):
         return 2
     return 3 if factor.shape == (1, columns) else 0
+
+
+def add_patches(patches: Tensor, images: int, channels: int, dimensions: Sequence[Sequence[int]]) -> Tensor | None:
+    kernels = library()
+    if kernels is None or patches.dtype not in INPUTS or len(dimensions) > 3:
+        return None
+    space = [*[[1, 1, 1, 1, 1, 0]] * (3 - len(dimensions)), *dimensions]
+    numbers = (ctypes.c_int64 * 18)(*chain(*space))
+    if min(images, channels, *(number for row in space for number in row[:5])) < 1:
+        return None
+    patches, result = patches.contiguous(), patches.new_empty(images, *(row[0] for row in dimensions), channels)
+    touched = images * channels * math.prod(row[1] * row[2] for row in space)
+    kernels.lowbit_add_patches(
+        address("patches", patches, patches.dtype, touched),
+        INPUTS[patches.dtype],
+        start(result),
+        images,
+        channels,
+        ctypes.addressof(numbers),
+        torch.get_num_threads(),
+    )
+    return result

@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels.gpu.casts import obstacle as obstacle
 from lightning_lowbit.kernels.gpu.casts import run
-from lightning_lowbit.kernels.gpu.constants import grid_of
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.memory import checked
+from lightning_lowbit.kernels.numbers import grid_of
 from lightning_lowbit.kernels.shards import (
     FLOATING,
     FP8,

@@ -130,9 +130,9 @@ def pack_blocks(
     place = down_block.to(tl.int64) * tl.cdiv(columns, SIDES[1]) + right_block
     is_block = (down_block * SIDES[0] < rows) & (right_block * SIDES[1] < columns)
     if CAST.scale == "fp32":
-        for byte_of in tl.static_range(4):
-            part = (bits_of(stored_scale) >> (8 * byte_of)) & 0xFF
-            tl.store(scales_at + place * 4 + byte_of, part.to(tl.uint8), mask=is_block)
+        for number in tl.static_range(4):
+            part = (bits_of(stored_scale) >> (8 * number)) & 0xFF
+            tl.store(scales_at + place * 4 + number, part.to(tl.uint8), mask=is_block)
     else:
         tl.store(scales_at + place, _code_of_scale(stored_scale, CAST).to(tl.uint8), mask=is_block)
 
@@ -193,13 +193,13 @@ def lay_out_blocks(
     code = _code_of_scale(stored_scales(scales, CAST), CAST)
     per_block: tl.constexpr = SIDES[1] // SCALED
     first = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * per_block
-    of_row = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0])[:, None, None, None] * SIDES[0]
-    of_row += tl.arange(0, SIDES[0])[None, :, None, None]
+    line = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0])[:, None, None, None] * SIDES[0]
+    line += tl.arange(0, SIDES[0])[None, :, None, None]
     block = first + tl.arange(0, per_block)[None, None, None, :]
-    code = tl.where((of_row < rows) & (block * SCALED < columns), code, 0)
-    tile = (of_row // 128).to(tl.int64) * across + block // 4
-    place = tile * 512 + (of_row % 32 * 16 + of_row % 128 // 32 * 4 + block % 4)
-    is_place = (of_row < tl.cdiv(rows, 128) * 128) & (block < across * 4)
+    code = tl.where((line < rows) & (block * SCALED < columns), code, 0)
+    tile = (line // 128).to(tl.int64) * across + block // 4
+    place = tile * 512 + (line % 32 * 16 + line % 128 // 32 * 4 + block % 4)
+    is_place = (line < tl.cdiv(rows, 128) * 128) & (block < across * 4)
     tl.store(scales_at + place, code.to(tl.uint8), mask=is_place)
 
 
@@ -219,7 +219,7 @@ def unpack_blocks(
     DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Values from the bytes of codes ``x`` and those of block scales."""
+    """Values from the bytes of codes ``x`` and of block scales."""
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     count: tl.constexpr = 8 // BITS
     joined = tl.load(x + (row.to(tl.int64) * (columns // count) + column // count), mask=mask, other=0).to(tl.int32)
@@ -229,9 +229,9 @@ def unpack_blocks(
         place = (row // SIDES[0]).to(tl.int64) * tl.cdiv(columns, SIDES[1]) + column // SIDES[1]
         if CAST.scale == "fp32":
             word = tl.zeros(TILE, tl.int32)
-            for byte_of in tl.static_range(4):
-                part = tl.load(scales_at + place * 4 + byte_of, mask=mask, other=0).to(tl.int32)
-                word |= part << (8 * byte_of)
+            for number in tl.static_range(4):
+                part = tl.load(scales_at + place * 4 + number, mask=mask, other=0).to(tl.int32)
+                word |= part << (8 * number)
             scale = float_of(word)
         else:
             code = tl.load(scales_at + place, mask=mask, other=0).to(tl.int32)

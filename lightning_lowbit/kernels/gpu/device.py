@@ -2,7 +2,7 @@
 
 Binades are found in the bits of a float, maxima of magnitudes are taken of their bits, where NaN is the largest. Every
 division is IEEE's; kernels are launched with ``enable_fp_fusion=False``, so that no product is fused into a sum.
-``CAST`` and ``GRID`` are the named tuples of :mod:`lightning_lowbit.kernels.gpu.constants`.
+``CAST`` and ``GRID`` are the named tuples of :mod:`lightning_lowbit.kernels.numbers`.
 """
 
 import triton

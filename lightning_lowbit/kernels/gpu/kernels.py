@@ -15,7 +15,7 @@ from lightning_lowbit.kernels.gpu.passes import measure_shards as measure_shards
 from lightning_lowbit.kernels.gpu.passes import pass_over_shards as pass_over_shards
 from lightning_lowbit.kernels.gpu.passes import sum_partials as sum_partials
 from lightning_lowbit.kernels.gpu.products import delay as delay
-from lightning_lowbit.kernels.gpu.products import finish as finish
+from lightning_lowbit.kernels.gpu.products import scale_and_round as scale_and_round
 from lightning_lowbit.kernels.gpu.scales import (
     block_scales,
     encode_factor,
@@ -58,8 +58,8 @@ def cast_blocks(
     BLOCKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     signs=None,
-    given_rows=None,
-    given_columns=None,
+    source_rows=None,
+    source_columns=None,
     ROTATION: tl.constexpr = None,
 ):
     """Scales per block of ``SIDES``, of which a program has ``BLOCKS``; with ``signs`` of the rotated matrix."""
@@ -73,8 +73,8 @@ def cast_blocks(
     if signs is None:
         elements = load_elements(x, row, column, row_stride, column_stride, mask)
     else:
-        mask_given = (row < given_rows) & (column < given_columns)
-        elements = load_rotated(x, row, column, row_stride, column_stride, mask_given, signs, ROTATION, INTERPRETED)
+        source_mask = (row < source_rows) & (column < source_columns)
+        elements = load_rotated(x, row, column, row_stride, column_stride, source_mask, signs, ROTATION, INTERPRETED)
 
     if CAST.by_row and SIDES[0] == 1:
         line = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]
@@ -218,8 +218,8 @@ def measure(
     column_stride,
     TILE: tl.constexpr,
     signs=None,
-    given_rows=None,
-    given_columns=None,
+    source_rows=None,
+    source_columns=None,
     ROTATION: tl.constexpr = None,
     INTERPRETED: tl.constexpr = False,
 ):
@@ -233,7 +233,7 @@ def measure(
         if signs is None:
             elements = load_elements(x, row, column, row_stride, column_stride, mask)
         else:
-            mask = (row < given_rows) & (column < given_columns)
+            mask = (row < source_rows) & (column < source_columns)
             elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION, INTERPRETED)
         if sums is None:
             peaks = tl.maximum(peaks, magnitude_bits(elements))

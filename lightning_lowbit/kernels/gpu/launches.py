@@ -1,4 +1,4 @@
-"""Launches of the kernels: which kernel, how many programs and what arguments, made without a GPU or Triton.
+"""Launches of the kernels: name, number of programs and arguments, made without a GPU or Triton.
 
 A program has some 32 elements per thread, in a tile that is wide along the axis on which memory is contiguous.
 """
@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels.gpu.constants import constants_of
 from lightning_lowbit.kernels.layout import block_shape, multiples, round_up
 from lightning_lowbit.kernels.memory import checked
+from lightning_lowbit.kernels.numbers import cast_numbers
 from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
+from lightning_lowbit.quant.call import CastCall, is_rounded
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import is_rounded
 from lightning_lowbit.quant.packed import packed_bytes, per_byte
+from lightning_lowbit.quant.scaling import rounding_key
 from lightning_lowbit.quant.transforms import rotated_shape, rotation_factors
 
 LARGEST_BLOCK = 1024  # elements: a block lies in the registers of one program
@@ -25,7 +26,7 @@ SUMS = 256  # programs that measure a mean
 
 
 class Launch(NamedTuple):
-    """One launch: ``arguments`` are tensors and numbers, ``constants`` what the kernel is compiled for."""
+    """One launch: ``arguments`` are tensors and numbers, ``constants`` are compiled into the kernel."""
 
     kernel: str
     programs: int
@@ -34,20 +35,19 @@ class Launch(NamedTuple):
     warps: int = 4
 
 
-def of_cast(
-    x: Tensor,
-    cast: Cast,
-    dim: int,
-    key: Tensor | None,
-    amax: Tensor | None,
-    offset: Tensor | None,
-    sums: Tensor | None,
-    values: Tensor,
-    factor: Tensor,
-    rotation: Tensor | None = None,
+def cast_launch(
+    x: Tensor, call: CastCall, amax: Tensor | None, sums: Tensor | None, values: Tensor, factor: Tensor
 ) -> Launch:
-    """Writes the operand ``values`` and its ``factor``; ``sums`` are those of :func:`of_sums`. With ``rotation``, signs
-    of a Hadamard transform, the matrix is rotated before."""
+    """Writes the operand ``values`` and its ``factor``.
+
+    Args:
+        x: the matrix, which is rotated before if the call has a rotation.
+        call: how it is cast.
+        amax: of the matrix, or of each row for a second level per row; None where it is not needed.
+        sums: of :func:`sums_launch`, or None.
+        values, factor: new tensors.
+    """
+    cast, dim, rotation = call.cast, call.dim, call.rotation
     group = 0 if rotation is None else len(rotation)
     form = _cast_form(cast.spec, dim, x.dtype, values.dtype, is_transposed(x), group)
     amaxes = x.shape[1 - dim % 2] if cast.scale.two_level == "row" else 1
@@ -55,7 +55,7 @@ def of_cast(
         "x": x,
         "values": as_bytes(values),
         "factor": factor,
-        **_from_outside(x, form.draws, key, offset, amax if form.takes_amax else None, amaxes),
+        **_outside(x, call, amax, amaxes),
         **_layout(x, rotation, dim),
     }
     counts = _counts(values, form.size)
@@ -66,29 +66,26 @@ def of_cast(
 
 
 class _Form(NamedTuple):
-    """What launches of a cast have in common; ``size`` are rows and columns of a program."""
+    """The common part of launches of a cast; ``size`` are rows and columns of a program."""
 
     kernel: str
     size: tuple[int, int]
     constants: dict[str, Any]
-    warps: int
-    takes_amax: bool
-    draws: bool
+    warps: int = 4
 
 
 @cache
 def _cast_form(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, transposed: bool, group: int) -> _Form:
     """The form of a cast from the dtype ``source`` to ``dtype``, rotated in groups unless their size is 0."""
     cast = Cast.from_spec(spec)
-    tile, constants = tile_of(cast, dim, 2), {"CAST": constants_of(cast), "DTYPE": dtype}
-    of_cast = cast.scale.needs_amax or cast.scale.two_level == "row", cast.draws
+    tile, constants = tile_of(cast, dim, 2), {"CAST": cast_numbers(cast), "DTYPE": dtype}
     if tile == (ALL, ALL):
         size = _tile(transposed)
-        return _Form("cast_tensor", size, {**constants, "TILE": size, "SUMS": SUMS}, 4, *of_cast)
+        return _Form("cast_tensor", size, {**constants, "TILE": size, "SUMS": SUMS})
     if ALL in tile:
         axis = tile.index(ALL)
         size = ((32, 64) if transposed else (4, 512)) if axis == 1 else ((512, 4) if transposed else (64, 32))
-        return _Form("cast_rows", size, {**constants, "AXIS": axis, "TILE": size}, 4, *of_cast)
+        return _Form("cast_rows", size, {**constants, "AXIS": axis, "TILE": size})
     padded, is_light = padded_sides(tile), cast.rounding == "nearest" and cast.scale.four_over_six is None
     rows, columns, warps = _block_tile(transposed, padded, is_light and not group)
     if corrected := cast.scale.correction:  # whole groups in a program
@@ -99,118 +96,96 @@ def _cast_form(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, tra
     blocks = rows // padded[0], columns // padded[1]
     through = source if is_rounded(source, cast) else dtype
     constants |= {"THROUGH": through, "SIDES": tile, "PADDED": padded, "BLOCKS": blocks}
-    return _Form("cast_blocks", (tile[0] * blocks[0], tile[1] * blocks[1]), constants, warps, *of_cast)
+    return _Form("cast_blocks", (tile[0] * blocks[0], tile[1] * blocks[1]), constants, warps)
 
 
-def of_both(
-    x: Tensor,
-    casts: tuple[Cast, Cast],
-    keys: tuple[Tensor | None, Tensor | None],
-    amax: Tensor | None,
-    operands: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
-) -> Launch:
+def both_launch(x: Tensor, calls: tuple[CastCall, CastCall], amax: Tensor | None, operands: Sequence[Tensor]) -> Launch:
     """Writes the operands with blocks along rows and along columns, each as values and factor."""
-    sides = block_size(casts[0]), block_size(casts[1])
+    sides = block_size(calls[0].cast), block_size(calls[1].cast)
     size = max(sides[1], 16), max(sides[0], 64)
     arguments: dict[str, Any] = {"x": x}
     constants: dict[str, Any] = {"SIDES": sides, "TILE": size}
-    for name, cast, key, (values, factor) in zip(("row", "column"), casts, keys, operands, strict=True):
+    for name, call, values, factor in zip(("row", "column"), calls, operands[::2], operands[1::2], strict=True):
+        outside = _outside(x, call, amax)
         arguments |= {f"values_{name}": values, f"factor_{name}": factor}
-        keyed, measured = cast.rounding == "stochastic", amax if cast.scale.needs_amax else None
-        outside = _from_outside(x, keyed, key, None, measured)
         arguments |= {f"key_{name}": outside["key"], f"amax_{name}": outside["amax"]}
-        constants |= {f"CAST_{name.upper()}": constants_of(cast), f"DTYPE_{name.upper()}": values.dtype}
-        constants |= {f"THROUGH_{name.upper()}": x.dtype if is_rounded(x.dtype, cast) else values.dtype}
+        through = x.dtype if is_rounded(x.dtype, call.cast) else values.dtype
+        numbers = {"CAST": cast_numbers(call.cast), "DTYPE": values.dtype, "THROUGH": through}
+        constants |= {f"{key}_{name.upper()}": value for key, value in numbers.items()}
     warps = min(size[0] * size[1] // 1024, 8)  # one warp reduces along columns without shared memory
     return Launch("cast_both", _programs(x, size), {**arguments, **_layout(x)}, constants, warps)
 
 
-def of_pack(
-    x: Tensor,
-    cast: Cast,
-    dim: int,
-    key: Tensor | None,
-    amax: Tensor | None,
-    offset: Tensor | None,
-    data: Tensor,
-    factor: Tensor,
-) -> Launch:
+def pack_launch(x: Tensor, call: CastCall, amax: Tensor | None, data: Tensor, factor: Tensor) -> Launch:
     """Writes codes and block scales to ``data``, uint8, and the scale of the matrix."""
-    sides, codes = tile_of(cast, dim, 2), packed_codes(x.shape, cast)
+    cast, dim = call.cast, call.dim
+    checked("codes and scales", data, torch.uint8, packed_bytes(x.shape[0], x.shape[1], cast, dim), x.device)
+    sides = tile_of(cast, dim, 2)
     rows, columns, warps = _block_tile(is_transposed(x), sides, is_light=False)
-    blocks = rows // sides[0], columns // sides[1]
-    keyed = cast.rounding == "stochastic"
     arguments = {
         "x": x,
-        "codes": checked(
-            "codes and scales", data, torch.uint8, packed_bytes(x.shape[0], x.shape[1], cast, dim), x.device
-        ),
-        "scales_at": data[codes:],
+        "codes": data,
+        "scales_at": data[packed_codes(x.shape, cast) :],
         "factor": factor,
-        **_from_outside(x, keyed, key, offset, amax if cast.scale.needs_amax else None),
+        **_outside(x, call, amax),
         **_layout(x),
     }
-    # Elements are rounded alone; scales go beside them.
-    constants = {"CAST": constants_of(cast)._replace(scaled=False), "SIDES": sides, "BLOCKS": blocks, **_coding(cast)}
+    constants = {**_coding(cast), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
     return Launch("pack_blocks", _programs(x, (rows, columns)), arguments, constants, warps)
 
 
-def of_layout(
-    x: Tensor,
-    cast: Cast,
-    block: int,
-    dim: int,
-    key: Tensor | None,
-    amax: Tensor | None,
-    offset: Tensor | None,
-    made: tuple[Tensor, Tensor, Tensor],
+def layout_launch(
+    x: Tensor, call: CastCall, amax: Tensor | None, codes: Tensor, scales: Tensor, factor: Tensor
 ) -> Launch:
     """Writes codes, scales and the scale of the matrix as :mod:`lightning_lowbit.kernels.layout` has them."""
+    cast, dim, block = call.cast, call.dim, call.block
     sides, matrix = block_shape(cast, dim), x if dim == 1 else x.t()
     rows, columns, warps = _block_tile(is_transposed(matrix), sides, is_light=False)
-    codes, scales, factor = made
-    keyed = cast.rounding == "stochastic"
     if is_transposed(matrix) and sides[0] <= 64 and sides[1] <= 32:  # blocks of a row lie in one thread
-        rows, columns, warps = 64, 32, 2 if keyed or cast.scale.four_over_six is not None else 1
+        is_heavy = cast.rounding == "stochastic" or cast.scale.four_over_six is not None
+        rows, columns, warps = 64, 32, 2 if is_heavy else 1
     arguments = {
         "x": x,
         "codes": as_bytes(codes),
         "scales_at": scales.view(torch.uint8),
         "factor": factor,
-        **_from_outside(x, keyed, key, offset, amax if cast.scale.needs_amax else None),
+        **_outside(x, call, amax),
         **_layout(matrix),
     }
-    constants = {"CAST": constants_of(cast)._replace(scaled=False), "SIDES": sides, **_coding(cast)}
-    constants |= {"BLOCKS": (rows // sides[0], columns // sides[1]), "DIM": dim, "SCALED": block, "PADDED": multiples()}
+    constants = {**_coding(cast), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
+    constants |= {"DIM": dim, "SCALED": block, "PADDED": multiples()}
     programs = -(-round_up(matrix.shape[0], 128) // rows) * -(-round_up(matrix.shape[1], 4 * block) // columns)
     return Launch("lay_out_blocks", programs, arguments, constants, warps)
 
 
-def of_unpack(data: Tensor, cast: Cast, dim: int, source: torch.dtype, values: Tensor) -> Launch:
-    """Writes ``values`` from what :func:`of_pack` has written."""
-    sides, size = tile_of(cast, dim, 2), _tile(is_transposed(values))
-    through = source if is_rounded(source, cast) else values.dtype
+def unpack_launch(data: Tensor, cast: Cast, dim: int, source: torch.dtype, values: Tensor) -> Launch:
+    """Writes ``values`` from the bytes of :func:`pack_launch` for a tensor of the dtype ``source``."""
+    size, through = _tile(is_transposed(values)), source if is_rounded(source, cast) else values.dtype
     rows, columns = values.shape
     checked("codes and scales", data, torch.uint8, packed_bytes(rows, columns, cast, dim), values.device)
     arguments: dict[str, Any] = {"x": data, "scales_at": data[packed_codes(values.shape, cast) :], "values": values}
     arguments |= {"rows": rows, "columns": columns}
-    constants = {"CAST": constants_of(cast), "SIDES": sides, "TILE": size, "THROUGH": through, "DTYPE": values.dtype}
-    return Launch("unpack_blocks", _programs(values, size), arguments, {**constants, **_coding(cast)})
+    constants = {**_coding(cast), "CAST": cast_numbers(cast), "SIDES": tile_of(cast, dim, 2)}
+    constants |= {"TILE": size, "THROUGH": through, "DTYPE": values.dtype}
+    return Launch("unpack_blocks", _programs(values, size), arguments, constants)
 
 
-def _from_outside(
-    x: Tensor, draws: bool, key: Tensor | None, offset: Tensor | None, amax: Tensor | None, amaxes: int = 1
-) -> dict[str, Tensor | None]:
-    """What kernels read besides a matrix, where they draw and where there is an amax."""
+def _outside(x: Tensor, call: CastCall, amax: Tensor | None, amaxes: int = 1) -> dict[str, Tensor | None]:
+    """Returns the other inputs of a kernel: the amax of the matrix or of its rows, key and offset of random bits."""
+    cast, device = call.cast, x.device
+    needs_amax = cast.scale.needs_amax or cast.scale.two_level == "row"
+    key = rounding_key(cast, call.key, device)
     return {
-        "amax": checked("an amax", amax, torch.float32, amaxes, x.device),
-        "key": checked("a key", key, torch.int64, 1, x.device) if draws else None,
-        "offset": checked("an offset", offset, torch.int32, 3, x.device) if draws else None,
+        "amax": checked("an amax", amax, torch.float32, amaxes, device) if needs_amax else None,
+        "key": checked("a key", key, torch.int64, 1, device),
+        "offset": checked("an offset", call.offset(x), torch.int32, 3, device),
     }
 
 
 def _coding(cast: Cast) -> dict[str, Any]:
-    return {"CODING": cast.format.encoding, "BITS": cast.format.bits}
+    """Constants of codes; their elements are rounded alone, since scales go beside them."""
+    numbers = cast_numbers(cast)._replace(scaled=False)
+    return {"CAST": numbers, "CODING": cast.format.encoding, "BITS": cast.format.bits}
 
 
 def packed_codes(shape: torch.Size, cast: Cast) -> int:
@@ -218,7 +193,7 @@ def packed_codes(shape: torch.Size, cast: Cast) -> int:
     return shape[0] * shape[1] // per_byte(cast.format)
 
 
-def of_amax(x: Tensor, amax: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Launch:
+def amax_launch(x: Tensor, amax: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Launch:
     """Raises ``amax`` (float32, 0-d, 0 before) to max|x|, or to that of the rotated matrix."""
     size = _tile(is_transposed(x))
     arguments = {"x": x, "amax": amax.view(torch.int32), "sums": None, **_layout(x, rotation, dim)}
@@ -229,7 +204,7 @@ def of_amax(x: Tensor, amax: Tensor, rotation: Tensor | None = None, dim: int = 
     return Launch("measure", min(programs, 1024), arguments, {"TILE": size, "ROTATION": _rotation(len(rotation), dim)})
 
 
-def of_rotation(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> Launch:
+def rotation_launch(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> Launch:
     """Writes the rotated matrix."""
     size = _whole_groups(*_tile(is_transposed(x)), len(rotation), dim)
     arguments = {"x": x, "values": values, **_layout(x, rotation, dim)}
@@ -251,21 +226,23 @@ def _whole_groups(rows: int, columns: int, size: int, dim: int) -> tuple[int, in
     return sides[0], sides[1]
 
 
-def of_sums(x: Tensor, sums: Tensor) -> Launch:
+def sums_launch(x: Tensor, sums: Tensor) -> Launch:
     """Writes sums of magnitudes, float64 ``[SUMS]``."""
     arguments = {"x": x, "amax": None, "sums": sums, **_layout(x)}
     return Launch("measure", SUMS, arguments, {"TILE": _tile(is_transposed(x))})
 
 
-def of_delay(own: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int], result: Tensor) -> Launch:
-    """Raises ``staged`` at ``places`` to ``own``, and writes the amax that scales an operand; all float32, 0-d but for
+def delay_launch(
+    amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int], result: Tensor
+) -> Launch:
+    """Raises ``staged`` at ``places`` to ``amax``, and writes the amax that scales an operand; all float32, 0-d but for
     ``staged``, which has one for each operand."""
     constants = {"PLACES": sum(1 << place for place in places)}
-    arguments = {"x": own, "in_force": in_force, "staged": staged, "result": result}
+    arguments = {"x": amax, "in_force": in_force, "staged": staged, "result": result}
     return Launch("delay", 1, arguments, constants, 1)
 
 
-def of_finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, result: Tensor) -> Launch:
+def scale_and_round_launch(product: Tensor, factors: list[Tensor], bias: Tensor | None, result: Tensor) -> Launch:
     """Writes ``product * factors + bias``."""
     others = [*factors, *[None] * (2 - len(factors)), bias]
     size = _tile(is_transposed(product))
@@ -278,7 +255,9 @@ def of_finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, resul
         if (tensor := arguments[name]) is not None:
             checked("a factor or bias", tensor, tensor.dtype, sizes[axes], product.device)
     constants = {"SPREAD": spread, "TILE": size, "DTYPE": result.dtype}
-    return Launch("finish", _programs(product, size), {**arguments, "result": result, **_layout(product)}, constants)
+    return Launch(
+        "scale_and_round", _programs(product, size), {**arguments, "result": result, **_layout(product)}, constants
+    )
 
 
 def block_size(cast: Cast) -> int:
@@ -287,7 +266,7 @@ def block_size(cast: Cast) -> int:
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Whether memory is contiguous along columns and not along rows."""
+    """Returns whether memory is contiguous along columns and not along rows."""
     return x.stride(0) == 1 and x.stride(1) != 1
 
 
@@ -322,14 +301,14 @@ def _block_tile(transposed: bool, block: Tile, is_light: bool) -> tuple[int, int
 
 
 def _layout(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> dict[str, Any]:
-    """Sizes and strides; with a rotation the sizes are those of the rotated matrix, and those in memory come after."""
+    """Sizes and strides; with a rotation the sizes of the rotated matrix, and the signs and sizes in memory."""
     strides = {"row_stride": x.stride(0), "column_stride": x.stride(1)}
     if rotation is None:
         return {"rows": x.shape[0], "columns": x.shape[1], **strides}
     rows, columns = rotated_shape(x.shape, rotation, dim)
     signs = checked("signs", rotation, torch.float32, len(rotation), x.device)
-    given = {"signs": signs, "given_rows": x.shape[0], "given_columns": x.shape[1]}
-    return {"rows": rows, "columns": columns, **strides, **given}
+    source = {"signs": signs, "source_rows": x.shape[0], "source_columns": x.shape[1]}
+    return {"rows": rows, "columns": columns, **strides, **source}
 
 
 def _counts(x: Tensor, size: tuple[int, int]) -> tuple[int, int]:
@@ -341,7 +320,7 @@ def _programs(x: Tensor, size: tuple[int, int]) -> int:
 
 
 def _axes(tensor: Tensor | None) -> str:
-    """How a factor or a bias spreads over a matrix: "", "rows", "columns" or "both"."""
+    """Returns how a factor or a bias spreads over a matrix: "", "rows", "columns" or "both"."""
     if tensor is None or tensor.numel() == 1:
         return ""
     if tensor.dim() == 1 or tensor.shape[0] == 1:

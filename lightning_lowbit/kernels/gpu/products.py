@@ -11,17 +11,17 @@ from lightning_lowbit.kernels.gpu.tiles import load_elements, tile_places
 def delay(x, in_force, staged, result, PLACES: tl.constexpr):
     """Raises amaxes of the step to a finite one where bits of ``PLACES`` are set, and writes the one in force or, while
     that is 0, the operand's own."""
-    own, force = tl.load(x), tl.load(in_force)
+    amax, force = tl.load(x), tl.load(in_force)
     if staged is not None:
         place = tl.arange(0, 8)  # of six operands
         mask = (((place * 0 + PLACES) >> place) & 1) == 1
         before = tl.load(staged + place, mask=mask, other=0.0)
-        tl.store(staged + place, tl.where(own < float("inf"), tl.maximum(own, before), before), mask=mask)
-    tl.store(result, tl.where(force > 0, force, own))
+        tl.store(staged + place, tl.where(amax < float("inf"), tl.maximum(amax, before), before), mask=mask)
+    tl.store(result, tl.where(force > 0, force, amax))
 
 
 @triton.jit
-def finish(
+def scale_and_round(
     x,
     first,
     second,

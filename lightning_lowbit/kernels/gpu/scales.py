@@ -1,6 +1,6 @@
 """Scales of blocks, and elements rounded in units of them, bit for bit those of quant/scales.py and scaling.py.
 
-``CAST`` is a named tuple of :mod:`lightning_lowbit.kernels.gpu.constants`, in the symbols of quant/scaling.py.
+``CAST`` is a named tuple of :mod:`lightning_lowbit.kernels.numbers`, in the symbols of quant/scaling.py.
 """
 
 import triton
@@ -26,7 +26,7 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 @triton.jit
 def tensor_scales(amax, CAST: tl.constexpr):
-    """S and what decoding multiplies by, 1/S or 1/p, from a pointer to the amax of the tensor."""
+    """S and the factor of decoding, 1/S or 1/p, from a pointer to the amax of the tensor."""
     if CAST.two_level:
         return levels_of(tl.load(amax), CAST)
     else:
@@ -97,7 +97,7 @@ def _bf16(wanted, CAST: tl.constexpr):
 
 @triton.jit
 def scales_of(amount, encode, CAST: tl.constexpr):
-    """s (e of fp32 scales) from the statistics of blocks; those that are drawn come from :func:`drawn_scales`."""
+    """s (e of fp32 scales) from the statistics of blocks; for stochastic rounding see :func:`drawn_scales`."""
     if CAST.scale == "fp32":
         denominator = at_least(amount, CAST.epsilon) * CAST.factor
         bits = bits_of(tl.div_rn(CAST.size, denominator))
@@ -173,7 +173,7 @@ def _error(elements, scales, encode, decode, CAST: tl.constexpr):
 
 @triton.jit
 def block_scales(elements, mask, encode, decode, index, key, CAST: tl.constexpr):
-    """Scales of blocks along axes 1 and 3 of four, what elements are multiplied by, and zero points. ``elements`` are 0
+    """Scales of blocks along axes 1 and 3 of four, factors of elements, and zero points. ``elements`` are 0
     outside of ``mask``. Scales that are drawn need ``index`` and ``key``, as :func:`drawn_scales`."""
     peaks = tl.max(tl.max(magnitude_bits(elements), 3, keep_dims=True), 1, keep_dims=True)
     amax = float_of(peaks)
@@ -215,17 +215,17 @@ def block_scales(elements, mask, encode, decode, index, key, CAST: tl.constexpr)
 
 @triton.jit
 def _corrected(elements, scales, factor, index, key, CAST: tl.constexpr):
-    """What elements decode with, so that the errors of ``CAST.group`` blocks cancel."""
+    """Scales for decoding, with which the errors of ``CAST.group`` blocks cancel."""
     y, square = elements * factor, scales * scales
-    norm = _of_group(_sum_in_halves(y * y * square), elements.shape[3] > 1, CAST)
-    product = _of_group(_sum_in_halves(y * round_nearest(y, CAST.elements) * square), elements.shape[3] > 1, CAST)
+    norm = _group_sums(_sum_in_halves(y * y * square), elements.shape[3] > 1, CAST)
+    product = _group_sums(_sum_in_halves(y * round_nearest(y, CAST.elements) * square), elements.shape[3] > 1, CAST)
     wanted = scales * tl.where(product == 0, 1.0, tl.div_rn(norm, product))
     low, high = _scale_key(key)
     return round_stochastic(wanted, index, low, high, CAST.storage)
 
 
 @triton.jit
-def _of_group(values, IN_ROWS: tl.constexpr, CAST: tl.constexpr):
+def _group_sums(values, IN_ROWS: tl.constexpr, CAST: tl.constexpr):
     """Sums over groups of blocks, for each block of the group."""
     down: tl.constexpr = values.shape[0]
     across: tl.constexpr = values.shape[2]

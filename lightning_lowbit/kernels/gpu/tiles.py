@@ -1,6 +1,6 @@
-"""What a program has of a matrix: places and values of a tile ``[rows, columns]``, or of blocks.
+"""The part of a matrix that a program works on: places and values of a tile ``[rows, columns]``, or of blocks.
 
-Blocks are ``[blocks, rows of a block, blocks, columns of a block]``. What lies outside is masked and counts as 0.
+Blocks are ``[blocks, rows of a block, blocks, columns of a block]``. Places outside are masked and count as 0.
 """
 
 import triton
@@ -54,8 +54,8 @@ def load_rotated(
 ):
     """Elements with groups rotated as :func:`lightning_lowbit.quant.rotate` has them, rounded to the dtype of ``x``.
 
-    They are those of a tile of whole groups, or of blocks in it whose sides are powers of two. ``ROTATION`` holds the
-    axis of groups, their size, and what is multiplied before and after.
+    The program has a tile of whole groups, or blocks in it whose sides are powers of two. ``ROTATION`` holds the axis
+    of groups, their size, and the factors before and after.
     """
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
     place = row if ROTATION[0] == 0 else column
@@ -103,15 +103,15 @@ def rotate(
     row_stride,
     column_stride,
     signs,
-    given_rows,
-    given_columns,
+    source_rows,
+    source_columns,
     TILE: tl.constexpr,
     ROTATION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """A rotated matrix in the dtype of ``x``."""
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
-    mask_given = (row < given_rows) & (column < given_columns)
-    elements = load_rotated(x, row, column, row_stride, column_stride, mask_given, signs, ROTATION, INTERPRETED)
+    source_mask = (row < source_rows) & (column < source_columns)
+    elements = load_rotated(x, row, column, row_stride, column_stride, source_mask, signs, ROTATION, INTERPRETED)
     result = narrow(elements, x.dtype.element_ty, INTERPRETED)
     tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)

@@ -66,7 +66,7 @@ class LinearCasts:
             of rank one, is added in high precision (Averis, arXiv 2603.10444): ``Y = Q(X - 1μᵀ) · Q(W)ᵀ + 1 (W μ)ᵀ``,
             likewise ``dX`` with the mean ν of dY, and ``dW = Q(dY - 1νᵀ)ᵀ · Q(X - 1μᵀ) + tokens · ν μᵀ``.
         surrogate: for ``fprop_x`` and ``fprop_w``, the derivative of rounding: ``"dge"`` (meant for weights) or
-            ``"trust"``, see :mod:`lightning_lowbit.quant.surrogate`. By default gradients pass straight through.
+            ``"trust"``, see :mod:`lightning_lowbit.quant.operand`. By default gradients pass straight through.
         requantize: of ``dgrad_w`` and ``wgrad_x``, those whose cast quantizes the dequantized operand of the forward
             pass instead of the tensor (Quartet II, arXiv 2601.22813).
         smooth: scales the channels (``"channel"``) or tokens (``"token"``) of x to one magnitude by powers of two, and

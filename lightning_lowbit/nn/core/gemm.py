@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit.compilation import compiled, counted_as, opaque, within_cast
+from lightning_lowbit.compilation import counted_as, opaque, within_cast
 from lightning_lowbit.kernels.layout import pad
-from lightning_lowbit.kernels.products import finish
+from lightning_lowbit.kernels.products import scale_and_round
 from lightning_lowbit.nn.native.devices import native_obstacle as native_obstacle
 from lightning_lowbit.nn.native.gemms import block_product, results
 from lightning_lowbit.nn.native.operand import BlockOperand
@@ -167,25 +167,7 @@ def _emulated_matmul(
 def _finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if not factors and bias is None:
         return product.to(dtype)
-    if (finished := finish(product, factors, bias, dtype)) is not None:
-        return finished
-
-    def view(tensor: Tensor) -> Tensor:  # for `compiled`: [m, 1, n], with sizes of 1 where it broadcasts
-        return tensor.reshape([1] * (2 - tensor.dim()) + list(tensor.shape)).unsqueeze(1)
-
-    others = [view(tensor) for tensor in (*factors, bias) if tensor is not None]
-    return _scale(view(product), *others, biased=bias is not None, dtype=dtype).squeeze(1)
-
-
-@compiled
-def _scale(product: Tensor, *others: Tensor, biased: bool, dtype: torch.dtype) -> Tensor:
-    factors, biases = (others[:-1], others[-1:]) if biased else (others, ())
-    result = product if product.dtype == torch.float64 else product.float()
-    for factor in factors:  # one by one, because their product may overflow or underflow
-        result = result * factor
-    for bias in biases:
-        result = result + bias
-    return result.to(dtype)
+    return scale_and_round(product, factors, bias, dtype)
 
 
 @opaque(lambda left, left_factor, right, right_factor, bias, dtype, fast: _empty(left, right, dtype))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.compilation import opaque
-from lightning_lowbit.kernels.patches import add_patches
+from lightning_lowbit.kernels.products import add_patches
 from lightning_lowbit.nn.core.derivatives import refuse_batches
 from lightning_lowbit.quant import Cast
 

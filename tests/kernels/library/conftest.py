@@ -10,10 +10,10 @@ from lightning_lowbit.kernels.cpu import casts, library
 @pytest.fixture
 def unloaded():
     """The kernels are loaded anew within a test, and after it."""
-    for function in (library.library, library._loaded, casts.plan_of):
+    for function in (library.library, library._loaded, casts.cpp_cast):
         function.cache_clear()
     yield
-    for function in (library.library, library._loaded, casts.plan_of):
+    for function in (library.library, library._loaded, casts.cpp_cast):
         function.cache_clear()
 
 

@@ -10,9 +10,9 @@ from lightning_lowbit.kernels.cpu import casts, library
 CAST = """
 import torch
 from lightning_lowbit import LinearCasts
-from lightning_lowbit.kernels import coverage, quantize_operand
+from lightning_lowbit.kernels import kernel_support, quantize_operand
 cast = LinearCasts.preset("mxfp8").fprop_x
-print(*coverage([cast]).values(), quantize_operand(torch.ones(2, 16), cast, 1).values.sum().item())
+print(*kernel_support([cast]).values(), quantize_operand(torch.ones(2, 16), cast, 1).values.sum().item())
 """
 
 
@@ -24,7 +24,7 @@ def start(folder, **environment):
 
 def load():
     """The kernels, as in a process that has not loaded them yet."""
-    for function in (library.library, library._loaded, casts.plan_of):
+    for function in (library.library, library._loaded, casts.cpp_cast):
         function.cache_clear()
     return library.library()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_lowbit import LinearCasts
-from lightning_lowbit.kernels import coverage, quantize_operand
+from lightning_lowbit.kernels import kernel_support, quantize_operand
 from lightning_lowbit.kernels.cpu import library
 from lightning_lowbit.quant import quantize_operand as plain
 from tests.kernels.library.loads import calls, load, names, start
@@ -91,7 +91,7 @@ def test_without_a_compiler_plain_code_runs_after_one_warning(cache, monkeypatch
     quantize_operand(x.bfloat16(), cast, 1)
     assert len(warned) == 1
     assert torch.equal(values, plain(x, cast, 1).values)
-    assert coverage([cast]) == {cast: "plain code: the C++ kernels cannot be built"}
+    assert kernel_support([cast]) == {cast: "plain code: the C++ kernels cannot be built"}
 
 
 def run_casts(folder, flags, **environment):

@@ -140,7 +140,7 @@ HOLD = """if True:
 
 
 def test_a_builder_that_is_stopped_is_named_and_not_waited_for(cache, compiler, unloaded, monkeypatch, said):
-    monkeypatch.setattr(files, "_TELL_AFTER", 0.1)
+    monkeypatch.setattr(files, "_INFORM_AFTER", 0.1)
     monkeypatch.setattr(files, "_WAIT", 0.3)
     lock = cache / f"{library._name()}.lock"
     cache.mkdir()

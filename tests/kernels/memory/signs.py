@@ -17,8 +17,7 @@ from lightning_lowbit.kernels import (
     rotate,
     unpack_operand,
 )
-from lightning_lowbit.kernels.patches import add_patches
-from lightning_lowbit.kernels.products import finish
+from lightning_lowbit.kernels.products import add_patches, scale_and_round
 from lightning_lowbit.quant import Hadamard
 from tests.quant.tensors import NVFP4
 
@@ -83,7 +82,9 @@ def calls(view: View, source: torch.dtype) -> dict[str, Callable[[], object]]:
         ways[f"layout, dim {dim}"] = lambda d=dim: lay_out_operand(view(x), NVFP4, 16, d)
     ways["amax"] = lambda: amax_of(view(x))
     ways["both"] = lambda: quantize_both(view(x), (NVFP4, NVFP4), (None, None), None)
-    ways["finish"] = lambda: finish(view(x.float()), [view(f) for f in factors], view(bias), torch.float32)
+    ways["results of GEMMs"] = lambda: scale_and_round(
+        view(x.float()), [view(f) for f in factors], view(bias), torch.float32
+    )
     ways["patches"] = lambda: add_patches(view(x), 2, 16, [(16, 16, 4, 1, 1, 1)])
     ways["delayed"] = lambda: delayed_amax(view(amax), view(torch.ones(6)), torch.zeros(6), [1, 2])
     return ways

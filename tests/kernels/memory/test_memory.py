@@ -21,12 +21,13 @@ from lightning_lowbit.kernels import (
     rotate,
     unpack_operand,
 )
-from lightning_lowbit.kernels.cpu import adam, codes, patches
+from lightning_lowbit.kernels.cpu import adam, codes, products
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.memory import address, checked, together
 from lightning_lowbit.kernels.shards import Decision
 from lightning_lowbit.nn.core.frozen import Frozen
+from lightning_lowbit.quant.call import CastCall
 from tests.kernels.memory import signs
 from tests.quant.tensors import NVFP4
 from tests.tables import each
@@ -151,9 +152,9 @@ def test_layouts_from_bytes_of_another_size_are_refused():
 def test_the_kernel_itself_reads_no_other_number_of_bytes():
     data = pack_operand(torch.randn(32, 64), NVFP4, 1).data
     with pytest.raises(ValueError, match="need codes and scales as 1152"):
-        codes.unpack_(torch.empty(32, 64), data[:-1], NVFP4, torch.float32, 1)
+        codes.unpack(data[:-1], torch.ones(()), CastCall(NVFP4, 1), torch.Size((32, 64)), torch.float32)
     with pytest.raises(ValueError, match="need codes and scales as 1152"):
-        launches.of_unpack(data[:-1], NVFP4, 1, torch.float32, torch.empty(32, 64))
+        launches.unpack_launch(data[:-1], NVFP4, 1, torch.float32, torch.empty(32, 64))
 
 
 # --- other arguments --------------------------------------------------------------------------------------------------
@@ -210,12 +211,12 @@ def test_amaxes_of_places_that_are_not_there(staged, places):
 @needs_cpp
 def test_patches_of_another_number_are_refused():
     dimensions = [(16, 16, 4, 1, 1, 1)]
-    assert patches.add_patches(torch.ones(32, 64), 2, 16, dimensions).shape == (2, 16, 16)
+    assert products.add_patches(torch.ones(32, 64), 2, 16, dimensions).shape == (2, 16, 16)
     for bad in (torch.ones(31, 64), torch.ones(32, 63), torch.ones(33, 64)):
         with pytest.raises(ValueError, match="need patches as 2048"):
-            patches.add_patches(bad, 2, 16, dimensions)
+            products.add_patches(bad, 2, 16, dimensions)
     for numbers in ((16, 16, 4, 0, 1, 1), (16, 0, 4, 1, 1, 1), (-1, 16, 4, 1, 1, 1)):
-        assert patches.add_patches(torch.ones(32, 64), 2, 16, [numbers]) is None
+        assert products.add_patches(torch.ones(32, 64), 2, 16, [numbers]) is None
 
 
 @needs_cpp

@@ -67,9 +67,10 @@ def test_sanitizers_find_what_is_beyond(environment: dict[str, str]) -> None:
     """Bytes of which the last one is missing, past the check."""
     code = (
         "import torch; from lightning_lowbit.kernels.cpu import codes; from lightning_lowbit.quant.packed import pack; "
+        "from lightning_lowbit.quant.call import CastCall; "
         "from tests.quant.tensors import NVFP4; codes.address = lambda name, tensor, *_: tensor.data_ptr(); "
         "data = pack(torch.ones(32, 64), NVFP4, None, None)[0][:-1].clone(); "
-        "codes.unpack_(torch.empty(32, 64), data, NVFP4, torch.float32, 1)"
+        "codes.unpack(data, torch.ones(()), CastCall(NVFP4, 1), torch.Size((32, 64)), torch.float32)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=TESTS.parent, capture_output=True, text=True

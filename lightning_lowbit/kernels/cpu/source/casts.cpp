@@ -30,12 +30,12 @@ inline void put(BF16 *target, F32 value, int count) { store(target, value, count
 // Constants of the generated code: the bits of a style are stochastic (1), per_block (2), wide (4), exact (8).
 
 template <unsigned kStyle, class In, class Out>
-void round_strip(const Strip<In> &strip, const Scales &scales, const Plan &plan, const Output &output) {
+void round_strip(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, const Output &output) {
     constexpr bool kStochastic = kStyle & 1, kPerBlock = kStyle & 2, kWide = kStyle & 4, kExact = kStyle & 8;
     constexpr bool kCodes = std::is_same<Out, Codes>::value;
-    const Grid grid = plan.element;
+    const Grid grid = numbers.element;
     const Codes codes = output.codes;
-    const bool is_tensor = plan.statistic != kBlockMax, through = plan.through_bf16;
+    const bool is_tensor = numbers.statistic != kBlockMax, through = numbers.through_bf16;
     const int64_t columns = strip.columns, per_entry = scales.columns_per_entry;
     uint32_t low = 0, high = 0;
     if (kStochastic) low = uint32_t(*output.key), high = uint32_t(*output.key >> 32);
@@ -89,23 +89,23 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const Plan &plan,
 
 // The codes of the scales of a strip.
 template <class In>
-void put_scales(const Strip<In> &strip, const Scales &scales, const Plan &plan, const Codes &codes) {
-    const int64_t width = plan.tile_columns ? plan.tile_columns : strip.matrix_columns;
+void put_scales(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, const Codes &codes) {
+    const int64_t width = numbers.tile_columns ? numbers.tile_columns : strip.matrix_columns;
     const int64_t across = (strip.matrix_columns + width - 1) / width, blocks = (strip.columns + width - 1) / width;
-    const int64_t first = (plan.tile_rows ? strip.row / plan.tile_rows * across : 0) + strip.column / width;
+    const int64_t first = (numbers.tile_rows ? strip.row / numbers.tile_rows * across : 0) + strip.column / width;
     if (scales.columns_per_entry == width && codes.scale_coding == kUnsigned) {
         for (int64_t at = 0; at < blocks; at += kLanes)
-            store_codes(codes.scales + first + at, code_of_magnitude(load(scales.stored + at), plan.scale),
+            store_codes(codes.scales + first + at, code_of_magnitude(load(scales.stored + at), numbers.scale),
                         int(blocks - at < kLanes ? blocks - at : kLanes));
         return;
     }
     for (int64_t block = 0; block < blocks; block++)
-        put_scale(codes, first + block, scales.stored[block * width / scales.columns_per_entry], plan.scale);
+        put_scale(codes, first + block, scales.stored[block * width / scales.columns_per_entry], numbers.scale);
 }
 
 template <class In, class Out>
-void round_tiles(const Strip<In> &strip, const Scales &scales, const Plan &plan, const Output &output) {
-    using Round = void (*)(const Strip<In> &, const Scales &, const Plan &, const Output &);
+void round_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, const Output &output) {
+    using Round = void (*)(const Strip<In> &, const Scales &, const CastNumbers &, const Output &);
     constexpr bool kBF16 = std::is_same<Out, BF16>::value;
     constexpr unsigned kExact = kBF16 ? 8 : 0;
     static const Round rounds[16] = {
@@ -116,76 +116,78 @@ void round_tiles(const Strip<In> &strip, const Scales &scales, const Plan &plan,
         round_strip<4 + kExact, In, Out>, round_strip<5 + kExact, In, Out>,
         round_strip<6 + kExact, In, Out>, round_strip<7 + kExact, In, Out>,
     };
-    unsigned style = (plan.stochastic ? 1 : 0) + (plan.per_block ? 2 : 0) + (scales.columns_per_entry != 1 ? 4 : 0) +
-                     (plan.exact ? 8 : 0);
-    rounds[style](strip, scales, plan, output);
+    unsigned style = (numbers.stochastic ? 1 : 0) + (numbers.per_block ? 2 : 0) + (scales.columns_per_entry != 1 ? 4 : 0) +
+                     (numbers.exact ? 8 : 0);
+    rounds[style](strip, scales, numbers, output);
 }
 
 template <class In, class Out>
-void cast_strip(const Strip<In> &strip, const Plan &plan, const Output &output, const Levels &levels, const Draws &draws,
+void cast_strip(const Strip<In> &strip, const CastNumbers &numbers, const Output &output, const Levels &levels,
+                const Draws &draws,
                 const Scales *of_tensor) {
-    if (of_tensor) return round_tiles<In, Out>(strip, *of_tensor, plan, output);
-    int64_t width = plan.tile_columns ? plan.tile_columns : (strip.columns + kLanes - 1) / kLanes * kLanes;
-    int64_t height = plan.correction ? plan.tile_rows : strip.rows, count = (strip.rows + height - 1) / height;
+    if (of_tensor) return round_tiles<In, Out>(strip, *of_tensor, numbers, output);
+    int64_t width = numbers.tile_columns ? numbers.tile_columns : (strip.columns + kLanes - 1) / kLanes * kLanes;
+    int64_t height = numbers.correction ? numbers.tile_rows : strip.rows, count = (strip.rows + height - 1) / height;
     int64_t stride = strip.columns + width + kLanes;
     float *encode = buffer<float>(count * stride, 0), *stored = buffer<float>(count * stride, 1);
     for (int64_t i = 0; i < count; i++)
-        scales_of_tiles(strip.part(i * height, height), width, plan, levels, draws, encode + i * stride,
+        scales_of_tiles(strip.part(i * height, height), width, numbers, levels, draws, encode + i * stride,
                         stored + i * stride);
-    if (plan.correction) correct(strip, count, width, plan, draws, encode, stored, stride);
+    if (numbers.correction) correct(strip, count, width, numbers, draws, encode, stored, stride);
     for (int64_t i = 0; i < count; i++) {
         Strip<In> part = strip.part(i * height, height);
         Scales scales = spread(encode + i * stride, stored + i * stride, part.columns, width);
-        round_tiles<In, Out>(part, scales, plan, output);
-        if (std::is_same<Out, Codes>::value) put_scales(part, scales, plan, output.codes);
-        if (std::is_same<Out, Codes>::value || plan.per_block) continue;
-        for (int64_t at = 0; at < (plan.tile_rows == 0 ? part.columns : 1); at++)
-            output.factor[plan.tile_rows == 0 ? part.column + at : part.row] = scales.stored[at] * levels.decode[0];
+        round_tiles<In, Out>(part, scales, numbers, output);
+        if (std::is_same<Out, Codes>::value) put_scales(part, scales, numbers, output.codes);
+        if (std::is_same<Out, Codes>::value || numbers.per_block) continue;
+        for (int64_t at = 0; at < (numbers.tile_rows == 0 ? part.columns : 1); at++)
+            output.factor[numbers.tile_rows == 0 ? part.column + at : part.row] = scales.stored[at] * levels.decode[0];
     }
 }
 
 template <class In>
-void cast_all(const Matrix<In> &x, const float *amax, const Plan &plan, const Output &output, int threads) {
+void cast_all(const Matrix<In> &x, const float *amax, const CastNumbers &numbers, const Output &output, int threads) {
     int64_t rows = x.rows, columns = x.columns;
-    const bool is_tensor = plan.statistic != kBlockMax, by_column = plan.two_level == kOfRows && plan.tile_columns == 1;
-    int64_t count = plan.two_level != kOfRows ? 1 : by_column ? columns : rows;
+    const bool is_tensor = numbers.statistic != kBlockMax;
+    const bool by_column = numbers.two_level == kOfRows && numbers.tile_columns == 1;
+    int64_t count = numbers.two_level != kOfRows ? 1 : by_column ? columns : rows;
     std::vector<float> peaks(count + kLanes), encodes(count + kLanes), decodes(count + kLanes);
     if (amax)
         peaks[0] = *amax;
-    else if (plan.two_level == kOfRows)
+    else if (numbers.two_level == kOfRows)
         (by_column ? peaks_of_columns<In> : peaks_of_rows<In>)(x.x, rows, columns, peaks.data(), threads);
-    else if (plan.two_level || plan.statistic == kTensorMax)
+    else if (numbers.two_level || numbers.statistic == kTensorMax)
         peaks[0] = amax_of(x, threads);
     for (int64_t at = 0; at < count; at += kLanes) {
-        Level level = level_of(load(peaks.data() + at), plan);
+        Level level = level_of(load(peaks.data() + at), numbers);
         store(encodes.data() + at, level.encode);
         store(decodes.data() + at, level.decode);
     }
     Draws draws = {};
-    if (plan.stochastic_scales) {
+    if (numbers.stochastic_scales) {
         uint64_t key = key_of_scales(uint64_t(*output.key));
         draws = {uint32_t(key), uint32_t(key >> 32), output.all_columns, output.first};
     }
     float encode = 1.0f, stored = 1.0f;
     if (is_tensor) {
-        float statistic = plan.statistic == kTensorMax ? peaks[0] : mean_of(x.x, rows, columns, threads);
+        float statistic = numbers.statistic == kTensorMax ? peaks[0] : mean_of(x.x, rows, columns, threads);
         U32 random = draws.at(0, 0, 0);
-        F32 scales = scales_of(all(statistic), all(encodes[0]), plan, plan.stochastic_scales ? &random : nullptr);
-        encode = encode_factor(scales, {all(encodes[0]), all(decodes[0])}, plan)[0];
-        stored = stored_scale(scales, plan)[0];
+        F32 scales = scales_of(all(statistic), all(encodes[0]), numbers, numbers.stochastic_scales ? &random : nullptr);
+        encode = encode_factor(scales, {all(encodes[0]), all(decodes[0])}, numbers)[0];
+        stored = stored_scale(scales, numbers)[0];
     }
     const Scales of_tensor = {&encode, &stored, int64_t(1) << 60};
-    if (output.factor && plan.two_level == kOfRows)
+    if (output.factor && numbers.two_level == kOfRows)
         memcpy(output.factor, decodes.data(), sizeof(float) * count);
-    else if (output.factor && (is_tensor || plan.per_block || output.dtype == 3))
+    else if (output.factor && (is_tensor || numbers.per_block || output.dtype == 3))
         *output.factor = stored * decodes[0];
 
     // Rectangles of whole tiles, or of whole groups of them: strips of one, some rows of strips that are one row high. Rows
     // of whole tiles are one long row.
-    int64_t side = is_tensor ? 1 : plan.tile_columns ? plan.tile_columns : columns;
-    int64_t step = is_tensor ? 1 : plan.tile_rows ? plan.tile_rows : rows;
-    if (plan.correction) (plan.tile_columns == 1 ? step : side) = plan.correction;
-    bool is_long = step == 1 && (is_tensor || plan.tile_columns) && columns % side == 0 && plan.two_level != kOfRows;
+    int64_t side = is_tensor ? 1 : numbers.tile_columns ? numbers.tile_columns : columns;
+    int64_t step = is_tensor ? 1 : numbers.tile_rows ? numbers.tile_rows : rows;
+    if (numbers.correction) (numbers.tile_columns == 1 ? step : side) = numbers.correction;
+    bool is_long = step == 1 && (is_tensor || numbers.tile_columns) && columns % side == 0 && numbers.two_level != kOfRows;
     if (is_long && !x.is_rotated() && output.all_columns == columns && output.first == 0) columns *= rows, rows = 1;
     int64_t height = step, whole = side;
     if (x.is_rotated() && x.rotation.dim) whole = std::lcm(side, x.rotation.size);
@@ -207,9 +209,9 @@ void cast_all(const Matrix<In> &x, const float *amax, const Plan &plan, const Ou
         for (int64_t row = top; row < bottom; row += step) {
             Strip<In> strip = {values + (row - top) * stride, stride, row + step < bottom ? step : bottom - row, there,
                                row, left, columns};
-            int64_t place = plan.two_level != kOfRows ? 0 : by_column ? left : row;
+            int64_t place = numbers.two_level != kOfRows ? 0 : by_column ? left : row;
             Levels levels = {encodes.data() + place, decodes.data() + place, by_column};
-            cast(strip, plan, output, levels, draws, is_tensor ? &of_tensor : nullptr);
+            cast(strip, numbers, output, levels, draws, is_tensor ? &of_tensor : nullptr);
         }
     }
 }
@@ -227,14 +229,16 @@ void of_matrix(const void *x, int32_t dtype, int64_t rows, int64_t columns, cons
 
 // Casts a matrix, which is rotated before unless `rotation` is null. `amax` may be null; so may `place`, of a shard: the
 // columns of the global matrix and its first element's index there; and `codes`, unless codes are written.
-EXPORT void lowbit_cast(const void *x, int64_t rows, int64_t columns, const Plan *plan, void *values, float *factor,
+EXPORT void lowbit_cast(const void *x, int64_t rows, int64_t columns, const CastNumbers *numbers, void *values,
+                        float *factor,
                         const int64_t *key, const float *amax, const Rotation *rotation, const int32_t *place,
                         const Codes *codes, int32_t threads) {
-    of_matrix(x, plan->input, rows, columns, rotation, [&](const auto &matrix) {
-        int64_t width = plan->tile_columns ? plan->tile_columns : 1, padded = (matrix.columns + width - 1) / width * width;
-        Output output = {values, factor, key, codes ? 3 : plan->output, place ? place[0] : int32_t(padded),
+    of_matrix(x, numbers->input, rows, columns, rotation, [&](const auto &matrix) {
+        int64_t width = numbers->tile_columns ? numbers->tile_columns : 1;
+        int64_t padded = (matrix.columns + width - 1) / width * width;
+        Output output = {values, factor, key, codes ? 3 : numbers->output, place ? place[0] : int32_t(padded),
                          place ? place[1] : 0, codes ? *codes : Codes{}};
-        cast_all(matrix, amax, *plan, output, threads);
+        cast_all(matrix, amax, *numbers, output, threads);
     });
 }
 

@@ -14,11 +14,11 @@ inline void put(int8_t *target, F32 value, int count) {
 }
 
 // One for each column of a row: the scale of its tile.
-void spread_scales(const Codes &codes, const Plan &plan, int64_t columns, int64_t first, float *scales) {
-    int64_t width = plan.tile_columns, blocks = (columns + width - 1) / width;
+void spread_scales(const Codes &codes, const CastNumbers &numbers, int64_t columns, int64_t first, float *scales) {
+    int64_t width = numbers.tile_columns, blocks = (columns + width - 1) / width;
     for (int64_t at = 0; at < blocks; at += kLanes) {
         int count = int(blocks - at < kLanes ? blocks - at : kLanes);
-        F32 values = take_scales(codes, first + at, plan.scale, count);
+        F32 values = take_scales(codes, first + at, numbers.scale, count);
         if (width == 1) {
             store(scales + at, values);
             continue;
@@ -29,26 +29,27 @@ void spread_scales(const Codes &codes, const Plan &plan, int64_t columns, int64_
 }
 
 template <class Out>
-void unpack(const uint8_t *source, int64_t rows, int64_t columns, const Codes &codes, const Plan &plan, Out *values,
+void unpack(const uint8_t *source, int64_t rows, int64_t columns, const Codes &codes, const CastNumbers &numbers,
+            Out *values,
             int threads) {
-    const int64_t height = plan.per_block ? plan.tile_rows : 8, strips = (rows + height - 1) / height;
-    const int64_t across = plan.per_block ? (columns + plan.tile_columns - 1) / plan.tile_columns : 0;
-    const bool through = plan.through_bf16;
+    const int64_t height = numbers.per_block ? numbers.tile_rows : 8, strips = (rows + height - 1) / height;
+    const int64_t across = numbers.per_block ? (columns + numbers.tile_columns - 1) / numbers.tile_columns : 0;
+    const bool through = numbers.through_bf16;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
     for (int64_t strip = 0; strip < strips; strip++) {
         static thread_local std::vector<float> buffer;
-        if (plan.per_block) {
-            if (buffer.size() < size_t(columns + plan.tile_columns + kLanes))
-                buffer.resize(columns + plan.tile_columns + kLanes);
-            spread_scales(codes, plan, columns, strip * across, buffer.data());
+        if (numbers.per_block) {
+            if (buffer.size() < size_t(columns + numbers.tile_columns + kLanes))
+                buffer.resize(columns + numbers.tile_columns + kLanes);
+            spread_scales(codes, numbers, columns, strip * across, buffer.data());
         }
         const float *scales = buffer.data();
         for (int64_t row = strip * height; row < rows && row < (strip + 1) * height; row++) {
             for (int64_t at = 0; at < columns; at += kLanes) {
                 int count = int(columns - at < kLanes ? columns - at : kLanes);
                 U32 code = take_codes(codes, source, row * columns + at, count);
-                F32 value = value_of(code, plan.element, codes);
-                if (plan.per_block) value = value * load(scales + at);
+                F32 value = value_of(code, numbers.element, codes);
+                if (numbers.per_block) value = value * load(scales + at);
                 if (through) value = widen(narrow(value));
                 put(values + row * columns + at, value, count);
             }
@@ -59,10 +60,11 @@ void unpack(const uint8_t *source, int64_t rows, int64_t columns, const Codes &c
 }  // namespace
 
 // Writes [rows, columns] from the codes at `source`, float where `dtype` is 0, bfloat16 where it is 1, int8 where it is 2.
-EXPORT void lowbit_unpack(const void *source, int64_t rows, int64_t columns, const Codes *codes, const Plan *plan,
+EXPORT void lowbit_unpack(const void *source, int64_t rows, int64_t columns, const Codes *codes,
+                          const CastNumbers *numbers,
                           void *values, int32_t dtype, int32_t threads) {
     const uint8_t *bytes = (const uint8_t *)source;
-    if (dtype == 0) unpack(bytes, rows, columns, *codes, *plan, (float *)values, threads);
-    if (dtype == 1) unpack(bytes, rows, columns, *codes, *plan, (BF16 *)values, threads);
-    if (dtype == 2) unpack(bytes, rows, columns, *codes, *plan, (int8_t *)values, threads);
+    if (dtype == 0) unpack(bytes, rows, columns, *codes, *numbers, (float *)values, threads);
+    if (dtype == 1) unpack(bytes, rows, columns, *codes, *numbers, (BF16 *)values, threads);
+    if (dtype == 2) unpack(bytes, rows, columns, *codes, *numbers, (int8_t *)values, threads);
 }

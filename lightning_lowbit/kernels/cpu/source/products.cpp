@@ -24,8 +24,8 @@ struct Factor {
 };
 
 template <class In, class Bias, class Out>
-void finish(const In *product, int64_t rows, int64_t columns, const Factor *factors, const Bias *bias, Out *result,
-            int threads) {
+void scale(const In *product, int64_t rows, int64_t columns, const Factor *factors, const Bias *bias, Out *result,
+           int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
     for (int64_t row = 0; row < rows; row++) {
         for (int64_t column = 0; column < columns; column += kLanes) {
@@ -40,26 +40,27 @@ void finish(const In *product, int64_t rows, int64_t columns, const Factor *fact
 }
 
 template <class In, class Bias>
-void finish_to(const In *product, int64_t rows, int64_t columns, const Factor *factors, const Bias *bias, void *result,
-               int32_t dtype, int threads) {
+void scale_to(const In *product, int64_t rows, int64_t columns, const Factor *factors, const Bias *bias, void *result,
+              int32_t dtype, int threads) {
     if (dtype == 0)
-        finish(product, rows, columns, factors, bias, (float *)result, threads);
+        scale(product, rows, columns, factors, bias, (float *)result, threads);
     else
-        finish(product, rows, columns, factors, bias, (BF16 *)result, threads);
+        scale(product, rows, columns, factors, bias, (BF16 *)result, threads);
 }
 
 }  // namespace
 
 // product * first * second + bias, rounded once. Dtypes: 0 float, 1 bfloat16; a product may be int32, which is 2.
-EXPORT void lowbit_finish(const void *product, int32_t product_dtype, int64_t rows, int64_t columns, const float *first,
-                          int32_t first_extent, const float *second, int32_t second_extent, const void *bias,
-                          int32_t bias_dtype, void *result, int32_t result_dtype, int32_t threads) {
+EXPORT void lowbit_scale_and_round(const void *product, int32_t product_dtype, int64_t rows, int64_t columns,
+                                   const float *first, int32_t first_extent, const float *second, int32_t second_extent,
+                                   const void *bias, int32_t bias_dtype, void *result, int32_t result_dtype,
+                                   int32_t threads) {
     const Factor factors[2] = {{first, first_extent}, {second, second_extent}};
     auto with_bias = [&](auto *typed) {
         if (bias_dtype == 0)
-            finish_to(typed, rows, columns, factors, (const float *)bias, result, result_dtype, threads);
+            scale_to(typed, rows, columns, factors, (const float *)bias, result, result_dtype, threads);
         else
-            finish_to(typed, rows, columns, factors, (const BF16 *)bias, result, result_dtype, threads);
+            scale_to(typed, rows, columns, factors, (const BF16 *)bias, result, result_dtype, threads);
     };
     if (product_dtype == 2)
         with_bias((const int32_t *)product);

@@ -46,16 +46,16 @@ inline F32 add_lanes(F32 v) {
     return v;
 }
 
-// A matrix [rows, columns] that is read rotated, zero-padded to whole groups; `given_rows` and `given_columns` are those in
+// A matrix [rows, columns] that is read rotated, zero-padded to whole groups; `source_rows` and `source_columns` are in
 // memory.
 template <class In>
 struct Matrix {
     const In *x;
-    int64_t given_rows, given_columns, rows, columns;
+    int64_t source_rows, source_columns, rows, columns;
     Rotation rotation;
 
     Matrix(const In *x, int64_t rows, int64_t columns, const Rotation *by)
-        : x(x), given_rows(rows), given_columns(columns), rows(rows), columns(columns), rotation(by ? *by : Rotation{}) {
+        : x(x), source_rows(rows), source_columns(columns), rows(rows), columns(columns), rotation(by ? *by : Rotation{}) {
         if (is_rotated()) (rotation.dim ? this->columns : this->rows) = rotation.whole(rotation.dim ? columns : rows);
     }
 
@@ -89,8 +89,8 @@ struct Matrix {
         for (int i = 0; i < kCount; i++) signs[i] = load(rotation.signs + i * kLanes) * rotation.before();
         for (int64_t row = 0; row < height; row++)
             for (int64_t at = 0; at < width; at += kSize) {
-                const In *from = x + (top + row) * given_columns + left + at;
-                int64_t count = given_columns - left - at;
+                const In *from = x + (top + row) * source_columns + left + at;
+                int64_t count = source_columns - left - at;
                 for (int i = 0; i < kCount; i++) {
                     int64_t rest = count - i * kLanes;
                     v[i] = rest >= kLanes ? load(from + i * kLanes) : rest > 0 ? load(from + i * kLanes, int(rest)) : F32{};
@@ -110,11 +110,11 @@ struct Matrix {
         F32 v[kSize];
         for (int64_t row = 0; row < height; row += kSize)
             for (int64_t at = 0; at < width; at += kLanes) {
-                const In *from = x + (top + row) * given_columns + left + at;
-                int64_t there = given_rows - top - row, count = given_columns - left - at;
+                const In *from = x + (top + row) * source_columns + left + at;
+                int64_t rest_rows = source_rows - top - row, count = source_columns - left - at;
                 int lanes = count < kLanes ? int(count) : kLanes;
                 for (int i = 0; i < kSize; i++)
-                    v[i] = (i < there ? load(from + i * given_columns, lanes) : F32{}) * signs[i];
+                    v[i] = (i < rest_rows ? load(from + i * source_columns, lanes) : F32{}) * signs[i];
                 add_vectors<kSize>(v);
                 for (int i = 0; i < kSize; i++)
                     store(target + (row + i) * stride + at, kIsOdd ? v[i] * kRest : v[i]);

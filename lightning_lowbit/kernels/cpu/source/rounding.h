@@ -18,7 +18,7 @@ enum SecondLevel : int32_t { kNone, kOfTensor, kOfRows };
 enum FourOverSix : int32_t { kOff, kSquared, kAbsolute };
 
 // A cast along one dimension, as casts.py fills it in. A side of a tile is 0 for all there is.
-struct Plan {
+struct CastNumbers {
     Grid element, scale;
     int32_t input, output;  // the numbers of dtypes: 0 float, 1 bfloat16, 2 int8
     int32_t tile_rows, tile_columns;
@@ -89,54 +89,54 @@ inline I32 split_exponent(F32 value, F32 &mantissa) {
     return (I32)(word >> 23) - 127 - (is_subnormal & 24);
 }
 
-inline F32 scale_exmy(F32 wanted, const Plan &plan) {
-    return plan.kind == kUp ? round_up(wanted, plan.scale) : round_nearest(wanted, plan.scale);
+inline F32 scale_exmy(F32 wanted, const CastNumbers &numbers) {
+    return numbers.kind == kUp ? round_up(wanted, numbers.scale) : round_nearest(wanted, numbers.scale);
 }
 
 // s of blocks (e for float scales) from their statistics. Without random bits they round to nearest.
-inline F32 scales_of(F32 amax, F32 encode, const Plan &plan, const U32 *random) {
+inline F32 scales_of(F32 amax, F32 encode, const CastNumbers &numbers, const U32 *random) {
     F32 scales;
-    if (plan.kind == kFloat || plan.kind == kFloatPowerOfTwo) {
-        F32 amount = at_least(amax, plan.epsilon) * plan.factor;
-        scales = at_most(at_least(all(plan.size) / amount, 0x1p-128f + 0x1p-149f), FLT_MAX);
-        if (plan.kind == kFloatPowerOfTwo) {
+    if (numbers.kind == kFloat || numbers.kind == kFloatPowerOfTwo) {
+        F32 amount = at_least(amax, numbers.epsilon) * numbers.factor;
+        scales = at_most(at_least(all(numbers.size) / amount, 0x1p-128f + 0x1p-149f), FLT_MAX);
+        if (numbers.kind == kFloatPowerOfTwo) {
             F32 mantissa;
             I32 exponent = split_exponent(scales, mantissa);
             scales = power_of_two(exponent < -127 ? exponent * 0 - 127 : exponent);
         }
         scales = amount > 0.0f ? scales : all(1.0f);
-    } else if (plan.kind == kPowerOfTwo) {
+    } else if (numbers.kind == kPowerOfTwo) {
         F32 wanted = at_most(amax * encode, FLT_MAX), mantissa;
-        I32 exponent = split_exponent(wanted, mantissa) - plan.top_exponent;
-        exponent -= mantissa >= plan.round_up_from;  // a comparison that holds is -1
+        I32 exponent = split_exponent(wanted, mantissa) - numbers.top_exponent;
+        exponent -= mantissa >= numbers.round_up_from;  // a comparison that holds is -1
         exponent = wanted > 0.0f ? exponent : exponent * 0 - 127;
         exponent = exponent < -127 ? exponent * 0 - 127 : exponent;
         exponent = exponent > 127 ? exponent * 0 + 127 : exponent;
         scales = power_of_two(exponent);
-    } else if (plan.kind == kBFloat16) {
-        scales = widen(narrow(clamp(amax / plan.element.max * encode, plan.scale.max)));
-    } else if (plan.kind == kFloat16) {
-        scales = round_nearest(amax / plan.element.max * encode, plan.scale);
-        scales = amax > 0.0f ? at_least(scales, power_of_two(all_integers(plan.scale.min_exponent))[0]) : scales;
+    } else if (numbers.kind == kBFloat16) {
+        scales = widen(narrow(clamp(amax / numbers.element.max * encode, numbers.scale.max)));
+    } else if (numbers.kind == kFloat16) {
+        scales = round_nearest(amax / numbers.element.max * encode, numbers.scale);
+        scales = amax > 0.0f ? at_least(scales, power_of_two(all_integers(numbers.scale.min_exponent))[0]) : scales;
     } else {
-        F32 wanted = amax * plan.factor * (encode * (1.0f / plan.element.max));
-        scales = random ? round_stochastic(wanted, plan.scale, *random) : scale_exmy(wanted, plan);
+        F32 wanted = amax * numbers.factor * (encode * (1.0f / numbers.element.max));
+        scales = random ? round_stochastic(wanted, numbers.scale, *random) : scale_exmy(wanted, numbers);
     }
     return select_nan(amax, scales);
 }
 
 // What elements are multiplied by before rounding, and after it.
-inline F32 encode_factor(F32 scales, const Level &level, const Plan &plan) {
-    if (plan.kind >= kFloat) return scales;
+inline F32 encode_factor(F32 scales, const Level &level, const CastNumbers &numbers) {
+    if (numbers.kind >= kFloat) return scales;
     return at_most(1.0f / (scales * level.decode), FLT_MAX);
 }
-inline F32 stored_scale(F32 scales, const Plan &plan) { return plan.kind >= kFloat ? 1.0f / scales : scales; }
+inline F32 stored_scale(F32 scales, const CastNumbers &numbers) { return numbers.kind >= kFloat ? 1.0f / scales : scales; }
 
 // From the amaxes of tensors or rows.
-inline Level level_of(F32 amax, const Plan &plan) {
-    Level level = {all(1.0f), all(1.0f / plan.prescale)};
-    if (plan.two_level) {
-        F32 scale = at_most(at_least(plan.numerator / amax, FLT_MIN), FLT_MAX);
+inline Level level_of(F32 amax, const CastNumbers &numbers) {
+    Level level = {all(1.0f), all(1.0f / numbers.prescale)};
+    if (numbers.two_level) {
+        F32 scale = at_most(at_least(numbers.numerator / amax, FLT_MIN), FLT_MAX);
         level.encode = (amax > 0.0f) & (amax <= FLT_MAX) ? scale : level.encode;
         level.decode = 1.0f / level.encode;
     }

@@ -142,7 +142,7 @@ void sum_tiles(const Strip<In> &strip, int64_t width, float *sums, Term term) {
 
 // Replaces the scales of blocks (6) by those of 4 where the error of the whole tile is smaller.
 template <class In>
-void choose_four(const Strip<In> &strip, int64_t width, const Plan &plan, const Levels &levels, float *six,
+void choose_four(const Strip<In> &strip, int64_t width, const CastNumbers &numbers, const Levels &levels, float *six,
                  const float *four) {
     int64_t blocks = (strip.columns + width - 1) / width;
     float *gains = buffer<float>(blocks, 3);
@@ -151,9 +151,9 @@ void choose_four(const Strip<In> &strip, int64_t width, const Plan &plan, const 
         F32 errors[2];
         for (int i = 0; i < 2; i++) {
             F32 scales = entries_at(i ? six : four, at, width);
-            F32 codes = round_nearest(x * encode_factor(scales, level, plan), plan.element);
+            F32 codes = round_nearest(x * encode_factor(scales, level, numbers), numbers.element);
             F32 difference = codes * (scales * level.decode) - x;
-            errors[i] = plan.four_over_six == kSquared ? difference * difference : magnitude(difference);
+            errors[i] = numbers.four_over_six == kSquared ? difference * difference : magnitude(difference);
         }
         return errors[0] - errors[1];
     });
@@ -163,7 +163,8 @@ void choose_four(const Strip<In> &strip, int64_t width, const Plan &plan, const 
 
 // Entries of the tiles of a strip, one for each, in `encode` and `stored`.
 template <class In>
-void scales_of_tiles(const Strip<In> &strip, int64_t width, const Plan &plan, const Levels &levels, const Draws &draws,
+void scales_of_tiles(const Strip<In> &strip, int64_t width, const CastNumbers &numbers, const Levels &levels,
+                     const Draws &draws,
                      float *encode, float *stored) {
     int64_t blocks = (strip.columns + width - 1) / width;
     int32_t *peaks = buffer<int32_t>(blocks, 0);
@@ -171,42 +172,42 @@ void scales_of_tiles(const Strip<In> &strip, int64_t width, const Plan &plan, co
     block_peaks(strip, width, peaks);
     for (int64_t at = 0; at < blocks; at += kLanes) {
         F32 of_blocks = load((const float *)peaks + at), encode_scale = levels.at(at).encode;
-        if (plan.four_over_six) {
-            F32 wanted = of_blocks * plan.factor / plan.element.max * encode_scale;
-            store(stored + at, select_nan(of_blocks, scale_exmy(wanted, plan)));
-            store(four + at, select_nan(of_blocks, scale_exmy(wanted * 1.5f, plan)));
-        } else if (plan.stochastic_scales && !plan.correction) {
+        if (numbers.four_over_six) {
+            F32 wanted = of_blocks * numbers.factor / numbers.element.max * encode_scale;
+            store(stored + at, select_nan(of_blocks, scale_exmy(wanted, numbers)));
+            store(four + at, select_nan(of_blocks, scale_exmy(wanted * 1.5f, numbers)));
+        } else if (numbers.stochastic_scales && !numbers.correction) {
             U32 random = draws.at(strip.row, strip.column + at * width, width);
-            store(stored + at, scales_of(of_blocks, encode_scale, plan, &random));
+            store(stored + at, scales_of(of_blocks, encode_scale, numbers, &random));
         } else {
-            store(stored + at, scales_of(of_blocks, encode_scale, plan, nullptr));
+            store(stored + at, scales_of(of_blocks, encode_scale, numbers, nullptr));
         }
     }
-    if (plan.four_over_six) choose_four(strip, width, plan, levels, stored, four);
+    if (numbers.four_over_six) choose_four(strip, width, numbers, levels, stored, four);
     for (int64_t at = 0; at < blocks; at += kLanes) {
         F32 of_blocks = load(stored + at);
-        if (plan.correction) of_blocks = of_blocks == 0.0f ? all(1.0f) : of_blocks;
-        store(encode + at, encode_factor(of_blocks, levels.at(at), plan));
-        store(stored + at, stored_scale(of_blocks, plan));
+        if (numbers.correction) of_blocks = of_blocks == 0.0f ? all(1.0f) : of_blocks;
+        store(encode + at, encode_factor(of_blocks, levels.at(at), numbers));
+        store(stored + at, stored_scale(of_blocks, numbers));
     }
 }
 
 // Corrects what elements decode with, so that the errors of a group of blocks cancel: of neighbors, or of `count` tiles
 // over each other where they are one column wide. The entries of these begin `stride` apart.
 template <class In>
-void correct(const Strip<In> &strip, int64_t count, int64_t width, const Plan &plan, const Draws &draws,
+void correct(const Strip<In> &strip, int64_t count, int64_t width, const CastNumbers &numbers, const Draws &draws,
              const float *encode, float *stored, int64_t stride) {
-    int64_t blocks = (strip.columns + width - 1) / width, along = width == 1 ? 1 : plan.correction / width;
+    int64_t blocks = (strip.columns + width - 1) / width, along = width == 1 ? 1 : numbers.correction / width;
     float *norms = buffer<float>(count * stride, 3), *products = buffer<float>(count * stride, 4);
     for (int64_t i = 0; i < count; i++) {
         const float *of_encode = encode + i * stride, *of_stored = stored + i * stride;
         auto terms = [&](bool coded) {
-            return [=, &plan](F32 x, int64_t at) {
+            return [=, &numbers](F32 x, int64_t at) {
                 F32 y = x * entries_at(of_encode, at, width), scales = entries_at(of_stored, at, width);
-                return y * (coded ? round_nearest(y, plan.element) : y) * (scales * scales);
+                return y * (coded ? round_nearest(y, numbers.element) : y) * (scales * scales);
             };
         };
-        Strip<In> part = strip.part(i * plan.tile_rows, plan.tile_rows);
+        Strip<In> part = strip.part(i * numbers.tile_rows, numbers.tile_rows);
         sum_tiles(part, width, norms + i * stride, terms(false));
         sum_tiles(part, width, products + i * stride, terms(true));
     }
@@ -222,9 +223,9 @@ void correct(const Strip<In> &strip, int64_t count, int64_t width, const Plan &p
         for (int64_t at = 0; at < blocks; at += kLanes) {
             F32 product = load(products + at);
             F32 factor = product == 0.0f ? all(1.0f) : load(norms + at) / product;
-            U32 random = draws.at(strip.row + i * plan.tile_rows, strip.column + at * width, width);
+            U32 random = draws.at(strip.row + i * numbers.tile_rows, strip.column + at * width, width);
             F32 wanted = load(stored + i * stride + at) * factor;
-            store(stored + i * stride + at, round_stochastic(wanted, plan.scale, random));
+            store(stored + i * stride + at, round_stochastic(wanted, numbers.scale, random));
         }
     }
 }

@@ -1,4 +1,4 @@
-"""What the kernels know of a cast when they are compiled: numbers, in the symbols of quant/scaling.py."""
+"""A cast as the numbers that kernels in C++ and Triton take, in the symbols of quant/scaling.py."""
 
 from functools import cache
 from typing import NamedTuple
@@ -17,11 +17,12 @@ class Grid(NamedTuple):
     is_uniform: bool  # one spacing from 0 to max
 
 
-class Constants(NamedTuple):
-    """A cast. ``size`` is the numerator of fp32 scales, ``top`` that of the tensor's scale.
+class CastNumbers(NamedTuple):
+    """A cast.
 
-    ``threshold`` is the fraction of a significand, in units of 2^-23, from which an e8m0 scale is one power of two
-    larger, and ``exponent`` that of the largest element. ``group`` counts blocks, 0 for scales that are not corrected.
+    ``size`` is the numerator of fp32 scales, ``top`` that of the tensor's scale. ``threshold`` is the fraction of a
+    significand, in units of 2^-23, from which an e8m0 scale is one power of two larger, and ``exponent`` that of the
+    largest element. ``group`` counts blocks, 0 for scales that are not corrected.
     """
 
     elements: Grid
@@ -54,10 +55,10 @@ def grid_of(format: Format) -> Grid:
 
 
 @cache
-def constants_of(cast: Cast) -> Constants:
+def cast_numbers(cast: Cast) -> CastNumbers:
     scale, element = cast.scale, cast.format
     exponent, significand = e8m0_rule(element, scale.rounding) if scale.format == "e8m0" else (0, 1.0)
-    return Constants(
+    return CastNumbers(
         elements=grid_of(cast.grid),
         stochastic=cast.rounding == "stochastic",
         scale=scale.format if scale.format in ("e8m0", "bf16", "fp16", "fp32") else "exmy",

@@ -1,0 +1,100 @@
+"""The recipe for one operand of a GEMM, as one value that plain code and kernels take."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.quant.blocks import tile_of
+from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.shard import Shard
+from lightning_lowbit.quant.transforms import rotated_shape
+
+
+class CastCall(NamedTuple):
+    """The recipe for making an operand of a GEMM from a matrix.
+
+    Attributes:
+        cast, dim, key, amax: as in :func:`lightning_lowbit.quantize`; ``dim`` is 0 or 1.
+        dtype: of the values; None takes :func:`operand_dtype`.
+        shard: the shard that the matrix is, None for a whole matrix.
+        rotation: the signs of a Hadamard transform that comes first, float32 ``[n]``; ``amax`` and ``shard`` then
+            describe the rotated matrix.
+        block: the elements for which a native GEMM takes one scale; 0 for other GEMMs.
+    """
+
+    cast: Cast
+    dim: int
+    key: Tensor | None = None
+    amax: Tensor | None = None
+    dtype: torch.dtype | None = None
+    shard: Shard | None = None
+    rotation: Tensor | None = None
+    block: int = 0
+
+    def values_dtype(self, source: torch.dtype) -> torch.dtype:
+        """The dtype of the values that are made from a tensor of the dtype ``source``."""
+        return self.dtype or operand_dtype(source, self.cast)
+
+    def shape(self, x: Tensor) -> torch.Size:
+        """The shape of the operand of ``x``: a rotation pads it to whole groups."""
+        return x.shape if self.rotation is None else rotated_shape(x.shape, self.rotation, self.dim)
+
+    def offset(self, x: Tensor) -> Tensor | None:
+        """:meth:`Shard.offset` of the operand of ``x``; None for a whole matrix, or without random bits."""
+        if self.shard is None or self.key is None or not self.cast.draws:
+            return None
+        return self.shard.offset(self.shape(x), tile_of(self.cast, self.dim, 2), x.device)
+
+    def is_regular(self, device: torch.device) -> bool:
+        """Returns whether kernels take the key and the amax; plain code converts or refuses all others."""
+        return are_regular(self.cast.draws, self.cast.scale.needs_amax, self.key, self.amax, device)
+
+    def stands_alone(self) -> bool:
+        """Returns whether this process holds whole blocks, and all that decides their scales."""
+        if self.shard is None:
+            return True
+        tile = tile_of(self.cast, self.dim, 2)
+        side, scale = tile[self.shard.dim], self.cast.scale
+        if self.shard.cuts(tile) or (scale.needs_amax and self.amax is None):
+            return False
+        if side > 1 and scale.two_level == "row":
+            return False
+        return not self.shard.splits(scale.correction or side if side > 1 else side)
+
+
+def are_regular(draws: bool, needs_amax: bool, key: Tensor | None, amax: Tensor | None, device: torch.device) -> bool:
+    """:meth:`CastCall.is_regular` of a cast that draws random bits, or needs an amax."""
+    if draws and (key is None or key.dtype != torch.int64 or not _is_one(key, device)):
+        return False
+    return amax is None or (needs_amax and amax.dtype == torch.float32 and _is_one(amax, device))
+
+
+def _is_one(tensor: Tensor, device: torch.device) -> bool:
+    """Returns whether a tensor is one number on a device, whose memory has its sign."""
+    return tensor.numel() == 1 and tensor.device == device and not tensor.is_neg()
+
+
+def operand_dtype(dtype: torch.dtype, cast: Cast) -> torch.dtype:
+    """The dtype of an operand's values, given that of the tensor: the same if it holds them exactly, or if the cast has
+    ``round_to_bfloat16``; else float32."""
+    # float16 has the precision but not the range: codes * scales exceed 65504 for some scale formats.
+    fits = cast.fits_bfloat16 and dtype != torch.float16
+    return dtype if fits or is_rounded(dtype, cast) else torch.float32
+
+
+def is_rounded(dtype: torch.dtype, cast: Cast) -> bool:
+    """Returns whether operands are rounded to the dtype of the tensor that they are made from."""
+    return cast.round_to_bfloat16 and cast.scale.per_block and dtype != torch.float16
+
+
+def has_factor(cast: Cast) -> bool:
+    """Returns whether the operands of a cast have a factor."""
+    return bool(cast.scale.two_level) or cast.scale.prescale != 1 or not cast.scale.per_block
+
+
+def factor_shape(shape: torch.Size, cast: Cast, dim: int) -> tuple[int, ...]:
+    """The shape of the factor of an operand: that of all scales that are not in its values."""
+    if cast.scale.block != "row" and cast.scale.two_level != "row":
+        return ()
+    return (1, shape[1]) if dim in (0, -2) else (shape[0], 1)
