@@ -125,7 +125,7 @@ def portable(value: Any) -> Any:
     text = value.removeprefix("file://")
     if PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute() or text.startswith("~/"):
         return (PureWindowsPath if "\\" in text else PurePosixPath)(text).name
-    return _PATH.sub(lambda found: PurePosixPath(found[0].replace("\\", "/")).name, value)
+    return _PATH.sub(lambda match: PurePosixPath(match[0].replace("\\", "/")).name, value)
 
 
 def _table(head: tuple[str, ...], facts: Mapping[str, Any]) -> str:

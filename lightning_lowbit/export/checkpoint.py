@@ -27,36 +27,45 @@ from lightning_lowbit.packages import install
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-_NOT_ASKED = "it was not asked for"
+
+class Comparison(NamedTuple):
+    """The parity report, or why there is none, or how far the output is of a model that takes no tokens, as a norm."""
+
+    parity: Parity | None = None
+    why_not: str | None = None
+    outputs: float | None = None
+
+    def __str__(self) -> str:
+        if self.outputs is not None:
+            return f"outputs, relative difference: {self.outputs:.2g}"
+        return str(self.parity) if self.parity is not None else f"Outputs were not compared: {self.why_not}."
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export made.
+    """An exported folder.
 
     Attributes:
         folder: holds the files.
-        rows: what was written of each quantized layer.
-        parity: how it compares with the training; None if nothing was compared, or the model takes no tokens.
-        why_not: why nothing was compared; None if it was.
-        outputs: of a model that takes no tokens, how far its output is from that of the training, as a norm.
+        rows: one for each quantized layer.
+        comparison: with the training.
         bytes: of the folder.
         parameters: of the model, and those of them in few bits.
     """
 
     folder: Path
     rows: Sequence[Written]
-    parity: Parity | None
-    why_not: str | None
+    comparison: Comparison
     bytes: int
     parameters: tuple[int, int]
-    outputs: float | None = None
+
+    parity = property(lambda self: self.comparison.parity)
+    why_not = property(lambda self: self.comparison.why_not)
+    outputs = property(lambda self: self.comparison.outputs)
 
     def compared(self) -> str:
-        """What the comparison found, in lines."""
-        if self.outputs is not None:
-            return f"outputs, relative difference: {self.outputs:.2g}"
-        return str(self.parity) if self.parity is not None else f"Outputs were not compared: {self.why_not}."
+        """The result of the comparison, in lines."""
+        return str(self.comparison)
 
 
 def export_checkpoint(
@@ -116,9 +125,9 @@ def export_checkpoint(
     source = read(checkpoint, module)
     if tokenizer is not None:
         source = replace(source, facts={**source.facts, "tokenizer": tokenizer})
-    _check_source(source, chosen, calibrate, shape)
+    _check_source(source, chosen, calibrate, shape, merge)
     options = Options(rescale, None, chosen.dtypes[0] if dtype is None else DTYPES[dtype], shape)
-    if _must_merge(source, merge):
+    if merge:
         source = merged(source, chosen, options.dtype)
     tokens = tokens_of(source, calibrate) if _is_language_model(source) else None
     amaxes = input_amaxes(source, tokens) if calibrate is not None and tokens is not None else None
@@ -135,8 +144,8 @@ def export_checkpoint(
                 remove(partial)
                 raise
     except Exception as error:  # of the system, or of a library that wraps it
-        if (why := _unwritten(error, output)) is not None:
-            raise OSError(why) from error
+        if (message := _unwritten(error, output)) is not None:
+            raise OSError(message) from error
         raise
     return exported
 
@@ -171,7 +180,9 @@ def _check_output(output: Path, overwrite: bool, inputs: Sequence[str | Path]) -
         )
 
 
-def _check_source(source: Source, format: Format, calibrate: str | Path | None, shape: Sequence[int] | None) -> None:
+def _check_source(
+    source: Source, format: Format, calibrate: str | Path | None, shape: Sequence[int] | None, merge: bool
+) -> None:
     """Raises an error if a format or a setting does not fit a model; warns if the model will have no tokenizer."""
     if format.needs_network and source.config is None:
         raise ValueError(
@@ -183,17 +194,13 @@ def _check_source(source: Source, format: Format, calibrate: str | Path | None, 
             "calibrate (--calibrate), or take a format whose scales of activations are dynamic."
         )
     if shape is not None and (not format.traces or _is_language_model(source)):
-        why = "the model takes tokens" if format.traces else f"the format {format.name} does not trace the model"
-        raise ValueError(f"shape (--shape) is of an input to trace, and {why}: leave it out.")
+        reason = "the model takes tokens" if format.traces else f"the format {format.name} does not trace the model"
+        raise ValueError(f"shape (--shape) is of an input to trace, and {reason}: leave it out.")
     if source.facts.get("tokenizer") is None and format.chat is None and _is_language_model(source):
         rank_zero_warn(
             "The checkpoint does not tell its tokenizer, so that the exported folder has none, which AutoTokenizer "
             "could load: give --tokenizer bytes, a folder, or a name on the Hugging Face Hub."
         )
-
-
-def _must_merge(source: Source, merge: bool) -> bool:
-    """Whether adapters are to be merged; raises a ``ValueError`` if that was not asked for, or there are none."""
     if merge and not source.has_adapters:
         raise ValueError("The trained module has no adapters to merge: leave out merge (--merge).")
     if source.has_adapters and not merge:
@@ -201,12 +208,17 @@ def _must_merge(source: Source, merge: bool) -> bool:
             "The trained module has adapters, which no format here holds beside a base. Give merge (--merge), which "
             "adds them to the weights and rounds the sums to few bits; PEFT's save_pretrained writes adapters alone."
         )
-    return merge
 
 
-# Numbers of errors of the system: what they mean, and what to do.
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+# What errors of the system mean, and what to do.
+_ADVICE = dict.fromkeys(
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    "The export does not fit into {folder} ({error}). Nothing was exported: free some space, or give --output on "
+    "another disk.",
+) | dict.fromkeys(
+    (errno.EROFS, errno.EACCES, errno.EPERM),
+    "{folder} cannot be written ({error}). Nothing was exported: give --output in a folder of yours.",
+)
 
 
 def _unwritten(error: Exception, output: Path) -> str | None:
@@ -220,17 +232,7 @@ def _unwritten(error: Exception, output: Path) -> str | None:
         path = Path(os.fsdecode(error.filename)).absolute()
         if not (path.is_relative_to(parent) or parent.is_relative_to(path)):
             return None  # of another file, such as one that is read
-    if number in _FULL:
-        return (
-            f"The export does not fit into {parent} ({os.strerror(number)}). Nothing was exported: free some space, or "
-            "give --output on another disk."
-        )
-    if number in _CLOSED:
-        return (
-            f"{parent} cannot be written ({os.strerror(number)}). Nothing was exported: give --output in a folder of "
-            "yours."
-        )
-    return None
+    return _ADVICE[number].format(folder=parent, error=os.strerror(number)) if number in _ADVICE else None
 
 
 def _export(
@@ -247,13 +249,13 @@ def _export(
     if source.unmerged is not None:
         changes = rounding(source)
         rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
-    comparison = _Compared(why_not=_NOT_ASKED)
+    comparison = Comparison(why_not="it was not asked for")
     if parity:
         comparison = _compared(format, source, partial, rows, options, tokens)
     total = sum(parameter.numel() for parameter in source.model.parameters())
     few = sum(layer.weight_matrix().numel() for layer in source.layers.values())
     size = sum(path.stat().st_size for path in partial.rglob("*"))
-    return Exported(output, rows, comparison.parity, comparison.why_not, size, (total, few), comparison.outputs)
+    return Exported(output, rows, comparison, size, (total, few))
 
 
 def fitting(source: Source) -> list[str]:
@@ -289,37 +291,29 @@ def _is_language_model(source: Source) -> bool:
     return config is not None and bool(model.can_generate()) and not getattr(config, "is_encoder_decoder", False)
 
 
-class _Compared(NamedTuple):
-    """The parity report, or why there is none, or how far the output is of a model without tokens."""
-
-    parity: Parity | None = None
-    why_not: str | None = None
-    outputs: float | None = None
-
-
 def _compared(
     format: Format, source: Source, folder: Path, rows: Sequence[Written], options: Options, tokens: Tensor | None
-) -> _Compared:
+) -> Comparison:
     """Compares what is in a folder with the training, and raises if it computes something else."""
     if format.load is None:
-        return _Compared(why_not="the format's client is not a package of Python")
+        return Comparison(why_not="the format's client is not a package of Python")
     shape = example_shape(source, options)
     if tokens is None and (shape is None or not format.traces):
-        return _Compared(why_not="the model is no causal language model of transformers")
+        return Comparison(why_not="the model is no causal language model of transformers")
     try:
         client = format.load(folder)
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
-        return _Compared(why_not=f"{package} is not installed: {install(package)}" if package else str(error))
+        return Comparison(why_not=f"{package} is not installed: {install(package)}" if package else str(error))
     except NoClient as error:
-        return _Compared(why_not=str(error))
+        return Comparison(why_not=str(error))
     if tokens is not None:
         report = compare(source, client, rows, format.weights(source, options), tokens, options.dtype, format.shown)
         report.check(format.tolerance)
         chat = None if format.chat is None else format.chat(source, client)
         if chat is not None and not chat.is_same_prompt:
             rank_zero_warn(f"The exported file makes another prompt than the tokenizer of the training: {chat}.")
-        return _Compared(replace(report, chat=chat))
+        return Comparison(replace(report, chat=chat))
     assert shape is not None
     difference = outputs_difference(source, client, shape)
     if not difference <= format.tolerance:
@@ -327,4 +321,4 @@ def _compared(
             f"The exported model computes something else: its output differs by {difference:.3g} of its norm, and "
             f"rounding explains {format.tolerance:g}. Nothing was exported; parity=False (--no-parity) exports."
         )
-    return _Compared(outputs=difference)
+    return Comparison(outputs=difference)

@@ -51,7 +51,7 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
     quantized = record is None or record.format != "dequantized"
     if casts is not None:
         record = None
-    recorded = {} if record is None else {name: _current(each) for name, each in record.casts.items()}
+    recorded = {} if record is None else {name: _current(layer_casts) for name, layer_casts in record.casts.items()}
     default = None if casts is None else LinearCasts.of(casts)
     model = empty_network(config, folder)
     contents = read(model, folder, recorded, default, dtype, quantized)
@@ -94,12 +94,12 @@ def _current(casts: LinearCasts) -> LinearCasts:
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    path, of_engine = folder / "config.json", [*folder.glob("*.gguf"), *folder.glob("*.onnx")]
-    if of_engine or not path.is_file():
-        what = f"{of_engine[0].name} is read by its engine" if of_engine else "it has no config.json"
+    path, engine_files = folder / "config.json", [*folder.glob("*.gguf"), *folder.glob("*.onnx")]
+    if engine_files or not path.is_file():
+        reason = f"{engine_files[0].name} is read by its engine" if engine_files else "it has no config.json"
         raise ValueError(
-            f"{folder} holds no model that can be read back: {what}. Give a folder of `lowbit export` with a model of "
-            "transformers, in another format than gguf and onnx."
+            f"{folder} holds no model that can be read back: {reason}. Give a folder of `lowbit export` with a model "
+            "of transformers, in another format than gguf and onnx."
         )
     config = read_json(path)
     quantization = config.get("quantization_config") or {}

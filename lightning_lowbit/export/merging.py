@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.formats.base import Format
 from lightning_lowbit.export.source import Source, parameters_on_meta
-from lightning_lowbit.export.weights import groups, weights
+from lightning_lowbit.export.weights import groups, weight_cast, weights
 from lightning_lowbit.nn import convert, unpack_frozen
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
@@ -39,11 +39,11 @@ def merged(source: Source, format: Format, dtype: torch.dtype) -> Source:
         ValueError: the adapters cannot be merged, or the format holds neither the cast of the base nor has one.
     """
     trained: Any = source.model
-    model, own = _dense(trained), format.own_cast(dtype)
-    casts = {_name_in_base(name): _nearest(layer, own) for name, layer in source.layers.items()}
+    model, own_cast = _dense(trained), format.own_cast(dtype)
+    casts = {_name_in_base(name): _nearest(layer, own_cast) for name, layer in source.layers.items()}
     candidates = [casts] if casts else []
-    if own is not None:
-        candidates.append(dict.fromkeys(casts or _linear_layers(trained.get_base_model()), own))
+    if own_cast is not None:
+        candidates.append(dict.fromkeys(casts or _linear_layers(trained.get_base_model()), own_cast))
     reasons = "the base was in high precision"
     for candidate in candidates:
         rounded = _quantized(source, model, candidate)
@@ -82,15 +82,13 @@ def _dense(trained: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _nearest(layer: QuantizedLayer, own: Cast | None) -> Cast:
+def _nearest(layer: QuantizedLayer, own_cast: Cast | None) -> Cast:
     """The cast of a base's layer, rounding to nearest; with scales as the format keeps them, where it can have such."""
-    cast = layer.casts.cast_of("fprop_w")
-    assert isinstance(cast, Cast)
-    cast = cast.replace(rounding="nearest")
-    if own is None or own.element != cast.element:
+    cast = weight_cast(layer).replace(rounding="nearest")
+    if own_cast is None or own_cast.element != cast.element:
         return cast
     try:
-        return cast.replace(scale={"format": own.scale.format})
+        return cast.replace(scale={"format": own_cast.scale.format})
     except ValueError:  # such as with zero points
         return cast
 

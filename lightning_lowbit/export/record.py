@@ -33,10 +33,8 @@ class Record(NamedTuple):
 def write_record(source: Source, format: str, folder: Path) -> None:
     """Writes the casts of the quantized layers by name, each once."""
     names: dict[LinearCasts, str] = {}
-    layers = {}
-    for name, layer in source.layers.items():
-        layers[name] = names.setdefault(layer.full_casts, str(len(names)))
-    casts = {name: primitive(each) for each, name in names.items()}
+    layers = {name: names.setdefault(layer.full_casts, str(len(names))) for name, layer in source.layers.items()}
+    casts = {name: primitive(casts) for casts, name in names.items()}
     amaxes = {
         name: float(layer.amaxes.in_force[OPERANDS.index("fprop_x")])
         for name, layer in source.layers.items()
@@ -64,7 +62,7 @@ def read_record(folder: Path) -> Record | None:
         for key, part in parts.items():
             if not isinstance(part, dict):
                 raise ValueError(f"it has {key} {part!r}, no mapping")
-        casts = {name: LinearCasts.of(each) for name, each in parts["casts"].items()}
+        casts = {name: LinearCasts.of(value) for name, value in parts["casts"].items()}
         layers = {layer: casts[choose("casts", name, casts)] for layer, name in parts["layers"].items()}
         amaxes = {layer: number("input_amaxes", amax, at_least=0) for layer, amax in parts["input_amaxes"].items()}
         format: Any = text("format", record.get("format"))

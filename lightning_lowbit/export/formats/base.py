@@ -1,4 +1,4 @@
-"""What a format of files is: which casts it holds, how it is written, and how its client reads it."""
+"""Formats of files: which casts one holds, how it is written, and how its client reads it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_lowbit.export.folder import SafetensorsWriter
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight, weights
-from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.export.weights import Weight, check, weights
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.quant import Cast, Scale
 
 
@@ -45,7 +46,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """What was written of a layer.
+    """A layer in an exported file.
 
     Attributes:
         name: of the layer.
@@ -94,11 +95,11 @@ class Chat:
 
 def shown_weight(loaded: Any, weight: Weight) -> Tensor | None:
     """The weight of a loaded layer ``[out_features, in_features]``; None if it is not kept as numbers."""
-    there = getattr(loaded, "weight", None)
-    if not isinstance(there, Tensor) or not there.is_floating_point():
+    matrix = getattr(loaded, "weight", None)
+    if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
         return None
-    there = there if isinstance(weight.layer, nn.Linear) else there.t()  # of Conv1D
-    return there if there.shape == weight.quantized.codes.shape else None
+    matrix = matrix if isinstance(weight.layer, nn.Linear) else matrix.t()  # of Conv1D
+    return matrix if matrix.shape == weight.quantized.codes.shape else None
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,36 @@ class Format:
         scale_dtype = options.dtype if self.rounds_scales else None
         return weights(source, self.fused, options.rescale, scale_dtype)
 
+    def check(self, source: Source) -> None:
+        """Raises a ``ValueError`` that names the layers that the format cannot hold."""
+        check(source, {name: self.obstacle(name, layer) for name, layer in source.layers.items()}, self.name)
+
+    def write_layers(
+        self, source: Source, folder: Path, options: Options, encode: Callable[[Weight], "Encoded"]
+    ) -> list[Written]:
+        """Writes the tensors of a model of ``transformers`` to a folder, each quantized layer as ``encode`` makes it.
+
+        Raises:
+            ValueError: the format cannot hold a layer, or ``encode`` cannot.
+        """
+        self.check(source)
+        writer, rows = SafetensorsWriter(folder), list[Written]()
+        for weight in self.weights(source, options):
+            encoded = encode(weight)
+            size = writer.add({f"{weight.name}.{part}": tensor for part, tensor in encoded.tensors.items()})
+            rows.append(row(weight, encoded.format, size, encoded.inputs, encoded.error))
+        writer.finish(source, {f"{layer}.weight" for layer in source.layers}, options.dtype)
+        return rows
+
+
+class Encoded(NamedTuple):
+    """A layer's weight in a file: tensors by the last part of their names, and what :class:`Written` tells of it."""
+
+    tensors: Mapping[str, Tensor]
+    format: str
+    inputs: Inputs | None = None
+    error: float = 0.0
+
 
 def integers(bits: int, block: int, dtype: torch.dtype) -> Cast:
     """Integers in groups with scales that a dtype holds."""
@@ -157,8 +188,15 @@ def integers(bits: int, block: int, dtype: torch.dtype) -> Cast:
     return Cast(f"int{bits}", Scale(formats[dtype], block))
 
 
-def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None) -> Written:
-    return Written(weight.name, str(weight.cast), format, size, weight.error, inputs)
+def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None, error: float = 0.0) -> Written:
+    """The row of a weight; ``error`` is what its file adds to that of the weight."""
+    return Written(weight.name, str(weight.cast), format, size, weight.error + error, inputs)
+
+
+def unquantized_linears(source: Source) -> list[str]:
+    """The names of the linear layers of a model that are not quantized."""
+    linears = [clean_name(name) for name, module in source.model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in linears if name not in source.layers]
 
 
 def example_shape(source: Source, options: Options) -> Sequence[int] | None:

@@ -213,8 +213,8 @@ def _set_types(graph: Any, model: nn.Module) -> None:
 def _forget_source(graph: Any) -> None:
     """Removes what the exporter notes of each node: lines of code, with the paths of this machine."""
     for node in graph.graph.all_nodes():
-        for each in (node, *node.outputs):
-            each.metadata_props.clear()
+        for part in (node, *node.outputs):
+            part.metadata_props.clear()
     for value in (*graph.graph.inputs, *graph.graph.initializers.values()):
         value.metadata_props.clear()
     graph.graph.metadata_props.clear()
@@ -235,9 +235,9 @@ class Session(nn.Module):
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def forward(self, input: Tensor | None = None, *, input_ids: Tensor | None = None) -> Any:
-        given = input_ids if input is None else input
-        assert given is not None
-        [output] = self.session.run(None, {self.session.get_inputs()[0].name: given.numpy()})
+        tensor = input_ids if input is None else input
+        assert tensor is not None
+        [output] = self.session.run(None, {self.session.get_inputs()[0].name: tensor.numpy()})
         is_network = self.session.get_outputs()[0].name == _LOGITS
         return SimpleNamespace(logits=torch.from_numpy(output)) if is_network else torch.from_numpy(output)
 

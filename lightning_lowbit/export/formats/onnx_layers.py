@@ -135,8 +135,8 @@ class Inputs(nn.Module):
     def __init__(self, cast: Cast, amax: Tensor | None) -> None:
         super().__init__()
         self.cast = cast
-        of_tensor = cast.scale.largest * cast.format.max / cast.scale.factor
-        self.register_buffer("numerator", torch.tensor(of_tensor if cast.scale.two_level else fp32_numerator(cast)))
+        two_level = cast.scale.largest * cast.format.max / cast.scale.factor
+        self.register_buffer("numerator", torch.tensor(two_level if cast.scale.two_level else fp32_numerator(cast)))
         self.inverse = float(torch.ones(()) / cast.format.max)  # in float32
         self.register_buffer("amax", None if amax is None else amax.float())
         is_static = amax is not None and cast.scale.block == "tensor" and _is_a_type(cast)
@@ -169,8 +169,8 @@ class Inputs(nn.Module):
             return e, e.reciprocal()
         encode = torch.ones(())
         if scale.two_level:
-            of_row = x.abs().amax(-1, keepdim=True).unsqueeze(-1) if scale.two_level == "row" else None
-            whole = self._amax_of_tensor(x) if of_row is None else of_row
+            is_by_row = scale.two_level == "row"
+            whole = x.abs().amax(-1, keepdim=True).unsqueeze(-1) if is_by_row else self._amax_of_tensor(x)
             encode = (self.numerator / whole).clamp(_TINY, _LARGEST)
         if scale.format == "e8m0":
             exponent, threshold = e8m0_rule(format, scale.rounding)

@@ -66,8 +66,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     places = locate(folder)
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(place.file for place in places.values()):
-        with opened(file) as there:
-            tensors |= {name: there.get_tensor(name) for name, place in places.items() if place.file == file}
+        with opened(file) as content:
+            tensors |= {name: content.get_tensor(name) for name, place in places.items() if place.file == file}
     return tensors
 
 

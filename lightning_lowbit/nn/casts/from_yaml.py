@@ -1,4 +1,4 @@
-"""Fields of casts from what YAML gives: casts changed by mappings, settings by key."""
+"""Reads the fields of casts from YAML: casts changed by mappings, settings by key."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,19 +7,22 @@ from lightning_lowbit.checks import choose, from_fields
 from lightning_lowbit.quant import SURROGATES, Cast, Hadamard
 
 
-class Settings(dict[str, Any]):
+class FrozenDict(dict[str, Any]):
     """A frozen mapping with a hash, to be a field of a frozen dataclass."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Settings, (dict(self),)  # pickle and deepcopy would fill an empty one
+        return FrozenDict, (dict(self),)  # pickle and deepcopy would fill an empty one
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError("The settings of LinearCasts do not change: make others with LinearCasts.replace(...).")
 
     __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
+
+
+Settings = FrozenDict  # the former name, in pickles
 
 
 def on_top(before: Any, value: Any) -> Any:
@@ -30,7 +33,7 @@ def on_top(before: Any, value: Any) -> Any:
         return before.replace(**{str(name): change for name, change in value.items()})  # keys of YAML may be numbers
     if isinstance(before, Hadamard):
         return from_fields(Hadamard, "Hadamard", {**vars(before), **value})
-    if isinstance(before, Settings):
+    if isinstance(before, FrozenDict):
         changed = {**before, **{key: on_top(before.get(key), change) for key, change in value.items()}}
         return {key: change for key, change in changed.items() if change is not None}
     return value

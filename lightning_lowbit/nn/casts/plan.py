@@ -30,7 +30,7 @@ GEMM = {operand: operand.partition("_")[0] for operand in OPERANDS}
 INDEX = {operand: i for i, operand in enumerate(OPERANDS)}
 
 
-class Plan(NamedTuple):
+class CastPlan(NamedTuple):
     """What a pass through a layer needs to know of its casts.
 
     Attributes:
@@ -67,30 +67,31 @@ class Plan(NamedTuple):
     packed: str | None
 
 
-def plan_of(casts: "LinearCasts") -> Plan:
-    """The plan of casts; that of combinations which have no meaning has none, either."""
-    own = {operand: cast for operand in OPERANDS if isinstance(cast := getattr(casts, operand), Cast)}
+def plan_of(casts: "LinearCasts") -> CastPlan:
+    """Works the plan of casts out; it has no meaning for combinations that are refused."""
+    cast_of = {operand: cast for operand in OPERANDS if isinstance(cast := getattr(casts, operand), Cast)}
     keyed = any(hadamard.signs == "keyed" for hadamard in casts.hadamard.values())
     altered = frozenset(name for gemm in (*casts.hadamard, *casts.subtract_mean) for name in OPERANDS_OF[gemm])
     altered |= {*casts.requantize}
-    drawing = frozenset(name for name, cast in own.items() if cast.draws)
-    without_axis = {name for name, c in own.items() if c.scale.block == "tensor" or isinstance(c.scale.block, tuple)}
-    repeated = {a for a, b in SHARED.items() if a in own and own[a] == own.get(b) and not altered & {a, b}}
-    kept = frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize)
+    drawing = frozenset(name for name, cast in cast_of.items() if cast.draws)
+    blocks = {name: cast.scale.block for name, cast in cast_of.items()}
+    without_axis = {name for name, block in blocks.items() if block == "tensor" or isinstance(block, tuple)}
+    repeated = {a for a, b in SHARED.items() if a in cast_of and cast_of[a] == cast_of.get(b) and not altered & {a, b}}
+    derived = frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize)
     shared = (repeated & without_axis) - drawing
-    delayed = {name: cast for name, cast in own.items() if cast.scale.source == "delayed"}
+    delayed = {name: cast for name, cast in cast_of.items() if cast.scale.source == "delayed"}
     kinds = {gemm: kind for gemm in GEMMS if (kind := native_kind(casts, gemm)) is not None}
-    return Plan(
+    return CastPlan(
         is_empty=all(getattr(casts, operand) is None for operand in OPERANDS),
         draws=keyed or len(drawing) > 0,
         drawing=drawing,
         delayed=delayed,
-        scaled_by_amax=frozenset(name for name, cast in own.items() if cast.scale.needs_amax),
+        scaled_by_amax=frozenset(name for name, cast in cast_of.items() if cast.scale.needs_amax),
         altered=altered,
-        kept=kept,
+        kept=derived,
         shared=frozenset(shared),
-        casts_g_twice=own.keys() >= OF_G and not OF_G & (altered | shared | delayed.keys()),
-        transient=frozenset(OPERANDS) - {f"fprop_{name[-1]}" for name in kept | shared},
+        casts_g_twice=cast_of.keys() >= OF_G and not OF_G & (altered | shared | delayed.keys()),
+        transient=frozenset(OPERANDS) - {f"fprop_{name[-1]}" for name in derived | shared},
         native_gemms=kinds,
         gemms_of_kind={kind: tuple(gemm for gemm in kinds if kinds[gemm] == kind) for kind in kinds.values()},
         block_scaled=frozenset(gemm for gemm in kinds if kinds[gemm] in BLOCK_SCALED),

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from lightning_lowbit.checks import some
+from lightning_lowbit.nn.casts.facts import by_reason, in_words, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.host import PRODUCTS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
@@ -22,26 +22,13 @@ from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.shard import ends_within
 
+TAKES = {"activations", "no amax", "smooth tokens", "drawn", "delayed", "unpackable"}
+
 
 @cache
-def obstacle(casts: LinearCasts) -> str | None:
+def casts_obstacle(casts: LinearCasts) -> str | None:
     """Why weights with these casts must be gathered in high precision; None if they need not be."""
-    cast = casts.fprop_w
-    if not isinstance(cast, Cast):
-        return "fprop_w is not quantized"
-    if "dgrad_w" not in casts.plan.kept and not casts.shared("dgrad_w"):
-        return "dgrad_w is not the weight that the forward pass used"
-    if cast.scale.statistic == "minmax":
-        return "fprop_w has zero points"
-    if cast.scale.two_level == "row":
-        return "fprop_w has a second level per row"
-    if "fprop" in casts.hadamard or "fprop" in casts.subtract_mean:
-        return "fprop takes the weight itself, for hadamard or subtract_mean"
-    if "fprop_w" in casts.surrogate:
-        return "the surrogate of fprop_w asks for the weight itself"
-    if casts.smooth == "channel":
-        return "smooth='channel' scales the weight with each batch"
-    return None
+    return obstacle(casts, TAKES)
 
 
 def records(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParam]]:
@@ -74,37 +61,36 @@ def gathered_dtype(record: FSDPParam) -> torch.dtype:
 
 def misfit(record: FSDPParam, casts: LinearCasts, dtype: torch.dtype | None) -> str | None:
     """Why a weight is gathered in high precision although its casts would allow few bits; None if it is not."""
-    given, (step, *_), cast = gathered_dtype(record), record.padded_sharded_param_size, casts.fprop_w
+    gathered, (step, *_), cast = gathered_dtype(record), record.padded_sharded_param_size, casts.fprop_w
     assert isinstance(cast, Cast)
     if not is_plain(record):
         return "the weight is not one nn.Linear's alone, or not cut along its rows by FSDP2 alone"
     if isinstance(cast.scale.block, tuple) and ends_within(step, record._orig_size[0], cast.scale.block[0]):
         return f"shards of {step} rows end within a tile of {cast.scale.block[0]}"
-    if given not in (torch.float32, operand_dtype(dtype or given, cast)):
-        return f"FSDP2 gives the weight in {given}, which does not hold the operand"
+    if gathered not in (torch.float32, operand_dtype(dtype or gathered, cast)):
+        return f"FSDP2 gives the weight in {gathered}, which does not hold the operand"
     return None
 
 
 def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: torch.dtype | None) -> None:
     """Raises a ``ValueError`` if no weight of a model can be gathered in few bits with the casts by layer."""
-    found = {id(record._module_info.module): record for _, record in records(model)}
-    reasons: dict[str, list[str]] = {}
-    for name, of_layer in casts.items():
+    by_module = {id(record._module_info.module): record for _, record in records(model)}
+    reasons: dict[str, str] = {}
+    for name, layer_casts in casts.items():
         if PRODUCTS in name.split("."):
-            reasons.setdefault("the weight is one of several of its module, and gathered as usual", []).append(name)
-            continue
-        if (record := found.get(id(model.get_submodule(name)))) is None:
-            continue
-        if (why := obstacle(of_layer) or misfit(record, of_layer, dtype)) is None:
-            return
-        reasons.setdefault(why, []).append(name)
-    if not reasons or not found:
+            reasons[name] = "the weight is one of several of its module, and gathered as usual"
+        elif (record := by_module.get(id(model.get_submodule(name)))) is not None:
+            reason = casts_obstacle(layer_casts) or misfit(record, layer_casts, dtype)
+            if reason is None:
+                return
+            reasons[name] = reason
+    if not reasons or not by_module:
         raise ValueError(
             "quantize_before_gather: FSDP2 shards no weight of a converted layer. It needs ModelParallelStrategy, and "
             "torch.distributed.fsdp.fully_shard in configure_model; leave it out with other strategies."
         )
-    told = "; ".join(f"{some(names)}: {why}" for why, names in reasons.items())
     raise ValueError(
-        f"quantize_before_gather: no weight can be gathered in few bits. {told}. Take casts whose dgrad uses the "
-        "weight of fprop, some with overrides: 'nvfp4-nvidia', 'fp8-delayed', 'int4', any dgrad_w='fprop'."
+        f"quantize_before_gather: no weight can be gathered in few bits. {in_words(by_reason(reasons))}. Take casts "
+        "whose dgrad uses the weight of fprop, some with overrides: 'nvfp4-nvidia', 'fp8-delayed', 'int4', any "
+        "dgrad_w='fprop'."
     )

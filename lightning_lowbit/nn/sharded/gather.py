@@ -26,7 +26,14 @@ from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.core.operands import PrequantizedWeight
 from lightning_lowbit.nn.core.watch import amax_in_force
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
-from lightning_lowbit.nn.sharded.eligible import check_gathers, gathered_dtype, is_plain, misfit, obstacle, records
+from lightning_lowbit.nn.sharded.eligible import (
+    casts_obstacle,
+    check_gathers,
+    gathered_dtype,
+    is_plain,
+    misfit,
+    records,
+)
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.packed import pack, unpack_
@@ -97,11 +104,11 @@ class WeightGathers:
                 groups.setdefault(gather.group, []).append(gather)
         for group, gathers in groups.items():
             # float64 holds an amax exactly, and a sum of magnitudes as `block_sum` does.
-            own = torch.stack([gather.own_statistic() for gather in gathers])
-            of_all = own.new_empty(group.size() * len(own))
-            dist.all_gather_single(of_all, own, group)
-            of_all = of_all.view(-1, len(own))
-            for gather, amax, total in zip(gathers, of_all.amax(0).unbind(), of_all.sum(0).unbind(), strict=True):
+            local = torch.stack([gather.local_statistic() for gather in gathers])
+            whole = local.new_empty(group.size() * len(local))
+            dist.all_gather_single(whole, local, group)
+            whole = whole.view(-1, len(local))
+            for gather, amax, total in zip(gathers, whole.amax(0).unbind(), whole.sum(0).unbind(), strict=True):
                 gather.take(amax, total)
 
 
@@ -163,7 +170,7 @@ class _Gather:
     def _cast(self) -> Cast | None:
         """The cast in force for the next gather; None for high precision."""
         layer, casts = self.layer, self.layer.casts
-        if obstacle(casts) is not None or layer.blend is not None or layer.operand_sums is not None:
+        if casts_obstacle(casts) is not None or layer.blend is not None or layer.operand_sums is not None:
             return None
         if "dgrad_w" not in casts.plan.kept:  # shared: if only one of the GEMMs is native, they need different forms
             native = layer.native_gemms(self.record.device)
@@ -198,22 +205,22 @@ class _Gather:
 
     def _shard(self) -> Tensor:
         """``[rows, columns]`` in the dtype of the computation, padded with rows of zeros."""
-        return self._rounded(self._own()).view(self.size())
+        return self._rounded(self._local()).view(self.size())
 
-    def _own(self) -> Tensor:
+    def _local(self) -> Tensor:
         """The padded shard, 1-D, on the device (offloaded shards are on the CPU)."""
         return self.record._sharded_param_data.to(self.record.device, non_blocking=True)
 
     def _rounded(self, values: Tensor) -> Tensor:
         return values.to(gathered_dtype(self.record)).to(self._dtype)
 
-    def own_statistic(self) -> Tensor:
+    def local_statistic(self) -> Tensor:
         """The shard's amax, or its sum of magnitudes, float64, 0-d."""
         cast = self._cast
         assert cast is not None
         self.measured = self._state(cast)
         if cast.scale.needs_amax:  # rounding keeps the order: the rounded amax is the amax of the rounded shard
-            return self._rounded(amax_of(self._own())).double()
+            return self._rounded(amax_of(self._local())).double()
         return block_sum(self._shard(), (0, 1)).reshape(())
 
     def take(self, amax: Tensor, total: Tensor) -> None:
@@ -237,7 +244,7 @@ class _Gather:
         """The bytes to send, ``[1, ...]``, and for :meth:`fsdp_post_all_gather` the cast and the scale of the whole."""
         cast = self._cast
         if cast is None:
-            return (self._own().to(gathered_dtype(self.record)).view(1, -1),), None
+            return (self._local().to(gathered_dtype(self.record)).view(1, -1),), None
         if self.needs_statistic and self.measured != self._state(cast):  # changed since, on all ranks alike
             self._gathers.measure()
         elif cast.scale.needs_amax and self.layer.weight_amax is not None:

@@ -35,8 +35,8 @@ class LlamaCpp(nn.Module):
         except ImportError as error:
             raise NoClient(f"there is no llama.cpp ({error}): {install('llama-cpp-py-sync')}") from error
         except RuntimeError as error:  # a system older than the one on which it was built
-            found = re.search(r"version `(\S+)' not found", str(error))
-            why = f"it needs {found[1]}" if found else str(error).splitlines()[0]
+            match = re.search(r"version `(\S+)' not found", str(error))
+            why = f"it needs {match[1]}" if match else str(error).splitlines()[0]
             raise NoClient(f"the llama.cpp of llama-cpp-py-sync does not load here: {why}") from error
         messages: list[str] = []
         self._silence(messages)

@@ -75,10 +75,10 @@ class Network:
     remedy: str = ""
 
     def name(self, name: str) -> str | None:
-        """What files call a module of the model, None if they have no such part."""
-        found = self.names.get(re.sub(r"\.\d+\.", ".*.", name, count=1))
+        """The name of a module of the model in files; None if they have no such part."""
+        part = self.names.get(re.sub(r"\.\d+\.", ".*.", name, count=1))
         number = re.search(r"\.(\d+)\.", name)
-        return found if found is None or number is None else found.replace("*", number.group(1))
+        return part if part is None or number is None else part.replace("*", number.group(1))
 
     def takes_scale(self, part: str, kind: str, has_bias: bool) -> bool:
         """Whether llama.cpp multiplies the product of a part, in blocks of a type, by ``NAME.scale``, and then adds a

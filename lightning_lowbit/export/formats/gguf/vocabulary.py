@@ -132,10 +132,10 @@ def _filled(tokens: dict[int, str], types: dict[int, int], size: int) -> tuple[l
     return every, [types.get(id, _NORMAL if id in tokens else _UNUSED) for id in range(size)]
 
 
-def _cut(made: dict[str, Any]) -> str | None:
+def _cut(content: dict[str, Any]) -> str | None:
     """llama.cpp's name of how a tokenizer (its ``tokenizer.json``) cuts text; None if it has none."""
-    model, steps = made["model"], made["pre_tokenizer"] or {}
-    normalizer = (made["normalizer"] or {}).get("type")
+    model, steps = content["model"], content["pre_tokenizer"] or {}
+    normalizer = (content["normalizer"] or {}).get("type")
     plain = model["type"] == "BPE" and not model.get("byte_fallback") and not model.get("continuing_subword_prefix")
     if not plain or normalizer not in (None, "NFC"):
         return None
