@@ -27,10 +27,6 @@ _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _CACHED = re.compile(r".*models--([^/]+)--([^/]+)/snapshots/\w+/?")  # a folder of the Hub's cache
 
 
-def write_card(exported: "Exported", source: Source, format: Format, folder: Path, license: str | None = None) -> None:
-    (folder / "README.md").write_text(card(exported, source, format, license))
-
-
 def card(exported: "Exported", source: Source, format: Format, license: str | None = None) -> str:
     """The card as markdown; ``license`` of the model, None for that of the model from which the training started."""
     total, few = exported.parameters
@@ -39,6 +35,8 @@ def card(exported: "Exported", source: Source, format: Format, license: str | No
         "base model": getattr(source.config, "name_or_path", "")
     }
     metadata = _metadata(source, format, license)
+    is_module = source.config is None and "transformers" in format.programs
+    programs = ("PyTorch",) if is_module else format.programs
     blocks = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {exported.folder.name}",
@@ -47,7 +45,7 @@ def card(exported: "Exported", source: Source, format: Format, license: str | No
         "the rest is in high precision.",
         "The license is not known." if metadata["license"] == "unknown" else "",
         "## Use",
-        usage(source, _programs(source, format), exported.folder),
+        usage(source, programs, exported.folder),
         "## Training",
         _table(("", ""), facts),
         _table(("hyper-parameter", "value"), source.facts.get("hyper_parameters", {})),
@@ -69,10 +67,6 @@ def layers_table(exported: "Exported") -> str:
     table = as_markdown(Table(("layer", "weight", "bytes", "difference from the training"), rows)) if rows else ""
     left = len(exported.rows) - len(shown)
     return f"{table}\n\n{left} more layers are left out here." if left else table
-
-
-def _programs(source: Source, format: Format) -> tuple[str, ...]:
-    return ("PyTorch",) if source.config is None and "transformers" in format.programs else format.programs
 
 
 def _metadata(source: Source, format: Format, license: str | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.export.calibration import input_amaxes, tokens_of
-from lightning_lowbit.export.card import write_card
+from lightning_lowbit.export.card import card
 from lightning_lowbit.export.formats.base import Format, NoClient, Options, Written, example_shape
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merged, rounding
@@ -29,7 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Comparison(NamedTuple):
-    """The parity report, or why there is none, or how far the output is of a model that takes no tokens, as a norm."""
+    """The parity report, or why there is none; the relative difference of outputs of a model that takes no tokens."""
 
     parity: Parity | None = None
     why_not: str | None = None
@@ -119,7 +119,12 @@ def export_checkpoint(
         >>> exported = export_checkpoint("last.ckpt", "int4", "llama-int4", dtype="fp32", tokenizer="bytes")
         >>> print(exported.parity)
     """
-    chosen = _chosen(format, dtype)
+    chosen = FORMATS[choose("format", format, FORMATS)]
+    held = {name: value for name, value in DTYPES.items() if value in chosen.dtypes}
+    if dtype is not None and choose("dtype", dtype, DTYPES) not in held:
+        raise ValueError(
+            f"The format {format} holds tensors in {some(held)}, not in {dtype}: leave out dtype (--dtype)."
+        )
     output = Path(output).expanduser()
     _check_output(output, overwrite, [path for path in (checkpoint, calibrate) if path is not None])
     source = read(checkpoint, module)
@@ -138,7 +143,7 @@ def export_checkpoint(
                 partial.mkdir()
                 exported = _export(source, chosen, options, tokens, parity, partial, output)
                 write_record(source, chosen.name, partial)
-                write_card(exported, source, chosen, partial, license)
+                (partial / "README.md").write_text(card(exported, source, chosen, license))
                 put_in_place(partial, output)
             except BaseException:
                 remove(partial)
@@ -148,16 +153,6 @@ def export_checkpoint(
             raise OSError(message) from error
         raise
     return exported
-
-
-def _chosen(format: str, dtype: str | None) -> Format:
-    chosen = FORMATS[choose("format", format, FORMATS)]
-    held = {name: value for name, value in DTYPES.items() if value in chosen.dtypes}
-    if dtype is not None and choose("dtype", dtype, DTYPES) not in held:
-        raise ValueError(
-            f"The format {format} holds tensors in {some(held)}, not in {dtype}: leave out dtype (--dtype)."
-        )
-    return chosen
 
 
 def _check_output(output: Path, overwrite: bool, inputs: Sequence[str | Path]) -> None:
@@ -260,18 +255,7 @@ def _export(
 
 def fitting(source: Source) -> list[str]:
     """The formats that can hold all quantized layers of a model."""
-    return [name for name, format in FORMATS.items() if _fits(format, source)]
-
-
-def _fits(format: Format, source: Source) -> bool:
-    if format.needs_network and source.config is None:
-        return False
-    try:
-        if format.accepts is not None:
-            format.accepts(source)
-    except ValueError:
-        return False
-    return all(format.obstacle(name, layer) is None for name, layer in source.layers.items())
+    return [name for name, format in FORMATS.items() if format.fits(source)]
 
 
 def explain_formats(source: Source) -> str:

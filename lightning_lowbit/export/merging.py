@@ -97,8 +97,8 @@ def _quantized(source: Source, model: Any, casts: Mapping[str, Cast]) -> Source:
     names = {re.escape(name): LinearCasts(fprop_w=cast) for name, cast in casts.items()}
     convert(model, next(iter(names.values())), only=[*names], overrides=names)
     layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
-    adapters = {name: _described(config) for name, config in source.model.peft_config.items()}  # type: ignore[union-attr,operator]
-    facts = {**source.facts, "adapters": f"merged: {'; '.join(adapters.values())}"}
+    adapters = [_described(config) for config in source.model.peft_config.values()]  # type: ignore[union-attr,operator]
+    facts = {**source.facts, "adapters": f"merged: {'; '.join(adapters)}"}
     return Source(model, layers, torch.float32, model.config, facts, (), source.model)
 
 

@@ -188,8 +188,8 @@ class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):  # type: ignore[misc
         check_backend(planned, self.backend, self.exact, self._device)  # raises before the model is changed
         check_save(planned, self.save)
         if self.quantize_before_gather:
-            from lightning_lowbit.nn.sharded.eligible import check_gathers  # imports private parts of FSDP2
-            from lightning_lowbit.nn.sharded.gather import WeightGathers
+            # imports private parts of FSDP2
+            from lightning_lowbit.nn.sharded.gather import WeightGathers, check_gathers
 
             check_gathers(module, planned, self._autocast_dtype)
         self._convert(module, planned, self.seed)

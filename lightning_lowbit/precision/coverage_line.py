@@ -217,7 +217,7 @@ class _Owners:
 
     def why(self, name: str, module: nn.Module) -> str | None:
         """What a module is, and why its weights are in high precision; None if they are quantized."""
-        reason = self._reasons.of_module(name, module)
+        reason = self._reasons.module_reason(name, module)
         return None if reason is None else f"{_kind(module)} ({reason})"
 
 

@@ -208,7 +208,7 @@ def _matrix(layer: Any) -> Tensor:
 
 def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
     """The cast in which FSDP2 can gather the weight of a layer, if no other layer shares it."""
-    from lightning_lowbit.nn.sharded.eligible import casts_obstacle  # depends on internals of FSDP2
+    from lightning_lowbit.nn.sharded.gather import casts_obstacle  # depends on internals of FSDP2
 
     of_rows = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr]
     of_rows = of_rows and is_linear(layer) and not isinstance(layer, Product)

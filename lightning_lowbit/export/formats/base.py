@@ -111,22 +111,21 @@ class Format:
         about: a line for people: what it holds, and who loads it.
         obstacle: why it cannot hold a layer (its name, the layer), in words; None if it can.
         write: writes the model's files to a folder that exists; returns a row for each quantized layer.
-        load: reads a folder back by the real client, ready to be called as the model is; None if there is no client
-            in Python. An ``ImportError`` names a package that is missing; or a :class:`NoClient`.
-        needs_network: whether the model must be one of ``transformers``.
-        traces: whether files are a trace of the model, with an input of a shape, so that any module can be compared.
+        load: reads a folder back by the real client, ready to be called as the model is; None without a client in
+            Python. Raises an ``ImportError`` that names a missing package, or a :class:`NoClient`.
+        needs_network: refuses models that are not of ``transformers``.
         accepts: raises a ``ValueError`` for models that it cannot hold, whatever their casts.
-        tolerance: how far logits may be from those of the training with the same operands in few bits, as a norm
-            relative to theirs, where the client does not show what its layers compute.
-        fused: whether engines take one scale of the tensor for q, k and v, and for gate and up.
-        rounds_scales: whether engines keep scales of rows and blocks in the dtype of the model.
-        dtypes: of what is not quantized: those that it holds, the default first.
+        traces: files are a trace of the model, with an input of a shape, so that any module can be compared.
+        tolerance: largest relative difference of logits from those of the same operands in few bits, as a norm, where
+            the client does not show the outputs of its layers.
+        fused: engines take one scale of the tensor for q, k and v, and for gate and up.
+        rounds_scales: engines keep scales of rows and blocks in the dtype of the model.
+        dtypes: of tensors that are not quantized, the default first.
         shown: the weight of a loaded layer, as numbers; None if the layer does not show it.
-        own_cast: by which sums of weights and adapters are rounded where the format cannot hold the cast of the base,
-            for the dtype in which engines keep scales; None where there is none.
-        programs: who run its folders, keys of ``PROGRAMS`` of :mod:`lightning_lowbit.export.formats.usage`.
-        chat: a short chat with the training and with what was loaded, for formats whose files tell in their own way how
-            a prompt is made.
+        own_cast: rounds sums of weights and adapters where the format cannot hold the cast of the base, by the dtype in
+            which engines keep scales; None where there is none.
+        programs: those that run its folders, keys of ``PROGRAMS`` of :mod:`lightning_lowbit.export.formats.usage`.
+        chat: a short chat with the training and with the loaded file, for formats with prompts of their own.
     """
 
     name: str
@@ -150,6 +149,17 @@ class Format:
         """The weights of all layers as the format stores them; see :func:`lightning_lowbit.export.weights.weights`."""
         scale_dtype = options.dtype if self.rounds_scales else None
         return weights(source, self.fused, options.rescale, scale_dtype)
+
+    def fits(self, source: Source) -> bool:
+        """Whether it can hold all quantized layers of a model."""
+        if self.needs_network and source.config is None:
+            return False
+        try:
+            if self.accepts is not None:
+                self.accepts(source)
+        except ValueError:
+            return False
+        return all(self.obstacle(name, layer) is None for name, layer in source.layers.items())
 
     def check(self, source: Source) -> None:
         """Raises a ``ValueError`` that names the layers that the format cannot hold."""

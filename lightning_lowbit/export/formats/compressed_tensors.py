@@ -294,12 +294,9 @@ def _load(dtype: torch.dtype | None, folder: Path) -> nn.Module:
     return model
 
 
-def _dtype(format: str) -> torch.dtype | None:
-    """In which transformers computes with a folder; None for the dtype of the folder."""
-    if format == "fp8":
-        return torch.float32  # in which scales are as vLLM keeps them
-    return None if format.startswith("int") else torch.bfloat16  # to which compressed-tensors unpacks weights
-
+# The dtype in which transformers computes with a folder: for fp8 that in which vLLM keeps scales, for integers that of
+# the folder, and else that to which compressed-tensors unpacks weights.
+_DTYPES: dict[str, torch.dtype | None] = {"fp8": torch.float32, **{f"int{bits}": None for bits in range(2, 9)}}
 
 FORMATS = {
     name: Format(
@@ -307,7 +304,7 @@ FORMATS = {
         "compressed-tensors: vLLM, SGLang, transformers",
         partial(obstacle, kind),
         partial(_write, name, kind),
-        partial(_load, _dtype(name)),
+        partial(_load, _DTYPES.get(name, torch.bfloat16)),
         fused=kind.fused,
         own_cast=kind.own_cast,
         rounds_scales=name.startswith("int"),

@@ -25,7 +25,7 @@ from lightning_lowbit.export.formats.base import Format, Options, Written, examp
 from lightning_lowbit.export.formats.onnx_layers import INT4, TYPES, UINT4, Decoded, Inputs, attach, input_obstacle
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle
-from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import FORWARD, LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
@@ -52,10 +52,11 @@ def obstacle(name: str, layer: QuantizedLayer) -> str | None:
 
 def _write(source: Source, folder: Path, options: Options) -> list[Written]:
     layers = {clean_name(name): layer for name, layer in quantized_layers(source.model).items()}
-    forward = {name: layer for name, layer in layers.items() if _quantizes(layer.casts)}
+    forward = {name: layer for name, layer in layers.items() if layer.casts.has_cast(FORWARD)}
     check(replace(source, layers=forward), {name: obstacle(name, layer) for name, layer in forward.items()}, "onnx")
     example = _example(source, options)
-    _need("onnx", "onnx_ir", "onnxscript")
+    if missing := [name for name in ("onnx", "onnx_ir", "onnxscript") if find_spec(name) is None]:
+        raise ValueError(f"The format onnx takes {some(missing)}: {install(*missing)}.")
     model = _Outputs(_twin(source.model), source.config is not None)
     twins = {clean_name(name): layer for name, layer in quantized_layers(model.model).items()}
     rows = []
@@ -77,11 +78,6 @@ def _write(source: Source, folder: Path, options: Options) -> list[Written]:
     return rows
 
 
-def _need(*packages: str) -> None:
-    if missing := [name for name in packages if find_spec(name) is None]:
-        raise ValueError(f"The format onnx takes {some(missing)}: {install(*missing)}.")
-
-
 def _row(weight: Weight, inputs: Inputs | None) -> Written:
     decoded = Decoded(weight.quantized, transposed=False)
     codes = decoded.codes.numel() // (2 if decoded.number in _FOUR_BITS else 1)
@@ -89,10 +85,6 @@ def _row(weight: Weight, inputs: Inputs | None) -> Written:
     amax = None if inputs is None or inputs.amax is None else float(inputs.amax)
     by = None if inputs is None else base.Inputs(inputs.cast, amax)
     return row(weight, f"onnx {TYPES[decoded.number]}", size, by)
-
-
-def _quantizes(casts: LinearCasts) -> bool:
-    return casts.fprop_x is not None or casts.fprop_w is not None
 
 
 def _inputs(name: str, layer: QuantizedLayer, options: Options) -> Inputs | None:
@@ -107,9 +99,6 @@ def _inputs(name: str, layer: QuantizedLayer, options: Options) -> Inputs | None
         known = layer.amaxes.in_force[OPERANDS.index("fprop_x")]
         amax = known.clone() if known > 0 else None
     return Inputs(cast, amax)
-
-
-# --- tracing ----------------------------------------------------------------------------------------------------------
 
 
 class _Outputs(nn.Module):
@@ -220,9 +209,6 @@ def _forget_source(graph: Any) -> None:
     graph.graph.metadata_props.clear()
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 class Session(nn.Module):
     """A file in onnxruntime, on the CPU: called with a tensor, or ``input_ids``, as the model that was exported."""
 
@@ -242,17 +228,13 @@ class Session(nn.Module):
         return SimpleNamespace(logits=torch.from_numpy(output)) if is_network else torch.from_numpy(output)
 
 
-def _load(folder: Path) -> nn.Module:
-    return Session(folder / _FILE).eval()
-
-
 FORMATS = {
     "onnx": Format(
         "onnx",
         "model.onnx of any module: onnxruntime and other engines",
         obstacle,
         _write,
-        _load,
+        lambda folder: Session(folder / _FILE).eval(),
         needs_network=False,
         traces=True,
         dtypes=(torch.float32,),

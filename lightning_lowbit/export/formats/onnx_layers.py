@@ -36,9 +36,6 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-
 def stored_as(cast: Cast) -> tuple[int, float]:
     """The type that holds the elements of a weight exactly, divided by a number."""
     if cast.scale.statistic == "minmax":
@@ -100,9 +97,6 @@ def _by_row(quantized: Quantized, values: Tensor) -> Tensor:
     """Values of blocks as ``[rows, blocks]``, those of tiles repeated; ``[1, 1]`` of the tensor."""
     block, rows = quantized.cast.scale.block, len(quantized.codes)
     return values.repeat_interleave(block[0], 0)[:rows] if isinstance(block, tuple) else values
-
-
-# --- inputs -----------------------------------------------------------------------------------------------------------
 
 
 def input_obstacle(cast: Cast) -> str | None:
@@ -207,9 +201,6 @@ class Inputs(nn.Module):
 def _is_a_type(cast: Cast) -> bool:
     """Whether ``QuantizeLinear`` rounds to the elements of a cast: FP8 and whole numbers."""
     return cast.scale.format == "fp32" and (cast.format in _FLOAT8 or cast.format.encoding in _WHOLE)
-
-
-# --- layers -----------------------------------------------------------------------------------------------------------
 
 
 class Product(nn.Module):

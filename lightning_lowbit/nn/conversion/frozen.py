@@ -50,7 +50,8 @@ def pack_frozen(
         >>> model = pack_frozen(model.requires_grad_(False), "nvfp4-nvidia", skip=["lm_head"])
     """
     planned = plan(model, casts, skip, only, overrides)
-    frozen = {name: layer_casts for name, layer_casts in planned.items() if _is_frozen(model.get_submodule(name))}
+    weights = {name: getattr(model.get_submodule(name), "weight", None) for name in planned}
+    frozen = {name: planned[name] for name in planned if (w := weights[name]) is not None and not w.requires_grad}
     if not frozen:
         raise ValueError(
             f"pack_frozen keeps weights with requires_grad=False as codes, and of {len(planned)} layers, e.g. "
@@ -100,11 +101,6 @@ def _pack_matrix(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
     weight = state.get(f"{prefix}weight")
     if layer.frozen is not None and weight is not None and weight.shape == layer.frozen.shape:
         state[f"{prefix}weight"] = layer.frozen.pack(weight)
-
-
-def _is_frozen(layer: nn.Module) -> bool:
-    weight = getattr(layer, "weight", None)
-    return weight is not None and not weight.requires_grad
 
 
 def _obstacle(layer: Any, casts: LinearCasts, dtype: torch.dtype) -> str | None:

@@ -50,13 +50,13 @@ def _holds_experts(block: nn.Module) -> bool:
 
 
 def _counts(block: nn.Module) -> set[Any]:
-    """What may be the number of a block's experts."""
-    found: set[Any] = set()
+    """All that may be the number of a block's experts."""
+    counts: set[Any] = {getattr(block, name, None) for name in _COUNTS}
     for name, child in block.named_children():
         if not (_EXPERTS.search(name) or _EXPERTS.search(type(child).__name__)):
             continue
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found.add(len(child))
-        found |= {getattr(child, count, None) for count in _COUNTS}
-        found |= {parameter.shape[0] for parameter in child.parameters(recurse=False) if parameter.dim() > 2}
-    return (found | {getattr(block, count, None) for count in _COUNTS}) - {None}
+            counts.add(len(child))
+        counts |= {getattr(child, count, None) for count in _COUNTS}
+        counts |= {parameter.shape[0] for parameter in child.parameters(recurse=False) if parameter.dim() > 2}
+    return counts - {None}

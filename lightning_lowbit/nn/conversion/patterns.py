@@ -28,11 +28,10 @@ class Names(list[str]):
         self.others: dict[str, list[str]] = {}
         for name in self:
             owner, inside, product_name = name.rpartition(f"{PRODUCTS}.")
-            path = owner.rstrip(".") if inside else name
-            found = [other for other in paths[id(model.get_submodule(path))] if other != path]
-            if found:
-                ending = f".{inside}{product_name}" if inside else ""
-                self.others[name] = [f"{other}{ending}".lstrip(".") for other in found]
+            path, ending = (owner.rstrip("."), f".{inside}{product_name}") if inside else (name, "")
+            others = [other for other in paths[id(model.get_submodule(path))] if other != path]
+            if others:
+                self.others[name] = [f"{other}{ending}".lstrip(".") for other in others]
 
 
 def _paths(module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
@@ -72,8 +71,8 @@ def select(
                     raise ValueError(
                         f"{argument}: the pattern {pattern!r} matches {name}, which stays in high precision: {why}."
                     )
-            there = f"There are {len(names)}, e.g. {some(names)}. {_advice(pattern, names)}"
-            raise ValueError(f"{argument}: the pattern {pattern!r} matches no {kind}. {there}")
+            advice = f"There are {len(names)}, e.g. {some(names)}. {_advice(pattern, names)}"
+            raise ValueError(f"{argument}: the pattern {pattern!r} matches no {kind}. {advice}")
         selected |= matched
     return selected
 
@@ -85,20 +84,13 @@ def select_by_name(names: Sequence[str], pattern: str) -> set[str]:
     return {name for name in names if any(compiled.fullmatch(".".join(tail)) for tail in tails[name])}
 
 
-def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]:
-    others: Mapping[str, list[str]] = names.others if isinstance(names, Names) else {}
-    every = [*names, *(other for found in others.values() for other in found)]
-    paths = _from_the_end(every) if _NEGATIVE.search(pattern) else {n: [clean_name(n).split(".")] for n in every}
-    return {name: [path for one in (name, *others.get(name, ())) for path in paths[one]] for name in names}
-
-
 def _advice(pattern: str, names: Sequence[str]) -> str:
     """How to write a pattern that matched nothing, such as ``lora_``, a piece of ``lora_A``."""
     rule = "A pattern must match one or more whole parts of a name, as they stand between dots"
     pieces = {piece for name in names for piece in clean_name(name).split(".")}
     for wider in (f"{pattern}.*", f".*{pattern}", f".*{pattern}.*"):
-        if found := sorted(piece for piece in pieces if re.fullmatch(wider, piece)):
-            return f"{rule}: {wider!r} matches {', '.join(found[:3])}."
+        if matches := sorted(piece for piece in pieces if re.fullmatch(wider, piece)):
+            return f"{rule}: {wider!r} matches {', '.join(matches[:3])}."
     return f"{rule}, such as {names[0].rpartition('.')[2]!r}." if names else f"{rule}."
 
 
@@ -106,11 +98,15 @@ def _advice(pattern: str, names: Sequence[str]) -> str:
 _NEGATIVE = re.compile(r"(?<![\w\]])-\d")
 
 
-def _from_the_end(names: Iterable[str]) -> dict[str, list[list[str]]]:
-    """All spellings of each name, as parts: unchanged, and with numbers counted from the end of their list."""
-    parts = {name: clean_name(name).split(".") for name in names}
+def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]:
+    """The spellings of all names of each layer, as parts: unchanged, and for a pattern with negative numbers with
+    numbers counted from the end of their list, too."""
+    others: Mapping[str, list[str]] = names.others if isinstance(names, Names) else {}
+    paths = {name: [clean_name(path).split(".") for path in (name, *others.get(name, ()))] for name in names}
+    if not _NEGATIVE.search(pattern):
+        return paths
     lengths: dict[tuple[str, ...], int] = {}
-    for path in parts.values():
+    for path in (path for spelled in paths.values() for path in spelled):
         for i, part in enumerate(path):
             if part.isdigit():
                 lengths[tuple(path[:i])] = max(lengths.get(tuple(path[:i]), 0), int(part) + 1)
@@ -118,7 +114,10 @@ def _from_the_end(names: Iterable[str]) -> dict[str, list[list[str]]]:
     def choices(path: Sequence[str], i: int) -> Iterable[str]:
         return (path[i], str(int(path[i]) - lengths[tuple(path[:i])])) if path[i].isdigit() else (path[i],)
 
-    return {name: [*map(list, product(*(choices(path, i) for i in range(len(path)))))] for name, path in parts.items()}
+    def spell(path: Sequence[str]) -> list[list[str]]:
+        return [*map(list, product(*(choices(path, i) for i in range(len(path)))))]
+
+    return {name: [spelling for path in spelled for spelling in spell(path)] for name, spelled in paths.items()}
 
 
 def _matches(pattern: re.Pattern[str], parts: Sequence[str]) -> bool:

@@ -28,18 +28,16 @@ class Reason:
 
 FROZEN = Reason("weights that are frozen, or computed from others")
 PRODUCTS = Reason("products of activations with each other, as in attention", "attention= quantizes attention's")
+LAZY = Reason("no weight yet", "run one batch before the Trainer starts")
 _LEFT_OUT = Reason("left out by skip or only")
 _NOT_CONVERTED = Reason("not converted", "a LowBitPrecision among the plugins of the Trainer converts layers")
+_HIGH_PRECISION = Reason("its casts are those of high precision")
 _FUNCTIONAL = Reason("computed outside of modules", "call an nn.Linear there")
-_OWN = Reason(
+_PRODUCT = Reason(
     "products of activations, as in attention, or with weights of other modules", "attention= quantizes attention's"
 )
 _EMBEDDING = Reason("an embedding's weight as a matrix", "an nn.Linear with that weight is quantized")
-LAZY = Reason("no weight yet", "run one batch before the Trainer starts")
-_SUBCLASS = Reason(
-    "a subclass of nn.Linear with a forward of its own",
-    "register_linear takes it, given that forward",
-)
+_SUBCLASS = Reason("a subclass of nn.Linear with a forward of its own", "register_linear takes it, given that forward")
 _WEIGHT = Reason("no nn.Linear", "register_linear takes it for one, if it computes x · Wᵀ + b")
 _EXPERTS = Reason("a stack of experts, no nn.Linear", "experts that are nn.Linear layers are quantized")
 
@@ -71,32 +69,32 @@ class Reasons:
             return _FUNCTIONAL
         if gemm:
             return Reason(f"its casts leave {gemm.rstrip(')')} in high precision")
-        return self.of_module(module_name, module) or _OWN
+        return self.module_reason(module_name, module) or _PRODUCT
 
-    def of_module(self, name: str, module: nn.Module) -> Reason | None:
+    def module_reason(self, name: str, module: nn.Module) -> Reason | None:
         """The reason for a module's own weights; None if they are quantized."""
         if isinstance(module, QuantizedLayer) and module.full_casts != LinearCasts():
             return None
         if isinstance(module, Host):
-            return Reason("its casts are those of high precision") if module.is_high_precision else None
+            return _HIGH_PRECISION if module.is_high_precision else None
         if name in self.defaults:
             is_output = self.defaults[name] == OUTPUT
             remedy = "quantize_output=True quantizes it" if is_output else "name it in overrides or only to quantize it"
             return Reason(self.defaults[name], remedy)
         if isinstance(module, QuantizedLayer):
-            return Reason("its casts are those of high precision")
+            return _HIGH_PRECISION
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             return _EMBEDDING
         cls: Any = type(module)
         if converted_class(cls) is None:
-            return of_class(module)
+            return class_reason(module)
         if without_weight(module):
             return LAZY
         blocked = obstacle(module)
         return self._rest if blocked is None else Reason(blocked)
 
 
-def of_class(module: Any) -> Reason | None:
+def class_reason(module: Any) -> Reason | None:
     """Why a module is not converted; None for modules without a matrix."""
     if without_weight(module):
         return LAZY

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from lightning_lowbit._lightning import rank_zero_info, say_once
 from lightning_lowbit.checks import flag, some
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.conversion.convert import plan, plan_by_name
+from lightning_lowbit.nn.conversion.convert import Selection, plan_by_name
 from lightning_lowbit.nn.conversion.defaults import mark_outputs
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.nn.layers.layer import clean_name
@@ -65,13 +65,12 @@ class PlannedLayers(SavedLayers):
         if self._origin is not None:
             planned = plan_by_name(model, self._origin.trained.planned)
         else:
-            settings = self.skip, self.only, self.overrides, self.smooth_swiglu, self.attention
-            planned = plan(model, self.casts, *settings)
+            selection = Selection(model, self.casts, self.skip, self.only, self.overrides, self.attention)
+            planned = selection.planned(selection.excluded, self.smooth_swiglu)
             if self.leaves_output if self.quantize_output is None else not self.quantize_output:
-                without = plan(model, self.casts, *settings, quantize_output=False)
-                names = {clean_name(name) for name in planned}
-                left = frozenset(clean_name(name) for name in planned if name not in without) - self._outputs
-                left |= self._left_before & names
+                outputs = planned.keys() & selection.excluded_with_outputs
+                left = frozenset(map(clean_name, outputs)) - self._outputs
+                left |= self._left_before & {clean_name(name) for name in planned}
                 planned = {name: casts for name, casts in planned.items() if clean_name(name) not in left}
         if self.shared_amax:
             check_groups(planned, self.shared_amax)

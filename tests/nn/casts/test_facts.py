@@ -7,9 +7,9 @@ from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.export import weights as exported
 from lightning_lowbit.nn.casts.facts import CAST_FACTS, LAYER_FACTS, obstacle
 from lightning_lowbit.nn.conversion import bake, frozen, shared_amax
-from lightning_lowbit.nn.sharded import eligible
+from lightning_lowbit.nn.sharded import gather
 
-USERS = (bake, frozen, shared_amax, eligible, exported)
+USERS = (bake, frozen, shared_amax, gather, exported)
 
 
 def test_every_name_that_a_user_takes_is_a_fact() -> None:

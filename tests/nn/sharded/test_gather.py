@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_lowbit import Cast, LinearCasts, LowBitPrecision, Scale, convert
 from lightning_lowbit.nn import LayerKeys
-from lightning_lowbit.nn.sharded.eligible import casts_obstacle
-from lightning_lowbit.nn.sharded.gather import WeightGathers, release_gathers
+from lightning_lowbit.nn.sharded.gather import WeightGathers, casts_obstacle, release_gathers
 from tests.launch import launch
 from tests.nn.sharded.ranks_gather import CASTS, RANKS, RUNS, STEPS
 from tests.pairwise import selected
