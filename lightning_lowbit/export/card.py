@@ -70,7 +70,7 @@ def layers_table(exported: "Exported") -> str:
 
 
 def _metadata(source: Source, format: Format, license: str | None) -> dict[str, Any]:
-    """What the Hugging Face Hub reads of a card."""
+    """The metadata that the Hugging Face Hub reads."""
     name = str(getattr(source.config, "name_or_path", "") or "")
     base = _base(name)
     model: Any = source.model
@@ -97,7 +97,7 @@ def _hub_name(name: str) -> str | None:
 
 
 def _base(name: str) -> Mapping[str, Any]:
-    """What the card in the folder of a model tells the Hub; nothing without a card."""
+    """The metadata of the card in the folder of a model; empty without a card."""
     try:
         text = (Path(name).expanduser() / "README.md").read_text() if name else ""
         front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None

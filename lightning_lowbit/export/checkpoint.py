@@ -205,7 +205,7 @@ def _check_source(
         )
 
 
-# What errors of the system mean, and what to do.
+# The meaning of errors of the system, and the remedy.
 _ADVICE = dict.fromkeys(
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
     "The export does not fit into {folder} ({error}). Nothing was exported: free some space, or give --output on "
@@ -217,7 +217,7 @@ _ADVICE = dict.fromkeys(
 
 
 def _unwritten(error: Exception, output: Path) -> str | None:
-    """Why the system did not let an export be written, and what to do, in words; None if that was not the reason."""
+    """Returns why the system let no export be written, and a remedy, in words; None if that was not the reason."""
     number_in_text = re.search(r"os error (\d+)", str(error))  # of safetensors
     number = getattr(error, "errno", None) or (int(number_in_text[1]) if number_in_text else None)
     if isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)):  # of numpy
@@ -259,7 +259,7 @@ def fitting(source: Source) -> list[str]:
 
 
 def explain_formats(source: Source) -> str:
-    """Which formats fit a model, in a sentence."""
+    """Returns which formats fit a model, in a sentence."""
     if source.has_adapters:
         names = [name for name, format in FORMATS.items() if format.own_cast(torch.bfloat16) is not None]
         return (

@@ -25,18 +25,19 @@ from lightning_lowbit.export.source import Source, hp_forward
 from lightning_lowbit.export.weights import Weight
 from lightning_lowbit.quant import quantize
 
-# How far a layer's output may be, as a norm: bfloat16 rounds it; and engines make scales of inputs in bfloat16, or by
-# 127.5 for int8, where elements near the middle between two values round otherwise. In four bits they are far apart.
+# Largest relative differences of a layer's output, as a norm: bfloat16 rounds it; and engines make scales of inputs in
+# bfloat16, or by 127.5 for int8, where elements near the middle between two values round otherwise. In four bits these
+# are far apart.
 LAYERS, WITH_INPUTS, IN_FOUR_BITS = 0.01, 0.03, 0.1
 
-# How far logits may be where all layers compute the same from inputs in high precision: 22 small models had at most
-# 0.02 (2026-11-23), and a wrong constant of the network, such as an epsilon, makes far more.
+# Largest relative difference of logits where all layers compute the same from inputs in high precision: 22 small models
+# had at most 0.02 (2026-11-23), and a wrong constant of the network, such as an epsilon, makes far more.
 NETWORK = 0.25
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How an exported model compares with the training.
+    """The comparison of an exported model with the training.
 
     Attributes:
         weights: by layer, the largest difference of the loaded weight from codes · scales beyond the rounding to its
@@ -45,12 +46,12 @@ class Parity:
             client shows none.
         limits: by layer, what rounding explains of that.
         others: parameters in high precision that are not those of the training, rounded to the dtype of the files.
-        unchanged: whether inputs and weights are those of the training, so that logits must be.
+        unchanged: inputs and weights are those of the training, so that logits must be.
         logits: norm of the difference of logits, relative to theirs, from the same operands in few bits.
         trained, exported: losses (nats per token) of the training's forward pass, and of the exported model.
         greedy: share of positions whose most likely next token is that of the training's forward pass.
         same: share of positions whose most likely token is that of the same operands in few bits.
-        tokens: how many positions were compared.
+        tokens: number of positions that were compared.
         merged: norm of the difference of logits, relative to theirs, from the training's forward pass with adapters
             that are not merged; None without adapters.
         chat: the answers of both to a question, where the format's files tell in their own way how a prompt is made.
@@ -257,7 +258,7 @@ def _beyond_rounding(loaded: Tensor, exact: Tensor) -> float:
 
 
 def _difference(weight: Weight, inputs: Inputs | None, x: Tensor, y: Tensor) -> float:
-    """How far the output of a layer is from the product of its operands, which are quantized as the engine does."""
+    """The relative difference of a layer's output from the product of its operands, quantized as the engine does."""
     rows = x.flatten(0, -2).float()
     if inputs is not None:
         amax = None if inputs.amax is None else torch.tensor(inputs.amax)

@@ -17,7 +17,7 @@ _VERSION = 1
 
 
 class Record(NamedTuple):
-    """How an exported model was trained.
+    """The casts with which an exported model was trained.
 
     Attributes:
         format: of the folder.

@@ -47,8 +47,8 @@ class Source:
         layers: the layers whose weights the forward pass quantizes, by their names in ``model``.
         dtype: of the computation in training; weights are rounded to it before they are quantized.
         config: the configuration of ``transformers``; None for other models.
-        facts: what a model card tells of the training: ``step``, ``phase``, ``tokenizer``, hyper-parameters, and
-            what the folder of the ``run`` tells.
+        facts: of the training, for the model card: ``step``, ``phase``, ``tokenizer``, hyper-parameters, and those of
+            the folder of the ``run``.
         shared: the names of layers whose weights are scaled by one amax, a list for each group.
         unmerged: the model of the training with its adapters, which ``model`` has in its weights; None without any.
     """
@@ -63,7 +63,7 @@ class Source:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the model has adapters of PEFT beside its weights, see :mod:`lightning_lowbit.export.merging`."""
+        """Returns whether the model has adapters of PEFT (:mod:`lightning_lowbit.export.merging`)."""
         return hasattr(self.model, "peft_config")
 
 
@@ -268,6 +268,6 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 
 def hp_forward(casts: LinearCasts) -> LinearCasts:
-    """Casts of a forward pass with the same weight, and activations in high precision: what engines compute that do not
-    quantize them."""
+    """Casts of a forward pass with the same weight, and activations in high precision, as in engines that quantize
+    none."""
     return LinearCasts(fprop_w=casts.fprop_w)

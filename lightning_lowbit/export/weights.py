@@ -1,4 +1,4 @@
-"""The weight of each layer as codes and scales, as the forward pass quantizes it, and what no format can hold.
+"""The weight of each layer as codes and scales, as the forward pass quantizes it, and layers that no format can hold.
 
 Engines multiply q, k and v, and gate and up, as one matrix with one scale of the tensor: the largest. Layers of such a
 group must have been trained with one (``shared_amax``), or are quantized again with it (``rescale``).
@@ -20,7 +20,7 @@ from lightning_lowbit.nn.layers.multihead import Projection
 from lightning_lowbit.quant import Cast, Quantized, quantize
 from lightning_lowbit.quant.shard import amax_of
 
-# What engines fuse, by the last part of a name: one pattern for each group of a module.
+# Layers that engines fuse, by the last part of a name: one pattern for each group of a module.
 FUSED = (r"q_proj|k_proj|v_proj", r"gate_proj|up_proj", r"w1|w3", r"query|key|value")
 
 TAKES = {"shared amax", "unquantized", "activations", "other dgrad_w", "no amax", "zero points", "level per row"}
@@ -55,8 +55,8 @@ def weight_cast(layer: QuantizedLayer) -> Cast:
 
 
 def common_obstacle(layer: QuantizedLayer, stacks: bool = False) -> str | None:
-    """Why the codes of a layer's weight cannot stand for its forward pass, in words; None if they can. ``stacks`` of
-    matrices are refused unless the format holds them."""
+    """Returns why the codes of a layer's weight cannot stand for its forward pass, in words; None if they can.
+    ``stacks`` of matrices are refused unless the format holds them."""
     if isinstance(layer, Projection):
         return "it is a projection of nn.MultiheadAttention, which engines do not have in few bits"
     return obstacle(layer.casts, TAKES | {"stack"} if stacks else TAKES, layer)
@@ -122,9 +122,9 @@ def weights(
 
     Args:
         source: the model.
-        fused: whether the format's engines take one scale of the tensor for each group of layers.
-        rescale: whether to change scales where an engine needs others: groups of layers are quantized again, and other
-            weights keep their codes.
+        fused: the format's engines take one scale of the tensor for each group of layers.
+        rescale: changes scales where an engine needs others: groups of layers are quantized again, and other weights
+            keep their codes.
         scale_dtype: in which engines keep scales of rows and blocks; None for that of the file.
 
     Raises:
@@ -197,7 +197,7 @@ def _rounded(weight: Weight, dtype: torch.dtype, rescale: bool) -> Weight:
 
 
 def training_with_scales(cast: Cast, format: str) -> str:
-    """How to train with scales in a format, a sentence and a space; nothing for casts that take no such scales."""
+    """Advises how to train with scales in a format, in a sentence; empty for casts that take no such scales."""
     try:
         cast.replace(scale={"format": format})
     except ValueError:  # such as of a mean, or with zero points
@@ -213,7 +213,7 @@ def _distance(changed: Quantized, trained: Quantized) -> float:
 
 
 def has_second_level(cast: Cast) -> bool:
-    """Whether scales of blocks are multiplied by a float32 scale of the tensor, or of rows."""
+    """Returns whether scales of blocks are multiplied by a float32 scale of the tensor, or of rows."""
     return bool(cast.scale.two_level) or cast.scale.prescale != 1
 
 

@@ -17,7 +17,7 @@ from lightning_lowbit.quant import Cast, Scale
 
 @dataclass(frozen=True)
 class Options:
-    """What a user asks for.
+    """Settings of an export.
 
     Attributes:
         rescale: changes scales where an engine needs others: it rounds them and keeps the codes, or quantizes weights
@@ -34,11 +34,11 @@ class Options:
 
 
 class NoClient(Exception):
-    """Why the client of a format cannot read a folder here."""
+    """Raised where the client of a format cannot read a folder; the message tells why."""
 
 
 class Inputs(NamedTuple):
-    """How an engine quantizes a layer's input: by a cast, with the amax of its static scale, if it has one."""
+    """An engine's quantization of a layer's input: a cast, with the amax of its static scale, if it has one."""
 
     cast: Cast
     amax: float | None = None
@@ -109,7 +109,7 @@ class Format:
     Attributes:
         name: as ``--format`` takes it.
         about: a line for people: what it holds, and who loads it.
-        obstacle: why it cannot hold a layer (its name, the layer), in words; None if it can.
+        obstacle: the reason in words for which it cannot hold a layer (its name, the layer); None if it can.
         write: writes the model's files to a folder that exists; returns a row for each quantized layer.
         load: reads a folder back by the real client, ready to be called as the model is; None without a client in
             Python. Raises an ``ImportError`` that names a missing package, or a :class:`NoClient`.
@@ -124,7 +124,7 @@ class Format:
         shown: the weight of a loaded layer, as numbers; None if the layer does not show it.
         own_cast: rounds sums of weights and adapters where the format cannot hold the cast of the base, by the dtype in
             which engines keep scales; None where there is none.
-        programs: those that run its folders, keys of ``PROGRAMS`` of :mod:`lightning_lowbit.export.formats.usage`.
+        programs: for its folders, keys of ``PROGRAMS`` of :mod:`lightning_lowbit.export.formats.usage`.
         chat: a short chat with the training and with the loaded file, for formats with prompts of their own.
     """
 
@@ -151,7 +151,7 @@ class Format:
         return weights(source, self.fused, options.rescale, scale_dtype)
 
     def fits(self, source: Source) -> bool:
-        """Whether it can hold all quantized layers of a model."""
+        """Returns whether it can hold all quantized layers of a model."""
         if self.needs_network and source.config is None:
             return False
         try:

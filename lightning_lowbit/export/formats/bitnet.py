@@ -28,7 +28,7 @@ _INPUTS = Cast("int8", Scale("fp32", "row", epsilon=1e-5))  # by which the loade
 
 
 def obstacle(name: str, layer: QuantizedLayer) -> str | None:
-    """Why the method cannot hold a layer, in words; None if it can."""
+    """Returns why the method cannot hold a layer, in words; None if it can."""
     if (reason := common_obstacle(layer)) is not None:
         return reason
     if not isinstance(layer, nn.Linear) or type(layer).forward is not QuantizedLayer.forward:
@@ -66,7 +66,7 @@ def error(weight: Weight, dtype: torch.dtype) -> float:
 
 
 def _scale(weight: Weight) -> Tensor:
-    """What elements are multiplied by, float32, 0-d."""
+    """The scale that multiplies elements, float32, 0-d."""
     return weight.quantized.multipliers().reshape(())
 
 

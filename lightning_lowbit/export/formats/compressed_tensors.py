@@ -50,7 +50,7 @@ NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 _VERSION = "0.20.0"  # of compressed-tensors, whose files these are
 _E4M3, _UINT8 = "torch.float8_e4m3fn", "torch.uint8"
 
-# How engines round the exponents of activations, by the bits of elements.
+# Engines' rounding of the exponents of activations, by the bits of elements.
 _EXPONENTS = {4: "even", 6: "even", 8: "rceil"}
 
 Scheme = dict[str, Any]
@@ -69,11 +69,11 @@ class Kind:
     """A ``--format`` of this family.
 
     Attributes:
-        fits: what casts of weights must be, in words, or None for one that fits.
+        fits: the casts of weights that it takes, in words; None for a cast that fits.
         describe: the layer in the file.
         own_cast: of :class:`Format`.
         fused: of :class:`Format`.
-        activations: whether engines quantize inputs to NVFP4, too.
+        activations: engines quantize inputs to NVFP4, too.
     """
 
     fits: Callable[[Cast], str | None]

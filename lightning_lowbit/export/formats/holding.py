@@ -1,4 +1,4 @@
-"""Which casts of weights the folders of compressed-tensors and Model Optimizer hold."""
+"""The casts of weights that the folders of compressed-tensors and Model Optimizer hold."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from lightning_lowbit.quant import Cast
 
 
 def needs(text: str, test: Callable[[Cast], bool]) -> Callable[[Cast], str | None]:
-    """Why a format does not hold a cast that fails a test, in words; None for one that passes."""
+    """Returns why a format does not hold a cast that fails a test, in words; None for one that passes."""
     return lambda cast: None if test(cast) else f"it takes {text}, and the weight has {cast}"
 
 

@@ -43,7 +43,7 @@ _IN_FLOAT32 = ("session.qdq_matmulnbits_accuracy_level", "1")
 
 
 def obstacle(name: str, layer: QuantizedLayer) -> str | None:
-    """Why operators of ONNX do not express a layer, in words; None if they do."""
+    """Returns why operators of ONNX do not express a layer, in words; None if they do."""
     if (why := common_obstacle(layer)) is not None:
         return why
     cast = layer.casts.cast_of("fprop_x")
@@ -88,7 +88,7 @@ def _row(weight: Weight, inputs: Inputs | None) -> Written:
 
 
 def _inputs(name: str, layer: QuantizedLayer, options: Options) -> Inputs | None:
-    """How a layer's input is rounded: by an amax of calibration, or of delayed scaling, or its own in each pass."""
+    """The rounding of a layer's input: by an amax of calibration, or of delayed scaling, or its own in each pass."""
     cast = layer.casts.cast_of("fprop_x")
     if not isinstance(cast, Cast):
         return None

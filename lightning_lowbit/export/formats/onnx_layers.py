@@ -100,7 +100,7 @@ def _by_row(quantized: Quantized, values: Tensor) -> Tensor:
 
 
 def input_obstacle(cast: Cast) -> str | None:
-    """Why operators of ONNX do not express the cast of an input, in words; None if they do."""
+    """Returns why operators of ONNX do not express the cast of an input, in words; None if they do."""
     scale = cast.scale
     if cast.draws:
         return f"its input is rounded stochastically ({cast})"
@@ -155,7 +155,7 @@ class Inputs(nn.Module):
         return x.abs().amax([*range(x.dim())], keepdim=True) if self.amax is None else self.amax
 
     def _scales(self, amax: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What elements are multiplied by, and decoded by. The former is finite, so that zeros stay zeros."""
+        """The numbers that encode elements, and that decode them. The former is finite, so that zeros stay zeros."""
         scale, format = self.cast.scale, self.cast.format
         if scale.format == "fp32":
             amax = amax.clamp(min=scale.epsilon) if scale.epsilon else amax
@@ -199,7 +199,7 @@ class Inputs(nn.Module):
 
 
 def _is_a_type(cast: Cast) -> bool:
-    """Whether ``QuantizeLinear`` rounds to the elements of a cast: FP8 and whole numbers."""
+    """Returns whether ``QuantizeLinear`` rounds to the elements of a cast: FP8 and whole numbers."""
     return cast.scale.format == "fp32" and (cast.format in _FLOAT8 or cast.format.encoding in _WHOLE)
 
 
@@ -264,7 +264,7 @@ class Convolution(nn.Module):
         return self.inputs(x.movedim(1, -1)).movedim(-1, 1)
 
     def _is_of_pixels(self, inputs: Inputs, window: Window, x: Tensor) -> bool:
-        """Whether pixels that are rounded before the patches are gathered have the same values."""
+        """Returns whether pixels that are rounded before the patches are gathered have the same values."""
         cast, pixels = inputs.cast, all(k == 1 for k in window.kernel)
         if inputs.amax is None and cast.scale.needs_amax and not window.covers([*map(int, x.shape[2:])]):
             return False

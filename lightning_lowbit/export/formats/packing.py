@@ -1,4 +1,4 @@
-"""How codes lie in files: nibbles, streams of bits, and the scales of blocks by row."""
+"""Codes as they lie in files: nibbles, streams of bits, and the scales of blocks by row."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""How a quantized layer lies in files: which tensors, of which dtypes and shapes, and the codes that they hold.
+"""Layouts of quantized layers in files: their tensors, with dtypes and shapes, and the codes that they hold.
 
     format                          files hold                                          cast
     nvfp4-pack-quantized            weight_packed, weight_scale, weight_global_scale    e2m1/e4m3:1x16+fp32
@@ -11,8 +11,8 @@
                                     weight (E4M3), weight_scale                         e4m3 per tensor or row
     bitnet                          weight, weight_scale                                ternary, one scale
 
-The model tells the shape ``[rows, columns]`` of each weight, and the configuration the format: they say what each
-tensor must be. Tensors are decoded only after they have been compared.
+The model tells the shape ``[rows, columns]`` of each weight, the configuration the format. Tensors are compared with
+both before they are decoded.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -87,7 +87,7 @@ class Part(NamedTuple):
     values: Sequence[int] | None = None
 
     def differs(self, name: str, tensor: Tensor) -> str | None:
-        """How a tensor is something else, in words; None if it fits."""
+        """Tells in words how a tensor is something else; None if it fits."""
         if tensor.dtype in self.dtypes and tuple(tensor.shape) in self.shapes:
             values = None if self.values is None else tensor.tolist()
             return None if values == self.values else f"{name} has {values}, and {self.values} is needed"
@@ -105,7 +105,7 @@ class Layout(NamedTuple):
     decode: Callable[[Parts], Codes]
 
     def differs(self, tensors: Parts) -> list[str]:
-        """How the tensors of a layer are not those of this layout, in words."""
+        """Tells in words how the tensors of a layer are not those of this layout."""
         known = {**self.parts, **{part: _SCALAR for part in UNUSED if part in tensors}}
         lacking = [f"{part} is missing" for part in self.parts if part not in tensors]
         other = [f"{part} is not of its format" for part in tensors if part not in known]
@@ -136,7 +136,7 @@ def codes_of(name: str, tensors: Parts, layouts: Sequence[Layout]) -> Codes:
 
 
 def layouts(method: str, schemes: Sequence[Scheme], rows: int, columns: int) -> list[Layout]:
-    """How a weight ``[rows, columns]`` may lie in the files of a quantization method.
+    """The layouts that a weight ``[rows, columns]`` may have in the files of a quantization method.
 
     Args:
         method: ``quant_method`` in ``config.json``.
@@ -184,7 +184,7 @@ def check_scheme(scheme: Scheme, where: str) -> Scheme:
     return scheme
 
 
-# What arguments of weights each format takes.
+# The arguments of weights that each format takes.
 _MX = {"type": ("float",), "strategy": ("group",), "group_size": (32,)}
 _FORMATS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "nvfp4-pack-quantized": {"type": ("float",), "num_bits": (4,), "strategy": ("tensor_group",), "group_size": (16,)},

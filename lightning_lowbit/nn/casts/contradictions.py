@@ -66,7 +66,7 @@ def _correction(casts: "LinearCasts") -> Iterator[str]:
             )
 
 
-# What a cast must not be to have a surrogate (of a kind), and the message.
+# Casts that can have no surrogate (of a kind), and the message.
 _WITHOUT_SURROGATE: tuple[tuple[Callable[[Cast | None, str], object], str], ...] = (
     (
         lambda cast, kind: cast is None,

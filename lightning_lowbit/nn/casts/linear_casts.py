@@ -36,7 +36,7 @@ PHASES: dict[str, tuple[str, ...]] = {
 # Operands that may be those of the forward pass.
 REUSABLE = ("dgrad_w", "wgrad_x")
 
-# What smoothing scales to one magnitude: the channels or the tokens of a layer's input.
+# Smoothing scales the channels or the tokens of a layer's input to one magnitude.
 SMOOTHINGS = ("channel", "token")
 
 # Named casts, see presets.py.
@@ -137,11 +137,11 @@ class LinearCasts:
 
     @property
     def quantizes_x_or_w(self) -> bool:
-        """Whether x or w, which ``smooth`` scales, has a cast in any GEMM."""
+        """Returns whether x or w, which ``smooth`` scales, has a cast in any GEMM."""
         return self.has_cast(OPERANDS, "xw")
 
     def has_cast(self, operands: Iterable[str], tensors: str = "xwg") -> bool:
-        """Whether one of some operands has a cast, among those of some tensors: x, w and g."""
+        """Returns whether one of some operands has a cast, among those of some tensors: x, w and g."""
         return any(isinstance(getattr(self, name), Cast) for name in operands if name[-1] in tensors)
 
     def cast_of(self, operand: str) -> Cast | None:
@@ -150,7 +150,7 @@ class LinearCasts:
         return getattr(self, f"fprop_{operand[-1]}") if cast == "fprop" else cast
 
     def shared(self, operand: str) -> bool:
-        """Whether an operand equals the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis."""
+        """Returns whether an operand equals the one in ``SHARED`` to the bit (the same tensor, a cast without an axis)."""
         return operand in self.plan.shared
 
     @property

@@ -1,4 +1,4 @@
-"""The names of operands and GEMMs, and what a pass through a layer needs to know of its casts, worked out once."""
+"""The names of operands and GEMMs, and the facts about casts that passes through layers ask for."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,24 +31,25 @@ INDEX = {operand: i for i, operand in enumerate(OPERANDS)}
 
 
 class CastPlan(NamedTuple):
-    """What a pass through a layer needs to know of its casts.
+    """Facts about casts that a pass through a layer asks for, worked out once.
 
     Attributes:
-        is_empty: whether nothing is quantized.
-        draws: whether random bits depend on keys.
-        drawing: the operands whose casts draw some.
+        is_empty: nothing is quantized.
+        draws: results depend on keys.
+        drawing: the operands that round stochastically.
         delayed: the casts with delayed scaling, by operand.
         scaled_by_amax: the operands whose scales need the amax of the whole tensor.
-        altered: the operands of GEMMs with a transform, or without means, or that are quantized again: they are not the
-            tensor itself.
-        kept: the operands that are made from those of the forward pass: reused, or quantized again.
+        altered: the operands that are not the tensor itself: of GEMMs with a transform or without means, or quantized
+            again.
+        kept: the operands that are made from operands of the forward pass: reused, or quantized again.
         shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
-        casts_g_twice: whether dgrad and wgrad take two casts of g itself, scaled by the same amax.
+        casts_g_twice: dgrad and wgrad take two casts of g itself, scaled by the same amax.
         transient: the operands that are not kept from the forward pass to the backward pass.
         native_gemms: the GEMMs that hardware may compute on quantized elements, with the kind, a key of ``NATIVE``.
-        gemms_of_kind: the same by kind.
-        block_scaled: those of them that take codes and the scales of blocks.
-        packed: the operand of x that the backward pass can do with, as codes and scales; None where it needs x.
+        gemms_of_kind: the GEMMs of ``native_gemms``, by kind.
+        block_scaled: the native GEMMs that take codes and the scales of blocks.
+        packed: the operand whose codes replace x in memory with save='codes' (fprop_x or wgrad_x); None where the
+            backward pass needs x itself.
     """
 
     is_empty: bool

@@ -59,8 +59,8 @@ def convert(
             :mod:`lightning_lowbit.nn.native`), and emulates the others; ``"emulated"`` emulates all; ``"native"``
             refuses to emulate.
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
-        save: what layers keep of their input for the backward pass: ``"inputs"``, the tensor, or ``"codes"``, codes and
-            scales of its quantized operand, with the same gradients.
+        save: ``"inputs"`` keeps the input of layers for the backward pass, ``"codes"`` codes and scales of its
+            quantized operand, with the same gradients.
         attention: casts of attention's two products, Q · Kᵀ and P · V, named ``qk`` and ``pv`` in each module that
             calls ``F.scaled_dot_product_attention``; None leaves them in high precision. ``skip``, ``only`` and
             ``overrides`` hold for them, too. See :mod:`lightning_lowbit.nn.attention`.
@@ -215,7 +215,7 @@ class Selection:
             )
 
     def _other_modules(self) -> dict[str, str]:
-        """Why other modules than the layers stay in high precision, by name."""
+        """Returns why other modules than the layers stay in high precision, by name."""
         modules = {name: module for name, module in self._model.named_modules() if name not in self._layers}
         reasons = {name: class_reason(module) for name, module in modules.items()}
         return {clean_name(name): str(reason) for name, reason in reasons.items() if reason is not None}

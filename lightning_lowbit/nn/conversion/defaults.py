@@ -71,8 +71,8 @@ def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str
 
 
 def _are_parallel(name: str, last: str, layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]) -> bool:
-    """Whether two layers are heads: beside each other, of the same inputs, outside of repeated blocks. They are called
-    so, or are entries of one ``nn.ModuleDict``, or of one ``nn.ModuleList`` and no chain."""
+    """Returns whether two layers are heads: beside each other, of the same inputs, outside of repeated blocks. They are
+    called so, or are entries of one ``nn.ModuleDict``, or of one ``nn.ModuleList`` and no chain."""
     (parent, _, last_name), (other_parent, _, own_name) = (clean_name(path).rpartition(".") for path in (last, name))
     if name == last or parent != other_parent or any(part.isdecimal() for part in parent.split(".")):
         return False

@@ -104,7 +104,7 @@ def _pack_matrix(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
 
 
 def _obstacle(layer: Any, casts: LinearCasts, dtype: torch.dtype) -> str | None:
-    """Why a layer must have its weight as a matrix, in words; None if it need not."""
+    """Returns why a layer must have its weight as a matrix, in words; None if it need not."""
     if type(layer) not in (nn.Linear, QuantLinear):
         return f"{type(layer).__name__} does not keep its weight as nn.Linear does"
     frozen = getattr(layer, "frozen", None)

@@ -29,7 +29,7 @@ def is_router_class(cls: type) -> bool:
 
 
 def is_router(name: str, outputs: int | None, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the layer of a name, with so many output features, is a router of experts."""
+    """Returns whether the layer of a name, with so many output features, is a router of experts."""
     path = name.split(".")
     if _SHARED.fullmatch(path[-1]):
         return True

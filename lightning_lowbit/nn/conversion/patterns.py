@@ -50,7 +50,7 @@ def select(
     left: Callable[[], Mapping[str, str]] = dict,
 ) -> set[str]:
     """The names that patterns match, by any of a layer's :class:`Names`; a pattern without a match among ``kind`` is a
-    ``ValueError`` of ``argument``. ``left`` gives the reasons of what cannot be selected, by name."""
+    ``ValueError`` of ``argument``. ``left`` gives the reasons of modules that cannot be selected, by name."""
     if isinstance(patterns, str):
         raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
     if not isinstance(patterns, Iterable):
@@ -85,7 +85,7 @@ def select_by_name(names: Sequence[str], pattern: str) -> set[str]:
 
 
 def _advice(pattern: str, names: Sequence[str]) -> str:
-    """How to write a pattern that matched nothing, such as ``lora_``, a piece of ``lora_A``."""
+    """Advises how to write a pattern that matched nothing, such as ``lora_``, a piece of ``lora_A``."""
     rule = "A pattern must match one or more whole parts of a name, as they stand between dots"
     pieces = {piece for name in names for piece in clean_name(name).split(".")}
     for wider in (f"{pattern}.*", f".*{pattern}", f".*{pattern}.*"):

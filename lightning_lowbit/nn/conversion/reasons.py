@@ -1,4 +1,4 @@
-"""Why modules compute in high precision, and what to do about it: for tables, log lines and errors alike."""
+"""Reasons for modules in high precision, with remedies: for tables, log lines and errors alike."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from lightning_lowbit.nn.layers.registry import converted_class
 
 @dataclass(frozen=True)
 class Reason:
-    """Why something is in high precision, and the remedy, if there is one."""
+    """A reason for high precision, and the remedy, if there is one."""
 
     why: str
     remedy: str = ""
@@ -95,7 +95,7 @@ class Reasons:
 
 
 def class_reason(module: Any) -> Reason | None:
-    """Why a module is not converted; None for modules without a matrix."""
+    """Returns why a module is not converted; None for modules without a matrix."""
     if without_weight(module):
         return LAZY
     cls: Any = type(module)

@@ -102,7 +102,7 @@ def check_groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> l
 
 
 def _misfit(casts: Mapping[str, LinearCasts]) -> str | None:
-    """Why layers cannot share an amax; None if they can."""
+    """Returns why layers cannot share an amax; None if they can."""
     weights = {name: layer_casts.fprop_w for name, layer_casts in casts.items()}
     if len({*weights.values()}) > 1:
         return f"their weights have other casts ({'; '.join(f'{name}: {cast}' for name, cast in weights.items())})"

@@ -48,7 +48,7 @@ TAKES = {"activations", "no amax", "smooth tokens", "drawn", "delayed", "unpacka
 
 @cache
 def casts_obstacle(casts: LinearCasts) -> str | None:
-    """Why weights with these casts must be gathered in high precision; None if they need not be."""
+    """Returns why weights with these casts must be gathered in high precision; None if they need not be."""
     return obstacle(casts, TAKES)
 
 
@@ -81,7 +81,7 @@ def gathered_dtype(record: FSDPParam) -> torch.dtype:
 
 
 def misfit(record: FSDPParam, casts: LinearCasts, dtype: torch.dtype | None) -> str | None:
-    """Why a weight is gathered in high precision although its casts would allow few bits; None if it is not."""
+    """Returns why a weight is gathered in high precision although its casts would allow few bits; None if it is not."""
     gathered, (step, *_), cast = gathered_dtype(record), record.padded_sharded_param_size, casts.fprop_w
     assert isinstance(cast, Cast)
     if not is_plain(record):

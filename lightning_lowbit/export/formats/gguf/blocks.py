@@ -122,7 +122,7 @@ Q4_0 = BlockType("Q4_0", 2, 2, 32, 18, 32, _q4_0)
 MXFP4 = BlockType("MXFP4", 39, 38, 32, 17, 32, _mxfp4)
 NVFP4 = BlockType("NVFP4", 40, 39, 64, 36, 16, _nvfp4)
 
-# How each type stores an element, from its code (uint8) in a ``Quantized``.
+# The element that each type stores, from its code (uint8) in a ``Quantized``.
 _FROM_CODES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
     "ternary": {"TQ1_0": lambda c: c, "TQ2_0": lambda c: c, "Q4_0": lambda c: c + 7},  # a code is value + 1
     "int4": {"Q4_0": lambda c: c ^ 8},  # two's complement to value + 8
@@ -163,7 +163,7 @@ def block_type(cast: Cast, in_features: int, ternary: BlockType = TQ2_0) -> Bloc
 
 
 def has_scale(cast: Cast) -> bool:
-    """Whether blocks of a cast have a tensor ``NAME.scale`` beside them."""
+    """Returns whether blocks of a cast have a tensor ``NAME.scale`` beside them."""
     return has_second_level(cast) or (cast.scale.block == "tensor" and cast.element != "e2m1")
 
 

@@ -17,8 +17,8 @@ QUESTION, LENGTH = "Who are you?", 24  # tokens of the answer, at most
 
 
 def chat(source: Source, client: Any) -> Chat | None:
-    """What a file in llama.cpp and the training answer to a question; None without a tokenizer, room for it, or a
-    template that takes it."""
+    """Asks a file in llama.cpp and the training a question; None without a tokenizer, room for it, or a template that
+    takes it."""
     assert isinstance(client, LlamaCpp)
     name = source.facts.get("tokenizer")
     if name is None or not client.has_tokenizer:

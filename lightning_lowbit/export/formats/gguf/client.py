@@ -140,5 +140,5 @@ class LlamaCpp(nn.Module):
         return self.tokenize(text, special=True)
 
     def ends(self, token: int) -> bool:
-        """Whether generation stops at a token."""
+        """Returns whether generation stops at a token."""
         return bool(self.lib.llama_vocab_is_eog(self.vocab, token))

@@ -27,7 +27,7 @@ _PLAIN = {torch.float32: _F32, torch.float16: 1, torch.bfloat16: 30}  # ``ggml_t
 
 
 def obstacle(name: str, layer: QuantizedLayer, ternary: BlockType = TQ2_0) -> str | None:
-    """Why no block type holds the weight of a layer, in words; None if one does."""
+    """Returns why no block type holds the weight of a layer, in words; None if one does."""
     kind = common_obstacle(layer) or _type(layer, ternary)
     return kind if isinstance(kind, str) else None
 
