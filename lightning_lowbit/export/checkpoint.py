@@ -18,7 +18,7 @@ from lightning_lowbit.export.calibration import input_amaxes, tokens_of
 from lightning_lowbit.export.card import card
 from lightning_lowbit.export.formats.base import Format, NoClient, Options, Written, example_shape
 from lightning_lowbit.export.formats.table import FORMATS
-from lightning_lowbit.export.merging import merged, rounding
+from lightning_lowbit.export.merging import merge_adapters, rounding_errors
 from lightning_lowbit.export.parity import Parity, compare, outputs_difference
 from lightning_lowbit.export.record import NAME as RECORD
 from lightning_lowbit.export.record import write_record
@@ -133,7 +133,7 @@ def export_checkpoint(
     _check_source(source, chosen, calibrate, shape, merge)
     options = Options(rescale, None, chosen.dtypes[0] if dtype is None else DTYPES[dtype], shape)
     if merge:
-        source = merged(source, chosen, options.dtype)
+        source = merge_adapters(source, chosen, options.dtype)
     tokens = tokens_of(source, calibrate) if _is_language_model(source) else None
     amaxes = input_amaxes(source, tokens) if calibrate is not None and tokens is not None else None
     options = replace(options, input_amaxes=amaxes)
@@ -242,7 +242,7 @@ def _export(
     """Writes the model to ``partial``, and compares it with the training."""
     rows = format.write(source, partial, options)
     if source.unmerged is not None:
-        changes = rounding(source)
+        changes = rounding_errors(source)
         rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
     comparison = Comparison(why_not="it was not asked for")
     if parity:

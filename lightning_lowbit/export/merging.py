@@ -27,7 +27,7 @@ from lightning_lowbit.quant import Cast
 
 
 @torch.no_grad()
-def merged(source: Source, format: Format, dtype: torch.dtype) -> Source:
+def merge_adapters(source: Source, format: Format, dtype: torch.dtype) -> Source:
     """A model whose adapters are merged, with weights in few bits that a format holds, and inputs in high precision.
 
     Args:
@@ -58,7 +58,7 @@ def merged(source: Source, format: Format, dtype: torch.dtype) -> Source:
     )
 
 
-def rounding(source: Source) -> Mapping[str, float]:
+def rounding_errors(source: Source) -> Mapping[str, float]:
     """By layer, the largest change of a merged weight by its rounding to few bits."""
     return {
         weight.name: float((weight.quantized.dequantize() - weight.layer.weight_matrix().float()).abs().max())

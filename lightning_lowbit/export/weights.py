@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.nn.casts.facts import by_reason, in_words, obstacle
+from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import Projection
 from lightning_lowbit.quant import Cast, Quantized, quantize
@@ -67,10 +67,10 @@ def check(source: Source, obstacles: Mapping[str, str | None], format: str) -> N
     uses = Counter(id(parameter) for _, parameter in source.model.named_parameters(remove_duplicate=False))
     tied = "its weight is also that of another module (tie_word_embeddings): skip it in training"
     shared = {name for name in obstacles if uses[id(source.layers[name].weight)] > 1}
-    if refused := by_reason({name: obstacles[name] or (tied if name in shared else None) for name in obstacles}):
+    if refused := group_by_reason({name: obstacles[name] or (tied if name in shared else None) for name in obstacles}):
         raise ValueError(
             f"The format {format} cannot hold {sum(map(len, refused.values()))} of {len(source.layers)} layers. "
-            f"{in_words(refused)}."
+            f"{explain_groups(refused)}."
         )
 
 

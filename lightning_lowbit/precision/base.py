@@ -27,7 +27,7 @@ from lightning_lowbit.distributed import clip_gradients_, connect, is_flat, is_s
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, overriding
+from lightning_lowbit.nn.conversion.convert import CastsLike, casts_by_pattern, check_backend
 from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.precision.checkpoints.overridden import asked_options
@@ -107,7 +107,7 @@ class LowBitPrecision(Shown, PlannedLayers, FSDPPrecision):  # type: ignore[misc
         self.precision = self._compute.precision
         self.scaler = scaler
         self.casts = LinearCasts.of(casts)
-        self.overrides = overriding(overrides)
+        self.overrides = casts_by_pattern(overrides)
         self.skip, self.only = as_list(skip), None if only is None else as_list(only)
         self.shared_amax = as_list(shared_amax)
         self.seed = global_seed() if seed is None else integer("seed", seed)

@@ -101,7 +101,7 @@ def obstacle(casts: "LinearCasts", takes: Collection[str], layer: Any = None) ->
     return None
 
 
-def by_reason(obstacles: Mapping[str, str | None]) -> dict[str, list[str]]:
+def group_by_reason(obstacles: Mapping[str, str | None]) -> dict[str, list[str]]:
     """The names of layers by what stands in their way; those without an obstacle are left out."""
     names: dict[str, list[str]] = {}
     for name, reason in obstacles.items():
@@ -110,6 +110,6 @@ def by_reason(obstacles: Mapping[str, str | None]) -> dict[str, list[str]]:
     return names
 
 
-def in_words(names: Mapping[str, list[str]]) -> str:
-    """The layers of each reason that :func:`by_reason` has found, and the reason."""
+def explain_groups(names: Mapping[str, list[str]]) -> str:
+    """The layers of each reason that :func:`group_by_reason` has found, and the reason."""
     return "; ".join(f"{some(layers)}: {reason}" for reason, layers in names.items())

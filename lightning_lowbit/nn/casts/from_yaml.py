@@ -25,7 +25,7 @@ class FrozenDict(dict[str, Any]):
 Settings = FrozenDict  # the former name, in pickles
 
 
-def on_top(before: Any, value: Any) -> Any:
+def apply_change(before: Any, value: Any) -> Any:
     """The new value of a field: a mapping changes fields of a cast, or entries of settings, where None removes one."""
     if not isinstance(value, Mapping):
         return value
@@ -34,7 +34,7 @@ def on_top(before: Any, value: Any) -> Any:
     if isinstance(before, Hadamard):
         return from_fields(Hadamard, "Hadamard", {**vars(before), **value})
     if isinstance(before, FrozenDict):
-        changed = {**before, **{key: on_top(before.get(key), change) for key, change in value.items()}}
+        changed = {**before, **{key: apply_change(before.get(key), change) for key, change in value.items()}}
         return {key: change for key, change in changed.items() if change is not None}
     return value
 
@@ -43,7 +43,7 @@ def change_every(start: Mapping[str, Any], changes: Any) -> dict[str, Cast]:
     """The casts among some fields, with the same changes made to each."""
     if not isinstance(changes, Mapping):
         raise ValueError(f"casts.every is a mapping of fields of Cast; got {changes!r}.")
-    changed = {name: on_top(value, changes) for name, value in start.items() if isinstance(value, Cast)}
+    changed = {name: apply_change(value, changes) for name, value in start.items() if isinstance(value, Cast)}
     if not changed:
         raise ValueError("casts.every changes the casts of a preset, and there are none: name a preset that has some.")
     return changed

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from lightning_lowbit.checks import choose, from_fields
 from lightning_lowbit.nn.casts.contradictions import contradictions
-from lightning_lowbit.nn.casts.from_yaml import FrozenDict, change_every, on_top, read_hadamard, read_surrogate
+from lightning_lowbit.nn.casts.from_yaml import FrozenDict, apply_change, change_every, read_hadamard, read_surrogate
 from lightning_lowbit.nn.casts.plan import GEMMS, OPERANDS, OPERANDS_OF, CastPlan, plan_of
 from lightning_lowbit.quant import Cast, Hadamard
 from lightning_lowbit.quant.cast import current_names
@@ -150,7 +150,7 @@ class LinearCasts:
         return getattr(self, f"fprop_{operand[-1]}") if cast == "fprop" else cast
 
     def shared(self, operand: str) -> bool:
-        """Returns whether an operand equals the one in ``SHARED`` to the bit (the same tensor, a cast without an axis)."""
+        """Returns whether an operand equals the one in ``SHARED`` to the bit: the same tensor, cast without an axis."""
         return operand in self.plan.shared
 
     @property
@@ -208,7 +208,7 @@ class LinearCasts:
         start = {f.name: getattr(base, f.name) for f in fields(cls)}
         if "every" in changes:
             start.update(change_every(start, changes.pop("every")))
-        changes = {name: on_top(start.get(name), change) for name, change in changes.items()}
+        changes = {name: apply_change(start.get(name), change) for name, change in changes.items()}
         return from_fields(cls, "LinearCasts", {**start, **changes})
 
     def replace(self, **changes: Any) -> "LinearCasts":

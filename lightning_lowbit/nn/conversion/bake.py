@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.kernels import quantize_operand
-from lightning_lowbit.nn.casts.facts import by_reason, obstacle
+from lightning_lowbit.nn.casts.facts import group_by_reason, obstacle
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.layers.classes import restore_classes
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
@@ -42,7 +42,7 @@ def bake(model: _Model) -> _Model:
     layers = quantized_layers(model)
     if not layers:
         raise ValueError("The model has no converted layers to bake. Call restore(model, checkpoint) first.")
-    if refused := by_reason({name: _obstacle(layer) for name, layer in layers.items()}):
+    if refused := group_by_reason({name: _obstacle(layer) for name, layer in layers.items()}):
         reason, names = max(refused.items(), key=lambda item: len(item[1]))
         raise ValueError(
             f"No weights alone can stand for {len(names)} of {len(layers)} layers, e.g. {names[0]}: {reason}. Keep the "

@@ -13,7 +13,7 @@ from lightning_lowbit.nn.attention.products import casts_of_attention, check_att
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import GEMMS, OPERANDS_OF
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.defaults import left_out, mark_outputs, output_layers, unnamed
+from lightning_lowbit.nn.conversion.defaults import default_reasons, drop_named, mark_outputs, output_layers
 from lightning_lowbit.nn.conversion.patterns import Names
 from lightning_lowbit.nn.conversion.patterns import select as select
 from lightning_lowbit.nn.conversion.reasons import LAZY, class_reason
@@ -131,7 +131,7 @@ def _prepare(model: nn.Module) -> None:
                 module.use_nested_tensor = False
 
 
-def overriding(overrides: Mapping[str, CastsLike] | None) -> dict[str, LinearCasts]:
+def casts_by_pattern(overrides: Mapping[str, CastsLike] | None) -> dict[str, LinearCasts]:
     """Casts by name pattern; a ``ValueError`` for a value that is no mapping."""
     if not isinstance(overrides, Mapping | None):
         raise ValueError(f"overrides maps name patterns to casts, such as {{'lm_head': 'mxfp8'}}; got {overrides!r}.")
@@ -184,7 +184,7 @@ class Selection:
                 f"through transformers' interface (attn_implementation='sdpa'); {type(model).__name__} has none. Leave "
                 "it out."
             )
-        self._layers, others = Names(model, [*self._modules, *products]), overriding(overrides)
+        self._layers, others = Names(model, [*self._modules, *products]), casts_by_pattern(overrides)
         skipped = select(self._layers, skip, "skip", left=self._other_modules)
         chosen = self._layers if only is None else select(self._layers, only, "only", left=self._other_modules)
         matches = {
@@ -205,8 +205,8 @@ class Selection:
         if not self.casts:
             raise ValueError(f"{summary}, and skip and only leave none. Skip fewer layers.")
         linear = {name: layer_casts for name, layer_casts in self.casts.items() if not is_attention(name)}
-        self._reasons = left_out(model, linear)
-        self.excluded = unnamed(self._reasons.keys(), self._layers, self._patterns)
+        self._reasons = default_reasons(model, linear)
+        self.excluded = drop_named(self._reasons.keys(), self._layers, self._patterns)
         if self.excluded >= self.casts.keys():
             reasons = some(f"{name} ({reason})" for name, reason in self._reasons.items())
             raise ValueError(
@@ -224,7 +224,7 @@ class Selection:
     def excluded_with_outputs(self) -> set[str]:
         """``excluded``, and the output layers: unless patterns name them, or no other layer is left."""
         outputs = {name for name in output_layers(self._model, self._modules) if name in self.casts}
-        excluded = unnamed(outputs | self._reasons.keys(), self._layers, self._patterns)
+        excluded = drop_named(outputs | self._reasons.keys(), self._layers, self._patterns)
         return excluded - (outputs - self._reasons.keys()) if excluded >= self.casts.keys() else excluded
 
     def planned(self, excluded: Collection[str], smooth_swiglu: str | None) -> dict[str, LinearCasts]:

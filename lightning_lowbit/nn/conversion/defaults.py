@@ -31,7 +31,7 @@ _HEAD = re.compile(r"(\w+_)?(head|classifier)|actor|critic")  # may be registere
 _IS_LEFT_OUTPUT = "_is_left_output"  # a module's attribute: for reasons
 
 
-def left_out(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, str]:
+def default_reasons(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, str]:
     """The reasons of layers that stay in high precision by default, by name.
 
     ``casts`` are those that the layers would have; only layers that it names are looked at.
@@ -146,7 +146,7 @@ def is_left_output(module: nn.Module) -> bool:
     return _IS_LEFT_OUTPUT in vars(module)
 
 
-def unnamed(names: Collection[str], layers: Sequence[str], patterns: Iterable[str]) -> set[str]:
+def drop_named(names: Collection[str], layers: Sequence[str], patterns: Iterable[str]) -> set[str]:
     """The layers among ``names`` that no pattern names: by the name of the layer itself, or by that of a module around
     it which has no other layers."""
     named: set[str] = set()

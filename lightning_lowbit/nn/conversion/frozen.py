@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.casts.facts import by_reason, in_words, obstacle
+from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more, plan
 from lightning_lowbit.nn.core.frozen import Frozen
@@ -58,9 +58,10 @@ def pack_frozen(
             f"{some(planned)}, none is frozen. Call model.requires_grad_(False) first, and add adapters afterwards."
         )
     obstacles = {name: _obstacle(model.get_submodule(name), frozen[name], dtype) for name in frozen}
-    if refused := by_reason(obstacles):
+    if refused := group_by_reason(obstacles):
         raise ValueError(
-            f"pack_frozen cannot keep these weights as codes. {in_words(refused)}. Skip them, or give other casts."
+            f"pack_frozen cannot keep these weights as codes. {explain_groups(refused)}. Skip them, or give other "
+            "casts."
         )
     convert_more(model, frozen)
     for name in frozen:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.conversion.defaults import OUTPUT, is_left_output, left_out
+from lightning_lowbit.nn.conversion.defaults import OUTPUT, default_reasons, is_left_output
 from lightning_lowbit.nn.conversion.moe import is_router_class
 from lightning_lowbit.nn.layers.classes import COMPUTED_WEIGHT, convertible, obstacle, odd_parameter, without_weight
 from lightning_lowbit.nn.layers.host import Host
@@ -58,7 +58,7 @@ class Reasons:
         casts = [layer.full_casts for layer in layers.values() if layer.full_casts != LinearCasts()]
         usual = max(casts, key=casts.count, default=LinearCasts())
         rest = {name: usual for name in convertible(model) if name not in layers or layers[name].full_casts != usual}
-        self.defaults = {clean_name(name): why for name, why in left_out(model, rest).items()}
+        self.defaults = {clean_name(name): why for name, why in default_reasons(model, rest).items()}
         self.defaults |= {name: OUTPUT for name, module in self._modules.items() if is_left_output(module)}
 
     def of(self, name: str) -> Reason:

@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from lightning_lowbit.nn.casts.facts import by_reason, in_words, obstacle
+from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.core.operands import PrequantizedWeight
@@ -110,10 +110,10 @@ def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: tor
             "quantize_before_gather: FSDP2 shards no weight of a converted layer. It needs ModelParallelStrategy, and "
             "torch.distributed.fsdp.fully_shard in configure_model; leave it out with other strategies."
         )
+    groups = explain_groups(group_by_reason(reasons))
     raise ValueError(
-        f"quantize_before_gather: no weight can be gathered in few bits. {in_words(by_reason(reasons))}. Take casts "
-        "whose dgrad uses the weight of fprop, some with overrides: 'nvfp4-nvidia', 'fp8-delayed', 'int4', any "
-        "dgrad_w='fprop'."
+        f"quantize_before_gather: no weight can be gathered in few bits. {groups}. Take casts whose dgrad uses the "
+        "weight of fprop, some with overrides: 'nvfp4-nvidia', 'fp8-delayed', 'int4', any dgrad_w='fprop'."
     )
 
 
