@@ -17,7 +17,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -37,10 +36,9 @@ from lightning_lowbit.export.formats.base import (
     integers,
     unquantized_linears,
 )
-from lightning_lowbit.export.formats.holding import is_fp8, is_int, is_mx, is_nvfp4, needs
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight, common_obstacle, divisor, weight_cast
+from lightning_lowbit.export.weights import Weight, common_obstacle, divisor, has_second_level, weight_cast
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
@@ -62,25 +60,6 @@ class Described(NamedTuple):
     encoded: Encoded
     weights: Scheme
     inputs: Scheme | None = None
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A ``--format`` of this family.
-
-    Attributes:
-        fits: the casts of weights that it takes, in words; None for a cast that fits.
-        describe: the layer in the file.
-        own_cast: of :class:`Format`.
-        fused: of :class:`Format`.
-        activations: engines quantize inputs to NVFP4, too.
-    """
-
-    fits: Callable[[Cast], str | None]
-    describe: Callable[[Weight, Options], Described]
-    own_cast: Callable[[torch.dtype], Cast | None] = lambda dtype: None
-    fused: bool = False
-    activations: bool = False
 
 
 def _args(bits: int, kind: str, strategy: str, group: int | None = None, dynamic: Any = False, **others: Any) -> Scheme:
@@ -191,42 +170,37 @@ def _integers(weight: Weight, options: Options) -> Described:
     return Described(Encoded(tensors, "pack-quantized", by), args, scheme)
 
 
-_TAKES_NVFP4 = needs("NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)", is_nvfp4)
-_INTEGERS = "in rows, groups or one tensor, with scales of one level in bf16, fp16 or fp32"
+def is_nvfp4(cast: Cast | None) -> bool:
+    if cast is None or cast.scale.block not in (16, (16, 16)):
+        return False
+    return (cast.element, cast.scale.format, cast.scale.two_level) == ("e2m1", "e4m3", True)
 
 
-def _mx_kind(text: str, element: str) -> Kind:
-    return Kind(needs(text, is_mx(element)), _mx, lambda dtype: Cast(element, Scale("e8m0", 32)))
+def _is_mx(element: str, cast: Cast) -> bool:
+    return (cast.element, cast.scale.format, cast.scale.block) == (element, "e8m0", 32) and not has_second_level(cast)
 
 
-KINDS: dict[str, Kind] = {
-    "nvfp4-w4a16": Kind(_TAKES_NVFP4, partial(_nvfp4, activations=False), lambda dtype: NVFP4, fused=True),
-    "nvfp4-w4a4": Kind(_TAKES_NVFP4, partial(_nvfp4, activations=True), fused=True, activations=True),
-    "mxfp4": _mx_kind("MXFP4 (e2m1/e8m0:1x32, one level)", "e2m1"),
-    "mxfp6": _mx_kind("MXFP6 in E2M3 (e2m3/e8m0:1x32; engines hold no E3M2, nor a second level)", "e2m3"),
-    "mxfp8": _mx_kind("MXFP8 (e4m3/e8m0:1x32, one level)", "e4m3"),
-    "fp8": Kind(
-        needs("E4M3 with float32 scales of the tensor, rows or tiles of 128x128", is_fp8),
-        _fp8,
-        lambda dtype: Cast("e4m3", Scale("fp32", "row")),
-        fused=True,
-    ),
-    **{
-        f"int{bits}": Kind(needs(f"int{bits} {_INTEGERS}", is_int(bits)), _integers, partial(integers, bits, 32))
-        for bits in range(2, 9)
-    },
-}
+def _is_fp8(cast: Cast) -> bool:
+    return (cast.element, cast.scale.format) == ("e4m3", "fp32") and cast.scale.block in ("row", "tensor", (128, 128))
 
 
-def obstacle(kind: Kind, name: str, layer: QuantizedLayer) -> str | None:
-    if (reason := common_obstacle(layer) or kind.fits(weight_cast(layer))) is not None:
+def _is_int(bits: int, cast: Cast) -> bool:
+    elements = ("int2", "ternary") if bits == 2 else (f"int{bits}",)
+    return cast.element in elements and not isinstance(cast.scale.block, tuple) and not has_second_level(cast)
+
+
+def _obstacle(
+    held: str, holds: Callable[[Cast], bool], activations: bool, name: str, layer: QuantizedLayer
+) -> str | None:
+    if (reason := common_obstacle(layer)) is not None:
         return reason
+    cast, inputs = weight_cast(layer), layer.casts.fprop_x
+    if not holds(cast):
+        return f"it takes {held}, and the weight has {cast}"
     if not isinstance(layer, nn.Linear):
         return f"{type(layer).__name__} is no nn.Linear, by which engines find layers"
-    inputs = layer.casts.fprop_x
-    if kind.activations and not is_nvfp4(inputs):
+    if activations and not is_nvfp4(inputs):
         return f"engines would quantize its input to NVFP4, and the training had {inputs}: take nvfp4-w4a16"
-    cast = weight_cast(layer)
     block, size = cast.scale.block, layer.in_features
     length = block[1] if isinstance(block, tuple) else block
     if isinstance(length, int) and size % length and cast.element != "e4m3":
@@ -234,11 +208,13 @@ def obstacle(kind: Kind, name: str, layer: QuantizedLayer) -> str | None:
     return None
 
 
-def _write(name: str, kind: Kind, source: Source, folder: Path, options: Options) -> list[Written]:
+def _write(
+    name: str, describe: Callable[[Weight, Options], Described], source: Source, folder: Path, options: Options
+) -> list[Written]:
     schemes: dict[str, list[Any]] = {}
 
     def encode(weight: Weight) -> Encoded:
-        encoded, weights, inputs = kind.describe(weight, options)
+        encoded, weights, inputs = describe(weight, options)
         schemes[weight.name] = [encoded.format, weights, inputs]
         return encoded
 
@@ -294,21 +270,65 @@ def _load(dtype: torch.dtype | None, folder: Path) -> nn.Module:
     return model
 
 
-# The dtype in which transformers computes with a folder: for fp8 that in which vLLM keeps scales, for integers that of
-# the folder, and else that to which compressed-tensors unpacks weights.
-_DTYPES: dict[str, torch.dtype | None] = {"fp8": torch.float32, **{f"int{bits}": None for bits in range(2, 9)}}
+def _format(
+    name: str,
+    held: str,
+    holds: Callable[[Cast], bool],
+    describe: Callable[[Weight, Options], Described],
+    own_cast: Callable[[torch.dtype], Cast | None] = lambda dtype: None,
+    fused: bool = False,
+    activations: bool = False,
+    dtype: torch.dtype | None = torch.bfloat16,
+) -> Format:
+    """A format of this family.
 
-FORMATS = {
-    name: Format(
+    Args:
+        name, own_cast, fused: of :class:`Format`.
+        held: the casts of weights that ``holds`` accepts, in words.
+        holds: returns whether the format holds a cast of a weight.
+        describe: the layer in the file.
+        activations: engines quantize inputs to NVFP4, too.
+        dtype: in which transformers computes with a folder, as compressed-tensors unpacks weights to bfloat16; None for
+            the dtype of the folder.
+    """
+    return Format(
         name,
         "compressed-tensors: vLLM, SGLang, transformers",
-        partial(obstacle, kind),
-        partial(_write, name, kind),
-        partial(_load, _DTYPES.get(name, torch.bfloat16)),
-        fused=kind.fused,
-        own_cast=kind.own_cast,
+        partial(_obstacle, held, holds, activations),
+        partial(_write, name, describe),
+        partial(_load, dtype),
+        fused=fused,
+        own_cast=own_cast,
         rounds_scales=name.startswith("int"),
         programs=("transformers, compressed-tensors", "vLLM", "lightning_lowbit"),
     )
-    for name, kind in KINDS.items()
-}
+
+
+def _mx_format(name: str, held: str, element: str) -> Format:
+    return _format(name, held, partial(_is_mx, element), _mx, lambda dtype: Cast(element, Scale("e8m0", 32)))
+
+
+def _int_format(bits: int) -> Format:
+    held = f"int{bits} in rows, groups or one tensor, with scales of one level in bf16, fp16 or fp32"
+    return _format(f"int{bits}", held, partial(_is_int, bits), _integers, partial(integers, bits, 32), dtype=None)
+
+
+_HELD_NVFP4 = "NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)"
+_ALL = (
+    _format("nvfp4-w4a16", _HELD_NVFP4, is_nvfp4, partial(_nvfp4, activations=False), lambda dtype: NVFP4, fused=True),
+    _format("nvfp4-w4a4", _HELD_NVFP4, is_nvfp4, partial(_nvfp4, activations=True), fused=True, activations=True),
+    _mx_format("mxfp4", "MXFP4 (e2m1/e8m0:1x32, one level)", "e2m1"),
+    _mx_format("mxfp6", "MXFP6 in E2M3 (e2m3/e8m0:1x32; engines hold no E3M2, nor a second level)", "e2m3"),
+    _mx_format("mxfp8", "MXFP8 (e4m3/e8m0:1x32, one level)", "e4m3"),
+    _format(
+        "fp8",
+        "E4M3 with float32 scales of the tensor, rows or tiles of 128x128",
+        _is_fp8,
+        _fp8,
+        lambda dtype: Cast("e4m3", Scale("fp32", "row")),
+        fused=True,
+        dtype=torch.float32,  # in which scales are as vLLM keeps them
+    ),
+    *map(_int_format, range(2, 9)),
+)
+FORMATS = {format.name: format for format in _ALL}

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from lightning_lowbit.export.folder import write_json, write_network
+from lightning_lowbit.export.formats import compressed_tensors
 from lightning_lowbit.export.formats.base import Encoded, Format, Inputs, Options, Written, unquantized_linears
-from lightning_lowbit.export.formats.compressed_tensors import KINDS, NVFP4, input_amax, obstacle
-from lightning_lowbit.export.formats.holding import is_nvfp4
+from lightning_lowbit.export.formats.compressed_tensors import NVFP4, input_amax, is_nvfp4
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, weight_cast
@@ -44,8 +44,8 @@ def _encode(algorithm: str, options: Options, weight: Weight) -> Encoded:
     return Encoded({**tensors, "input_scale": torch.tensor(amax) / 2688}, algorithm, Inputs(NVFP4, amax))
 
 
-def _obstacle(kind: str, name: str, layer: QuantizedLayer) -> str | None:
-    if (reason := obstacle(KINDS[kind], name, layer)) is not None or kind != "fp8":
+def _fp8_obstacle(name: str, layer: QuantizedLayer) -> str | None:
+    if (reason := compressed_tensors.FORMATS["fp8"].obstacle(name, layer)) is not None:
         return reason
     cast, x = weight_cast(layer), layer.casts.fprop_x
     if cast.scale.block != "tensor":
@@ -55,11 +55,11 @@ def _obstacle(kind: str, name: str, layer: QuantizedLayer) -> str | None:
     return None
 
 
-def _write(name: str, kind: str, source: Source, folder: Path, options: Options) -> list[Written]:
+def _write(name: str, source: Source, folder: Path, options: Options) -> list[Written]:
     calibrated = options.input_amaxes is not None and all(
         is_nvfp4(layer.casts.fprop_x) for layer in source.layers.values()
     )
-    algorithm = "FP8" if kind == "fp8" else "NVFP4" if calibrated else "W4A16_NVFP4"
+    algorithm = "FP8" if name == "modelopt-fp8" else "NVFP4" if calibrated else "W4A16_NVFP4"
     rows = FORMATS[name].write_layers(source, folder, options, partial(_encode, algorithm, options))
     group, ignored = None if algorithm == "FP8" else 16, unquantized_linears(source)
     config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": group, "ignore": ignored}
@@ -74,15 +74,19 @@ def _write(name: str, kind: str, source: Source, folder: Path, options: Options)
     return rows
 
 
+_NVFP4_WEIGHTS = compressed_tensors.FORMATS["nvfp4-w4a16"]
 FORMATS = {
     name: Format(
         name,
         "NVIDIA's Model Optimizer: TensorRT-LLM, vLLM, SGLang",
-        partial(_obstacle, kind),
-        partial(_write, name, kind),
+        obstacle,
+        partial(_write, name),
         fused=True,
-        own_cast=KINDS[kind].own_cast if name == "modelopt-nvfp4" else lambda dtype: None,
+        own_cast=own_cast,
         programs=("TensorRT-LLM", "vLLM", "lightning_lowbit"),
     )
-    for name, kind in {"modelopt-nvfp4": "nvfp4-w4a16", "modelopt-fp8": "fp8"}.items()
+    for name, obstacle, own_cast in (
+        ("modelopt-nvfp4", _NVFP4_WEIGHTS.obstacle, _NVFP4_WEIGHTS.own_cast),
+        ("modelopt-fp8", _fp8_obstacle, lambda dtype: None),
+    )
 }
