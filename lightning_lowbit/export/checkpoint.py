@@ -50,7 +50,7 @@ class Exported:
         rows: one for each quantized layer.
         comparison: with the training.
         bytes: of the folder.
-        parameters: of the model, and those of them in few bits.
+        parameters: numbers of all parameters, and of parameters in few bits.
     """
 
     folder: Path
@@ -84,7 +84,7 @@ def export_checkpoint(
     overwrite: bool = False,
     parity: bool = True,
 ) -> Exported:
-    """Exports a checkpoint to a format that inference engines load, and compares what they compute with the training.
+    """Exports a checkpoint to a format that inference engines load, and compares their outputs with the training.
 
     Args:
         checkpoint: a file, or a folder of shards, of a run with a plugin of this package; no code that it names runs.
@@ -100,7 +100,7 @@ def export_checkpoint(
         rescale: changes scales where an engine needs others, and tells the error of each layer: it rounds them and
             keeps the codes, or quantizes weights again by the largest scale of layers that engines fuse.
         merge: adds adapters of PEFT to the weights of their base, and rounds the sums to nearest by the base's cast, or
-            by the format's own; the report tells what that changes.
+            by the format's own; the report tells the change.
         license: of the model, for its card, such as ``"apache-2.0"``; None for that of the model from which the
             training started, if its folder tells.
         overwrite: replaces ``output`` if an export wrote it, or it is an empty folder.
@@ -119,24 +119,18 @@ def export_checkpoint(
         >>> exported = export_checkpoint("last.ckpt", "int4", "llama-int4", dtype="fp32", tokenizer="bytes")
         >>> print(exported.parity)
     """
-    chosen = FORMATS[choose("format", format, FORMATS)]
-    held = {name: value for name, value in DTYPES.items() if value in chosen.dtypes}
-    if dtype is not None and choose("dtype", dtype, DTYPES) not in held:
-        raise ValueError(
-            f"The format {format} holds tensors in {some(held)}, not in {dtype}: leave out dtype (--dtype)."
-        )
+    chosen, dense_dtype = _chosen(format, dtype)
     output = Path(output).expanduser()
     _check_output(output, overwrite, [path for path in (checkpoint, calibrate) if path is not None])
     source = read(checkpoint, module)
     if tokenizer is not None:
         source = replace(source, facts={**source.facts, "tokenizer": tokenizer})
     _check_source(source, chosen, calibrate, shape, merge)
-    options = Options(rescale, None, chosen.dtypes[0] if dtype is None else DTYPES[dtype], shape)
     if merge:
-        source = merge_adapters(source, chosen, options.dtype)
+        source = merge_adapters(source, chosen, dense_dtype)
     tokens = tokens_of(source, calibrate) if _is_language_model(source) else None
     amaxes = input_amaxes(source, tokens) if calibrate is not None and tokens is not None else None
-    options = replace(options, input_amaxes=amaxes)
+    options = Options(rescale, amaxes, dense_dtype, shape)
     try:
         with being_written(output) as partial:
             try:
@@ -153,6 +147,17 @@ def export_checkpoint(
             raise OSError(message) from error
         raise
     return exported
+
+
+def _chosen(format: str, dtype: str | None) -> tuple[Format, torch.dtype]:
+    """A format, and the dtype of tensors that are not quantized."""
+    chosen = FORMATS[choose("format", format, FORMATS)]
+    held = {name: value for name, value in DTYPES.items() if value in chosen.dtypes}
+    if dtype is not None and choose("dtype", dtype, DTYPES) not in held:
+        raise ValueError(
+            f"The format {format} holds tensors in {some(held)}, not in {dtype}: leave out dtype (--dtype)."
+        )
+    return chosen, chosen.dtypes[0] if dtype is None else DTYPES[dtype]
 
 
 def _check_output(output: Path, overwrite: bool, inputs: Sequence[str | Path]) -> None:
@@ -278,7 +283,7 @@ def _is_language_model(source: Source) -> bool:
 def _compared(
     format: Format, source: Source, folder: Path, rows: Sequence[Written], options: Options, tokens: Tensor | None
 ) -> Comparison:
-    """Compares what is in a folder with the training, and raises if it computes something else."""
+    """Compares the model in a folder with the training, and raises an error if it computes something else."""
     if format.load is None:
         return Comparison(why_not="the format's client is not a package of Python")
     shape = example_shape(source, options)

@@ -77,7 +77,7 @@ def read(
     Args:
         model: of the folder's architecture.
         folder: as for :func:`load_compressed`.
-        casts, default: of the layers by name, and of those that are not named.
+        casts, default: of the layers by name, and of all other layers.
         dtype: of the computation.
         quantized: False for a folder of plain weights.
     """
@@ -165,7 +165,7 @@ def _kind(cast: Cast, columns: int) -> tuple[Any, ...]:
 
 
 def _others(model: nn.Module, tensors: Mapping[str, Tensor], quantized: set[str], folder: Path) -> dict[str, Tensor]:
-    """The tensors of a file that are not quantized, if they are those of the model."""
+    """The tensors of a file that are not quantized; a ``ValueError`` if the model has others."""
     state = model.state_dict(keep_vars=True)
     names = {name: id(tensor) for name, tensor in state.items()}
     computed = dict(model.named_buffers()).keys() - state.keys()  # the model makes them

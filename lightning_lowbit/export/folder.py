@@ -43,7 +43,7 @@ class SafetensorsWriter:
         return _size(tensors)
 
     def finish(self, source: Source, without: set[str], dtype: torch.dtype) -> None:
-        """Writes the rest of a model, what waits, and the index; names of several files tell their number.
+        """Writes the other tensors of a model, and the index; names of several files tell their number.
 
         Args:
             source: the model. Of tied tensors the first one is written.

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.compressed import METHODS, Contents, fill, read
+from lightning_lowbit.export.compressed import METHODS, fill, read
 from lightning_lowbit.export.folder import empty_network
 from lightning_lowbit.export.reading.files import AGAIN, read_json
-from lightning_lowbit.export.record import NAME, Record, read_record
+from lightning_lowbit.export.record import NAME, read_record
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike
 from lightning_lowbit.nn.state.amax import AmaxHistories
@@ -56,7 +56,11 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
     model = empty_network(config, folder)
     contents = read(model, folder, recorded, default, dtype, quantized)
     if record is not None and quantized:
-        _check_record(record, contents, folder)
+        delayed = {name for name, layer_casts in record.casts.items() if "fprop_x" in layer_casts.delayed}
+        wrong = (record.casts.keys() ^ contents.layers.keys()) | (record.input_amaxes.keys() ^ delayed)
+        if wrong:
+            names = some(sorted(wrong))
+            raise ValueError(f"{folder / NAME} and the weights differ in how {names} was trained. {AGAIN}")
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -65,13 +69,6 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
     fill(model, contents)
     _scale_inputs(model, {} if record is None else record.input_amaxes)
     return model.eval()
-
-
-def _check_record(record: Record, contents: Contents, folder: Path) -> None:
-    """Raises if a record is not that of the layers in the files."""
-    delayed = {name for name, casts in record.casts.items() if "fprop_x" in casts.delayed}
-    if wrong := (record.casts.keys() ^ contents.layers.keys()) | (record.input_amaxes.keys() ^ delayed):
-        raise ValueError(f"{folder / NAME} and the weights differ in how {some(sorted(wrong))} was trained. {AGAIN}")
 
 
 def _scale_inputs(model: nn.Module, amaxes: Mapping[str, float]) -> None:

@@ -97,15 +97,13 @@ def _quantized(source: Source, model: Any, casts: Mapping[str, Cast]) -> Source:
     names = {re.escape(name): LinearCasts(fprop_w=cast) for name, cast in casts.items()}
     convert(model, next(iter(names.values())), only=[*names], overrides=names)
     layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
-    adapters = [_described(config) for config in source.model.peft_config.values()]  # type: ignore[union-attr,operator]
+    adapters = []
+    for config in source.model.peft_config.values():  # type: ignore[union-attr,operator]
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        settings = {name: getattr(config, name, None) for name in ("r", "lora_alpha")}
+        adapters.append(" ".join([kind, *(f"{name}={value}" for name, value in settings.items() if value is not None)]))
     facts = {**source.facts, "adapters": f"merged: {'; '.join(adapters)}"}
     return Source(model, layers, torch.float32, model.config, facts, (), source.model)
-
-
-def _described(config: Any) -> str:
-    settings = {name: getattr(config, name, None) for name in ("r", "lora_alpha")}
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    return " ".join([kind, *(f"{name}={value}" for name, value in settings.items() if value is not None)])
 
 
 def _name_in_base(name: str) -> str:

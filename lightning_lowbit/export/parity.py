@@ -1,8 +1,8 @@
-"""The parity report: whether an exported model, loaded by its real client, computes what was trained.
+"""The parity report: the comparison of an exported model, loaded by its real client, with the training.
 
     weights    each layer's weight in the loaded model, against codes · scales; and all other parameters
-    layers     what each layer makes of its input there, against the same operands multiplied here
-    logits     against the training's forward pass with those operands quantized that the client quantizes
+    layers     the output of each layer there, against the product of the same operands here
+    logits     against the training's forward pass, where the client's choice of operands is quantized
     loss       of the next token, and greedy tokens: against the training's forward pass as it was
 
 A client that keeps activations in high precision computes other logits than a training that quantized them: closer to
@@ -44,8 +44,8 @@ class Parity:
             dtype; empty where the client does not show its weights.
         layers: by layer, the norm of the difference of its output, relative to that of the output; empty where the
             client shows none.
-        limits: by layer, what rounding explains of that.
-        others: parameters in high precision that are not those of the training, rounded to the dtype of the files.
+        limits: by layer, the difference of outputs that rounding explains.
+        others: parameters in high precision that differ from the training's, rounded to the dtype of the files.
         unchanged: inputs and weights are those of the training, so that logits must be.
         logits: norm of the difference of logits, relative to theirs, from the same operands in few bits.
         trained, exported: losses (nats per token) of the training's forward pass, and of the exported model.

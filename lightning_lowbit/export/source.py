@@ -1,6 +1,6 @@
 """A trained model to export: a checkpoint, read back into a model that computes as it was trained.
 
-The model's parameters are those of the file, memory-mapped: each is read when it is used.
+The model's parameters are the tensors of the file, memory-mapped: each is read when it is used.
 """
 
 import json
@@ -187,7 +187,7 @@ def _module(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """A module without those that ``torch.compile`` has put around others."""
+    """A module without the wrappers of ``torch.compile``."""
     for parent in [*module.modules()]:
         for name, part in parent.named_children():
             while isinstance(part, OptimizedModule):
@@ -244,11 +244,12 @@ def _assign(module: nn.Module, state: Mapping[str, Tensor], checkpoint: Any) -> 
 def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module]:
     """The model of ``transformers`` that holds a module's quantized layers, with its name there; without one, the
     module."""
-    models = {name: part for name, part in module.named_modules() if _is_of_transformers(part)}
+    modules = dict(module.named_modules())
+    models = {name: m for name, m in modules.items() if hasattr(m, "config") and hasattr(m, "save_pretrained")}
     if not models:
         return "", module
     holding = [name for name in models if not name or any(layer.startswith(f"{name}.") for layer in layers)]
-    name = holding[0] if holding else next(iter(models))  # those within it come later
+    name = holding[0] if holding else next(iter(models))  # models within it come later
     inside = f"{name}." if name else ""
     if outside := [layer for layer in layers if not layer.startswith(inside)]:
         raise ValueError(
@@ -263,11 +264,13 @@ def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module]:
     return name, models[name]
 
 
-def _is_of_transformers(module: nn.Module) -> bool:
-    return hasattr(module, "config") and hasattr(module, "save_pretrained")
-
-
 def hp_forward(casts: LinearCasts) -> LinearCasts:
     """Casts of a forward pass with the same weight, and activations in high precision, as in engines that quantize
     none."""
     return LinearCasts(fprop_w=casts.fprop_w)
+
+
+def eos_tokens(model: nn.Module) -> list[int]:
+    """The ids at which a model's generation stops."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]

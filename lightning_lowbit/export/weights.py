@@ -89,13 +89,13 @@ def groups(source: Source) -> list[list[str]]:
 def matrices(
     source: Source, together: Sequence[Sequence[str]] = ()
 ) -> Iterator[tuple[str, Tensor, Mapping[str, Tensor]]]:
-    """Name and weight of each layer, in the model's order, and what was read for it. Each is read from the file once.
+    """Name and weight of each layer, in the model's order, and all weights that were read for it, each once.
 
     A weight is ``[out_features, in_features]``, or a stack of such, in the dtype in which the training computed. Layers
     that share an amax are read when the first of them comes, and have the amax from then on. ``together`` are names of
     other layers to read at the same time.
     """
-    companions: dict[str, list[str]] = {}  # by name, all that are in a group with it, or with one of those
+    companions: dict[str, list[str]] = {}  # by name, all members of its group, and of groups that overlap with it
     for group in (*source.shared, *together):
         joined = [*dict.fromkeys(member for name in group for member in companions.get(name, [name]))]
         companions |= dict.fromkeys(joined, joined)

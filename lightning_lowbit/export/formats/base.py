@@ -54,7 +54,7 @@ class Written:
         format: of the file.
         bytes: on disk.
         error: the largest difference of its weight from that of the training.
-        inputs: by what engines quantize its input, and the amax if it is static; None for high precision.
+        inputs: engines' quantization of its input; None for high precision.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Format:
 
     Attributes:
         name: as ``--format`` takes it.
-        about: a line for people: what it holds, and who loads it.
+        about: a line for people: its weights, and the programs that load it.
         obstacle: the reason in words for which it cannot hold a layer (its name, the layer); None if it can.
         write: writes the model's files to a folder that exists; returns a row for each quantized layer.
         load: reads a folder back by the real client, ready to be called as the model is; None without a client in
@@ -116,8 +116,8 @@ class Format:
         needs_network: refuses models that are not of ``transformers``.
         accepts: raises a ``ValueError`` for models that it cannot hold, whatever their casts.
         traces: files are a trace of the model, with an input of a shape, so that any module can be compared.
-        tolerance: largest relative difference of logits from those of the same operands in few bits, as a norm, where
-            the client does not show the outputs of its layers.
+        tolerance: largest relative difference of logits, as a norm, that rounding explains, where the client does not
+            show the outputs of its layers.
         fused: engines take one scale of the tensor for q, k and v, and for gate and up.
         rounds_scales: engines keep scales of rows and blocks in the dtype of the model.
         dtypes: of tensors that are not quantized, the default first.
@@ -184,7 +184,7 @@ class Format:
 
 
 class Encoded(NamedTuple):
-    """A layer's weight in a file: tensors by the last part of their names, and what :class:`Written` tells of it."""
+    """A layer's weight in a file: tensors by the last part of their names; other fields are as in :class:`Written`."""
 
     tensors: Mapping[str, Tensor]
     format: str
@@ -199,7 +199,7 @@ def integers(bits: int, block: int, dtype: torch.dtype) -> Cast:
 
 
 def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None, error: float = 0.0) -> Written:
-    """The row of a weight; ``error`` is what its file adds to that of the weight."""
+    """The row of a weight, to whose error the file adds ``error``."""
     return Written(weight.name, str(weight.cast), format, size, weight.error + error, inputs)
 
 

@@ -71,7 +71,7 @@ def _scale(weight: Weight) -> Tensor:
 
 
 def _shown(loaded: Any, weight: Weight) -> Tensor | None:
-    """The elements of a loaded layer times the scale of the training; what the layer divides by shows in its output."""
+    """The elements of a loaded layer times the scale of the training; the layer's own divisor shows in its output."""
     from transformers.integrations.bitnet import unpack_weights
 
     packed = getattr(loaded, "weight", None)

@@ -8,9 +8,9 @@
     fp8             weight, weight_scale, input_scale                      e4m3/fp32 per tensor, row or 128x128
     int2 … int8     weight_packed or weight, weight_scale, weight_shape    intN (ternary: int2) per tensor, row or group
 
-Layers of other classes than nn.Linear are refused: engines find what is quantized by that class. Codes and scales are
-those of the training. What is dynamic (MX formats, FP8 by tokens, int8 by tokens) an engine does for itself; scales
-of activations that are not come from calibration.
+Layers of other classes than nn.Linear are refused: engines find quantized layers by that class. Codes and scales are
+kept from the training. Engines make dynamic scales of activations (MX formats, FP8 by tokens, int8 by tokens); static
+ones come from calibration.
 """
 
 import json
@@ -224,7 +224,7 @@ def _write(
 
 
 def quantization_config(schemes: Mapping[str, Sequence[Any]], ignored: Sequence[str]) -> dict[str, Any]:
-    """The description of quantized layers in ``config.json``: a group for each scheme, and what is left out.
+    """The description of quantized layers in ``config.json``: a group for each scheme, and the ignored layers.
 
     ``schemes`` has a format and the arguments of weights and inputs for each layer.
     """

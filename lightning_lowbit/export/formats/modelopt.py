@@ -1,6 +1,6 @@
 """Folders as NVIDIA's Model Optimizer writes them, for TensorRT-LLM, vLLM and SGLang: NVFP4 and FP8.
 
-The codes are those of ``compressed_tensors``; scales of the tensor multiply where those divide:
+Codes lie as in ``compressed_tensors``; scales of the tensor multiply here, and divide there:
 
     weight, weight_scale, weight_scale_2, input_scale       NVFP4: amax / 2688 (of the weight, of the input)
     weight, weight_scale, input_scale                       FP8 per tensor: amax / 448

@@ -170,7 +170,7 @@ def _traced(model: _Outputs, example: Tensor) -> Any:
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Without what the exporter tells of packages that it could use, and deprecates in itself."""
+    """Silences the exporter, which tells of packages that it could use, and of its own deprecations."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -200,7 +200,7 @@ def _set_types(graph: Any, model: nn.Module) -> None:
 
 
 def _forget_source(graph: Any) -> None:
-    """Removes what the exporter notes of each node: lines of code, with the paths of this machine."""
+    """Removes the exporter's notes on each node: lines of code, with the paths of this machine."""
     for node in graph.graph.all_nodes():
         for part in (node, *node.outputs):
             part.metadata_props.clear()

@@ -94,7 +94,7 @@ class Decoded(nn.Module):
 
 
 def _by_row(quantized: Quantized, values: Tensor) -> Tensor:
-    """Values of blocks as ``[rows, blocks]``, those of tiles repeated; ``[1, 1]`` of the tensor."""
+    """Values of blocks as ``[rows, blocks]``, repeated in tiles; ``[1, 1]`` of the tensor."""
     block, rows = quantized.cast.scale.block, len(quantized.codes)
     return values.repeat_interleave(block[0], 0)[:rows] if isinstance(block, tuple) else values
 
@@ -133,7 +133,9 @@ class Inputs(nn.Module):
         self.register_buffer("numerator", torch.tensor(two_level if cast.scale.two_level else fp32_numerator(cast)))
         self.inverse = float(torch.ones(()) / cast.format.max)  # in float32
         self.register_buffer("amax", None if amax is None else amax.float())
-        is_static = amax is not None and cast.scale.block == "tensor" and _is_a_type(cast)
+        # ``QuantizeLinear`` rounds to FP8 and to whole numbers.
+        is_type = cast.scale.format == "fp32" and (cast.format in _FLOAT8 or cast.format.encoding in _WHOLE)
+        is_static = amax is not None and cast.scale.block == "tensor" and is_type
         e = scales_of(self.amax, torch.ones(()), cast) if is_static and self.amax is not None else None
         self.register_buffer("step", None if e is None else e.reciprocal())
         self.limit = 0.0 if e is None else float(cast.format.max / e)
@@ -196,11 +198,6 @@ class Inputs(nn.Module):
         x = x.clamp(-self.limit, self.limit)
         codes = symbolic("QuantizeLinear", (x, step), {"output_dtype": number}, dtype=dtype, shape=x.shape, version=21)
         return symbolic("DequantizeLinear", (codes, step), dtype=torch.float32, shape=x.shape, version=21)
-
-
-def _is_a_type(cast: Cast) -> bool:
-    """Returns whether ``QuantizeLinear`` rounds to the elements of a cast: FP8 and whole numbers."""
-    return cast.scale.format == "fp32" and (cast.format in _FLOAT8 or cast.format.encoding in _WHOLE)
 
 
 class Product(nn.Module):

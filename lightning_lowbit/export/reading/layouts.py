@@ -64,7 +64,7 @@ class Codes(NamedTuple):
         return self._replace(cast=self.cast.replace(scale={"block": "tensor"}), scales=first)
 
     def packed(self, name: str, cast: Cast) -> Packed:
-        """The codes of a layer as those of a cast that differs only in how scales are made."""
+        """The codes of a layer under a cast that differs only in how scales are made."""
         block, scales = cast.scale.block, self.scales
         if cast.element == "ternary" and (self.values < -1).any():  # which two bits can hold
             raise ValueError(f"The weight of {name} has codes that are not ternary, as its casts are. {AGAIN}")
@@ -105,7 +105,7 @@ class Layout(NamedTuple):
     decode: Callable[[Parts], Codes]
 
     def differs(self, tensors: Parts) -> list[str]:
-        """Tells in words how the tensors of a layer are not those of this layout."""
+        """Tells in words how the tensors of a layer differ from this layout."""
         known = {**self.parts, **{part: _SCALAR for part in UNUSED if part in tensors}}
         lacking = [f"{part} is missing" for part in self.parts if part not in tensors]
         other = [f"{part} is not of its format" for part in tensors if part not in known]
@@ -170,11 +170,11 @@ def check_scheme(scheme: Scheme, where: str) -> Scheme:
     if scheme["strategy"] in ("group", "tensor_group"):
         integer(f"group_size in {where}", scheme.get("group_size"), 1, "columns with one scale")
     if scheme["strategy"] == "block":
-        tile, what = scheme.get("block_structure"), "rows and columns of a tile"
+        tile, meaning = scheme.get("block_structure"), "rows and columns of a tile"
         if not isinstance(tile, list) or len(tile) != 2:
-            raise ValueError(f"block_structure in {where} is the {what}; got {tile!r}. {AGAIN}")
+            raise ValueError(f"block_structure in {where} is the {meaning}; got {tile!r}. {AGAIN}")
         for size in tile:
-            integer(f"block_structure in {where}", size, 1, what)
+            integer(f"block_structure in {where}", size, 1, meaning)
     needed = _FORMATS[scheme["format"]]
     if any(scheme[key] not in values for key, values in needed.items()):
         takes = ", ".join(f"{key} {' or '.join(map(str, values))}" for key, values in needed.items())

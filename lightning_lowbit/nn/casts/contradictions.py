@@ -1,4 +1,4 @@
-"""Combinations of fields of casts that are refused, and what to do instead."""
+"""Combinations of fields of casts that are refused, each with a remedy."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING

@@ -102,7 +102,7 @@ def obstacle(casts: "LinearCasts", takes: Collection[str], layer: Any = None) ->
 
 
 def group_by_reason(obstacles: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """The names of layers by what stands in their way; those without an obstacle are left out."""
+    """The names of layers by obstacle; layers without one are left out."""
     names: dict[str, list[str]] = {}
     for name, reason in obstacles.items():
         if reason is not None:

@@ -33,7 +33,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "bf16": OPERANDS,
 }
 
-# Operands that may be those of the forward pass.
+# Operands that may be reused from the forward pass.
 REUSABLE = ("dgrad_w", "wgrad_x")
 
 # Smoothing scales the channels or the tokens of a layer's input to one magnitude.
@@ -68,8 +68,8 @@ class LinearCasts:
             likewise ``dX`` with the mean ν of dY, and ``dW = Q(dY - 1νᵀ)ᵀ · Q(X - 1μᵀ) + tokens · ν μᵀ``.
         surrogate: for ``fprop_x`` and ``fprop_w``, the derivative of rounding: ``"dge"`` (meant for weights) or
             ``"trust"``, see :mod:`lightning_lowbit.quant.surrogate`. By default gradients pass straight through.
-        requantize: of ``dgrad_w`` and ``wgrad_x``, those whose cast quantizes the dequantized operand of the forward
-            pass instead of the tensor (Quartet II, arXiv 2601.22813).
+        requantize: names ``dgrad_w`` or ``wgrad_x`` whose cast quantizes the dequantized operand of the forward pass
+            instead of the tensor (Quartet II, arXiv 2601.22813).
         smooth: scales the channels (``"channel"``) or tokens (``"token"``) of x to one magnitude by powers of two, and
             divides the weight or the output by them; see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
 
@@ -128,11 +128,11 @@ class LinearCasts:
             choose(f"key of LinearCasts.{name}", key, keys)
         return FrozenDict((key, read(value[key])) for key in keys if key in value)
 
-    def _listed(self, name: str, what: str, possible: tuple[str, ...], example: tuple[str, ...]) -> tuple[str, ...]:
+    def _listed(self, name: str, kind: str, possible: tuple[str, ...], example: tuple[str, ...]) -> tuple[str, ...]:
         value = getattr(self, name)
         if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-            raise ValueError(f"LinearCasts.{name} is a list of {what}s such as {[*example]}; got {value!r}.")
-        chosen = {choose(f"{what} in LinearCasts.{name}", one, possible) for one in value}
+            raise ValueError(f"LinearCasts.{name} is a list of {kind}s such as {[*example]}; got {value!r}.")
+        chosen = {choose(f"{kind} in LinearCasts.{name}", one, possible) for one in value}
         return tuple(one for one in possible if one in chosen)
 
     @property
@@ -141,7 +141,7 @@ class LinearCasts:
         return self.has_cast(OPERANDS, "xw")
 
     def has_cast(self, operands: Iterable[str], tensors: str = "xwg") -> bool:
-        """Returns whether one of some operands has a cast, among those of some tensors: x, w and g."""
+        """Returns whether one of some operands has a cast; only operands of some tensors count (x, w and g)."""
         return any(isinstance(getattr(self, name), Cast) for name in operands if name[-1] in tensors)
 
     def cast_of(self, operand: str) -> Cast | None:

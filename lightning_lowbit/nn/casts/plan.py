@@ -105,7 +105,7 @@ def _packed(casts: "LinearCasts") -> str | None:
     cast = getattr(casts, name)
     if not isinstance(cast, Cast) or packing_obstacle(cast) is not None or "fprop_x" in casts.surrogate:
         return None
-    # Means are those of x itself; a rotated operand of the forward pass is not the one of another GEMM.
+    # Means are taken of x itself; a rotated operand of the forward pass is not the one of another GEMM.
     altered = GEMM[name] in casts.subtract_mean or (name == "fprop_x" and "fprop" in casts.hadamard)
     return None if altered or ("wgrad" in casts.subtract_mean) else name
 

@@ -130,8 +130,8 @@ def _mxfp8_nvfp4() -> LinearCasts:
 
 @_preset
 def _nvfp4_mxfp8() -> LinearCasts:
-    """``nvfp4`` (arXiv 2505.19115) in the forward pass, ``mxfp8`` (arXiv 2506.08027) in the backward pass: what is
-    served in FP4 is trained in FP4, with gradients of 8 bits."""
+    """``nvfp4`` (arXiv 2505.19115) in the forward pass, ``mxfp8`` (arXiv 2506.08027) in the backward pass: a
+    model that is served in FP4 is trained in FP4, with gradients of 8 bits."""
     return _combined(_nvfp4(), _mxfp8())
 
 

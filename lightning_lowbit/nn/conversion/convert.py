@@ -162,7 +162,7 @@ class Selection:
 
     Attributes:
         casts: of the selected layers, by name.
-        excluded: the names of those that stay in high precision by default, but for output layers.
+        excluded: names of selected layers that stay in high precision by default, but for output layers.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ def check_planned_attention(planned: Mapping[str, LinearCasts], products: Mappin
 
 
 def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, LinearCasts]:
-    """Casts of a model's layers from those by name of a checkpoint; a ``ValueError`` if it has no layer of a name."""
+    """Casts of a model's layers by the clean names of a checkpoint; a ``ValueError`` if it has no layer of a name."""
     layers = {clean_name(name): name for name in [*convertible(model), *attending(model)]}
     if missing := [name for name in casts if name not in layers]:
         raise ValueError(

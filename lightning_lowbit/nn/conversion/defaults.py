@@ -27,14 +27,14 @@ _SIDES = {"fprop": 1, "dgrad": 0}  # of the weight [out, in], along which each G
 _LEVELS = 3  # most modules between an adapter and the layer that it adapts
 
 OUTPUT = "the output layer"
-_HEAD = re.compile(r"(\w+_)?(head|classifier)|actor|critic")  # may be registered before what it reads from
+_HEAD = re.compile(r"(\w+_)?(head|classifier)|actor|critic")  # may be registered before the layers that it reads
 _IS_LEFT_OUTPUT = "_is_left_output"  # a module's attribute: for reasons
 
 
 def default_reasons(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, str]:
     """The reasons of layers that stay in high precision by default, by name.
 
-    ``casts`` are those that the layers would have; only layers that it names are looked at.
+    ``casts`` are the casts that the layers would have; only layers that it names are looked at.
     """
     modules = _by_name(model)
     # A model that is one layer was named by giving it.

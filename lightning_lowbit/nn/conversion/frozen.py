@@ -36,7 +36,7 @@ def pack_frozen(
     and its key in ``state_dict``, whose value is then uint8, 1-D. Loading takes such bytes, or a matrix.
 
     Args:
-        model: its layers to pack are those whose weights have ``requires_grad=False``; others are left alone.
+        model: its layers with weights of ``requires_grad=False`` are packed, others are left alone.
         casts: of these layers, as for :func:`lightning_lowbit.convert`; a plugin that trains the model must have the
             same ``fprop_w`` for them.
         skip, only, overrides: as for :func:`lightning_lowbit.convert`.

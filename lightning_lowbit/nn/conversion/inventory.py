@@ -24,7 +24,7 @@ class Inventory:
         self.take(model)
 
     def take(self, model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
-        """Takes it anew, and returns layers that are new since the last time, by name, and names of those gone."""
+        """Notes the layers, and returns the new ones since the last time, by name, and the names of lost ones."""
         modules = [(name, module) for name, module in model.named_modules() if not isinstance(module, Host)]
         now = {clean_name(name): module for name, module in modules if converted_class(type(module)) is not None}
         before = {name: layer() for name, layer in self._layers.items()}

@@ -1,6 +1,6 @@
 """Patterns that select layers by name.
 
-A pattern is a regular expression that full-matches a module's name or what follows a dot in it: ``lm_head`` matches
+A pattern is a regular expression that full-matches a module's name, or the rest behind a dot: ``lm_head`` matches
 ``model.lm_head``. A pattern that matches a module holds for all layers inside it: ``layers\\.0`` stands for the whole
 first block. Numbers count from the end, too: ``layers\\.-1`` is the last one.
 """
@@ -17,8 +17,8 @@ from lightning_lowbit.nn.layers.layer import clean_name
 
 
 class Names(list[str]):
-    """Names of a model's layers, each once, and in :attr:`others` those under which the model holds a layer, too: a
-    pattern may match any of them."""
+    """Names of a model's layers, each once. :attr:`others` has the further names under which the model holds a layer:
+    a pattern may match any of them."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__(names)

@@ -1,7 +1,7 @@
 """Layers whose weights are scaled by one amax.
 
 Inference engines run projections of one input (q, k and v; gate and up) as one GEMM, whose weight has one scale per
-tensor. If each was trained with its own scale, the weights differ from those of training. Here all weights of a group
+tensor. If each was trained with its own scale, these are other weights. Here all weights of a group
 are scaled by the group's amax, of whole weights, however they are sharded.
 """
 
@@ -62,9 +62,9 @@ class SharedAmaxes:
 def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:
     """Groups of layers that share an amax, by name: a pattern matches two or more of them within one module.
 
-    ``casts`` are those of each layer outside any phase. Groups in high precision are left out. It is a ``ValueError``
-    if a pattern matches no two layers of a module, a layer is in two groups, or the weights of a group differ in their
-    casts or are not scaled by an amax.
+    ``casts`` hold for each layer outside any phase. Groups in high precision are left out. It is a ``ValueError`` if a
+    pattern matches no two layers of a module, a layer is in two groups, or the weights of a group differ in their casts
+    or are not scaled by an amax.
     """
     select([*casts], patterns, "shared_amax")  # all of them, or else raises
     result: list[list[str]] = []

@@ -134,7 +134,7 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
     Args:
         model: trained with smoothing; or any model of the same layers, with ``channel_amax``.
         channel_amax: by down projection, as named in ``model``, float32 ``[channels]``: a checkpoint's
-            ``["lightning_lowbit"]["channel_amax"]``. None takes those of the last training step, which layers hold.
+            ``["lightning_lowbit"]["channel_amax"]``. None takes the amaxes of the last training step, held by layers.
 
     Raises:
         ValueError: there is nothing to fold; tokens are smoothed, whose factors no weight can hold; no training step
@@ -167,7 +167,7 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
         if up.bias is not None:
             up.bias.mul_(s)
         if isinstance(up, QuantizedLayer) and up.amaxes is not None:
-            # The amaxes in force are those before folding, which changed the weight and the output's gradient.
+            # The amaxes in force are older than folding, which changed the weight and the output's gradient.
             up.amaxes.in_force[[i for i, operand in enumerate(OPERANDS) if not operand.endswith("_x")]] = 0
         _matrix(down).mul_(s.reciprocal())
         if isinstance(down, QuantizedLayer):

@@ -216,7 +216,7 @@ class _Record(FSDPParam):
 
 
 class _Gather:
-    """The all-gather of one weight; what its statistics belong to, and the cast of the last gather (None: none)."""
+    """The all-gather of one weight, with the statistics that its cast needs."""
 
     def __init__(
         self, gathers: WeightGathers, record: FSDPParam, module: FSDPModule, dtype: torch.dtype | None
@@ -228,10 +228,10 @@ class _Gather:
         self._dtype = dtype or gathered_dtype(record)
         step = record.padded_sharded_param_size[0]
         self._part = Shard(self.group.group_name, 0, self.group.rank() * step, step, self._shape[0])
-        self.measured: tuple[Any, ...] = ()
+        self.measured: tuple[Any, ...] = ()  # the state of the weight to which statistics belong
         self._amax: Tensor | None = None
         self._mean: Tensor | None = None
-        self.gathered_with: Cast | None = None
+        self.gathered_with: Cast | None = None  # in the last gather
         module.reshard()
         # Weights are unpacked into FSDP2's own buffer: an optimizer or graph may know the parameter.
         buffers = record._unsharded_inner_tensors or record.all_gather_outputs

@@ -1,4 +1,4 @@
-"""llama.cpp as a module: a file computes logits on the CPU, as it does for those who run the file."""
+"""llama.cpp as a module: computes the logits of a file on the CPU."""
 
 import re
 from collections.abc import Sequence
@@ -92,7 +92,7 @@ class LlamaCpp(nn.Module):
         return values.view(len(tokens), -1)
 
     def tokenize(self, text: str, special: bool = False) -> list[int]:
-        """The ids of a text; ``special``: with the tokens that the file puts around it, and those that it spells."""
+        """The ids of a text; ``special`` adds the file's tokens around it, and reads special ones in it."""
         encoded = text.encode()
         room = self.ffi.new("llama_token[]", len(encoded) + 2)
         count = self.lib.llama_tokenize(self.vocab, encoded, len(encoded), room, len(encoded) + 2, special, special)

@@ -16,14 +16,14 @@ from lightning_lowbit.export.formats import Options, Written, row
 from lightning_lowbit.export.formats.gguf.blocks import TQ2_0, BlockType, block_type, has_scale, pack
 from lightning_lowbit.export.formats.gguf.networks import Network, add_values, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import Source, eos_tokens
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, training_with_scales, weight_cast, weights
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.packages import install
 
 FILE = "model.gguf"
 _F32 = 0
-_PLAIN = {torch.float32: _F32, torch.float16: 1, torch.bfloat16: 30}  # ``ggml_type`` of what is not quantized
+_PLAIN = {torch.float32: _F32, torch.float16: 1, torch.bfloat16: 30}  # ``ggml_type`` of unquantized tensors
 
 
 def obstacle(name: str, layer: QuantizedLayer, ternary: BlockType = TQ2_0) -> str | None:
@@ -151,9 +151,7 @@ def _describe(writer: Any, source: Source, network: Network, kinds: dict[str, Bl
     writer.add_name(Path(source.facts.get("checkpoint", FILE)).stem)
     writer.add_file_type(Counter(kind.file_type for kind in kinds.values()).most_common(1)[0][0])
     writer.add_quantization_version(2)
-    ends = getattr(getattr(source.model, "generation_config", None), "eos_token_id", None)
-    listed = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    tokenizer = vocabulary(source.facts.get("tokenizer"), config.vocab_size, listed)
+    tokenizer = vocabulary(source.facts.get("tokenizer"), config.vocab_size, eos_tokens(source.model))
     if isinstance(tokenizer, Vocabulary):
         _describe_tokenizer(writer, tokenizer)
     else:

@@ -36,7 +36,7 @@ class Vocabulary:
         tokens: of each id; a byte is a character of :func:`byte_characters`.
         types: of each id, llama.cpp's numbers.
         merges: pairs of pieces, the most frequent first.
-        special: ids by what a file calls them: ``bos`` and ``eos`` of a text, ``eot`` of a turn, ``eom``, ``unk``,
+        special: ids by their names in a file: ``bos`` and ``eos`` of a text, ``eot`` of a turn, ``eom``, ``unk``,
             ``sep``, ``pad``, ``mask``.
         added: of ``bos`` and ``eos``, True if it stands before a text, or behind it.
         template: of a chat, in Jinja, or several by name; None without one.
@@ -56,7 +56,7 @@ def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vo
 
     Args:
         tokenizer: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes.
-        size: ids of the model; those without a token are filled.
+        size: number of ids of the model; ids without a token are filled.
         ends: ids at which the model's generation stops.
     """
     if tokenizer is None:
