@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.tokenizer import load_tokenizer
 
 LENGTH, SEQUENCES = 128, 16  # tokens of a sequence, and how many
 
 
-def tokens_of(source: Source, text: str | Path | None) -> Tensor:
+def tokens_of(source: TrainedModel, text: str | Path | None) -> Tensor:
     """Token ids, int64 ``[sequences, length]``: of a text file, or drawn at random where there is none.
 
     Raises:
@@ -43,7 +43,7 @@ def tokens_of(source: Source, text: str | Path | None) -> Tensor:
 
 
 @torch.no_grad()
-def input_amaxes(source: Source, tokens: Tensor) -> dict[str, float]:
+def input_amaxes(source: TrainedModel, tokens: Tensor) -> dict[str, float]:
     """The largest magnitude of each layer's input, by name, over the training's forward pass of some tokens."""
     amaxes: dict[str, float] = dict.fromkeys(source.layers, 0.0)
 

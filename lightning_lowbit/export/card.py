@@ -13,7 +13,7 @@ import yaml
 
 from lightning_lowbit.export.formats.base import Format
 from lightning_lowbit.export.formats.usage import usage
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.report.tables import as_markdown
 
@@ -27,7 +27,7 @@ _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _CACHED = re.compile(r".*models--([^/]+)--([^/]+)/snapshots/\w+/?")  # a folder of the Hub's cache
 
 
-def card(exported: "Exported", source: Source, format: Format, license: str | None = None) -> str:
+def card(exported: "Exported", source: TrainedModel, format: Format, license: str | None = None) -> str:
     """The card as markdown; ``license`` of the model, None for that of the model from which the training started."""
     total, few = exported.parameters
     names = ("checkpoint", "step", "phase", "casts", "tokenizer", "adapters")
@@ -69,7 +69,7 @@ def layers_table(exported: "Exported") -> str:
     return f"{table}\n\n{left} more layers are left out here." if left else table
 
 
-def _metadata(source: Source, format: Format, license: str | None) -> dict[str, Any]:
+def _metadata(source: TrainedModel, format: Format, license: str | None) -> dict[str, Any]:
     """The metadata that the Hugging Face Hub reads."""
     name = str(getattr(source.config, "name_or_path", "") or "")
     base = _base(name)

@@ -22,7 +22,7 @@ from lightning_lowbit.export.merging import merge_adapters, rounding_errors
 from lightning_lowbit.export.parity import Parity, compare, outputs_difference
 from lightning_lowbit.export.record import NAME as RECORD
 from lightning_lowbit.export.record import write_record
-from lightning_lowbit.export.source import Source, read
+from lightning_lowbit.export.source import TrainedModel, read
 from lightning_lowbit.packages import install
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -181,7 +181,7 @@ def _check_output(output: Path, overwrite: bool, inputs: Sequence[str | Path]) -
 
 
 def _check_source(
-    source: Source, format: Format, calibrate: str | Path | None, shape: Sequence[int] | None, merge: bool
+    source: TrainedModel, format: Format, calibrate: str | Path | None, shape: Sequence[int] | None, merge: bool
 ) -> None:
     """Raises an error if a format or a setting does not fit a model; warns if the model will have no tokenizer."""
     if format.needs_network and source.config is None:
@@ -236,7 +236,7 @@ def _unwritten(error: Exception, output: Path) -> str | None:
 
 
 def _export(
-    source: Source,
+    source: TrainedModel,
     format: Format,
     options: Options,
     tokens: Tensor | None,
@@ -258,15 +258,15 @@ def _export(
     return Exported(output, rows, comparison, size, (total, few))
 
 
-def fitting(source: Source) -> list[str]:
+def fitting(source: TrainedModel) -> list[str]:
     """The formats that can hold all quantized layers of a model."""
     return [name for name, format in FORMATS.items() if format.fits(source)]
 
 
-def explain_formats(source: Source) -> str:
+def explain_formats(source: TrainedModel) -> str:
     """Returns which formats fit a model, in a sentence."""
     if source.has_adapters:
-        names = [name for name, format in FORMATS.items() if format.own_cast(torch.bfloat16) is not None]
+        names = [name for name, format in FORMATS.items() if format.own_cast is not None]
         return (
             "It has adapters: --merge adds them to the weights. Formats fit then that hold the cast of the base, and "
             f"these in any case: {some(names, 20)}."
@@ -274,14 +274,14 @@ def explain_formats(source: Source) -> str:
     return f"Formats that hold it: {some(fitting(source), 20) or 'none'}."
 
 
-def _is_language_model(source: Source) -> bool:
+def _is_language_model(source: TrainedModel) -> bool:
     model: Any = source.model
     config = source.config
     return config is not None and bool(model.can_generate()) and not getattr(config, "is_encoder_decoder", False)
 
 
 def _compared(
-    format: Format, source: Source, folder: Path, rows: Sequence[Written], options: Options, tokens: Tensor | None
+    format: Format, source: TrainedModel, folder: Path, rows: Sequence[Written], options: Options, tokens: Tensor | None
 ) -> Comparison:
     """Compares the model in a folder with the training, and raises an error if it computes something else."""
     if format.load is None:

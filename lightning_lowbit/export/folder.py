@@ -20,7 +20,7 @@ from lightning_lowbit.export.reading.files import (
     locate,
     read_json,
 )
-from lightning_lowbit.export.source import Source, parameters_on_meta
+from lightning_lowbit.export.source import TrainedModel, parameters_on_meta
 from lightning_lowbit.export.tokenizer import fitting_tokenizer, load_tokenizer
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of dtypes that weights have
@@ -42,7 +42,7 @@ class SafetensorsWriter:
             self._write()
         return _size(tensors)
 
-    def finish(self, source: Source, without: set[str], dtype: torch.dtype) -> None:
+    def finish(self, source: TrainedModel, without: set[str], dtype: torch.dtype) -> None:
         """Writes the other tensors of a model, and the index; names of several files tell their number.
 
         Args:
@@ -79,7 +79,9 @@ class SafetensorsWriter:
             self._waiting = {}
 
 
-def write_network(source: Source, folder: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None) -> None:
+def write_network(
+    source: TrainedModel, folder: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None
+) -> None:
     """Writes the configuration of a model of ``transformers``, that of its generation, and its tokenizer.
 
     ``dtype`` is that of the tensors that are not quantized, ``quantization`` the ``quantization_config``, if any.
@@ -102,7 +104,7 @@ def write_network(source: Source, folder: Path, dtype: torch.dtype, quantization
     write_tokenizer(source, folder)
 
 
-def write_tokenizer(source: Source, folder: Path) -> None:
+def write_tokenizer(source: TrainedModel, folder: Path) -> None:
     """Writes the files of a model's tokenizer: ``"bytes"``, a folder or a name on the Hub; none without a name."""
     name = source.facts.get("tokenizer")
     if name is not None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.formats.base import Chat, Inputs, Written, shown_weight
-from lightning_lowbit.export.source import Source, hp_forward
+from lightning_lowbit.export.source import TrainedModel, hp_forward
 from lightning_lowbit.export.weights import Weight
 from lightning_lowbit.quant import quantize
 
@@ -118,7 +118,7 @@ def _largest(differences: Mapping[str, float]) -> str:
 
 @torch.no_grad()
 def compare(
-    source: Source,
+    source: TrainedModel,
     loaded: Any,
     rows: Sequence[Written],
     written: Iterable[Weight],
@@ -181,7 +181,7 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def outputs_difference(source: Source, loaded: Any, shape: Sequence[int]) -> float:
+def outputs_difference(source: TrainedModel, loaded: Any, shape: Sequence[int]) -> float:
     """The norm of the difference of outputs for a random input of a shape, relative to theirs: of models that take no
     tokens, and give one tensor."""
     x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0))
@@ -190,7 +190,7 @@ def outputs_difference(source: Source, loaded: Any, shape: Sequence[int]) -> flo
 
 
 @contextmanager
-def _high_precision_inputs(source: Source, names: Sequence[str]) -> Generator[None, None, None]:
+def _high_precision_inputs(source: TrainedModel, names: Sequence[str]) -> Generator[None, None, None]:
     """Leaves the inputs of some layers in high precision within it."""
     before = {name: source.layers[name].casts for name in names}
     try:
@@ -234,7 +234,7 @@ def _layers(
     return weights, layers, is_rescaled
 
 
-def _other_parameters(source: Source, loaded: nn.Module, dtype: torch.dtype) -> list[str]:
+def _other_parameters(source: TrainedModel, loaded: nn.Module, dtype: torch.dtype) -> list[str]:
     """Parameters that are not quantized, and that a loaded model lacks, or has with other values."""
     parameters = dict(loaded.named_parameters(remove_duplicate=False))
     quantized = {f"{name}.weight" for name in source.layers}

@@ -38,7 +38,7 @@ _OBJECTS = (
 
 
 @dataclass(frozen=True)
-class Source:
+class TrainedModel:
     """A trained model.
 
     Attributes:
@@ -67,7 +67,7 @@ class Source:
         return hasattr(self.model, "peft_config")
 
 
-def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = True) -> Source:
+def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = True) -> TrainedModel:
     """Reads a checkpoint; runs no code that the file names.
 
     Args:
@@ -118,7 +118,7 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
         "run": _run_facts(Path(checkpoint).expanduser()),
     }
     compute_dtype, config = COMPUTE_DTYPES[trained.compute_dtype][1], getattr(model, "config", None)
-    return Source(model, quantized, compute_dtype, config, facts, _shared(trained, prefix, quantized))
+    return TrainedModel(model, quantized, compute_dtype, config, facts, _shared(trained, prefix, quantized))
 
 
 def _shared(trained: Trained, prefix: str, layers: Mapping[str, QuantizedLayer]) -> list[list[str]]:

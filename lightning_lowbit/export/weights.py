@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import Projection
@@ -62,7 +62,7 @@ def common_obstacle(layer: QuantizedLayer, stacks: bool = False) -> str | None:
     return obstacle(layer.casts, TAKES | {"stack"} if stacks else TAKES, layer)
 
 
-def check(source: Source, obstacles: Mapping[str, str | None], format: str) -> None:
+def check(source: TrainedModel, obstacles: Mapping[str, str | None], format: str) -> None:
     """Raises a ``ValueError`` that names the layers that a format cannot hold, with the reasons."""
     uses = Counter(id(parameter) for _, parameter in source.model.named_parameters(remove_duplicate=False))
     tied = "its weight is also that of another module (tie_word_embeddings): skip it in training"
@@ -74,7 +74,7 @@ def check(source: Source, obstacles: Mapping[str, str | None], format: str) -> N
         )
 
 
-def groups(source: Source) -> list[list[str]]:
+def fused_groups(source: TrainedModel) -> list[list[str]]:
     """Names of the layers that engines fuse, of which each group has more than one."""
     members: dict[tuple[str, str], list[str]] = {}
     for name in source.layers:
@@ -87,7 +87,7 @@ def groups(source: Source) -> list[list[str]]:
 
 @torch.no_grad()
 def matrices(
-    source: Source, together: Sequence[Sequence[str]] = ()
+    source: TrainedModel, together: Sequence[Sequence[str]] = ()
 ) -> Iterator[tuple[str, Tensor, Mapping[str, Tensor]]]:
     """Name and weight of each layer, in the model's order, and all weights that were read for it, each once.
 
@@ -116,7 +116,7 @@ def matrices(
 
 @torch.no_grad()
 def weights(
-    source: Source, fused: bool = False, rescale: bool = False, scale_dtype: torch.dtype | None = None
+    source: TrainedModel, fused: bool = False, rescale: bool = False, scale_dtype: torch.dtype | None = None
 ) -> Iterator[Weight]:
     """The weights of all layers that have one matrix, one at a time, in the model's order.
 
@@ -131,7 +131,7 @@ def weights(
         ValueError: engines need other scales, and ``rescale`` is False, or no such scale is near; or a weight is not
             finite.
     """
-    fusing = groups(source) if fused else []
+    fusing = fused_groups(source) if fused else []
     amaxes: dict[str, Tensor] = {}
     for name, weight, read in matrices(source, fusing):
         layer = source.layers[name]
@@ -150,7 +150,7 @@ def weights(
 
 
 def _largest(
-    source: Source, read: Mapping[str, Tensor], fusing: Sequence[Sequence[str]], rescale: bool
+    source: TrainedModel, read: Mapping[str, Tensor], fusing: Sequence[Sequence[str]], rescale: bool
 ) -> dict[str, Tensor]:
     """The largest amax of each group whose layers have several, by layer."""
     changed: dict[str, Tensor] = {}

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import SafetensorsWriter
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, weights
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
-from lightning_lowbit.quant import Cast, Scale
+from lightning_lowbit.quant import Cast
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ class Format:
         rounds_scales: engines keep scales of rows and blocks in the dtype of the model.
         dtypes: of tensors that are not quantized, the default first.
         shown: the weight of a loaded layer, as numbers; None if the layer does not show it.
-        own_cast: rounds sums of weights and adapters where the format cannot hold the cast of the base, by the dtype in
-            which engines keep scales; None where there is none.
+        own_cast: rounds sums of weights and adapters where the format cannot hold the cast of the base.
         programs: for its folders, keys of ``PROGRAMS`` of :mod:`lightning_lowbit.export.formats.usage`.
         chat: a short chat with the training and with the loaded file, for formats with prompts of their own.
     """
@@ -131,26 +130,26 @@ class Format:
     name: str
     about: str
     obstacle: Callable[[str, QuantizedLayer], str | None]
-    write: Callable[[Source, Path, Options], list[Written]]
+    write: Callable[[TrainedModel, Path, Options], list[Written]]
     load: Callable[[Path], nn.Module] | None = None
     needs_network: bool = True
-    accepts: Callable[[Source], object] | None = None
+    accepts: Callable[[TrainedModel], object] | None = None
     traces: bool = False
     tolerance: float = 0.05
     fused: bool = False
     rounds_scales: bool = False
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
     shown: Callable[[Any, Weight], Tensor | None] = shown_weight
-    own_cast: Callable[[torch.dtype], Cast | None] = lambda dtype: None
+    own_cast: Cast | None = None
     programs: tuple[str, ...] = ()
-    chat: Callable[[Source, Any], Chat | None] | None = None
+    chat: Callable[[TrainedModel, Any], Chat | None] | None = None
 
-    def weights(self, source: Source, options: Options) -> Iterator[Weight]:
+    def weights(self, source: TrainedModel, options: Options) -> Iterator[Weight]:
         """The weights of all layers as the format stores them; see :func:`lightning_lowbit.export.weights.weights`."""
         scale_dtype = options.dtype if self.rounds_scales else None
         return weights(source, self.fused, options.rescale, scale_dtype)
 
-    def fits(self, source: Source) -> bool:
+    def fits(self, source: TrainedModel) -> bool:
         """Returns whether it can hold all quantized layers of a model."""
         if self.needs_network and source.config is None:
             return False
@@ -161,12 +160,12 @@ class Format:
             return False
         return all(self.obstacle(name, layer) is None for name, layer in source.layers.items())
 
-    def check(self, source: Source) -> None:
+    def check(self, source: TrainedModel) -> None:
         """Raises a ``ValueError`` that names the layers that the format cannot hold."""
         check(source, {name: self.obstacle(name, layer) for name, layer in source.layers.items()}, self.name)
 
     def write_layers(
-        self, source: Source, folder: Path, options: Options, encode: Callable[[Weight], "Encoded"]
+        self, source: TrainedModel, folder: Path, options: Options, encode: Callable[[Weight], "Encoded"]
     ) -> list[Written]:
         """Writes the tensors of a model of ``transformers`` to a folder, each quantized layer as ``encode`` makes it.
 
@@ -192,24 +191,18 @@ class Encoded(NamedTuple):
     error: float = 0.0
 
 
-def integers(bits: int, block: int, dtype: torch.dtype) -> Cast:
-    """Integers in groups with scales that a dtype holds."""
-    formats = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    return Cast(f"int{bits}", Scale(formats[dtype], block))
-
-
 def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None, error: float = 0.0) -> Written:
     """The row of a weight, to whose error the file adds ``error``."""
     return Written(weight.name, str(weight.cast), format, size, weight.error + error, inputs)
 
 
-def unquantized_linears(source: Source) -> list[str]:
+def unquantized_linears(source: TrainedModel) -> list[str]:
     """The names of the linear layers of a model that are not quantized."""
     linears = [clean_name(name) for name, module in source.model.named_modules() if isinstance(module, nn.Linear)]
     return [name for name in linears if name not in source.layers]
 
 
-def example_shape(source: Source, options: Options) -> Sequence[int] | None:
+def example_shape(source: TrainedModel, options: Options) -> Sequence[int] | None:
     """The shape of an input of a model that takes no tokens: as asked for, or of ``example_input_array``."""
     example = getattr(source.model, "example_input_array", None)
     return options.shape if options.shape is not None else example.shape if isinstance(example, Tensor) else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import load_network, write_network
 from lightning_lowbit.export.formats.base import Encoded, Format, Inputs, Options, Written, unquantized_linears
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.weights import Weight, common_obstacle, divisor
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
@@ -84,7 +84,7 @@ def _pattern(name: str, layers: Mapping[str, QuantizedLayer]) -> str:
     return f"^{re.escape(name)}$" if is_ambiguous else name
 
 
-def _write(source: Source, folder: Path, options: Options) -> list[Written]:
+def _write(source: TrainedModel, folder: Path, options: Options) -> list[Written]:
     def encode(weight: Weight) -> Encoded:
         return Encoded(tensors(weight), "bitnet", Inputs(_INPUTS), error(weight, options.dtype))
 
@@ -93,7 +93,7 @@ def _write(source: Source, folder: Path, options: Options) -> list[Written]:
     return rows
 
 
-def quantization_config(source: Source) -> dict[str, Any]:
+def quantization_config(source: TrainedModel) -> dict[str, Any]:
     return {
         "quant_method": "bitnet",
         "linear_class": "bitlinear",

@@ -33,11 +33,10 @@ from lightning_lowbit.export.formats.base import (
     NoClient,
     Options,
     Written,
-    integers,
     unquantized_linears,
 )
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.weights import Weight, common_obstacle, divisor, has_second_level, weight_cast
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
@@ -209,7 +208,7 @@ def _obstacle(
 
 
 def _write(
-    name: str, describe: Callable[[Weight, Options], Described], source: Source, folder: Path, options: Options
+    name: str, describe: Callable[[Weight, Options], Described], source: TrainedModel, folder: Path, options: Options
 ) -> list[Written]:
     schemes: dict[str, list[Any]] = {}
 
@@ -275,7 +274,7 @@ def _format(
     held: str,
     holds: Callable[[Cast], bool],
     describe: Callable[[Weight, Options], Described],
-    own_cast: Callable[[torch.dtype], Cast | None] = lambda dtype: None,
+    own_cast: Cast | None = None,
     fused: bool = False,
     activations: bool = False,
     dtype: torch.dtype | None = torch.bfloat16,
@@ -305,17 +304,18 @@ def _format(
 
 
 def _mx_format(name: str, held: str, element: str) -> Format:
-    return _format(name, held, partial(_is_mx, element), _mx, lambda dtype: Cast(element, Scale("e8m0", 32)))
+    return _format(name, held, partial(_is_mx, element), _mx, Cast(element, Scale("e8m0", 32)))
 
 
 def _int_format(bits: int) -> Format:
     held = f"int{bits} in rows, groups or one tensor, with scales of one level in bf16, fp16 or fp32"
-    return _format(f"int{bits}", held, partial(_is_int, bits), _integers, partial(integers, bits, 32), dtype=None)
+    own_cast = Cast(f"int{bits}", Scale("fp32", 32))
+    return _format(f"int{bits}", held, partial(_is_int, bits), _integers, own_cast, dtype=None)
 
 
 _HELD_NVFP4 = "NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)"
 _ALL = (
-    _format("nvfp4-w4a16", _HELD_NVFP4, is_nvfp4, partial(_nvfp4, activations=False), lambda dtype: NVFP4, fused=True),
+    _format("nvfp4-w4a16", _HELD_NVFP4, is_nvfp4, partial(_nvfp4, activations=False), NVFP4, fused=True),
     _format("nvfp4-w4a4", _HELD_NVFP4, is_nvfp4, partial(_nvfp4, activations=True), fused=True, activations=True),
     _mx_format("mxfp4", "MXFP4 (e2m1/e8m0:1x32, one level)", "e2m1"),
     _mx_format("mxfp6", "MXFP6 in E2M3 (e2m3/e8m0:1x32; engines hold no E3M2, nor a second level)", "e2m3"),
@@ -325,7 +325,7 @@ _ALL = (
         "E4M3 with float32 scales of the tensor, rows or tiles of 128x128",
         _is_fp8,
         _fp8,
-        lambda dtype: Cast("e4m3", Scale("fp32", "row")),
+        Cast("e4m3", Scale("fp32", "row")),
         fused=True,
         dtype=torch.float32,  # in which scales are as vLLM keeps them
     ),

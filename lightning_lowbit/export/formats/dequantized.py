@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_lowbit.export.folder import SafetensorsWriter, load_network, write_network, write_tokenizer
 from lightning_lowbit.export.formats.base import Format, Options, Written
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.weights import common_obstacle, matrices, weight_cast
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import Projection
@@ -26,7 +26,7 @@ def _obstacle(name: str, layer: QuantizedLayer) -> str | None:
 
 
 @torch.no_grad()
-def _write(source: Source, folder: Path, options: Options) -> list[Written]:
+def _write(source: TrainedModel, folder: Path, options: Options) -> list[Written]:
     FORMATS["dequantized"].check(source)
     names = {id(parameter): name for name, parameter in source.model.named_parameters()}
     writer, rows, written = SafetensorsWriter(folder), list[Written](), set[str]()

@@ -18,7 +18,7 @@ from lightning_lowbit.export.formats import compressed_tensors
 from lightning_lowbit.export.formats.base import Encoded, Format, Inputs, Options, Written, unquantized_linears
 from lightning_lowbit.export.formats.compressed_tensors import NVFP4, input_amax, is_nvfp4
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.weights import Weight, weight_cast
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
@@ -55,7 +55,7 @@ def _fp8_obstacle(name: str, layer: QuantizedLayer) -> str | None:
     return None
 
 
-def _write(name: str, source: Source, folder: Path, options: Options) -> list[Written]:
+def _write(name: str, source: TrainedModel, folder: Path, options: Options) -> list[Written]:
     calibrated = options.input_amaxes is not None and all(
         is_nvfp4(layer.casts.fprop_x) for layer in source.layers.values()
     )
@@ -87,6 +87,6 @@ FORMATS = {
     )
     for name, obstacle, own_cast in (
         ("modelopt-nvfp4", _NVFP4_WEIGHTS.obstacle, _NVFP4_WEIGHTS.own_cast),
-        ("modelopt-fp8", _fp8_obstacle, lambda dtype: None),
+        ("modelopt-fp8", _fp8_obstacle, None),
     )
 }

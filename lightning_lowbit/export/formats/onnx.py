@@ -20,10 +20,17 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.folder import write_network
-from lightning_lowbit.export.formats import base
-from lightning_lowbit.export.formats.base import Format, Options, Written, example_shape, row
-from lightning_lowbit.export.formats.onnx_layers import INT4, TYPES, UINT4, Decoded, Inputs, attach, input_obstacle
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written, example_shape, row
+from lightning_lowbit.export.formats.onnx_layers import (
+    INT4,
+    TYPES,
+    UINT4,
+    Decoded,
+    InputRounding,
+    attach,
+    input_obstacle,
+)
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, common_obstacle
 from lightning_lowbit.nn.casts.linear_casts import FORWARD, LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
@@ -50,7 +57,7 @@ def obstacle(name: str, layer: QuantizedLayer) -> str | None:
     return None if cast is None else input_obstacle(cast)
 
 
-def _write(source: Source, folder: Path, options: Options) -> list[Written]:
+def _write(source: TrainedModel, folder: Path, options: Options) -> list[Written]:
     layers = {clean_name(name): layer for name, layer in quantized_layers(source.model).items()}
     forward = {name: layer for name, layer in layers.items() if layer.casts.has_cast(FORWARD)}
     check(replace(source, layers=forward), {name: obstacle(name, layer) for name, layer in forward.items()}, "onnx")
@@ -78,16 +85,16 @@ def _write(source: Source, folder: Path, options: Options) -> list[Written]:
     return rows
 
 
-def _row(weight: Weight, inputs: Inputs | None) -> Written:
+def _row(weight: Weight, inputs: InputRounding | None) -> Written:
     decoded = Decoded(weight.quantized, transposed=False)
     codes = decoded.codes.numel() // (2 if decoded.number in _FOUR_BITS else 1)
     size = codes + 4 * decoded.scales.numel() + (0 if decoded.zeros is None else decoded.zeros.numel())
     amax = None if inputs is None or inputs.amax is None else float(inputs.amax)
-    by = None if inputs is None else base.Inputs(inputs.cast, amax)
+    by = None if inputs is None else Inputs(inputs.cast, amax)
     return row(weight, f"onnx {TYPES[decoded.number]}", size, by)
 
 
-def _inputs(name: str, layer: QuantizedLayer, options: Options) -> Inputs | None:
+def _inputs(name: str, layer: QuantizedLayer, options: Options) -> InputRounding | None:
     """The rounding of a layer's input: by an amax of calibration, or of delayed scaling, or its own in each pass."""
     cast = layer.casts.cast_of("fprop_x")
     if not isinstance(cast, Cast):
@@ -98,7 +105,7 @@ def _inputs(name: str, layer: QuantizedLayer, options: Options) -> Inputs | None
     elif cast.scale.source == "delayed" and layer.amaxes is not None:
         known = layer.amaxes.in_force[OPERANDS.index("fprop_x")]
         amax = known.clone() if known > 0 else None
-    return Inputs(cast, amax)
+    return InputRounding(cast, amax)
 
 
 class _Outputs(nn.Module):
@@ -130,7 +137,7 @@ def _twin(model: nn.Module) -> Any:
     return twin.eval()
 
 
-def _example(source: Source, options: Options) -> Tensor:
+def _example(source: TrainedModel, options: Options) -> Tensor:
     """An input to trace the model with; its first dimension is free in the file, and of tokens the second, too."""
     model: Any = source.model
     if source.config is not None and model.main_input_name == "input_ids":

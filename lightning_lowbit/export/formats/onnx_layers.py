@@ -113,7 +113,7 @@ def input_obstacle(cast: Cast) -> str | None:
     return None
 
 
-class Inputs(nn.Module):
+class InputRounding(nn.Module):
     """Rounds an input ``[..., features]`` to few bits, as a cast does, in the order of operations of
     :mod:`lightning_lowbit.quant.scaling`.
 
@@ -203,7 +203,7 @@ class Inputs(nn.Module):
 class Product(nn.Module):
     """``x · Wᵀ + b`` of a converted layer, in place of its ``quantized_forward``."""
 
-    def __init__(self, weight: Weight | None, inputs: Inputs | None) -> None:
+    def __init__(self, weight: Weight | None, inputs: InputRounding | None) -> None:
         super().__init__()
         self.weight = None if weight is None else Decoded(weight.quantized, transposed=True)
         self.inputs = inputs
@@ -218,7 +218,7 @@ class Convolution(nn.Module):
     """A converted convolution, in place of its ``forward``: as ``Conv``, or as a product of patches whose input has
     scales that pixels of different patches do not share."""
 
-    def __init__(self, layer: Any, weight: Weight | None, inputs: Inputs | None) -> None:
+    def __init__(self, layer: Any, weight: Weight | None, inputs: InputRounding | None) -> None:
         super().__init__()
         self._of = (layer,)  # in a tuple, so that it is no child
         self.inputs = inputs
@@ -260,7 +260,7 @@ class Convolution(nn.Module):
             return x if self.inputs is None else self.inputs(x)
         return self.inputs(x.movedim(1, -1)).movedim(-1, 1)
 
-    def _is_of_pixels(self, inputs: Inputs, window: Window, x: Tensor) -> bool:
+    def _is_of_pixels(self, inputs: InputRounding, window: Window, x: Tensor) -> bool:
         """Returns whether pixels that are rounded before the patches are gathered have the same values."""
         cast, pixels = inputs.cast, all(k == 1 for k in window.kernel)
         if inputs.amax is None and cast.scale.needs_amax and not window.covers([*map(int, x.shape[2:])]):
@@ -291,7 +291,7 @@ def patches(x: Tensor, window: Window) -> Tensor:
     return x.permute(0, *range(2, 2 + n), *range(2 + n, 2 + 2 * n), 1).flatten(n + 1)
 
 
-def attach(layer: QuantizedLayer, weight: Weight | None, inputs: Inputs | None) -> None:
+def attach(layer: QuantizedLayer, weight: Weight | None, inputs: InputRounding | None) -> None:
     """Lets a converted layer compute by these operators; ``weight`` is None for one in high precision."""
     is_image = isinstance(layer, QuantizedConvolution)
     module = Convolution(layer, weight, inputs) if is_image else Product(weight, inputs)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.tokenizer import load_tokenizer
 
 _LOADED = """```python
@@ -64,7 +64,7 @@ model = load("{folder}")  # layers that compute with the codes of the folder
 }
 
 
-def usage(source: Source, programs: tuple[str, ...], folder: Path) -> str:
+def usage(source: TrainedModel, programs: tuple[str, ...], folder: Path) -> str:
     """The sections of some programs, keys of ``PROGRAMS``, in Markdown."""
     model: Any = source.model
     name = source.facts.get("tokenizer")

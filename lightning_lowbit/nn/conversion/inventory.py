@@ -26,7 +26,7 @@ class Inventory:
     def take(self, model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
         """Notes the layers, and returns the new ones since the last time, by name, and the names of lost ones."""
         modules = [(name, module) for name, module in model.named_modules() if not isinstance(module, Host)]
-        now = {clean_name(name): module for name, module in modules if converted_class(type(module)) is not None}
+        now = {clean_name(name): module for name, module in modules if converted_class(module.__class__) is not None}
         before = {name: layer() for name, layer in self._layers.items()}
         self._layers = {name: weakref.ref(module) for name, module in now.items()}
         known, present = {id(one) for one in before.values()}, {id(module) for module in now.values()}

@@ -1,20 +1,17 @@
 """GGUF files for llama.cpp: the codes of the training in its block types, bit for bit."""
 
-from collections.abc import Callable
 from functools import partial
 
-import torch
-
-from lightning_lowbit.export.formats.base import Format, integers
+from lightning_lowbit.export.formats.base import Format
 from lightning_lowbit.export.formats.gguf.blocks import TQ1_0, TQ2_0, BlockType
 from lightning_lowbit.export.formats.gguf.chat import chat
 from lightning_lowbit.export.formats.gguf.client import LlamaCpp
 from lightning_lowbit.export.formats.gguf.files import FILE, obstacle, write
 from lightning_lowbit.export.formats.gguf.networks import network_of
-from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant import Cast, Scale
 
 
-def _format(name: str, about: str, ternary: BlockType, own_cast: Callable[[torch.dtype], Cast | None]) -> Format:
+def _format(name: str, about: str, ternary: BlockType, own_cast: Cast | None) -> Format:
     return Format(
         name,
         about,
@@ -32,9 +29,7 @@ GGUF = _format(
     "gguf",
     "one file for llama.cpp: NVFP4, MXFP4, ternary, int4 and int8 weights of LLaMA, Mistral, Qwen3, GPT-2 and BitNet",
     TQ2_0,
-    lambda dtype: integers(4, 32, torch.float16),
+    Cast("int4", Scale("fp16", 32)),
 )
-GGUF_TQ1 = _format(
-    "gguf-tq1", "as gguf, with ternary weights in TQ1_0: 1.7 bits instead of 2.1", TQ1_0, lambda dtype: None
-)
+GGUF_TQ1 = _format("gguf-tq1", "as gguf, with ternary weights in TQ1_0: 1.7 bits instead of 2.1", TQ1_0, None)
 FORMATS = {format.name: format for format in (GGUF, GGUF_TQ1)}

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from lightning_lowbit.export.formats.base import Chat
 from lightning_lowbit.export.formats.gguf.client import LlamaCpp
-from lightning_lowbit.export.source import Source, eos_tokens
+from lightning_lowbit.export.source import TrainedModel, eos_tokens
 from lightning_lowbit.export.tokenizer import load_tokenizer
 
 QUESTION, LENGTH = "Who are you?", 24  # tokens of the answer, at most
 
 
-def chat(source: Source, client: Any) -> Chat | None:
+def chat(source: TrainedModel, client: Any) -> Chat | None:
     """Asks a file in llama.cpp and the training a question; None without a tokenizer, room for it, or a template that
     takes it."""
     assert isinstance(client, LlamaCpp)

@@ -16,7 +16,7 @@ from lightning_lowbit.export.formats import Options, Written, row
 from lightning_lowbit.export.formats.gguf.blocks import TQ2_0, BlockType, block_type, has_scale, pack
 from lightning_lowbit.export.formats.gguf.networks import Network, add_values, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
-from lightning_lowbit.export.source import Source, eos_tokens
+from lightning_lowbit.export.source import TrainedModel, eos_tokens
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, training_with_scales, weight_cast, weights
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.packages import install
@@ -32,7 +32,7 @@ def obstacle(name: str, layer: QuantizedLayer, ternary: BlockType = TQ2_0) -> st
     return kind if isinstance(kind, str) else None
 
 
-def write(source: Source, folder: Path, options: Options, ternary: BlockType = TQ2_0) -> list[Written]:
+def write(source: TrainedModel, folder: Path, options: Options, ternary: BlockType = TQ2_0) -> list[Written]:
     """Writes ``model.gguf``, with ternary weights in blocks of type ``ternary`` where these fit.
 
     Raises:
@@ -84,7 +84,7 @@ def _obstacle(network: Network, name: str, layer: QuantizedLayer, ternary: Block
 
 
 def _dense(
-    source: Source, network: Network, dtype: torch.dtype
+    source: TrainedModel, network: Network, dtype: torch.dtype
 ) -> dict[str, tuple[Tensor, torch.dtype, Tensor | None]]:
     """The tensors that are not quantized, with their dtypes and the order of their rows in the file."""
     from transformers.pytorch_utils import Conv1D
@@ -145,7 +145,7 @@ def _writer(path: Path, network: Network) -> Any:
     return GGUFWriter(path, network.architecture)
 
 
-def _describe(writer: Any, source: Source, network: Network, kinds: dict[str, BlockType]) -> None:
+def _describe(writer: Any, source: TrainedModel, network: Network, kinds: dict[str, BlockType]) -> None:
     config: Any = source.config
     add_values(writer, network, config)
     writer.add_name(Path(source.facts.get("checkpoint", FILE)).stem)
