@@ -6,12 +6,8 @@
       unpack                     the operand's values, in the dtype that FSDP2 gives the weight
     GEMMs                        use these values as the operand; gradients go straight through
 
-Results equal those of gathering in high precision to the bit: both GEMMs that read the weight use the operand of the
-forward pass, the weight belongs to a single ``nn.Linear``, only FSDP2 shards it, along ``out_features``, and shards end
-where tiles of its cast do. Other weights are gathered as usual.
-
-FSDP2's record of the parameter provides the extension methods; a local tensor, where FSDP2 looks for them, is replaced
-by loading and ``module.to``.
+Results equal those of gathering in high precision to the bit. So both GEMMs that read the weight must use the operand
+of the forward pass, and shards must end where tiles of its cast do; other weights are gathered as usual.
 """
 
 from collections.abc import Iterator, Mapping
@@ -63,17 +59,12 @@ def records(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParam]]:
 
 
 def is_plain(record: FSDPParam) -> bool:
+    """Returns whether a weight is a matrix of one linear layer, which FSDP2 alone shards, by rows."""
     info = record._module_info
-    layer = quantized_class(type(info.module))
-    return (
-        layer is not None
-        and layer.kind == "linear"
-        and layer.weight_matrix is QuantizedLayer.weight_matrix
-        and not info.shared_modules
-        and not record.is_dtensor
-        and isinstance(record.mesh_info, FSDPMeshInfo)
-        and record.fsdp_placement.dim == 0
-    )
+    cls = quantized_class(type(info.module))
+    is_linear = cls is not None and cls.kind == "linear" and cls.weight_matrix is QuantizedLayer.weight_matrix
+    is_by_rows = isinstance(record.mesh_info, FSDPMeshInfo) and record.fsdp_placement.dim == 0
+    return is_linear and is_by_rows and not info.shared_modules and not record.is_dtensor
 
 
 def gathered_dtype(record: FSDPParam) -> torch.dtype:
@@ -194,7 +185,8 @@ def release_gathers(model: nn.Module) -> None:
 
 
 class _Record(FSDPParam):
-    """FSDP2's record of a parameter, whose extension is a :class:`_Gather` instead of the local tensor."""
+    """FSDP2's record of a parameter. Its extension is a :class:`_Gather`: loading and ``module.to`` replace the local
+    tensor, where FSDP2 looks for one."""
 
     gather: "_Gather"
 
