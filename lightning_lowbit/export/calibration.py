@@ -1,19 +1,19 @@
 """Text for calibration and for the parity report, and the amaxes of activations over it."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.tokenizer import load_tokenizer
 
 LENGTH, SEQUENCES = 128, 16  # tokens of a sequence, and how many
 
 
-def tokens_of(source: Source, text: str | Path | None) -> Tensor:
+def tokens_of(source: TrainedModel, text: str | Path | None) -> Tensor:
     """Token ids, int64 ``[sequences, length]``: of a text file, or drawn at random where there is none.
 
     Raises:
@@ -24,8 +24,7 @@ def tokens_of(source: Source, text: str | Path | None) -> Tensor:
     vocabulary, positions = int(config.vocab_size), int(getattr(config, "max_position_embeddings", LENGTH) or LENGTH)
     length = min(LENGTH, positions)
     if text is None:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(vocabulary, (4, length), generator=generator)
+        return torch.randint(vocabulary, (4, length), generator=torch.Generator().manual_seed(0))
     path, name = Path(text).expanduser(), source.facts.get("tokenizer")
     if not path.is_file():
         raise FileNotFoundError(f"There is no file of text {path}. Give one in UTF-8.")
@@ -44,21 +43,18 @@ def tokens_of(source: Source, text: str | Path | None) -> Tensor:
 
 
 @torch.no_grad()
-def input_amaxes(source: Source, tokens: Tensor) -> dict[str, float]:
+def input_amaxes(source: TrainedModel, tokens: Tensor) -> dict[str, float]:
     """The largest magnitude of each layer's input, by name, over the training's forward pass of some tokens."""
-    found: dict[str, float] = dict.fromkeys(source.layers, 0.0)
+    amaxes: dict[str, float] = dict.fromkeys(source.layers, 0.0)
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            found[name] = max(found[name], float(inputs[0].detach().to(source.dtype).abs().amax()))
+    def note(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        amaxes[name] = max(amaxes[name], float(inputs[0].detach().to(source.dtype).abs().amax()))
 
-        return hook
-
-    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in source.layers.items()]
+    handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in source.layers.items()]
     try:
-        for one in torch.split(tokens, 4):
-            source.model(input_ids=one)
+        for part in torch.split(tokens, 4):
+            source.model(input_ids=part)
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return amaxes

@@ -13,7 +13,7 @@ import yaml
 
 from lightning_lowbit.export.formats.base import Format
 from lightning_lowbit.export.formats.usage import usage
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.report.tables import as_markdown
 
@@ -27,11 +27,7 @@ _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _CACHED = re.compile(r".*models--([^/]+)--([^/]+)/snapshots/\w+/?")  # a folder of the Hub's cache
 
 
-def write_card(exported: "Exported", source: Source, format: Format, folder: Path, license: str | None = None) -> None:
-    (folder / "README.md").write_text(card(exported, source, format, license))
-
-
-def card(exported: "Exported", source: Source, format: Format, license: str | None = None) -> str:
+def card(exported: "Exported", source: TrainedModel, format: Format, license: str | None = None) -> str:
     """The card as markdown; ``license`` of the model, None for that of the model from which the training started."""
     total, few = exported.parameters
     names = ("checkpoint", "step", "phase", "casts", "tokenizer", "adapters")
@@ -39,6 +35,8 @@ def card(exported: "Exported", source: Source, format: Format, license: str | No
         "base model": getattr(source.config, "name_or_path", "")
     }
     metadata = _metadata(source, format, license)
+    is_module = source.config is None and "transformers" in format.programs
+    programs = ("PyTorch",) if is_module else format.programs
     blocks = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {exported.folder.name}",
@@ -47,7 +45,7 @@ def card(exported: "Exported", source: Source, format: Format, license: str | No
         "the rest is in high precision.",
         "The license is not known." if metadata["license"] == "unknown" else "",
         "## Use",
-        usage(source, _programs(source, format), exported.folder),
+        usage(source, programs, exported.folder),
         "## Training",
         _table(("", ""), facts),
         _table(("hyper-parameter", "value"), source.facts.get("hyper_parameters", {})),
@@ -71,12 +69,8 @@ def layers_table(exported: "Exported") -> str:
     return f"{table}\n\n{left} more layers are left out here." if left else table
 
 
-def _programs(source: Source, format: Format) -> tuple[str, ...]:
-    return ("PyTorch",) if source.config is None and "transformers" in format.programs else format.programs
-
-
-def _metadata(source: Source, format: Format, license: str | None) -> dict[str, Any]:
-    """What the Hugging Face Hub reads of a card."""
+def _metadata(source: TrainedModel, format: Format, license: str | None) -> dict[str, Any]:
+    """The metadata that the Hugging Face Hub reads."""
     name = str(getattr(source.config, "name_or_path", "") or "")
     base = _base(name)
     model: Any = source.model
@@ -103,7 +97,7 @@ def _hub_name(name: str) -> str | None:
 
 
 def _base(name: str) -> Mapping[str, Any]:
-    """What the card in the folder of a model tells the Hub; nothing without a card."""
+    """The metadata of the card in the folder of a model; empty without a card."""
     try:
         text = (Path(name).expanduser() / "README.md").read_text() if name else ""
         front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
@@ -125,7 +119,7 @@ def portable(value: Any) -> Any:
     text = value.removeprefix("file://")
     if PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute() or text.startswith("~/"):
         return (PureWindowsPath if "\\" in text else PurePosixPath)(text).name
-    return _PATH.sub(lambda found: PurePosixPath(found[0].replace("\\", "/")).name, value)
+    return _PATH.sub(lambda match: PurePosixPath(match[0].replace("\\", "/")).name, value)
 
 
 def _table(head: tuple[str, ...], facts: Mapping[str, Any]) -> str:

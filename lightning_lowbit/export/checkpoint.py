@@ -15,48 +15,57 @@ from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.export.calibration import input_amaxes, tokens_of
-from lightning_lowbit.export.card import write_card
+from lightning_lowbit.export.card import card
 from lightning_lowbit.export.formats.base import Format, NoClient, Options, Written, example_shape
 from lightning_lowbit.export.formats.table import FORMATS
-from lightning_lowbit.export.merging import merged, rounding
+from lightning_lowbit.export.merging import merge_adapters, rounding_errors
 from lightning_lowbit.export.parity import Parity, compare, outputs_difference
 from lightning_lowbit.export.record import NAME as RECORD
 from lightning_lowbit.export.record import write_record
-from lightning_lowbit.export.source import Source, read
+from lightning_lowbit.export.source import TrainedModel, read
 from lightning_lowbit.packages import install
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-_NOT_ASKED = "it was not asked for"
+
+class Comparison(NamedTuple):
+    """The parity report, or why there is none; the relative difference of outputs of a model that takes no tokens."""
+
+    parity: Parity | None = None
+    why_not: str | None = None
+    outputs: float | None = None
+
+    def __str__(self) -> str:
+        if self.outputs is not None:
+            return f"outputs, relative difference: {self.outputs:.2g}"
+        return str(self.parity) if self.parity is not None else f"Outputs were not compared: {self.why_not}."
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export made.
+    """An exported folder.
 
     Attributes:
         folder: holds the files.
-        rows: what was written of each quantized layer.
-        parity: how it compares with the training; None if nothing was compared, or the model takes no tokens.
-        why_not: why nothing was compared; None if it was.
-        outputs: of a model that takes no tokens, how far its output is from that of the training, as a norm.
+        rows: one for each quantized layer.
+        comparison: with the training.
         bytes: of the folder.
-        parameters: of the model, and those of them in few bits.
+        parameters: numbers of all parameters, and of parameters in few bits.
     """
 
     folder: Path
     rows: Sequence[Written]
-    parity: Parity | None
-    why_not: str | None
+    comparison: Comparison
     bytes: int
     parameters: tuple[int, int]
-    outputs: float | None = None
+
+    parity = property(lambda self: self.comparison.parity)
+    why_not = property(lambda self: self.comparison.why_not)
+    outputs = property(lambda self: self.comparison.outputs)
 
     def compared(self) -> str:
-        """What the comparison found, in lines."""
-        if self.outputs is not None:
-            return f"outputs, relative difference: {self.outputs:.2g}"
-        return str(self.parity) if self.parity is not None else f"Outputs were not compared: {self.why_not}."
+        """The result of the comparison, in lines."""
+        return str(self.comparison)
 
 
 def export_checkpoint(
@@ -75,7 +84,7 @@ def export_checkpoint(
     overwrite: bool = False,
     parity: bool = True,
 ) -> Exported:
-    """Exports a checkpoint to a format that inference engines load, and compares what they compute with the training.
+    """Exports a checkpoint to a format that inference engines load, and compares their outputs with the training.
 
     Args:
         checkpoint: a file, or a folder of shards, of a run with a plugin of this package; no code that it names runs.
@@ -91,7 +100,7 @@ def export_checkpoint(
         rescale: changes scales where an engine needs others, and tells the error of each layer: it rounds them and
             keeps the codes, or quantizes weights again by the largest scale of layers that engines fuse.
         merge: adds adapters of PEFT to the weights of their base, and rounds the sums to nearest by the base's cast, or
-            by the format's own; the report tells what that changes.
+            by the format's own; the report tells the change.
         license: of the model, for its card, such as ``"apache-2.0"``; None for that of the model from which the
             training started, if its folder tells.
         overwrite: replaces ``output`` if an export wrote it, or it is an empty folder.
@@ -110,45 +119,45 @@ def export_checkpoint(
         >>> exported = export_checkpoint("last.ckpt", "int4", "llama-int4", dtype="fp32", tokenizer="bytes")
         >>> print(exported.parity)
     """
-    chosen = _chosen(format, dtype)
+    chosen, dense_dtype = _chosen(format, dtype)
     output = Path(output).expanduser()
     _check_output(output, overwrite, [path for path in (checkpoint, calibrate) if path is not None])
     source = read(checkpoint, module)
     if tokenizer is not None:
         source = replace(source, facts={**source.facts, "tokenizer": tokenizer})
-    _check_source(source, chosen, calibrate, shape)
-    options = Options(rescale, None, chosen.dtypes[0] if dtype is None else DTYPES[dtype], shape)
-    if _must_merge(source, merge):
-        source = merged(source, chosen, options.dtype)
+    _check_source(source, chosen, calibrate, shape, merge)
+    if merge:
+        source = merge_adapters(source, chosen, dense_dtype)
     tokens = tokens_of(source, calibrate) if _is_language_model(source) else None
     amaxes = input_amaxes(source, tokens) if calibrate is not None and tokens is not None else None
-    options = replace(options, input_amaxes=amaxes)
+    options = Options(rescale, amaxes, dense_dtype, shape)
     try:
         with being_written(output) as partial:
             try:
                 partial.mkdir()
                 exported = _export(source, chosen, options, tokens, parity, partial, output)
                 write_record(source, chosen.name, partial)
-                write_card(exported, source, chosen, partial, license)
+                (partial / "README.md").write_text(card(exported, source, chosen, license))
                 put_in_place(partial, output)
             except BaseException:
                 remove(partial)
                 raise
     except Exception as error:  # of the system, or of a library that wraps it
-        if (why := _unwritten(error, output)) is not None:
-            raise OSError(why) from error
+        if (message := _unwritten(error, output)) is not None:
+            raise OSError(message) from error
         raise
     return exported
 
 
-def _chosen(format: str, dtype: str | None) -> Format:
+def _chosen(format: str, dtype: str | None) -> tuple[Format, torch.dtype]:
+    """A format, and the dtype of tensors that are not quantized."""
     chosen = FORMATS[choose("format", format, FORMATS)]
     held = {name: value for name, value in DTYPES.items() if value in chosen.dtypes}
     if dtype is not None and choose("dtype", dtype, DTYPES) not in held:
         raise ValueError(
             f"The format {format} holds tensors in {some(held)}, not in {dtype}: leave out dtype (--dtype)."
         )
-    return chosen
+    return chosen, chosen.dtypes[0] if dtype is None else DTYPES[dtype]
 
 
 def _check_output(output: Path, overwrite: bool, inputs: Sequence[str | Path]) -> None:
@@ -171,7 +180,9 @@ def _check_output(output: Path, overwrite: bool, inputs: Sequence[str | Path]) -
         )
 
 
-def _check_source(source: Source, format: Format, calibrate: str | Path | None, shape: Sequence[int] | None) -> None:
+def _check_source(
+    source: TrainedModel, format: Format, calibrate: str | Path | None, shape: Sequence[int] | None, merge: bool
+) -> None:
     """Raises an error if a format or a setting does not fit a model; warns if the model will have no tokenizer."""
     if format.needs_network and source.config is None:
         raise ValueError(
@@ -183,17 +194,13 @@ def _check_source(source: Source, format: Format, calibrate: str | Path | None, 
             "calibrate (--calibrate), or take a format whose scales of activations are dynamic."
         )
     if shape is not None and (not format.traces or _is_language_model(source)):
-        why = "the model takes tokens" if format.traces else f"the format {format.name} does not trace the model"
-        raise ValueError(f"shape (--shape) is of an input to trace, and {why}: leave it out.")
+        reason = "the model takes tokens" if format.traces else f"the format {format.name} does not trace the model"
+        raise ValueError(f"shape (--shape) is of an input to trace, and {reason}: leave it out.")
     if source.facts.get("tokenizer") is None and format.chat is None and _is_language_model(source):
         rank_zero_warn(
             "The checkpoint does not tell its tokenizer, so that the exported folder has none, which AutoTokenizer "
             "could load: give --tokenizer bytes, a folder, or a name on the Hugging Face Hub."
         )
-
-
-def _must_merge(source: Source, merge: bool) -> bool:
-    """Whether adapters are to be merged; raises a ``ValueError`` if that was not asked for, or there are none."""
     if merge and not source.has_adapters:
         raise ValueError("The trained module has no adapters to merge: leave out merge (--merge).")
     if source.has_adapters and not merge:
@@ -201,16 +208,21 @@ def _must_merge(source: Source, merge: bool) -> bool:
             "The trained module has adapters, which no format here holds beside a base. Give merge (--merge), which "
             "adds them to the weights and rounds the sums to few bits; PEFT's save_pretrained writes adapters alone."
         )
-    return merge
 
 
-# Numbers of errors of the system: what they mean, and what to do.
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+# The meaning of errors of the system, and the remedy.
+_ADVICE = dict.fromkeys(
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    "The export does not fit into {folder} ({error}). Nothing was exported: free some space, or give --output on "
+    "another disk.",
+) | dict.fromkeys(
+    (errno.EROFS, errno.EACCES, errno.EPERM),
+    "{folder} cannot be written ({error}). Nothing was exported: give --output in a folder of yours.",
+)
 
 
 def _unwritten(error: Exception, output: Path) -> str | None:
-    """Why the system did not let an export be written, and what to do, in words; None if that was not the reason."""
+    """Returns why the system let no export be written, and a remedy, in words; None if that was not the reason."""
     number_in_text = re.search(r"os error (\d+)", str(error))  # of safetensors
     number = getattr(error, "errno", None) or (int(number_in_text[1]) if number_in_text else None)
     if isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)):  # of numpy
@@ -220,21 +232,11 @@ def _unwritten(error: Exception, output: Path) -> str | None:
         path = Path(os.fsdecode(error.filename)).absolute()
         if not (path.is_relative_to(parent) or parent.is_relative_to(path)):
             return None  # of another file, such as one that is read
-    if number in _FULL:
-        return (
-            f"The export does not fit into {parent} ({os.strerror(number)}). Nothing was exported: free some space, or "
-            "give --output on another disk."
-        )
-    if number in _CLOSED:
-        return (
-            f"{parent} cannot be written ({os.strerror(number)}). Nothing was exported: give --output in a folder of "
-            "yours."
-        )
-    return None
+    return _ADVICE[number].format(folder=parent, error=os.strerror(number)) if number in _ADVICE else None
 
 
 def _export(
-    source: Source,
+    source: TrainedModel,
     format: Format,
     options: Options,
     tokens: Tensor | None,
@@ -245,37 +247,26 @@ def _export(
     """Writes the model to ``partial``, and compares it with the training."""
     rows = format.write(source, partial, options)
     if source.unmerged is not None:
-        changes = rounding(source)
+        changes = rounding_errors(source)
         rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
-    comparison = _Compared(why_not=_NOT_ASKED)
+    comparison = Comparison(why_not="it was not asked for")
     if parity:
         comparison = _compared(format, source, partial, rows, options, tokens)
     total = sum(parameter.numel() for parameter in source.model.parameters())
     few = sum(layer.weight_matrix().numel() for layer in source.layers.values())
     size = sum(path.stat().st_size for path in partial.rglob("*"))
-    return Exported(output, rows, comparison.parity, comparison.why_not, size, (total, few), comparison.outputs)
+    return Exported(output, rows, comparison, size, (total, few))
 
 
-def fitting(source: Source) -> list[str]:
+def fitting(source: TrainedModel) -> list[str]:
     """The formats that can hold all quantized layers of a model."""
-    return [name for name, format in FORMATS.items() if _fits(format, source)]
+    return [name for name, format in FORMATS.items() if format.fits(source)]
 
 
-def _fits(format: Format, source: Source) -> bool:
-    if format.needs_network and source.config is None:
-        return False
-    try:
-        if format.accepts is not None:
-            format.accepts(source)
-    except ValueError:
-        return False
-    return all(format.obstacle(name, layer) is None for name, layer in source.layers.items())
-
-
-def explain_formats(source: Source) -> str:
-    """Which formats fit a model, in a sentence."""
+def explain_formats(source: TrainedModel) -> str:
+    """Returns which formats fit a model, in a sentence."""
     if source.has_adapters:
-        names = [name for name, format in FORMATS.items() if format.own_cast(torch.bfloat16) is not None]
+        names = [name for name, format in FORMATS.items() if format.own_cast is not None]
         return (
             "It has adapters: --merge adds them to the weights. Formats fit then that hold the cast of the base, and "
             f"these in any case: {some(names, 20)}."
@@ -283,43 +274,35 @@ def explain_formats(source: Source) -> str:
     return f"Formats that hold it: {some(fitting(source), 20) or 'none'}."
 
 
-def _is_language_model(source: Source) -> bool:
+def _is_language_model(source: TrainedModel) -> bool:
     model: Any = source.model
     config = source.config
     return config is not None and bool(model.can_generate()) and not getattr(config, "is_encoder_decoder", False)
 
 
-class _Compared(NamedTuple):
-    """The parity report, or why there is none, or how far the output is of a model without tokens."""
-
-    parity: Parity | None = None
-    why_not: str | None = None
-    outputs: float | None = None
-
-
 def _compared(
-    format: Format, source: Source, folder: Path, rows: Sequence[Written], options: Options, tokens: Tensor | None
-) -> _Compared:
-    """Compares what is in a folder with the training, and raises if it computes something else."""
+    format: Format, source: TrainedModel, folder: Path, rows: Sequence[Written], options: Options, tokens: Tensor | None
+) -> Comparison:
+    """Compares the model in a folder with the training, and raises an error if it computes something else."""
     if format.load is None:
-        return _Compared(why_not="the format's client is not a package of Python")
+        return Comparison(why_not="the format's client is not a package of Python")
     shape = example_shape(source, options)
     if tokens is None and (shape is None or not format.traces):
-        return _Compared(why_not="the model is no causal language model of transformers")
+        return Comparison(why_not="the model is no causal language model of transformers")
     try:
         client = format.load(folder)
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
-        return _Compared(why_not=f"{package} is not installed: {install(package)}" if package else str(error))
+        return Comparison(why_not=f"{package} is not installed: {install(package)}" if package else str(error))
     except NoClient as error:
-        return _Compared(why_not=str(error))
+        return Comparison(why_not=str(error))
     if tokens is not None:
         report = compare(source, client, rows, format.weights(source, options), tokens, options.dtype, format.shown)
         report.check(format.tolerance)
         chat = None if format.chat is None else format.chat(source, client)
         if chat is not None and not chat.is_same_prompt:
             rank_zero_warn(f"The exported file makes another prompt than the tokenizer of the training: {chat}.")
-        return _Compared(replace(report, chat=chat))
+        return Comparison(replace(report, chat=chat))
     assert shape is not None
     difference = outputs_difference(source, client, shape)
     if not difference <= format.tolerance:
@@ -327,4 +310,4 @@ def _compared(
             f"The exported model computes something else: its output differs by {difference:.3g} of its norm, and "
             f"rounding explains {format.tolerance:g}. Nothing was exported; parity=False (--no-parity) exports."
         )
-    return _Compared(outputs=difference)
+    return Comparison(outputs=difference)

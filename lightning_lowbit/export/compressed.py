@@ -58,8 +58,7 @@ def load_compressed(
 
 
 class Contents(NamedTuple):
-    """What a folder holds of a model: the quantized layers by name, each with its casts and bytes, and all other
-    tensors."""
+    """A folder's tensors: the quantized layers by name, each with its casts and bytes, and all other tensors."""
 
     layers: Mapping[str, tuple[LinearCasts, Frozen, Tensor]]
     others: Mapping[str, Tensor]
@@ -78,7 +77,7 @@ def read(
     Args:
         model: of the folder's architecture.
         folder: as for :func:`load_compressed`.
-        casts, default: of the layers by name, and of those that are not named.
+        casts, default: of the layers by name, and of all other layers.
         dtype: of the computation.
         quantized: False for a folder of plain weights.
     """
@@ -109,7 +108,7 @@ def read(
 
 @torch.no_grad()
 def fill(model: _Model, contents: Contents) -> _Model:
-    """Gives a model what was read for it."""
+    """Gives a model the contents of a folder."""
     model.load_state_dict(dict(contents.others), strict=False)
     convert_more(model, {name: casts for name, (casts, _, _) in contents.layers.items()})
     for name, (_, frozen, data) in contents.layers.items():
@@ -119,7 +118,7 @@ def fill(model: _Model, contents: Contents) -> _Model:
 
 
 def _schemes(folder: Path) -> tuple[str, Sequence[Scheme]]:
-    """Who quantized a checkpoint, and the weights' arguments of each group of the configuration, with its format."""
+    """The quantization method of a checkpoint, and the weights' arguments of each group in its configuration."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is no checkpoint of compressed-tensors: it has no config.json.")
@@ -144,19 +143,19 @@ def _schemes(folder: Path) -> tuple[str, Sequence[Scheme]]:
     ]
 
 
-def _casts(name: str, cast: Cast, given: LinearCasts | None, columns: int) -> LinearCasts:
-    if given is None:
+def _casts(name: str, cast: Cast, casts: LinearCasts | None, columns: int) -> LinearCasts:
+    if casts is None:
         return LinearCasts(fprop_w=cast, dgrad_w="fprop")
-    if not isinstance(given.fprop_w, Cast) or _kind(given.fprop_w, columns) != _kind(cast, columns):
+    if not isinstance(casts.fprop_w, Cast) or _kind(casts.fprop_w, columns) != _kind(cast, columns):
         raise ValueError(
-            f"The file's weight of {name} is quantized by {cast}, and the casts have {given.fprop_w} for fprop_w. Give "
+            f"The file's weight of {name} is quantized by {cast}, and the casts have {casts.fprop_w} for fprop_w. Give "
             f"casts with fprop_w={cast!r}, or None."
         )
-    return given
+    return casts
 
 
 def _kind(cast: Cast, columns: int) -> tuple[Any, ...]:
-    """What codes and scales are, whatever the scales were made from: a block of all columns is a row."""
+    """The kind of codes and scales, whatever the scales were made from: a block of all columns is a row."""
     scale, block = cast.scale, cast.scale.block
     if isinstance(block, tuple) and scale.two_level:  # each row of a tile has its scale in the file
         block = block[1]
@@ -166,13 +165,13 @@ def _kind(cast: Cast, columns: int) -> tuple[Any, ...]:
 
 
 def _others(model: nn.Module, tensors: Mapping[str, Tensor], quantized: set[str], folder: Path) -> dict[str, Tensor]:
-    """The tensors of a file that are not quantized, if they are those of the model."""
+    """The tensors of a file that are not quantized; a ``ValueError`` if the model has others."""
     state = model.state_dict(keep_vars=True)
     names = {name: id(tensor) for name, tensor in state.items()}
     computed = dict(model.named_buffers()).keys() - state.keys()  # the model makes them
     others = {name: tensor for name, tensor in tensors.items() if name not in computed}
-    there = {names[name] for name in others if name in names}  # one of tied tensors suffices
-    missing = [name for name in state if names[name] not in there and name not in quantized]
+    present = {names[name] for name in others if name in names}  # one of tied tensors suffices
+    missing = [name for name in state if names[name] not in present and name not in quantized]
     unexpected = [name for name in others if name not in state or name in quantized]
     if missing or unexpected:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,23 @@ from torch import Tensor, nn
 
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.reading.files import AGAIN, first_line, is_saved_safely, locate, read_json
-from lightning_lowbit.export.source import Source, parameters_on_meta
+from lightning_lowbit.export.reading.files import (
+    AGAIN,
+    INDEX,
+    WHOLE,
+    first_line,
+    is_saved_safely,
+    locate,
+    read_json,
+)
+from lightning_lowbit.export.source import TrainedModel, parameters_on_meta
+from lightning_lowbit.export.tokenizer import fitting_tokenizer, load_tokenizer
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of dtypes that weights have
 _SHARD = 2**29  # bytes of tensors that wait to be written, of which safetensors makes a copy
 
 
-class Shards:
+class SafetensorsWriter:
     """Writes tensors to ``model.safetensors``, or to several files with an index; holds at most one file in memory."""
 
     def __init__(self, folder: Path) -> None:
@@ -33,23 +42,32 @@ class Shards:
             self._write()
         return _size(tensors)
 
-    def add_dense(self, source: Source, without: set[str], dtype: torch.dtype) -> None:
-        """Takes the tensors of a model that are not quantized, all but those of some names; see :func:`dense`."""
-        for name, tensor in dense(source, without, dtype):
-            self.add({name: tensor})
+    def finish(self, source: TrainedModel, without: set[str], dtype: torch.dtype) -> None:
+        """Writes the other tensors of a model, and the index; names of several files tell their number.
 
-    def close(self) -> None:
-        """Writes what waits, and the index; names of several files tell their number."""
+        Args:
+            source: the model. Of tied tensors the first one is written.
+            without: names of tensors to leave out.
+            dtype: of floating point parameters; buffers keep theirs.
+        """
+        parameters = dict(source.model.named_parameters(remove_duplicate=False))
+        seen: set[int] = set()
+        for name, tensor in source.model.state_dict(keep_vars=True).items():
+            if name in without or id(tensor) in seen or not isinstance(tensor, Tensor):
+                continue
+            seen.add(id(tensor))
+            is_cast = name in parameters and tensor.is_floating_point()
+            self.add({name: tensor.detach().to(dtype) if is_cast else tensor})
         self._write()
         if len(self._files) == 1:
-            self._files[0][0].rename(self.folder / "model.safetensors")
+            self._files[0][0].rename(self.folder / WHOLE)
             return
-        where: dict[str, str] = {}
+        files: dict[str, str] = {}
         for number, (path, names, _) in enumerate(self._files, 1):
             final = path.rename(self.folder / f"model-{number:05}-of-{len(self._files):05}.safetensors")
-            where |= dict.fromkeys(names, final.name)
-        index = {"metadata": {"total_size": sum(size for *_, size in self._files)}, "weight_map": where}
-        write_json(self.folder / "model.safetensors.index.json", index)
+            files |= dict.fromkeys(names, final.name)
+        index = {"metadata": {"total_size": sum(size for *_, size in self._files)}, "weight_map": files}
+        write_json(self.folder / INDEX, index)
 
     def _write(self) -> None:
         from safetensors.torch import save_file  # comes with transformers
@@ -61,33 +79,12 @@ class Shards:
             self._waiting = {}
 
 
-def dense(source: Source, without: set[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model that are not quantized, one at a time: floating point ones in ``dtype``, and of tied ones
-    the first.
-
-    Args:
-        source: the model.
-        without: names of tensors to leave out.
-        dtype: of floating point parameters; buffers keep theirs.
-    """
-    parameters = dict(source.model.named_parameters(remove_duplicate=False))
-    seen: set[int] = set()
-    for name, tensor in source.model.state_dict(keep_vars=True).items():
-        if name in without or id(tensor) in seen or not isinstance(tensor, Tensor):
-            continue
-        seen.add(id(tensor))
-        is_cast = name in parameters and tensor.is_floating_point()
-        yield name, tensor.detach().to(dtype) if is_cast else tensor.detach()
-
-
-def write_network(source: Source, folder: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None) -> None:
+def write_network(
+    source: TrainedModel, folder: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None
+) -> None:
     """Writes the configuration of a model of ``transformers``, that of its generation, and its tokenizer.
 
-    Args:
-        source: the model.
-        folder: exists.
-        dtype: of the tensors that are not quantized.
-        quantization: ``quantization_config``; None for none.
+    ``dtype`` is that of the tensors that are not quantized, ``quantization`` the ``quantization_config``, if any.
     """
     config = copy.deepcopy(source.config)
     assert config is not None
@@ -107,15 +104,12 @@ def write_network(source: Source, folder: Path, dtype: torch.dtype, quantization
     write_tokenizer(source, folder)
 
 
-def write_tokenizer(source: Source, folder: Path) -> None:
+def write_tokenizer(source: TrainedModel, folder: Path) -> None:
     """Writes the files of a model's tokenizer: ``"bytes"``, a folder or a name on the Hub; none without a name."""
     name = source.facts.get("tokenizer")
-    if name is None:
-        return
-    from lightning_lowbit.export.tokenizer import fitting_tokenizer, load_tokenizer
-
-    tokenizer = load_tokenizer(name) if source.config is None else fitting_tokenizer(name, source.model)
-    tokenizer.save_pretrained(folder)
+    if name is not None:
+        tokenizer = load_tokenizer(name) if source.config is None else fitting_tokenizer(name, source.model)
+        tokenizer.save_pretrained(folder)
 
 
 def load_network(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
@@ -123,7 +117,7 @@ def load_network(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
     return pretrained(architecture(read_json(folder / "config.json"), folder), folder, dtype=dtype or "auto")
 
 
-def pretrained(cls: Any, folder: Path, **given: Any) -> Any:
+def pretrained(cls: Any, folder: Path, **arguments: Any) -> Any:
     """A model in evaluation mode that ``from_pretrained`` of a class of ``transformers`` makes of a folder.
 
     Raises:
@@ -138,7 +132,7 @@ def pretrained(cls: Any, folder: Path, **given: Any) -> Any:
     logging.disable_progress_bar()
     try:
         model, report = cls.from_pretrained(
-            folder, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **given
+            folder, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
         )
     except ImportError:
         raise
@@ -170,11 +164,11 @@ def empty_network(config: Mapping[str, Any], folder: Path) -> Any:
 
     cls = architecture(config, folder)
     try:
-        made = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if hasattr(made, "quantization_config"):
-            del made.quantization_config
+        parsed = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if hasattr(parsed, "quantization_config"):
+            del parsed.quantization_config
         with parameters_on_meta():
-            model = cls(made)
+            model = cls(parsed)
         if (folder / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(folder)
     except Exception as error:  # configurations and networks raise errors of any class

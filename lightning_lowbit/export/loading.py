@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.compressed import METHODS, Contents, fill, read
+from lightning_lowbit.export.compressed import METHODS, fill, read
 from lightning_lowbit.export.folder import empty_network
 from lightning_lowbit.export.reading.files import AGAIN, read_json
-from lightning_lowbit.export.record import NAME, Record, read_record
+from lightning_lowbit.export.record import NAME, read_record
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike
 from lightning_lowbit.nn.state.amax import AmaxHistories
@@ -51,12 +51,16 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
     quantized = record is None or record.format != "dequantized"
     if casts is not None:
         record = None
-    recorded = {} if record is None else {name: _current(each) for name, each in record.casts.items()}
+    recorded = {} if record is None else {name: _current(layer_casts) for name, layer_casts in record.casts.items()}
     default = None if casts is None else LinearCasts.of(casts)
     model = empty_network(config, folder)
     contents = read(model, folder, recorded, default, dtype, quantized)
     if record is not None and quantized:
-        _check_record(record, contents, folder)
+        delayed = {name for name, layer_casts in record.casts.items() if "fprop_x" in layer_casts.delayed}
+        wrong = (record.casts.keys() ^ contents.layers.keys()) | (record.input_amaxes.keys() ^ delayed)
+        if wrong:
+            names = some(sorted(wrong))
+            raise ValueError(f"{folder / NAME} and the weights differ in how {names} was trained. {AGAIN}")
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -65,13 +69,6 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
     fill(model, contents)
     _scale_inputs(model, {} if record is None else record.input_amaxes)
     return model.eval()
-
-
-def _check_record(record: Record, contents: Contents, folder: Path) -> None:
-    """Raises if a record is not that of the layers in the files."""
-    delayed = {name for name, casts in record.casts.items() if "fprop_x" in casts.delayed}
-    if wrong := (record.casts.keys() ^ contents.layers.keys()) | (record.input_amaxes.keys() ^ delayed):
-        raise ValueError(f"{folder / NAME} and the weights differ in how {some(sorted(wrong))} was trained. {AGAIN}")
 
 
 def _scale_inputs(model: nn.Module, amaxes: Mapping[str, float]) -> None:
@@ -94,12 +91,12 @@ def _current(casts: LinearCasts) -> LinearCasts:
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    path, of_engine = folder / "config.json", [*folder.glob("*.gguf"), *folder.glob("*.onnx")]
-    if of_engine or not path.is_file():
-        what = f"{of_engine[0].name} is read by its engine" if of_engine else "it has no config.json"
+    path, engine_files = folder / "config.json", [*folder.glob("*.gguf"), *folder.glob("*.onnx")]
+    if engine_files or not path.is_file():
+        reason = f"{engine_files[0].name} is read by its engine" if engine_files else "it has no config.json"
         raise ValueError(
-            f"{folder} holds no model that can be read back: {what}. Give a folder of `lowbit export` with a model of "
-            "transformers, in another format than gguf and onnx."
+            f"{folder} holds no model that can be read back: {reason}. Give a folder of `lowbit export` with a model "
+            "of transformers, in another format than gguf and onnx."
         )
     config = read_json(path)
     quantization = config.get("quantization_config") or {}

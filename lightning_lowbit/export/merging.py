@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.formats.base import Format
-from lightning_lowbit.export.source import Source, parameters_on_meta
-from lightning_lowbit.export.weights import groups, weights
+from lightning_lowbit.export.reading.layouts import FLOATS
+from lightning_lowbit.export.source import TrainedModel, parameters_on_meta
+from lightning_lowbit.export.weights import fused_groups, weight_cast, weights
 from lightning_lowbit.nn import convert, unpack_frozen
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
@@ -27,7 +28,7 @@ from lightning_lowbit.quant import Cast
 
 
 @torch.no_grad()
-def merged(source: Source, format: Format, dtype: torch.dtype) -> Source:
+def merge_adapters(source: TrainedModel, format: Format, dtype: torch.dtype) -> TrainedModel:
     """A model whose adapters are merged, with weights in few bits that a format holds, and inputs in high precision.
 
     Args:
@@ -39,17 +40,21 @@ def merged(source: Source, format: Format, dtype: torch.dtype) -> Source:
         ValueError: the adapters cannot be merged, or the format holds neither the cast of the base nor has one.
     """
     trained: Any = source.model
-    model, own = _dense(trained), format.own_cast(dtype)
-    casts = {_name_in_base(name): _nearest(layer, own) for name, layer in source.layers.items()}
+    model, own_cast = _dense(trained), format.own_cast
+    if own_cast is not None and format.rounds_scales:
+        own_cast = own_cast.replace(scale={"format": FLOATS[dtype]})
+    casts = {_name_in_base(name): _nearest(layer, own_cast) for name, layer in source.layers.items()}
     candidates = [casts] if casts else []
-    if own is not None:
-        candidates.append(dict.fromkeys(casts or _linear_layers(trained.get_base_model()), own))
+    if own_cast is not None:
+        candidates.append(dict.fromkeys(casts or _linear_layers(trained.get_base_model()), own_cast))
     reasons = "the base was in high precision"
     for candidate in candidates:
         rounded = _quantized(source, model, candidate)
         obstacles = {name: format.obstacle(name, layer) for name, layer in rounded.layers.items()}
         if not (refused := {name: why for name, why in obstacles.items() if why is not None}):
-            together = [names for names in groups(rounded) if all(candidate[name].scale.needs_amax for name in names)]
+            together = [
+                names for names in fused_groups(rounded) if all(candidate[name].scale.needs_amax for name in names)
+            ]
             return replace(rounded, shared=together if format.fused else ())
         reasons = f"{some(refused)}: {next(iter(refused.values()))}"
     raise ValueError(
@@ -58,7 +63,7 @@ def merged(source: Source, format: Format, dtype: torch.dtype) -> Source:
     )
 
 
-def rounding(source: Source) -> Mapping[str, float]:
+def rounding_errors(source: TrainedModel) -> Mapping[str, float]:
     """By layer, the largest change of a merged weight by its rounding to few bits."""
     return {
         weight.name: float((weight.quantized.dequantize() - weight.layer.weight_matrix().float()).abs().max())
@@ -82,32 +87,28 @@ def _dense(trained: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _nearest(layer: QuantizedLayer, own: Cast | None) -> Cast:
+def _nearest(layer: QuantizedLayer, own_cast: Cast | None) -> Cast:
     """The cast of a base's layer, rounding to nearest; with scales as the format keeps them, where it can have such."""
-    cast = layer.casts.cast_of("fprop_w")
-    assert isinstance(cast, Cast)
-    cast = cast.replace(rounding="nearest")
-    if own is None or own.element != cast.element:
+    cast = weight_cast(layer).replace(rounding="nearest")
+    if own_cast is None or own_cast.element != cast.element:
         return cast
     try:
-        return cast.replace(scale={"format": own.scale.format})
+        return cast.replace(scale={"format": own_cast.scale.format})
     except ValueError:  # such as with zero points
         return cast
 
 
-def _quantized(source: Source, model: Any, casts: Mapping[str, Cast]) -> Source:
+def _quantized(source: TrainedModel, model: Any, casts: Mapping[str, Cast]) -> TrainedModel:
     names = {re.escape(name): LinearCasts(fprop_w=cast) for name, cast in casts.items()}
     convert(model, next(iter(names.values())), only=[*names], overrides=names)
     layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
-    adapters = {name: _described(config) for name, config in source.model.peft_config.items()}  # type: ignore[union-attr,operator]
-    facts = {**source.facts, "adapters": f"merged: {'; '.join(adapters.values())}"}
-    return Source(model, layers, torch.float32, model.config, facts, (), source.model)
-
-
-def _described(config: Any) -> str:
-    settings = {name: getattr(config, name, None) for name in ("r", "lora_alpha")}
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    return " ".join([kind, *(f"{name}={value}" for name, value in settings.items() if value is not None)])
+    adapters = []
+    for config in source.model.peft_config.values():  # type: ignore[operator]
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        settings = {name: getattr(config, name, None) for name in ("r", "lora_alpha")}
+        adapters.append(" ".join([kind, *(f"{name}={value}" for name, value in settings.items() if value is not None)]))
+    facts = {**source.facts, "adapters": f"merged: {'; '.join(adapters)}"}
+    return TrainedModel(model, layers, torch.float32, model.config, facts, (), source.model)
 
 
 def _name_in_base(name: str) -> str:

@@ -1,8 +1,8 @@
-"""The parity report: whether an exported model, loaded by its real client, computes what was trained.
+"""The parity report: the comparison of an exported model, loaded by its real client, with the training.
 
     weights    each layer's weight in the loaded model, against codes · scales; and all other parameters
-    layers     what each layer makes of its input there, against the same operands multiplied here
-    logits     against the training's forward pass with those operands quantized that the client quantizes
+    layers     the output of each layer there, against the product of the same operands here
+    logits     against the training's forward pass, where the client's choice of operands is quantized
     loss       of the next token, and greedy tokens: against the training's forward pass as it was
 
 A client that keeps activations in high precision computes other logits than a training that quantized them: closer to
@@ -21,36 +21,37 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.formats.base import Chat, Inputs, Written, shown_weight
-from lightning_lowbit.export.source import Source, hp_forward
+from lightning_lowbit.export.source import TrainedModel, hp_forward
 from lightning_lowbit.export.weights import Weight
 from lightning_lowbit.quant import quantize
 
-# How far a layer's output may be, as a norm: bfloat16 rounds it; and engines make scales of inputs in bfloat16, or by
-# 127.5 for int8, where elements near the middle between two values round otherwise. In four bits they are far apart.
+# Largest relative differences of a layer's output, as a norm: bfloat16 rounds it; and engines make scales of inputs in
+# bfloat16, or by 127.5 for int8, where elements near the middle between two values round otherwise. In four bits these
+# are far apart.
 LAYERS, WITH_INPUTS, IN_FOUR_BITS = 0.01, 0.03, 0.1
 
-# How far logits may be where all layers compute the same from inputs in high precision: 22 small models had at most
-# 0.02 (2026-11-23), and a wrong constant of the network, such as an epsilon, makes far more.
+# Largest relative difference of logits where all layers compute the same from inputs in high precision: 22 small models
+# had at most 0.02 (2026-11-23), and a wrong constant of the network, such as an epsilon, makes far more.
 NETWORK = 0.25
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How an exported model compares with the training.
+    """The comparison of an exported model with the training.
 
     Attributes:
         weights: by layer, the largest difference of the loaded weight from codes · scales beyond the rounding to its
             dtype; empty where the client does not show its weights.
         layers: by layer, the norm of the difference of its output, relative to that of the output; empty where the
             client shows none.
-        limits: by layer, what rounding explains of that.
-        others: parameters in high precision that are not those of the training, rounded to the dtype of the files.
-        unchanged: whether inputs and weights are those of the training, so that logits must be.
+        limits: by layer, the difference of outputs that rounding explains.
+        others: parameters in high precision that differ from the training's, rounded to the dtype of the files.
+        unchanged: inputs and weights are those of the training, so that logits must be.
         logits: norm of the difference of logits, relative to theirs, from the same operands in few bits.
         trained, exported: losses (nats per token) of the training's forward pass, and of the exported model.
         greedy: share of positions whose most likely next token is that of the training's forward pass.
         same: share of positions whose most likely token is that of the same operands in few bits.
-        tokens: how many positions were compared.
+        tokens: number of positions that were compared.
         merged: norm of the difference of logits, relative to theirs, from the training's forward pass with adapters
             that are not merged; None without adapters.
         chat: the answers of both to a question, where the format's files tell in their own way how a prompt is made.
@@ -98,24 +99,26 @@ class Parity:
             )
 
     def __str__(self) -> str:
-        weights, layers = (
-            f"{max(found.values()):.2g}" if found else "not shown by the client"
-            for found in (self.weights, self.layers)
-        )
-        return (
-            f"weights, largest difference: {weights}\n"
-            f"layers, relative difference: {layers}\n"
-            f"logits, relative difference: {self.logits:.2g} with the same operands in few bits\n"
-            f"loss: {self.exported:.4f}, in training {self.trained:.4f} ({self.tokens} tokens)\n"
-            f"greedy tokens equal: {self.same:.1%} with the same operands, {self.greedy:.1%} of the training's"
-            + (f"\nlogits, from unmerged adapters: {self.merged:.2g}" if self.merged is not None else "")
-            + (f"\nchat: {self.chat}" if self.chat is not None else "")
-        )
+        hidden = "not shown by the client"
+        lines = [
+            f"weights, largest difference: {_largest(self.weights) or hidden}",
+            f"layers, relative difference: {_largest(self.layers) or hidden}",
+            f"logits, relative difference: {self.logits:.2g} with the same operands in few bits",
+            f"loss: {self.exported:.4f}, in training {self.trained:.4f} ({self.tokens} tokens)",
+            f"greedy tokens equal: {self.same:.1%} with the same operands, {self.greedy:.1%} of the training's",
+            f"logits, from unmerged adapters: {self.merged:.2g}" if self.merged is not None else "",
+            f"chat: {self.chat}" if self.chat is not None else "",
+        ]
+        return "\n".join(filter(None, lines))
+
+
+def _largest(differences: Mapping[str, float]) -> str:
+    return f"{max(differences.values()):.2g}" if differences else ""
 
 
 @torch.no_grad()
 def compare(
-    source: Source,
+    source: TrainedModel,
     loaded: Any,
     rows: Sequence[Written],
     written: Iterable[Weight],
@@ -127,8 +130,8 @@ def compare(
 
     Args:
         source: the trained model.
-        loaded: what the client read, called as the model of ``transformers``.
-        rows: what was written.
+        loaded: the client's model, called as that of ``transformers``.
+        rows: of the layers in the files.
         written: the weights as the format stores them.
         tokens: int64 ``[sequences, length]``.
         dtype: of the files' parameters in high precision.
@@ -148,18 +151,18 @@ def compare(
         return float((outputs.argmax(-1) == logits.argmax(-1)).float().mean())
 
     return Parity(
-        weights,
-        layers,
-        {row.name: _limit(row.inputs) for row in rows},
-        _other_parameters(source, loaded, dtype) if layers else [],
-        not is_rescaled and all(row.inputs is None for row in rows),
-        _logits_difference(outputs, same),
-        loss(trained),
-        loss(outputs),
-        agreement(trained),
-        agreement(same),
-        tokens.numel(),
-        None if source.unmerged is None else _logits_difference(outputs, trained),
+        weights=weights,
+        layers=layers,
+        limits={row.name: _limit(row.inputs) for row in rows},
+        others=_other_parameters(source, loaded, dtype) if layers else [],
+        unchanged=not is_rescaled and all(row.inputs is None for row in rows),
+        logits=_logits_difference(outputs, same),
+        trained=loss(trained),
+        exported=loss(outputs),
+        greedy=agreement(trained),
+        same=agreement(same),
+        tokens=tokens.numel(),
+        merged=None if source.unmerged is None else _logits_difference(outputs, trained),
     )
 
 
@@ -178,7 +181,7 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def outputs_difference(source: Source, loaded: Any, shape: Sequence[int]) -> float:
+def outputs_difference(source: TrainedModel, loaded: Any, shape: Sequence[int]) -> float:
     """The norm of the difference of outputs for a random input of a shape, relative to theirs: of models that take no
     tokens, and give one tensor."""
     x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0))
@@ -187,8 +190,8 @@ def outputs_difference(source: Source, loaded: Any, shape: Sequence[int]) -> flo
 
 
 @contextmanager
-def _high_precision_inputs(source: Source, names: Sequence[str]) -> Generator[None, None, None]:
-    """Within it, the inputs of some layers are not quantized."""
+def _high_precision_inputs(source: TrainedModel, names: Sequence[str]) -> Generator[None, None, None]:
+    """Leaves the inputs of some layers in high precision within it."""
     before = {name: source.layers[name].casts for name in names}
     try:
         for name, casts in before.items():
@@ -206,8 +209,8 @@ def _layers(
     tokens: Tensor,
     shows: Callable[[Any, Weight], Tensor | None],
 ) -> tuple[dict[str, float], dict[str, float], bool]:
-    """How far the layers of a loaded model are from what was written: their weights, and what they make of an input;
-    and whether weights were quantized again."""
+    """The differences of a loaded model's layers from the files: of weights, and of outputs for an input; and whether
+    weights were quantized again."""
     modules = dict(loaded.named_modules()) if isinstance(loaded, nn.Module) else {}
     passed: dict[str, tuple[Tensor, Tensor]] = {}
     names = {id(module): name for name, module in modules.items() if name in inputs}
@@ -223,40 +226,39 @@ def _layers(
     weights, layers, is_rescaled = dict[str, float](), dict[str, float](), False
     for weight in written if handles else ():
         is_rescaled = is_rescaled or weight.error > 0
-        there = shows(modules.get(weight.name), weight)
-        if there is not None:
-            weights[weight.name] = _beyond_rounding(there, weight.quantized.dequantize())
+        matrix = shows(modules.get(weight.name), weight)
+        if matrix is not None:
+            weights[weight.name] = _beyond_rounding(matrix, weight.quantized.dequantize())
         if weight.name in passed:
             layers[weight.name] = _difference(weight, inputs[weight.name], *passed[weight.name])
     return weights, layers, is_rescaled
 
 
-def _other_parameters(source: Source, loaded: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Parameters that are not quantized, and in a loaded model are not there, or not the same."""
-    there = dict(loaded.named_parameters(remove_duplicate=False))
+def _other_parameters(source: TrainedModel, loaded: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Parameters that are not quantized, and that a loaded model lacks, or has with other values."""
+    parameters = dict(loaded.named_parameters(remove_duplicate=False))
     quantized = {f"{name}.weight" for name in source.layers}
     wrong = []
     for name, parameter in source.model.named_parameters(remove_duplicate=False):
         if name not in quantized:
-            found, expected = there.get(name), parameter.detach().to(dtype)
-            if found is None or not torch.equal(found.detach(), expected.to(found.dtype)):
+            other, expected = parameters.get(name), parameter.detach().to(dtype)
+            if other is None or not torch.equal(other.detach(), expected.to(other.dtype)):
                 wrong.append(name)
     return wrong
 
 
-def _beyond_rounding(there: Tensor, exact: Tensor) -> float:
+def _beyond_rounding(loaded: Tensor, exact: Tensor) -> float:
     """The largest difference of a weight that its rounding to a dtype, and one of its scale in float32, do not explain.
 
     Some products of codes and scales lie in the middle between two numbers of bfloat16, or beside it.
     """
-    ends = [(exact * (1 + sign * 2.0**-22)).to(there.dtype).float() for sign in (-1, 1)]
-    low, high = torch.minimum(*ends), torch.maximum(*ends)
-    found = there.float()
-    return float(torch.maximum(low - found, found - high).clamp(min=0).max())
+    ends = [(exact * (1 + sign * 2.0**-22)).to(loaded.dtype).float() for sign in (-1, 1)]
+    low, high, values = torch.minimum(*ends), torch.maximum(*ends), loaded.float()
+    return float(torch.maximum(low - values, values - high).clamp(min=0).max())
 
 
 def _difference(weight: Weight, inputs: Inputs | None, x: Tensor, y: Tensor) -> float:
-    """How far the output of a layer is from the product of its operands, which are quantized as the engine does."""
+    """The relative difference of a layer's output from the product of its operands, quantized as the engine does."""
     rows = x.flatten(0, -2).float()
     if inputs is not None:
         amax = None if inputs.amax is None else torch.tensor(inputs.amax)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from lightning_lowbit.checks import choose, integer, number, text
 from lightning_lowbit.export.folder import write_json
 from lightning_lowbit.export.reading.files import AGAIN, read_json
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.precision.checkpoints.trained import primitive
@@ -17,7 +17,7 @@ _VERSION = 1
 
 
 class Record(NamedTuple):
-    """How an exported model was trained.
+    """The casts with which an exported model was trained.
 
     Attributes:
         format: of the folder.
@@ -30,13 +30,11 @@ class Record(NamedTuple):
     input_amaxes: Mapping[str, float]
 
 
-def write_record(source: Source, format: str, folder: Path) -> None:
+def write_record(source: TrainedModel, format: str, folder: Path) -> None:
     """Writes the casts of the quantized layers by name, each once."""
     names: dict[LinearCasts, str] = {}
-    layers = {}
-    for name, layer in source.layers.items():
-        layers[name] = names.setdefault(layer.full_casts, str(len(names)))
-    casts = {name: primitive(each) for each, name in names.items()}
+    layers = {name: names.setdefault(layer.full_casts, str(len(names))) for name, layer in source.layers.items()}
+    casts = {name: primitive(casts) for casts, name in names.items()}
     amaxes = {
         name: float(layer.lowbit.amaxes.in_force[OPERANDS.index("fprop_x")])
         for name, layer in source.layers.items()
@@ -64,7 +62,7 @@ def read_record(folder: Path) -> Record | None:
         for key, part in parts.items():
             if not isinstance(part, dict):
                 raise ValueError(f"it has {key} {part!r}, no mapping")
-        casts = {name: LinearCasts.of(each) for name, each in parts["casts"].items()}
+        casts = {name: LinearCasts.of(value) for name, value in parts["casts"].items()}
         layers = {layer: casts[choose("casts", name, casts)] for layer, name in parts["layers"].items()}
         amaxes = {layer: number("input_amaxes", amax, at_least=0) for layer, amax in parts["input_amaxes"].items()}
         format: Any = text("format", record.get("format"))

@@ -1,11 +1,11 @@
 """A trained model to export: a checkpoint, read back into a model that computes as it was trained.
 
-The model's parameters are those of the file, memory-mapped: each is read when it is used.
+The model's parameters are the tensors of the file, memory-mapped: each is read when it is used.
 """
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -38,7 +38,7 @@ _OBJECTS = (
 
 
 @dataclass(frozen=True)
-class Source:
+class TrainedModel:
     """A trained model.
 
     Attributes:
@@ -47,8 +47,8 @@ class Source:
         layers: the layers whose weights the forward pass quantizes, by their names in ``model``.
         dtype: of the computation in training; weights are rounded to it before they are quantized.
         config: the configuration of ``transformers``; None for other models.
-        facts: what a model card tells of the training: ``step``, ``phase``, ``tokenizer``, hyper-parameters, and
-            what the folder of the ``run`` tells.
+        facts: of the training, for the model card: ``step``, ``phase``, ``tokenizer``, hyper-parameters, and those of
+            the folder of the ``run``.
         shared: the names of layers whose weights are scaled by one amax, a list for each group.
         unmerged: the model of the training with its adapters, which ``model`` has in its weights; None without any.
     """
@@ -63,18 +63,18 @@ class Source:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the model has adapters of PEFT beside its weights, see :mod:`lightning_lowbit.export.merging`."""
+        """Returns whether the model has adapters of PEFT (:mod:`lightning_lowbit.export.merging`)."""
         return hasattr(self.model, "peft_config")
 
 
-def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = True) -> Source:
+def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = True) -> TrainedModel:
     """Reads a checkpoint; runs no code that the file names.
 
     Args:
         checkpoint: a file, or a folder of shards, that a run with a plugin of this package wrote.
         module: the class of the trained ``LightningModule``, ``"package.module.Class"``, made from the file's
             hyper-parameters. None: that of a recipe.
-        in_few_bits: whether to refuse a model whose forward pass quantizes no weight, and that has no adapters.
+        in_few_bits: refuses a model whose forward pass quantizes no weight, and that has no adapters.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -92,7 +92,7 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
     if not isinstance(hyper_parameters, Mapping) or not all(isinstance(name, str) for name in hyper_parameters):
         raise ValueError(f"{checkpoint} has hyper_parameters that are no mapping of names: it is damaged.")
     trained = Trained.read(state["trained"])
-    whole = _uncompiled(_made(module or _class_of(hyper_parameters, checkpoint), hyper_parameters))
+    whole = _uncompiled(_module(module or _class_name(hyper_parameters, checkpoint), hyper_parameters))
     _assign(whole, _state(whole, loaded, checkpoint), checkpoint)
     prefix, model = _network(whole, [name for name, casts in trained.planned.items() if casts != LinearCasts()])
     restore(model, loaded, prefix=prefix, weights=False)
@@ -108,22 +108,17 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
     data: Mapping[str, Any] = next(
         (loaded[key] for key in loaded if key.endswith("DataModule") and isinstance(loaded[key], Mapping)), {}
     )
-    return Source(
-        model,
-        quantized,
-        COMPUTE_DTYPES[trained.compute_dtype][1],
-        getattr(model, "config", None),
-        {
-            "checkpoint": Path(checkpoint).name,
-            "step": loaded.get("global_step"),
-            "phase": state["phase"],
-            "casts": str(trained),
-            "tokenizer": data.get("tokenizer"),
-            "hyper_parameters": {name: value for name, value in hyper_parameters.items() if not name.startswith("_")},
-            "run": _of_run(Path(checkpoint).expanduser()),
-        },
-        _shared(trained, prefix, quantized),
-    )
+    facts = {
+        "checkpoint": Path(checkpoint).name,
+        "step": loaded.get("global_step"),
+        "phase": state["phase"],
+        "casts": str(trained),
+        "tokenizer": data.get("tokenizer"),
+        "hyper_parameters": {name: value for name, value in hyper_parameters.items() if not name.startswith("_")},
+        "run": _run_facts(Path(checkpoint).expanduser()),
+    }
+    compute_dtype, config = COMPUTE_DTYPES[trained.compute_dtype][1], getattr(model, "config", None)
+    return TrainedModel(model, quantized, compute_dtype, config, facts, _shared(trained, prefix, quantized))
 
 
 def _shared(trained: Trained, prefix: str, layers: Mapping[str, QuantizedLayer]) -> list[list[str]]:
@@ -131,42 +126,38 @@ def _shared(trained: Trained, prefix: str, layers: Mapping[str, QuantizedLayer])
     if not trained.shared_amax:
         return []
     inside = f"{prefix}." if prefix else ""
-    found = [[name.removeprefix(inside) for name in group] for group in groups(trained.layers, trained.shared_amax)]
-    return [names for names in found if all(name in layers for name in names)]
+    names = [[name.removeprefix(inside) for name in group] for group in groups(trained.layers, trained.shared_amax)]
+    return [group for group in names if all(name in layers for name in group)]
 
 
-def _of_run(checkpoint: Path) -> dict[str, Any]:
-    """What the folder of a recipe's run, with its checkpoints, tells of it: data, optimizer, metrics, coverage."""
-    found: dict[str, Any] = {}
-    folder = checkpoint.resolve().parent.parent
-    try:
+def _run_facts(checkpoint: Path) -> dict[str, Any]:
+    """Data, optimizer, metrics and coverage of a recipe's run, from the folder above that of its checkpoints."""
+    facts: dict[str, Any] = {}
+    folder, unreadable = checkpoint.resolve().parent.parent, (OSError, ValueError, LookupError, TypeError)
+    with suppress(*unreadable, AttributeError, yaml.YAMLError):  # a run without a recipe, or a file of something else
         config = yaml.safe_load((folder / "config.yaml").read_text())
         model = config["model"].get("init_args") or {}
-        found |= {"data": config.get("data"), "optimizer": model.get("optimizer"), "scheduler": model.get("scheduler")}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
-        pass  # a run without a recipe, or a file of something else
-    try:
+        facts |= {"data": config.get("data"), "optimizer": model.get("optimizer"), "scheduler": model.get("scheduler")}
+    with suppress(*unreadable, AttributeError):
         run = json.loads((folder / "run.json").read_text())
         metrics = {name: value for name, value in run["metrics"].items() if name in run["validation_metrics"]}
-        found |= {"coverage": run["coverage"], "name": run["name"], **metrics}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        pass
-    return {name: value for name, value in found.items() if value is not None}
+        facts |= {"coverage": run["coverage"], "name": run["name"], **metrics}
+    return {name: value for name, value in facts.items() if value is not None}
 
 
-def _class_of(hyper_parameters: Mapping[str, Any], checkpoint: Any) -> str:
+def _class_name(hyper_parameters: Mapping[str, Any], checkpoint: Any) -> str:
     """The class of a recipe. Others are not imported, because whoever wrote the file chose them."""
-    named = str(hyper_parameters.get("_class_path", _CAUSAL_LM if "network" in hyper_parameters else ""))
-    if named.startswith(_RECIPES):
-        return named
-    told = f"says {named!r}" if named else "does not say"
+    name = str(hyper_parameters.get("_class_path", _CAUSAL_LM if "network" in hyper_parameters else ""))
+    if name.startswith(_RECIPES):
+        return name
+    statement = f"says {name!r}" if name else "does not say"
     raise ValueError(
-        f"{checkpoint} {told} of which class the trained module is. Give it, if you trust it: --module "
+        f"{checkpoint} {statement} of which class the trained module is. Give it, if you trust it: --module "
         "package.module.Class."
     )
 
 
-def _made(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
+def _module(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
     """A module of a class with its hyper-parameters, and parameters on the meta device."""
     package, _, name = path.rpartition(".")
     try:
@@ -175,13 +166,13 @@ def _made(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
         raise ValueError(f"--module is package.module.Class; {path!r} cannot be imported ({error}).") from error
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(f"--module is the class of a LightningModule; {path!r} is {cls!r}.")
-    given = {name: value for name, value in hyper_parameters.items() if not name.startswith("_")}
-    if "pretrained" in given:  # its weights are those of the checkpoint
-        given["pretrained"] = False
+    arguments = {name: value for name, value in hyper_parameters.items() if not name.startswith("_")}
+    if "pretrained" in arguments:  # its weights are those of the checkpoint
+        arguments["pretrained"] = False
     try:
         with parameters_on_meta():
-            made = cls(**given)
-    except Exception as error:  # whatever the class raises for what the file gives it
+            module: nn.Module = cls(**arguments)
+    except Exception as error:  # whatever the class raises for such arguments
         advice = "Save them in its __init__: self.save_hyperparameters()."
         if not isinstance(error, TypeError):
             advice = (
@@ -192,11 +183,11 @@ def _made(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
             f"{path} cannot be made from the hyper-parameters of the checkpoint ({type(error).__name__}: "
             f"{' '.join(str(error).split()).rstrip('.')}). {advice}"
         ) from error
-    return made
+    return module
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """A module without those that ``torch.compile`` has put around others."""
+    """A module without the wrappers of ``torch.compile``."""
     for parent in [*module.modules()]:
         for name, part in parent.named_children():
             while isinstance(part, OptimizedModule):
@@ -232,8 +223,10 @@ def parameters_on_meta() -> Generator[None, None, None]:
 
 
 def _assign(module: nn.Module, state: Mapping[str, Tensor], checkpoint: Any) -> None:
-    """Gives a module the tensors of a checkpoint as its parameters, without copies."""
-    tied = [{*names} for names in _tied(module)]
+    """Gives a module the tensors of a checkpoint as its parameters, without copies; tied ones stay tied."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     check_tensors(module.state_dict(), state, same_dtype=False)
     missing, unexpected = module.load_state_dict(dict(state), strict=False, assign=True)
     if missing or unexpected:
@@ -241,47 +234,43 @@ def _assign(module: nn.Module, state: Mapping[str, Tensor], checkpoint: Any) -> 
             f"{checkpoint} lacks {some(missing) or 'nothing'} of {type(module).__name__}, and holds "
             f"{some(unexpected) or 'nothing'} that the module does not have. Export with the class that was trained."
         )
-    for names in tied:  # assigned apart
-        first, *others = sorted(names)
+    for tied in names.values():
+        first, *others = sorted(tied)
         for name in others:
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
 
 
-def _tied(module: nn.Module) -> list[list[str]]:
-    found: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return [names for names in found.values() if len(names) > 1]
-
-
 def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module]:
     """The model of ``transformers`` that holds a module's quantized layers, with its name there; without one, the
     module."""
-    found = {name: part for name, part in module.named_modules() if _is_of_transformers(part)}
-    if not found:
+    modules = dict(module.named_modules())
+    models = {name: m for name, m in modules.items() if hasattr(m, "config") and hasattr(m, "save_pretrained")}
+    if not models:
         return "", module
-    holding = [name for name in found if not name or any(layer.startswith(f"{name}.") for layer in layers)]
-    name = holding[0] if holding else next(iter(found))  # those within it come later
+    holding = [name for name in models if not name or any(layer.startswith(f"{name}.") for layer in layers)]
+    name = holding[0] if holding else next(iter(models))  # models within it come later
     inside = f"{name}." if name else ""
     if outside := [layer for layer in layers if not layer.startswith(inside)]:
         raise ValueError(
             f"The layers {some(outside)} were quantized, and are outside of {name}, the model of transformers that "
             "would be exported. Train with skip for them, or give a --module that holds one model alone."
         )
-    if others := [each for each, _ in module.named_parameters() if not each.startswith(inside)]:
+    if others := [parameter for parameter, _ in module.named_parameters() if not parameter.startswith(inside)]:
         rank_zero_warn(
             f"The trained module has {some(others)} outside of {name}, the model of transformers: they are not "
             "exported."
         )
-    return name, found[name]
-
-
-def _is_of_transformers(module: nn.Module) -> bool:
-    return hasattr(module, "config") and hasattr(module, "save_pretrained")
+    return name, models[name]
 
 
 def hp_forward(casts: LinearCasts) -> LinearCasts:
-    """Casts of a forward pass with the same weight, and activations in high precision: what engines compute that do not
-    quantize them."""
+    """Casts of a forward pass with the same weight, and activations in high precision, as in engines that quantize
+    none."""
     return LinearCasts(fprop_w=casts.fprop_w)
+
+
+def eos_tokens(model: nn.Module) -> list[int]:
+    """The ids at which a model's generation stops."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]

@@ -31,10 +31,10 @@ def bytes_tokenizer() -> "PreTrainedTokenizerFast":
 
     vocabulary = {SEPARATOR: 0} | {letter: byte for byte, letter in enumerate(byte_characters()) if byte}
     # The one letter without an entry is that of byte 0.
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=SEPARATOR))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=SEPARATOR, clean_up_tokenization_spaces=False)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=SEPARATOR))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SEPARATOR, clean_up_tokenization_spaces=False)
 
 
 def load_tokenizer(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The weight of each layer as codes and scales, as the forward pass quantizes it, and what no format can hold.
+"""The weight of each layer as codes and scales, as the forward pass quantizes it, and layers that no format can hold.
 
 Engines multiply q, k and v, and gate and up, as one matrix with one scale of the tensor: the largest. Layers of such a
 group must have been trained with one (``shared_amax``), or are quantized again with it (``rescale``).
@@ -13,14 +13,18 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import Projection
 from lightning_lowbit.quant import Cast, Quantized, quantize
 from lightning_lowbit.quant.shard import amax_of
 
-# What engines fuse, by the last part of a name: one pattern for each group of a module.
+# Layers that engines fuse, by the last part of a name: one pattern for each group of a module.
 FUSED = (r"q_proj|k_proj|v_proj", r"gate_proj|up_proj", r"w1|w3", r"query|key|value")
+
+TAKES = {"shared amax", "unquantized", "activations", "other dgrad_w", "no amax", "zero points", "level per row"}
+TAKES |= {"delayed", "surrogate", "unpackable"}
 
 
 @dataclass(frozen=True)
@@ -44,105 +48,94 @@ class Weight:
         return self.quantized.cast
 
 
+def weight_cast(layer: QuantizedLayer) -> Cast:
+    cast = layer.casts.fprop_w
+    assert isinstance(cast, Cast)
+    return cast
+
+
 def common_obstacle(layer: QuantizedLayer, stacks: bool = False) -> str | None:
-    """Why the codes of a layer's weight cannot stand for its forward pass, in words; None if they can. ``stacks`` of
-    matrices are refused unless the format holds them."""
-    casts = layer.casts
-    if layer.weight is None:
-        return "it is a product of attention, which has no weight"
-    if layer.lowbit.frozen is not None:
-        return "its weight is kept as codes: call lightning_lowbit.unpack_frozen first"
+    """Returns why the codes of a layer's weight cannot stand for its forward pass, in words; None if they can.
+    ``stacks`` of matrices are refused unless the format holds them."""
     if isinstance(layer, Projection):
         return "it is a projection of nn.MultiheadAttention, which engines do not have in few bits"
-    if layer.weight_matrix().dim() != 2 and not stacks:
-        return "its weight is a stack of matrices, such as of experts, or a convolution's"
-    if "fprop" in casts.hadamard:
-        return "its forward pass rotates weights and activations (hadamard), which engines do not"
-    if casts.smooth == "token":
-        return "its input is smoothed by tokens, which engines do not"
-    if casts.smooth is not None:
-        return "its input is smoothed (lightning_lowbit.fold works that into the weights)"
-    if layer.lowbit.blend is not None:
-        return f"it is annealed, with λ = {float(layer.lowbit.blend):g}: train until λ is 1"
-    if casts.fprop_w is not None and casts.fprop_w.draws:
-        return "its weight is rounded stochastically, anew in each forward pass"
-    if "fprop" in casts.subtract_mean:
-        return "its forward pass subtracts the mean of the tokens (subtract_mean), which engines do not"
-    return None
+    return obstacle(layer.casts, TAKES | {"stack"} if stacks else TAKES, layer)
 
 
-def groups(source: Source) -> list[list[str]]:
+def check(source: TrainedModel, obstacles: Mapping[str, str | None], format: str) -> None:
+    """Raises a ``ValueError`` that names the layers that a format cannot hold, with the reasons."""
+    uses = Counter(id(parameter) for _, parameter in source.model.named_parameters(remove_duplicate=False))
+    tied = "its weight is also that of another module (tie_word_embeddings): skip it in training"
+    shared = {name for name in obstacles if uses[id(source.layers[name].weight)] > 1}
+    if refused := group_by_reason({name: obstacles[name] or (tied if name in shared else None) for name in obstacles}):
+        raise ValueError(
+            f"The format {format} cannot hold {sum(map(len, refused.values()))} of {len(source.layers)} layers. "
+            f"{explain_groups(refused)}."
+        )
+
+
+def fused_groups(source: TrainedModel) -> list[list[str]]:
     """Names of the layers that engines fuse, of which each group has more than one."""
-    found: dict[tuple[str, str], list[str]] = {}
+    members: dict[tuple[str, str], list[str]] = {}
     for name in source.layers:
         parent, _, last = name.rpartition(".")
         for pattern in FUSED:
             if re.fullmatch(pattern, last):
-                found.setdefault((parent, pattern), []).append(name)
-    return [names for names in found.values() if len(names) > 1]
+                members.setdefault((parent, pattern), []).append(name)
+    return [names for names in members.values() if len(names) > 1]
 
 
 @torch.no_grad()
 def matrices(
-    source: Source, together: Sequence[Sequence[str]] = ()
+    source: TrainedModel, together: Sequence[Sequence[str]] = ()
 ) -> Iterator[tuple[str, Tensor, Mapping[str, Tensor]]]:
-    """Name and weight of each layer, in the model's order, and what was read for it. Each is read from the file once.
+    """Name and weight of each layer, in the model's order, and all weights that were read for it, each once.
 
     A weight is ``[out_features, in_features]``, or a stack of such, in the dtype in which the training computed. Layers
-    that share an amax are read when the first of them comes, and have the amax from then on.
-
-    Args:
-        source: the model.
-        together: names of other layers to read at the same time.
+    that share an amax are read when the first of them comes, and have the amax from then on. ``together`` are names of
+    other layers to read at the same time.
     """
-    companions = _companions([*source.shared, *together])
+    companions: dict[str, list[str]] = {}  # by name, all members of its group, and of groups that overlap with it
+    for group in (*source.shared, *together):
+        joined = [*dict.fromkeys(member for name in group for member in companions.get(name, [name]))]
+        companions |= dict.fromkeys(joined, joined)
     waiting: dict[str, Tensor] = {}
     for name in source.layers:
         read: dict[str, Tensor] = {}
         if name not in waiting:
-            for each in companions.get(name, [name]):
-                read[each] = source.layers[each].weight_matrix().detach().to(source.dtype)
+            for member in companions.get(name, [name]):
+                read[member] = source.layers[member].weight_matrix().detach().to(source.dtype)
             for group in source.shared:
                 if group[0] in read:
-                    amax = torch.stack([amax_of(read[each]) for each in group]).amax()
-                    for each in group:
-                        source.layers[each].lowbit.weight_amax = amax
+                    amax = torch.stack([amax_of(read[member]) for member in group]).amax()
+                    for member in group:
+                        source.layers[member].lowbit.weight_amax = amax
             waiting |= read
         yield name, waiting.pop(name), read
 
 
-def _companions(groups: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """By name, all names that are in a group with it, or with one of those."""
-    found: dict[str, list[str]] = {}
-    for group in groups:
-        joined = [*dict.fromkeys(each for name in group for each in found.get(name, [name]))]
-        found |= dict.fromkeys(joined, joined)
-    return found
-
-
 @torch.no_grad()
 def weights(
-    source: Source, fused: bool = False, rescale: bool = False, scale_dtype: torch.dtype | None = None
+    source: TrainedModel, fused: bool = False, rescale: bool = False, scale_dtype: torch.dtype | None = None
 ) -> Iterator[Weight]:
     """The weights of all layers that have one matrix, one at a time, in the model's order.
 
     Args:
         source: the model.
-        fused: whether the format's engines take one scale of the tensor for each group of layers.
-        rescale: whether to change scales where an engine needs others: groups of layers are quantized again, and other
-            weights keep their codes.
+        fused: the format's engines take one scale of the tensor for each group of layers.
+        rescale: changes scales where an engine needs others: groups of layers are quantized again, and other weights
+            keep their codes.
         scale_dtype: in which engines keep scales of rows and blocks; None for that of the file.
 
     Raises:
         ValueError: engines need other scales, and ``rescale`` is False, or no such scale is near; or a weight is not
             finite.
     """
-    fusing = groups(source) if fused else []
+    fusing = fused_groups(source) if fused else []
     amaxes: dict[str, Tensor] = {}
     for name, weight, read in matrices(source, fusing):
         layer = source.layers[name]
-        cast = layer.casts.cast_of("fprop_w")
-        assert isinstance(cast, Cast), name
+        cast = weight_cast(layer)
         if weight.dim() != 2:
             continue
         if not weight.isfinite().all():
@@ -157,12 +150,16 @@ def weights(
 
 
 def _largest(
-    source: Source, read: Mapping[str, Tensor], fusing: Sequence[Sequence[str]], rescale: bool
+    source: TrainedModel, read: Mapping[str, Tensor], fusing: Sequence[Sequence[str]], rescale: bool
 ) -> dict[str, Tensor]:
     """The largest amax of each group whose layers have several, by layer."""
     changed: dict[str, Tensor] = {}
     for names in fusing:
-        trained = {name: amax for name in names if (amax := _scale_amax(source.layers[name], read[name])) is not None}
+        trained: dict[str, Tensor] = {}
+        for name in names:
+            if weight_cast(layer := source.layers[name]).scale.needs_amax:
+                amax = layer.scaled_by(read[name])
+                trained[name] = amax_of(read[name]) if amax is None else amax.detach().float().reshape(())
         if len({float(amax) for amax in trained.values()}) > 1:
             changed |= dict.fromkeys(trained, torch.stack([*trained.values()]).amax())
     if changed and not rescale:
@@ -175,31 +172,15 @@ def _largest(
     return changed
 
 
-def _scale_amax(layer: QuantizedLayer, weight: Tensor) -> Tensor | None:
-    """The amax by which the forward pass scales a weight, 0-d; None if its scale does not depend on one."""
-    cast = layer.casts.cast_of("fprop_w")
-    if cast is None or not cast.scale.needs_amax:
-        return None
-    amax = layer.scaled_by(weight)
-    return amax_of(weight) if amax is None else amax.detach().float().reshape(())
-
-
-def with_scales_in(dtype: torch.dtype, trained: Quantized) -> Quantized | None:
-    """The same codes with scales of one level that are rounded to a dtype; None if it does not hold them to its digits:
-    they are beyond its range, or among its subnormal numbers."""
-    rounded = replace(trained, scales=trained.scales.to(dtype).float())
-    exact = trained.dequantize()
-    is_near = (rounded.dequantize() - exact).abs() <= torch.finfo(dtype).eps / 2 * exact.abs()
-    return rounded if bool(is_near.all()) else None
-
-
 def _rounded(weight: Weight, dtype: torch.dtype, rescale: bool) -> Weight:
     """A weight with scales as engines keep them."""
     trained, short = weight.quantized, str(dtype).removeprefix("torch.")
     if torch.equal(trained.scales.to(dtype).float(), trained.scales.float()):
         return weight
-    rounded = with_scales_in(dtype, trained)
-    if rounded is None:
+    rounded = replace(trained, scales=trained.scales.to(dtype).float())
+    exact = trained.dequantize()
+    is_near = (rounded.dequantize() - exact).abs() <= torch.finfo(dtype).eps / 2 * exact.abs()
+    if not bool(is_near.all()):  # scales beyond the dtype's range, or among its subnormal numbers
         raise ValueError(
             f"Engines keep the scales of {weight.name} in {short}, whose range does not hold them: give another "
             "--dtype: bf16, or fp32 for engines that compute in it."
@@ -216,7 +197,7 @@ def _rounded(weight: Weight, dtype: torch.dtype, rescale: bool) -> Weight:
 
 
 def training_with_scales(cast: Cast, format: str) -> str:
-    """How to train with scales in a format, a sentence and a space; nothing for casts that take no such scales."""
+    """Advises how to train with scales in a format, in a sentence; empty for casts that take no such scales."""
     try:
         cast.replace(scale={"format": format})
     except ValueError:  # such as of a mean, or with zero points
@@ -228,12 +209,11 @@ def training_with_scales(cast: Cast, format: str) -> str:
 
 
 def _distance(changed: Quantized, trained: Quantized) -> float:
-    """The largest difference of two weights."""
     return float((changed.dequantize() - trained.dequantize()).abs().max())
 
 
 def has_second_level(cast: Cast) -> bool:
-    """Whether scales of blocks are multiplied by a float32 scale of the tensor, or of rows."""
+    """Returns whether scales of blocks are multiplied by a float32 scale of the tensor, or of rows."""
     return bool(cast.scale.two_level) or cast.scale.prescale != 1
 
 
@@ -251,20 +231,3 @@ def divisor(scale: Tensor) -> Tensor:
             numbers.append(number)
     near = torch.stack(numbers)
     return near[(near.reciprocal() - scale).abs().argmin()]
-
-
-def check(source: Source, obstacles: Mapping[str, str | None], format: str) -> None:
-    """Raises a ``ValueError`` that names the layers that a format cannot hold, with the reasons."""
-    refused: dict[str, list[str]] = {}
-    uses = Counter(id(parameter) for _, parameter in source.model.named_parameters(remove_duplicate=False))
-    for name, why in obstacles.items():
-        if why is None and uses[id(source.layers[name].weight)] > 1:
-            why = "its weight is also that of another module (tie_word_embeddings): skip it in training"
-        if why is not None:
-            refused.setdefault(why, []).append(name)
-    if refused:
-        reasons = "; ".join(f"{some(names)}: {why}" for why, names in refused.items())
-        raise ValueError(
-            f"The format {format} cannot hold {sum(map(len, refused.values()))} of {len(source.layers)} layers. "
-            f"{reasons}."
-        )

@@ -9,7 +9,6 @@ The plugin owns the layers (:class:`RunLayers`) and the rest of a run's state (:
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -31,9 +30,10 @@ from lightning_lowbit.distributed import clip_gradients_, connect, is_sharded
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, overriding, plan, plan_by_name
+from lightning_lowbit.nn.conversion.convert import CastsLike, Selection, casts_by_pattern, check_backend, plan_by_name
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.nn.core.saving import check_save
+from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_overridden
@@ -159,7 +159,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self.precision = compute.precision
         self.scaler = scaler
         self.casts = LinearCasts.of(casts)
-        self.overrides = overriding(overrides)
+        self.overrides = casts_by_pattern(overrides)
         self.skip, self.only = as_list(skip), None if only is None else as_list(only)
         self.attention = None if attention is None else casts_of_attention(attention)
         self.quantize_output = None if quantize_output is None else flag("quantize_output", quantize_output)
@@ -311,9 +311,11 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if self._origin is not None:
             planned, left = plan_by_name(model, self._origin.trained.planned), frozenset[str]()
         else:
+            selection = Selection(model, self.casts, self.skip, self.only, self.overrides, self.attention)
+            planned = selection.planned(selection.excluded, self.smooth_swiglu)
             leaves = self.leaves_output if self.quantize_output is None else not self.quantize_output
-            settings = self.skip, self.only, self.overrides, self.smooth_swiglu, self.attention
-            planned, left = self._state.outputs.plan(partial(plan, model, self.casts, *settings), leaves)
+            left = self._state.outputs.select(planned, selection) if leaves else frozenset[str]()
+            planned = {name: casts for name, casts in planned.items() if clean_name(name) not in left}
         if self.shared_amax:
             check_groups(planned, self.shared_amax)
         return planned, left

@@ -203,7 +203,7 @@ class _Owners:
         self._reasons = Reasons(model)
         for name, module in self._modules.items():
             is_embedding = isinstance(module, nn.Embedding)
-            is_other = not is_embedding and self._reasons.of_module(name, module) is not None
+            is_other = not is_embedding and self._reasons.module_reason(name, module) is not None
             for parameter in module.parameters(recurse=False):
                 if not is_embedding or id(parameter) not in self._names:  # tied to another layer
                     self._names[id(parameter)] = name
@@ -241,7 +241,7 @@ class _Owners:
 
     def _module(self, name: str, module: nn.Module) -> tuple[str, str | None]:
         """Returns a module's name, and its kind and why its weights are in high precision, or None if they are not."""
-        reason = self._reasons.of_module(name, module)
+        reason = self._reasons.module_reason(name, module)
         kind, package = type(module).__name__, type(module).__module__.split(".")[0]
         shown = f"{kind} of {package}" if package != "torch" and hasattr(nn, kind) else kind  # such as Linear
         return name or kind, None if reason is None else f"{shown} ({reason})"

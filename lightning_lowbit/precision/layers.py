@@ -131,8 +131,10 @@ class RunLayers:
         check_save(planned, self.save)
         autocast_dtype = None if dtype == torch.float32 else dtype
         if self.quantize_before_gather:
-            from lightning_lowbit.nn.sharded.eligible import check_gathers  # imports private parts of FSDP2
-            from lightning_lowbit.nn.sharded.gather import WeightGathers
+            from lightning_lowbit.nn.sharded.gather import (
+                WeightGathers,
+                check_gathers,  # imports private parts of FSDP2
+            )
 
             check_gathers(model, planned, autocast_dtype)
         convert_layers(model, planned, self.exact, self.backend, self.save)

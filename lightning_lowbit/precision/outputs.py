@@ -1,12 +1,13 @@
 """The output layers that stay in high precision."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from torch import nn
 
 from lightning_lowbit._lightning import rank_zero_info, say_once
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.conversion.convert import Selection
 from lightning_lowbit.nn.conversion.defaults import mark_outputs
 from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.precision.checkpoints.trained import Trained
@@ -33,20 +34,11 @@ class OutputLayers:
         """True if a checkpoint decided."""
         return bool(self._quantized or self._left_before)
 
-    def plan(
-        self, plan_casts: Callable[..., dict[str, LinearCasts]], leaves: bool
-    ) -> tuple[dict[str, LinearCasts], frozenset[str]]:
-        """Returns the casts of each layer by name, and the clean names of the output layers that are left out.
-
-        ``plan_casts`` plans all layers, and the others with ``quantize_output=False``; ``leaves`` is the default.
-        """
-        planned = plan_casts()
-        if not leaves:
-            return planned, frozenset()
-        inner = plan_casts(quantize_output=False)
-        left = frozenset(clean_name(name) for name in planned if name not in inner) - self._quantized
-        left |= self._left_before & {clean_name(name) for name in planned}
-        return {name: casts for name, casts in planned.items() if clean_name(name) not in left}, left
+    def select(self, planned: Mapping[str, LinearCasts], selection: Selection) -> frozenset[str]:
+        """Returns the clean names of the output layers to leave out of a plan, by default or as in the checkpoint."""
+        outputs = planned.keys() & selection.excluded_with_outputs
+        left = frozenset(map(clean_name, outputs)) - self._quantized
+        return left | (self._left_before & {clean_name(name) for name in planned})
 
     def note(self, left: frozenset[str], model: nn.Module, plugin: str) -> None:
         """Keeps, marks and logs the output layers that a plugin (its name) leaves out."""

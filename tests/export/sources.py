@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_lowbit import LinearCasts, convert
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.nn.layers.layer import quantized_layers
 
 VOCABULARY = 96
@@ -19,13 +19,13 @@ _SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def source_of(model: nn.Module, casts: LinearCasts, skip: tuple[str, ...] = ()) -> Source:
+def source_of(model: nn.Module, casts: LinearCasts, skip: tuple[str, ...] = ()) -> TrainedModel:
     """A model with random weights as one that was trained with these casts, in float32."""
     convert(model.eval(), casts, skip=[*skip])
-    return Source(model, quantized_layers(model), torch.float32, getattr(model, "config", None))
+    return TrainedModel(model, quantized_layers(model), torch.float32, getattr(model, "config", None))
 
 
-def language_model(kind: str, casts: LinearCasts, seed: int = 0, **config: Any) -> Source:
+def language_model(kind: str, casts: LinearCasts, seed: int = 0, **config: Any) -> TrainedModel:
     """A model of two layers of this type of ``transformers``; all but its last layer is quantized."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": VOCABULARY}

@@ -24,7 +24,7 @@ from lightning_lowbit.export.formats.packing import nibbles, words
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.parity import _beyond_rounding
 from lightning_lowbit.export.source import _network, read
-from lightning_lowbit.export.weights import groups, matrices, weights
+from lightning_lowbit.export.weights import fused_groups, matrices, weights
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from tests.export.sources import language_model
@@ -85,7 +85,7 @@ def test_each_weight_is_read_once_and_knows_the_amax_that_it_shares(trained, mon
     source = read(trained("llama", "nvfp4", steps=2, shared=True))
     reads, weight_matrix = Counter(), QuantizedLayer.weight_matrix
     monkeypatch.setattr(QuantizedLayer, "weight_matrix", lambda self: reads.update([id(self)]) or weight_matrix(self))
-    assert [name for name, *_ in matrices(source, groups(source))] == [*source.layers]
+    assert [name for name, *_ in matrices(source, fused_groups(source))] == [*source.layers]
     assert set(reads.values()) == {1} and len(reads) == len(source.layers)
     shared = {name: layer.shared_amax(source.dtype) for name, layer in source.layers.items()}
     logits(source.model)

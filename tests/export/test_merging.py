@@ -15,8 +15,8 @@ from lightning_lowbit.cli import main
 from lightning_lowbit.cli.evaluate import models
 from lightning_lowbit.export.checkpoint import Exported, explain_formats
 from lightning_lowbit.export.formats.table import FORMATS
-from lightning_lowbit.export.merging import merged
-from lightning_lowbit.export.source import Source, read
+from lightning_lowbit.export.merging import merge_adapters
+from lightning_lowbit.export.source import TrainedModel, read
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.recipes.adapters import LoRACausalLM
@@ -141,7 +141,7 @@ def test_merged_weights_compute_what_adapters_beside_them_do(adapters: Any, base
         pack_frozen(network, LinearCasts.preset(base).replace(fprop_x=None, wgrad_x=None), skip=["lm_head"])
     model = peft.get_peft_model(network, peft.LoraConfig(r=4, init_lora_weights=False, **adapters)).eval()
     layers = {name: layer for name, layer in quantized_layers(model).items() if layer.casts.fprop_w is not None}
-    source = merged(Source(model, layers, torch.float32, network.config), FORMATS["int8"], torch.float32)
+    source = merge_adapters(TrainedModel(model, layers, torch.float32, network.config), FORMATS["int8"], torch.float32)
     assert len(source.layers) == 14 and "lm_head" not in source.layers
     tokens = torch.randint(256, (2, 16))
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_each_layer_keeps_the_cast_of_its_base() -> None:
     pack_frozen(network, casts[0], skip=["lm_head"], overrides={"down_proj": casts[1]})
     model = peft.get_peft_model(network, peft.LoraConfig(r=4, target_modules="all-linear")).eval()
     layers = {name: layer for name, layer in quantized_layers(model).items() if layer.casts.fprop_w is not None}
-    source = merged(Source(model, layers, torch.float32, network.config), FORMATS["gguf"], torch.bfloat16)
+    source = merge_adapters(TrainedModel(model, layers, torch.float32, network.config), FORMATS["gguf"], torch.bfloat16)
     elements = {name.rpartition(".")[2]: layer.casts.fprop_w.element for name, layer in source.layers.items()}
     assert elements["down_proj"] == "int8" and {*elements.values()} == {"int4", "int8"}
 

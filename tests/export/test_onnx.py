@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.export.formats import Options, onnx
-from lightning_lowbit.export.formats.onnx_layers import TYPES, Decoded, Inputs, input_obstacle, patches
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.formats.onnx_layers import TYPES, Decoded, InputRounding, input_obstacle, patches
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
@@ -68,12 +68,12 @@ def test_inputs_are_rounded_as_the_training_rounds_them() -> None:
     assert {cast.scale.format for cast in expressed} == {"fp32", "e4m3", "e8m0"}
     for cast in (*casts, *expressed):
         expected = quantize(x.flatten(0, 1), cast).dequantize().view_as(x)
-        assert torch.equal(Inputs(cast, None)(x), expected), cast
+        assert torch.equal(InputRounding(cast, None)(x), expected), cast
 
 
 def test_an_input_that_is_not_finite_gives_no_number() -> None:
     x = torch.tensor([[1.0, torch.inf], [torch.nan, 1.0], [1.0, 2.0]])
-    assert Inputs(ROWS, None)(x).isnan().any(-1).tolist() == [True, True, False]
+    assert InputRounding(ROWS, None)(x).isnan().any(-1).tolist() == [True, True, False]
 
 
 def test_patches_are_those_of_the_layer() -> None:
@@ -104,7 +104,7 @@ def test_what_operators_do_not_express_is_refused() -> None:
 # --- in onnxruntime ---------------------------------------------------------------------------------------------------
 
 
-def written(source: Source, folder: Path, **options: Any) -> Any:
+def written(source: TrainedModel, folder: Path, **options: Any) -> Any:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
     rows = FORMAT.write(source, folder, Options(**options))
@@ -113,7 +113,7 @@ def written(source: Source, folder: Path, **options: Any) -> Any:
     return FORMAT.load(folder)
 
 
-def assert_same_weights(source: Source, folder: Path, example: Tensor) -> None:
+def assert_same_weights(source: TrainedModel, folder: Path, example: Tensor) -> None:
     """What ``DequantizeLinear`` gives in onnxruntime, against the weights of the training, to the bit."""
     import onnx as package
     import onnxruntime
@@ -186,7 +186,9 @@ class EveryInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         casts = {LinearCasts.preset(preset).cast_of("fprop_x") for preset in PRESETS} - {None}
-        self.inputs = nn.ModuleList(Inputs(cast, None) for cast in casts if cast and input_obstacle(cast) is None)
+        self.inputs = nn.ModuleList(
+            InputRounding(cast, None) for cast in casts if cast and input_obstacle(cast) is None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([each(x) for each in self.inputs])
@@ -221,7 +223,7 @@ class ConvolutionalNetwork(nn.Module):
         return self.head(torch.relu(self.up(self.inner(x) + self.short(x))).mean((2, 3)))
 
 
-def convolutional(casts: LinearCasts) -> Source:
+def convolutional(casts: LinearCasts) -> TrainedModel:
     torch.manual_seed(0)
     return source_of(ConvolutionalNetwork(), casts)
 

@@ -8,7 +8,7 @@ from lightning_lowbit import Cast, IntegerPrecision, LinearCasts, Scale, Ternary
 from lightning_lowbit.export.formats import bitnet
 from lightning_lowbit.export.formats.gguf.blocks import block_type, pack
 from lightning_lowbit.export.formats.table import FORMATS
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.weights import weights
 from tests.export.sources import source_of
 from tests.tables import each
@@ -16,7 +16,7 @@ from tests.tables import each
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def trained(precision: IntegerPrecision | TernaryPrecision, factor: float = 1.0) -> Source:
+def trained(precision: IntegerPrecision | TernaryPrecision, factor: float = 1.0) -> TrainedModel:
     model = nn.Sequential(nn.Linear(256, 64))
     with torch.no_grad():
         model[0].weight.normal_(std=0.05 * factor)

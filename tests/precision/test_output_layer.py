@@ -76,12 +76,14 @@ def test_what_is_left_out_is_said(
     assert told == ([line] if is_said else [])
     assert isinstance(run.lightning_module.head, QuantizedLayer) == ("head" in quantized)
     reasons = Reasons(run.lightning_module)
-    why = str(reasons.of_module("head", run.lightning_module.head))
+    why = str(reasons.module_reason("head", run.lightning_module.head))
     if "head" not in quantized:
         assert why == ("the output layer: quantize_output=True quantizes it" if is_said else "left out by skip or only")
     convert(run.lightning_module, "nvfp4", skip=["head"])
     head = run.lightning_module.head
-    assert "quantize_output" not in str(Reasons(run.lightning_module).of_module("head", head)), "of another conversion"
+    assert "quantize_output" not in str(Reasons(run.lightning_module).module_reason("head", head)), (
+        "of another conversion"
+    )
 
 
 def test_what_is_no_flag_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What a format of files is: which casts it holds, how it is written, and how its client reads it."""
+"""Formats of files: which casts one holds, how it is written, and how its client reads it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight, weights
-from lightning_lowbit.nn.layers.layer import QuantizedLayer
-from lightning_lowbit.quant import Cast, Scale
+from lightning_lowbit.export.folder import SafetensorsWriter
+from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.weights import Weight, check, weights
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.quant import Cast
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user asks for.
+    """Settings of an export.
 
     Attributes:
         rescale: changes scales where an engine needs others: it rounds them and keeps the codes, or quantizes weights
@@ -33,11 +34,11 @@ class Options:
 
 
 class NoClient(Exception):
-    """Why the client of a format cannot read a folder here."""
+    """Raised where the client of a format cannot read a folder; the message tells why."""
 
 
 class Inputs(NamedTuple):
-    """How an engine quantizes a layer's input: by a cast, with the amax of its static scale, if it has one."""
+    """An engine's quantization of a layer's input: a cast, with the amax of its static scale, if it has one."""
 
     cast: Cast
     amax: float | None = None
@@ -45,7 +46,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """What was written of a layer.
+    """A layer in an exported file.
 
     Attributes:
         name: of the layer.
@@ -53,7 +54,7 @@ class Written:
         format: of the file.
         bytes: on disk.
         error: the largest difference of its weight from that of the training.
-        inputs: by what engines quantize its input, and the amax if it is static; None for high precision.
+        inputs: engines' quantization of its input; None for high precision.
     """
 
     name: str
@@ -94,11 +95,11 @@ class Chat:
 
 def shown_weight(loaded: Any, weight: Weight) -> Tensor | None:
     """The weight of a loaded layer ``[out_features, in_features]``; None if it is not kept as numbers."""
-    there = getattr(loaded, "weight", None)
-    if not isinstance(there, Tensor) or not there.is_floating_point():
+    matrix = getattr(loaded, "weight", None)
+    if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
         return None
-    there = there if isinstance(weight.layer, nn.Linear) else there.t()  # of Conv1D
-    return there if there.shape == weight.quantized.codes.shape else None
+    matrix = matrix if isinstance(weight.layer, nn.Linear) else matrix.t()  # of Conv1D
+    return matrix if matrix.shape == weight.quantized.codes.shape else None
 
 
 @dataclass(frozen=True)
@@ -107,61 +108,101 @@ class Format:
 
     Attributes:
         name: as ``--format`` takes it.
-        about: a line for people: what it holds, and who loads it.
-        obstacle: why it cannot hold a layer (its name, the layer), in words; None if it can.
+        about: a line for people: its weights, and the programs that load it.
+        obstacle: the reason in words for which it cannot hold a layer (its name, the layer); None if it can.
         write: writes the model's files to a folder that exists; returns a row for each quantized layer.
-        load: reads a folder back by the real client, ready to be called as the model is; None if there is no client
-            in Python. An ``ImportError`` names a package that is missing; or a :class:`NoClient`.
-        needs_network: whether the model must be one of ``transformers``.
-        traces: whether files are a trace of the model, with an input of a shape, so that any module can be compared.
+        load: reads a folder back by the real client, ready to be called as the model is; None without a client in
+            Python. Raises an ``ImportError`` that names a missing package, or a :class:`NoClient`.
+        needs_network: refuses models that are not of ``transformers``.
         accepts: raises a ``ValueError`` for models that it cannot hold, whatever their casts.
-        tolerance: how far logits may be from those of the training with the same operands in few bits, as a norm
-            relative to theirs, where the client does not show what its layers compute.
-        fused: whether engines take one scale of the tensor for q, k and v, and for gate and up.
-        rounds_scales: whether engines keep scales of rows and blocks in the dtype of the model.
-        dtypes: of what is not quantized: those that it holds, the default first.
+        traces: files are a trace of the model, with an input of a shape, so that any module can be compared.
+        tolerance: largest relative difference of logits, as a norm, that rounding explains, where the client does not
+            show the outputs of its layers.
+        fused: engines take one scale of the tensor for q, k and v, and for gate and up.
+        rounds_scales: engines keep scales of rows and blocks in the dtype of the model.
+        dtypes: of tensors that are not quantized, the default first.
         shown: the weight of a loaded layer, as numbers; None if the layer does not show it.
-        own_cast: by which sums of weights and adapters are rounded where the format cannot hold the cast of the base,
-            for the dtype in which engines keep scales; None where there is none.
-        programs: who run its folders, keys of ``PROGRAMS`` of :mod:`lightning_lowbit.export.formats.usage`.
-        chat: a short chat with the training and with what was loaded, for formats whose files tell in their own way how
-            a prompt is made.
+        own_cast: rounds sums of weights and adapters where the format cannot hold the cast of the base.
+        programs: for its folders, keys of ``PROGRAMS`` of :mod:`lightning_lowbit.export.formats.usage`.
+        chat: a short chat with the training and with the loaded file, for formats with prompts of their own.
     """
 
     name: str
     about: str
     obstacle: Callable[[str, QuantizedLayer], str | None]
-    write: Callable[[Source, Path, Options], list[Written]]
+    write: Callable[[TrainedModel, Path, Options], list[Written]]
     load: Callable[[Path], nn.Module] | None = None
     needs_network: bool = True
-    accepts: Callable[[Source], object] | None = None
+    accepts: Callable[[TrainedModel], object] | None = None
     traces: bool = False
     tolerance: float = 0.05
     fused: bool = False
     rounds_scales: bool = False
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
     shown: Callable[[Any, Weight], Tensor | None] = shown_weight
-    own_cast: Callable[[torch.dtype], Cast | None] = lambda dtype: None
+    own_cast: Cast | None = None
     programs: tuple[str, ...] = ()
-    chat: Callable[[Source, Any], Chat | None] | None = None
+    chat: Callable[[TrainedModel, Any], Chat | None] | None = None
 
-    def weights(self, source: Source, options: Options) -> Iterator[Weight]:
+    def weights(self, source: TrainedModel, options: Options) -> Iterator[Weight]:
         """The weights of all layers as the format stores them; see :func:`lightning_lowbit.export.weights.weights`."""
         scale_dtype = options.dtype if self.rounds_scales else None
         return weights(source, self.fused, options.rescale, scale_dtype)
 
+    def fits(self, source: TrainedModel) -> bool:
+        """Returns whether it can hold all quantized layers of a model."""
+        if self.needs_network and source.config is None:
+            return False
+        try:
+            if self.accepts is not None:
+                self.accepts(source)
+        except ValueError:
+            return False
+        return all(self.obstacle(name, layer) is None for name, layer in source.layers.items())
 
-def integers(bits: int, block: int, dtype: torch.dtype) -> Cast:
-    """Integers in groups with scales that a dtype holds."""
-    formats = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    return Cast(f"int{bits}", Scale(formats[dtype], block))
+    def check(self, source: TrainedModel) -> None:
+        """Raises a ``ValueError`` that names the layers that the format cannot hold."""
+        check(source, {name: self.obstacle(name, layer) for name, layer in source.layers.items()}, self.name)
+
+    def write_layers(
+        self, source: TrainedModel, folder: Path, options: Options, encode: Callable[[Weight], "Encoded"]
+    ) -> list[Written]:
+        """Writes the tensors of a model of ``transformers`` to a folder, each quantized layer as ``encode`` makes it.
+
+        Raises:
+            ValueError: the format cannot hold a layer, or ``encode`` cannot.
+        """
+        self.check(source)
+        writer, rows = SafetensorsWriter(folder), list[Written]()
+        for weight in self.weights(source, options):
+            encoded = encode(weight)
+            size = writer.add({f"{weight.name}.{part}": tensor for part, tensor in encoded.tensors.items()})
+            rows.append(row(weight, encoded.format, size, encoded.inputs, encoded.error))
+        writer.finish(source, {f"{layer}.weight" for layer in source.layers}, options.dtype)
+        return rows
 
 
-def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None) -> Written:
-    return Written(weight.name, str(weight.cast), format, size, weight.error, inputs)
+class Encoded(NamedTuple):
+    """A layer's weight in a file: tensors by the last part of their names; other fields are as in :class:`Written`."""
+
+    tensors: Mapping[str, Tensor]
+    format: str
+    inputs: Inputs | None = None
+    error: float = 0.0
 
 
-def example_shape(source: Source, options: Options) -> Sequence[int] | None:
+def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None, error: float = 0.0) -> Written:
+    """The row of a weight, to whose error the file adds ``error``."""
+    return Written(weight.name, str(weight.cast), format, size, weight.error + error, inputs)
+
+
+def unquantized_linears(source: TrainedModel) -> list[str]:
+    """The names of the linear layers of a model that are not quantized."""
+    linears = [clean_name(name) for name, module in source.model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in linears if name not in source.layers]
+
+
+def example_shape(source: TrainedModel, options: Options) -> Sequence[int] | None:
     """The shape of an input of a model that takes no tokens: as asked for, or of ``example_input_array``."""
     example = getattr(source.model, "example_input_array", None)
     return options.shape if options.shape is not None else example.shape if isinstance(example, Tensor) else None

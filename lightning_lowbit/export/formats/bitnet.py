@@ -16,26 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.export.folder import Shards, load_network, write_network
-from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written
-from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor, weights
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
+from lightning_lowbit.export.folder import load_network, write_network
+from lightning_lowbit.export.formats.base import Encoded, Format, Inputs, Options, Written, unquantized_linears
+from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.weights import Weight, common_obstacle, divisor
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
 
 _ELEMENTS = 4  # of a byte
-
-# What the loaded layer quantizes its input by.
-_INPUTS = Cast("int8", Scale("fp32", "row", epsilon=1e-5))
+_INPUTS = Cast("int8", Scale("fp32", "row", epsilon=1e-5))  # by which the loaded layer quantizes its input
 
 
 def obstacle(name: str, layer: QuantizedLayer) -> str | None:
-    """Why the method cannot hold a layer, in words; None if it can."""
-    if (why := common_obstacle(layer)) is not None:
-        return why
+    """Returns why the method cannot hold a layer, in words; None if it can."""
+    if (reason := common_obstacle(layer)) is not None:
+        return reason
     if not isinstance(layer, nn.Linear) or type(layer).forward is not QuantizedLayer.forward:
         return f"{type(layer).__name__} is no nn.Linear, which bitnet replaces"
-    weight, x = layer.casts.cast_of("fprop_w"), layer.casts.cast_of("fprop_x")
+    weight, x = layer.casts.fprop_w, layer.casts.fprop_x
     if weight is None or weight.element != "ternary" or weight.scale.block != "tensor":
         return f"bitnet takes ternary weights with one scale of the tensor, and this one has {weight}"
     if x != _INPUTS:
@@ -55,8 +53,8 @@ def tensors(weight: Weight) -> dict[str, Tensor]:
 
 
 def error(weight: Weight, dtype: torch.dtype) -> float:
-    """The largest difference of a weight from the training's, in a model that is loaded in ``dtype``: its
-    ``weight_scale`` is rounded. A ``ValueError`` where the dtype's range does not hold it."""
+    """The largest error of a weight in a model that is loaded in ``dtype``: its ``weight_scale`` is rounded. A
+    ``ValueError`` where the dtype's range does not hold it."""
     scale = _scale(weight)
     rounded = divisor(scale).to(dtype).float().reciprocal()
     if not (rounded - scale).abs() <= torch.finfo(dtype).eps * scale:
@@ -64,53 +62,46 @@ def error(weight: Weight, dtype: torch.dtype) -> float:
             f"The layers of bitnet divide by weight_scale in the dtype of the model, and {dtype} does not hold that of "
             f"{weight.name}, {float(divisor(scale)):.3g}: give --dtype bf16 or fp32."
         )
-    return weight.error + float((rounded - scale).abs())
+    return float((rounded - scale).abs())
 
 
 def _scale(weight: Weight) -> Tensor:
-    """What elements are multiplied by, float32, 0-d."""
+    """The scale that multiplies elements, float32, 0-d."""
     return weight.quantized.multipliers().reshape(())
 
 
 def _shown(loaded: Any, weight: Weight) -> Tensor | None:
-    """The elements of a loaded layer times the scale of the training; what the layer divides by shows in its output."""
+    """The elements of a loaded layer times the scale of the training; the layer's own divisor shows in its output."""
     from transformers.integrations.bitnet import unpack_weights
 
     packed = getattr(loaded, "weight", None)
     return unpack_weights(packed, torch.float32) * _scale(weight) if isinstance(packed, Tensor) else None
 
 
-def quantization_config(source: Source) -> dict[str, Any]:
-    """What ``config.json`` tells of quantized layers: the method, and the layers that are not to be replaced."""
-    linear = (clean_name(name) for name, module in source.model.named_modules() if isinstance(module, nn.Linear))
+def _pattern(name: str, layers: Mapping[str, QuantizedLayer]) -> str:
+    """A name, which stands for others that begin or end with it, too; as a regular expression where there are such."""
+    is_ambiguous = any(layer.endswith(name) or re.match(rf"{name}(\.|$)", layer) for layer in layers)
+    return f"^{re.escape(name)}$" if is_ambiguous else name
+
+
+def _write(source: TrainedModel, folder: Path, options: Options) -> list[Written]:
+    def encode(weight: Weight) -> Encoded:
+        return Encoded(tensors(weight), "bitnet", Inputs(_INPUTS), error(weight, options.dtype))
+
+    rows = FORMATS["bitnet"].write_layers(source, folder, options, encode)
+    write_network(source, folder, options.dtype, quantization_config(source))
+    return rows
+
+
+def quantization_config(source: TrainedModel) -> dict[str, Any]:
     return {
         "quant_method": "bitnet",
         "linear_class": "bitlinear",
         "quantization_mode": "offline",
         "use_rms_norm": False,
         "rms_norm_eps": 1e-6,
-        "modules_to_not_convert": [_pattern(name, source.layers) for name in linear if name not in source.layers],
+        "modules_to_not_convert": [_pattern(name, source.layers) for name in unquantized_linears(source)],
     }
-
-
-def _pattern(name: str, layers: Mapping[str, QuantizedLayer]) -> str:
-    """A name, which stands for others that begin or end with it, too; as a regular expression where they are there."""
-    alike = any(each.endswith(name) or re.match(rf"{name}(\.|$)", each) for each in layers)
-    return f"^{re.escape(name)}$" if alike else name
-
-
-def _write(source: Source, folder: Path, options: Options) -> list[Written]:
-    check(source, {name: obstacle(name, layer) for name, layer in source.layers.items()}, "bitnet")
-    shards, rows = Shards(folder), list[Written]()
-    for weight in weights(source):
-        size = shards.add({f"{weight.name}.{part}": tensor for part, tensor in tensors(weight).items()})
-        rows.append(
-            Written(weight.name, str(weight.cast), "bitnet", size, error(weight, options.dtype), inputs=Inputs(_INPUTS))
-        )
-    shards.add_dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype)
-    shards.close()
-    write_network(source, folder, options.dtype, quantization_config(source))
-    return rows
 
 
 def _load(folder: Path) -> nn.Module:

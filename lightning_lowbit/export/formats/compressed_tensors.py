@@ -8,79 +8,57 @@
     fp8             weight, weight_scale, input_scale                      e4m3/fp32 per tensor, row or 128x128
     int2 … int8     weight_packed or weight, weight_scale, weight_shape    intN (ternary: int2) per tensor, row or group
 
-Layers of other classes than nn.Linear are refused: engines find what is quantized by that class. Codes and scales are
-those of the training. What is dynamic (MX formats, FP8 by tokens, int8 by tokens) an engine does for itself; scales
-of activations that are not come from calibration.
+Layers of other classes than nn.Linear are refused: engines find quantized layers by that class. Codes and scales are
+kept from the training. Engines make dynamic scales of activations (MX formats, FP8 by tokens, int8 by tokens); static
+ones come from calibration.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_lowbit.export.folder import Shards, load_network, write_network
-from lightning_lowbit.export.formats.base import Format, Inputs, NoClient, Options, Written, integers, row
-from lightning_lowbit.export.formats.holding import (
-    INTEGERS,
-    is_fp8,
-    is_int,
-    is_mx,
-    is_nvfp4,
-    needs,
-    takes_nvfp4,
+from lightning_lowbit.export.folder import load_network, write_network
+from lightning_lowbit.export.formats.base import (
+    Encoded,
+    Format,
+    Inputs,
+    NoClient,
+    Options,
+    Written,
+    unquantized_linears,
 )
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
-from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor
+from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.weights import Weight, common_obstacle, divisor, has_second_level, weight_cast
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
 
+NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
+
 _VERSION = "0.20.0"  # of compressed-tensors, whose files these are
 _E4M3, _UINT8 = "torch.float8_e4m3fn", "torch.uint8"
 
-# How engines round the exponents of activations, by the bits of elements.
+# Engines' rounding of the exponents of activations, by the bits of elements.
 _EXPONENTS = {4: "even", 6: "even", 8: "rceil"}
 
 Scheme = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A layer in a file: its tensors by the end of their names, and how the configuration describes them."""
+class Described(NamedTuple):
+    """A layer in a file, and how the configuration describes its weight and inputs."""
 
-    tensors: Mapping[str, Tensor]
-    format: str
+    encoded: Encoded
     weights: Scheme
     inputs: Scheme | None = None
-    by: Inputs | None = None  # what the engine makes of ``inputs``
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A ``--format`` of this family.
-
-    Attributes:
-        fits: what casts of weights must be, in words, or None for one that fits.
-        encode: the layer in the file.
-        own_cast: of :class:`Format`.
-        fused: of :class:`Format`.
-        activations: whether engines quantize inputs to NVFP4, too.
-    """
-
-    fits: Callable[[Cast], str | None]
-    encode: Callable[[Weight, Options], Encoded]
-    own_cast: Callable[[torch.dtype], Cast | None] = lambda dtype: None
-    fused: bool = False
-    activations: bool = False
 
 
 def _args(bits: int, kind: str, strategy: str, group: int | None = None, dynamic: Any = False, **others: Any) -> Scheme:
@@ -99,7 +77,7 @@ def _args(bits: int, kind: str, strategy: str, group: int | None = None, dynamic
     }
 
 
-def _nvfp4(weight: Weight, options: Options, activations: bool) -> Encoded:
+def _nvfp4(weight: Weight, options: Options, activations: bool) -> Described:
     q = weight.quantized
     assert q.tensor_scale is not None
     tensors = {
@@ -109,11 +87,10 @@ def _nvfp4(weight: Weight, options: Options, activations: bool) -> Encoded:
     }
     args = partial(_args, 4, "float", "tensor_group", 16, scale_dtype=_E4M3, zp_dtype=_E4M3)
     if not activations:
-        return Encoded(tensors, "nvfp4-pack-quantized", args())
+        return Described(Encoded(tensors, "nvfp4-pack-quantized"), args())
     amax = input_amax(weight, options)
     tensors["input_global_scale"] = torch.tensor([2688.0 / amax])
-    by = Inputs(Cast("e2m1", Scale("e4m3", 16, two_level=True)), amax)
-    return Encoded(tensors, "nvfp4-pack-quantized", args(), args(dynamic="local"), by)
+    return Described(Encoded(tensors, "nvfp4-pack-quantized", Inputs(NVFP4, amax)), args(), args(dynamic="local"))
 
 
 def input_amax(weight: Weight, options: Options) -> float:
@@ -137,7 +114,7 @@ def _static_amax(weight: Weight, options: Options) -> float | None:
     return float(amaxes.in_force[OPERANDS.index("fprop_x")]) or None
 
 
-def _mx(weight: Weight, options: Options) -> Encoded:
+def _mx(weight: Weight, options: Options) -> Described:
     q = weight.quantized
     bits, scale = q.cast.format.bits, q.scales.view(torch.uint8)
     args = partial(_args, bits, "float", "group", 32, scale_dtype=_UINT8, zp_dtype=_UINT8)
@@ -146,101 +123,83 @@ def _mx(weight: Weight, options: Options) -> Encoded:
     else:
         packed = nibbles(q.codes) if bits == 4 else stream(q.codes, bits)
         tensors, format = {"weight_packed": packed, "weight_scale": scale}, f"mxfp{bits}-pack-quantized"
-    of_engine = Cast(q.cast.element, Scale("e8m0", 32, _EXPONENTS[bits]))
-    if weight.layer.casts.fprop_x != of_engine:
-        return Encoded(tensors, format, args())
-    return Encoded(tensors, format, args(), args(dynamic=True), Inputs(of_engine))
+    engine = Cast(q.cast.element, Scale("e8m0", 32, _EXPONENTS[bits]))
+    if weight.layer.casts.fprop_x != engine:
+        return Described(Encoded(tensors, format), args())
+    return Described(Encoded(tensors, format, Inputs(engine)), args(), args(dynamic=True))
 
 
-def _fp8(weight: Weight, options: Options) -> Encoded:
-    q, block = weight.quantized, weight.cast.scale.block
+def _fp8(weight: Weight, options: Options) -> Described:
+    q, block, inputs = weight.quantized, weight.cast.scale.block, weight.layer.casts.fprop_x
     scales, strategy = q.scales.float(), {"row": "channel", "tensor": "tensor"}.get(str(block), "block")
     scales = scales if strategy == "block" else scales.reshape(-1, *([1] if block == "row" else []))
     args = _args(8, "float", strategy, block_structure=[*block] if isinstance(block, tuple) else None)
     tensors = {"weight": q.codes.view(torch.float8_e4m3fn), "weight_scale": scales}
-    encoded, inputs = Encoded(tensors, "float-quantized", args), weight.layer.casts.fprop_x
-    if inputs is None or inputs.element != "e4m3":
-        return encoded
-    if inputs.scale.block == 128 and strategy == "block":
-        by = Inputs(Cast("e4m3", Scale("fp32", 128)))
-        return replace(encoded, inputs=_args(8, "float", "group", 128, dynamic=True), by=by)
-    amax = _static_amax(weight, options) if inputs.scale.block == "tensor" else None
-    if amax is None:
-        by = Inputs(Cast("e4m3", Scale("fp32", "row")))
-        return replace(encoded, inputs=_args(8, "float", "token", dynamic=True), by=by)
-    static = {**tensors, "input_scale": torch.tensor([amax / 448.0])}
-    by = Inputs(Cast("e4m3", Scale("fp32", "tensor")), amax)
-    return replace(encoded, tensors=static, inputs=_args(8, "float", "tensor"), by=by)
+    by: Inputs | None = None
+    scheme = None
+    if inputs is not None and inputs.element == "e4m3":
+        amax = _static_amax(weight, options) if inputs.scale.block == "tensor" else None
+        if inputs.scale.block == 128 and strategy == "block":
+            by, scheme = Inputs(Cast("e4m3", Scale("fp32", 128))), _args(8, "float", "group", 128, dynamic=True)
+        elif amax is None:
+            by, scheme = Inputs(Cast("e4m3", Scale("fp32", "row"))), _args(8, "float", "token", dynamic=True)
+        else:
+            by, scheme = Inputs(Cast("e4m3", Scale("fp32", "tensor")), amax), _args(8, "float", "tensor")
+            tensors["input_scale"] = torch.tensor([amax / 448.0])
+    return Described(Encoded(tensors, "float-quantized", by), args, scheme)
 
 
-def _integers(weight: Weight, options: Options) -> Encoded:
+def _integers(weight: Weight, options: Options) -> Described:
     q, inputs = weight.quantized, weight.layer.casts.fprop_x
     bits, block, rows = q.cast.format.bits, q.cast.scale.block, len(q.codes)
     scale = q.scales if block != "tensor" else q.scales.expand(rows, 1)
     strategy, group = ("group", int(block)) if isinstance(block, int) else ("channel", None)
     by_token = inputs is not None and (inputs.element, inputs.scale.block) == ("int8", "row")
-    acts = _args(8, "int", "token", dynamic=True) if by_token else None
+    scheme = _args(8, "int", "token", dynamic=True) if by_token else None
     by = Inputs(Cast("int8", Scale("fp32", "row"))) if by_token else None
     if bits == 8 and by_token and strategy == "channel":
         tensors = {"weight": q.codes.view(torch.int8), "weight_scale": scale}
-        return Encoded(tensors, "int-quantized", _args(8, "int", strategy), acts, by)
+        return Described(Encoded(tensors, "int-quantized", by), _args(8, "int", strategy), scheme)
     offset = q.codes if q.zero_points is not None else q.elements().to(torch.int16) + 2 ** (bits - 1)
     shape = torch.tensor(q.codes.shape)
     tensors = {"weight_packed": words(offset, bits), "weight_scale": scale, "weight_shape": shape}
     if q.zero_points is not None:
         tensors["weight_zero_point"] = words(q.zero_points.t(), bits).t()
     args = _args(bits, "int", strategy, group, symmetric=q.zero_points is None)
-    return Encoded(tensors, "pack-quantized", args, acts, by)
+    return Described(Encoded(tensors, "pack-quantized", by), args, scheme)
 
 
-KINDS: dict[str, Kind] = {
-    "nvfp4-w4a16": Kind(
-        needs("NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)", is_nvfp4),
-        partial(_nvfp4, activations=False),
-        lambda dtype: Cast("e2m1", Scale("e4m3", 16, two_level=True)),
-        fused=True,
-    ),
-    "nvfp4-w4a4": Kind(
-        needs("NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)", is_nvfp4),
-        partial(_nvfp4, activations=True),
-        fused=True,
-        activations=True,
-    ),
-    "mxfp4": Kind(
-        needs("MXFP4 (e2m1/e8m0:1x32, one level)", is_mx("e2m1")), _mx, lambda dtype: Cast("e2m1", Scale("e8m0", 32))
-    ),
-    "mxfp6": Kind(
-        needs("MXFP6 in E2M3 (e2m3/e8m0:1x32; engines hold no E3M2, nor a second level)", is_mx("e2m3")),
-        _mx,
-        lambda dtype: Cast("e2m3", Scale("e8m0", 32)),
-    ),
-    "mxfp8": Kind(
-        needs("MXFP8 (e4m3/e8m0:1x32, one level)", is_mx("e4m3")), _mx, lambda dtype: Cast("e4m3", Scale("e8m0", 32))
-    ),
-    "fp8": Kind(
-        needs("E4M3 with float32 scales of the tensor, rows or tiles of 128x128", is_fp8),
-        _fp8,
-        lambda dtype: Cast("e4m3", Scale("fp32", "row")),
-        fused=True,
-    ),
-    **{
-        f"int{bits}": Kind(needs(f"int{bits} {INTEGERS}", is_int(bits)), _integers, partial(integers, bits, 32))
-        for bits in range(2, 9)
-    },
-}
+def is_nvfp4(cast: Cast | None) -> bool:
+    if cast is None or cast.scale.block not in (16, (16, 16)):
+        return False
+    return (cast.element, cast.scale.format, cast.scale.two_level) == ("e2m1", "e4m3", True)
 
 
-def obstacle(kind: Kind, name: str, layer: QuantizedLayer) -> str | None:
-    cast = layer.casts.fprop_w
-    assert cast is not None
-    if (why := common_obstacle(layer) or kind.fits(cast)) is not None:
-        return why
+def _is_mx(element: str, cast: Cast) -> bool:
+    return (cast.element, cast.scale.format, cast.scale.block) == (element, "e8m0", 32) and not has_second_level(cast)
+
+
+def _is_fp8(cast: Cast) -> bool:
+    return (cast.element, cast.scale.format) == ("e4m3", "fp32") and cast.scale.block in ("row", "tensor", (128, 128))
+
+
+def _is_int(bits: int, cast: Cast) -> bool:
+    elements = ("int2", "ternary") if bits == 2 else (f"int{bits}",)
+    return cast.element in elements and not isinstance(cast.scale.block, tuple) and not has_second_level(cast)
+
+
+def _obstacle(
+    held: str, holds: Callable[[Cast], bool], activations: bool, name: str, layer: QuantizedLayer
+) -> str | None:
+    if (reason := common_obstacle(layer)) is not None:
+        return reason
+    cast, inputs = weight_cast(layer), layer.casts.fprop_x
+    if not holds(cast):
+        return f"it takes {held}, and the weight has {cast}"
     if not isinstance(layer, nn.Linear):
         return f"{type(layer).__name__} is no nn.Linear, by which engines find layers"
-    if kind.activations and not takes_nvfp4(layer):
-        return (
-            f"engines would quantize its input to NVFP4, and the training had {layer.casts.fprop_x}: take nvfp4-w4a16"
-        )
+    if activations and not is_nvfp4(inputs):
+        return f"engines would quantize its input to NVFP4, and the training had {inputs}: take nvfp4-w4a16"
     block, size = cast.scale.block, layer.in_features
     length = block[1] if isinstance(block, tuple) else block
     if isinstance(length, int) and size % length and cast.element != "e4m3":
@@ -248,34 +207,37 @@ def obstacle(kind: Kind, name: str, layer: QuantizedLayer) -> str | None:
     return None
 
 
-def _write(name: str, kind: Kind, source: Source, folder: Path, options: Options) -> list[Written]:
-    check(source, {layer: obstacle(kind, layer, source.layers[layer]) for layer in source.layers}, name)
-    shards, rows, described = Shards(folder), list[Written](), dict[str, Encoded]()
-    for weight in FORMATS[name].weights(source, options):
-        encoded = kind.encode(weight, options)
-        size = shards.add({f"{weight.name}.{part}": tensor for part, tensor in encoded.tensors.items()})
-        described[weight.name] = replace(encoded, tensors={})
-        rows.append(row(weight, encoded.format, size, encoded.by))
-    shards.add_dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype)
-    shards.close()
-    write_network(source, folder, options.dtype, quantization_config(source.model, described))
+def _write(
+    name: str, describe: Callable[[Weight, Options], Described], source: TrainedModel, folder: Path, options: Options
+) -> list[Written]:
+    schemes: dict[str, list[Any]] = {}
+
+    def encode(weight: Weight) -> Encoded:
+        encoded, weights, inputs = describe(weight, options)
+        schemes[weight.name] = [encoded.format, weights, inputs]
+        return encoded
+
+    rows = FORMATS[name].write_layers(source, folder, options, encode)
+    write_network(source, folder, options.dtype, quantization_config(schemes, unquantized_linears(source)))
     return rows
 
 
-def quantization_config(model: nn.Module, described: Mapping[str, Encoded]) -> dict[str, Any]:
-    """What ``config.json`` tells of quantized layers: a group for each scheme, and what is left out."""
+def quantization_config(schemes: Mapping[str, Sequence[Any]], ignored: Sequence[str]) -> dict[str, Any]:
+    """The description of quantized layers in ``config.json``: a group for each scheme, and the ignored layers.
+
+    ``schemes`` has a format and the arguments of weights and inputs for each layer.
+    """
     groups: dict[str, list[str]] = {}
-    for name, each in described.items():
-        groups.setdefault(json.dumps([each.format, each.weights, each.inputs]), []).append(name)
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for name, scheme in schemes.items():
+        groups.setdefault(json.dumps(scheme), []).append(name)
     config_groups = {}
-    for number, (scheme, names) in enumerate(groups.items()):
-        format, of_weights, of_inputs = json.loads(scheme)
+    for number, (text, names) in enumerate(groups.items()):
+        format, weights, inputs = json.loads(text)
         config_groups[f"group_{number}"] = {
             "targets": ["Linear"] if len(groups) == 1 else [f"re:{re.escape(name)}$" for name in names],
             "format": format,
-            "weights": of_weights,
-            "input_activations": of_inputs,
+            "weights": weights,
+            "input_activations": inputs,
             "output_activations": None,
         }
     formats = {group["format"] for group in config_groups.values()}
@@ -285,7 +247,7 @@ def quantization_config(model: nn.Module, described: Mapping[str, Encoded]) -> d
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": config_groups,
-        "ignore": [name for name in linear if name not in described],
+        "ignore": ignored,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         "sparsity_config": {},
@@ -307,25 +269,66 @@ def _load(dtype: torch.dtype | None, folder: Path) -> nn.Module:
     return model
 
 
-def _dtype(format: str) -> torch.dtype | None:
-    """In which transformers computes with a folder; None for the dtype of the folder."""
-    if format == "fp8":
-        return torch.float32  # in which scales are as vLLM keeps them
-    return None if format.startswith("int") else torch.bfloat16  # to which compressed-tensors unpacks weights
+def _format(
+    name: str,
+    held: str,
+    holds: Callable[[Cast], bool],
+    describe: Callable[[Weight, Options], Described],
+    own_cast: Cast | None = None,
+    fused: bool = False,
+    activations: bool = False,
+    dtype: torch.dtype | None = torch.bfloat16,
+) -> Format:
+    """A format of this family.
 
-
-_ABOUT = "compressed-tensors: vLLM, SGLang, transformers"
-FORMATS = {
-    name: Format(
+    Args:
+        name, own_cast, fused: of :class:`Format`.
+        held: the casts of weights that ``holds`` accepts, in words.
+        holds: returns whether the format holds a cast of a weight.
+        describe: the layer in the file.
+        activations: engines quantize inputs to NVFP4, too.
+        dtype: in which transformers computes with a folder, as compressed-tensors unpacks weights to bfloat16; None for
+            the dtype of the folder.
+    """
+    return Format(
         name,
-        _ABOUT,
-        partial(obstacle, kind),
-        partial(_write, name, kind),
-        partial(_load, _dtype(name)),
-        fused=kind.fused,
-        own_cast=kind.own_cast,
+        "compressed-tensors: vLLM, SGLang, transformers",
+        partial(_obstacle, held, holds, activations),
+        partial(_write, name, describe),
+        partial(_load, dtype),
+        fused=fused,
+        own_cast=own_cast,
         rounds_scales=name.startswith("int"),
         programs=("transformers, compressed-tensors", "vLLM", "lightning_lowbit"),
     )
-    for name, kind in KINDS.items()
-}
+
+
+def _mx_format(name: str, held: str, element: str) -> Format:
+    return _format(name, held, partial(_is_mx, element), _mx, Cast(element, Scale("e8m0", 32)))
+
+
+def _int_format(bits: int) -> Format:
+    held = f"int{bits} in rows, groups or one tensor, with scales of one level in bf16, fp16 or fp32"
+    own_cast = Cast(f"int{bits}", Scale("fp32", 32))
+    return _format(f"int{bits}", held, partial(_is_int, bits), _integers, own_cast, dtype=None)
+
+
+_HELD_NVFP4 = "NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)"
+_ALL = (
+    _format("nvfp4-w4a16", _HELD_NVFP4, is_nvfp4, partial(_nvfp4, activations=False), NVFP4, fused=True),
+    _format("nvfp4-w4a4", _HELD_NVFP4, is_nvfp4, partial(_nvfp4, activations=True), fused=True, activations=True),
+    _mx_format("mxfp4", "MXFP4 (e2m1/e8m0:1x32, one level)", "e2m1"),
+    _mx_format("mxfp6", "MXFP6 in E2M3 (e2m3/e8m0:1x32; engines hold no E3M2, nor a second level)", "e2m3"),
+    _mx_format("mxfp8", "MXFP8 (e4m3/e8m0:1x32, one level)", "e4m3"),
+    _format(
+        "fp8",
+        "E4M3 with float32 scales of the tensor, rows or tiles of 128x128",
+        _is_fp8,
+        _fp8,
+        Cast("e4m3", Scale("fp32", "row")),
+        fused=True,
+        dtype=torch.float32,  # in which scales are as vLLM keeps them
+    ),
+    *map(_int_format, range(2, 9)),
+)
+FORMATS = {format.name: format for format in _ALL}

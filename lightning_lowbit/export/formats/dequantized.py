@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit.export.folder import Shards, load_network, write_network, write_tokenizer
+from lightning_lowbit.export.folder import SafetensorsWriter, load_network, write_network, write_tokenizer
 from lightning_lowbit.export.formats.base import Format, Options, Written
-from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import check, common_obstacle, matrices
+from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.weights import common_obstacle, matrices, weight_cast
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import Projection
-from lightning_lowbit.quant import Cast, quantize
+from lightning_lowbit.quant import quantize
 
 
 def _obstacle(name: str, layer: QuantizedLayer) -> str | None:
@@ -26,21 +26,20 @@ def _obstacle(name: str, layer: QuantizedLayer) -> str | None:
 
 
 @torch.no_grad()
-def _write(source: Source, folder: Path, options: Options) -> list[Written]:
-    check(source, {name: _obstacle(name, layer) for name, layer in source.layers.items()}, "dequantized")
+def _write(source: TrainedModel, folder: Path, options: Options) -> list[Written]:
+    FORMATS["dequantized"].check(source)
     names = {id(parameter): name for name, parameter in source.model.named_parameters()}
-    shards, rows, written = Shards(folder), list[Written](), set[str]()
+    writer, rows, written = SafetensorsWriter(folder), list[Written](), set[str]()
     for name, matrix, _ in matrices(source):
         layer = source.layers[name]
         parameter = names[id(layer.weight)]
         values = _quantized_parameter(layer, matrix)
         stored = values.to(options.dtype)
         rounding = float((stored.float() - values).abs().max())
-        size = shards.add({parameter: stored})
+        size = writer.add({parameter: stored})
         rows.append(Written(name, str(layer.casts.fprop_w), "dequantized", size, rounding))
         written.add(parameter)
-    shards.add_dense(source, written, options.dtype)
-    shards.close()
+    writer.finish(source, written, options.dtype)
     if source.config is None:
         write_tokenizer(source, folder)
     else:
@@ -50,10 +49,9 @@ def _write(source: Source, folder: Path, options: Options) -> list[Written]:
 
 def _quantized_parameter(layer: QuantizedLayer, matrix: Tensor) -> Tensor:
     """The parameter of a layer, float32, with the quantized values of its matrix or stack of matrices."""
-    cast = layer.casts.cast_of("fprop_w")
-    assert isinstance(cast, Cast)
+    cast = weight_cast(layer)
     stack = matrix if matrix.dim() > 2 else matrix[None]
-    values = torch.stack([quantize(one, cast, amax=layer.scaled_by(one)).dequantize() for one in stack])
+    values = torch.stack([quantize(part, cast, amax=layer.scaled_by(part)).dequantize() for part in stack])
     parameter: Any = layer.weight
     trained = parameter.data
     parameter.data = torch.empty_like(trained, dtype=torch.float32)

@@ -20,12 +20,19 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.folder import write_network
-from lightning_lowbit.export.formats import base
-from lightning_lowbit.export.formats.base import Format, Options, Written, example_shape, row
-from lightning_lowbit.export.formats.onnx_layers import INT4, TYPES, UINT4, Decoded, Inputs, attach, input_obstacle
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written, example_shape, row
+from lightning_lowbit.export.formats.onnx_layers import (
+    INT4,
+    TYPES,
+    UINT4,
+    Decoded,
+    InputRounding,
+    attach,
+    input_obstacle,
+)
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, common_obstacle
-from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.linear_casts import FORWARD, LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
@@ -43,19 +50,20 @@ _IN_FLOAT32 = ("session.qdq_matmulnbits_accuracy_level", "1")
 
 
 def obstacle(name: str, layer: QuantizedLayer) -> str | None:
-    """Why operators of ONNX do not express a layer, in words; None if they do."""
+    """Returns why operators of ONNX do not express a layer, in words; None if they do."""
     if (why := common_obstacle(layer)) is not None:
         return why
     cast = layer.casts.cast_of("fprop_x")
     return None if cast is None else input_obstacle(cast)
 
 
-def _write(source: Source, folder: Path, options: Options) -> list[Written]:
+def _write(source: TrainedModel, folder: Path, options: Options) -> list[Written]:
     layers = {clean_name(name): layer for name, layer in quantized_layers(source.model).items()}
-    forward = {name: layer for name, layer in layers.items() if _quantizes(layer.casts)}
+    forward = {name: layer for name, layer in layers.items() if layer.casts.has_cast(FORWARD)}
     check(replace(source, layers=forward), {name: obstacle(name, layer) for name, layer in forward.items()}, "onnx")
     example = _example(source, options)
-    _need("onnx", "onnx_ir", "onnxscript")
+    if missing := [name for name in ("onnx", "onnx_ir", "onnxscript") if find_spec(name) is None]:
+        raise ValueError(f"The format onnx takes {some(missing)}: {install(*missing)}.")
     model = _Outputs(_twin(source.model), source.config is not None)
     twins = {clean_name(name): layer for name, layer in quantized_layers(model.model).items()}
     rows = []
@@ -77,26 +85,17 @@ def _write(source: Source, folder: Path, options: Options) -> list[Written]:
     return rows
 
 
-def _need(*packages: str) -> None:
-    if missing := [name for name in packages if find_spec(name) is None]:
-        raise ValueError(f"The format onnx takes {some(missing)}: {install(*missing)}.")
-
-
-def _row(weight: Weight, inputs: Inputs | None) -> Written:
+def _row(weight: Weight, inputs: InputRounding | None) -> Written:
     decoded = Decoded(weight.quantized, transposed=False)
     codes = decoded.codes.numel() // (2 if decoded.number in _FOUR_BITS else 1)
     size = codes + 4 * decoded.scales.numel() + (0 if decoded.zeros is None else decoded.zeros.numel())
     amax = None if inputs is None or inputs.amax is None else float(inputs.amax)
-    by = None if inputs is None else base.Inputs(inputs.cast, amax)
+    by = None if inputs is None else Inputs(inputs.cast, amax)
     return row(weight, f"onnx {TYPES[decoded.number]}", size, by)
 
 
-def _quantizes(casts: LinearCasts) -> bool:
-    return casts.fprop_x is not None or casts.fprop_w is not None
-
-
-def _inputs(name: str, layer: QuantizedLayer, options: Options) -> Inputs | None:
-    """How a layer's input is rounded: by an amax of calibration, or of delayed scaling, or its own in each pass."""
+def _inputs(name: str, layer: QuantizedLayer, options: Options) -> InputRounding | None:
+    """The rounding of a layer's input: by an amax of calibration, or of delayed scaling, or its own in each pass."""
     cast = layer.casts.cast_of("fprop_x")
     if not isinstance(cast, Cast):
         return None
@@ -106,10 +105,7 @@ def _inputs(name: str, layer: QuantizedLayer, options: Options) -> Inputs | None
     elif cast.scale.source == "delayed" and layer.lowbit.amaxes is not None:
         known = layer.lowbit.amaxes.in_force[OPERANDS.index("fprop_x")]
         amax = known.clone() if known > 0 else None
-    return Inputs(cast, amax)
-
-
-# --- tracing ----------------------------------------------------------------------------------------------------------
+    return InputRounding(cast, amax)
 
 
 class _Outputs(nn.Module):
@@ -141,7 +137,7 @@ def _twin(model: nn.Module) -> Any:
     return twin.eval()
 
 
-def _example(source: Source, options: Options) -> Tensor:
+def _example(source: TrainedModel, options: Options) -> Tensor:
     """An input to trace the model with; its first dimension is free in the file, and of tokens the second, too."""
     model: Any = source.model
     if source.config is not None and model.main_input_name == "input_ids":
@@ -181,7 +177,7 @@ def _traced(model: _Outputs, example: Tensor) -> Any:
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Without what the exporter tells of packages that it could use, and deprecates in itself."""
+    """Silences the exporter, which tells of packages that it could use, and of its own deprecations."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -211,16 +207,13 @@ def _set_types(graph: Any, model: nn.Module) -> None:
 
 
 def _forget_source(graph: Any) -> None:
-    """Removes what the exporter notes of each node: lines of code, with the paths of this machine."""
+    """Removes the exporter's notes on each node: lines of code, with the paths of this machine."""
     for node in graph.graph.all_nodes():
-        for each in (node, *node.outputs):
-            each.metadata_props.clear()
+        for part in (node, *node.outputs):
+            part.metadata_props.clear()
     for value in (*graph.graph.inputs, *graph.graph.initializers.values()):
         value.metadata_props.clear()
     graph.graph.metadata_props.clear()
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 class Session(nn.Module):
@@ -235,15 +228,11 @@ class Session(nn.Module):
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def forward(self, input: Tensor | None = None, *, input_ids: Tensor | None = None) -> Any:
-        given = input_ids if input is None else input
-        assert given is not None
-        [output] = self.session.run(None, {self.session.get_inputs()[0].name: given.numpy()})
+        tensor = input_ids if input is None else input
+        assert tensor is not None
+        [output] = self.session.run(None, {self.session.get_inputs()[0].name: tensor.numpy()})
         is_network = self.session.get_outputs()[0].name == _LOGITS
         return SimpleNamespace(logits=torch.from_numpy(output)) if is_network else torch.from_numpy(output)
-
-
-def _load(folder: Path) -> nn.Module:
-    return Session(folder / _FILE).eval()
 
 
 FORMATS = {
@@ -252,7 +241,7 @@ FORMATS = {
         "model.onnx of any module: onnxruntime and other engines",
         obstacle,
         _write,
-        _load,
+        lambda folder: Session(folder / _FILE).eval(),
         needs_network=False,
         traces=True,
         dtypes=(torch.float32,),

@@ -36,9 +36,6 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-
 def stored_as(cast: Cast) -> tuple[int, float]:
     """The type that holds the elements of a weight exactly, divided by a number."""
     if cast.scale.statistic == "minmax":
@@ -97,16 +94,13 @@ class Decoded(nn.Module):
 
 
 def _by_row(quantized: Quantized, values: Tensor) -> Tensor:
-    """Values of blocks as ``[rows, blocks]``, those of tiles repeated; ``[1, 1]`` of the tensor."""
+    """Values of blocks as ``[rows, blocks]``, repeated in tiles; ``[1, 1]`` of the tensor."""
     block, rows = quantized.cast.scale.block, len(quantized.codes)
     return values.repeat_interleave(block[0], 0)[:rows] if isinstance(block, tuple) else values
 
 
-# --- inputs -----------------------------------------------------------------------------------------------------------
-
-
 def input_obstacle(cast: Cast) -> str | None:
-    """Why operators of ONNX do not express the cast of an input, in words; None if they do."""
+    """Returns why operators of ONNX do not express the cast of an input, in words; None if they do."""
     scale = cast.scale
     if cast.draws:
         return f"its input is rounded stochastically ({cast})"
@@ -119,7 +113,7 @@ def input_obstacle(cast: Cast) -> str | None:
     return None
 
 
-class Inputs(nn.Module):
+class InputRounding(nn.Module):
     """Rounds an input ``[..., features]`` to few bits, as a cast does, in the order of operations of
     :mod:`lightning_lowbit.quant.scaling`.
 
@@ -135,11 +129,13 @@ class Inputs(nn.Module):
     def __init__(self, cast: Cast, amax: Tensor | None) -> None:
         super().__init__()
         self.cast = cast
-        of_tensor = cast.scale.largest * cast.format.max / cast.scale.factor
-        self.register_buffer("numerator", torch.tensor(of_tensor if cast.scale.two_level else fp32_numerator(cast)))
+        two_level = cast.scale.largest * cast.format.max / cast.scale.factor
+        self.register_buffer("numerator", torch.tensor(two_level if cast.scale.two_level else fp32_numerator(cast)))
         self.inverse = float(torch.ones(()) / cast.format.max)  # in float32
         self.register_buffer("amax", None if amax is None else amax.float())
-        is_static = amax is not None and cast.scale.block == "tensor" and _is_a_type(cast)
+        # ``QuantizeLinear`` rounds to FP8 and to whole numbers.
+        is_type = cast.scale.format == "fp32" and (cast.format in _FLOAT8 or cast.format.encoding in _WHOLE)
+        is_static = amax is not None and cast.scale.block == "tensor" and is_type
         e = scales_of(self.amax, torch.ones(()), cast) if is_static and self.amax is not None else None
         self.register_buffer("step", None if e is None else e.reciprocal())
         self.limit = 0.0 if e is None else float(cast.format.max / e)
@@ -161,7 +157,7 @@ class Inputs(nn.Module):
         return x.abs().amax([*range(x.dim())], keepdim=True) if self.amax is None else self.amax
 
     def _scales(self, amax: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What elements are multiplied by, and decoded by. The former is finite, so that zeros stay zeros."""
+        """The numbers that encode elements, and that decode them. The former is finite, so that zeros stay zeros."""
         scale, format = self.cast.scale, self.cast.format
         if scale.format == "fp32":
             amax = amax.clamp(min=scale.epsilon) if scale.epsilon else amax
@@ -169,8 +165,8 @@ class Inputs(nn.Module):
             return e, e.reciprocal()
         encode = torch.ones(())
         if scale.two_level:
-            of_row = x.abs().amax(-1, keepdim=True).unsqueeze(-1) if scale.two_level == "row" else None
-            whole = self._amax_of_tensor(x) if of_row is None else of_row
+            is_by_row = scale.two_level == "row"
+            whole = x.abs().amax(-1, keepdim=True).unsqueeze(-1) if is_by_row else self._amax_of_tensor(x)
             encode = (self.numerator / whole).clamp(_TINY, _LARGEST)
         if scale.format == "e8m0":
             exponent, threshold = e8m0_rule(format, scale.rounding)
@@ -204,18 +200,10 @@ class Inputs(nn.Module):
         return symbolic("DequantizeLinear", (codes, step), dtype=torch.float32, shape=x.shape, version=21)
 
 
-def _is_a_type(cast: Cast) -> bool:
-    """Whether ``QuantizeLinear`` rounds to the elements of a cast: FP8 and whole numbers."""
-    return cast.scale.format == "fp32" and (cast.format in _FLOAT8 or cast.format.encoding in _WHOLE)
-
-
-# --- layers -----------------------------------------------------------------------------------------------------------
-
-
 class Product(nn.Module):
     """``x · Wᵀ + b`` of a converted layer, in place of its ``quantized_forward``."""
 
-    def __init__(self, weight: Weight | None, inputs: Inputs | None) -> None:
+    def __init__(self, weight: Weight | None, inputs: InputRounding | None) -> None:
         super().__init__()
         self.weight = None if weight is None else Decoded(weight.quantized, transposed=True)
         self.inputs = inputs
@@ -230,7 +218,7 @@ class Convolution(nn.Module):
     """A converted convolution, in place of its ``forward``: as ``Conv``, or as a product of patches whose input has
     scales that pixels of different patches do not share."""
 
-    def __init__(self, layer: Any, weight: Weight | None, inputs: Inputs | None) -> None:
+    def __init__(self, layer: Any, weight: Weight | None, inputs: InputRounding | None) -> None:
         super().__init__()
         self._of = (layer,)  # in a tuple, so that it is no child
         self.inputs = inputs
@@ -272,8 +260,8 @@ class Convolution(nn.Module):
             return x if self.inputs is None else self.inputs(x)
         return self.inputs(x.movedim(1, -1)).movedim(-1, 1)
 
-    def _is_of_pixels(self, inputs: Inputs, window: Window, x: Tensor) -> bool:
-        """Whether pixels that are rounded before the patches are gathered have the same values."""
+    def _is_of_pixels(self, inputs: InputRounding, window: Window, x: Tensor) -> bool:
+        """Returns whether pixels that are rounded before the patches are gathered have the same values."""
         cast, pixels = inputs.cast, all(k == 1 for k in window.kernel)
         if inputs.amax is None and cast.scale.needs_amax and not window.covers([*map(int, x.shape[2:])]):
             return False
@@ -303,7 +291,7 @@ def patches(x: Tensor, window: Window) -> Tensor:
     return x.permute(0, *range(2, 2 + n), *range(2 + n, 2 + 2 * n), 1).flatten(n + 1)
 
 
-def attach(layer: QuantizedLayer, weight: Weight | None, inputs: Inputs | None) -> None:
+def attach(layer: QuantizedLayer, weight: Weight | None, inputs: InputRounding | None) -> None:
     """Lets a converted layer compute by these operators; ``weight`` is None for one in high precision."""
     is_image = isinstance(layer, QuantizedConvolution)
     module = Convolution(layer, weight, inputs) if is_image else Product(weight, inputs)

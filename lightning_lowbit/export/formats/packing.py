@@ -1,4 +1,4 @@
-"""How codes lie in files: nibbles, streams of bits, and the scales of blocks by row."""
+"""Codes as they lie in files: nibbles, streams of bits, and the scales of blocks by row."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ def nibbles(codes: Tensor) -> Tensor:
 
 
 def scales_by_row(quantized: Quantized) -> Tensor:
-    """The scales of blocks as ``[rows, blocks]``: those of tiles are repeated."""
+    """The scales of blocks as ``[rows, blocks]``, repeated in tiles."""
     scales, rows = quantized.scales, len(quantized.codes)
     if len(scales) == rows:
         return scales

@@ -1,9 +1,9 @@
-"""How programs run a folder: for each a section of its model card."""
+"""How programs run a folder: a section of its model card for each."""
 
 from pathlib import Path
 from typing import Any
 
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.tokenizer import load_tokenizer
 
 _LOADED = """```python
@@ -64,23 +64,14 @@ model = load("{folder}")  # layers that compute with the codes of the folder
 }
 
 
-def usage(source: Source, programs: tuple[str, ...], folder: Path) -> str:
-    """The sections of some programs, in Markdown.
-
-    Args:
-        source: the model.
-        programs: keys of ``PROGRAMS``.
-        folder: as people will call it.
-    """
-    code = _code(source, folder)
-    sections = {program: PROGRAMS[program].format(folder=folder.name, code=code) for program in programs}
-    return "\n\n".join(f"### {program}\n\n{text}" for program, text in sections.items())
-
-
-def _code(source: Source, folder: Path) -> str:
+def usage(source: TrainedModel, programs: tuple[str, ...], folder: Path) -> str:
+    """The sections of some programs, keys of ``PROGRAMS``, in Markdown."""
     model: Any = source.model
     name = source.facts.get("tokenizer")
     if source.config is None or name is None or not model.can_generate():
-        return _LOADED.format(model=type(model).__name__, folder=folder.name)
-    inputs = _TEXT if load_tokenizer(name).chat_template is None else _CHAT
-    return _GENERATED.format(folder=folder.name, inputs=inputs)
+        code = _LOADED.format(model=type(model).__name__, folder=folder.name)
+    else:
+        inputs = _TEXT if load_tokenizer(name).chat_template is None else _CHAT
+        code = _GENERATED.format(folder=folder.name, inputs=inputs)
+    sections = {program: PROGRAMS[program].format(folder=folder.name, code=code) for program in programs}
+    return "\n\n".join(f"### {program}\n\n{text}" for program, text in sections.items())

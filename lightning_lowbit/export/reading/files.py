@@ -1,7 +1,7 @@
 """The files of a folder of ``transformers``: JSON, and tensors in ``*.safetensors``.
 
-Whatever is wrong with a file is a ``ValueError`` that names it. Which files hold the weights, ``model.safetensors`` or
-``model.safetensors.index.json`` says; others in the folder are not read.
+A file that is damaged or missing is a ``ValueError`` that names it. ``model.safetensors`` or
+``model.safetensors.index.json`` says which files hold the weights; others in the folder are not read.
 """
 
 import json
@@ -19,7 +19,7 @@ AGAIN = "Export or download the folder again."
 
 
 class Place(NamedTuple):
-    """Where a tensor is: its file, and the name of its dtype there, such as ``"BF16"``."""
+    """The place of a tensor: its file, and the name of its dtype there, such as ``"BF16"``."""
 
     file: Path
     dtype: str
@@ -66,19 +66,19 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     places = locate(folder)
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(place.file for place in places.values()):
-        with opened(file) as there:
-            tensors |= {name: there.get_tensor(name) for name, place in places.items() if place.file == file}
+        with opened(file) as content:
+            tensors |= {name: content.get_tensor(name) for name, place in places.items() if place.file == file}
     return tensors
 
 
 def is_saved_safely(folder: Path) -> bool:
-    """Whether the weights of a folder are in ``*.safetensors``."""
+    """Returns whether the weights of a folder are in ``*.safetensors``."""
     return (folder / WHOLE).exists() or (folder / INDEX).exists()
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """A file of tensors; what is wrong with it, now or while it is read, is a ``ValueError``."""
+    """Opens a file of tensors; an error now, or while it is read, is a ``ValueError``."""
     from safetensors import SafetensorError, safe_open  # comes with transformers
 
     try:

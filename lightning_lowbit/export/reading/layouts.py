@@ -1,4 +1,4 @@
-"""How a quantized layer lies in files: which tensors, of which dtypes and shapes, and the codes that they hold.
+"""Layouts of quantized layers in files: their tensors, with dtypes and shapes, and the codes that they hold.
 
     format                          files hold                                          cast
     nvfp4-pack-quantized            weight_packed, weight_scale, weight_global_scale    e2m1/e4m3:1x16+fp32
@@ -11,8 +11,8 @@
                                     weight (E4M3), weight_scale                         e4m3 per tensor or row
     bitnet                          weight, weight_scale                                ternary, one scale
 
-The model tells the shape ``[rows, columns]`` of each weight, and the configuration the format: they say what each
-tensor must be. Tensors are decoded only after they have been compared.
+The model tells the shape ``[rows, columns]`` of each weight, the configuration the format. Tensors are compared with
+both before they are decoded.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +42,6 @@ REFUSED = {
 PARTS = (WEIGHT, *UNUSED, *QUANTIZED, *REFUSED)
 
 _NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
-_ONE_NUMBER = ((), (1,))
 _E4M3, _BYTES, _FLOATS = (torch.float8_e4m3fn,), (torch.uint8,), tuple(FLOATS)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -65,7 +64,7 @@ class Codes(NamedTuple):
         return self._replace(cast=self.cast.replace(scale={"block": "tensor"}), scales=first)
 
     def packed(self, name: str, cast: Cast) -> Packed:
-        """The codes of a layer as those of a cast that differs only in how scales are made."""
+        """The codes of a layer under a cast that differs only in how scales are made."""
         block, scales = cast.scale.block, self.scales
         if cast.element == "ternary" and (self.values < -1).any():  # which two bits can hold
             raise ValueError(f"The weight of {name} has codes that are not ternary, as its casts are. {AGAIN}")
@@ -81,19 +80,22 @@ class Codes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a tensor of a layer must be; ``values`` where they are known."""
+    """The dtypes and shapes that a tensor of a layer may have; ``values`` where they are known."""
 
     dtypes: Sequence[torch.dtype]
     shapes: Sequence[tuple[int, ...]]
     values: Sequence[int] | None = None
 
     def differs(self, name: str, tensor: Tensor) -> str | None:
-        """How a tensor is something else, in words; None if it fits."""
+        """Tells in words how a tensor is something else; None if it fits."""
         if tensor.dtype in self.dtypes and tuple(tensor.shape) in self.shapes:
-            there = None if self.values is None else tensor.tolist()
-            return None if there == self.values else f"{name} has {there}, and {self.values} is needed"
-        needed = f"{' or '.join(map(_shown, self.dtypes))} {' or '.join(map(str, map(list, self.shapes)))}"
-        return f"{name} is {_shown(tensor.dtype)} {[*tensor.shape]}, and {needed} is needed"
+            values = None if self.values is None else tensor.tolist()
+            return None if values == self.values else f"{name} has {values}, and {self.values} is needed"
+        needed = f"{' or '.join(map(_short, self.dtypes))} {' or '.join(map(str, map(list, self.shapes)))}"
+        return f"{name} is {_short(tensor.dtype)} {[*tensor.shape]}, and {needed} is needed"
+
+
+_SCALAR = Part(tuple(FLOATS), ((), (1,)))
 
 
 class Layout(NamedTuple):
@@ -103,9 +105,8 @@ class Layout(NamedTuple):
     decode: Callable[[Parts], Codes]
 
     def differs(self, tensors: Parts) -> list[str]:
-        """How the tensors of a layer are not those of this layout, in words."""
-        inputs = {part: Part(_FLOATS, _ONE_NUMBER) for part in UNUSED if part in tensors}
-        known = {**self.parts, **inputs}
+        """Tells in words how the tensors of a layer differ from this layout."""
+        known = {**self.parts, **{part: _SCALAR for part in UNUSED if part in tensors}}
         lacking = [f"{part} is missing" for part in self.parts if part not in tensors]
         other = [f"{part} is not of its format" for part in tensors if part not in known]
         differing = (known[part].differs(part, tensor) for part, tensor in tensors.items() if part in known)
@@ -118,9 +119,9 @@ def codes_of(name: str, tensors: Parts, layouts: Sequence[Layout]) -> Codes:
     Raises:
         ValueError: its tensors have none of them; or scales are not finite, or codes mean no number.
     """
-    for part, why in REFUSED.items():
+    for part, reason in REFUSED.items():
         if part in tensors:
-            raise ValueError(f"{name} has {why}")
+            raise ValueError(f"{name} has {reason}")
     wrong = [layout.differs(tensors) for layout in layouts]
     fitting = [layout for layout, differences in zip(layouts, wrong, strict=True) if not differences]
     if not fitting:
@@ -135,7 +136,7 @@ def codes_of(name: str, tensors: Parts, layouts: Sequence[Layout]) -> Codes:
 
 
 def layouts(method: str, schemes: Sequence[Scheme], rows: int, columns: int) -> list[Layout]:
-    """How a weight ``[rows, columns]`` may lie in the files of a quantization method.
+    """The layouts that a weight ``[rows, columns]`` may have in the files of a quantization method.
 
     Args:
         method: ``quant_method`` in ``config.json``.
@@ -143,15 +144,11 @@ def layouts(method: str, schemes: Sequence[Scheme], rows: int, columns: int) -> 
         rows, columns: of the weight.
     """
     if method == "bitnet":
-        quarter = {"weight": Part(_BYTES, [(rows // 4, columns)]), "weight_scale": Part(_FLOATS, _ONE_NUMBER)}
+        quarter = {"weight": Part(_BYTES, [(rows // 4, columns)]), "weight_scale": _SCALAR}
         return [Layout(quarter, _ternary)] if rows % 4 == 0 else []
     if method == "modelopt":
-        scale = Part(_FLOATS, _ONE_NUMBER)
-        nvfp4 = {"weight": _packed(4, rows, columns), "weight_scale": _blocks(_E4M3, 16, rows, columns)}
-        return [
-            Layout({**nvfp4, "weight_scale_2": scale}, partial(_nvfp4_of_modelopt, columns)),
-            *(_plain("e4m3", _E4M3, _scales(strategy, {}, rows, columns), rows, columns) for strategy in _WHOLE),
-        ]
+        fp8 = {"format": "float-quantized", "type": "float", "num_bits": 8}
+        schemes = [{"format": "modelopt"}, *({**fp8, "strategy": strategy} for strategy in ("tensor", "channel"))]
     return [_layout(scheme, rows, columns) for scheme in schemes]
 
 
@@ -173,21 +170,21 @@ def check_scheme(scheme: Scheme, where: str) -> Scheme:
     if scheme["strategy"] in ("group", "tensor_group"):
         integer(f"group_size in {where}", scheme.get("group_size"), 1, "columns with one scale")
     if scheme["strategy"] == "block":
-        structure = scheme.get("block_structure")
-        if not isinstance(structure, list) or len(structure) != 2:
-            raise ValueError(
-                f"block_structure in {where} is the rows and columns of a tile; got {structure!r}. {AGAIN}"
-            )
-        for size in structure:
-            integer(f"block_structure in {where}", size, 1, "rows and columns of a tile")
+        tile, meaning = scheme.get("block_structure"), "rows and columns of a tile"
+        if not isinstance(tile, list) or len(tile) != 2:
+            raise ValueError(f"block_structure in {where} is the {meaning}; got {tile!r}. {AGAIN}")
+        for size in tile:
+            integer(f"block_structure in {where}", size, 1, meaning)
     needed = _FORMATS[scheme["format"]]
     if any(scheme[key] not in values for key, values in needed.items()):
-        told = ", ".join(f"{key} {' or '.join(map(str, values))}" for key, values in needed.items())
-        raise ValueError(f"{scheme['format']} in {where} takes {told}; got { ({key: scheme[key] for key in needed}) }.")
+        takes = ", ".join(f"{key} {' or '.join(map(str, values))}" for key, values in needed.items())
+        raise ValueError(
+            f"{scheme['format']} in {where} takes {takes}; got { ({key: scheme[key] for key in needed}) }."
+        )
     return scheme
 
 
-# What arguments of weights each format takes.
+# The arguments of weights that each format takes.
 _MX = {"type": ("float",), "strategy": ("group",), "group_size": (32,)}
 _FORMATS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "nvfp4-pack-quantized": {"type": ("float",), "num_bits": (4,), "strategy": ("tensor_group",), "group_size": (16,)},
@@ -199,72 +196,45 @@ _FORMATS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "int-quantized": {"type": ("int",), "num_bits": (8,), "strategy": ("tensor", "channel", "group")},
     "naive-quantized": {"num_bits": (8,), "strategy": ("tensor", "channel", "group", "block")},
 }
-_WHOLE = ("tensor", "channel")  # strategies whose scales need no size
 
 
 def _layout(scheme: Scheme, rows: int, columns: int) -> Layout:
-    format, bits = scheme["format"], scheme["num_bits"]
-    if format == "nvfp4-pack-quantized":
-        parts = {
-            "weight_packed": _packed(bits, rows, columns),
-            "weight_scale": _blocks(_E4M3, 16, rows, columns),
-            "weight_global_scale": Part(_FLOATS, _ONE_NUMBER),
-        }
-        return Layout(parts, partial(_nvfp4, columns))
+    format, bits = scheme["format"], scheme.get("num_bits", 4)
+    packed = Part(_BYTES, [(rows, -(-columns * bits // 8))])
+    if format in ("nvfp4-pack-quantized", "modelopt"):
+        weight, scale = (
+            ("weight", "weight_scale_2") if format == "modelopt" else ("weight_packed", "weight_global_scale")
+        )
+        blocks = Part(_E4M3, [(rows, -(-columns // 16))])
+        return Layout({weight: packed, "weight_scale": blocks, scale: _SCALAR}, partial(_nvfp4, columns, weight, scale))
     if format.startswith("mxfp"):
-        scales = _blocks(_EXPONENTS, 32, rows, columns)
-        if bits == 8:
-            return Layout({"weight": Part(_E4M3, [(rows, columns)]), "weight_scale": scales}, _mxfp8)
-        element = "e2m1" if bits == 4 else "e2m3"
-        packed = {"weight_packed": _packed(bits, rows, columns), "weight_scale": scales}
-        return Layout(packed, partial(_mx, element, columns))
-    size = _scales(scheme["strategy"], scheme, rows, columns)
+        element, scales = {4: "e2m1", 6: "e2m3", 8: "e4m3"}[bits], Part(_EXPONENTS, [(rows, -(-columns // 32))])
+        weights = {"weight": Part(_E4M3, [(rows, columns)])} if bits == 8 else {"weight_packed": packed}
+        return Layout({**weights, "weight_scale": scales}, partial(_mx, element, columns))
+    scales, block = _scales(scheme, rows, columns)
     if format == "pack-quantized":
         parts = {
             "weight_packed": Part((torch.int32,), [(rows, -(-columns * bits // 32))]),
-            "weight_scale": size.part,
+            "weight_scale": scales,
             "weight_shape": Part((torch.int32, torch.int64), [(2,)], [rows, columns]),
         }
-        return Layout(parts, partial(_integers, f"int{bits}", columns, size.block))
-    if scheme["type"] == "int":
-        return _plain("int8", (torch.int8,), size, rows, columns)
-    return _plain("e4m3", _E4M3, size, rows, columns)
+        return Layout(parts, partial(_integers, f"int{bits}", columns, block))
+    element, dtypes = ("int8", (torch.int8,)) if scheme["type"] == "int" else ("e4m3", _E4M3)
+    numbers = {"weight": Part(dtypes, [(rows, columns)]), "weight_scale": scales}
+    return Layout(numbers, lambda parts: _scaled(element, parts["weight"].float(), parts["weight_scale"], block))
 
 
-def _packed(bits: int, rows: int, columns: int) -> Part:
-    return Part(_BYTES, [(rows, -(-columns * bits // 8))])
-
-
-def _blocks(dtypes: Sequence[torch.dtype], size: int, rows: int, columns: int) -> Part:
-    return Part(dtypes, [(rows, -(-columns // size))])
-
-
-class _Scales(NamedTuple):
+def _scales(scheme: Scheme, rows: int, columns: int) -> tuple[Part, Any]:
     """The tensor of a weight's scales, and the block of each."""
-
-    part: Part
-    block: Any
-
-
-def _scales(strategy: str, scheme: Scheme, rows: int, columns: int) -> _Scales:
-    if strategy == "tensor":
-        return _Scales(Part(_FLOATS, _ONE_NUMBER), "tensor")
-    if strategy == "channel":
-        return _Scales(Part(_FLOATS, [(rows, 1), (rows,)]), "row")
-    if strategy == "group":
+    if scheme["strategy"] == "tensor":
+        return _SCALAR, "tensor"
+    if scheme["strategy"] == "channel":
+        return Part(_FLOATS, [(rows, 1), (rows,)]), "row"
+    if scheme["strategy"] == "group":
         size = scheme["group_size"]
-        return _Scales(_blocks(_FLOATS, size, rows, columns), size)
+        return Part(_FLOATS, [(rows, -(-columns // size))]), size
     down, across = scheme["block_structure"]  # the last tile may be cut
-    return _Scales(Part(_FLOATS, [(-(-rows // down), -(-columns // across))]), (down, across))
-
-
-def _plain(element: str, dtypes: Sequence[torch.dtype], size: _Scales, rows: int, columns: int) -> Layout:
-    """One number of a weight's own dtype for each element."""
-
-    def decode(parts: Parts) -> Codes:
-        return _scaled(element, parts["weight"].float(), parts["weight_scale"], size.block)
-
-    return Layout({"weight": Part(dtypes, [(rows, columns)]), "weight_scale": size.part}, decode)
+    return Part(_FLOATS, [(-(-rows // down), -(-columns // across))]), (down, across)
 
 
 def _scaled(element: str, values: Tensor, scale: Tensor, block: Any) -> Codes:
@@ -272,30 +242,23 @@ def _scaled(element: str, values: Tensor, scale: Tensor, block: Any) -> Codes:
     return Codes(Cast(element, Scale(format, block)), values, scale.float(), torch.ones(()))
 
 
-def _nvfp4(columns: int, parts: Parts) -> Codes:
-    factor = 1 / parts["weight_global_scale"].float().reshape(())
-    return Codes(_NVFP4, _elements(parts["weight_packed"], "e2m1", columns), parts["weight_scale"].float(), factor)
-
-
-def _nvfp4_of_modelopt(columns: int, parts: Parts) -> Codes:
-    """Its scale of the matrix multiplies, where that of compressed-tensors divides."""
-    factor = parts["weight_scale_2"].float().reshape(())
-    return Codes(_NVFP4, _elements(parts["weight"], "e2m1", columns), parts["weight_scale"].float(), factor)
+def _nvfp4(columns: int, weight: str, scale: str, parts: Parts) -> Codes:
+    """The scale of the matrix multiplies in files of modelopt, and divides in those of compressed-tensors."""
+    factor = parts[scale].float().reshape(())
+    factor = factor if scale == "weight_scale_2" else 1 / factor
+    return Codes(_NVFP4, _elements(parts[weight], "e2m1", columns), parts["weight_scale"].float(), factor)
 
 
 def _mx(element: str, columns: int, parts: Parts) -> Codes:
-    values = _elements(parts["weight_packed"], element, columns)
-    return Codes(Cast(element, Scale("e8m0", 32)), values, _powers(parts["weight_scale"]), torch.ones(()))
-
-
-def _mxfp8(parts: Parts) -> Codes:
-    cast = Cast("e4m3", Scale("e8m0", 32))
-    return Codes(cast, parts["weight"].float(), _powers(parts["weight_scale"]), torch.ones(()))
+    is_fp8 = element == "e4m3"
+    values = parts["weight"].float() if is_fp8 else _elements(parts["weight_packed"], element, columns)
+    scales = parts["weight_scale"].view(torch.float8_e8m0fnu).float()
+    return Codes(Cast(element, Scale("e8m0", 32)), values, scales, torch.ones(()))
 
 
 def _integers(element: str, columns: int, block: Any, parts: Parts) -> Codes:
     bits = ELEMENT_FORMATS[element].bits
-    values = _bits_of(parts["weight_packed"], bits, columns) - 2 ** (bits - 1)
+    values = _bits(parts["weight_packed"], bits, columns) - 2 ** (bits - 1)
     return _scaled(element, values, parts["weight_scale"], block)
 
 
@@ -309,23 +272,18 @@ def _ternary(parts: Parts) -> Codes:
 def _elements(packed: Tensor, element: str, columns: int) -> Tensor:
     """Elements of codes in a stream of bits."""
     format = ELEMENT_FORMATS[element]
-    return format.decode(_bits_of(packed, format.bits, columns).to(torch.uint8))
+    return format.decode(_bits(packed, format.bits, columns).to(torch.uint8))
 
 
-def _bits_of(packed: Tensor, bits: int, columns: int) -> Tensor:
+def _bits(packed: Tensor, bits: int, columns: int) -> Tensor:
     """Rows of a little-endian stream of bits: element i is at the bits from ``i * bits``. float32."""
     rows = len(packed)
-    stream = (
-        packed.contiguous().view(torch.uint8).view(rows, -1, 1) >> torch.arange(8, dtype=torch.uint8) & 1
-    ).flatten(1)
+    octets = packed.contiguous().view(torch.uint8).view(rows, -1, 1)
+    stream = (octets >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
     return stream[:, : columns * bits].view(rows, columns, bits).float() @ (2.0 ** torch.arange(bits))
 
 
-def _powers(exponents: Tensor) -> Tensor:
-    return exponents.view(torch.float8_e8m0fnu).float()
-
-
-def _shown(dtype: torch.dtype) -> str:
+def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,4 +1,4 @@
-"""The casts of a layer: which operand is quantized to what."""
+"""The casts of a layer: the number format of each operand."""
 
 from lightning_lowbit.nn.casts.linear_casts import PHASES, PRESETS, LinearCasts
 

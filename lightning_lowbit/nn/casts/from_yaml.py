@@ -1,4 +1,4 @@
-"""Fields of casts from what YAML gives: casts changed by mappings, settings by key."""
+"""Reads the fields of casts from YAML: casts changed by mappings, settings by key."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,14 +7,14 @@ from lightning_lowbit.checks import choose, from_fields
 from lightning_lowbit.quant import SURROGATES, Cast, Hadamard
 
 
-class Settings(dict[str, Any]):
+class FrozenDict(dict[str, Any]):
     """A frozen mapping with a hash, to be a field of a frozen dataclass."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Settings, (dict(self),)  # pickle and deepcopy would fill an empty one
+        return FrozenDict, (dict(self),)  # pickle and deepcopy would fill an empty one
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError("The settings of LinearCasts do not change: make others with LinearCasts.replace(...).")
@@ -22,7 +22,10 @@ class Settings(dict[str, Any]):
     __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
 
 
-def on_top(before: Any, value: Any) -> Any:
+Settings = FrozenDict  # the former name, in pickles
+
+
+def apply_change(before: Any, value: Any) -> Any:
     """The new value of a field: a mapping changes fields of a cast, or entries of settings, where None removes one."""
     if not isinstance(value, Mapping):
         return value
@@ -30,8 +33,8 @@ def on_top(before: Any, value: Any) -> Any:
         return before.replace(**{str(name): change for name, change in value.items()})  # keys of YAML may be numbers
     if isinstance(before, Hadamard):
         return from_fields(Hadamard, "Hadamard", {**vars(before), **value})
-    if isinstance(before, Settings):
-        changed = {**before, **{key: on_top(before.get(key), change) for key, change in value.items()}}
+    if isinstance(before, FrozenDict):
+        changed = {**before, **{key: apply_change(before.get(key), change) for key, change in value.items()}}
         return {key: change for key, change in changed.items() if change is not None}
     return value
 
@@ -40,7 +43,7 @@ def change_every(start: Mapping[str, Any], changes: Any) -> dict[str, Cast]:
     """The casts among some fields, with the same changes made to each."""
     if not isinstance(changes, Mapping):
         raise ValueError(f"casts.every is a mapping of fields of Cast; got {changes!r}.")
-    changed = {name: on_top(value, changes) for name, value in start.items() if isinstance(value, Cast)}
+    changed = {name: apply_change(value, changes) for name, value in start.items() if isinstance(value, Cast)}
     if not changed:
         raise ValueError("casts.every changes the casts of a preset, and there are none: name a preset that has some.")
     return changed

@@ -16,8 +16,9 @@ from functools import cache
 from typing import Any, ClassVar, Literal
 
 from lightning_lowbit.checks import choose, from_fields
-from lightning_lowbit.nn.casts.from_yaml import Settings, change_every, on_top, read_hadamard, read_surrogate
-from lightning_lowbit.nn.casts.plan import GEMM, GEMMS, OPERANDS, OPERANDS_OF, Plan, plan_of
+from lightning_lowbit.nn.casts.contradictions import contradictions
+from lightning_lowbit.nn.casts.from_yaml import FrozenDict, apply_change, change_every, read_hadamard, read_surrogate
+from lightning_lowbit.nn.casts.plan import GEMMS, OPERANDS, OPERANDS_OF, CastPlan, plan_of
 from lightning_lowbit.quant import Cast, Hadamard
 from lightning_lowbit.quant.cast import current_names
 
@@ -32,15 +33,15 @@ PHASES: dict[str, tuple[str, ...]] = {
     "bf16": OPERANDS,
 }
 
-# Operands that may be those of the forward pass.
+# Operands that may be reused from the forward pass.
 REUSABLE = ("dgrad_w", "wgrad_x")
 
-# What smoothing scales to one magnitude: the channels or the tokens of a layer's input.
+# Smoothing scales the channels or the tokens of a layer's input to one magnitude.
 SMOOTHINGS = ("channel", "token")
 
 # Named casts, see presets.py.
 PRESETS: "dict[str, Callable[[], LinearCasts]]" = {}
-_made: "Callable[[Callable[[], LinearCasts]], LinearCasts]" = cache(lambda make: make())  # to compare with
+_casts_of: "Callable[[Callable[[], LinearCasts]], LinearCasts]" = cache(lambda preset: preset())  # to compare with
 
 OperandCast = Cast | Literal["fprop"] | None
 
@@ -67,8 +68,8 @@ class LinearCasts:
             likewise ``dX`` with the mean ν of dY, and ``dW = Q(dY - 1νᵀ)ᵀ · Q(X - 1μᵀ) + tokens · ν μᵀ``.
         surrogate: for ``fprop_x`` and ``fprop_w``, the derivative of rounding: ``"dge"`` (meant for weights) or
             ``"trust"``, see :mod:`lightning_lowbit.quant.operand`. By default gradients pass straight through.
-        requantize: of ``dgrad_w`` and ``wgrad_x``, those whose cast quantizes the dequantized operand of the forward
-            pass instead of the tensor (Quartet II, arXiv 2601.22813).
+        requantize: names ``dgrad_w`` or ``wgrad_x`` whose cast quantizes the dequantized operand of the forward pass
+            instead of the tensor (Quartet II, arXiv 2601.22813).
         smooth: scales the channels (``"channel"``) or tokens (``"token"``) of x to one magnitude by powers of two, and
             divides the weight or the output by them; see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
 
@@ -86,12 +87,12 @@ class LinearCasts:
     dgrad_w: OperandCast = None
     wgrad_g: Cast | None = None
     wgrad_x: OperandCast = None
-    hadamard: Mapping[str, Hadamard] = field(default_factory=Settings)
+    hadamard: Mapping[str, Hadamard] = field(default_factory=FrozenDict)
     subtract_mean: tuple[str, ...] = ()
-    surrogate: Mapping[str, str] = field(default_factory=Settings)
+    surrogate: Mapping[str, str] = field(default_factory=FrozenDict)
     smooth: Literal["channel", "token"] | None = None
     requantize: tuple[str, ...] = ()
-    plan: ClassVar[Plan]  # of each instance, but no field of the dataclass
+    plan: ClassVar[CastPlan]  # of each instance, but no field of the dataclass
 
     def __post_init__(self) -> None:
         for operand in OPERANDS:
@@ -114,103 +115,34 @@ class LinearCasts:
         if self.smooth is not None:
             choose("kind of LinearCasts.smooth", self.smooth, SMOOTHINGS)
         object.__setattr__(self, "plan", plan_of(self))
-        for problem in self._contradictions():
+        for problem in contradictions(self):
             raise ValueError(f"{problem} Got {self}.")
 
-    def _checked(self, name: str, keys: tuple[str, ...], read: Callable[[Any], Any], example: object) -> Settings:
-        given = getattr(self, name) or {}
-        if not isinstance(given, Mapping):
+    def _checked(self, name: str, keys: tuple[str, ...], read: Callable[[Any], Any], example: object) -> FrozenDict:
+        value = getattr(self, name) or {}
+        if not isinstance(value, Mapping):
             raise ValueError(
-                f"LinearCasts.{name} maps some of {', '.join(keys)} to a setting, such as {example}; got {given!r}."
+                f"LinearCasts.{name} maps some of {', '.join(keys)} to a setting, such as {example}; got {value!r}."
             )
-        for key in given:
+        for key in value:
             choose(f"key of LinearCasts.{name}", key, keys)
-        return Settings((key, read(given[key])) for key in keys if key in given)
+        return FrozenDict((key, read(value[key])) for key in keys if key in value)
 
-    def _listed(self, name: str, what: str, possible: tuple[str, ...], example: tuple[str, ...]) -> tuple[str, ...]:
-        given = getattr(self, name)
-        if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
-            raise ValueError(f"LinearCasts.{name} is a list of {what}s such as {[*example]}; got {given!r}.")
-        chosen = {choose(f"{what} in LinearCasts.{name}", one, possible) for one in given}
+    def _listed(self, name: str, kind: str, possible: tuple[str, ...], example: tuple[str, ...]) -> tuple[str, ...]:
+        value = getattr(self, name)
+        if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+            raise ValueError(f"LinearCasts.{name} is a list of {kind}s such as {[*example]}; got {value!r}.")
+        chosen = {choose(f"{kind} in LinearCasts.{name}", one, possible) for one in value}
         return tuple(one for one in possible if one in chosen)
-
-    def _contradictions(self) -> Iterable[str]:
-        """The error messages of all combinations of fields that are refused."""
-        reused = [operand for operand in BACKWARD if getattr(self, operand) == "fprop"]
-        for gemm in self.hadamard:
-            if not self._casts_of(gemm):
-                yield f"hadamard rotates {gemm}, which quantizes nothing: leave {gemm} out of hadamard."
-            for operand in reused:
-                if gemm == "fprop" or operand.startswith(gemm):
-                    yield (
-                        f"hadamard rotates {gemm}, but {operand} is the operand of the forward pass as that pass "
-                        f"quantized it: give {operand} a cast of its own, or leave {gemm} out of hadamard."
-                    )
-        for gemm in self.subtract_mean:
-            if not self._means_of(gemm):
-                yield f"subtract_mean needs an x or g of {gemm} with a cast: leave {gemm} out of subtract_mean."
-            if self.wgrad_x == "fprop" and gemm in ("fprop", "wgrad"):
-                yield (
-                    f"subtract_mean changes x in {gemm}, but wgrad_x is the x that the forward pass quantized: give "
-                    f"wgrad_x a cast of its own, or leave {gemm} out of subtract_mean."
-                )
-        for operand in self.requantize:
-            source = f"fprop_{operand[-1]}"
-            if not isinstance(getattr(self, operand), Cast) or getattr(self, source) is None:
-                yield (
-                    f"requantize quantizes {source} again by the cast of {operand}, and one of them has no cast: give "
-                    f"both a cast, or leave {operand} out of requantize."
-                )
-            if "fprop" in self.hadamard or (operand == "wgrad_x" and "fprop" in self.subtract_mean):
-                yield (
-                    f"hadamard or subtract_mean changes {source} in fprop, which {operand} would quantize again: leave "
-                    f"{operand} out of requantize, or fprop out of the other."
-                )
-        for operand in OPERANDS:
-            cast = getattr(self, operand)
-            size = cast.scale.correction if isinstance(cast, Cast) else None
-            if size is not None and str(self.hadamard.get(GEMM[operand])) != f"{size}~":
-                yield (
-                    f"The correction of {operand} makes rounding unbiased over random rotations of {size} elements: "
-                    f"give hadamard of {GEMM[operand]} the size {size} and signs='keyed', or leave out correction."
-                )
-        for operand, kind in self.surrogate.items():
-            cast = getattr(self, operand)
-            if cast is None:
-                yield f"surrogate names {operand}, which is not quantized: leave it out of surrogate."
-            elif cast.scale.statistic == "minmax":
-                yield (
-                    f"The surrogate of {operand} counts levels from zero, and with statistic='minmax' those of a block "
-                    f"begin elsewhere: leave {operand} out of surrogate, or take another statistic."
-                )
-            elif kind == "dge" and cast.rounding == "stochastic":
-                yield (
-                    f"The surrogate 'dge' stands for rounding to nearest, and {operand} rounds stochastically, whose "
-                    f"mean is the identity already: leave {operand} out of surrogate, or round it to nearest."
-                )
-            elif cast.scale.rounding == "stochastic":
-                yield (
-                    f"The surrogate of {operand} needs the scales, which round stochastically: leave {operand} out of "
-                    "surrogate, or take scales with rounding='nearest'."
-                )
-            if "fprop" in self.subtract_mean:
-                yield (
-                    f"A surrogate of {operand} and subtract_mean in fprop contradict each other, since the product "
-                    "with the mean, whose gradient it would change too, is not quantized: leave out one of them."
-                )
-        if self.smooth is not None and not self.quantizes_x_or_w:
-            yield "smooth scales x and w, which are not quantized: leave out smooth."
-        for operand in self.delayed:
-            if self.smooth == "channel" and operand.endswith("_w"):
-                yield (
-                    f"With smooth='channel' the weight changes with every batch, and delayed scaling of {operand} "
-                    f"would meet the leap of a channel there: give {operand} a scale with source='current'."
-                )
 
     @property
     def quantizes_x_or_w(self) -> bool:
-        """Whether x or w, which ``smooth`` scales, has a cast in any GEMM."""
-        return any(isinstance(getattr(self, operand), Cast) for operand in OPERANDS if not operand.endswith("_g"))
+        """Returns whether x or w, which ``smooth`` scales, has a cast in any GEMM."""
+        return self.has_cast(OPERANDS, "xw")
+
+    def has_cast(self, operands: Iterable[str], tensors: str = "xwg") -> bool:
+        """Returns whether one of some operands has a cast; only operands of some tensors count (x, w and g)."""
+        return any(isinstance(getattr(self, name), Cast) for name in operands if name[-1] in tensors)
 
     def cast_of(self, operand: str) -> Cast | None:
         """The cast of an operand, with ``"fprop"`` resolved; None for high precision."""
@@ -218,7 +150,7 @@ class LinearCasts:
         return getattr(self, f"fprop_{operand[-1]}") if cast == "fprop" else cast
 
     def shared(self, operand: str) -> bool:
-        """Whether an operand equals the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis."""
+        """Returns whether an operand equals the one in ``SHARED`` to the bit: the same tensor, cast without an axis."""
         return operand in self.plan.shared
 
     @property
@@ -248,13 +180,6 @@ class LinearCasts:
         """The names of the two operands of a GEMM, the one with tokens in its rows first."""
         return OPERANDS_OF[gemm]
 
-    def _casts_of(self, gemm: str) -> list[Cast]:
-        values = [getattr(self, operand) for operand in self.operands_of(gemm)]
-        return [value for value in values if isinstance(value, Cast)]
-
-    def _means_of(self, gemm: str) -> list[str]:
-        return [operand for operand in _of_tokens(OPERANDS_OF[gemm]) if isinstance(getattr(self, operand), Cast)]
-
     @classmethod
     def preset(cls, name: str) -> "LinearCasts":
         """The casts of a name in ``PRESETS``; a ValueError if there is no such preset."""
@@ -278,13 +203,13 @@ class LinearCasts:
             return cls.preset(value)
         if not isinstance(value, Mapping):
             raise ValueError(f"Casts are a LinearCasts, a preset's name or a mapping of fields; got {value!r}.")
-        given = dict(value)
-        base = cls.preset(given.pop("preset")) if "preset" in given else cls()
+        changes = dict(value)
+        base = cls.preset(changes.pop("preset")) if "preset" in changes else cls()
         start = {f.name: getattr(base, f.name) for f in fields(cls)}
-        if "every" in given:
-            start.update(change_every(start, given.pop("every")))
-        given = {name: on_top(start.get(name), value) for name, value in given.items()}
-        return from_fields(cls, "LinearCasts", {**start, **given})
+        if "every" in changes:
+            start.update(change_every(start, changes.pop("every")))
+        changes = {name: apply_change(start.get(name), change) for name, change in changes.items()}
+        return from_fields(cls, "LinearCasts", {**start, **changes})
 
     def replace(self, **changes: Any) -> "LinearCasts":
         """A copy with other fields; a ValueError for an unknown field, or a wrong value."""
@@ -310,19 +235,16 @@ class LinearCasts:
     def phase(self, name: str) -> "LinearCasts":
         """The casts in a phase of training: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``."""
         off = PHASES[choose("phase", name, PHASES)]
-
-        def quantizes(operands: Iterable[str]) -> bool:
-            return any(name not in off and isinstance(getattr(self, name), Cast) for name in operands)
-
-        # Settings of a GEMM or operand that is no longer quantized are dropped.
+        on = {gemm: [operand for operand in OPERANDS_OF[gemm] if operand not in off] for gemm in GEMMS}
+        # The settings of a GEMM or operand that is no longer quantized are dropped.
         return self.replace(
             **dict.fromkeys(off),
-            hadamard={gemm: value for gemm, value in self.hadamard.items() if quantizes(OPERANDS_OF[gemm])},
-            subtract_mean=tuple(gemm for gemm in self.subtract_mean if quantizes(_of_tokens(OPERANDS_OF[gemm]))),
+            hadamard={gemm: value for gemm, value in self.hadamard.items() if self.has_cast(on[gemm])},
+            subtract_mean=tuple(gemm for gemm in self.subtract_mean if self.has_cast(on[gemm], "xg")),
             surrogate={operand: kind for operand, kind in self.surrogate.items() if operand not in off},
             requantize=tuple(name for name in self.requantize if not {name, f"fprop_{name[-1]}"} & {*off}),
-            # Kept while any operand that it scales is quantized, so that histories keep their tensors.
-            smooth=self.smooth if quantizes(name for name in OPERANDS if not name.endswith("_g")) else None,
+            # Smoothing stays while any operand that it scales is quantized, so that histories keep their tensors.
+            smooth=self.smooth if self.has_cast([*on["fprop"], *on["dgrad"], *on["wgrad"]], "xw") else None,
         )
 
     def __str__(self) -> str:
@@ -332,14 +254,10 @@ class LinearCasts:
                 parts.append(f"hadamard={self.hadamard[gemm]}")
             return f"{gemm}({', '.join([*parts, *(['-mean'] if gemm in self.subtract_mean else [])])})"
 
-        for name, make in PRESETS.items():
-            if self == _made(make):
+        for name, preset in PRESETS.items():
+            if self == _casts_of(preset):
                 return name
         return " ".join([*map(show, GEMMS), *([f"smooth={self.smooth}"] if self.smooth else [])])
-
-
-def _of_tokens(operands: Iterable[str]) -> list[str]:
-    return [operand for operand in operands if not operand.endswith("_w")]
 
 
 def _show(operand: str, casts: LinearCasts) -> str:

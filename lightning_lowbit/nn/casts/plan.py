@@ -1,4 +1,4 @@
-"""The names of operands and GEMMs, and what a pass through a layer needs to know of its casts, worked out once."""
+"""The names of operands and GEMMs, and the facts about casts that passes through layers ask for."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,25 +30,26 @@ GEMM = {operand: operand.partition("_")[0] for operand in OPERANDS}
 INDEX = {operand: i for i, operand in enumerate(OPERANDS)}
 
 
-class Plan(NamedTuple):
-    """What a pass through a layer needs to know of its casts.
+class CastPlan(NamedTuple):
+    """Facts about casts that a pass through a layer asks for, worked out once.
 
     Attributes:
-        is_empty: whether nothing is quantized.
-        draws: whether random bits depend on keys.
-        drawing: the operands whose casts draw some.
+        is_empty: nothing is quantized.
+        draws: results depend on keys.
+        drawing: the operands that round stochastically.
         delayed: the casts with delayed scaling, by operand.
         scaled_by_amax: the operands whose scales need the amax of the whole tensor.
-        altered: the operands of GEMMs with a transform, or without means, or that are quantized again: they are not the
-            tensor itself.
-        kept: the operands that are made from those of the forward pass: reused, or quantized again.
+        altered: the operands that are not the tensor itself: of GEMMs with a transform or without means, or quantized
+            again.
+        kept: the operands that are made from operands of the forward pass: reused, or quantized again.
         shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
-        casts_g_twice: whether dgrad and wgrad take two casts of g itself, scaled by the same amax.
+        casts_g_twice: dgrad and wgrad take two casts of g itself, scaled by the same amax.
         transient: the operands that are not kept from the forward pass to the backward pass.
         native_gemms: the GEMMs that hardware may compute on quantized elements, with the kind, a key of ``NATIVE``.
-        gemms_of_kind: the same by kind.
-        block_scaled: those of them that take codes and the scales of blocks.
-        packed: the operand of x that the backward pass can do with, as codes and scales; None where it needs x.
+        gemms_of_kind: the GEMMs of ``native_gemms``, by kind.
+        block_scaled: the native GEMMs that take codes and the scales of blocks.
+        packed: the operand whose codes replace x in memory with save='codes' (fprop_x or wgrad_x); None where the
+            backward pass needs x itself.
     """
 
     is_empty: bool
@@ -67,30 +68,31 @@ class Plan(NamedTuple):
     packed: str | None
 
 
-def plan_of(casts: "LinearCasts") -> Plan:
-    """The plan of casts; that of combinations which have no meaning has none, either."""
-    own = {operand: cast for operand in OPERANDS if isinstance(cast := getattr(casts, operand), Cast)}
+def plan_of(casts: "LinearCasts") -> CastPlan:
+    """Works the plan of casts out; it has no meaning for combinations that are refused."""
+    cast_of = {operand: cast for operand in OPERANDS if isinstance(cast := getattr(casts, operand), Cast)}
     keyed = any(hadamard.signs == "keyed" for hadamard in casts.hadamard.values())
     altered = frozenset(name for gemm in (*casts.hadamard, *casts.subtract_mean) for name in OPERANDS_OF[gemm])
     altered |= {*casts.requantize}
-    drawing = frozenset(name for name, cast in own.items() if cast.draws)
-    without_axis = {name for name, c in own.items() if c.scale.block == "tensor" or isinstance(c.scale.block, tuple)}
-    repeated = {a for a, b in SHARED.items() if a in own and own[a] == own.get(b) and not altered & {a, b}}
-    kept = frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize)
+    drawing = frozenset(name for name, cast in cast_of.items() if cast.draws)
+    blocks = {name: cast.scale.block for name, cast in cast_of.items()}
+    without_axis = {name for name, block in blocks.items() if block == "tensor" or isinstance(block, tuple)}
+    repeated = {a for a, b in SHARED.items() if a in cast_of and cast_of[a] == cast_of.get(b) and not altered & {a, b}}
+    derived = frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize)
     shared = (repeated & without_axis) - drawing
-    delayed = {name: cast for name, cast in own.items() if cast.scale.source == "delayed"}
+    delayed = {name: cast for name, cast in cast_of.items() if cast.scale.source == "delayed"}
     kinds = {gemm: kind for gemm in GEMMS if (kind := native_kind(casts, gemm)) is not None}
-    return Plan(
+    return CastPlan(
         is_empty=all(getattr(casts, operand) is None for operand in OPERANDS),
         draws=keyed or len(drawing) > 0,
         drawing=drawing,
         delayed=delayed,
-        scaled_by_amax=frozenset(name for name, cast in own.items() if cast.scale.needs_amax),
+        scaled_by_amax=frozenset(name for name, cast in cast_of.items() if cast.scale.needs_amax),
         altered=altered,
-        kept=kept,
+        kept=derived,
         shared=frozenset(shared),
-        casts_g_twice=own.keys() >= OF_G and not OF_G & (altered | shared | delayed.keys()),
-        transient=frozenset(OPERANDS) - {f"fprop_{name[-1]}" for name in kept | shared},
+        casts_g_twice=cast_of.keys() >= OF_G and not OF_G & (altered | shared | delayed.keys()),
+        transient=frozenset(OPERANDS) - {f"fprop_{name[-1]}" for name in derived | shared},
         native_gemms=kinds,
         gemms_of_kind={kind: tuple(gemm for gemm in kinds if kinds[gemm] == kind) for kind in kinds.values()},
         block_scaled=frozenset(gemm for gemm in kinds if kinds[gemm] in BLOCK_SCALED),
@@ -103,7 +105,7 @@ def _packed(casts: "LinearCasts") -> str | None:
     cast = getattr(casts, name)
     if not isinstance(cast, Cast) or packing_obstacle(cast) is not None or "fprop_x" in casts.surrogate:
         return None
-    # Means are those of x itself; a rotated operand of the forward pass is not the one of another GEMM.
+    # Means are taken of x itself; a rotated operand of the forward pass is not the one of another GEMM.
     altered = GEMM[name] in casts.subtract_mean or (name == "fprop_x" and "fprop" in casts.hadamard)
     return None if altered or ("wgrad" in casts.subtract_mean) else name
 

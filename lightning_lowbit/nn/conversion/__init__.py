@@ -1,1 +1,1 @@
-"""What is done with a whole model: conversion, baking, coverage, shared scales."""
+"""Functions of whole models: conversion, baking, frozen codes, coverage, shared scales."""

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.kernels import quantize_operand
+from lightning_lowbit.nn.casts.facts import group_by_reason, obstacle
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.layers.classes import restore_classes
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
@@ -15,6 +15,9 @@ from lightning_lowbit.nn.layers.multihead import Projection
 from lightning_lowbit.quant import Cast, blend
 
 _Model = TypeVar("_Model", bound=nn.Module)
+
+TAKES = {"stack", "annealed", "shared amax", "unquantized", "other dgrad_w", "no amax", "zero points", "level per row"}
+TAKES |= {"delayed", "surrogate", "unpackable"}
 
 
 @torch.no_grad()
@@ -39,14 +42,10 @@ def bake(model: _Model) -> _Model:
     layers = quantized_layers(model)
     if not layers:
         raise ValueError("The model has no converted layers to bake. Call restore(model, checkpoint) first.")
-    refused: dict[str, list[str]] = {}
-    for name, layer in layers.items():
-        if (why := _obstacle(layer)) is not None:
-            refused.setdefault(why, []).append(name)
-    if refused:
-        why, names = max(refused.items(), key=lambda item: len(item[1]))
+    if refused := group_by_reason({name: _obstacle(layer) for name, layer in layers.items()}):
+        reason, names = max(refused.items(), key=lambda item: len(item[1]))
         raise ValueError(
-            f"No weights alone can stand for {len(names)} of {len(layers)} layers, e.g. {names[0]}: {why}. Keep the "
+            f"No weights alone can stand for {len(names)} of {len(layers)} layers, e.g. {names[0]}: {reason}. Keep the "
             "restored model, which computes as it was trained."
         )
     _check_tied(model, layers)
@@ -60,30 +59,13 @@ def bake(model: _Model) -> _Model:
 
 
 def _obstacle(layer: QuantizedLayer) -> str | None:
-    casts = layer.casts
-    if isinstance(layer.weight, DTensor):
-        return "its weight is sharded"
-    if layer.lowbit.frozen is not None:
-        return "its weight is kept as codes (lightning_lowbit.unpack_frozen makes it a matrix)"
-    if not isinstance(layer.weight, nn.Parameter):
-        return "its weight is computed from others, as weight_norm does: remove that first"
-    if casts.fprop_x is not None:
-        return f"it quantizes activations, too ({casts.fprop_x})"
-    if "fprop" in casts.hadamard:
-        return "it rotates weights and activations"
-    if casts.smooth is not None:
-        return "its input is smoothed (lightning_lowbit.fold works that into weights)"
-    if casts.fprop_w is not None and casts.fprop_w.draws:
-        return "it rounds its weight stochastically, anew in each pass"
-    if isinstance(layer, Projection) and casts.fprop_w is not None and not _by_parts(layer):
-        return "parts of its weight share scales only where queries, keys and values are one tensor"
-    return None
-
-
-def _by_parts(layer: Projection) -> bool:
-    """Whether a weight that is multiplied in parts has the same values as one that is multiplied as a whole."""
-    parts = [_quantized(layer, part) for part in _matrix(layer).chunk(layer.parts)]
-    return torch.equal(torch.cat(parts), _quantized(layer, _matrix(layer)))
+    reason = obstacle(layer.casts, TAKES, layer)
+    if reason is None and isinstance(layer, Projection) and layer.casts.fprop_w is not None:
+        matrix = _matrix(layer)
+        parts = [_quantized(layer, part) for part in matrix.chunk(layer.parts)]
+        if not torch.equal(torch.cat(parts), _quantized(layer, matrix)):
+            return "parts of its weight share scales only where queries, keys and values are one tensor"
+    return reason
 
 
 def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
@@ -103,21 +85,17 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _quantized(layer: QuantizedLayer, matrix: Tensor) -> Tensor:
-    if matrix.dim() == 2:
-        return _values(layer, matrix)
-    return torch.stack([_values(layer, one) for one in matrix])  # each by its own amax
-
-
-def _values(layer: QuantizedLayer, weight: Tensor) -> Tensor:
-    cast = layer.casts.fprop_w
+    """The values of the forward pass; of a stack, each matrix is scaled by its own amax."""
+    if matrix.dim() > 2:
+        return torch.stack([_quantized(layer, part) for part in matrix])
+    cast, device = layer.casts.fprop_w, matrix.device.type
     assert isinstance(cast, Cast)
-    device = weight.device.type
     if torch.is_autocast_enabled(device):
-        weight = weight.to(torch.get_autocast_dtype(device))
-    operand = quantize_operand(
-        weight, cast, 1, None, layer.scaled_by(weight), torch.float32 if layer.lowbit.exact else None
-    )
-    if layer.lowbit.blend is not None:
-        operand = blend(weight, operand, layer.lowbit.blend, layer.lowbit.exact)
+        matrix = matrix.to(torch.get_autocast_dtype(device))
+    state = layer.lowbit
+    dtype = torch.float32 if state.exact else None
+    operand = quantize_operand(matrix, cast, 1, None, layer.scaled_by(matrix), dtype)
+    if state.blend is not None:
+        operand = blend(matrix, operand, state.blend, state.exact)
     values = operand.values.float()
     return values if operand.factor is None else values * operand.factor

@@ -1,8 +1,7 @@
 """Turns the linear layers of any model into quantized ones."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -12,18 +11,17 @@ from lightning_lowbit.checks import choose, number, some
 from lightning_lowbit.nn.attention.modules import attending, convert_attention, is_attention, other_attention
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.casts.plan import GEMMS
+from lightning_lowbit.nn.casts.plan import GEMMS, OPERANDS_OF
 from lightning_lowbit.nn.conversion.context import ForwardContext
-from lightning_lowbit.nn.conversion.defaults import left_out, mark_outputs, output_layers, unnamed
+from lightning_lowbit.nn.conversion.defaults import default_reasons, drop_named, mark_outputs, output_layers
 from lightning_lowbit.nn.conversion.patterns import Names
 from lightning_lowbit.nn.conversion.patterns import select as select
-from lightning_lowbit.nn.conversion.reasons import LAZY, of_class
+from lightning_lowbit.nn.conversion.reasons import LAZY, class_reason
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.core.saving import Readers, check_save
 from lightning_lowbit.nn.layers.classes import convert_layer, convertible, without_weight
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
 from lightning_lowbit.nn.layers.native import BACKENDS, has_native_gemms
-from lightning_lowbit.quant import Cast
 
 # Mapping before LinearCasts: a command line takes the first type that fits, and LinearCasts would fill in defaults.
 CastsLike = str | Mapping[str, Any] | LinearCasts
@@ -61,8 +59,8 @@ def convert(
             :mod:`lightning_lowbit.nn.native`), and emulates the others; ``"emulated"`` emulates all; ``"native"``
             refuses to emulate.
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
-        save: what layers keep of their input for the backward pass: ``"inputs"``, the tensor, or ``"codes"``, codes and
-            scales of its quantized operand, with the same gradients.
+        save: ``"inputs"`` keeps the input of layers for the backward pass, ``"codes"`` codes and scales of its
+            quantized operand, with the same gradients.
         attention: casts of attention's two products, Q · Kᵀ and P · V, named ``qk`` and ``pv`` in each module that
             calls ``F.scaled_dot_product_attention``; None leaves them in high precision. ``skip``, ``only`` and
             ``overrides`` hold for them, too. See :mod:`lightning_lowbit.nn.attention`.
@@ -107,8 +105,8 @@ def convert_layers(
 
 
 def convert_more(model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
-    """Converts the layers of ``planned`` in place. Others, and the settings of layers that were converted before, stay
-    as they are."""
+    """Converts the layers of ``planned`` in place; other layers, and the settings of layers that were converted before,
+    stay as they are."""
     before = quantized_layers(model)
     for name in before.keys() & planned.keys():
         before[name].check_casts(planned[name])
@@ -133,8 +131,8 @@ def _prepare(model: nn.Module) -> None:
                 module.use_nested_tensor = False
 
 
-def overriding(overrides: Mapping[str, CastsLike] | None) -> dict[str, LinearCasts]:
-    """Casts by name pattern; a ``ValueError`` for what is no mapping."""
+def casts_by_pattern(overrides: Mapping[str, CastsLike] | None) -> dict[str, LinearCasts]:
+    """Casts by name pattern; a ``ValueError`` for a value that is no mapping."""
     if not isinstance(overrides, Mapping | None):
         raise ValueError(f"overrides maps name patterns to casts, such as {{'lm_head': 'mxfp8'}}; got {overrides!r}.")
     return {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
@@ -155,49 +153,87 @@ def plan(
     ``quantize_output=False`` leaves out the layers that :func:`output_layers` finds, unless a pattern names them or no
     other layer is left.
     """
-    default = LinearCasts.of(casts)
-    others = overriding(overrides)
-    modules = _convertible(model)
-    layers = list(modules)
-    products = {} if attention is None else attending(model)
-    of_attention = default if attention is None else casts_of_attention(attention)
-    if attention is not None and not products:
-        raise ValueError(
-            f"attention={of_attention} needs modules that call F.scaled_dot_product_attention, in a method or through "
-            f"transformers' interface (attn_implementation='sdpa'); {type(model).__name__} has none. Leave it out."
-        )
-    layers = Names(model, [*layers, *products])
-    left = partial(_left, model, layers)
-    skipped = select(layers, skip, "skip", left=left)
-    chosen = layers if only is None else select(layers, only, "only", left=left)
-    overridden = {pattern: select(layers, [pattern], "overrides", left=left) for pattern in others}
-    result = {}
-    for name in layers:
-        if name in chosen and name not in skipped:
-            own = of_attention if name in products else default
-            result[name] = next((others[pattern] for pattern in others if name in overridden[pattern]), own)
-    check_planned_attention(result, products)
-    if products and not any(name in result for name in products):
-        raise ValueError(f"attention={of_attention}: skip and only leave none of {some(products)}. Leave it out.")
-    found = f"{len(layers)} were found, e.g. {some(layers)}"
-    if not result:
-        raise ValueError(f"No layer is left to quantize: {found}, and skip and only leave none. Skip fewer layers.")
-    by_default = left_out(model, {name: of for name, of in result.items() if not is_attention(name)})
-    outputs = [] if quantize_output else [name for name in output_layers(model, modules) if name in result]
-    excluded = unnamed({*outputs, *by_default}, layers, [*(only or ()), *others])
-    if excluded >= result.keys():  # then the output layer is all that there is to quantize
-        excluded -= set(outputs) - by_default.keys()
-    result = {name: casts for name, casts in result.items() if name not in excluded}
-    if not result:
-        reasons = some(f"{name} ({why})" for name, why in by_default.items())
-        raise ValueError(
-            f"No layer is left to quantize: {found}, and by default these stay in high precision: {reasons}. Name them "
-            "in only or overrides to quantize them."
-        )
-    if smooth_swiglu is None:
-        return result
-    linear = {name: casts for name, casts in result.items() if not is_attention(name)}
-    return {**result, **smooth_casts(model, linear, smooth_swiglu)}
+    selection = Selection(model, casts, skip, only, overrides, attention)
+    return selection.planned(selection.excluded if quantize_output else selection.excluded_with_outputs, smooth_swiglu)
+
+
+class Selection:
+    """The layers of a model that patterns select, as arguments of :func:`convert`; errors are the same.
+
+    Attributes:
+        casts: of the selected layers, by name.
+        excluded: names of selected layers that stay in high precision by default, but for output layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        casts: CastsLike,
+        skip: Iterable[str] = (),
+        only: Iterable[str] | None = None,
+        overrides: Mapping[str, CastsLike] | None = None,
+        attention: CastsLike | None = None,
+    ) -> None:
+        self._model, self._modules = model, _convertible(model)
+        products = {} if attention is None else attending(model)
+        default = LinearCasts.of(casts)
+        product_default = default if attention is None else casts_of_attention(attention)
+        if attention is not None and not products:
+            raise ValueError(
+                f"attention={product_default} needs modules that call F.scaled_dot_product_attention, in a method or "
+                f"through transformers' interface (attn_implementation='sdpa'); {type(model).__name__} has none. Leave "
+                "it out."
+            )
+        self._layers, others = Names(model, [*self._modules, *products]), casts_by_pattern(overrides)
+        skipped = select(self._layers, skip, "skip", left=self._other_modules)
+        chosen = self._layers if only is None else select(self._layers, only, "only", left=self._other_modules)
+        matches = {
+            pattern: select(self._layers, [pattern], "overrides", left=self._other_modules) for pattern in others
+        }
+        self._patterns = [*(only or ()), *others]
+        self.casts: dict[str, LinearCasts] = {}
+        for name in self._layers:
+            if name in chosen and name not in skipped:
+                usual = product_default if name in products else default
+                self.casts[name] = next((others[pattern] for pattern in others if name in matches[pattern]), usual)
+        check_planned_attention(self.casts, products)
+        if products and not any(name in self.casts for name in products):
+            raise ValueError(
+                f"attention={product_default}: skip and only leave none of {some(products)}. Leave it out."
+            )
+        summary = f"No layer is left to quantize: {len(self._layers)} were found, e.g. {some(self._layers)}"
+        if not self.casts:
+            raise ValueError(f"{summary}, and skip and only leave none. Skip fewer layers.")
+        linear = {name: layer_casts for name, layer_casts in self.casts.items() if not is_attention(name)}
+        self._reasons = default_reasons(model, linear)
+        self.excluded = drop_named(self._reasons.keys(), self._layers, self._patterns)
+        if self.excluded >= self.casts.keys():
+            reasons = some(f"{name} ({reason})" for name, reason in self._reasons.items())
+            raise ValueError(
+                f"{summary}, and by default these stay in high precision: {reasons}. Name them in only or overrides to "
+                "quantize them."
+            )
+
+    def _other_modules(self) -> dict[str, str]:
+        """Returns why other modules than the layers stay in high precision, by name."""
+        modules = {name: module for name, module in self._model.named_modules() if name not in self._layers}
+        reasons = {name: class_reason(module) for name, module in modules.items()}
+        return {clean_name(name): str(reason) for name, reason in reasons.items() if reason is not None}
+
+    @property
+    def excluded_with_outputs(self) -> set[str]:
+        """``excluded``, and the output layers: unless patterns name them, or no other layer is left."""
+        outputs = {name for name in output_layers(self._model, self._modules) if name in self.casts}
+        excluded = drop_named(outputs | self._reasons.keys(), self._layers, self._patterns)
+        return excluded - (outputs - self._reasons.keys()) if excluded >= self.casts.keys() else excluded
+
+    def planned(self, excluded: Collection[str], smooth_swiglu: str | None) -> dict[str, LinearCasts]:
+        """The casts by name without some layers, with down projections smoothed if asked for."""
+        result = {name: layer_casts for name, layer_casts in self.casts.items() if name not in excluded}
+        if smooth_swiglu is None:
+            return result
+        linear = {name: layer_casts for name, layer_casts in result.items() if not is_attention(name)}
+        return result | smooth_casts(self._model, linear, smooth_swiglu)
 
 
 def _convertible(model: Any) -> dict[str, nn.Module]:
@@ -206,9 +242,14 @@ def _convertible(model: Any) -> dict[str, nn.Module]:
         raise ValueError(f"A model is an instance of nn.Module; got {model!r}.")
     if layers := convertible(model):
         return layers
+    kinds: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if (reason := class_reason(module)) is not None:
+            kinds.setdefault(f"{type(module).__name__} ({reason})", clean_name(name))
+    others = some(f"{kind}, such as {name}" if name else kind for kind, name in kinds.items())
     raise ValueError(
         f"{type(model).__name__} holds no layer to quantize: no linear layer, convolution, stack of experts or "
-        f"nn.MultiheadAttention. {_instead(model)}"
+        f"nn.MultiheadAttention. {f'It has {others}. ' if others else ''}"
         "Layers that are created in configure_model must exist when the Trainer sets up the strategy."
     )
 
@@ -227,24 +268,8 @@ def check_planned_attention(planned: Mapping[str, LinearCasts], products: Mappin
             )
 
 
-def _left(model: nn.Module, layers: Sequence[str]) -> dict[str, str]:
-    """Why other modules than these layers stay in high precision, by name."""
-    reasons = {name: of_class(module) for name, module in model.named_modules() if name not in layers}
-    return {clean_name(name): str(reason) for name, reason in reasons.items() if reason is not None}
-
-
-def _instead(model: nn.Module) -> str:
-    """What a model without layers has in their place."""
-    kinds: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if (reason := of_class(module)) is not None:
-            kinds.setdefault(f"{type(module).__name__} ({reason})", clean_name(name))
-    there = some(f"{kind}, such as {name}" if name else kind for kind, name in kinds.items())
-    return f"It has {there}. " if there else ""
-
-
 def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, LinearCasts]:
-    """Casts of a model's layers from those by name of a checkpoint; a ``ValueError`` if it has no layer of a name."""
+    """Casts of a model's layers by the clean names of a checkpoint; a ``ValueError`` if it has no layer of a name."""
     layers = {clean_name(name): name for name in [*convertible(model), *attending(model)]}
     if missing := [name for name in casts if name not in layers]:
         raise ValueError(
@@ -270,11 +295,8 @@ def check_backend(
             "backend='auto', or leave out attention."
         )
 
-    def is_quantized(casts: LinearCasts, gemm: str) -> bool:
-        return any(isinstance(getattr(casts, operand), Cast) for operand in casts.operands_of(gemm))
-
     every = [(name, casts, gemm) for name, casts in planned.items() for gemm in GEMMS]
-    quantized = [(name, casts, gemm) for name, casts, gemm in every if is_quantized(casts, gemm)]
+    quantized = [(name, casts, gemm) for name, casts, gemm in every if casts.has_cast(OPERANDS_OF[gemm])]
     if lacking := [(name, gemm) for name, casts, gemm in quantized if gemm not in casts.native_gemms]:
         (name, gemm), names = lacking[0], dict.fromkeys(name or "the casts" for name, _ in lacking)
         raise ValueError(
@@ -314,11 +336,11 @@ def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
     layers = quantized_layers(model).values()
     devices = {layer.device for layer in layers}
     if isinstance(blend, Tensor) and devices - {blend.device}:
-        there = ", ".join(map(str, devices))
-        raise ValueError(f"blend is a tensor on the device of the layers, {there}; got one on {blend.device}.")
-    made = {device: torch.tensor(blend, device=device) if isinstance(blend, float) else blend for device in devices}
+        names = ", ".join(map(str, devices))
+        raise ValueError(f"blend is a tensor on the device of the layers, {names}; got one on {blend.device}.")
+    factors = {device: torch.tensor(blend, device=device) if isinstance(blend, float) else blend for device in devices}
     for layer in layers:
-        layer.lowbit.blend = made[layer.device]
+        layer.lowbit.blend = factors[layer.device]
 
 
 def check_blend(blend: float) -> float:

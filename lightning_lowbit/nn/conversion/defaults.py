@@ -27,19 +27,19 @@ _SIDES = {"fprop": 1, "dgrad": 0}  # of the weight [out, in], along which each G
 _LEVELS = 3  # most modules between an adapter and the layer that it adapts
 
 OUTPUT = "the output layer"
-_HEAD = re.compile(r"(\w+_)?(head|classifier)|actor|critic")  # may be registered before what it reads from
+_HEAD = re.compile(r"(\w+_)?(head|classifier)|actor|critic")  # may be registered before the layers that it reads
 _IS_LEFT_OUTPUT = "_is_left_output"  # a module's attribute: for reasons
 
 
-def left_out(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, str]:
-    """The layers of a model that stay in high precision by default, with the reason, by name.
+def default_reasons(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, str]:
+    """The reasons of layers that stay in high precision by default, by name.
 
-    ``casts`` are those that the layers would have; only layers that it names are looked at.
+    ``casts`` are the casts that the layers would have; only layers that it names are looked at.
     """
     modules = _by_name(model)
     # A model that is one layer was named by giving it.
-    found = {name: _why(clean_name(name), modules, of_layer) for name, of_layer in casts.items() if name}
-    return {name: why for name, why in found.items() if why is not None}
+    reasons = {name: _reason(clean_name(name), modules, casts[name]) for name in casts if name}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
@@ -71,18 +71,18 @@ def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str
 
 
 def _are_parallel(name: str, last: str, layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]) -> bool:
-    """Whether two layers are heads: beside each other, of the same inputs, outside of repeated blocks. They are called
-    so, or are entries of one ``nn.ModuleDict``, or of one ``nn.ModuleList`` and no chain."""
-    (path, _, here), (around, _, there) = (clean_name(layer).rpartition(".") for layer in (last, name))
-    if name == last or path != around or any(part.isdecimal() for part in path.split(".")):
+    """Returns whether two layers are heads: beside each other, of the same inputs, outside of repeated blocks. They are
+    called so, or are entries of one ``nn.ModuleDict``, or of one ``nn.ModuleList`` and no chain."""
+    (parent, _, last_name), (other_parent, _, own_name) = (clean_name(path).rpartition(".") for path in (last, name))
+    if name == last or parent != other_parent or any(part.isdecimal() for part in parent.split(".")):
         return False
     sides, size = _sides(layers[name]), _sides(layers[last])
     if sides is None or size is None or sides[1] != size[1]:
         return False
     is_chain = sides[0] == size[1]
-    is_list = isinstance(modules.get(path), nn.ModuleList) and not is_chain
-    are_called = _HEAD.fullmatch(here) is not None and _HEAD.fullmatch(there) is not None
-    return is_list or are_called or isinstance(modules.get(path), nn.ModuleDict)
+    is_list = isinstance(modules.get(parent), nn.ModuleList) and not is_chain
+    are_called = _HEAD.fullmatch(last_name) is not None and _HEAD.fullmatch(own_name) is not None
+    return is_list or are_called or isinstance(modules.get(parent), nn.ModuleDict)
 
 
 def _sides(layer: Any) -> tuple[int, int] | None:
@@ -113,15 +113,20 @@ def _by_name(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
+def _kind(layer: nn.Module | None) -> str | None:
+    """The kind of a layer whose class can be quantized; None for a part of a composite layer, and for others."""
+    cls = None if layer is None or isinstance(layer, PartLayer) else quantized_class(type(layer))
+    return None if cls is None else cls.kind
+
+
 def _can_be_output(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
-    kind = None if isinstance(layer, PartLayer) else quantized_class(type(layer))
-    if kind is None or kind.kind not in ("linear", "convolution"):
+    if _kind(layer) not in ("linear", "convolution"):
         return False
     return not is_router(name, getattr(layer, "out_features", None), modules) and not _is_adapter(name, modules)
 
 
 def _declared(module: Any) -> nn.Module | None:
-    """What a module says its output layer is; None if it says nothing."""
+    """The output layer by a module's own declaration; None without one."""
     output = None
     if callable(method := getattr(type(module), "get_output_embeddings", None)):
         with suppress(AttributeError, NotImplementedError, TypeError):
@@ -141,20 +146,19 @@ def is_left_output(module: nn.Module) -> bool:
     return _IS_LEFT_OUTPUT in vars(module)
 
 
-def unnamed(found: Collection[str], layers: Sequence[str], patterns: Iterable[str]) -> set[str]:
-    """Those of the layers left out by default that no pattern names: by the name of the layer itself, or by that of a
-    module around it which has no other layers."""
+def drop_named(names: Collection[str], layers: Sequence[str], patterns: Iterable[str]) -> set[str]:
+    """The layers among ``names`` that no pattern names: by the name of the layer itself, or by that of a module around
+    it which has no other layers."""
     named: set[str] = set()
     for pattern in patterns:
         matched = select(layers, [pattern], "a pattern")
-        named |= matched if matched <= set(found) else select_by_name(layers, pattern)
-    return set(found) - named
+        named |= matched if matched <= set(names) else select_by_name(layers, pattern)
+    return set(names) - named
 
 
-def _why(name: str, modules: Mapping[str, nn.Module], casts: LinearCasts) -> str | None:
+def _reason(name: str, modules: Mapping[str, nn.Module], casts: LinearCasts) -> str | None:
     layer = modules.get(name)
-    kind = None if layer is None or isinstance(layer, PartLayer) else quantized_class(type(layer))
-    if kind is None or kind.kind != "linear":  # a part of a composite layer
+    if _kind(layer) != "linear":
         return None
     shape = _shape(layer)
     if is_router(name, None if shape is None else shape[0], modules):
@@ -177,18 +181,14 @@ def _shape(layer: Any) -> tuple[int, int] | None:
 
 def _narrow(shape: tuple[int, int], casts: LinearCasts) -> str | None:
     for gemm, side in _SIDES.items():
-        own = [getattr(casts, operand) for operand in casts.operands_of(gemm)]
-        blocks = [_length(cast.scale.block) for cast in own if not isinstance(cast, str | None)]
-        block = min(filter(None, blocks), default=0)
+        operands = [getattr(casts, operand) for operand in casts.operands_of(gemm)]
+        blocks = [cast.scale.block for cast in operands if not isinstance(cast, str | None)]
+        lengths = [min(block) if isinstance(block, tuple) else block for block in blocks]
+        block = min((length for length in lengths if isinstance(length, int)), default=0)  # rows and tensors have none
         if 2 * shape[side] < block and shape[1 - side] >= 4 * block:
             what = ("output", "input")[side] + "s" * (shape[side] != 1)
             return f"narrow, {shape[side]} {what} for blocks of {block}"
     return None
-
-
-def _length(block: Any) -> int:
-    """Elements of a block along the contraction; 0 for a row or a tensor."""
-    return min(block) if isinstance(block, tuple) else block if isinstance(block, int) else 0
 
 
 def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:

@@ -5,18 +5,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.checks import some
+from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more, plan
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.layers.layer import QuantLinear, quantized_layers
-from lightning_lowbit.nn.layers.state import LayerState
-from lightning_lowbit.quant import Cast
-from lightning_lowbit.quant.packed import packing_obstacle
 
 _Model = TypeVar("_Model", bound=nn.Module)
+
+TAKES = {"product", "frozen codes", "stack", "annealed", "activations", "other dgrad_w", "no amax", "smooth tokens"}
+TAKES |= {"surrogate"}
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def pack_frozen(
     and its key in ``state_dict``, whose value is then uint8, 1-D. Loading takes such bytes, or a matrix.
 
     Args:
-        model: its layers to pack are those whose weights have ``requires_grad=False``; others are left alone.
+        model: its layers with weights of ``requires_grad=False`` are packed, others are left alone.
         casts: of these layers, as for :func:`lightning_lowbit.convert`; a plugin that trains the model must have the
             same ``fprop_w`` for them.
         skip, only, overrides: as for :func:`lightning_lowbit.convert`.
@@ -50,25 +50,25 @@ def pack_frozen(
         >>> model = pack_frozen(model.requires_grad_(False), "nvfp4-nvidia", skip=["lm_head"])
     """
     planned = plan(model, casts, skip, only, overrides)
-    frozen = {name: cast for name, cast in planned.items() if _is_frozen(model.get_submodule(name))}
+    weights = {name: getattr(model.get_submodule(name), "weight", None) for name in planned}
+    frozen = {name: planned[name] for name in planned if (w := weights[name]) is not None and not w.requires_grad}
     if not frozen:
         raise ValueError(
             f"pack_frozen keeps weights with requires_grad=False as codes, and of {len(planned)} layers, e.g. "
             f"{some(planned)}, none is frozen. Call model.requires_grad_(False) first, and add adapters afterwards."
         )
-    refused: dict[str, list[str]] = {}
-    for name, of_layer in frozen.items():
-        if (why := _obstacle(model.get_submodule(name), of_layer, dtype)) is not None:
-            refused.setdefault(why, []).append(name)
-    if refused:
-        told = "; ".join(f"{some(names)}: {why}" for why, names in refused.items())
-        raise ValueError(f"pack_frozen cannot keep these weights as codes. {told}. Skip them, or give other casts.")
+    obstacles = {name: _obstacle(model.get_submodule(name), frozen[name], dtype) for name in frozen}
+    if refused := group_by_reason(obstacles):
+        raise ValueError(
+            f"pack_frozen cannot keep these weights as codes. {explain_groups(refused)}. Skip them, or give other "
+            "casts."
+        )
     convert_more(model, frozen)
     for name in frozen:
         layer: Any = model.get_submodule(name)
         if layer.lowbit.frozen is None:
-            kept_as = Frozen(layer.full_casts.fprop_w, layer.weight.shape, dtype)
-            keep_bytes(layer, kept_as, kept_as.pack(layer.weight))
+            codes = Frozen(layer.full_casts.fprop_w, layer.weight.shape, dtype)
+            keep_bytes(layer, codes, codes.pack(layer.weight))
     return model
 
 
@@ -105,32 +105,11 @@ def _pack_matrix(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
         state[f"{prefix}weight"] = frozen.pack(weight)
 
 
-def _is_frozen(layer: nn.Module) -> bool:
-    weight = getattr(layer, "weight", None)
-    return weight is not None and not weight.requires_grad
-
-
 def _obstacle(layer: Any, casts: LinearCasts, dtype: torch.dtype) -> str | None:
-    """Why a layer must have its weight as a matrix, in words; None if it need not."""
-    cast = casts.fprop_w
-    if not isinstance(cast, Cast):
-        return "fprop_w is not quantized"
+    """Returns why a layer must have its weight as a matrix, in words; None if it need not."""
     if type(layer) not in (nn.Linear, QuantLinear):
         return f"{type(layer).__name__} does not keep its weight as nn.Linear does"
-    state = layer.lowbit if isinstance(layer, QuantLinear) else LayerState()
-    kept_as = state.frozen
-    if kept_as is not None and (kept_as.cast, kept_as.dtype) != (cast, dtype):
-        return f"it is kept as codes of {kept_as.cast} in {kept_as.dtype} (unpack_frozen makes it a matrix)"
-    if state.weight_amax is not None:
-        return "it shares an amax, which is measured before each pass"
-    if isinstance(layer.weight, DTensor):
-        return "the weight is sharded"
-    if cast.draws:
-        return "fprop_w rounds stochastically, anew in each pass"
-    if cast.scale.source == "delayed":
-        return "fprop_w is scaled by the history of its amax"
-    if cast.scale.two_level == "row":
-        return "fprop_w has a second level per row"
-    if "fprop_w" in casts.plan.altered or casts.smooth == "channel":
-        return "fprop takes the weight itself, for hadamard, subtract_mean or smoothing"
-    return packing_obstacle(cast)
+    frozen = layer.lowbit.frozen if isinstance(layer, QuantLinear) else None
+    if frozen is not None and (frozen.cast, frozen.dtype) != (casts.fprop_w, dtype):
+        return f"it is kept as codes of {frozen.cast} in {frozen.dtype} (unpack_frozen makes it a matrix)"
+    return obstacle(casts, TAKES, layer)

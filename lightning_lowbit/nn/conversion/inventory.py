@@ -1,7 +1,6 @@
 """The layers of a model that have come and gone."""
 
 import weakref
-from typing import Any
 
 from torch import nn
 
@@ -11,7 +10,7 @@ from lightning_lowbit.nn.layers.registry import converted_class
 
 
 class Inventory:
-    """The layers of a model at a moment, converted or not, to tell later what has come and gone.
+    """The layers of a model at a moment, converted or not (hosts' products, not hosts), to tell changes later.
 
     Examples:
         >>> inventory = Inventory(model)
@@ -25,15 +24,11 @@ class Inventory:
         self.take(model)
 
     def take(self, model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
-        """Takes it anew, and returns layers that are new since the last time, by name, and names of those gone."""
-        now = {clean_name(name): module for name, module in model.named_modules() if _is_layer(module)}
+        """Notes the layers, and returns the new ones since the last time, by name, and the names of lost ones."""
+        modules = [(name, module) for name, module in model.named_modules() if not isinstance(module, CompositeLayer)]
+        now = {clean_name(name): module for name, module in modules if converted_class(module.__class__) is not None}
         before = {name: layer() for name, layer in self._layers.items()}
         self._layers = {name: weakref.ref(module) for name, module in now.items()}
         known, present = {id(one) for one in before.values()}, {id(module) for module in now.values()}
         new = {name: module for name, module in now.items() if id(module) not in known}
         return new, [name for name, one in before.items() if id(one) not in present]
-
-
-def _is_layer(module: nn.Module) -> bool:
-    cls: Any = type(module)
-    return not isinstance(module, CompositeLayer) and converted_class(cls) is not None  # its parts are layers

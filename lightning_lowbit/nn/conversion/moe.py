@@ -29,14 +29,14 @@ def is_router_class(cls: type) -> bool:
 
 
 def is_router(name: str, outputs: int | None, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the layer of a name, with so many output features, is a router of experts."""
+    """Returns whether the layer of a name, with so many output features, is a router of experts."""
     path = name.split(".")
     if _SHARED.fullmatch(path[-1]):
         return True
     for level in range(1, min(len(path), _LEVELS) + 1):
         block = modules.get(".".join(path[:-level]))
         child_name = path[-level]
-        if block is None or not _holds_experts(block) or _EXPERTS.search(child_name):
+        if block is None or not _experts(block) or _EXPERTS.search(child_name):
             continue
         child = modules.get(".".join(path[: len(path) - level + 1]))
         if level > 1 and _CLASS.fullmatch(type(child).__name__):
@@ -45,18 +45,18 @@ def is_router(name: str, outputs: int | None, modules: Mapping[str, nn.Module]) 
     return False
 
 
-def _holds_experts(block: nn.Module) -> bool:
-    return any(_EXPERTS.search(name) or _EXPERTS.search(type(child).__name__) for name, child in block.named_children())
+def _experts(block: nn.Module) -> list[nn.Module]:
+    """The children of a module that hold experts."""
+    children = block.named_children()
+    return [child for name, child in children if _EXPERTS.search(name) or _EXPERTS.search(type(child).__name__)]
 
 
 def _counts(block: nn.Module) -> set[Any]:
-    """What may be the number of a block's experts."""
-    found: set[Any] = set()
-    for name, child in block.named_children():
-        if not (_EXPERTS.search(name) or _EXPERTS.search(type(child).__name__)):
-            continue
+    """All that may be the number of a block's experts."""
+    counts: set[Any] = {getattr(block, name, None) for name in _COUNTS}
+    for child in _experts(block):
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found.add(len(child))
-        found |= {getattr(child, count, None) for count in _COUNTS}
-        found |= {parameter.shape[0] for parameter in child.parameters(recurse=False) if parameter.dim() > 2}
-    return (found | {getattr(block, count, None) for count in _COUNTS}) - {None}
+            counts.add(len(child))
+        counts |= {getattr(child, count, None) for count in _COUNTS}
+        counts |= {parameter.shape[0] for parameter in child.parameters(recurse=False) if parameter.dim() > 2}
+    return counts - {None}

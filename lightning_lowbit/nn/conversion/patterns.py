@@ -1,6 +1,6 @@
 """Patterns that select layers by name.
 
-A pattern is a regular expression that full-matches a module's name or what follows a dot in it: ``lm_head`` matches
+A pattern is a regular expression that full-matches a module's name, or the rest behind a dot: ``lm_head`` matches
 ``model.lm_head``. A pattern that matches a module holds for all layers inside it: ``layers\\.0`` stands for the whole
 first block. Numbers count from the end, too: ``layers\\.-1`` is the last one.
 """
@@ -17,8 +17,8 @@ from lightning_lowbit.nn.layers.layer import clean_name
 
 
 class Names(list[str]):
-    """Names of a model's layers, each once, and in :attr:`others` those under which the model holds a layer, too: a
-    pattern may match any of them."""
+    """Names of a model's layers, each once. :attr:`others` has the further names under which the model holds a layer:
+    a pattern may match any of them."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__(names)
@@ -28,11 +28,10 @@ class Names(list[str]):
         self.others: dict[str, list[str]] = {}
         for name in self:
             owner, inside, product_name = name.rpartition(f"{PARTS}.")
-            path = owner.rstrip(".") if inside else name
-            found = [other for other in paths[id(model.get_submodule(path))] if other != path]
-            if found:
-                ending = f".{inside}{product_name}" if inside else ""
-                self.others[name] = [f"{other}{ending}".lstrip(".") for other in found]
+            path, ending = (owner.rstrip("."), f".{inside}{product_name}") if inside else (name, "")
+            others = [other for other in paths[id(model.get_submodule(path))] if other != path]
+            if others:
+                self.others[name] = [f"{other}{ending}".lstrip(".") for other in others]
 
 
 def _paths(module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
@@ -51,7 +50,7 @@ def select(
     left: Callable[[], Mapping[str, str]] = dict,
 ) -> set[str]:
     """The names that patterns match, by any of a layer's :class:`Names`; a pattern without a match among ``kind`` is a
-    ``ValueError`` of ``argument``. ``left`` gives the reasons of what cannot be selected, by name."""
+    ``ValueError`` of ``argument``. ``left`` gives the reasons of modules that cannot be selected, by name."""
     if isinstance(patterns, str):
         raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
     if not isinstance(patterns, Iterable):
@@ -72,8 +71,8 @@ def select(
                     raise ValueError(
                         f"{argument}: the pattern {pattern!r} matches {name}, which stays in high precision: {why}."
                     )
-            there = f"There are {len(names)}, e.g. {some(names)}. {_advice(pattern, names)}"
-            raise ValueError(f"{argument}: the pattern {pattern!r} matches no {kind}. {there}")
+            advice = f"There are {len(names)}, e.g. {some(names)}. {_advice(pattern, names)}"
+            raise ValueError(f"{argument}: the pattern {pattern!r} matches no {kind}. {advice}")
         selected |= matched
     return selected
 
@@ -85,20 +84,13 @@ def select_by_name(names: Sequence[str], pattern: str) -> set[str]:
     return {name for name in names if any(compiled.fullmatch(".".join(tail)) for tail in tails[name])}
 
 
-def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]:
-    others: Mapping[str, list[str]] = names.others if isinstance(names, Names) else {}
-    every = [*names, *(other for found in others.values() for other in found)]
-    paths = _from_the_end(every) if _NEGATIVE.search(pattern) else {n: [clean_name(n).split(".")] for n in every}
-    return {name: [path for one in (name, *others.get(name, ())) for path in paths[one]] for name in names}
-
-
 def _advice(pattern: str, names: Sequence[str]) -> str:
-    """How to write a pattern that matched nothing, such as ``lora_``, a piece of ``lora_A``."""
+    """Advises how to write a pattern that matched nothing, such as ``lora_``, a piece of ``lora_A``."""
     rule = "A pattern must match one or more whole parts of a name, as they stand between dots"
     pieces = {piece for name in names for piece in clean_name(name).split(".")}
     for wider in (f"{pattern}.*", f".*{pattern}", f".*{pattern}.*"):
-        if found := sorted(piece for piece in pieces if re.fullmatch(wider, piece)):
-            return f"{rule}: {wider!r} matches {', '.join(found[:3])}."
+        if matches := sorted(piece for piece in pieces if re.fullmatch(wider, piece)):
+            return f"{rule}: {wider!r} matches {', '.join(matches[:3])}."
     return f"{rule}, such as {names[0].rpartition('.')[2]!r}." if names else f"{rule}."
 
 
@@ -106,11 +98,15 @@ def _advice(pattern: str, names: Sequence[str]) -> str:
 _NEGATIVE = re.compile(r"(?<![\w\]])-\d")
 
 
-def _from_the_end(names: Iterable[str]) -> dict[str, list[list[str]]]:
-    """All spellings of each name, as parts: unchanged, and with numbers counted from the end of their list."""
-    parts = {name: clean_name(name).split(".") for name in names}
+def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]:
+    """The spellings of all names of each layer, as parts: unchanged, and for a pattern with negative numbers with
+    numbers counted from the end of their list, too."""
+    others: Mapping[str, list[str]] = names.others if isinstance(names, Names) else {}
+    paths = {name: [clean_name(path).split(".") for path in (name, *others.get(name, ()))] for name in names}
+    if not _NEGATIVE.search(pattern):
+        return paths
     lengths: dict[tuple[str, ...], int] = {}
-    for path in parts.values():
+    for path in (path for spelled in paths.values() for path in spelled):
         for i, part in enumerate(path):
             if part.isdigit():
                 lengths[tuple(path[:i])] = max(lengths.get(tuple(path[:i]), 0), int(part) + 1)
@@ -118,7 +114,10 @@ def _from_the_end(names: Iterable[str]) -> dict[str, list[list[str]]]:
     def choices(path: Sequence[str], i: int) -> Iterable[str]:
         return (path[i], str(int(path[i]) - lengths[tuple(path[:i])])) if path[i].isdigit() else (path[i],)
 
-    return {name: [*map(list, product(*(choices(path, i) for i in range(len(path)))))] for name, path in parts.items()}
+    def spell(path: Sequence[str]) -> list[list[str]]:
+        return [*map(list, product(*(choices(path, i) for i in range(len(path)))))]
+
+    return {name: [spelling for path in spelled for spelling in spell(path)] for name, spelled in paths.items()}
 
 
 def _matches(pattern: re.Pattern[str], parts: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Why modules compute in high precision, and what to do about it: for tables, log lines and errors alike."""
+"""Reasons for modules in high precision, with remedies: for tables, log lines and errors alike."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.conversion.defaults import OUTPUT, is_left_output, left_out
+from lightning_lowbit.nn.conversion.defaults import OUTPUT, default_reasons, is_left_output
 from lightning_lowbit.nn.conversion.moe import is_router_class
 from lightning_lowbit.nn.layers.classes import COMPUTED_WEIGHT, convertible, obstacle, odd_parameter, without_weight
 from lightning_lowbit.nn.layers.composite import CompositeLayer
@@ -17,7 +17,7 @@ from lightning_lowbit.nn.layers.registry import converted_class
 
 @dataclass(frozen=True)
 class Reason:
-    """Why something is in high precision, and the remedy, if there is one."""
+    """A reason for high precision, and the remedy, if there is one."""
 
     why: str
     remedy: str = ""
@@ -28,18 +28,16 @@ class Reason:
 
 FROZEN = Reason("weights that are frozen, or computed from others")
 PRODUCTS = Reason("products of activations with each other, as in attention", "attention= quantizes attention's")
+LAZY = Reason("no weight yet", "run one batch before the Trainer starts")
 _LEFT_OUT = Reason("left out by skip or only")
 _NOT_CONVERTED = Reason("not converted", "a LowBitPrecision among the plugins of the Trainer converts layers")
+_HIGH_PRECISION = Reason("its casts are those of high precision")
 _FUNCTIONAL = Reason("computed outside of modules", "call an nn.Linear there")
-_OWN = Reason(
+_PRODUCT = Reason(
     "products of activations, as in attention, or with weights of other modules", "attention= quantizes attention's"
 )
 _EMBEDDING = Reason("an embedding's weight as a matrix", "an nn.Linear with that weight is quantized")
-LAZY = Reason("no weight yet", "run one batch before the Trainer starts")
-_SUBCLASS = Reason(
-    "a subclass of nn.Linear with a forward of its own",
-    "register_linear takes it, given that forward",
-)
+_SUBCLASS = Reason("a subclass of nn.Linear with a forward of its own", "register_linear takes it, given that forward")
 _WEIGHT = Reason("no nn.Linear", "register_linear takes it for one, if it computes x · Wᵀ + b")
 _EXPERTS = Reason("a stack of experts, no nn.Linear", "experts that are nn.Linear layers are quantized")
 
@@ -60,7 +58,7 @@ class Reasons:
         casts = [layer.full_casts for layer in layers.values() if layer.full_casts != LinearCasts()]
         usual = max(casts, key=casts.count, default=LinearCasts())
         rest = {name: usual for name in convertible(model) if name not in layers or layers[name].full_casts != usual}
-        self.defaults = {clean_name(name): why for name, why in left_out(model, rest).items()}
+        self.defaults = {clean_name(name): why for name, why in default_reasons(model, rest).items()}
         self.defaults |= {name: OUTPUT for name, module in self._modules.items() if is_left_output(module)}
 
     def of(self, name: str) -> Reason:
@@ -71,33 +69,33 @@ class Reasons:
             return _FUNCTIONAL
         if gemm:
             return Reason(f"its casts leave {gemm.rstrip(')')} in high precision")
-        return self.of_module(module_name, module) or _OWN
+        return self.module_reason(module_name, module) or _PRODUCT
 
-    def of_module(self, name: str, module: nn.Module) -> Reason | None:
+    def module_reason(self, name: str, module: nn.Module) -> Reason | None:
         """The reason for a module's own weights; None if they are quantized."""
         if isinstance(module, QuantizedLayer) and module.full_casts != LinearCasts():
             return None
         if isinstance(module, CompositeLayer):
-            return Reason("its casts are those of high precision") if module.is_high_precision else None
+            return _HIGH_PRECISION if module.is_high_precision else None
         if name in self.defaults:
             is_output = self.defaults[name] == OUTPUT
             remedy = "quantize_output=True quantizes it" if is_output else "name it in overrides or only to quantize it"
             return Reason(self.defaults[name], remedy)
         if isinstance(module, QuantizedLayer):
-            return Reason("its casts are those of high precision")
+            return _HIGH_PRECISION
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             return _EMBEDDING
         cls: Any = type(module)
         if converted_class(cls) is None:
-            return of_class(module)
+            return class_reason(module)
         if without_weight(module):
             return LAZY
         blocked = obstacle(module)
         return self._rest if blocked is None else Reason(blocked)
 
 
-def of_class(module: Any) -> Reason | None:
-    """Why a module is not converted; None for modules without a matrix."""
+def class_reason(module: Any) -> Reason | None:
+    """Returns why a module is not converted; None for modules without a matrix."""
     if without_weight(module):
         return LAZY
     cls: Any = type(module)

@@ -47,21 +47,20 @@ class SwiGLU(Protocol):
 
 def swiglus(model: nn.Module) -> dict[str, Any]:
     """The modules of a model that are a :class:`SwiGLU`, by name."""
-    parts = ("gate_proj", "up_proj", "down_proj")
-    found = model.named_modules()
-    return {name: module for name, module in found if all(is_linear(getattr(module, part, None)) for part in parts)}
+    parts, modules = ("gate_proj", "up_proj", "down_proj"), model.named_modules()
+    return {name: module for name, module in modules if all(is_linear(getattr(module, part, None)) for part in parts)}
 
 
 def smooth_casts(model: nn.Module, planned: Mapping[str, LinearCasts], kind: str) -> dict[str, LinearCasts]:
     """Casts of layers by name, with the down projections smoothed; a ``ValueError`` if there is none to smooth."""
     choose("kind of smooth_swiglu", kind, SMOOTHINGS)
-    found = swiglus(model)
-    if not found:
+    mlps = swiglus(model)
+    if not mlps:
         raise ValueError(
             f"smooth_swiglu found no SwiGLU in {type(model).__name__}: a module with linear layers gate_proj, up_proj "
             "and down_proj. Give your own MLPs properties of these names, or leave out smooth_swiglu."
         )
-    downs = {id(module.down_proj) for module in found.values()}
+    downs = {id(module.down_proj) for module in mlps.values()}
     names = [name for name, module in model.named_modules() if id(module) in downs]
     smoothed = {name: casts for name in names if (casts := _smoothed(planned.get(name), kind)) is not None}
     if not smoothed:
@@ -135,7 +134,7 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
     Args:
         model: trained with smoothing; or any model of the same layers, with ``channel_amax``.
         channel_amax: by down projection, as named in ``model``, float32 ``[channels]``: a checkpoint's
-            ``["lightning_lowbit"]["channel_amax"]``. None takes those of the last training step, which layers hold.
+            ``["lightning_lowbit"]["channel_amax"]``. None takes the amaxes of the last training step, held by layers.
 
     Raises:
         ValueError: there is nothing to fold; tokens are smoothed, whose factors no weight can hold; no training step
@@ -145,8 +144,8 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
     Examples:
         >>> model = fold(model, torch.load("last.ckpt")["lightning_lowbit"]["channel_amax"])
     """
-    found = {id(module.down_proj): module for module in swiglus(model).values()}
-    mlps: dict[str, Any] = {name: found[id(down)] for name, down in model.named_modules() if id(down) in found}
+    by_down = {id(module.down_proj): module for module in swiglus(model).values()}
+    mlps: dict[str, Any] = {name: by_down[id(down)] for name, down in model.named_modules() if id(down) in by_down}
     if channel_amax is None:
         channel_amax = {name: amax for name, mlp in mlps.items() if (amax := _last_amax(name, mlp)) is not None}
     if not channel_amax:
@@ -155,8 +154,8 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
     factors = {}
     for name, amax in channel_amax.items():
         if name not in mlps:
-            there = ", ".join(mlps) or "none"
-            raise ValueError(f"channel_amax is of {name!r}, no down projection of this model; they are: {there}.")
+            names = ", ".join(mlps) or "none"
+            raise ValueError(f"channel_amax is of {name!r}, no down projection of this model; they are: {names}.")
         down = _matrix(mlps[name].down_proj)
         if amax.shape != down.shape[1:]:
             raise ValueError(f"{name} has {down.shape[1]} channels; its channel_amax is of shape {tuple(amax.shape)}.")
@@ -168,7 +167,7 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
         if up.bias is not None:
             up.bias.mul_(s)
         if isinstance(up, QuantizedLayer) and up.lowbit.amaxes is not None:
-            # The amaxes in force are those before folding, which changed the weight and the output's gradient.
+            # The amaxes in force are older than folding, which changed the weight and the output's gradient.
             up.lowbit.amaxes.in_force[[i for i, operand in enumerate(OPERANDS) if not operand.endswith("_x")]] = 0
         _matrix(down).mul_(s.reciprocal())
         if isinstance(down, QuantizedLayer):
@@ -221,8 +220,8 @@ def _check_linear(name: str, mlp: Any, s: Tensor) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-        for layer, own in zip(layers, casts, strict=True):
-            layer.casts = own
+        for layer, layer_casts in zip(layers, casts, strict=True):
+            layer.casts = layer_casts
         for module, training in modes:  # some may be frozen
             module.training = training
     if not torch.allclose(seen[1].float(), seen[0].float() * s, rtol=1e-2):

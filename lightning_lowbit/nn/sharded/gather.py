@@ -6,11 +6,12 @@
       unpack                     the operand's values, in the dtype that FSDP2 gives the weight
     GEMMs                        use these values as the operand; gradients go straight through
 
-Results equal those of gathering in high precision to the bit. FSDP2's record of the parameter provides the extension
-methods; a local tensor, where FSDP2 looks for them, is replaced by loading and ``module.to``.
+Results equal those of gathering in high precision to the bit. So both GEMMs that read the weight must use the operand
+of the forward pass, and shards must end where tiles of its cast do; other weights are gathered as usual.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,22 +19,93 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.core.operands import PrequantizedWeight
 from lightning_lowbit.nn.core.watch import amax_in_force
+from lightning_lowbit.nn.layers.composite import PARTS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
-from lightning_lowbit.nn.sharded.eligible import check_gathers, gathered_dtype, is_plain, misfit, obstacle, records
+from lightning_lowbit.nn.layers.registry import quantized_class
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.packed import pack, unpack_
 from lightning_lowbit.quant.scales import block_sum
-from lightning_lowbit.quant.shard import Shard, amax_of
+from lightning_lowbit.quant.shard import Shard, amax_of, ends_within
 
 _W = OPERANDS.index("fprop_w")
+
+TAKES = {"activations", "no amax", "smooth tokens", "drawn", "delayed", "unpackable"}
+
+
+@cache
+def casts_obstacle(casts: LinearCasts) -> str | None:
+    """Returns why weights with these casts must be gathered in high precision; None if they need not be."""
+    return obstacle(casts, TAKES)
+
+
+def records(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParam]]:
+    """FSDP2's record of each weight, with the module that gathers it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                # FSDP2 does not call the extension for parameters that are resharded to a smaller mesh.
+                if not group._use_post_forward_mesh:
+                    yield from ((module, p) for p in group.fsdp_params if p._module_info.param_name == "weight")
+
+
+def is_plain(record: FSDPParam) -> bool:
+    """Returns whether a weight is a matrix of one linear layer, which FSDP2 alone shards, by rows."""
+    info = record._module_info
+    cls = quantized_class(type(info.module))
+    is_linear = cls is not None and cls.kind == "linear" and cls.weight_matrix is QuantizedLayer.weight_matrix
+    is_by_rows = isinstance(record.mesh_info, FSDPMeshInfo) and record.fsdp_placement.dim == 0
+    return is_linear and is_by_rows and not info.shared_modules and not record.is_dtensor
+
+
+def gathered_dtype(record: FSDPParam) -> torch.dtype:
+    return record.mp_policy.param_dtype or record.sharded_param.dtype
+
+
+def misfit(record: FSDPParam, casts: LinearCasts, dtype: torch.dtype | None) -> str | None:
+    """Returns why a weight is gathered in high precision although its casts would allow few bits; None if it is not."""
+    gathered, (step, *_), cast = gathered_dtype(record), record.padded_sharded_param_size, casts.fprop_w
+    assert isinstance(cast, Cast)
+    if not is_plain(record):
+        return "the weight is not one nn.Linear's alone, or not cut along its rows by FSDP2 alone"
+    if isinstance(cast.scale.block, tuple) and ends_within(step, record._orig_size[0], cast.scale.block[0]):
+        return f"shards of {step} rows end within a tile of {cast.scale.block[0]}"
+    if gathered not in (torch.float32, operand_dtype(dtype or gathered, cast)):
+        return f"FSDP2 gives the weight in {gathered}, which does not hold the operand"
+    return None
+
+
+def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: torch.dtype | None) -> None:
+    """Raises a ``ValueError`` if no weight of a model can be gathered in few bits with the casts by layer."""
+    by_module = {id(record._module_info.module): record for _, record in records(model)}
+    reasons: dict[str, str] = {}
+    for name, layer_casts in casts.items():
+        if PARTS in name.split("."):
+            reasons[name] = "the weight is one of several of its module, and gathered as usual"
+        elif (record := by_module.get(id(model.get_submodule(name)))) is not None:
+            reason = casts_obstacle(layer_casts) or misfit(record, layer_casts, dtype)
+            if reason is None:
+                return
+            reasons[name] = reason
+    if not reasons or not by_module:
+        raise ValueError(
+            "quantize_before_gather: FSDP2 shards no weight of a converted layer. It needs ModelParallelStrategy, and "
+            "torch.distributed.fsdp.fully_shard in configure_model; leave it out with other strategies."
+        )
+    groups = explain_groups(group_by_reason(reasons))
+    raise ValueError(
+        f"quantize_before_gather: no weight can be gathered in few bits. {groups}. Take casts whose dgrad uses the "
+        "weight of fprop, some with overrides: 'nvfp4-nvidia', 'fp8-delayed', 'int4', any dgrad_w='fprop'."
+    )
 
 
 class WeightGathers:
@@ -97,11 +169,11 @@ class WeightGathers:
                 groups.setdefault(gather.group, []).append(gather)
         for group, gathers in groups.items():
             # float64 holds an amax exactly, and a sum of magnitudes as `block_sum` does.
-            own = torch.stack([gather.own_statistic() for gather in gathers])
-            of_all = own.new_empty(group.size() * len(own))
-            dist.all_gather_single(of_all, own, group)
-            of_all = of_all.view(-1, len(own))
-            for gather, amax, total in zip(gathers, of_all.amax(0).unbind(), of_all.sum(0).unbind(), strict=True):
+            local = torch.stack([gather.local_statistic() for gather in gathers])
+            whole = local.new_empty(group.size() * len(local))
+            dist.all_gather_single(whole, local, group)
+            whole = whole.view(-1, len(local))
+            for gather, amax, total in zip(gathers, whole.amax(0).unbind(), whole.sum(0).unbind(), strict=True):
                 gather.take(amax, total)
 
 
@@ -113,7 +185,8 @@ def release_gathers(model: nn.Module) -> None:
 
 
 class _Record(FSDPParam):
-    """FSDP2's record of a parameter, whose extension is a :class:`_Gather` instead of the local tensor."""
+    """FSDP2's record of a parameter. Its extension is a :class:`_Gather`: loading and ``module.to`` replace the local
+    tensor, where FSDP2 looks for one."""
 
     gather: "_Gather"
 
@@ -135,7 +208,7 @@ class _Record(FSDPParam):
 
 
 class _Gather:
-    """The all-gather of one weight; what its statistics belong to, and the cast of the last gather (None: none)."""
+    """The all-gather of one weight, with the statistics that its cast needs."""
 
     def __init__(
         self, gathers: WeightGathers, record: FSDPParam, module: FSDPModule, dtype: torch.dtype | None
@@ -147,10 +220,10 @@ class _Gather:
         self._dtype = dtype or gathered_dtype(record)
         step = record.padded_sharded_param_size[0]
         self._part = Shard(self.group.group_name, 0, self.group.rank() * step, step, self._shape[0])
-        self.measured: tuple[Any, ...] = ()
+        self.measured: tuple[Any, ...] = ()  # the state of the weight to which statistics belong
         self._amax: Tensor | None = None
         self._mean: Tensor | None = None
-        self.gathered_with: Cast | None = None
+        self.gathered_with: Cast | None = None  # in the last gather
         module.reshard()
         # Weights are unpacked into FSDP2's own buffer: an optimizer or graph may know the parameter.
         buffers = record._unsharded_inner_tensors or record.all_gather_outputs
@@ -163,7 +236,7 @@ class _Gather:
     def _cast(self) -> Cast | None:
         """The cast in force for the next gather; None for high precision."""
         layer, casts = self.layer, self.layer.casts
-        if obstacle(casts) is not None or layer.lowbit.blend is not None or layer.lowbit.operand_sums is not None:
+        if casts_obstacle(casts) is not None or layer.lowbit.blend is not None or layer.lowbit.operand_sums is not None:
             return None
         if "dgrad_w" not in casts.plan.kept:  # shared: if only one of the GEMMs is native, they need different forms
             native = layer.native_gemms(self.record.device)
@@ -198,22 +271,22 @@ class _Gather:
 
     def _shard(self) -> Tensor:
         """``[rows, columns]`` in the dtype of the computation, padded with rows of zeros."""
-        return self._rounded(self._own()).view(self.size())
+        return self._rounded(self._local()).view(self.size())
 
-    def _own(self) -> Tensor:
+    def _local(self) -> Tensor:
         """The padded shard, 1-D, on the device (offloaded shards are on the CPU)."""
         return self.record._sharded_param_data.to(self.record.device, non_blocking=True)
 
     def _rounded(self, values: Tensor) -> Tensor:
         return values.to(gathered_dtype(self.record)).to(self._dtype)
 
-    def own_statistic(self) -> Tensor:
+    def local_statistic(self) -> Tensor:
         """The shard's amax, or its sum of magnitudes, float64, 0-d."""
         cast = self._cast
         assert cast is not None
         self.measured = self._state(cast)
         if cast.scale.needs_amax:  # rounding keeps the order: the rounded amax is the amax of the rounded shard
-            return self._rounded(amax_of(self._own())).double()
+            return self._rounded(amax_of(self._local())).double()
         return block_sum(self._shard(), (0, 1)).reshape(())
 
     def take(self, amax: Tensor, total: Tensor) -> None:
@@ -223,7 +296,7 @@ class _Gather:
         else:  # divided by a tensor: for a number, torch multiplies by the reciprocal
             self._amax, self._mean = None, (total / torch.full_like(total, self._shape.numel())).float()
 
-    def size(self) -> torch.Size:
+    def size(self) -> torch.Size:  # FSDP2 asks for it
         return self.record.padded_sharded_param_size
 
     def to(self, *_: Any, **__: Any) -> "_Gather":
@@ -237,7 +310,7 @@ class _Gather:
         """The bytes to send, ``[1, ...]``, and for :meth:`fsdp_post_all_gather` the cast and the scale of the whole."""
         cast, state = self._cast, self.layer.lowbit
         if cast is None:
-            return (self._own().to(gathered_dtype(self.record)).view(1, -1),), None
+            return (self._local().to(gathered_dtype(self.record)).view(1, -1),), None
         if self.needs_statistic and self.measured != self._state(cast):  # changed since, on all ranks alike
             self._gathers.measure()
         elif cast.scale.needs_amax and state.weight_amax is not None:

@@ -17,7 +17,7 @@ from lightning_lowbit.export.formats import Options
 from lightning_lowbit.export.formats.base import NoClient
 from lightning_lowbit.export.formats.gguf import GGUF
 from lightning_lowbit.export.formats.gguf.chat import QUESTION, chat
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from tests.export.llama_cpp import tokenizers
@@ -27,7 +27,7 @@ gguf = pytest.importorskip("gguf")
 INT4 = {"element": "int4", "scale": {"format": "bf16", "block": 32}}
 
 
-def untrained(tokenizer: Any, ends: Any = None, **changes: Any) -> Source:
+def untrained(tokenizer: Any, ends: Any = None, **changes: Any) -> TrainedModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     positions = {"vocab_size": 512, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None}
@@ -35,7 +35,7 @@ def untrained(tokenizer: Any, ends: Any = None, **changes: Any) -> Source:
     model = AutoModelForCausalLM.from_config(config).eval()
     model.generation_config = GenerationConfig(eos_token_id=ends)
     convert(model, LinearCasts.of({"fprop_w": INT4, "dgrad_w": "fprop"}), skip=["lm_head"])
-    return Source(model, quantized_layers(model), torch.float32, config, {"tokenizer": tokenizer})
+    return TrainedModel(model, quantized_layers(model), torch.float32, config, {"tokenizer": tokenizer})
 
 
 def metadata(folder: Path) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def client(folder: Path) -> Any:
         pytest.skip(str(error))
 
 
-def trained(make: Callable[[Path], Any], folder: Path) -> Source:
+def trained(make: Callable[[Path], Any], folder: Path) -> TrainedModel:
     """A model that has learned one answer, and other answers to prompts that are made in other ways."""
     tokenizer = make(folder)
     ids = tokenizer.get_vocab()

@@ -24,7 +24,7 @@ from lightning_lowbit.export.formats import Options, Written
 from lightning_lowbit.export.formats.base import NoClient
 from lightning_lowbit.export.formats.gguf import GGUF, GGUF_TQ1
 from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
-from lightning_lowbit.export.source import Source, hp_forward, read
+from lightning_lowbit.export.source import TrainedModel, hp_forward, read
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
@@ -83,12 +83,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, list[str], set[str]]] = {
 
 @dataclass
 class Export:
-    source: Source
+    source: TrainedModel
     folder: Path
     rows: list[Written]
 
 
-def train(network: str, config: dict[str, Any], casts: Any, skip: list[str], folder: Path) -> Source:
+def train(network: str, config: dict[str, Any], casts: Any, skip: list[str], folder: Path) -> TrainedModel:
     model = CausalLM(network, {**config, "use_cache": False}, optimizer=partial(torch.optim.AdamW, lr=3e-3))
     trainer = Trainer(
         accelerator="cpu",
@@ -152,7 +152,7 @@ def test_the_file_holds_the_weights(export: Export) -> None:
     assert all(found[name].dtype == torch.float32 for name in found if "norm" in name)
 
 
-def logits(source: Source, tokens: Tensor) -> Tensor:
+def logits(source: TrainedModel, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         result: Tensor = source.model(input_ids=tokens).logits.float()
     return result
@@ -163,7 +163,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
 
 
-def with_high_precision_inputs(source: Source) -> Source:
+def with_high_precision_inputs(source: TrainedModel) -> TrainedModel:
     for layer in source.layers.values():
         layer.casts = hp_forward(layer.casts)
     return source
@@ -181,13 +181,13 @@ def test_llama_cpp_computes_the_logits_of_the_training(export: Export) -> None:
         assert float((found.argmax(-1) == ours.argmax(-1)).float().mean()) >= 0.95
 
 
-def untrained(casts: Any, network: str = "llama", skip: list[str] | None = None, **changes: Any) -> Source:
+def untrained(casts: Any, network: str = "llama", skip: list[str] | None = None, **changes: Any) -> TrainedModel:
     """A model with random weights, as :func:`read` gives it."""
     config: Any = network_config(network, {**(GPT2 if network == "gpt2" else SIZE), **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     convert(model, casts, skip=HEAD if skip is None else skip)
-    return Source(model, quantized_layers(model), torch.float32, config, {"tokenizer": "bytes"})
+    return TrainedModel(model, quantized_layers(model), torch.float32, config, {"tokenizer": "bytes"})
 
 
 def test_llama_cpp_knows_positions_as_the_model_does(tmp_path: Path) -> None:

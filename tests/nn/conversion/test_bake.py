@@ -64,7 +64,7 @@ def test_what_no_weight_can_hold_is_refused_and_nothing_is_changed() -> None:
     for model, why in (
         (convert(network(), "int4"), "3 of 3 layers, e.g. 0: it quantizes activations"),
         (convert(network(), weight_only("int4"), overrides={"2": "ternary"}), "1 of 3 layers, e.g. 2"),
-        (convert(network(), weight_only("nvfp4", hadamard={"fprop": 16})), "it rotates"),
+        (convert(network(), weight_only("nvfp4", hadamard={"fprop": 16})), "rotates weights"),
         (convert(network(), stochastic), "stochastically"),
         (convert(tied, weight_only("int4")), "The weight of 1 is also that of 0"),
         (network(), "no converted layers"),

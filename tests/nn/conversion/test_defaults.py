@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_lowbit import IntegerPrecision, LinearCasts, convert
 from lightning_lowbit.nn import QuantizedLayer, plan
-from lightning_lowbit.nn.conversion.defaults import left_out
+from lightning_lowbit.nn.conversion.defaults import default_reasons
 from tests.tables import each
 
 ROUTER, ADAPTER = "a router of experts", "an adapter"
@@ -64,7 +64,7 @@ def test_routers_of_experts_are_recognized_by_their_names() -> None:
     }
     for kind, (block, expected) in models.items():
         model = nn.ModuleDict({"layers": nn.ModuleList([block])})
-        found = left_out(model, dict.fromkeys(_linears(model), LinearCasts.preset("fp8-current")))
+        found = default_reasons(model, dict.fromkeys(_linears(model), LinearCasts.preset("fp8-current")))
         assert found == {f"layers.0.{name}": ROUTER for name in expected}, kind
 
 
@@ -78,7 +78,7 @@ def test_adapters_are_recognized_by_what_is_around_them() -> None:
     adapted |= {"lora_A": nn.ModuleDict({"default": low}), "lora_B": nn.ModuleDict({"default": high})}
     other = named("Layer", module="peft.tuners.bottleneck", base_layer=nn.Linear(64, 64), down=nn.Linear(64, 32))
     model = nn.ModuleDict({"q_proj": named("Linear", **adapted), "v_proj": other, "saved": nn.Linear(64, 64)})
-    found = left_out(model, dict.fromkeys(_linears(model), LinearCasts.preset("nvfp4")))
+    found = default_reasons(model, dict.fromkeys(_linears(model), LinearCasts.preset("nvfp4")))
     assert found == dict.fromkeys(["q_proj.lora_A.default", "q_proj.lora_B.default", "v_proj.down"], ADAPTER)
     assert "q_proj.lora_A.default" in plan(model, "nvfp4", only=["lora_A", "saved"]), "named by what holds nothing else"
 
@@ -105,7 +105,7 @@ def test_a_layer_is_narrow_if_a_contraction_is_shorter_than_half_a_block(
 ) -> None:
     """Only in forward and dgrad, only where something is quantized in blocks, and only beside four blocks."""
     model = nn.Sequential(nn.Linear(inputs, outputs), nn.Linear(64, 64))
-    found = left_out(model, dict.fromkeys(_linears(model), LinearCasts.of(casts)))
+    found = default_reasons(model, dict.fromkeys(_linears(model), LinearCasts.of(casts)))
     assert found == ({} if why is None else {"0": why})
 
 

@@ -102,7 +102,7 @@ def test_each_module_has_its_reason() -> None:
     found = Reasons(converted)
     for name, why in WHY.items():
         assert str(found.of(name)).startswith(why), (name, str(found.of(name)))
-    assert found.of_module("body", converted["body"]) is None
+    assert found.module_reason("body", converted["body"]) is None
 
 
 def test_without_a_plugin_layers_are_not_converted() -> None:
@@ -117,7 +117,7 @@ def test_lazy_layers_wait_for_a_batch_and_say_so() -> None:
     assert str(Reasons(waiting).of("lazy")) == why
     waiting["lazy"](torch.randn(2, 64))
     convert(waiting, "nvfp4")
-    assert Reasons(waiting).of_module("lazy", waiting["lazy"]) is None
+    assert Reasons(waiting).module_reason("lazy", waiting["lazy"]) is None
 
 
 @pytest.mark.parametrize("again", ["moe.gate", "head"])

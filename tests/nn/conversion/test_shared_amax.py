@@ -145,8 +145,8 @@ def test_a_compiled_layer() -> None:
         ("nvfp4", ["(q|k)_proj", "(k|v)_proj"], "k_proj would be in several groups"),
         ("mxfp4", ["(q|k)_proj"], "q_proj, k_proj cannot share an amax: .* has no scale that the largest magnitude"),
         ("ternary", ["(q|k)_proj"], "has no scale that the largest magnitude of the tensor decides"),
-        ({"preset": "nvfp4", "hadamard": {"fprop": 16}}, ["(q|k)_proj"], "hadamard rotates the weights"),
-        ({"preset": "nvfp4", "smooth": "channel"}, ["(q|k)_proj"], "smooth='channel' scales the weights"),
+        ({"preset": "nvfp4", "hadamard": {"fprop": 16}}, ["(q|k)_proj"], "its forward pass rotates weights"),
+        ({"preset": "nvfp4", "smooth": "channel"}, ["(q|k)_proj"], "its input is smoothed"),
         ("bf16", ["(q|k)_proj"], "all layers that the patterns match are in high precision"),
     ],
 )

@@ -103,7 +103,7 @@ def test_refusals():
     cases = [
         (lambda: pack_frozen(nn.Sequential(nn.Linear(32, 32)), "nvfp4"), "none is frozen"),
         (lambda: pack_frozen(frozen_model(), "fp8-delayed"), "scaled by the history"),
-        (lambda: pack_frozen(frozen_model(), "ufp4"), "fprop takes the weight itself"),
+        (lambda: pack_frozen(frozen_model(), "ufp4"), "rotates weights"),
         (lambda: convert(packed, "int4"), "Give the layer casts with the same fprop_w"),
         (lambda: packed(torch.randn(4, 32)), "takes 96 features"),
     ]

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_lowbit import Cast, LinearCasts, LowBitPrecision, Scale, convert
 from lightning_lowbit.nn import LayerKeys
-from lightning_lowbit.nn.sharded.eligible import obstacle
-from lightning_lowbit.nn.sharded.gather import WeightGathers, release_gathers
+from lightning_lowbit.nn.sharded.gather import WeightGathers, casts_obstacle, release_gathers
 from tests.launch import launch
 from tests.nn.sharded.ranks_gather import CASTS, RANKS, RUNS, STEPS
 from tests.pairwise import selected
@@ -116,13 +115,13 @@ NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
     ],
 )
 def test_what_stands_in_the_way(casts: Any, why: str | None) -> None:
-    found = obstacle(LinearCasts.of(casts))
+    found = casts_obstacle(LinearCasts.of(casts))
     assert (found is None) if why is None else (found is not None and why in found)
 
 
 @pytest.mark.parametrize("phase", ["qaf", "hp-forward", "bf16"])
 def test_phases_in_which_a_gemm_takes_the_weight_itself(phase: str) -> None:
-    assert obstacle(LinearCasts.preset("nvfp4-nvidia").phase(phase)) is not None
+    assert casts_obstacle(LinearCasts.preset("nvfp4-nvidia").phase(phase)) is not None
 
 
 # --- without a Trainer, on one process --------------------------------------------------------------------------------

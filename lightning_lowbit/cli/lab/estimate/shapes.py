@@ -208,11 +208,11 @@ def _matrix(layer: Any) -> Tensor:
 
 def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
     """Returns the cast in which FSDP2 can gather the weight of a layer, if no other layer shares it."""
-    from lightning_lowbit.nn.sharded.eligible import obstacle  # depends on internals of FSDP2
+    from lightning_lowbit.nn.sharded.gather import casts_obstacle  # depends on internals of FSDP2
 
     is_plain = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr]
     is_plain = is_plain and is_linear(layer) and not isinstance(layer, PartLayer)
-    return casts.cast_of("fprop_w") if is_plain and obstacle(casts) is None else None
+    return casts.cast_of("fprop_w") if is_plain and casts_obstacle(casts) is None else None
 
 
 def _find_decoder(module: nn.Module) -> tuple[Any, Decoder | None]:

@@ -1,54 +1,35 @@
-"""GGUF files for llama.cpp: the codes of the training in its block types, bit for bit.
-
-``blocks`` has the block types, ``networks`` what llama.cpp runs, ``vocabulary`` tokenizers, ``files`` writes files, and
-``client`` is llama.cpp, and ``chat`` a chat with it.
-"""
+"""GGUF files for llama.cpp: the codes of the training in its block types, bit for bit."""
 
 from functools import partial
-from pathlib import Path
 
-import torch
-from torch import nn
-
-from lightning_lowbit.export.formats import Format
-from lightning_lowbit.export.formats.base import integers
-from lightning_lowbit.export.formats.gguf.blocks import TQ1_0
+from lightning_lowbit.export.formats.base import Format
+from lightning_lowbit.export.formats.gguf.blocks import TQ1_0, TQ2_0, BlockType
 from lightning_lowbit.export.formats.gguf.chat import chat
 from lightning_lowbit.export.formats.gguf.client import LlamaCpp
 from lightning_lowbit.export.formats.gguf.files import FILE, obstacle, write
 from lightning_lowbit.export.formats.gguf.networks import network_of
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.quant import Cast, Scale
 
 
-def load(folder: Path) -> nn.Module:
-    """The file of a folder in llama.cpp, which has ``logits`` for ``input_ids``, on the CPU."""
-    return LlamaCpp(folder / FILE)
+def _format(name: str, about: str, ternary: BlockType, own_cast: Cast | None) -> Format:
+    return Format(
+        name,
+        about,
+        partial(obstacle, ternary=ternary),
+        partial(write, ternary=ternary),
+        lambda folder: LlamaCpp(folder / FILE),
+        accepts=lambda source: network_of(source.config),
+        own_cast=own_cast,
+        programs=("llama.cpp",),
+        chat=chat,
+    )
 
 
-def accepts(source: Source) -> None:
-    """Raises a ``ValueError`` for networks that llama.cpp does not have."""
-    network_of(source.config)
-
-
-GGUF = Format(
+GGUF = _format(
     "gguf",
     "one file for llama.cpp: NVFP4, MXFP4, ternary, int4 and int8 weights of LLaMA, Mistral, Qwen3, GPT-2 and BitNet",
-    obstacle,
-    write,
-    load,
-    accepts=accepts,
-    own_cast=lambda dtype: integers(4, 32, torch.float16),
-    programs=("llama.cpp",),
-    chat=chat,
+    TQ2_0,
+    Cast("int4", Scale("fp16", 32)),
 )
-GGUF_TQ1 = Format(
-    "gguf-tq1",
-    "as gguf, with ternary weights in TQ1_0: 1.7 bits instead of 2.1",
-    partial(obstacle, ternary=TQ1_0),
-    partial(write, ternary=TQ1_0),
-    load,
-    accepts=accepts,
-    programs=("llama.cpp",),
-    chat=chat,
-)
+GGUF_TQ1 = _format("gguf-tq1", "as gguf, with ternary weights in TQ1_0: 1.7 bits instead of 2.1", TQ1_0, None)
 FORMATS = {format.name: format for format in (GGUF, GGUF_TQ1)}

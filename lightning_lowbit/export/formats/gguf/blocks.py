@@ -15,6 +15,7 @@ Layouts: ``ggml-common.h`` and ``ggml-quants.c`` of llama.cpp; type numbers: ``g
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,19 +48,16 @@ class BlockType:
     pack: Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """A matrix as a file holds it.
 
     Attributes:
-        type: of its blocks.
         data: uint8 ``[out_features, bytes of a row]``.
         scale: float32, 0-d: the tensor ``NAME.scale``; None without one.
         error: the largest difference from the values of the codes; above 0 where float16 rounds a scale, and infinite
             where a scale is beyond its normal numbers.
     """
 
-    type: BlockType
     data: Tensor
     scale: Tensor | None
     error: float
@@ -98,31 +96,25 @@ def _tq2_0(values: Tensor, scales: Tensor) -> Tensor:
     return _with_d((quarters << shifts).sum(-2, dtype=torch.uint8).flatten(-2), scales, first=False)
 
 
-def _q8_0(values: Tensor, scales: Tensor) -> Tensor:
-    return _with_d(values, scales, first=True)
-
-
-def _q4_0(values: Tensor, scales: Tensor) -> Tensor:
-    return _with_d(_pairs(values[..., :16], values[..., 16:]), scales, first=True)
-
-
-def _mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
-    return torch.cat([scales.view(torch.uint8), _pairs(codes[..., :16], codes[..., 16:])], -1)
-
-
 def _nvfp4(codes: Tensor, scales: Tensor) -> Tensor:
     sixteens = _split(codes, 4, 16)
     return torch.cat([scales.view(torch.uint8), _pairs(sixteens[..., :8], sixteens[..., 8:]).flatten(-2)], -1)
 
 
+def _in_halves(codes: Tensor) -> Tensor:
+    return _pairs(codes[..., :16], codes[..., 16:])
+
+
 TQ1_0 = BlockType("TQ1_0", 34, 36, 256, 54, 256, _tq1_0)
 TQ2_0 = BlockType("TQ2_0", 35, 37, 256, 66, 256, _tq2_0)
-Q8_0 = BlockType("Q8_0", 8, 7, 32, 34, 32, _q8_0)
-Q4_0 = BlockType("Q4_0", 2, 2, 32, 18, 32, _q4_0)
-MXFP4 = BlockType("MXFP4", 39, 38, 32, 17, 32, _mxfp4)
+Q8_0 = BlockType("Q8_0", 8, 7, 32, 34, 32, lambda values, scales: _with_d(values, scales, first=True))
+Q4_0 = BlockType("Q4_0", 2, 2, 32, 18, 32, lambda values, scales: _with_d(_in_halves(values), scales, first=True))
+MXFP4 = BlockType(
+    "MXFP4", 39, 38, 32, 17, 32, lambda codes, scales: torch.cat([scales.view(torch.uint8), _in_halves(codes)], -1)
+)
 NVFP4 = BlockType("NVFP4", 40, 39, 64, 36, 16, _nvfp4)
 
-# How each type stores an element, from its code (uint8) in a ``Quantized``.
+# The element that each type stores, from its code (uint8) in a ``Quantized``.
 _FROM_CODES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
     "ternary": {"TQ1_0": lambda c: c, "TQ2_0": lambda c: c, "Q4_0": lambda c: c + 7},  # a code is value + 1
     "int4": {"Q4_0": lambda c: c ^ 8},  # two's complement to value + 8
@@ -163,7 +155,7 @@ def block_type(cast: Cast, in_features: int, ternary: BlockType = TQ2_0) -> Bloc
 
 
 def has_scale(cast: Cast) -> bool:
-    """Whether blocks of a cast have a tensor ``NAME.scale`` beside them."""
+    """Returns whether blocks of a cast have a tensor ``NAME.scale`` beside them."""
     return has_second_level(cast) or (cast.scale.block == "tensor" and cast.element != "e2m1")
 
 
@@ -194,7 +186,7 @@ def pack(quantized: Quantized, kind: BlockType) -> Blocks:
         error = float((errors * largest).max()) if bool(is_near.all()) else torch.inf
         error *= 1.0 if tensor_scale is None else float(tensor_scale)
     blocks = (out, inner // kind.elements, -1)
-    return Blocks(kind, kind.pack(codes.reshape(blocks), spread.reshape(blocks)).flatten(1), tensor_scale, error)
+    return Blocks(kind.pack(codes.reshape(blocks), spread.reshape(blocks)).flatten(1), tensor_scale, error)
 
 
 def _spread(scales: Tensor, shape: tuple[int, int], cast: Cast, kind: BlockType) -> Tensor:

@@ -1,5 +1,5 @@
-"""A short chat with a file in llama.cpp and with the training: the file's template, first and last tokens are those of
-the tokenizer if both get the same ids and give the same text."""
+"""A short chat with a file in llama.cpp and with the training: same ids and same text mean that the file's template,
+first and last tokens are right."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -10,28 +10,33 @@ from torch import Tensor
 
 from lightning_lowbit.export.formats.base import Chat
 from lightning_lowbit.export.formats.gguf.client import LlamaCpp
-from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.source import TrainedModel, eos_tokens
 from lightning_lowbit.export.tokenizer import load_tokenizer
 
 QUESTION, LENGTH = "Who are you?", 24  # tokens of the answer, at most
 
 
-def chat(source: Source, client: Any) -> Chat | None:
-    """What a file in llama.cpp and the training answer to a question; None without a tokenizer, room for it, or a
-    template that takes it."""
+def chat(source: TrainedModel, client: Any) -> Chat | None:
+    """Asks a file in llama.cpp and the training a question; None without a tokenizer, room for it, or a template that
+    takes it."""
     assert isinstance(client, LlamaCpp)
     name = source.facts.get("tokenizer")
     if name is None or not client.has_tokenizer:
         return None
     tokenizer, model, config = load_tokenizer(name), source.model, source.config
     try:
-        ours, theirs = _prompt(tokenizer), client.prompt(QUESTION)
+        if tokenizer.chat_template is None:
+            ours = [*tokenizer(QUESTION)["input_ids"]]
+        else:
+            turns = [{"role": "user", "content": QUESTION}]
+            ours = [*tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)]
+        theirs = client.prompt(QUESTION)
     except Exception:  # of a template that takes other turns: each has its own class
         return None
     room = int(getattr(config, "max_position_embeddings", LENGTH)) - max(len(ours), len(theirs))
     if room <= 0 or not ours or not theirs:
         return None
-    ends = _ends(model, tokenizer)
+    ends = {*eos_tokens(model), tokenizer.eos_token_id} - {None}
     answer = _greedy(model, ours, min(LENGTH, room), ends.__contains__)
     answer_there = _greedy(client, theirs, min(LENGTH, room), client.ends)
     answers = _shown(tokenizer.decode(answer)), _shown(client.text(answer_there))
@@ -41,20 +46,6 @@ def chat(source: Source, client: Any) -> Chat | None:
 def _shown(text: str) -> str:
     """A text in which one sign stands for any number of bytes that are no text, which decoders count differently."""
     return re.sub("\ufffd+", "\ufffd", text)
-
-
-def _prompt(tokenizer: Any) -> list[int]:
-    """The ids of the question as transformers makes them."""
-    if tokenizer.chat_template is None:
-        return [*tokenizer(QUESTION)["input_ids"]]
-    conversation = [{"role": "user", "content": QUESTION}]
-    return [*tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)]
-
-
-def _ends(model: Any, tokenizer: Any) -> set[int]:
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    listed = ends if isinstance(ends, list) else [ends]
-    return {end for end in (*listed, tokenizer.eos_token_id) if end is not None}
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""llama.cpp as a module: a file computes logits on the CPU, as it does for those who run the file."""
+"""llama.cpp as a module: computes the logits of a file on the CPU."""
 
 import re
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ class LlamaCpp(nn.Module):
         except ImportError as error:
             raise NoClient(f"there is no llama.cpp ({error}): {install('llama-cpp-py-sync')}") from error
         except RuntimeError as error:  # a system older than the one on which it was built
-            found = re.search(r"version `(\S+)' not found", str(error))
-            why = f"it needs {found[1]}" if found else str(error).splitlines()[0]
+            match = re.search(r"version `(\S+)' not found", str(error))
+            why = f"it needs {match[1]}" if match else str(error).splitlines()[0]
             raise NoClient(f"the llama.cpp of llama-cpp-py-sync does not load here: {why}") from error
         messages: list[str] = []
         self._silence(messages)
@@ -92,7 +92,7 @@ class LlamaCpp(nn.Module):
         return values.view(len(tokens), -1)
 
     def tokenize(self, text: str, special: bool = False) -> list[int]:
-        """The ids of a text; ``special``: with the tokens that the file puts around it, and those that it spells."""
+        """The ids of a text; ``special`` adds the file's tokens around it, and reads special ones in it."""
         encoded = text.encode()
         room = self.ffi.new("llama_token[]", len(encoded) + 2)
         count = self.lib.llama_tokenize(self.vocab, encoded, len(encoded), room, len(encoded) + 2, special, special)
@@ -140,5 +140,5 @@ class LlamaCpp(nn.Module):
         return self.tokenize(text, special=True)
 
     def ends(self, token: int) -> bool:
-        """Whether generation stops at a token."""
+        """Returns whether generation stops at a token."""
         return bool(self.lib.llama_vocab_is_eog(self.vocab, token))

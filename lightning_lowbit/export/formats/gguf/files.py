@@ -16,24 +16,23 @@ from lightning_lowbit.export.formats import Options, Written, row
 from lightning_lowbit.export.formats.gguf.blocks import TQ2_0, BlockType, block_type, has_scale, pack
 from lightning_lowbit.export.formats.gguf.networks import Network, add_values, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
-from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight, check, common_obstacle, training_with_scales, weights
+from lightning_lowbit.export.source import TrainedModel, eos_tokens
+from lightning_lowbit.export.weights import Weight, check, common_obstacle, training_with_scales, weight_cast, weights
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.packages import install
-from lightning_lowbit.quant import Cast
 
 FILE = "model.gguf"
 _F32 = 0
-_PLAIN = {torch.float32: _F32, torch.float16: 1, torch.bfloat16: 30}  # ``ggml_type`` of what is not quantized
+_PLAIN = {torch.float32: _F32, torch.float16: 1, torch.bfloat16: 30}  # ``ggml_type`` of unquantized tensors
 
 
 def obstacle(name: str, layer: QuantizedLayer, ternary: BlockType = TQ2_0) -> str | None:
-    """Why no block type holds the weight of a layer, in words; None if one does."""
+    """Returns why no block type holds the weight of a layer, in words; None if one does."""
     kind = common_obstacle(layer) or _type(layer, ternary)
     return kind if isinstance(kind, str) else None
 
 
-def write(source: Source, folder: Path, options: Options, ternary: BlockType = TQ2_0) -> list[Written]:
+def write(source: TrainedModel, folder: Path, options: Options, ternary: BlockType = TQ2_0) -> list[Written]:
     """Writes ``model.gguf``, with ternary weights in blocks of type ``ternary`` where these fit.
 
     Raises:
@@ -43,21 +42,21 @@ def write(source: Source, folder: Path, options: Options, ternary: BlockType = T
     network = network_of(source.config)
     check(source, {name: _obstacle(network, name, layer, ternary) for name, layer in source.layers.items()}, "gguf")
     kinds = {name: _type(layer, ternary) for name, layer in source.layers.items()}
-    plain = _plain(source, network, options.dtype)
+    dense = _dense(source, network, options.dtype)
     with closing(_writer(folder / FILE, network)) as writer:
         _describe(writer, source, network, kinds)
-        for name, (tensor, kept, _) in plain.items():
-            _declare(writer, name, _PLAIN[kept], *tensor.shape[:-1], tensor.shape[-1] * kept.itemsize)
+        for name, (tensor, dtype, _) in dense.items():
+            _declare(writer, name, _PLAIN[dtype], *tensor.shape[:-1], tensor.shape[-1] * dtype.itemsize)
         for name, layer in source.layers.items():
-            kind, (out, inner), part = kinds[name], layer.weight_matrix().shape, network.name(name)
-            _declare(writer, f"{part}.weight", kind.number, out, inner // kind.elements * kind.bytes)
-            if has_scale(_cast(layer)):
+            kind, (rows, columns), part = kinds[name], layer.weight_matrix().shape, network.name(name)
+            _declare(writer, f"{part}.weight", kind.number, rows, columns // kind.elements * kind.bytes)
+            if has_scale(weight_cast(layer)):
                 _declare(writer, f"{part}.scale", _F32, 4)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, (tensor, kept, order) in plain.items():
-            _put(writer, _rounded(name, tensor, kept), order)
+        for name, (tensor, dtype, order) in dense.items():
+            _put(writer, _rounded(name, tensor, dtype), order)
         return [
             _put_layer(writer, weight, network, source.config, kinds[weight.name], options.rescale)
             for weight in weights(source)
@@ -65,24 +64,18 @@ def write(source: Source, folder: Path, options: Options, ternary: BlockType = T
 
 
 def _type(layer: QuantizedLayer, ternary: BlockType) -> Any:
-    return block_type(_cast(layer), layer.weight_matrix().shape[1], ternary)
-
-
-def _cast(layer: QuantizedLayer) -> Cast:
-    cast = layer.casts.cast_of("fprop_w")
-    assert isinstance(cast, Cast)
-    return cast
+    return block_type(weight_cast(layer), layer.weight_matrix().shape[1], ternary)
 
 
 def _obstacle(network: Network, name: str, layer: QuantizedLayer, ternary: BlockType) -> str | None:
     """As :func:`obstacle`, for a layer of a network."""
-    if (found := obstacle(name, layer, ternary)) is not None:
-        return found
+    if (reason := obstacle(name, layer, ternary)) is not None:
+        return reason
     part = network.name(name)
     if part is None:
         return f"llama.cpp's {network.architecture!r} has no such layer"
     kind = _type(layer, ternary)
-    if has_scale(_cast(layer)) and not network.takes_scale(part, kind.name, layer.bias is not None):
+    if has_scale(weight_cast(layer)) and not network.takes_scale(part, kind.name, layer.bias is not None):
         return (
             f"it has a scale of the tensor, by which llama.cpp's {network.architecture!r} does not multiply "
             f"{kind.name} there: leave it in high precision (skip), or train without such a scale (mxfp4)"
@@ -90,13 +83,13 @@ def _obstacle(network: Network, name: str, layer: QuantizedLayer, ternary: Block
     return None
 
 
-def _plain(
-    source: Source, network: Network, dtype: torch.dtype
+def _dense(
+    source: TrainedModel, network: Network, dtype: torch.dtype
 ) -> dict[str, tuple[Tensor, torch.dtype, Tensor | None]]:
-    """What is not quantized: tensors of the model, with their dtypes and the order of their rows in the file."""
+    """The tensors that are not quantized, with their dtypes and the order of their rows in the file."""
     from transformers.pytorch_utils import Conv1D
 
-    found, unknown = {}, []
+    tensors, unknown = {}, []
     for name, parameter in source.model.named_parameters():
         module, _, kind = clean_name(name).rpartition(".")
         if module in source.layers and kind == "weight":
@@ -107,11 +100,11 @@ def _plain(
             continue
         if tensor.dim() > 1 and isinstance(source.model.get_submodule(name.rpartition(".")[0]), Conv1D):
             tensor = tensor.mT
-        keeps = tensor.dim() == 1 or part == "position_embd"
-        found[f"{part}.{kind}"] = (tensor, torch.float32 if keeps else dtype, network.rows(part, source.config))
+        is_float32 = tensor.dim() == 1 or part == "position_embd"
+        tensors[f"{part}.{kind}"] = (tensor, torch.float32 if is_float32 else dtype, network.rows(part, source.config))
     if unknown:
         raise ValueError(f"llama.cpp's {network.architecture!r} has no {some(unknown)}, which the trained model has.")
-    return found
+    return tensors
 
 
 def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,15 +145,13 @@ def _writer(path: Path, network: Network) -> Any:
     return GGUFWriter(path, network.architecture)
 
 
-def _describe(writer: Any, source: Source, network: Network, kinds: dict[str, BlockType]) -> None:
+def _describe(writer: Any, source: TrainedModel, network: Network, kinds: dict[str, BlockType]) -> None:
     config: Any = source.config
     add_values(writer, network, config)
     writer.add_name(Path(source.facts.get("checkpoint", FILE)).stem)
     writer.add_file_type(Counter(kind.file_type for kind in kinds.values()).most_common(1)[0][0])
     writer.add_quantization_version(2)
-    ends = getattr(getattr(source.model, "generation_config", None), "eos_token_id", None)
-    listed = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    tokenizer = vocabulary(source.facts.get("tokenizer"), config.vocab_size, listed)
+    tokenizer = vocabulary(source.facts.get("tokenizer"), config.vocab_size, eos_tokens(source.model))
     if isinstance(tokenizer, Vocabulary):
         _describe_tokenizer(writer, tokenizer)
     else:

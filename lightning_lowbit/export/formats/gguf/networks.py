@@ -56,13 +56,13 @@ class Network:
 
     Attributes:
         architecture: its name there.
-        names: what files call each part, ``*`` stands for the number of a block.
+        names: of each part in files, where ``*`` stands for the number of a block.
         activation: the only one that llama.cpp computes there, as ``transformers`` names it.
-        interleaved: whether rotations are of neighbors, see above.
+        interleaved: rotations are of neighbors, see above.
         scaled: parts of a block, as files call them, whose product llama.cpp multiplies by ``NAME.scale``.
-        biases: whether its linear layers may have biases.
+        biases: its linear layers may have biases.
         fixed: values of the configuration that llama.cpp takes for granted.
-        remedy: what to train instead of a network that has others.
+        remedy: for networks with other values, a piece of the error message.
     """
 
     architecture: str
@@ -75,14 +75,14 @@ class Network:
     remedy: str = ""
 
     def name(self, name: str) -> str | None:
-        """What files call a module of the model, None if they have no such part."""
-        found = self.names.get(re.sub(r"\.\d+\.", ".*.", name, count=1))
+        """The name of a module of the model in files; None if they have no such part."""
+        part = self.names.get(re.sub(r"\.\d+\.", ".*.", name, count=1))
         number = re.search(r"\.(\d+)\.", name)
-        return found if found is None or number is None else found.replace("*", number.group(1))
+        return part if part is None or number is None else part.replace("*", number.group(1))
 
     def takes_scale(self, part: str, kind: str, has_bias: bool) -> bool:
-        """Whether llama.cpp multiplies the product of a part, in blocks of a type, by ``NAME.scale``, and then adds a
-        bias: in feed-forward layers it is added before."""
+        """Returns whether llama.cpp multiplies the product of a part, in blocks of a type, by ``NAME.scale``, and then
+        adds a bias: in feed-forward layers it is added before."""
         if part == "output":
             return kind == "NVFP4"
         last = part.rpartition(".")[2]

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_lowbit.export.tokenizer import byte_characters
 
-# What cuts a text, in LLaMA 3 and in Qwen2, which differ in how many digits stay together.
+# Regular expressions that cut a text, in LLaMA 3 and in Qwen2, which differ in how many digits stay together.
 _QUOTES, _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # llama.cpp's names of these, and whether a word that is a token is not merged from its parts.
@@ -32,13 +32,13 @@ class Vocabulary:
     """Byte-level pieces.
 
     Attributes:
-        pre: how text is cut, by llama.cpp's name.
+        pre: llama.cpp's name of the cut of texts.
         tokens: of each id; a byte is a character of :func:`byte_characters`.
         types: of each id, llama.cpp's numbers.
         merges: pairs of pieces, the most frequent first.
-        special: ids by what a file calls them: ``bos`` and ``eos`` of a text, ``eot`` of a turn, ``eom``, ``unk``,
+        special: ids by their names in a file: ``bos`` and ``eos`` of a text, ``eot`` of a turn, ``eom``, ``unk``,
             ``sep``, ``pad``, ``mask``.
-        added: whether ``bos`` comes before a text, and ``eos`` behind it.
+        added: of ``bos`` and ``eos``, True if it stands before a text, or behind it.
         template: of a chat, in Jinja, or several by name; None without one.
     """
 
@@ -56,7 +56,7 @@ def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vo
 
     Args:
         tokenizer: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes.
-        size: ids of the model; those without a token are filled.
+        size: number of ids of the model; ids without a token are filled.
         ends: ids at which the model's generation stops.
     """
     if tokenizer is None:
@@ -116,7 +116,7 @@ def _ends_of_turns(tokenizer: Any) -> list[int]:
 
 
 def _added(tokenizer: Any) -> dict[str, bool] | None:
-    """Whether a tokenizer puts its first token before a text, and its last one behind; None if it puts others."""
+    """Returns whether a tokenizer puts ``bos`` before a text, and ``eos`` behind it; None if it puts other tokens."""
     text = tokenizer("a", add_special_tokens=False)["input_ids"]
     around = tokenizer("a")["input_ids"]
     for bos in (False, True):
@@ -132,10 +132,10 @@ def _filled(tokens: dict[int, str], types: dict[int, int], size: int) -> tuple[l
     return every, [types.get(id, _NORMAL if id in tokens else _UNUSED) for id in range(size)]
 
 
-def _cut(made: dict[str, Any]) -> str | None:
+def _cut(content: dict[str, Any]) -> str | None:
     """llama.cpp's name of how a tokenizer (its ``tokenizer.json``) cuts text; None if it has none."""
-    model, steps = made["model"], made["pre_tokenizer"] or {}
-    normalizer = (made["normalizer"] or {}).get("type")
+    model, steps = content["model"], content["pre_tokenizer"] or {}
+    normalizer = (content["normalizer"] or {}).get("type")
     plain = model["type"] == "BPE" and not model.get("byte_fallback") and not model.get("continuing_subword_prefix")
     if not plain or normalizer not in (None, "NFC"):
         return None
