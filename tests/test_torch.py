@@ -148,10 +148,10 @@ def test_cpus_tell_their_units():
 def test_scalers_tell_their_state():
     parameter = nn.Parameter(torch.ones(()))
     optimizer, scaler = torch.optim.SGD([parameter], 0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
-    assert _torch.scale_of(scaler) is None and _torch.growth_tracker(scaler) is None
+    assert _torch.current_scale(scaler) is None and _torch.growth_tracker(scaler) is None
     scaler.scale(parameter * torch.inf).backward()
     scaler.unscale_(optimizer)
-    assert _torch.scale_of(scaler) == 4 and _torch.growth_tracker(scaler) == 0
+    assert _torch.current_scale(scaler) == 4 and _torch.growth_tracker(scaler) == 0
     for flags in (_torch.overflow_flags(scaler), _torch.overflow_flags(scaler, optimizer)):
         assert [flag.item() for by_device in flags for flag in by_device.values()] == [1]
     _torch.forget_optimizers(scaler)
@@ -165,6 +165,15 @@ def test_an_optimizer_counts_as_stepped():
     schedule.step()  # warns otherwise, and warnings are errors
 
 
+def test_parts_of_optimizers_and_schedules_are_told():
+    parameter = nn.Parameter(torch.ones(()))
+    optimizers = [torch.optim.AdamW([parameter], fused=fused) for fused in (True, False)]
+    assert [_torch.unscales_in_step(optimizer) for optimizer in optimizers] == [True, False]
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizers[0]) for _ in range(2)]
+    assert _torch.schedules_of(torch.optim.lr_scheduler.ChainedScheduler(parts)) == parts
+    assert _torch.schedules_of(parts[0]) == []
+
+
 def test_parameters_outside_of_fsdp_are_not_flattened():
-    assert not sharding.is_flattened(torch.ones(2))
+    assert not sharding.is_flattened(torch.ones(2)) and not sharding.is_flat_buffer(torch.ones(2))
     assert sharding.flat_parameters(None) == []

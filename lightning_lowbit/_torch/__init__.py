@@ -133,7 +133,7 @@ def has_units(dtype: torch.dtype) -> bool:
 # --- optimizers and their scalers -------------------------------------------------------------------------------------
 
 
-def scale_of(scaler: GradScaler) -> Tensor | None:
+def current_scale(scaler: GradScaler) -> Tensor | None:
     """Returns the scale of a loss, 0-d, on its device; None before the first loss."""
     return scaler._get_scale_async()
 
@@ -157,3 +157,13 @@ def forget_optimizers(scaler: GradScaler) -> None:
 def mark_stepped(optimizer: Any) -> None:
     """Keeps a scheduler from warning that its optimizer has not stepped."""
     optimizer._opt_called = True
+
+
+def unscales_in_step(optimizer: Any) -> bool:
+    """Tells whether an optimizer is fused, and divides gradients by the loss scale within its step."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def schedules_of(schedule: Any) -> list[Any]:
+    """Returns the parts of a schedule that consists of several; none for another schedule."""
+    return list(getattr(schedule, "_schedulers", ()))

@@ -37,6 +37,11 @@ def is_flattened(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
+def is_flat_buffer(parameter: Tensor) -> bool:
+    """Tells whether a parameter is a flat buffer of FSDP1."""
+    return bool(getattr(parameter, "_is_flat_param", False))
+
+
 def flat_handle(module: Any) -> Any:
     """Returns FSDP1's record of a wrapped module's flat buffer; None without parameters."""
     return module._handle
