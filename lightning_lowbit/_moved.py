@@ -11,30 +11,57 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_NN = {
-    "amax": ("state.amax",),
-    "calls": ("core.calls",),
-    "casts_from_yaml": ("casts.from_yaml",),
-    "conversion.layers": ("conversion.inventory", "layers.layer"),
-    "function": ("core.function",),
-    "gemm": ("core.gemm",),
-    "keys": ("state.keys", "layers.layer"),
-    "layers.derive": ("layers.registry",),
-    "layers.frozen": ("core.frozen",),
-    "layers.linear": ("layers.known_linears",),
-    "layers.patches": ("core.patches",),
-    "layers.source": ("core.source",),
-    "layers.window": ("core.window",),
-    "linear": ("layers.layer", "layers.registry"),
-    "native.layer": ("layers.native",),
-    "operands": ("core.operands",),
-    "plan": ("casts.plan",),
-    "presets": ("casts.presets",),
-    "saving": ("core.saving",),
-    "sharded.parallel": ("core.parallel",),
-    "watch": ("core.watch",),
+# Former names, and the modules that hold their contents now, both without the package's name.
+MOVED = {
+    "callbacks.monitors.alerts": ("callbacks.monitors.base",),
+    "callbacks.recovery.copies": ("callbacks.recovery.snapshots",),
+    "callbacks.recovery.gentle_steps": ("callbacks.learning_rates",),
+    "export.formats.holding": ("export.formats.compressed_tensors",),
+    "kernels.cpu.patches": ("kernels.cpu.products",),
+    "kernels.delayed": ("kernels.products",),
+    "kernels.gpu.constants": ("kernels.numbers",),
+    "kernels.native": ("kernels.packing",),
+    "kernels.patches": ("kernels.products",),
+    "metrics.runs": ("metrics.spikes",),
+    "nn.amax": ("nn.state.amax",),
+    "nn.attention.hosts": ("nn.attention.modules",),
+    "nn.calls": ("nn.core.calls",),
+    "nn.casts_from_yaml": ("nn.casts.from_yaml",),
+    "nn.conversion.layers": ("nn.conversion.inventory", "nn.layers.layer"),
+    "nn.function": ("nn.core.function",),
+    "nn.gemm": ("nn.core.gemm",),
+    "nn.keys": ("nn.state.keys", "nn.layers.layer"),
+    "nn.layers.derive": ("nn.layers.registry",),
+    "nn.layers.frozen": ("nn.core.frozen",),
+    "nn.layers.host": ("nn.layers.composite",),
+    "nn.layers.linear": ("nn.layers.known_linears",),
+    "nn.layers.window": ("nn.core.window",),
+    "nn.linear": ("nn.layers.layer", "nn.layers.registry"),
+    "nn.native.layer": ("nn.layers.native",),
+    "nn.operands": ("nn.core.operands",),
+    "nn.plan": ("nn.casts.plan",),
+    "nn.presets": ("nn.casts.presets",),
+    "nn.saving": ("nn.core.saving",),
+    "nn.sharded.eligible": ("nn.sharded.gather",),
+    "nn.sharded.parallel": ("nn.core.parallel",),
+    "nn.watch": ("nn.core.watch",),
+    "optim.adamw": ("optim.adam",),
+    "optim.batch": ("optim.passes", "optim.optimizer"),
+    "optim.clipping": ("optim.rules", "optim.passes"),
+    "optim.guarded_adam": ("optim.adam",),
+    "optim.guarded_optimizer": ("optim.optimizer", "optim.checked"),
+    "optim.guards": ("optim.rules", "optim.optimizer"),
+    "optim.kernel_passes": ("optim.kernels",),
+    "optim.options": ("optim.rules",),
+    "optim.spam": ("optim.adam",),
+    "optim.stable_spam": ("optim.adam",),
+    "precision.checkpoints.planned": ("precision.outputs", "precision.base"),
+    "quant.surrogate": ("quant.operand",),
+    "report.cast_words": ("report.contents",),
+    "report.console": ("report.tables",),
 }
-MOVED = {f"nn.{old}": tuple(f"nn.{new}" for new in modules) for old, modules in _NN.items()}
+# Former names of classes in these modules.
+RENAMED = {"Host": "CompositeLayer", "Plan": "CastPlan", "Product": "PartLayer", "Settings": "FrozenDict"}
 _PACKAGE = "lightning_lowbit."
 
 
@@ -50,9 +77,10 @@ class _FormerNames(MetaPathFinder, Loader):
         sources = [importlib.import_module(name) for name in names]
 
         def __getattr__(name: str) -> Any:
-            for source in sources:
-                if hasattr(source, name):
-                    return getattr(source, name)
+            for current in (name, RENAMED.get(name, name)):
+                for source in sources:
+                    if hasattr(source, current):
+                        return getattr(source, current)
             raise AttributeError(f"module {module.__name__!r}, now {' and '.join(names)}, has no attribute {name!r}")
 
         module.__getattr__ = __getattr__  # type: ignore[method-assign]

@@ -17,6 +17,8 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from lightning_lowbit._torch import mark_dynamic
+
 _logger = logging.getLogger("lightning_lowbit")
 
 Backend = Literal["auto", "eager", "compiled", "cpp", "triton"]
@@ -183,7 +185,7 @@ def _generate(
 def _mark_dynamic(tensor: Tensor) -> tuple[Any, ...]:
     for dimension in range(0, tensor.dim(), 2):
         if tensor.shape[dimension] > 1:  # a size of one cannot be dynamic: it broadcasts
-            torch._dynamo.mark_dynamic(tensor, dimension)
+            mark_dynamic(tensor, dimension)
     return (tensor.dtype, *(size == 1 for size in tensor.shape))
 
 

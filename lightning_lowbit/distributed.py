@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_lowbit._torch import foreach_norm
+from lightning_lowbit._torch.sharding import flat_handle
 from lightning_lowbit.quant.shard import amax_of
 
 
@@ -34,7 +36,7 @@ _FLATTENED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of FSDP1: 
 def connect(module: nn.Module) -> None:
     """Tells the optimizers how FSDP1 has sharded a root module; call it after wrapping, as `LowBitPrecision` does."""
     for part in FullyShardedDataParallel.fsdp_modules(module):
-        handle = part._handle
+        handle = flat_handle(part)
         if handle is None or not handle._use_orig_params:
             continue
         flat, group = handle.flat_param, part.process_group
@@ -94,7 +96,7 @@ def local_norms(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
     # torch takes norms in a wider dtype than the tensor's, not in a narrower one.
     real = [torch.view_as_real(shard) if shard.is_complex() else shard for shard in dense]
     narrow = [shard.float() if shard.dtype == torch.float64 else shard for shard in real]
-    norms = iter(torch._foreach_norm(narrow, 2, torch.float32) if narrow else ())
+    norms = iter(foreach_norm(narrow, 2, torch.float32) if narrow else ())
     none = torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack([none, *(none if shard is None else next(norms).to(none) for shard in shards)])[1:]
 

@@ -4,19 +4,22 @@ L0 checks, formats, compilation, atomic_files, packages    L1 quant    L2 distri
 L4 _lightning    L5 precision, callbacks, report    L6 cli    L7 recipes
 
 Lightning is imported by `_lightning` alone, which alone touches its private parts, and `_lightning` by L5 and above.
+Torch's private parts are touched by `_torch` alone.
 """
 
 import ast
 import re
 from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import lightning_lowbit
+from tests import structure
+from tests.structure import nodes, tree
 
 ROOT = Path(lightning_lowbit.__file__).parent
 LEVELS = {
     "_moved": 0,
+    "_torch": 0,
     "checks": 0,
     "saved_state": 0,
     "formats": 0,
@@ -43,16 +46,6 @@ FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.p
 OBJECTS_OF_LIGHTNING = re.compile(r"(\w+_)?(trainer|loop|connector|strategy)")
 RECIPES = sorted((ROOT.parent / "recipes").rglob("*.py"))
 FOREIGN_TO_LIGHTNING = [path for path in FILES + RECIPES if path != ROOT / "_lightning.py"]
-
-
-@cache
-def tree(path):
-    return ast.parse(path.read_text())
-
-
-@cache
-def nodes(path):
-    return list(ast.walk(tree(path)))
 
 
 def imports(path):
@@ -123,9 +116,101 @@ def test_private_parts_of_lightning_are_touched_by_one_module_alone():
         assert not found, f"{path} touches {found}: write a function for it in lightning_lowbit._lightning"
 
 
+# Private names of other packages than torch and Lightning, with their owners.
+FOREIGN = {
+    "_actions": "argparse",
+    "_attn_implementation": "transformers",
+    "_getframe": "sys",
+    "_asdict": "namedtuple",
+    "_fields": "namedtuple",
+    "_replace": "namedtuple",
+}
+
+
+def private_names(path):
+    """Names with one leading underscore that a file reads from objects other than `self`, or imports from torch."""
+    for node in nodes(path):
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"_[^_].*", node.attr):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not is_own:
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
+            yield from (part for part in parts if re.fullmatch(r"_[^_].*", part))
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if re.fullmatch(r"_[^_].*", name):
+                yield name
+
+
+def names_defined(path):
+    """Private names that a file defines: functions, attributes of `self`, and fields of classes."""
+    for node in nodes(path):
+        if isinstance(node, structure.Function | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def test_private_parts_of_torch_are_touched_by_one_module_alone():
+    others = [path for path in FOREIGN_TO_LIGHTNING if ROOT / "_torch" not in path.parents]
+    defined = {name for path in others for name in names_defined(path)} | set(FOREIGN)
+    foreign = {str(path): names for path in others if (names := sorted({*private_names(path)} - defined))}
+    assert not foreign, f"{foreign}: write a function for it in lightning_lowbit/_torch"
+
+
+# --- shape ------------------------------------------------------------------------------------------------------------
+
+NN = ("native", "casts", "core", "layers", "state", "attention", "sharded", "conversion")
+
+# Imports of the package inside functions, with their reasons.
+INSIDE = {}
+
+
+def test_rooms_of_nn_import_only_those_before_them():
+    assert {path.name for path in (ROOT / "nn").iterdir() if path.is_dir() and path.name != "__pycache__"} == set(NN)
+    assert not structure.rooms_upward(ROOT, "nn", NN)
+
+
+def test_no_modules_import_each_other():
+    assert not structure.circles(ROOT)
+
+
+def test_imports_inside_functions_have_a_reason():
+    inside = {
+        f"{path.relative_to(ROOT)}: {name.removeprefix('lightning_lowbit.')}"
+        for path in FILES
+        for name, node in structure.imports(path)
+        if name.startswith("lightning_lowbit.") and node not in tree(path).body
+    }
+    assert inside == set(INSIDE), f"without a reason: {inside - set(INSIDE)}; gone: {set(INSIDE) - inside}"
+
+
 def test_a_file_fits_in_one_reading_and_a_folder_on_one_screen():
-    files = [*FILES, *RECIPES, *Path(__file__).parent.rglob("*.py")]
-    long = {str(path): n for path in files if (n := len(path.read_text().splitlines())) > 350}
-    assert not long, f"lines: {long}; 350 at most"
-    full = {str(folder): n for folder, n in Counter(path.parent for path in files).items() if n > 14}
+    tests = sorted(Path(__file__).parent.rglob("*.py"))
+    long = {str(path): n for path in [*FILES, *RECIPES, *tests] if (n := structure.code_lines(path)) > 300}
+    assert not long, f"lines of code: {long}; 300 at most"
+    folders = Counter(path.parent for path in [*FILES, *RECIPES, *tests])
+    full = {str(folder): n for folder, n in folders.items() if n > 14}
     assert not full, f"files: {full}; 14 at most"
+
+
+def test_a_function_fits_on_one_screen():
+    in_triton = ROOT / "kernels" / "gpu"
+    long = {
+        f"{path.relative_to(ROOT.parent)}:{name}": n
+        for path in [*FILES, *RECIPES]
+        for name, function in structure.functions(path)
+        if (n := structure.function_lines(path, function)) > 60 and path.parent != in_triton
+    }
+    assert not long, f"lines of code: {long}; 60 at most"
+
+
+def test_variables_are_named_by_nouns():
+    words = {str(path): names for path in FILES if (names := structure.dialect(path))}
+    count = sum(map(len, words.values()))
+    assert count <= 40, f"{count} names such as {sorted({name for names in words.values() for name in names})}: {words}"

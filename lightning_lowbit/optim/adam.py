@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lightning_lowbit._torch import foreach_copy_
 from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import Sharding, local
 from lightning_lowbit.optim.moments import DenseMoments, Entries, FP8Moments, moments_of, statistics_dtype
@@ -354,7 +355,7 @@ def _update(batch: Batch) -> None:
     batch.sums = batch.passes.update(decision, batch.sums_in_update)
     if scales:
         final = torch.where(taken, numbers["new_scale"], numbers["old_scale"]).float()
-        torch._foreach_copy_(scales, list(final.unbind()))
+        foreach_copy_(scales, list(final.unbind()))
     numbers["steps_since_reset"] = k + taken  # only now: random bits depend on the last reset
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lowbit._torch import foreach_copy_
 from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.kernels.shards import FLOATING, Decision
 from lightning_lowbit.optim.moments import DenseMoments, Draw, Piece
@@ -122,7 +123,7 @@ class Passes:
 
     def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:
         for name, values in scalars.items():
-            torch._foreach_copy_([member.state[name] for member in self.batch.members], list(values.unbind()))
+            foreach_copy_([member.state[name] for member in self.batch.members], list(values.unbind()))
 
     def measure(self, weights: bool = False) -> Tensor:
         """max|g| of the shards, −1 without a gradient; or max|p|; [P]."""

@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightning_lowbit._torch import current_scale
 from lightning_lowbit.checks import choose, integer, number, positive
 from lightning_lowbit.distributed import all_reduce_, local, local_norms, sharding_of
 
@@ -40,7 +41,7 @@ def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor |
     states = scaler._per_optimizer_states
     wanted = [state for key, state in states.items() if optimizer is None or key == id(optimizer)]
     flags = [flag.reshape(()) for state in wanted for flag in state["found_inf_per_device"].values()]
-    scale = scaler._get_scale_async()
+    scale = current_scale(scaler)
     if not flags or scale is None:
         return None
     return torch.stack([flag.to(scale.device, non_blocking=True) for flag in flags]).sum() > 0

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_lowbit._lightning import MisconfigurationException, rank_zero_info, rank_zero_warn
+from lightning_lowbit._torch import NormBase
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
 from lightning_lowbit.nn.attention.products import check_attention
@@ -318,7 +319,7 @@ class RunLayers:
         states = [layer.lowbit for layer in layers]
         rows = [row for state in states for row in (state.operand_sums, state.gradient_sums) if row is not None]
         # Activation checkpointing runs the forward pass again, which updates running statistics.
-        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        norms = [m for m in model.modules() if isinstance(m, NormBase)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         with unchanged([*keys, *rows, *self.histories.staged, *buffers]):
             self._keys.draw_again_(number)

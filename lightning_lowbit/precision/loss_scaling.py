@@ -12,6 +12,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_lowbit._lightning import MisconfigurationException, Precision, rank_zero_info
+from lightning_lowbit._torch import current_scale, forget_optimizers, mark_stepped
 from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, overflow, share_overflow
 from lightning_lowbit.precision.run_settings import ComputeDtype
 
@@ -56,7 +57,7 @@ class LossScaling:
     def restart(self) -> None:
         """Resets the scaler for another run; the last one may have failed during a step."""
         self.load_state_dict({"scaler": self._first})
-        self.scaler._per_optimizer_states.clear()
+        forget_optimizers(self.scaler)
         self._has_stepped = False
 
     def check(self, model: nn.Module, strategy: str) -> None:
@@ -82,7 +83,7 @@ class LossScaling:
             raise MisconfigurationException(f"LBFGS computes losses within its step, which no scale reaches: {advice}.")
         if overflow(self.scaler, optimizer) is not None:  # already unscaled: clipping in manual optimization
             return
-        if self.scaler._get_scale_async() is None:  # no loss has been scaled yet
+        if current_scale(self.scaler) is None:  # no loss has been scaled yet
             self.scaler.scale(torch.zeros((), device=device))
         self.scaler.unscale_(optimizer)
         share_overflow(self.scaler, optimizer, device, over_ranks)
@@ -93,7 +94,7 @@ class LossScaling:
         assert skipped is not None
         self.skipped_steps = self.skipped_steps.to(skipped.device, non_blocking=True) + skipped
         # torch would warn if the first step is skipped: schedules count skipped steps on purpose.
-        optimizer._opt_called = True
+        mark_stepped(optimizer)
         # After a skipped first step, fused SGD would use uninitialized memory as momentum. So the host waits for the
         # overflow flag until there is a momentum, as it does for optimizers that are not fused.
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -110,7 +111,7 @@ class LossScaling:
     @property
     def scale(self) -> float | Tensor:
         """The factor of the loss: 0-d, on the device; a number until a loss has been scaled."""
-        scale = self.scaler._get_scale_async()
+        scale = current_scale(self.scaler)
         return self.scaler.get_scale() if scale is None else scale
 
     def state_dict(self) -> dict[str, Any]:

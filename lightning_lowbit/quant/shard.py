@@ -89,13 +89,13 @@ class Shard(NamedTuple):
 
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduces over the group; NaN counts as infinity in maxima, and as minus infinity in minima."""
-        from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+        from torch.distributed.distributed_c10d import process_group  # type: ignore[attr-defined]
 
         if op != dist.ReduceOp.SUM:
             infinite = torch.inf if op == dist.ReduceOp.MAX else -torch.inf
             values = values.nan_to_num(nan=infinite, posinf=torch.inf, neginf=-torch.inf)
         values = values.clone()  # contiguous, and sharing no memory with the argument
-        dist.all_reduce(values, op, _resolve_process_group(self.group))  # type: ignore[arg-type]
+        dist.all_reduce(values, op, process_group(self.group))  # type: ignore[arg-type]
         return values
 
 

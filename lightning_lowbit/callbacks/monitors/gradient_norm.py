@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_step, is_overridden, logger_step
+from lightning_lowbit._torch import current_scale
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.checks import integer, number, positive, some
 from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
@@ -140,7 +141,7 @@ class GradientNormMonitor(Monitor):
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             norms, scaler = local_norms(parameters, trainer.strategy.root_device), scaler_of(trainer.precision_plugin)
             if scaler is not None and overflow(scaler, optimizer) is None:  # a fused optimizer will unscale in its step
-                scale = scaler._get_scale_async()
+                scale = current_scale(scaler)
                 norms = norms if scale is None else norms / scale.to(norms)
             self._steps[optimizer] = parameters, norms
 

@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils.rnn import pad_sequence
 
+from lightning_lowbit._torch import ConvNd, foreach_zero_
 from lightning_lowbit.distributed import all_reduce_world_
 from lightning_lowbit.metrics.outliers import SUMS, activation_sums
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.quant.statistics import wide_dtype
 
-CONVOLUTIONS = nn.modules.conv._ConvNd
+CONVOLUTIONS = ConvNd
 
 
 class _Input(NamedTuple):
@@ -54,7 +55,7 @@ class LayerInputs:
         sums = torch.stack([seen.sums for seen in self._inputs])
         amaxes = pad_sequence([seen.channel_amax for seen in self._inputs], batch_first=True)
         for seen in zip(*self._inputs, strict=True):
-            torch._foreach_zero_(seen)
+            foreach_zero_(seen)
         all_reduce_world_(sums)
         all_reduce_world_(amaxes, dist.ReduceOp.MAX)
         amax, channel = amaxes.max(1)

@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_logging_step
+from lightning_lowbit._torch import current_scale, growth_tracker
 from lightning_lowbit.callbacks.monitors.base import Monitor, is_of_device
 from lightning_lowbit.checks import integer
 from lightning_lowbit.precision.grad_scalers import overflow
@@ -86,9 +87,9 @@ class LossScaleMonitor(Monitor):
             return
         scaler = _scaler(trainer)
         self._count(scaler)
-        scale = scaler._get_scale_async()
-        if scale is not None and scaler._growth_tracker is not None:
-            self._under_way = scale.clone(), scaler._growth_tracker.clone(), overflow(scaler, optimizer)
+        scale = current_scale(scaler)
+        if scale is not None and growth_tracker(scaler) is not None:
+            self._under_way = scale.clone(), growth_tracker(scaler).clone(), overflow(scaler, optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._under_way is None:  # no optimizer step
@@ -98,8 +99,8 @@ class LossScaleMonitor(Monitor):
         if is_logging_step(trainer):
             self._keep_counts(trainer)
             values = dict(zip(_COUNTS, self._counts.unbind(), strict=True))
-            assert scaler._growth_tracker is not None
-            values["growth_tracker"] = scaler._growth_tracker.float()
+            assert growth_tracker(scaler) is not None
+            values["growth_tracker"] = growth_tracker(scaler).float()
             self._log(pl_module, {f"loss_scale/{name}": values[name] for name in _LOGGED})
             self._counts = self._counts.clone()  # the logger may read the old tensor later
             self._counts[_COUNTS.index("overflows")] = 0
@@ -111,7 +112,7 @@ class LossScaleMonitor(Monitor):
 
     @torch.no_grad()
     def _count(self, scaler: GradScaler) -> None:
-        scale = scaler._get_scale_async()
+        scale = current_scale(scaler)
         if self._under_way is None or scale is None:
             return
         (before, tracker, overflowed), self._under_way = self._under_way, None
@@ -119,7 +120,7 @@ class LossScaleMonitor(Monitor):
         fell = scale < before
         if overflowed is None:  # torch's fused optimizers under Lightning's MixedPrecision: unscaled within their step
             grew = (tracker + 1 == scaler.get_growth_interval()) & ~fell  # or would, if it were not at its cap
-            overflowed = (scaler._growth_tracker != tracker + 1) & ~grew
+            overflowed = (growth_tracker(scaler) != tracker + 1) & ~grew
         floor, cap = _bounds(scaler)
         step, _, skipped, overflows, falls, at_floor, at_cap = self._counts.unbind()
         # At its floor it cannot fall. Falls before the first taken step only correct the initial scale.

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_lowbit._lightning import (
     DeepSpeedStrategy,
@@ -24,6 +23,7 @@ from lightning_lowbit._lightning import (
     random_states,
     set_random_states,
 )
+from lightning_lowbit._torch import current_scale, disable_current_modes
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
 from lightning_lowbit.distributed import all_reduce_, all_reduce_world_, local_gradient, sharding_of
 from lightning_lowbit.metrics.noise import gradient_noise_sums
@@ -155,7 +155,7 @@ def _check_forward(layers: Layers) -> None:
 
 def _unscaled(sums: Tensor, trainer: Trainer) -> Tensor:
     scaler = scaler_of(trainer.precision_plugin)
-    scale = None if scaler is None else scaler._get_scale_async()
+    scale = None if scaler is None else current_scale(scaler)
     return sums if scale is None else sums / scale.to(sums).square()
 
 
@@ -171,7 +171,7 @@ def _draw(trainer: Trainer, number: int, loss: Tensor, weights: list[Tensor]) ->
     model, states = trainer.model, random_states()
     assert model is not None
     try:
-        with _plugin(trainer).another_draw(number), _disable_current_modes():
+        with _plugin(trainer).another_draw(number), disable_current_modes():
             return _gradients(model, loss, weights)
     finally:
         set_random_states(states)

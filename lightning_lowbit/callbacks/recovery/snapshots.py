@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import Trainer
+from lightning_lowbit._torch.sharding import flat_handle
 from lightning_lowbit.distributed import local
 
 # Optimizer options that schedules and switches set. All others are the optimizer's state, such as Prodigy's estimate of
@@ -139,7 +140,7 @@ def forget_gathered(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
     for module in FullyShardedDataParallel.fsdp_modules(model):
-        handle = module._handle
+        handle = flat_handle(module)
         if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
             handle.reshard(True)
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
+from lightning_lowbit._torch import TorchDispatchMode, has_kernel, node_of_backward, number_of_node, saved_tensor_hooks
 from lightning_lowbit.compilation import backend, counted_product, counted_shape, is_within_cast
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
@@ -98,7 +98,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paused = False
         # A module that is not part of the model (a metric, a loss) counts as the module that calls it.
         name = self._names.get(module, self._innermost())
-        self._running.append((name, torch._C._current_autograd_node() is not None))
+        self._running.append((name, node_of_backward() is not None))
 
     def _innermost(self) -> str:
         return self._running[-1][0] if self._running else ""
@@ -127,7 +127,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _count(self, flops: int) -> None:
-        node = torch._C._current_autograd_node()
+        node = node_of_backward()
         if (product := counted_product()) is not None and product[0] in self._by_id:
             layer, gemm, again = product
             self.recomputed += flops if again or (gemm == "fprop" and node is not None) else 0
@@ -139,9 +139,9 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name, gemms = self._innermost() if node is None or in_module else "", ["fprop"]
             # The node of this operation was numbered just before it ran. Without gradients the number is that of an
             # earlier operation, which keeps its module.
-            self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, name)
+            self._module_of_node.setdefault(number_of_node(), name)
         else:
-            name = self._module_of_node.get(node._sequence_nr(), "")
+            name = self._module_of_node.get(number_of_node(node), "")
             gemms = _needed(node)
         if name in self._layers and gemms:
             for gemm in gemms:  # dgrad and wgrad have the same shapes in another order, and as many FLOPs
@@ -193,7 +193,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_composite(operation: OpOverload) -> bool:
     """Returns whether an operation has no kernel of its own, and consists of others."""
     name: str = operation.name()  # type: ignore[no-untyped-call]
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    has = has_kernel
     kernels = ("CPU", "CUDA", "CompositeExplicitAutograd")
     return has(name, "CompositeImplicitAutograd") and not any(has(name, key) for key in kernels)
 
@@ -204,7 +204,7 @@ def _is_nested(*values: Any) -> bool:
 
 def _is_recomputing(node: Any) -> bool:
     """Returns whether torch.utils.checkpoint computes activations again, outside any module."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensor_hooks(True)
     again = hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook")
     return again or node.name() == "CheckpointFunctionBackward"
 

@@ -11,6 +11,7 @@ from itertools import product
 
 from torch import nn
 
+from lightning_lowbit._torch import children_of
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.layers.composite import PARTS
 from lightning_lowbit.nn.layers.layer import clean_name
@@ -37,7 +38,7 @@ class Names(list[str]):
 def _paths(module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
     """All names of all modules; a module within itself has none there."""
     yield path, module
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is not None and child is not module and child not in around:
             yield from _paths(child, f"{path}.{name}".lstrip("."), (*around, module))
 

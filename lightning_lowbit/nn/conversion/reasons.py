@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from lightning_lowbit._torch import ConvNd
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.defaults import OUTPUT, default_reasons, is_left_output
 from lightning_lowbit.nn.conversion.moe import is_router_class
@@ -108,7 +109,7 @@ def class_reason(module: Any) -> Reason | None:
     if is_parametrized(module):
         return Reason(COMPUTED_WEIGHT)
     matrices = [parameter for parameter in module.parameters(recurse=False) if is_matrix(parameter)]
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, ConvNd):
         return Reason("a subclass of a convolution, with a forward of its own")
     if isinstance(module, nn.MultiheadAttention):
         return Reason("a subclass of nn.MultiheadAttention, with a forward pass of its own")

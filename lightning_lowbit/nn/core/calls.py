@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from lightning_lowbit._torch import FunctionContext, graph_in_compilation, number_of_backward, saved_tensor_hooks
 from lightning_lowbit.compilation import opaque
 
 
@@ -133,7 +134,7 @@ def _keys_in_graph(keys: Tensor, site: int) -> Tensor:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _site() -> int:
     """Numbers the calls in one graph: the compiler would merge equal calls, and may recompute them in any order."""
-    graph = torch._guards.TracingContext.try_get()
+    graph = graph_in_compilation()
     if graph is None:  # not compiled, but exported
         return 0
     _SITES[graph] = _SITES.get(graph, -1) + 1
@@ -169,7 +170,7 @@ def _recomputed(region: Any, run: Any, layer: int, site: int | None) -> int | No
 def _surroundings(compiled: bool) -> tuple[list[Any], tuple[Any, Any] | None]:
     """The regions around a call, to be noted; and in a recomputation, its region (or None) and an identifier of the
     pass."""
-    hooks, backward = torch._C._autograd._top_saved_tensors_default_hooks(False), torch._C._current_graph_task_id()
+    hooks, backward = saved_tensor_hooks(False), number_of_backward()
     regions: list[Any] = []
     if hooks is None and backward == -1 and torch.is_grad_enabled() and not compiled:
         return regions, None  # no region: the usual case
@@ -180,7 +181,7 @@ def _surroundings(compiled: bool) -> tuple[list[Any], tuple[Any, Any] | None]:
             return regions, (frame.f_locals["frame"], frame.f_locals["gid"])
         if code.co_name in ("forward", "backward") and variables[:1] == ("ctx",):
             ctx = frame.f_locals.get("ctx")
-            if isinstance(ctx, torch._C._FunctionBase):
+            if isinstance(ctx, FunctionContext):
                 if code.co_name == "backward":
                     return regions, (ctx, backward)
                 regions.append(ctx)

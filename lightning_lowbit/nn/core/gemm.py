@@ -5,8 +5,8 @@ An FP4 element times its block scale is exact in bfloat16 (see ``Cast.fits_bfloa
 tensors and rows multiply the float32 result before it is rounded; folded into the operands they would make them
 inexact.
 
-FP8 operands with such scales go to the tensor cores (``torch._scaled_mm``), of whose sums Hopper keeps 14 bits with
-fast accumulation; integer and ternary ones go to int8 units (``torch._int_mm``), which sum exactly in int32. Codes and
+FP8 operands with such scales go to the tensor cores (``scaled_mm``), of whose sums Hopper keeps 14 bits with
+fast accumulation; integer and ternary ones go to int8 units (``int_mm``), which sum exactly in int32. Codes and
 the scales of their blocks go to block-scaled tensor cores (:mod:`lightning_lowbit.nn.native`).
 """
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowbit._torch import int_mm, scaled_mm
 from lightning_lowbit.compilation import counted_as, opaque, within_cast
 from lightning_lowbit.kernels.layout import pad
 from lightning_lowbit.kernels.products import scale_and_round
@@ -128,7 +129,7 @@ def _int8_matmul(
     elif 1 in (rows, inner):  # CPUs read the strides of single rows, too, and may leave the result unwritten
         left, right = pad(left, 0, 0), pad(right, 0, 0)
     with counted_as(rows, inner, columns):
-        product = torch._int_mm(left, right)[:rows, :columns]
+        product = int_mm(left, right)[:rows, :columns]
     return _finish(product, [factor for factor in (left_factor, right_factor) if factor is not None], bias, dtype)
 
 
@@ -195,7 +196,7 @@ def _fp8_matmul(
         of_rows, of_columns = factors[0].expand(rows, 1).reshape(rows), factors[1].expand(1, columns).reshape(columns)
         scales = [of_rows.contiguous().unsqueeze(1), F.pad(of_columns, (0, -columns % 16)).unsqueeze(0)]
     with counted_as(rows, inner, columns):
-        product = torch._scaled_mm(
+        product = scaled_mm(
             left,
             right,
             scale_a=scales[0],

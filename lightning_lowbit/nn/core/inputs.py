@@ -5,9 +5,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.fx import Proxy
 
+from lightning_lowbit._torch import has_tangents
 from lightning_lowbit.nn.core.derivatives import refuse_tangents, refuse_transforms
 
 # In which layers compute: rounding is not defined for complex numbers, and integers have no gradient.
@@ -38,7 +38,7 @@ def check_inputs(layer: Any, *tensors: Any) -> bool:
         raise ValueError(_TRACED.format(layer.name_in_model, how))
     if is_transformed():
         refuse_transforms(layer)
-    if forward_ad._current_level >= 0:
+    if has_tangents():
         refuse_tangents(layer, *tensors)
     return bool(tensors[0].is_meta)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from lightning_lowbit._torch import unsafe_view
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.frozen import Frozen
@@ -224,7 +225,7 @@ class QuantizedLayer(NativeGemms):
         if window is not None or len(shape) == 2:
             return y
         # As nn.Linear does: FSDP2 warns of modules that return a view.
-        return torch.ops.aten._unsafe_view.default(y, (*shape[:-1], y.shape[-1]))
+        return unsafe_view(y, (*shape[:-1], y.shape[-1]))
 
     def _dtype_of_pass(self, x: Tensor, weight: Tensor, is_autocast: bool, is_made: bool, frozen: Any) -> torch.dtype:
         """The dtype in which a pass computes; a ``ValueError`` if it cannot compute these tensors in one."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lightning_lowbit._torch import canonical_mask, check_multihead_shapes, dtype_of_mask
 from lightning_lowbit.nn.core.inputs import check_inputs
 from lightning_lowbit.nn.layers.composite import CompositeLayer, PartLayer, has_plain_parts
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
@@ -97,7 +98,7 @@ class QuantizedMultihead(CompositeLayer):
         if self.is_plain or check_inputs(self, query, key, value):
             plain = super().forward
             return plain(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        is_batched = F._mha_shape_check(  # type: ignore[attr-defined]
+        is_batched = check_multihead_shapes(  # type: ignore[attr-defined]
             query, key, value, key_padding_mask, attn_mask, module.num_heads
         )
         if not is_batched:
@@ -171,8 +172,8 @@ def _additive(
     mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype, without: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Turns the two masks into terms that are added to the scores; ``without`` leaves out ``mask``, which is causal."""
-    padding = F._canonical_mask(padding, "key_padding_mask", F._none_or_dtype(mask), "attn_mask", dtype)
-    return None if without else F._canonical_mask(mask, "attn_mask", None, "", dtype, False), padding
+    padding = canonical_mask(padding, "key_padding_mask", dtype_of_mask(mask), "attn_mask", dtype)
+    return None if without else canonical_mask(mask, "attn_mask", None, "", dtype, False), padding
 
 
 def _unstacked(x: Tensor, parts: int) -> Tensor:

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch.nn.functional import ScalingType
 
+from lightning_lowbit._torch import has_vnni
 from lightning_lowbit.nn.native.gemms import block_product
 from lightning_lowbit.nn.native.operand import block_operand
 from lightning_lowbit.nn.native.table import BLOCK_SCALED, NATIVE
@@ -50,7 +51,7 @@ def _without_gpu(device_type: str, kind: str) -> str | None:
 
 def _declared_obstacle(device: torch.device, kind: str) -> str | None:
     if device.type == "cpu":
-        return None if torch.cpu._is_vnni_supported() else "this CPU has none"
+        return None if has_vnni() else "this CPU has none"
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         return _amd_obstacle(device, name, kind)

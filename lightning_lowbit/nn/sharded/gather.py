@@ -23,6 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit._torch import unseen_writes, version_of
+from lightning_lowbit._torch.sharding import local_tensor, owner_of, whole_size
 from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
@@ -77,7 +79,7 @@ def misfit(record: FSDPParam, casts: LinearCasts, dtype: torch.dtype | None) -> 
     assert isinstance(cast, Cast)
     if not is_plain(record):
         return "the weight is not one nn.Linear's alone, or not cut along its rows by FSDP2 alone"
-    if isinstance(cast.scale.block, tuple) and ends_within(step, record._orig_size[0], cast.scale.block[0]):
+    if isinstance(cast.scale.block, tuple) and ends_within(step, whole_size(record)[0], cast.scale.block[0]):
         return f"shards of {step} rows end within a tile of {cast.scale.block[0]}"
     if gathered not in (torch.float32, operand_dtype(dtype or gathered, cast)):
         return f"FSDP2 gives the weight in {gathered}, which does not hold the operand"
@@ -86,7 +88,7 @@ def misfit(record: FSDPParam, casts: LinearCasts, dtype: torch.dtype | None) -> 
 
 def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: torch.dtype | None) -> None:
     """Raises a ``ValueError`` if no weight of a model can be gathered in few bits with the casts by layer."""
-    by_module = {id(record._module_info.module): record for _, record in records(model)}
+    by_module = {id(owner_of(record)): record for _, record in records(model)}
     reasons: dict[str, str] = {}
     for name, layer_casts in casts.items():
         if PARTS in name.split("."):
@@ -136,7 +138,7 @@ class WeightGathers:
         self._gathers = [
             _Gather(self, record, module, dtype)
             for module, record in records(model)
-            if isinstance(record._module_info.module, QuantizedLayer) and is_plain(record)
+            if isinstance(owner_of(record), QuantizedLayer) and is_plain(record)
         ]
 
     def release(self) -> None:
@@ -214,9 +216,9 @@ class _Gather:
         self, gathers: WeightGathers, record: FSDPParam, module: FSDPModule, dtype: torch.dtype | None
     ) -> None:
         self._gathers, self.record, self.module = gathers, record, module
-        self.layer: Any = record._module_info.module
+        self.layer: Any = owner_of(record)
         self.group: dist.ProcessGroup = record.shard_mesh.get_group()
-        self._shape = record._orig_size
+        self._shape = whole_size(record)
         self._dtype = dtype or gathered_dtype(record)
         step = record.padded_sharded_param_size[0]
         self._part = Shard(self.group.group_name, 0, self.group.rank() * step, step, self._shape[0])
@@ -266,8 +268,8 @@ class _Gather:
     def _state(self, cast: Cast) -> tuple[Any, ...]:
         # A DTensor and its local tensor each count their own changes only.
         parameter: Any = self.record.sharded_param
-        local = parameter._local_tensor
-        return cast, parameter._version, local._version, local.data_ptr()
+        local = local_tensor(parameter)
+        return cast, version_of(parameter), version_of(local), local.data_ptr()
 
     def _shard(self) -> Tensor:
         """``[rows, columns]`` in the dtype of the computation, padded with rows of zeros."""
@@ -334,7 +336,7 @@ class _Gather:
             record._unsharded_inner_tensors = [torch.empty(rows * columns, dtype=param_dtype, device=data.device)]
         (buffer,) = record._unsharded_inner_tensors
         # As FSDP2 does: the parameter was saved for the backward pass, and is the same then.
-        with torch.autograd._unsafe_preserve_version_counter(buffer):  # type: ignore[attr-defined]
+        with unseen_writes([buffer]):  # type: ignore[attr-defined]
             weight = buffer.view(rows, columns)
             if sent is None:
                 weight.copy_(data.view(rows, columns))

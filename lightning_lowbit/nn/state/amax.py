@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_lowbit._torch import foreach_mul_, foreach_zero_
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.core.watch import LayerAmaxes
@@ -181,7 +182,7 @@ class AmaxHistories:
         self._history = torch.where(staged[..., None] > 0, advanced, self._history)
         self._choose()
         self._channels.copy_(torch.where(staged_channels > 0, staged_channels, self._channels))
-        torch._foreach_zero_(self.staged)
+        foreach_zero_(self.staged)
 
     def follow_(self, scale: float | Tensor) -> None:
         """Multiplies the amaxes of output gradients by the growth of the loss's ``scale`` (0-d) since the last call.
@@ -201,7 +202,7 @@ class AmaxHistories:
         factor = factor.to(self._history.device)
         for operand in _GRADIENTS:  # indexing by a list would copy it to the device, and wait for that
             self._history[:, operand].mul_(factor)
-            torch._foreach_mul_([amaxes[operand] for amaxes in self.staged[: len(self._rows)]], factor)
+            foreach_mul_([amaxes[operand] for amaxes in self.staged[: len(self._rows)]], factor)
         self._choose()
 
     # --- state ---

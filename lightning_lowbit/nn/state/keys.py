@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from lightning_lowbit._torch import unseen_writes
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.core.calls import Calls, number_calls
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
@@ -80,7 +80,7 @@ class LayerKeys:
     def draw_again_(self, number: int) -> None:
         """Replaces the keys in use by those of draw ``number``, also the ones that compiled graphs have saved."""
         tensors = self.in_use()
-        with _unsafe_preserve_version_counter(tuple(tensors)):
+        with unseen_writes(tensors):
             for keys in tensors:
                 keys.bitwise_xor_(hash_numbers(-1 - number))
 
@@ -118,7 +118,7 @@ def _int64(digest: bytes) -> int:
 def unchanged(tensors: list[Tensor]) -> Generator[None, None, None]:
     """Restores tensors that change in place within this context, without autograd noticing."""
     copies = [tensor.detach().clone() for tensor in tensors]
-    with _unsafe_preserve_version_counter(tuple(tensors)):
+    with unseen_writes(tensors):
         try:
             yield
         finally:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_lowbit._torch import ConvNd
 from lightning_lowbit.cli.lab.estimate.devices import arithmetic
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
@@ -138,7 +139,7 @@ def describe(
         )
     elif network.config.model_type != "llama":
         notes.append(f"Activations are those of LLaMA's block, and the model is of type {network.config.model_type}.")
-    if convolutions := sum(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules()):
+    if convolutions := sum(isinstance(part, ConvNd) for part in module.modules()):
         notes.append(
             f"Of {convolutions} convolutions, weights, gradients and optimizer state are counted: their activations "
             "and FLOPs depend on the sizes of images, which a model does not tell."

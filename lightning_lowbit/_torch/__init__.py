@@ -1,0 +1,169 @@
+"""The doorway to torch's private names: no other module uses one, so that a new torch is tried here first.
+
+Names are those of torch without the underscore, or say for what the package needs it. Operations are torch's own
+objects, which compiled graphs know; the rest are functions of a few lines. :mod:`lightning_lowbit._torch.sharding` has
+those that import FSDP.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.autograd import forward_ad
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+foreach_copy_, foreach_mul_, foreach_zero_ = torch._foreach_copy_, torch._foreach_mul_, torch._foreach_zero_
+foreach_norm = torch._foreach_norm
+int_mm, scaled_mm = torch._int_mm, torch._scaled_mm
+unsafe_view = torch.ops.aten._unsafe_view.default
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+ConvNd, NormBase = nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase
+canonical_mask, dtype_of_mask = nn.functional._canonical_mask, nn.functional._none_or_dtype
+check_multihead_shapes = nn.functional._mha_shape_check  # type: ignore[attr-defined]
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Returns the hooks before and after a module's forward pass, by their numbers."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def remove_hook(module: nn.Module, number: int) -> None:
+    """Removes a hook before or after a module's forward pass."""
+    for hooks in (*hooks_of(module), module._forward_hooks_always_called, module._forward_hooks_with_kwargs):
+        hooks.pop(number, None)  # type: ignore[attr-defined]
+    module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Returns a module's children by name; one that is registered twice appears under both names."""
+    return module._modules
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Returns the module within ``torch.compile``'s wrapper, or the module itself."""
+    while type(module).__name__ == "OptimizedModule":
+        module = module._orig_mod  # type: ignore[assignment]
+    return module
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+FunctionContext = torch._C._FunctionBase
+node_of_backward = torch._C._current_autograd_node  # None outside of a backward pass
+number_of_backward = torch._C._current_graph_task_id  # −1 outside of a backward pass
+saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+is_tracing, is_transformed = torch._C._is_tracing, torch._C._are_functorch_transforms_active
+
+
+def number_of_node(node: Any = None) -> int:
+    """Returns the number of an autograd node; without one, of the node that was made last."""
+    return int(torch._C._autograd._get_sequence_nr() - 1 if node is None else node._sequence_nr())
+
+
+def unseen_writes(tensors: list[Tensor]) -> AbstractContextManager[None]:
+    """Lets tensors change in place within a context without autograd noticing."""
+    return _unsafe_preserve_version_counter(tuple(tensors))
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns the number of a tensor's changes in place."""
+    return tensor._version
+
+
+def has_tangents() -> bool:
+    """Tells whether forward-mode derivatives are being computed."""
+    return forward_ad._current_level >= 0
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Tells whether a tensor is a batch of vmap or another wrapper of torch.func."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_functorch_wrapped_tensor(tensor)
+
+
+# --- compiler and dispatcher ------------------------------------------------------------------------------------------
+
+disable_current_modes = _disable_current_modes
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+def graph_in_compilation() -> Any:
+    """Returns an object that stands for the graph that is being compiled; None if none is."""
+    return torch._guards.TracingContext.try_get()
+
+
+def mark_dynamic(tensor: Tensor, dimension: int) -> None:
+    """Has compiled code take any size of a dimension."""
+    torch._dynamo.mark_dynamic(tensor, dimension)
+
+
+def donated_buffers(allowed: bool) -> AbstractContextManager[None]:
+    """Sets whether compiled backward passes may reuse the memory of saved tensors."""
+    from torch._functorch import config
+
+    return config.patch(donated_buffer=allowed)  # type: ignore[no-any-return]
+
+
+# --- CPUs -------------------------------------------------------------------------------------------------------------
+
+
+def has_vnni() -> bool:
+    """Tells whether this CPU multiplies int8 by instructions of its own."""
+    return torch.cpu._is_vnni_supported()
+
+
+def has_units(dtype: torch.dtype) -> bool:
+    """Tells whether this CPU multiplies matrices of bfloat16 or float16 by instructions of its own."""
+    if not torch._C._has_mkldnn:
+        return False
+    mkldnn = torch.ops.mkldnn
+    supported = mkldnn._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else mkldnn._is_mkldnn_fp16_supported
+    return bool(supported())
+
+
+# --- optimizers and their scalers -------------------------------------------------------------------------------------
+
+
+def current_scale(scaler: GradScaler) -> Tensor | None:
+    """Returns the scale of a loss, 0-d, on its device; None before the first loss."""
+    return scaler._get_scale_async()
+
+
+def growth_tracker(scaler: GradScaler) -> Tensor | None:
+    """Returns the number of steps since a scale last changed, 0-d; None before the first loss."""
+    return scaler._growth_tracker
+
+
+def overflow_flags(scaler: GradScaler, optimizer: Optimizer | None = None) -> list[dict[torch.device, Tensor]]:
+    """Returns the flags, by device, that gradients were not finite: of an optimizer, or (None) of all."""
+    states = scaler._per_optimizer_states
+    return [state["found_inf_per_device"] for key, state in states.items() if optimizer is None or key == id(optimizer)]
+
+
+def forget_optimizers(scaler: GradScaler) -> None:
+    """Makes a scaler ready for other optimizers, also after a step that failed."""
+    scaler._per_optimizer_states.clear()
+
+
+def mark_stepped(optimizer: Any) -> None:
+    """Keeps a scheduler from warning that its optimizer has not stepped."""
+    optimizer._opt_called = True
+
+
+def unscales_in_step(optimizer: Any) -> bool:
+    """Tells whether an optimizer is fused, and divides gradients by the loss scale within its step."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def schedules_of(schedule: Any) -> list[Any]:
+    """Returns the parts of a schedule that consists of several; none for another schedule."""
+    return list(getattr(schedule, "_schedulers", ()))

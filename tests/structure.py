@@ -1,0 +1,185 @@
+"""The shape of the package, counted: `python -m tests.structure [ROOT]` prints it for a checkout, such as an older one.
+
+Functions take the folder of a package and return what a reader would have to count by hand.
+"""
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+# Participles and pronouns, which say nothing of a value.
+DIALECT = re.compile(r"found|given|made|kept|own|told|there|each|of_\w+")
+CORE = ("QuantizedGemms.forward", "QuantizedGemms.backward")
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Files of a package by dotted names, which begin with the package's."""
+    parts = {path: path.relative_to(package.parent).with_suffix("").parts for path in sorted(package.rglob("*.py"))}
+    return {".".join(names).removesuffix(".__init__"): path for path, names in parts.items()}
+
+
+def code_lines(path: Path) -> int:
+    """Lines of a file without blank ones, comments and docstrings."""
+    return sum(is_code for is_code in _is_code(path))
+
+
+@cache
+def _is_code(path: Path) -> tuple[bool, ...]:
+    prose = set()
+    for node in nodes(path):
+        is_block = isinstance(node, (ast.Module, ast.ClassDef, Function))
+        if is_block and ast.get_docstring(node, clean=False) is not None:
+            prose |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(path.read_text().splitlines(), 1)
+    return tuple(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in prose for number, line in lines
+    )
+
+
+def functions(path: Path) -> Iterator[tuple[str, Function]]:
+    """Functions of a file with their qualified names."""
+    waiting = [("", node) for node in tree(path).body]
+    for scope, node in waiting:
+        if isinstance(node, Function):
+            yield f"{scope}{node.name}", node
+        if isinstance(node, (ast.ClassDef, Function)):
+            waiting += [(f"{scope}{node.name}.", inner) for inner in node.body]
+
+
+def function_lines(path: Path, function: Function) -> int:
+    """Lines of code of a function's body."""
+    return sum(_is_code(path)[function.body[0].lineno - 1 : function.end_lineno])
+
+
+def decisions(function: Function) -> int:
+    """Branches, loops' and comprehensions' conditions, and operands of `and` and `or` beyond the first."""
+    count = 0
+    for node in ast.walk(function):
+        count += isinstance(node, (ast.If, ast.IfExp, ast.While))
+        count += len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0
+        count += len(node.ifs) if isinstance(node, ast.comprehension) else 0
+        is_flag = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+        count += is_flag and isinstance(node.left, (ast.List, ast.Tuple))  # `[name] * flag`
+    return count
+
+
+def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
+    """Modules that a file imports, but for type checkers alone, with the node of each import."""
+    for node in nodes(path):
+        if id(node) in _for_type_checkers(path):
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
+
+
+@cache
+def _for_type_checkers(path: Path) -> set[int]:
+    blocks = (node for node in nodes(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    return {id(inner) for block in blocks for inner in ast.walk(block)}
+
+
+@cache
+def graph(package: Path) -> dict[str, set[str]]:
+    """Modules of a package that each of its modules imports, within functions too."""
+    files = modules(package)
+    names = {name: {whole for whole, _ in imports(path)} for name, path in files.items()}
+    return {
+        name: {whole if whole in files else whole.rpartition(".")[0] for whole in wholes} & set(files) - {name}
+        for name, wholes in names.items()
+    }
+
+
+def circles(package: Path) -> list[list[str]]:
+    """Groups of modules that import each other, directly or not; the package's own ``__init__`` is left out."""
+    edges = {name: targets - {package.name} for name, targets in graph(package).items() if name != package.name}
+
+    def reachable(name: str) -> set[str]:
+        reached, waiting = set[str](), [name]
+        while waiting:
+            new = edges[waiting.pop()] - reached
+            reached |= new
+            waiting += new
+        return reached
+
+    closure = {name: reachable(name) for name in edges}
+    groups = {frozenset({other for other in closure[name] if name in closure[other]}) for name in edges}
+    return [sorted(group) for group in groups if group]
+
+
+def rooms_upward(package: Path, folder: str, order: tuple[str, ...]) -> list[str]:
+    """Imports from a room of a folder to a later one; ``order`` begins with the rooms that import no other."""
+    prefix = f"{package.name}.{folder}."
+    upward = []
+    for name, targets in graph(package).items():
+        for target in targets:
+            if name.startswith(prefix) and target.startswith(prefix):
+                room, other = (module.removeprefix(prefix).split(".")[0] for module in (name, target))
+                if room != other and order.index(room) < order.index(other):
+                    upward.append(f"{name} imports {target}")
+    return upward
+
+
+def dialect(path: Path) -> list[str]:
+    """Names that are assigned and say nothing of their value."""
+    names = (node for node in nodes(path) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return [name.id for name in names if DIALECT.fullmatch(name.id)]
+
+
+def main(root: Path) -> None:
+    package = root / "lightning_lowbit"
+    files = modules(package)
+    rooms = Counter[str]()
+    for path in files.values():
+        parts = path.relative_to(package).parts
+        room = "/".join(parts[: 2 if parts[0] == "nn" and len(parts) > 2 else 1]) if len(parts) > 1 else "(top)"
+        rooms[f"{room} files"] += 1
+        rooms[f"{room} lines"] += len(path.read_text().splitlines())
+        rooms[f"{room} code"] += code_lines(path)
+    print("room                 files   lines    code")
+    names = sorted({key.rpartition(" ")[0] for key in rooms})
+    for room in names:
+        print(f"{room:20} {rooms[f'{room} files']:5} {rooms[f'{room} lines']:7} {rooms[f'{room} code']:7}")
+    total = [sum(rooms[f"{room} {kind}"] for room in names) for kind in ("files", "lines", "code")]
+    print(f"{'all':20} {total[0]:5} {total[1]:7} {total[2]:7}")
+    long = [
+        f"{path.relative_to(package)}:{name}"
+        for path in files.values()
+        for name, function in functions(path)
+        if function_lines(path, function) > 60
+    ]
+    print("functions above 60 lines of code:", ", ".join(long) or "none")
+    print("circles of imports:", [f"{len(group)} around {group[0]}" for group in circles(package)] or "none")
+    inside = [
+        name
+        for path in files.values()
+        for name, node in imports(path)
+        if name.startswith(package.name) and node not in tree(path).body
+    ]
+    print("imports of the package inside functions:", len(inside))
+    for path in files.values():
+        for name, function in functions(path):
+            if name in CORE:
+                print(f"decisions in {name}: {decisions(function)}, lines {function_lines(path, function)}")
+    words = Counter(name for path in files.values() for name in dialect(path))
+    print(f"names that say nothing: {words.total()} ({', '.join(f'{w} {n}' for w, n in words.most_common(8))})")
+
+
+if __name__ == "__main__":
+    main(Path(*sys.argv[1:2]))
