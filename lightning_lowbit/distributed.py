@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_lowbit._torch import foreach_norm
-from lightning_lowbit._torch.sharding import flat_handle
+from lightning_lowbit._torch.sharding import flat_handle, flat_parameters, is_flat_buffer, is_flattened, offset_of_shard
 from lightning_lowbit.quant.shard import amax_of
 
 
@@ -36,13 +35,12 @@ _FLATTENED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of FSDP1: 
 def connect(module: nn.Module) -> None:
     """Tells the optimizers how FSDP1 has sharded a root module; call it after wrapping, as `LowBitPrecision` does."""
     for part in FullyShardedDataParallel.fsdp_modules(module):
-        handle = flat_handle(part)
-        if handle is None or not handle._use_orig_params:
+        if (handle := flat_handle(part)) is None:
             continue
-        flat, group = handle.flat_param, part.process_group
+        group = part.process_group
         groups = (group,) if group is not None and group.size() > 1 and handle.uses_sharded_strategy else ()
-        for parameter, shape in zip(flat._params or (), flat._shapes, strict=True):
-            _FLATTENED[parameter] = Sharding(torch.Size(shape), groups, bool(groups))
+        for parameter, shape in flat_parameters(handle):
+            _FLATTENED[parameter] = Sharding(shape, groups, bool(groups))
 
 
 def sharding_of(parameter: Tensor) -> Sharding:
@@ -53,12 +51,12 @@ def sharding_of(parameter: Tensor) -> Sharding:
         groups: Any = tuple(mesh.get_group(dim) for dim in sharded if mesh.size(dim) > 1)
         return Sharding(parameter.shape, groups)
     shape = tuple(parameter.shape)
-    if is_flat(parameter):
+    if is_flat_buffer(parameter):
         raise ValueError(
             f"A parameter of {shape} is a flat buffer of FSDP1, in which no matrix can be told from another. Wrap with "
             "FullyShardedDataParallel(..., use_orig_params=True), as FSDPStrategy does by default."
         )
-    if not getattr(parameter, "_fsdp_flattened", False):
+    if not is_flattened(parameter):
         return Sharding(parameter.shape)
     if parameter not in _FLATTENED:
         raise ValueError(
@@ -71,8 +69,7 @@ def sharding_of(parameter: Tensor) -> Sharding:
 def offsets_of(parameter: Tensor) -> tuple[int, ...]:
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.dim()
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(offset)
+    return offset_of_shard(parameter)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -121,10 +118,6 @@ def clip_gradient_norm_(parameters: Sequence[Tensor], limit: float) -> Tensor:
     return norm
 
 
-def is_flat(parameter: Tensor) -> bool:
-    return bool(getattr(parameter, "_is_flat_param", False))
-
-
 def is_sharded(model: nn.Module) -> bool:
     is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     return is_wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -139,7 +132,7 @@ def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module 
         root: the wrapped model, for FSDP1.
         is_sharded: True if ranks hold parts of the parameters.
     """
-    if isinstance(root, FullyShardedDataParallel) and any(map(is_flat, parameters)):
+    if isinstance(root, FullyShardedDataParallel) and any(map(is_flat_buffer, parameters)):
         root.clip_grad_norm_(limit)
     elif is_sharded:
         clip_gradient_norm_(parameters, limit)

@@ -5,6 +5,7 @@ objects, which compiled graphs know; the rest are functions of a few lines. :mod
 those that import FSDP.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,7 +40,7 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 def remove_hook(module: nn.Module, number: int) -> None:
     """Removes a hook before or after a module's forward pass."""
     for hooks in (*hooks_of(module), module._forward_hooks_always_called, module._forward_hooks_with_kwargs):
-        hooks.pop(number, None)  # type: ignore[attr-defined]
+        hooks.pop(number, None)
     module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
@@ -93,7 +94,13 @@ def is_batched(tensor: Tensor) -> bool:
 # --- compiler and dispatcher ------------------------------------------------------------------------------------------
 
 disable_current_modes = _disable_current_modes
+OpOverload = torch._ops.OpOverload
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+def operator_of(function: Any) -> Any:
+    """Returns the operator of one of its overloads; another function itself."""
+    return getattr(function, "_overloadpacket", function)
 
 
 def graph_in_compilation() -> Any:
@@ -110,7 +117,7 @@ def donated_buffers(allowed: bool) -> AbstractContextManager[None]:
     """Sets whether compiled backward passes may reuse the memory of saved tensors."""
     from torch._functorch import config
 
-    return config.patch(donated_buffer=allowed)  # type: ignore[no-any-return]
+    return config.patch(donated_buffer=allowed)
 
 
 # --- CPUs -------------------------------------------------------------------------------------------------------------
@@ -165,5 +172,6 @@ def unscales_in_step(optimizer: Any) -> bool:
 
 
 def schedules_of(schedule: Any) -> list[Any]:
-    """Returns the parts of a schedule that consists of several; none for another schedule."""
-    return list(getattr(schedule, "_schedulers", ()))
+    """Returns the parts of a schedule that consists of several, or their states; none for another schedule."""
+    parts = schedule.get("_schedulers") if isinstance(schedule, Mapping) else getattr(schedule, "_schedulers", None)
+    return list(parts or ())

@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 process_group = _resolve_process_group  # by its name
+Record = FSDPParam  # of a parameter
 
 
 # --- DTensor ----------------------------------------------------------------------------------------------------------
@@ -87,6 +88,11 @@ def is_shared(record: FSDPParam) -> bool:
 def is_cut_by_rows(record: FSDPParam) -> bool:
     """Tells whether FSDP2 alone has cut a parameter, along its first dimension."""
     return not record.is_dtensor and isinstance(record.mesh_info, FSDPMeshInfo) and record.fsdp_placement.dim == 0
+
+
+def shard_data(record: FSDPParam) -> Tensor:
+    """Returns the shard of a record, padded to the size that all processes have, 1-D."""
+    return record._sharded_param_data
 
 
 def whole_size(record: FSDPParam) -> torch.Size:

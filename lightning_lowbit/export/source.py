@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_lowbit._lightning import rank_zero_warn
+from lightning_lowbit._torch import uncompiled
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.shared_amax import groups
@@ -190,10 +190,8 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     """A module without the wrappers of ``torch.compile``."""
     for parent in [*module.modules()]:
         for name, part in parent.named_children():
-            while isinstance(part, OptimizedModule):
-                part = part._orig_mod
-            setattr(parent, name, part)
-    return module._orig_mod if isinstance(module, OptimizedModule) else module
+            setattr(parent, name, uncompiled(part))
+    return uncompiled(module)
 
 
 def _state(module: nn.Module, loaded: Mapping[str, Any], checkpoint: str | Path) -> Mapping[str, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
+from lightning_lowbit._torch import unscales_in_step
 from lightning_lowbit.checks import is_number, some
 from lightning_lowbit.distributed import Sharding, local
 from lightning_lowbit.kernels.memory import described
@@ -237,7 +238,7 @@ class Adaptive(ClippedOptimizer):
     def _apply(self, batches: Sequence[Batch]) -> None:
         finite = batches[0].finite
         # Not SGD: after a skipped first step, the momentum of its fused form is uninitialized memory.
-        skips = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD)
+        skips = unscales_in_step(self.optimizer) and not isinstance(self.optimizer, SGD)
         skips = skips and all(group.get("fused", True) for group in self.param_groups)  # a loaded group may not be
         if not skips and not bool(finite):
             return

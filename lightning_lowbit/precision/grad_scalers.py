@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from lightning_lowbit._torch import current_scale
+from lightning_lowbit._torch import current_scale, overflow_flags
 from lightning_lowbit.checks import choose, integer, number, positive
 from lightning_lowbit.distributed import all_reduce_, local, local_norms, sharding_of
 
@@ -38,9 +38,7 @@ def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor |
     """Returns whether a gradient (of an optimizer, or of all) was not finite: 0-d bool; None if none was unscaled."""
     if not scaler.is_enabled():
         return None
-    states = scaler._per_optimizer_states
-    wanted = [state for key, state in states.items() if optimizer is None or key == id(optimizer)]
-    flags = [flag.reshape(()) for state in wanted for flag in state["found_inf_per_device"].values()]
+    flags = [flag.reshape(()) for flags in overflow_flags(scaler, optimizer) for flag in flags.values()]
     scale = current_scale(scaler)
     if not flags or scale is None:
         return None
@@ -270,7 +268,7 @@ def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.devic
         device: the place of the flag if there are no gradients here.
         over_ranks: True if all ranks call this; else only the flags' shapes are made uniform.
     """
-    flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    (flags,) = overflow_flags(scaler, optimizer)
     if not flags:  # torch's class would raise an error
         flags[device] = torch.zeros((), device=device)
     _drop_dimensions(scaler, optimizer)
@@ -285,7 +283,7 @@ def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.devic
 
 def _drop_dimensions(scaler: GradScaler, optimizer: Optimizer) -> None:
     """Makes flags 0-d: torch's sharded class has vectors of one element, and fused optimizers need scalars."""
-    flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    (flags,) = overflow_flags(scaler, optimizer)
     flags.update({device: flag.reshape(()) for device, flag in flags.items()})
 
 

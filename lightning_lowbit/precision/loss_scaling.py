@@ -12,7 +12,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_lowbit._lightning import MisconfigurationException, Precision, rank_zero_info
-from lightning_lowbit._torch import current_scale, forget_optimizers, mark_stepped
+from lightning_lowbit._torch import current_scale, forget_optimizers, mark_stepped, unscales_in_step
 from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, overflow, share_overflow
 from lightning_lowbit.precision.run_settings import ComputeDtype
 
@@ -97,8 +97,7 @@ class LossScaling:
         mark_stepped(optimizer)
         # After a skipped first step, fused SGD would use uninitialized memory as momentum. So the host waits for the
         # overflow flag until there is a momentum, as it does for optimizers that are not fused.
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if isinstance(optimizer, SGD) and is_fused and not optimizer.state and skipped:
+        if isinstance(optimizer, SGD) and unscales_in_step(optimizer) and not optimizer.state and skipped:
             return None
         return self.scaler.step(optimizer, **kwargs)
 

@@ -21,8 +21,8 @@ from lightning_lowbit._lightning import (
     WeightAveraging,
     say_once,
 )
+from lightning_lowbit._torch.sharding import is_flat_buffer
 from lightning_lowbit.checks import choose, some
-from lightning_lowbit.distributed import is_flat
 from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 
@@ -81,7 +81,7 @@ def checked_run(plugin: Precision, module: nn.Module) -> tuple[Trainer, Lightnin
 
 def check_whole_weights(model: nn.Module) -> None:
     """Raises ``MisconfigurationException`` for flat buffers, of whose weights no amax can be shared."""
-    if any(is_flat(parameter) for parameter in model.parameters()):
+    if any(is_flat_buffer(parameter) for parameter in model.parameters()):
         raise MisconfigurationException(
             "shared_amax needs whole weights between steps, and FSDP1 keeps flat buffers alone. Train with "
             "FSDPStrategy(use_orig_params=True), its default, or with ModelParallelStrategy (FSDP2)."

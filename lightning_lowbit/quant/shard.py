@@ -95,7 +95,7 @@ class Shard(NamedTuple):
             infinite = torch.inf if op == dist.ReduceOp.MAX else -torch.inf
             values = values.nan_to_num(nan=infinite, posinf=torch.inf, neginf=-torch.inf)
         values = values.clone()  # contiguous, and sharing no memory with the argument
-        dist.all_reduce(values, op, process_group(self.group))  # type: ignore[arg-type]
+        dist.all_reduce(values, op, process_group(self.group))
         return values
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_lowbit._torch import ConvNd, foreach_zero_
+from lightning_lowbit._torch.sharding import offset_of_shard
 from lightning_lowbit.distributed import all_reduce_world_
 from lightning_lowbit.metrics.outliers import SUMS, activation_sums
 from lightning_lowbit.nn import QuantizedLayer
@@ -85,8 +85,7 @@ def _hook(switch: list[bool], sums: Tensor, channel_amax: Tensor, k: float) -> C
 
 
 def _local(x: DTensor, axis: int) -> tuple[Tensor, int]:
-    _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
-    return x.to_local(), offset[axis]
+    return x.to_local(), offset_of_shard(x)[axis]
 
 
 def _feature_axis(layer: nn.Module, x: Tensor) -> int:

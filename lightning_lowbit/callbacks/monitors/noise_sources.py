@@ -5,13 +5,12 @@ layers    in the backward pass of training, see `lightning_lowbit.nn.core.watch`
 """
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._functorch import config as functorch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +22,7 @@ from lightning_lowbit._lightning import (
     random_states,
     set_random_states,
 )
-from lightning_lowbit._torch import current_scale, disable_current_modes
+from lightning_lowbit._torch import current_scale, disable_current_modes, donated_buffers
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
 from lightning_lowbit.distributed import all_reduce_, all_reduce_world_, local_gradient, sharding_of
 from lightning_lowbit.metrics.noise import gradient_noise_sums
@@ -59,7 +58,7 @@ class FromDraws(NoiseMeasurement):
     without_noise = "Both draws of the gradient were always the same: nothing was rounded stochastically."
 
     def __init__(self) -> None:
-        self._donated: bool | None = None  # the setting before training
+        self._settings = ExitStack()  # those of torch during training
 
     def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses strategies that cannot repeat a backward pass, and random bits of a forward pass."""
@@ -76,7 +75,7 @@ class FromDraws(NoiseMeasurement):
             )
         _check_forward(converted_layers(pl_module))
         self.end()  # after a training that raised
-        self._donated, functorch.donated_buffer = functorch.donated_buffer, False  # a second pass needs the buffers
+        self._settings.enter_context(donated_buffers(False))  # a second pass needs the buffers
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check_forward(converted_layers(pl_module))  # casts may have changed
@@ -100,8 +99,7 @@ class FromDraws(NoiseMeasurement):
         _plugin(trainer).expect_draws(False)
 
     def end(self) -> None:
-        if self._donated is not None:
-            functorch.donated_buffer, self._donated = self._donated, None
+        self._settings.close()
 
 
 class FromLayers(NoiseMeasurement):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_lowbit._torch import hooks_of, remove_hook
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 
 
@@ -44,17 +45,16 @@ class ForwardContext:
     @staticmethod
     def of(model: nn.Module) -> "ForwardContext | None":
         """The context attached to a model or to a part of it; None if there is none."""
-        owners = (_owner(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+        owners = (_owner(hook) for module in model.modules() for hook in hooks_of(module)[0].values())
         return next((owner for owner in owners if owner is not None), None)
 
     @staticmethod
     def detach(model: nn.Module) -> None:
         """Removes the hooks from a model and all its parts."""
         for module in model.modules():
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for key in [key for key, hook in hooks.items() if _owner(hook) is not None]:
-                    del hooks[key]
-                    module._forward_hooks_always_called.pop(key, None)
+            for hooks in hooks_of(module):
+                for number in [number for number, hook in hooks.items() if _owner(hook) is not None]:
+                    remove_hook(module, number)
 
 
 def _owner(hook: Any) -> ForwardContext | None:

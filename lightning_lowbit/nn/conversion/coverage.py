@@ -19,11 +19,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-from lightning_lowbit._torch import TorchDispatchMode, has_kernel, node_of_backward, number_of_node, saved_tensor_hooks
+from lightning_lowbit._torch import (
+    OpOverload,
+    TorchDispatchMode,
+    has_kernel,
+    node_of_backward,
+    number_of_node,
+    operator_of,
+    saved_tensor_hooks,
+)
 from lightning_lowbit.compilation import backend, counted_product, counted_shape, is_within_cast
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
@@ -108,7 +115,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        operation = getattr(func, "_overloadpacket", func)
+        operation = operator_of(func)
         if isinstance(func, OpOverload) and _is_composite(func):  # comes whole where gradients are switched off
             super().__enter__()  # type: ignore[no-untyped-call]  # the mode alone: the hooks are there
             try:

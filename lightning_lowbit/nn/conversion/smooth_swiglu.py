@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit._torch import hooks_of, remove_hook
 from lightning_lowbit.checks import choose
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
@@ -107,8 +108,8 @@ def watch_up_projections(model: nn.Module) -> None:
     """Hooks up projections to pass the amax of each token to down projections that are smoothed by tokens."""
     for module in swiglus(model).values():
         up, down = module.up_proj, module.down_proj
-        for key in [key for key, hook in up._forward_hooks.items() if isinstance(hook, _TellTokens)]:
-            del up._forward_hooks[key]
+        for number in [number for number, hook in hooks_of(up)[1].items() if isinstance(hook, _TellTokens)]:
+            remove_hook(up, number)
         if isinstance(down, QuantizedLayer) and down.full_casts.smooth == "token":
             up.register_forward_hook(_TellTokens(down))
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_lowbit._torch import hooks_of, remove_hook
 from lightning_lowbit.nn.core.inputs import refuse_scripts
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.wrapped import follow_class
@@ -120,5 +121,6 @@ def convert_composite(module: Any, cls: type[CompositeLayer]) -> None:
 def remove_parts(module: Any) -> None:
     """Undoes :func:`convert_composite`, except for the class."""
     delattr(module, PARTS)
-    for number in [number for number, hook in module._forward_pre_hooks.items() if hook is type(module).before_forward]:
-        del module._forward_pre_hooks[number]
+    before, _ = hooks_of(module)
+    for number in [number for number, hook in before.items() if hook is type(module).before_forward]:
+        remove_hook(module, number)

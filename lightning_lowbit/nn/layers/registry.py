@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_lowbit._torch.sharding import remembered_class
 from lightning_lowbit.nn.layers.composite import CompositeLayer
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 
@@ -33,14 +34,12 @@ def converted_class(cls: Any) -> Converted:
 
 def _sharded_class(cls: Any) -> Converted:
     """Returns the converted class of a class that ``fully_shard`` derived from FSDPModule and a module's class."""
-    from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls  # internal: may move
-
     sharded, original, *_ = cls.__bases__
     quantized = converted_class(original)
     if quantized is None:
         return None
     members = {"__deepcopy__": cls.__deepcopy__}
-    return get_cls_to_fsdp_cls().setdefault(quantized, type(f"FSDP{quantized.__name__}", (sharded, quantized), members))
+    return remembered_class(quantized, type(f"FSDP{quantized.__name__}", (sharded, quantized), members))
 
 
 def quantized_class(cls: Any) -> type[QuantizedLayer] | None:

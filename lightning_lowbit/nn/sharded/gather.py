@@ -19,12 +19,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._torch import unseen_writes, version_of
-from lightning_lowbit._torch.sharding import local_tensor, owner_of, whole_size
+from lightning_lowbit._torch.sharding import (
+    ExtendedRecord,
+    Record,
+    extend,
+    is_cut_by_rows,
+    is_shared,
+    local_tensor,
+    owner_of,
+    shard_data,
+    weights_of,
+    whole_size,
+)
 from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
@@ -50,30 +59,25 @@ def casts_obstacle(casts: LinearCasts) -> str | None:
     return obstacle(casts, TAKES)
 
 
-def records(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParam]]:
+def records(model: nn.Module) -> Iterator[tuple[FSDPModule, Record]]:
     """FSDP2's record of each weight, with the module that gathers it."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                # FSDP2 does not call the extension for parameters that are resharded to a smaller mesh.
-                if not group._use_post_forward_mesh:
-                    yield from ((module, p) for p in group.fsdp_params if p._module_info.param_name == "weight")
+            yield from ((module, record) for record in weights_of(module))
 
 
-def is_plain(record: FSDPParam) -> bool:
+def is_plain(record: Record) -> bool:
     """Returns whether a weight is a matrix of one linear layer, which FSDP2 alone shards, by rows."""
-    info = record._module_info
-    cls = quantized_class(type(info.module))
+    cls = quantized_class(type(owner_of(record)))
     is_linear = cls is not None and cls.kind == "linear" and cls.weight_matrix is QuantizedLayer.weight_matrix
-    is_by_rows = isinstance(record.mesh_info, FSDPMeshInfo) and record.fsdp_placement.dim == 0
-    return is_linear and is_by_rows and not info.shared_modules and not record.is_dtensor
+    return is_linear and is_cut_by_rows(record) and not is_shared(record)
 
 
-def gathered_dtype(record: FSDPParam) -> torch.dtype:
+def gathered_dtype(record: Record) -> torch.dtype:
     return record.mp_policy.param_dtype or record.sharded_param.dtype
 
 
-def misfit(record: FSDPParam, casts: LinearCasts, dtype: torch.dtype | None) -> str | None:
+def misfit(record: Record, casts: LinearCasts, dtype: torch.dtype | None) -> str | None:
     """Returns why a weight is gathered in high precision although its casts would allow few bits; None if it is not."""
     gathered, (step, *_), cast = gathered_dtype(record), record.padded_sharded_param_size, casts.fprop_w
     assert isinstance(cast, Cast)
@@ -181,40 +185,16 @@ class WeightGathers:
 
 def release_gathers(model: nn.Module) -> None:
     for module, record in records(model):
-        if isinstance(record, _Record):
+        if isinstance(record, ExtendedRecord):
             module.reshard()
+            record.extension.layer.lowbit.prequantized_weight = None
             record.release()
-
-
-class _Record(FSDPParam):
-    """FSDP2's record of a parameter. Its extension is a :class:`_Gather`: loading and ``module.to`` replace the local
-    tensor, where FSDP2 looks for one."""
-
-    gather: "_Gather"
-
-    @property
-    def _sharded_local_tensor(self) -> Any:
-        return self.gather
-
-    def _init_extensions(self) -> None:
-        """FSDP2 calls this again when training starts; the buffers of the gathered parameter stay."""
-        buffers = self._unsharded_inner_tensors
-        super()._init_extensions()
-        self._unsharded_inner_tensors = buffers
-
-    def release(self) -> None:
-        self.__class__ = FSDPParam  # type: ignore[assignment]
-        self.all_gather_outputs, self._unsharded_inner_tensors = self._unsharded_inner_tensors, []
-        self.gather.layer.lowbit.prequantized_weight = None
-        del self.gather
 
 
 class _Gather:
     """The all-gather of one weight, with the statistics that its cast needs."""
 
-    def __init__(
-        self, gathers: WeightGathers, record: FSDPParam, module: FSDPModule, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, gathers: WeightGathers, record: Record, module: FSDPModule, dtype: torch.dtype | None) -> None:
         self._gathers, self.record, self.module = gathers, record, module
         self.layer: Any = owner_of(record)
         self.group: dist.ProcessGroup = record.shard_mesh.get_group()
@@ -227,12 +207,7 @@ class _Gather:
         self._mean: Tensor | None = None
         self.gathered_with: Cast | None = None  # in the last gather
         module.reshard()
-        # Weights are unpacked into FSDP2's own buffer: an optimizer or graph may know the parameter.
-        buffers = record._unsharded_inner_tensors or record.all_gather_outputs
-        record.__class__ = _Record
-        vars(record)["gather"] = self
-        record._init_extensions()
-        record._unsharded_inner_tensors, record.all_gather_outputs = buffers, []
+        extend(record, self)  # loading and `module.to` replace the local tensor, where FSDP2 looks for an extension
 
     @property
     def _cast(self) -> Cast | None:
@@ -277,7 +252,7 @@ class _Gather:
 
     def _local(self) -> Tensor:
         """The padded shard, 1-D, on the device (offloaded shards are on the CPU)."""
-        return self.record._sharded_param_data.to(self.record.device, non_blocking=True)
+        return shard_data(self.record).to(self.record.device, non_blocking=True)
 
     def _rounded(self, values: Tensor) -> Tensor:
         return values.to(gathered_dtype(self.record)).to(self._dtype)
@@ -333,10 +308,10 @@ class _Gather:
         record, (data,) = self.record, outputs
         rows, columns = len(data) * record.padded_sharded_param_size[0], self._shape[1]
         if out is None:
-            record._unsharded_inner_tensors = [torch.empty(rows * columns, dtype=param_dtype, device=data.device)]
-        (buffer,) = record._unsharded_inner_tensors
+            record.buffers = [torch.empty(rows * columns, dtype=param_dtype, device=data.device)]
+        (buffer,) = record.buffers
         # As FSDP2 does: the parameter was saved for the backward pass, and is the same then.
-        with unseen_writes([buffer]):  # type: ignore[attr-defined]
+        with unseen_writes([buffer]):
             weight = buffer.view(rows, columns)
             if sent is None:
                 weight.copy_(data.view(rows, columns))

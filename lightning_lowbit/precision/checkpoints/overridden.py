@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import rank_zero_warn
+from lightning_lowbit._torch import schedules_of
 
 Options = Sequence[tuple[str, Mapping[str, Any]]]
 """Class and options of each parameter group, and of each scheduler."""
@@ -82,8 +83,7 @@ def _held(saved: Mapping[str, Any], name: str) -> Iterator[Any]:
 
 def _nested(scheduler: Any) -> Iterator[Any]:
     yield scheduler
-    within = scheduler.get("_schedulers") if isinstance(scheduler, Mapping) else getattr(scheduler, "_schedulers", None)
-    for one in within or ():
+    for one in schedules_of(scheduler):
         yield from _nested(one)
 
 
