@@ -85,8 +85,8 @@ def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
 
 
 def keys_of_part(keys: Tensor, part: int) -> Tensor:
-    """The keys of one of several products of a call, such as a group of a convolution: those of the call XOR a hash of
-    the product's index."""
+    """The keys of one of several products of a call, such as a group of a convolution or an expert of a stack: those
+    of the call XOR a hash of the product's index."""
     return keys ^ _hash_of_part(part)
 
 
@@ -98,18 +98,6 @@ def _hash_of_part(part: int) -> int:
 @cache
 def _hash(number: int, of: str = "call") -> int:
     return int.from_bytes(hashlib.blake2b(f"{of} {number}".encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def keys_of_parts(keys: Tensor, parts: int, first: int = 0) -> Tensor:
-    """:func:`keys_of_part` of ``parts`` parts from ``first`` on, such as the experts of a stack: ``[parts, 6]``."""
-    return keys ^ _of_parts(first, parts, keys.device)
-
-
-@cache
-@torch.inference_mode(False)  # evaluation may come first
-def _of_parts(first: int, parts: int, device: torch.device) -> Tensor:
-    hashes = [[_hash(i, "part")] for i in range(first, first + parts)]
-    return torch.tensor(hashes, dtype=torch.int64, device=device)
 
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels import Packed
-from lightning_lowbit.nn.core.calls import keys_of_parts
 from lightning_lowbit.nn.core.derivatives import first_derivative, mark
 from lightning_lowbit.nn.core.gemm import matmul, no_autocast
 from lightning_lowbit.nn.core.operands import Settings, amax_for, operands, sources_of_gradient, through_rounding_of
@@ -29,8 +28,7 @@ class QuantizedGemms(torch.autograd.Function):
     """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast. Takes ``x`` [tokens, in_features], ``w``
     [out_features, in_features], ``bias`` [out_features] or None, each of any dtype, and :class:`Settings`, which say in
     which dtype to compute. With a window, ``x`` are images [N, C, *sizes], and tokens are the positions of its patches.
-    With ``settings.ends`` it is one such pass per group of rows, by stacks of weights and biases. Returns ``Y`` and a
-    :func:`lightning_lowbit.nn.core.derivatives.mark`."""
+    Returns ``Y`` and a :func:`lightning_lowbit.nn.core.derivatives.mark`."""
 
     @staticmethod
     def forward(
@@ -39,8 +37,7 @@ class QuantizedGemms(torch.autograd.Function):
         dtype = settings.dtype or x.dtype
         ctx.layer, ctx.dtypes = settings.layer, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        forward = _forward if settings.ends is None else _forward_of_groups
-        y, saved = forward(ctx, x, weight, bias, settings)
+        y, saved = _forward(ctx, x, weight, bias, settings)
         end = mark(ctx, y)
         ctx.save_for_backward(*saved, end)
         return y, end
@@ -48,7 +45,7 @@ class QuantizedGemms(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, g, saved) if ctx.settings.ends is None else _backward_of_groups(ctx, g, saved)
+        return _backward(ctx, g, saved)
 
 
 def _forward(
@@ -146,64 +143,4 @@ def _backward(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
             dw = through_rounding_of("fprop_w", dw, Source(forward_w, amax_w), settings).to(w_dtype)
         if needs_bias:
             db = g.sum(0).to(bias_dtype)  # of the unquantized gradient
-    return dx, dw, db, None
-
-
-# --- groups -----------------------------------------------------------------------------------------------------------
-
-
-class _Group:
-    """The context of one group's pass, ``x[rows] · W[index]ᵀ``."""
-
-    def __init__(self, index: int, rows: slice, needs_input_grad: tuple[bool, ...]) -> None:
-        self.index, self.rows, self.needs_input_grad = index, rows, needs_input_grad
-        self.settings: Any = None
-        self.dtypes: tuple[torch.dtype | None, ...] = ()
-
-
-def _forward_of_groups(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    assert settings.ends is not None
-    rows = [slice(*pair) for pair in zip((0, *settings.ends), settings.ends, strict=False)]
-    groups = [_Group(i, own, ctx.needs_input_grad) for i, own in enumerate(rows) if own.stop > own.start]
-    keys = None if settings.keys is None else keys_of_parts(settings.keys, len(weight), settings.part or 0)
-    results: list[Tensor] = []
-    saved: list[Tensor | None] = []  # by autograd: it frees the tensors in time, and knows the hooks of saved tensors
-    for group in groups:
-        own = settings._replace(ends=None, part=None, keys=None if keys is None else keys[group.index])
-        w, b = weight[group.index], None if bias is None else bias[group.index]
-        w = w if settings.recasts else w.to(x.dtype)
-        group.dtypes = x.dtype, w.dtype, None if b is None else b.dtype
-        y, saved_by_group = _forward(group, x[group.rows], w, b, own)
-        results.append(y)
-        saved += saved_by_group
-    ctx.settings, ctx.groups, ctx.shape = settings, groups, x.shape
-    ctx.weight = torch.empty_like(weight, device="meta")
-    return torch.cat([*results, x.new_zeros(len(x) - settings.ends[-1], weight.shape[1])]), (*saved,)
-
-
-def _backward_of_groups(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
-    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    x_dtype, _, bias_dtype = ctx.dtypes
-    dx = g.new_empty(ctx.shape, dtype=x_dtype) if needs_x else None
-    dw = torch.empty_like(ctx.weight, device=g.device) if needs_w else None
-    db = g.new_empty(ctx.weight.shape[:2], dtype=bias_dtype) if needs_bias else None
-    if dx is not None:
-        dx[ctx.settings.ends[-1] :].zero_()
-    for stack in (dw, db):
-        if stack is not None:
-            for index in {*range(len(stack))} - {group.index for group in ctx.groups}:  # no rows
-                stack[index].zero_()
-    settings: Settings = ctx.settings
-    # Another draw of the random bits changes the layer's keys in place.
-    keys = None if settings.keys is None else keys_of_parts(settings.keys, len(ctx.weight), settings.part or 0)
-    size = len(saved) // max(len(ctx.groups), 1)
-    for i, group in enumerate(ctx.groups):
-        if keys is not None:
-            group.settings = group.settings._replace(keys=keys[group.index])
-        gradients = _backward(group, g[group.rows], saved[i * size : (i + 1) * size])
-        for whole, part, own in zip((dx, dw, db), (group.rows, group.index, group.index), gradients, strict=False):
-            if whole is not None and own is not None:
-                whole[part].copy_(own)  # to the dtype of the parameter
     return dx, dw, db, None

@@ -51,9 +51,8 @@ class Settings(NamedTuple):
         packs: keeps what wgrad needs of x as codes and scales.
         frozen: what the bytes of a frozen weight are; None for a matrix.
         window: of a convolution: x are images, whose patches the GEMMs take; None where x is a matrix.
-        ends: where groups of rows of x end, each with a weight of its own in a stack; None for one weight.
-        part: index of one of several products of a call, or of the first one of a stack; all keep the keys of the call
-            for the backward pass, where another draw may change them in place. None for the only, or the whole, one.
+        part: index of one of several products of a call, such as an expert; all keep the keys of the call for the
+            backward pass, where another draw may change them in place. None for the only one.
         dtype: of the computation; None for that of x.
         layer: what errors of the backward pass call the layer.
     """
@@ -74,7 +73,6 @@ class Settings(NamedTuple):
     packs: bool = False
     frozen: Frozen | None = None
     window: Window | None = None
-    ends: tuple[int, ...] | None = None
     part: int | None = None
     dtype: torch.dtype | None = None
     layer: str = "(without a name)"

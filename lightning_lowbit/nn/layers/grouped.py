@@ -3,16 +3,17 @@
     y[rows of e] = x[rows of e] · W[e]ᵀ + b[e]        x [tokens, in], W [experts, out, in], b [experts, out]
 
 Each expert is quantized as if it were a linear layer of its own: its rows have their own scales and random bits, from
-keys of its own (:func:`lightning_lowbit.nn.core.calls.keys_of_parts`). So its results do not depend on the rows of
-other experts, and an expert without rows has gradients of zero. All of a layer is one call of the autograd function.
+keys of its own (:func:`lightning_lowbit.nn.core.calls.keys_of_part`). So its results do not depend on the rows of
+other experts, and an expert without rows has gradients of zero.
 
-Where groups end must be known on the host, which waits for it once per layer. Compiled code is left for these layers.
+Where groups end must be known on the host, which waits for it once per layer. ``torch.compile`` breaks its graph at
+these layers, which run eagerly.
 
 With expert parallelism each process holds some of the experts whole, and draws the random bits of their global indices.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit.checks import integer
 from lightning_lowbit.distributed import local, offsets_of
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.inputs import check_inputs
 from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
@@ -99,11 +101,20 @@ class GroupedLinear(nn.Module):
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | None = None) -> Tensor:
     """:meth:`GroupedLinear.forward` in high precision, of any parameters: a loop of ``torch.nn.functional.linear``."""
     ends = ends_of(offsets, len(x), len(weight))
-    sizes = [end - start for start, end in zip((0, *ends), (*ends, len(x)), strict=True)]
-    biases = [None] * len(weight) if bias is None else bias.unbind()
-    *parts, rest = torch.split(x, sizes)
-    results = [F.linear(*each) for each in zip(parts, weight.unbind(), biases, strict=True)]
+    *parts, rest = _split(x, ends)
+    results = [F.linear(*arguments) for arguments in _by_expert(parts, weight, bias)]
     return torch.cat([*results, results[0].new_zeros(len(rest), weight.shape[1])])
+
+
+def _split(x: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The rows of each expert, and those of none."""
+    return torch.split(x, [end - start for start, end in zip((0, *ends), (*ends, len(x)), strict=True)])
+
+
+def _by_expert(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Iterable[tuple[Any, ...]]:
+    """The rows, the matrix and the bias of each expert."""
+    biases = [None] * len(weight) if bias is None else bias.unbind()
+    return zip(parts, weight.unbind(), biases, strict=True)
 
 
 def ends_of(offsets: Offsets, rows: int, experts: int) -> tuple[int, ...]:
@@ -149,7 +160,16 @@ class GroupedLayer(QuantizedLayer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _quantized(self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Offsets, first: int) -> Tensor:
-        return self.quantized_forward(x, weight, bias, ends=ends_of(offsets, len(x), len(weight)), part=first)
+        keys, ends = keys_of_call(self), ends_of(offsets, len(x), len(weight))
+        if ends[-1] == 0:  # no expert has rows, and zeros have zeros as gradients
+            return grouped_linear(x, weight, ends, bias)
+        *parts, rest = _split(x, ends)
+        results = [
+            self.quantized_forward(rows, matrix, row, keys=keys, part=i)
+            for i, (rows, matrix, row) in enumerate(_by_expert(parts, weight, bias), start=first)
+            if len(rows)
+        ]
+        return torch.cat([*results, results[0].new_zeros(len(rest), weight.shape[1])])
 
     def first_of(self, weight: DTensor) -> int:
         """The global index of the first expert that this process holds."""

@@ -173,14 +173,12 @@ class QuantizedLayer(NativeGemms):
         window: Window | None = None,
         keys: Tensor | None = None,
         frozen: Frozen | None = None,
-        ends: tuple[int, ...] | None = None,
         part: int | None = None,
     ) -> Tensor:
         """:meth:`forward` through the casts, of shards too; with six of None it is ``nn.Linear`` to the bit but for the
         order of sums on CPUs without instructions for the dtype. With a window, ``x`` are images, and the result
         has a row per position. ``keys`` are those of this call, by default a new one, and ``part`` is the index of one
-        of its products. A ``frozen`` weight is bytes. With ``ends``, where groups of rows end, weights and biases are
-        stacks."""
+        of its products. A ``frozen`` weight is bytes."""
         if x.is_nested:
             return of_nested(
                 self.name_in_model, x, lambda rows: self.quantized_forward(rows, weight, bias, shards, frozen=frozen)
@@ -221,7 +219,6 @@ class QuantizedLayer(NativeGemms):
                 frozen=frozen,
                 packs=gathered is None and self.readers is not None and self._packs(source, dtype),
                 window=gathered,
-                ends=ends,
                 part=part,
                 dtype=dtype,
                 layer=self.called,
