@@ -24,6 +24,9 @@ class Shards(NamedTuple):
     g: Shard | None = None
 
 
+WHOLE = Shards()
+
+
 # Not compiled: from a second number of tokens on, Inductor of torch 2.13 leaves the sum over processes out of the
 # gradient of x.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -63,7 +66,7 @@ def tensor_parallel(
         own.to_local(grad_placements=placed(Cut(last) if is_cut_by_columns else Partial())),
         weight.to_local(grad_placements=weight.placements),
         own_bias,
-        Shards() if mesh_dim is None else _shards(weight, mesh_dim),
+        WHOLE if mesh_dim is None else _shards(weight, mesh_dim),
     )
     shape = torch.Size((*x.shape[:-1], len(weight)))
     placements = placed(Partial() if is_cut_by_columns else Cut(last))

@@ -1,4 +1,4 @@
-"""What passes leave behind in rows of tensors that all layers share: statistics, and the amaxes kept between steps.
+"""Buffers that passes write to: statistics of operands, and amaxes for delayed scaling.
 
 Statistics of operands and gradients:
 
@@ -7,10 +7,11 @@ Statistics of operands and gradients:
     gradient_sums   [2] of a layer: Σ (dW - dW')² and Σ dW'², dW' in high precision; doubles the GEMM of dW
 
 Their rows add up over passes and micro-batches, and one collective adds them over ranks. Without a row nothing is
-measured.
+measured. For tests that look inside, :func:`observed` hands over each operand.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -66,6 +67,59 @@ class Watch:
             vars(layer).pop(self._what, None)
 
 
+class Watched(NamedTuple):
+    """What is measured of a pass: the rows of a layer in a :class:`Watch`, each None if there is none."""
+
+    operand_sums: Tensor | None
+    gradient_sums: Tensor | None
+
+    def observe(self, observation: "Observation") -> Any:
+        """The operand of an observation, or what an observer puts in its place."""
+        for observer in _OBSERVERS:
+            observation = observation._replace(operand=observer(observation))
+        return observation.operand
+
+
+class Observation(NamedTuple):
+    """One operand, as it goes into its GEMM.
+
+    Attributes:
+        how: the :class:`~lightning_lowbit.nn.core.operands.OperandHow` by which it is made.
+        source: the :class:`~lightning_lowbit.nn.core.operands.OperandInput` from which it is made.
+        key, amax: by which it is quantized; None for none, and where ``source`` is taken as it is.
+        operand: values and a factor, or codes and scales.
+        watched: the rows of its layer.
+    """
+
+    how: Any
+    source: Any
+    key: Tensor | None
+    amax: Tensor | None
+    operand: Any
+    watched: Watched
+
+
+_OBSERVERS: list[Callable[[Observation], Any]] = []
+
+
+@contextmanager
+def observed(observer: Callable[[Observation], Any]) -> Iterator[None]:
+    """Calls ``observer`` with each operand of the passes that begin within the context, up to its end. GEMMs take what
+    it returns."""
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
+
+
+def watched(operand_sums: Tensor | None, gradient_sums: Tensor | None) -> Watched | None:
+    """What is measured of a pass that begins now; None for nothing."""
+    if operand_sums is None and gradient_sums is None and not _OBSERVERS:
+        return None
+    return Watched(operand_sums, gradient_sums)
+
+
 def add_gradients_(sums: Tensor, quantized: Tensor, exact: Tensor) -> None:
     exact = exact.float()
     norms = torch.stack([torch.linalg.vector_norm(quantized.float() - exact), torch.linalg.vector_norm(exact)])
@@ -98,18 +152,19 @@ def stage_(staged: Tensor, amax: Tensor) -> None:
     staged.copy_(torch.maximum(staged, amax.nan_to_num(nan=0.0, posinf=0.0)))
 
 
-def stage_and_choose(in_force: Tensor, staged: Tensor | None, places: list[int], own: Tensor) -> Tensor:
-    """The amax by which an operand is scaled. Its own is staged at its place, the first one, and at those of operands
-    that are not quantized again."""
-    if (made := delayed_amax(own, in_force, staged, places)) is not None:
-        return made
+def stage_and_choose(in_force: Tensor, staged: Tensor | None, places: list[int], amax: Tensor) -> Tensor:
+    """The amax that scales an operand with delayed scaling. Records the operand's ``amax`` at ``places[0]``, and at the
+    places of operands that reuse it."""
+    if (choice := delayed_amax(amax, in_force, staged, places)) is not None:
+        return choice
     if staged is not None:
         for place in places:
-            stage_(staged[place], own)
-    return amax_in_force(in_force, OPERANDS[places[0]], own)
+            stage_(staged[place], amax)
+    return amax_in_force(in_force, OPERANDS[places[0]], amax)
 
 
-def amax_in_force(in_force: Tensor, operand: str, own: Tensor) -> Tensor:
-    """The amax that delayed scaling uses for an operand: the one in force, or the operand's own while there is none."""
+def amax_in_force(in_force: Tensor, operand: str, amax: Tensor) -> Tensor:
+    """The amax that delayed scaling uses for an operand: the one in force, or the operand's ``amax`` while there is
+    none."""
     remembered = in_force[OPERANDS.index(operand)]
-    return torch.where(remembered > 0, remembered, own)
+    return torch.where(remembered > 0, remembered, amax)

@@ -19,11 +19,12 @@ from lightning_lowbit.nn.core.calls import Calls, keys_of_call
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.function import QuantizedGemms
 from lightning_lowbit.nn.core.gemm import no_autocast
+from lightning_lowbit.nn.core.how import How
 from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, of_nested, refuse_dtypes, refuse_scripts
-from lightning_lowbit.nn.core.operands import PrequantizedWeight, Settings
-from lightning_lowbit.nn.core.parallel import Shards, tensor_parallel
+from lightning_lowbit.nn.core.operands import Amaxes, Pass, PrequantizedWeight
+from lightning_lowbit.nn.core.parallel import WHOLE, Shards, tensor_parallel
 from lightning_lowbit.nn.core.saving import Readers, saved_bits
-from lightning_lowbit.nn.core.watch import LayerAmaxes, amax_in_force, stage_
+from lightning_lowbit.nn.core.watch import LayerAmaxes, amax_in_force, stage_, watched
 from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.layers.native import NativeGemms
 from lightning_lowbit.quant import amax_along, smoothing_factor
@@ -31,7 +32,6 @@ from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
 # Removed from module names, so that a layer keeps its key when it is wrapped or compiled.
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_products")
-_WHOLE = Shards()
 _NOTHING = nullcontext()
 
 
@@ -82,13 +82,15 @@ class QuantizedLayer(NativeGemms):
     prequantized_weight: PrequantizedWeight | None = None
     name_in_model: str = "(without a name)"
 
+    _last_how: Any = None  # how passes are computed, and what that depends on
+
     weight: Any  # as nn.Linear and Conv1D declare it
     bias: Any
 
     def __setstate__(self, state: Any) -> None:
         """Of a copy, or a layer that was pickled: what renews keys and amaxes, and measures, has stayed behind."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for name in ("weight_amax", "token_amax", "operand_sums", "gradient_sums", "prequantized_weight"):
+        for name in ("weight_amax", "token_amax", "operand_sums", "gradient_sums", "prequantized_weight", "_last_how"):
             vars(self).pop(name, None)
         self.is_left = self.is_left or self.full_casts.plan.draws
         if self.amaxes is not None:
@@ -169,75 +171,65 @@ class QuantizedLayer(NativeGemms):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        shards: Shards = _WHOLE,
+        shards: Shards = WHOLE,
         window: Window | None = None,
         keys: Tensor | None = None,
         frozen: Frozen | None = None,
         part: int | None = None,
     ) -> Tensor:
-        """:meth:`forward` through the casts, of shards too; with six of None it is ``nn.Linear`` to the bit but for the
-        order of sums on CPUs without instructions for the dtype. With a window, ``x`` are images, and the result
-        has a row per position. ``keys`` are those of this call, by default a new one, and ``part`` is the index of one
-        of its products. A ``frozen`` weight is bytes."""
+        """Computes ``x · Wᵀ + b`` with quantized operands.
+
+        With six casts of None it equals ``nn.Linear`` bit for bit, on CPUs without instructions for the dtype up to the
+        order of sums.
+
+        Args:
+            x: ``[..., in_features]``; with a ``window`` images ``[N, C, *sizes]``.
+            weight: ``[out_features, in_features]``, or the bytes of a ``frozen`` one.
+            bias: ``[out_features]`` or None.
+            shards: which of x, w and g are shards of global matrices.
+            window: of a convolution, whose result has a row per position.
+            keys: of this call; None for those of a new one.
+            frozen: what the bytes are; None for a matrix.
+            part: which of several products of the call this is; None for the only one.
+        """
         if x.is_nested:
             return of_nested(
                 self.name_in_model, x, lambda rows: self.quantized_forward(rows, weight, bias, shards, frozen=frozen)
             )
-        casts, source, shape, device_type = self.casts, x, x.shape, x.device.type
-        prequantized, amaxes = self.prequantized_weight, self.amaxes
-        switch = None if amaxes is None else amaxes.switch
-        is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert
-        is_autocast = torch.is_autocast_enabled(device_type)
-        dtype = self._dtype_of_pass(x, weight, is_autocast, is_made, frozen)
-        gathered, rescale = window, None
-        with no_autocast(device_type) if is_autocast else _NOTHING:
+        casts, source, shape, device = self.casts, x, x.shape, x.device
+        is_autocast, is_images = torch.is_autocast_enabled(device.type), window is not None
+        dtype = self._dtype_of_pass(x, weight, is_autocast, frozen)
+        rescale = None
+        with no_autocast(device.type) if is_autocast else _NOTHING:
             if window is None:
-                if x.dim() != 2:
-                    x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
+                if len(shape) != 2:
+                    x = x.flatten(0, -2) if len(shape) > 1 else x[None]  # flatten also takes empty tensors
             elif window.is_tiling:
-                x, gathered = window.tiles(x.to(dtype)), None
+                x, window = window.tiles(x.to(dtype)), None
             features = (weight if frozen is None else frozen).shape[-1]
-            if gathered is None and (not shape or x.shape[1] != features):  # a rotation would pad both to whole groups
+            if window is None and (not shape or x.shape[1] != features):  # a rotation would pad both to whole groups
                 raise ValueError(f"The layer takes {features} features; got {tuple(shape)}.")
             if casts.smooth is not None:
                 bias = None if bias is None else bias.to(dtype)
                 x, weight, rescale = self._smoothed(x.to(dtype), weight.to(dtype), shards)
-            settings = Settings(
-                casts=casts,
-                keys=keys_of_call(self) if keys is None else keys,
-                in_force=None if amaxes is None else amaxes.in_force,
-                staged=amaxes.staged if amaxes is not None and switch is not None and switch[0] else None,
-                exact=self.exact,
-                native=self.native_gemms(x.device, dtype=dtype) if casts.plan.native_gemms else (),
-                blend=self.blend,
-                operand_sums=self.operand_sums,
-                gradient_sums=self.gradient_sums,
-                shards=shards,
-                weight_amax=self.shared_amax(dtype) if prequantized is None else prequantized.amax,
-                prequantized=prequantized,
-                recasts=self.readers is not None and self.keeps_parameter and casts.smooth is None and not is_made,
-                frozen=frozen,
-                packs=gathered is None and self.readers is not None and self._packs(source, dtype),
-                window=gathered,
-                part=part,
-                dtype=dtype,
-                layer=self.called,
-            )
-            y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)[0]  # type: ignore[no-untyped-call]
+            one = self._pass(dtype, keys_of_call(self) if keys is None else keys, part)
+            how = self._how(dtype, device, shards, window, frozen, self._saves_codes(source, dtype, window, one))
+            y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, how, one)[0]  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
-        is_left = self.is_left or (amaxes is not None and switch is None)
+        is_left = self.is_left or (self.amaxes is not None and self.amaxes.switch is None)
         if is_left and self.training and weight.requires_grad and y.requires_grad:
-            y.register_hook(partial(_say_that_plugin_is_gone, casts, amaxes))  # type: ignore[no-untyped-call]
-        if window is not None or len(shape) == 2:
+            y.register_hook(partial(_say_that_plugin_is_gone, casts, self.amaxes))  # type: ignore[no-untyped-call]
+        if is_images or len(shape) == 2:
             return y
         # As nn.Linear does: FSDP2 warns of modules that return a view.
         return torch.ops.aten._unsafe_view.default(y, (*shape[:-1], y.shape[-1]))
 
-    def _dtype_of_pass(self, x: Tensor, weight: Tensor, is_autocast: bool, is_made: bool, frozen: Any) -> torch.dtype:
+    def _dtype_of_pass(self, x: Tensor, weight: Tensor, is_autocast: bool, frozen: Frozen | None) -> torch.dtype:
         """The dtype in which a pass computes; a ``ValueError`` if it cannot compute these tensors in one."""
-        dtype, prequantized = x.dtype, self.prequantized_weight
-        if dtype not in COMPUTED or not (is_made or weight.dtype in COMPUTED):
+        dtype, gathered = x.dtype, self.prequantized_weight
+        is_quantized = gathered is not None or frozen is not None
+        if dtype not in COMPUTED or not (is_quantized or weight.dtype in COMPUTED):
             refuse_dtypes(self.name_in_model, x, weight)
         if is_autocast and dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -246,9 +238,9 @@ class QuantizedLayer(NativeGemms):
                 f"Input and weight must have one dtype; got {dtype} and {weight.dtype}. Cast one of them, or use "
                 "torch.autocast."
             )
-        if prequantized is not None and prequantized.source_dtype != dtype:
+        if gathered is not None and gathered.source_dtype != dtype:
             raise ValueError(
-                f"The weight was quantized in {prequantized.source_dtype}, before it was gathered, and this pass is "
+                f"The weight was quantized in {gathered.source_dtype}, before it was gathered, and this pass is "
                 f"one in {dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
             )
         if self.amaxes is None and self.casts.plan.delayed:
@@ -258,11 +250,51 @@ class QuantizedLayer(NativeGemms):
             )
         return dtype
 
-    def _packs(self, source: Tensor, dtype: torch.dtype) -> bool:
-        """Whether this pass keeps codes: not where a second backward pass will draw the random bits of x anew."""
-        if self.readers is None or (self.calls is not None and self.calls.given is not None):
+    def _pass(self, dtype: torch.dtype, keys: Tensor | None, part: int | None) -> Pass:
+        """What is special about the pass that begins now."""
+        amaxes, gathered = None, self.prequantized_weight
+        weight_amax = self.shared_amax(dtype) if gathered is None else gathered.amax
+        if self.amaxes is not None:
+            in_force, staged, _, _, switch = self.amaxes
+            amaxes = Amaxes(in_force, staged if switch is not None and switch[0] else None, weight_amax)
+        elif weight_amax is not None:
+            amaxes = Amaxes(None, None, weight_amax)
+        return Pass(keys, part, amaxes, self.blend, watched(self.operand_sums, self.gradient_sums), gathered)
+
+    def _saves_codes(self, source: Tensor, dtype: torch.dtype, window: Window | None, one: Pass) -> bool:
+        """Whether this pass saves codes of its input: not where a second backward pass will draw the random bits of x
+        anew, and where none follows."""
+        if self.readers is None or window is not None or (self.calls is not None and self.calls.given is not None):
             return False
-        return self.readers.pack(self, source, dtype)
+        saves = self.readers.pack(self, source, dtype)
+        if one.blend is not None or one.gradient_sums is not None or (one.keys is None and self.casts.plan.draws):
+            return False
+        return saves
+
+    def _how(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        shards: Shards = WHOLE,
+        window: Window | None = None,
+        frozen: Frozen | None = None,
+        saves_codes: bool = False,
+    ) -> How:
+        """How passes are computed now: worked out once, and again when anything that it depends on has changed."""
+        casts, is_gathered, has_readers = self.casts, self.prequantized_weight is not None, self.readers is not None
+        arguments = casts, dtype, device, self.exact, shards, self.called, window, frozen, is_gathered, saves_codes
+        state = has_readers, self.backend, self.blend is None
+        if not torch.compiler.is_compiling() and self._last_how is not None:
+            how, former_arguments, former_state = self._last_how
+            if arguments == former_arguments and state == former_state:
+                return how
+        native = self.native_gemms(device, dtype=dtype) if casts.plan.native_gemms else ()
+        is_matrix = not is_gathered and frozen is None
+        recasts = has_readers and self.keeps_parameter and casts.smooth is None and is_matrix
+        how = How(*arguments, native, recasts)
+        if not torch.compiler.is_compiling():
+            self._last_how = how, arguments, state
+        return how
 
     def _smoothed(self, x: Tensor, weight: Tensor, shards: Shards) -> tuple[Tensor, Tensor, Tensor | None]:
         """x and w with the smoothing factor s in them, and the factor of the product (None for 1).
