@@ -121,7 +121,7 @@ def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = 
         if flops := _flops(node):
             found.add(flops, *owners.of_product(node))
         if _is_converted(node):
-            multiplied.add(node.settings.layer)  # type: ignore[attr-defined]
+            multiplied.add(node.how.layer)  # type: ignore[attr-defined]
         stack += [edge for edge, _ in node.next_functions]
     return _of_weights(model) if _has_other_layers(model, multiplied) else found
 
@@ -157,13 +157,13 @@ def _flops(node: Any) -> int:
     name = node.name()
     if _is_converted(node) or _PRODUCT.fullmatch(name):
         (left, right), out = map(_shape, _operands(node)), node._input_metadata[0].shape
-        if _is_converted(node) and (frozen := node.settings.frozen) is not None:
+        if _is_converted(node) and (frozen := node.how.frozen) is not None:
             return 2 * prod(out) * frozen.shape[1]
         rows = _is_converted(node) or name.startswith("Linear")  # their weight is [out, in]
         if left is None and right is None:
             return 0
         inner = left[-1] if left is not None else right[-1 if rows else -2]  # type: ignore[index]
-        if left is not None and _is_converted(node) and (window := node.settings.window) is not None:
+        if left is not None and _is_converted(node) and (window := node.how.window) is not None:
             inner = prod(window.kernel) * left[1]  # of images [N, C, *sizes]
         return 2 * prod(out) * inner
     if name.startswith("ScaledDotProduct") or _is_attention(node):  # Q · Kᵀ and P · V of [..., tokens, features]
@@ -200,9 +200,9 @@ class _Owners:
 
     def of_product(self, node: Any) -> tuple[str, nn.Module | None, str | None]:
         if _is_converted(node):
-            return "", None, None if node.settings.casts != LinearCasts() else _UNKNOWN
+            return "", None, None if node.how.casts != LinearCasts() else _UNKNOWN
         if _is_attention(node):
-            is_quantized = LinearCasts() not in (node.how.qk.casts, node.how.pv.casts)
+            is_quantized = LinearCasts() not in (node.how.qk.how.casts, node.how.pv.how.casts)
             return "", None, None if is_quantized else _ATTENTION
         if node.name().startswith("ScaledDotProduct"):
             return "", None, self._attention

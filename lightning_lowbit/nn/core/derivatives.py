@@ -20,6 +20,9 @@ HIGH_PRECISION = (
     "'bf16'); or leave the layer out with skip=[...]."
 )
 
+_is_legacy_batch = torch._C._functorch.is_legacy_batchedtensor
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -93,8 +96,7 @@ def refuse_batches(layer: str, g: Tensor) -> None:
     """Raises a ``ValueError`` for a batch of gradients where one is taken."""
     if torch.compiler.is_compiling():
         return
-    functorch = torch._C._functorch
-    if functorch.is_legacy_batchedtensor(g) or functorch.is_functorch_wrapped_tensor(g):
+    if _is_legacy_batch(g) or _is_wrapped(g):
         raise ValueError(
             f"Layer {layer}: the backward pass of a quantized layer takes one gradient at a time, and not a batch of "
             f"them (is_grads_batched=True, vectorize=True, vmap). Take them in a loop. {HIGH_PRECISION}"

@@ -27,6 +27,7 @@ from lightning_lowbit.quant import Operand
 
 _FLOAT32 = torch.finfo(torch.float32)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_ONE_BYTE = frozenset((*_FP8, torch.int8))
 
 
 def _without_units() -> frozenset[torch.dtype]:
@@ -93,18 +94,20 @@ def matmul(
     """
     left, right = a.values, b.values
     if isinstance(a, BlockOperand) and isinstance(b, BlockOperand):
-        of_a, of_b = (left, a.scales, a.factor), (right, b.scales, b.factor)
-        return _block_matmul(*of_a, *of_b, bias, dtype, a.kind, a.size[0], b.size[0], a.size[1])
-    if left.dtype in _FP8 and right.dtype in _FP8:
-        return _fp8_matmul(left, a.factor, right, b.factor, bias, dtype, fast_accumulation)
-    if left.dtype == right.dtype == torch.int8:
-        if len(right) <= _LONGEST:
+        operands = (left, a.scales, a.factor, right, b.scales, b.factor)
+        return _block_matmul(*operands, bias, dtype, a.kind, a.size[0], b.size[0], a.size[1])
+    if left.dtype in _ONE_BYTE or right.dtype in _ONE_BYTE:
+        if left.dtype in _FP8 and right.dtype in _FP8:
+            return _fp8_matmul(left, a.factor, right, b.factor, bias, dtype, fast_accumulation)
+        if left.dtype != right.dtype:  # one of them is an operand of a native GEMM
+            left, right = (x.to(dtype) if x.dtype in _ONE_BYTE else x for x in (left, right))
+        elif len(right) <= _LONGEST:
             return _int8_matmul(left, a.factor, right, b.factor, bias, dtype)
-    elif 1 in (left.dtype.itemsize, right.dtype.itemsize):  # one of them may be an operand of a native GEMM
-        left, right = (x.to(dtype) if x.dtype.itemsize == 1 else x for x in (left, right))
-    plain = a.factor is None and b.factor is None and (bias is None or bias.dtype == dtype)
-    if plain and left.dtype == right.dtype == dtype and not is_slow(left):
-        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+    if left.dtype == right.dtype == dtype and a.factor is None and b.factor is None and not is_slow(left):
+        if bias is None:
+            return torch.mm(left, right)
+        if bias.dtype == dtype:
+            return torch.addmm(bias, left, right)
     return _emulated_matmul(left, a.factor, right, b.factor, bias, dtype)
 
 
@@ -144,7 +147,8 @@ def _emulated_matmul(
     """A GEMM of dequantized values, in ``dtype`` if that is theirs and not slow, else in float32."""
     factors = [factor for factor in (left_factor, right_factor) if factor is not None]
     if left.dtype != dtype or right.dtype != dtype or is_slow(left):
-        left, right = left.float(), right.float()
+        left = left if left.dtype == torch.float32 else left.float()
+        right = right if right.dtype == torch.float32 else right.float()
     narrow = bias is None or bias.dtype == dtype  # a float32 product with a mean is added before rounding
     if left.is_cpu and narrow and not any(map(Tensor.dim, factors)):
         # On the CPU, reading a number is free, and the GEMM multiplies its float32 result by alpha.

@@ -3,7 +3,7 @@
 import torch
 
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.casts.plan import GEMMS, OPERANDS, OPERANDS_OF
+from lightning_lowbit.nn.casts.plan import GEMMS, OPERANDS
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.operands import GemmHow, OperandHow
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
@@ -44,14 +44,13 @@ class How:
         native: tuple[str, ...] = (),
         recasts: bool = False,
     ) -> None:
-        self.casts, self.dtype, self.layer, plan = casts, dtype, layer, casts.plan
+        self.casts, self.dtype, self.layer, self.window, self.frozen = casts, dtype, layer, window, frozen
+        plan = casts.plan
         operands = {name: OperandHow(name, casts, dtype, device, exact, native, shards) for name in OPERANDS}
         for operand in operands.values():
             operand.scaling = operands[operand.scaled_as]
         self.operands = operands
-        self.fprop, self.dgrad, self.wgrad = (
-            GemmHow(gemm, *(operands[name] for name in OPERANDS_OF[gemm]), casts) for gemm in GEMMS
-        )
+        self.fprop, self.dgrad, self.wgrad = (GemmHow(gemm, operands, casts) for gemm in GEMMS)
         x, w = (self.fprop.left, self.wgrad.right), (self.fprop.right, self.dgrad.right)
         self.x = Matrix(*x)
         if window is not None:
