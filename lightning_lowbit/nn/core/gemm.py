@@ -25,7 +25,7 @@ from lightning_lowbit.nn.native.gemms import block_product, results
 from lightning_lowbit.nn.native.operand import BlockOperand
 from lightning_lowbit.quant import Operand
 
-_FLOAT32 = torch.finfo(torch.float32)
+_TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ONE_BYTE = frozenset((*_FP8, torch.int8))
 
@@ -147,20 +147,20 @@ def _emulated_matmul(
     """A GEMM of dequantized values, in ``dtype`` if that is theirs and not slow, else in float32."""
     factors = [factor for factor in (left_factor, right_factor) if factor is not None]
     if left.dtype != dtype or right.dtype != dtype or is_slow(left):
-        left = left if left.dtype == torch.float32 else left.float()
-        right = right if right.dtype == torch.float32 else right.float()
-    narrow = bias is None or bias.dtype == dtype  # a float32 product with a mean is added before rounding
-    if left.is_cpu and narrow and not any(map(Tensor.dim, factors)):
+        left, right = left.float(), right.float()
+    is_narrow = bias is None or bias.dtype == dtype  # a float32 product with a mean is added before rounding
+    if left.is_cpu and is_narrow and not any(map(Tensor.dim, factors)):
         # On the CPU, reading a number is free, and the GEMM multiplies its float32 result by alpha.
         alpha = math.prod(map(Tensor.item, factors))
-        if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:  # the result may still be an ordinary number
+        if not _TINY <= alpha <= _MAX:  # the result may still be an ordinary number
             product = torch.mm(left.float(), right.float()).double() * alpha
             return (product if bias is None else product + bias).to(dtype)
-        if bias is None and alpha == 1:
+        if bias is not None:
+            return torch.addmm(bias.to(left.dtype), left, right, alpha=alpha).to(dtype)
+        if alpha == 1:
             return torch.mm(left, right).to(dtype)
-        # Without a bias, memory of the result's shape, which is not read: anything smaller would be expanded first.
-        offset = left.new_empty((left.shape[0], right.shape[1])) if bias is None else bias.to(left.dtype)
-        return torch.addmm(offset, left, right, alpha=alpha, beta=0 if bias is None else 1).to(dtype)
+        # Memory of the result's shape, which is not read: anything smaller would be expanded first.
+        return torch.addmm(_empty(left, right, left.dtype), left, right, alpha=alpha, beta=0).to(dtype)
     if left.dtype in (torch.float32, torch.float64) or left.is_cpu:
         product = torch.mm(left, right)  # the CPU has no GEMM that leaves its float32 result unrounded
     else:

@@ -189,10 +189,13 @@ class OperandHow:
         scales if its GEMM is native and block-scaled. ``shard`` stands for the operand's own."""
         cast, watch = self.cast, one.watch
         if source.is_operand or cast is None or self.kind is not None:
+            if watch is None and source.rotation is None and self.kind is None:
+                return Operand(source.values, source.factor)
             return self._other_operand(source, one)
         if source.rotation is not None and (watch is not None or one.blend is not None):
             source = self.rotated(source)
-        amax, key = self.scaling_amax(source, one), self.key(one)
+        amax = self.scaling_amax(source, one) if self.needs_amax else None
+        key = self.key(one) if self.draws else None
         quantized = quantize_operand(
             source.values, cast, self.dim, key, amax, self.dtype, shard or self.shard, source.rotation
         )

@@ -252,14 +252,16 @@ class QuantizedLayer(NativeGemms):
 
     def _pass(self, dtype: torch.dtype, keys: Tensor | None, part: int | None) -> Pass:
         """What is special about the pass that begins now."""
-        amaxes, gathered = None, self.prequantized_weight
-        weight_amax = self.shared_amax(dtype) if gathered is None else gathered.amax
+        amaxes, gathered, watch = None, self.prequantized_weight, watched(self.operand_sums, self.gradient_sums)
+        weight_amax = None if self.weight_amax is None else self.shared_amax(dtype)
+        if gathered is not None:
+            weight_amax = gathered.amax
         if self.amaxes is not None:
             in_force, staged, _, _, switch = self.amaxes
             amaxes = Amaxes(in_force, staged if switch is not None and switch[0] else None, weight_amax)
         elif weight_amax is not None:
             amaxes = Amaxes(None, None, weight_amax)
-        return Pass(keys, part, amaxes, self.blend, watched(self.operand_sums, self.gradient_sums), gathered)
+        return Pass(keys, part, amaxes, self.blend, watch, gathered)
 
     def _saves_codes(self, source: Tensor, dtype: torch.dtype, window: Window | None, one: Pass) -> bool:
         """Whether this pass saves codes of its input: not where a second backward pass will draw the random bits of x
@@ -282,17 +284,19 @@ class QuantizedLayer(NativeGemms):
     ) -> How:
         """How passes are computed now: worked out once, and again when anything that it depends on has changed."""
         casts, is_gathered, has_readers = self.casts, self.prequantized_weight is not None, self.readers is not None
-        arguments = casts, dtype, device, self.exact, shards, self.called, window, frozen, is_gathered, saves_codes
+        is_compiled, name = torch.compiler.is_compiling(), self.name_in_model
+        if is_compiled:
+            name = "(compiled)"  # in graphs, which the blocks of a model share
+        arguments = casts, dtype, device, self.exact, shards, name, window, frozen, is_gathered, saves_codes
         state = has_readers, self.backend, self.blend is None
-        if not torch.compiler.is_compiling() and self._last_how is not None:
+        if not is_compiled and self._last_how is not None:
             how, former_arguments, former_state = self._last_how
             if arguments == former_arguments and state == former_state:
-                return how
+                return how  # type: ignore[no-any-return]
         native = self.native_gemms(device, dtype=dtype) if casts.plan.native_gemms else ()
-        is_matrix = not is_gathered and frozen is None
-        recasts = has_readers and self.keeps_parameter and casts.smooth is None and is_matrix
+        recasts = has_readers and self.keeps_parameter and casts.smooth is None and not is_gathered and frozen is None
         how = How(*arguments, native, recasts)
-        if not torch.compiler.is_compiling():
+        if not is_compiled:
             self._last_how = how, arguments, state
         return how
 
