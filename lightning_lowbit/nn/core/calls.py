@@ -23,21 +23,23 @@ from lightning_lowbit.compilation import opaque
 
 
 class Calls:
-    """Counts the calls of each layer of a model; ``given`` has the keys of all calls of a micro-batch, if needed.
+    """Counts the calls of each layer of a model.
 
-    ``varying``, int64 ``[6]``, has all bits where each call has its own key, and none for a weight.
+    Attributes:
+        varying: int64 ``[6]``: all bits where each call has its own key, and none for a weight.
+        drawn: the keys of all calls of a micro-batch; None where nothing needs them.
     """
 
     def __init__(self, varying: Tensor) -> None:
         self.varying = varying
-        self.given: list[Tensor] | None = None
+        self.drawn: list[Tensor] | None = None
         self._counts: Counter[int] = Counter()  # by id: a copy of a layer must not hold other layers
 
     def begin(self) -> None:
         """Starts a micro-batch: the next call of each layer is its first one."""
         self._counts.clear()
-        if self.given is not None:
-            self.given.clear()
+        if self.drawn is not None:
+            self.drawn.clear()
 
     def number(self, layer: Any, site: int | None = None) -> int:
         """The number of a call that begins now, at a ``site`` of a compiled graph, if any; a ValueError if unknown."""
@@ -45,8 +47,8 @@ class Calls:
         if again is None:
             number = self._counts[id(layer)]
             self._counts[id(layer)] += 1
-        elif (found := _recomputed(*again, id(layer), site)) is not None:
-            number = found
+        elif (first_number := _recomputed(*again, id(layer), site)) is not None:
+            number = first_number
         elif self._counts[id(layer)] <= 1:
             number = 0
         else:
@@ -64,14 +66,14 @@ class Calls:
 
 
 def keys_of_call(layer: Any) -> Tensor | None:
-    """The keys of a call that begins now, safe from refilling; None for a layer without keys, or need of any."""
+    """The keys of a call that begins now, as a copy; None for a layer that has none, or draws no bits."""
     if layer.keys is None or not layer.casts.plan.draws:
         return None
     return _keys_in_graph(layer.keys, _site()) if torch.compiler.is_compiling() else _keys_of_call(layer)
 
 
 def number_calls(layer: Any, keys: Tensor, calls: Calls) -> None:
-    """Gives a layer its keys, and has its calls counted."""
+    """Sets the keys of a layer, and counts its calls."""
     layer.keys, layer.calls, layer.is_left = keys, calls, False
     _LAYERS[keys.data_ptr()] = layer
 
@@ -79,8 +81,8 @@ def number_calls(layer: Any, keys: Tensor, calls: Calls) -> None:
 def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
     number = 0 if layer.calls is None else layer.calls.number(layer, site)
     keys: Tensor = layer.keys.clone() if number == 0 else layer.keys ^ (layer.calls.varying & _hash(number))
-    if layer.calls is not None and layer.calls.given is not None:
-        layer.calls.given.append(keys)
+    if layer.calls is not None and layer.calls.drawn is not None:
+        layer.calls.drawn.append(keys)
     return keys
 
 
@@ -96,8 +98,8 @@ def _hash_of_part(part: int) -> int:
 
 
 @cache
-def _hash(number: int, of: str = "call") -> int:
-    return int.from_bytes(hashlib.blake2b(f"{of} {number}".encode(), digest_size=8).digest(), "little", signed=True)
+def _hash(number: int, unit: str = "call") -> int:
+    return int.from_bytes(hashlib.blake2b(f"{unit} {number}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------

@@ -47,10 +47,10 @@ class QuantizedGemms(torch.autograd.Function):
         reads_x = (needs_x and how.x.has_surrogate) or (needs_w and one.gradient_sums is not None)
         last = mark(ctx, y)
         ctx.save_for_backward(
-            *(how.x.saved(x, source_x, qx) if needs_w else _NOTHING),
+            *(how.x.save(x, source_x, qx) if needs_w else _NOTHING),
             source_x.amax,
             x if reads_x else None,
-            *(how.w.saved(weight, source_w, qw) if needs_x else _NOTHING),
+            *(how.w.save(weight, source_w, qw) if needs_x else _NOTHING),
             source_w.amax,
             source_w.values if needs_w and how.w.has_surrogate else None,
             last,
@@ -60,8 +60,8 @@ class QuantizedGemms(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
-        how, one, shape = ctx.how, ctx.one.with_keys_of_part(), ctx.shape
-        x, x_factor, amax_x, forward_x, w, w_factor, amax_w, forward_w = saved
+        how, one = ctx.how, ctx.one.with_keys_of_part()
+        x, w = (*saved[:4], ctx.shape), (*saved[4:], ctx.shape)
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
@@ -69,19 +69,19 @@ class QuantizedGemms(torch.autograd.Function):
             source_g, source_g_again = how.g.backward(g, needs_x, needs_w, one)
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
-                source_w = how.w.backward(w, w_factor, amax_w, shape, one)
+                source_w = how.w.backward(w, one)
                 qg, qw, offset = how.dgrad.operands(source_g, source_w, one)
                 dx = matmul(qg, qw, offset, how.dtype)
-                dx = how.x.gradient(dx, forward_x, amax_x, shape, one).to(x_dtype)
+                dx = how.x.gradient(dx, x, one).to(x_dtype)
                 source_g_again = how.g.reused(source_g_again, qg)
             if needs_w:
                 # dW = dYᵀ · X          [out, tokens] · [tokens, in]
-                source_x = how.x.backward(x, x_factor, amax_x, shape, one)
+                source_x = how.x.backward(x, one)
                 qg, qx, offset = how.wgrad.operands(source_g_again, source_x, one)
                 dw = matmul(qg.t(), qx, offset, how.dtype)
                 if one.gradient_sums is not None:
-                    add_gradients_(one.gradient_sums, dw, torch.mm(g.to(how.dtype).t(), how.x.matrix(forward_x)))
-                dw = how.w.gradient(dw, forward_w, amax_w, shape, one).to(w_dtype)
+                    add_gradients_(one.gradient_sums, dw, torch.mm(g.to(how.dtype).t(), how.x.matrix(x[3])))
+                dw = how.w.gradient(dw, w, one).to(w_dtype)
             if needs_bias:
                 db = g.sum(0).to(bias_dtype)  # of the unquantized gradient
         return dx, dw, db, None, None

@@ -171,8 +171,8 @@ def _emulated_matmul(
 def _finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if not factors and bias is None:
         return product.to(dtype)
-    if (finished := finish(product, factors, bias, dtype)) is not None:
-        return finished
+    if (result := finish(product, factors, bias, dtype)) is not None:
+        return result
 
     def view(tensor: Tensor) -> Tensor:  # for `compiled`: [m, 1, n], with sizes of 1 where it broadcasts
         return tensor.reshape([1] * (2 - tensor.dim()) + list(tensor.shape)).unsqueeze(1)
@@ -214,8 +214,8 @@ def _fp8_matmul(
     if not inside:
         scales, added = [one, one], None
     elif any(factor.dim() for factor in factors):  # then the GEMM takes one per row and column
-        of_rows, of_columns = factors[0].expand(rows, 1).reshape(rows), factors[1].expand(1, columns).reshape(columns)
-        scales = [of_rows.contiguous().unsqueeze(1), F.pad(of_columns, (0, -columns % 16)).unsqueeze(0)]
+        row_scales, column_scales = factors[0].expand(rows, 1), factors[1].expand(1, columns).reshape(columns)
+        scales = [row_scales.contiguous(), F.pad(column_scales, (0, -columns % 16)).unsqueeze(0)]
     with counted_as(rows, inner, columns):
         product = torch._scaled_mm(
             left,

@@ -1,4 +1,4 @@
-"""What a quantized pass takes, and which tracers can follow it; everything else is refused before a kernel meets it."""
+"""Checks of inputs: tensors that a quantized pass cannot take, and tracers that cannot follow it, are refused."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -10,7 +10,7 @@ from torch.fx import Proxy
 
 from lightning_lowbit.nn.core.derivatives import refuse_tangents, refuse_transforms
 
-# In which layers compute: rounding is not defined for complex numbers, and integers have no gradient.
+# The dtypes in which layers compute: complex numbers have no rounding, and integers no gradient.
 COMPUTED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 _TRACED = (
@@ -20,7 +20,7 @@ _TRACED = (
 
 
 def check_inputs(layer: Any, *tensors: Any) -> bool:
-    """Whether the inputs of a layer, or of a host, are on ``meta``: they have shapes and no values to quantize.
+    """Checks the inputs of a layer, or of a host. Returns whether they are on ``meta``, without values to quantize.
 
     Raises:
         TypeError: an input is no tensor.
@@ -75,9 +75,9 @@ def refuse_dtypes(layer: str, *tensors: Tensor) -> NoReturn:
     )
 
 
-def of_nested(layer: str, x: Any, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """A nested tensor of ``multiply(rows)``, of the rows of all sequences together, which is what their scales are of.
-    A ``ValueError`` for other nested tensors than those of ``layout=torch.jagged`` without holes."""
+def nested_product(layer: str, x: Any, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """A nested tensor of ``multiply(rows)``. The rows of all sequences are one matrix, and share its scales. A
+    ``ValueError`` for other nested tensors than those of ``layout=torch.jagged`` without holes."""
     if x.layout is not torch.jagged or not x.is_contiguous():
         raise ValueError(
             f"Layer {layer} takes nested tensors of layout=torch.jagged that are contiguous: make it with "

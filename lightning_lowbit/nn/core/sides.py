@@ -17,7 +17,8 @@ from lightning_lowbit.nn.core.window import Window, is_pixelwise
 from lightning_lowbit.nn.native.operand import BlockOperand, unpacked_block_operand
 from lightning_lowbit.quant import Operand
 
-Saved = tuple[Tensor | None, Tensor | None]  # values and a factor
+# Of a side: values and a factor; the amax of the tensor; the tensor itself, where gradients need it; its shape.
+Saved = tuple[Any, Tensor | None, Tensor | None, Tensor | None, torch.Size]
 
 
 class Matrix:
@@ -36,14 +37,13 @@ class Matrix:
         """What fprop's operand is made from; ``is_read_again``: by the backward pass."""
         return OperandInput(x, common_amax(x, self.first, self.second if is_read_again else None))
 
-    def saved(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> Saved:
-        """What autograd saves of a tensor, given its input and operand of the forward pass."""
+    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+        """The values and the factor that autograd saves, of a tensor, or its input or operand in the forward pass."""
         return decoded(operand, self.dtype) if self.second.saves_operand else (source.values, None)
 
-    def backward(
-        self, values: Any, factor: Tensor | None, amax: Tensor | None, shape: torch.Size, one: Pass
-    ) -> OperandInput:
-        """What the operand of the backward pass is made from, given :meth:`saved` and the tensor's amax and shape."""
+    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+        """What the operand of the backward pass is made from."""
+        values, factor, amax, _, _ = saved
         if self.second.requantizes:
             return OperandInput((values if factor is None else values.float() * factor).to(self.dtype))
         if factor is not None and factor.dim() > 0:  # it would vary along the contraction axis
@@ -51,9 +51,9 @@ class Matrix:
             factor = None
         return OperandInput(values, amax, factor, self.second.is_reused)
 
-    def gradient(self, gradient: Tensor, x: Tensor | None, amax: Tensor | None, shape: torch.Size, one: Pass) -> Tensor:
+    def gradient(self, gradient: Tensor, saved: Saved, one: Pass) -> Tensor:
         """The gradient of the tensor from that of fprop's operand."""
-        return self.first.through_rounding(gradient, x, amax, one)
+        return self.first.through_rounding(gradient, saved[3], saved[2], one)
 
     def matrix(self, x: Any) -> Any:
         """The tensor as the GEMMs read it."""
@@ -76,18 +76,17 @@ class Codes(Matrix):
             return source._replace(codes=packed)
         return _unpacked(self.coded, packed, x.shape)._replace(amax=source.amax, codes=packed)
 
-    def saved(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> Saved:
+    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
         assert source.codes is not None
         return source.codes
 
-    def backward(
-        self, values: Any, factor: Tensor | None, amax: Tensor | None, shape: torch.Size, one: Pass
-    ) -> OperandInput:
+    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+        data, factor, amax, x, shape = saved
         assert factor is not None
-        source = _unpacked(self.coded, Packed(values, factor), shape)
+        source = _unpacked(self.coded, Packed(data, factor), shape)
         if self.coded is self.second:
             return source
-        return super().backward(source.values, source.factor, amax, shape, one)
+        return super().backward((source.values, source.factor, amax, x, shape), one)
 
 
 class Patches(Matrix):
@@ -102,20 +101,21 @@ class Patches(Matrix):
     def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
         return self._gathered(x, one, self.second if is_read_again else None)
 
-    def saved(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> Saved:
+    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
         return x, None
 
-    def backward(
-        self, values: Any, factor: Tensor | None, amax: Tensor | None, shape: torch.Size, one: Pass
-    ) -> OperandInput:
+    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+        images, _, amax, x, shape = saved
         if not self.second.saves_operand:
-            return super().backward(self.matrix(values), None, amax, shape, one)
+            return super().backward((self.matrix(images), None, amax, x, shape), one)
         unrecorded = one.unrecorded()
-        operand = self.first.operand(self._gathered(values, unrecorded, None, amax), unrecorded)
-        return super().backward(*decoded(operand, self.dtype), amax, shape, one)
+        operand = self.first.operand(self._gathered(images, unrecorded, None, amax), unrecorded)
+        return super().backward((*decoded(operand, self.dtype), amax, x, shape), one)
 
-    def gradient(self, gradient: Tensor, x: Tensor | None, amax: Tensor | None, shape: torch.Size, one: Pass) -> Tensor:
-        return self.window.scatter(super().gradient(gradient, self.matrix(x), amax, shape, one), shape)
+    def gradient(self, gradient: Tensor, saved: Saved, one: Pass) -> Tensor:
+        values, factor, amax, x, shape = saved
+        patches = super().gradient(gradient, (values, factor, amax, self.matrix(x), shape), one)
+        return self.window.scatter(patches, shape)
 
     def matrix(self, x: Any) -> Any:
         return None if x is None else self.window.gather(x)
@@ -147,17 +147,16 @@ class Parameter(Matrix):
 class Recast(Parameter):
     """``w``, saved as the parameter, which lives anyway, and converted and quantized again in the backward pass."""
 
-    def saved(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> Saved:
+    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
         return x, None
 
-    def backward(
-        self, values: Any, factor: Tensor | None, amax: Tensor | None, shape: torch.Size, one: Pass
-    ) -> OperandInput:
-        w = values.to(self.dtype)
-        if not self.second.saves_operand:
-            return super().backward(w, None, amax, shape, one)
-        operand = self.first.operand(OperandInput(w, amax), one.unrecorded())
-        return super().backward(*decoded(operand, self.dtype), amax, shape, one)
+    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+        parameter, _, amax, x, shape = saved
+        operand = Operand(parameter.to(self.dtype))
+        if self.second.saves_operand:
+            source = OperandInput(operand.values, amax)
+            operand = decoded(self.first.operand(source, one.unrecorded()), self.dtype)
+        return super().backward((*operand, amax, x, shape), one)
 
 
 class Gathered(Parameter):
@@ -170,8 +169,8 @@ class Gathered(Parameter):
             self.first.scaling_amax(OperandInput(x, amax), one)  # stages it
         return OperandInput(x.to(self.first.dtype or dtype), amax, factor, is_operand=True)
 
-    def saved(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> Saved:
-        return super().saved(x, source, operand) if self.second.saves_operand else (x, None)
+    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+        return super().save(x, source, operand) if self.second.saves_operand else (x, None)
 
 
 class FrozenBytes(Parameter):
@@ -185,17 +184,15 @@ class FrozenBytes(Parameter):
     def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
         return _unpacked(self.first, self.frozen.packed(x), self.frozen.shape)
 
-    def saved(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> Saved:
+    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
         return x, None
 
-    def backward(
-        self, values: Any, factor: Tensor | None, amax: Tensor | None, shape: torch.Size, one: Pass
-    ) -> OperandInput:
-        operand = self.frozen.operand(values, self.dtype, self.second.dtype)
+    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+        data, _, amax, x, shape = saved
+        values, factor = self.frozen.operand(data, self.dtype, self.second.dtype)
         if self.is_quantized_again:
-            values, factor = operand
-            operand = Operand((values if factor is None else values.float() * factor).to(self.dtype))
-        return super().backward(*operand, amax, shape, one)
+            values, factor = (values if factor is None else values.float() * factor).to(self.dtype), None
+        return super().backward((values, factor, amax, x, shape), one)
 
 
 class Gradient:

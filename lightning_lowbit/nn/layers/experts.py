@@ -76,7 +76,7 @@ class RoutedExperts(Host):
         return y.index_select(0, back).view(tokens, k, y.shape[1]).sum(1).to(x.dtype).view_as(hidden_states)
 
     def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
-        """What each expert makes of its rows of ``x``, which end at ``ends``."""
+        """The output of each expert for its rows of ``x``, which end at ``ends``."""
         h = self.product("gate_up_proj" if self.has_gate else "up_proj")(x, ends)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         y: Tensor = self.product("down_proj")(h, ends)
@@ -113,8 +113,7 @@ class MergedExperts(RoutedExperts):
 
     @staticmethod
     def make_products(host: Any) -> dict[str, Product]:
-        made = {"w1": False, "v1": False, "w2": True}
-        return {name: MergedProduct(host.mlp, name, host.num_experts, transposed) for name, transposed in made.items()}
+        return {name: MergedProduct(host.mlp, name, host.num_experts, name == "w2") for name in ("w1", "v1", "w2")}
 
     def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
         gate, up = (self.product(name)(x, ends) for name in ("w1", "v1"))
@@ -180,7 +179,7 @@ _BY_NAME: dict[str, type[Host] | type[GroupedLayer]] = {
 
 @kind
 def experts_class(cls: Any) -> Any:
-    """What a class of experts is converted to; None for another class."""
+    """The class that a class of experts is converted to; None for another class."""
     if cls is GroupedLinear:
         return QuantGroupedLinear
     base = _BY_NAME.get(cls.__name__) if cls.__module__.startswith("transformers.") else None

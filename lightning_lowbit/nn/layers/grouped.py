@@ -72,9 +72,9 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.experts = integer("experts", experts, 1)
         self.in_features, self.out_features = in_features, out_features
-        made = torch.empty(experts, out_features, in_features, device=device, dtype=dtype)
-        self.weight = nn.Parameter(made)
-        self.bias = nn.Parameter(made.new_empty(experts, out_features)) if bias else None
+        weight = torch.empty(experts, out_features, in_features, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(weight.new_empty(experts, out_features)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

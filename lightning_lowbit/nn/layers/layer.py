@@ -20,7 +20,7 @@ from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.function import QuantizedGemms
 from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.nn.core.how import How
-from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, of_nested, refuse_dtypes, refuse_scripts
+from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, nested_product, refuse_dtypes, refuse_scripts
 from lightning_lowbit.nn.core.operands import Amaxes, Pass, PrequantizedWeight
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards, tensor_parallel
 from lightning_lowbit.nn.core.saving import Readers, saved_bits
@@ -193,7 +193,7 @@ class QuantizedLayer(NativeGemms):
             part: which of several products of the call this is; None for the only one.
         """
         if x.is_nested:
-            return of_nested(
+            return nested_product(
                 self.name_in_model, x, lambda rows: self.quantized_forward(rows, weight, bias, shards, frozen=frozen)
             )
         casts, source, shape, device = self.casts, x, x.shape, x.device
@@ -219,7 +219,7 @@ class QuantizedLayer(NativeGemms):
                 y = y * rescale if bias is None else y * rescale + bias
         is_left = self.is_left or (self.amaxes is not None and self.amaxes.switch is None)
         if is_left and self.training and weight.requires_grad and y.requires_grad:
-            y.register_hook(partial(_say_that_plugin_is_gone, casts, self.amaxes))  # type: ignore[no-untyped-call]
+            y.register_hook(partial(_report_missing_plugin, casts, self.amaxes))  # type: ignore[no-untyped-call]
         if is_images or len(shape) == 2:
             return y
         # As nn.Linear does: FSDP2 warns of modules that return a view.
@@ -266,7 +266,7 @@ class QuantizedLayer(NativeGemms):
     def _saves_codes(self, source: Tensor, dtype: torch.dtype, window: Window | None, one: Pass) -> bool:
         """Whether this pass saves codes of its input: not where a second backward pass will draw the random bits of x
         anew, and where none follows."""
-        if self.readers is None or window is not None or (self.calls is not None and self.calls.given is not None):
+        if self.readers is None or window is not None or (self.calls is not None and self.calls.drawn is not None):
             return False
         saves = self.readers.pack(self, source, dtype)
         if one.blend is not None or one.gradient_sums is not None or (one.keys is None and self.casts.plan.draws):
@@ -292,7 +292,7 @@ class QuantizedLayer(NativeGemms):
         if not is_compiled and self._last_how is not None:
             how, former_arguments, former_state = self._last_how
             if arguments == former_arguments and state == former_state:
-                return how  # type: ignore[no-any-return]
+                return how
         native = self.native_gemms(device, dtype=dtype) if casts.plan.native_gemms else ()
         recasts = has_readers and self.keeps_parameter and casts.smooth is None and not is_gathered and frozen is None
         how = How(*arguments, native, recasts)
@@ -314,16 +314,16 @@ class QuantizedLayer(NativeGemms):
 
     def _channel_amax(self, x: Tensor, shards: Shards) -> Tensor:
         """float32 ``[in_features]``: of this batch in training, of the last training step in evaluation."""
-        own = amax_along(x.detach(), 0)[0]
+        amax = amax_along(x.detach(), 0)[0]
         if self.amaxes is None:
-            return own
+            return amax
         channels, staged = self.amaxes.channels, self.amaxes.staged_channels
         if shards.x is not None:  # x is sharded along its features: take this process's channels
-            channels, staged = (of_all.narrow(0, shards.x.start, len(own)) for of_all in (channels, staged))
+            channels, staged = (row.narrow(0, shards.x.start, len(amax)) for row in (channels, staged))
         if self.amaxes.switch is not None and self.amaxes.switch[0]:
-            stage_(staged, own)
-            return own
-        return torch.where(channels > 0, channels, own)
+            stage_(staged, amax)
+            return amax
+        return torch.where(channels > 0, channels, amax)
 
     def _token_amax(self, x: Tensor, shards: Shards) -> Tensor:
         """float32 ``[tokens, 1]``: of the up projection's output, which its hook left in ``token_amax``."""
@@ -366,14 +366,14 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _say_that_plugin_is_gone(casts: LinearCasts, amaxes: LayerAmaxes | None, gradient: Tensor) -> None:
+def _report_missing_plugin(casts: LinearCasts, amaxes: LayerAmaxes | None, gradient: Tensor) -> None:
     """Refuses delayed scaling, whose amaxes would stay those of the last step; warns of all else. A backward hook."""
-    told = (
+    message = (
         "This training goes on in low precision without the precision plugin that converted the model, or in a copy of "
         "the model that the plugin does not know: random bits stay those of its last step, and checkpoints do not tell "
         "the casts. Give the Trainer a plugin, and other loops LayerKeys and AmaxHistories, or end quantization: "
         "lightning_lowbit.convert(model, 'bf16')."
     )
     if casts.plan.delayed and amaxes is not None and amaxes.in_force.any():
-        raise ValueError(f"{told} With delayed scaling, amaxes would stay those of the last step, too.")
-    warnings.warn(told, stacklevel=2)
+        raise ValueError(f"{message} With delayed scaling, amaxes would stay those of the last step, too.")
+    warnings.warn(message, stacklevel=2)

@@ -71,11 +71,11 @@ class LayerKeys:
 
     def expect_draws(self, on: bool) -> None:
         """Whether to keep the keys of all calls from now on, for :meth:`in_use`."""
-        self._calls.given = [] if on else None
+        self._calls.drawn = [] if on else None
 
     def in_use(self) -> list[Tensor]:
         """All keys that a backward pass over the micro-batch uses, also those of recomputed calls."""
-        return [self._keys, *(self._calls.given or [])]
+        return [self._keys, *(self._calls.drawn or [])]
 
     def draw_again_(self, number: int) -> None:
         """Replaces the keys in use by those of draw ``number``, also the ones that compiled graphs have saved."""
