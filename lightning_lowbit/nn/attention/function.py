@@ -27,7 +27,7 @@ from lightning_lowbit.quant.shard import amax_of
 
 
 class Attention(NamedTuple):
-    """How one call is computed.
+    """The settings of one call.
 
     Attributes:
         qk, pv: the two products.

@@ -162,7 +162,7 @@ def _check_call(
 
 
 def _queries_in_tile(qk: LinearCasts, pv: LinearCasts, queries: int, size: int) -> int:
-    """How many queries are computed at a time, where each has ``size`` scores; all, where scales span them."""
+    """Returns how many queries are computed at a time, where each has ``size`` scores; all, where scales span them."""
     unit = 1
     for product, casts in (("qk", qk), ("pv", pv)):
         for operand in _TILED[product]:

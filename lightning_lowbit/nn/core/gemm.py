@@ -45,7 +45,7 @@ SLOW_ON_CPU = _without_units()
 
 
 def is_slow(x: Tensor) -> bool:
-    """Whether GEMMs of a tensor are computed in float32, because its device has no instructions for its dtype."""
+    """True if GEMMs of a tensor are computed in float32, because its device has no instructions for its dtype."""
     return x.dtype in SLOW_ON_CPU and x.is_cpu
 
 

@@ -1,4 +1,4 @@
-"""How a layer computes its passes, worked out once for its casts, a dtype and a device."""
+"""All that follows from a layer's casts, a dtype and a device for its passes, worked out once."""
 
 import torch
 

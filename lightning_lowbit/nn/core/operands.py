@@ -1,7 +1,7 @@
-"""The operands of a layer's GEMMs: what each is made from, and how.
+"""The operands of a layer's GEMMs.
 
-What follows from the casts, the dtype and the device is worked out once, in an :class:`OperandHow` for each operand.
-What changes from pass to pass is a :class:`Pass`.
+An :class:`OperandHow` holds all that follows from the casts, the dtype and the device for one operand: it is made once.
+A :class:`Pass` holds the rest, and an :class:`OperandInput` is the tensor that an operand is made from.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class Amaxes(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What changes from pass to pass.
+    """The part of a pass that differs from other passes of the layer.
 
     Attributes:
         keys: int64 ``[6]``, of the call: a copy, since the layer's keys may be refilled before the backward pass.
@@ -95,7 +95,7 @@ class Pass(NamedTuple):
 
 
 class OperandInput(NamedTuple):
-    """What an operand is made from: ``values * factor``.
+    """The input of an operand: ``values * factor``, which its cast quantizes.
 
     Attributes:
         values: a matrix, or a :class:`BlockOperand`.
@@ -115,7 +115,7 @@ class OperandInput(NamedTuple):
 
 
 class OperandHow:
-    """How one operand is made.
+    """The way in which one operand is made.
 
     Attributes:
         name: such as ``"wgrad_x"``.

@@ -17,7 +17,8 @@ from lightning_lowbit.quant.shard import Shard
 
 
 class Shards(NamedTuple):
-    """Which of the matrices ``x`` [tokens, in], ``w`` [out, in] and ``g`` [tokens, out] of a layer are shards."""
+    """The shards that ``x`` [tokens, in], ``w`` [out, in] and ``g`` [tokens, out] of a layer are; None for a
+    whole matrix."""
 
     x: Shard | None = None
     w: Shard | None = None

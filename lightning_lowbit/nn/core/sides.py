@@ -1,5 +1,7 @@
-"""The sides of a layer's GEMMs: what x, w and g are, what the forward pass saves of them, and what the backward pass
-makes of that. :mod:`lightning_lowbit.nn.core.function` calls a side without knowing which one it is.
+"""The sides of a layer's GEMMs: one class for each thing that x, w or g may be.
+
+A side makes the input of an operand from its tensor, chooses what autograd saves, and makes the input of the operand in
+the backward pass from that. :mod:`lightning_lowbit.nn.core.function` does not know which side it calls.
 
     x: Matrix, Codes, Patches        w: Parameter, Recast, Gathered, FrozenBytes        g: Gradient
 """
@@ -34,15 +36,15 @@ class Matrix:
         self.has_surrogate = first.surrogate is not None
 
     def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
-        """What fprop's operand is made from; ``is_read_again``: by the backward pass."""
+        """Returns the input of fprop's operand. ``is_read_again``: the backward pass needs the tensor, too."""
         return OperandInput(x, common_amax(x, self.first, self.second if is_read_again else None))
 
     def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
-        """The values and the factor that autograd saves, of a tensor, or its input or operand in the forward pass."""
+        """Returns the values and the factor that autograd saves, given all that the forward pass has made of ``x``."""
         return decoded(operand, self.dtype) if self.second.saves_operand else (source.values, None)
 
     def backward(self, saved: Saved, one: Pass) -> OperandInput:
-        """What the operand of the backward pass is made from."""
+        """Returns the input of the operand in the backward pass."""
         values, factor, amax, _, _ = saved
         if self.second.requantizes:
             return OperandInput((values if factor is None else values.float() * factor).to(self.dtype))
@@ -52,11 +54,11 @@ class Matrix:
         return OperandInput(values, amax, factor, self.second.is_reused)
 
     def gradient(self, gradient: Tensor, saved: Saved, one: Pass) -> Tensor:
-        """The gradient of the tensor from that of fprop's operand."""
+        """Turns the gradient of fprop's operand into that of the tensor."""
         return self.first.through_rounding(gradient, saved[3], saved[2], one)
 
     def matrix(self, x: Any) -> Any:
-        """The tensor as the GEMMs read it."""
+        """Returns the tensor as the GEMMs read it."""
         return x
 
 
@@ -208,7 +210,7 @@ class Gradient:
         self.is_cast_twice = is_cast_twice and dgrad.cut is None and dgrad.kind is None and wgrad.kind is None
 
     def backward(self, g: Tensor, needs_x: bool, needs_w: bool, one: Pass) -> tuple[OperandInput, OperandInput]:
-        """What dgrad and wgrad make their operands from: g, or operands, where a kernel makes both in one read."""
+        """Returns the inputs of both operands: ``g``, or the operands, where a kernel makes them in one read."""
         amax = common_amax(g, self.dgrad if needs_x else None, self.wgrad if needs_w else None)
         source = OperandInput(g, amax)
         if not (self.is_cast_twice and needs_x and needs_w and reads_once(g)):
@@ -225,19 +227,19 @@ class Gradient:
         return left, right
 
     def reused(self, source: OperandInput, operand: Operand | BlockOperand) -> OperandInput:
-        """What wgrad makes its operand from, given that of dgrad, which may serve."""
+        """Returns the input of wgrad's operand: ``source``, or the operand of dgrad where wgrad takes the same."""
         if not self.wgrad.is_reused:
             return source
         return OperandInput(operand.values, None, operand.factor, is_operand=True)
 
 
 def decoded(operand: Operand | BlockOperand, dtype: torch.dtype) -> Operand:
-    """An operand as values and a factor, for a computation in ``dtype``."""
+    """Returns an operand as values and a factor, for a computation in ``dtype``."""
     return operand.decoded(dtype) if isinstance(operand, BlockOperand) else operand
 
 
 def _packed(how: OperandHow, source: OperandInput, one: Pass) -> Packed:
-    """An operand as codes and scales."""
+    """Quantizes an operand to codes and scales."""
     assert how.cast is not None
     if how.transform is not None:
         source = how.with_rotation(source, how.signs(one, source.values.device))
@@ -252,7 +254,7 @@ def _packed(how: OperandHow, source: OperandInput, one: Pass) -> Packed:
 
 
 def _unpacked(how: OperandHow, packed: Packed, shape: torch.Size) -> OperandInput:
-    """The operand that :func:`_packed` made of a tensor of ``shape``."""
+    """Returns the operand that :func:`_packed` made of a tensor of ``shape``."""
     assert how.cast is not None
     if how.transform is not None:  # padded to whole groups
         shape = torch.Size(n + -n % how.transform.size if i == how.dim else n for i, n in enumerate(shape))

@@ -68,13 +68,13 @@ class Watch:
 
 
 class Watched(NamedTuple):
-    """What is measured of a pass: the rows of a layer in a :class:`Watch`, each None if there is none."""
+    """The rows of a layer that a pass adds to, see :class:`Watch`; each is None if there is none."""
 
     operand_sums: Tensor | None
     gradient_sums: Tensor | None
 
     def observe(self, observation: "Observation") -> Any:
-        """The operand of an observation, or what an observer puts in its place."""
+        """Returns the operand of an observation, or another one by which an observer replaces it."""
         for observer in _OBSERVERS:
             observation = observation._replace(operand=observer(observation))
         return observation.operand
@@ -114,7 +114,7 @@ def observed(observer: Callable[[Observation], Any]) -> Iterator[None]:
 
 
 def watched(operand_sums: Tensor | None, gradient_sums: Tensor | None) -> Watched | None:
-    """What is measured of a pass that begins now; None for nothing."""
+    """Returns the rows of a pass that begins now; None if there are none, and nobody observes it."""
     if operand_sums is None and gradient_sums is None and not _OBSERVERS:
         return None
     return Watched(operand_sums, gradient_sums)

@@ -23,7 +23,7 @@ from lightning_lowbit.quant import Cast
 
 
 class Window(NamedTuple):
-    """Where a kernel is applied; all fields have one number per dimension of space.
+    """The places where a kernel is applied; all fields have one number per dimension of space.
 
     Attributes:
         kernel, stride, dilation: of the convolution.
@@ -42,7 +42,7 @@ class Window(NamedTuple):
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
     def positions(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """How often the kernel fits into an image of these sizes; a ValueError if it does not."""
+        """Returns how often the kernel fits into an image of these sizes; a ValueError if it does not."""
         padded = [b + size + a for b, size, a in zip(self.before, sizes, self.after, strict=True)]
         if any(n < span for n, span in zip(padded, self.spans, strict=True)):
             raise ValueError(

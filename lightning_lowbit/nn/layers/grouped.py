@@ -139,7 +139,7 @@ class GroupedLayer(QuantizedLayer):
     first_expert: int = 0
 
     def check_casts(self, casts: LinearCasts) -> None:
-        """As of any layer; also for smoothing, whose factors would be those of all experts together."""
+        """Also raises a ``ValueError`` for smoothing, whose factors would be those of all experts together."""
         if casts.smooth is not None:
             raise ValueError(
                 f"smooth={casts.smooth!r} scales the input of one linear layer, and not those of a stack of experts. "

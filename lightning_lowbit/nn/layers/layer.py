@@ -8,6 +8,7 @@ import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ from lightning_lowbit.quant.shard import amax_of, max_over_shards
 # Removed from module names, so that a layer keeps its key when it is wrapped or compiled.
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_products")
 _NOTHING = nullcontext()
+
+# How each layer computed its last pass, and the arguments of that. A copy of a layer, or a pickled one, has none.
+_HOWS: WeakKeyDictionary[Any, tuple[How, Any, Any]] = WeakKeyDictionary()
 
 
 class QuantizedLayer(NativeGemms):
@@ -82,15 +86,13 @@ class QuantizedLayer(NativeGemms):
     prequantized_weight: PrequantizedWeight | None = None
     name_in_model: str = "(without a name)"
 
-    _last_how: Any = None  # how passes are computed, and what that depends on
-
     weight: Any  # as nn.Linear and Conv1D declare it
     bias: Any
 
     def __setstate__(self, state: Any) -> None:
         """Of a copy, or a layer that was pickled: what renews keys and amaxes, and measures, has stayed behind."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for name in ("weight_amax", "token_amax", "operand_sums", "gradient_sums", "prequantized_weight", "_last_how"):
+        for name in ("weight_amax", "token_amax", "operand_sums", "gradient_sums", "prequantized_weight"):
             vars(self).pop(name, None)
         self.is_left = self.is_left or self.full_casts.plan.draws
         if self.amaxes is not None:
@@ -142,7 +144,7 @@ class QuantizedLayer(NativeGemms):
 
     @property
     def device(self) -> torch.device:
-        """Where the layer computes."""
+        """The device on which the layer computes."""
         return self.weight.device
 
     @property
@@ -251,7 +253,7 @@ class QuantizedLayer(NativeGemms):
         return dtype
 
     def _pass(self, dtype: torch.dtype, keys: Tensor | None, part: int | None) -> Pass:
-        """What is special about the pass that begins now."""
+        """Returns the pass that begins now."""
         amaxes, gathered, watch = None, self.prequantized_weight, watched(self.operand_sums, self.gradient_sums)
         weight_amax = None if self.weight_amax is None else self.shared_amax(dtype)
         if gathered is not None:
@@ -264,8 +266,8 @@ class QuantizedLayer(NativeGemms):
         return Pass(keys, part, amaxes, self.blend, watch, gathered)
 
     def _saves_codes(self, source: Tensor, dtype: torch.dtype, window: Window | None, one: Pass) -> bool:
-        """Whether this pass saves codes of its input: not where a second backward pass will draw the random bits of x
-        anew, and where none follows."""
+        """Returns whether this pass saves codes of its input: not if a second backward pass will draw the random bits
+        of x anew, and not if there will be none."""
         if self.readers is None or window is not None or (self.calls is not None and self.calls.drawn is not None):
             return False
         saves = self.readers.pack(self, source, dtype)
@@ -282,22 +284,18 @@ class QuantizedLayer(NativeGemms):
         frozen: Frozen | None = None,
         saves_codes: bool = False,
     ) -> How:
-        """How passes are computed now: worked out once, and again when anything that it depends on has changed."""
+        """Returns how passes are computed now. It is worked out again only if one of its arguments has changed."""
         casts, is_gathered, has_readers = self.casts, self.prequantized_weight is not None, self.readers is not None
-        is_compiled, name = torch.compiler.is_compiling(), self.name_in_model
-        if is_compiled:
-            name = "(compiled)"  # in graphs, which the blocks of a model share
-        arguments = casts, dtype, device, self.exact, shards, name, window, frozen, is_gathered, saves_codes
+        is_compiled = torch.compiler.is_compiling()
+        arguments = casts, dtype, device, self.exact, shards, self.called, window, frozen, is_gathered, saves_codes
         state = has_readers, self.backend, self.blend is None
-        if not is_compiled and self._last_how is not None:
-            how, former_arguments, former_state = self._last_how
-            if arguments == former_arguments and state == former_state:
-                return how
+        if not is_compiled and (last := _HOWS.get(self)) is not None and last[1] == arguments and last[2] == state:
+            return last[0]
         native = self.native_gemms(device, dtype=dtype) if casts.plan.native_gemms else ()
         recasts = has_readers and self.keeps_parameter and casts.smooth is None and not is_gathered and frozen is None
         how = How(*arguments, native, recasts)
         if not is_compiled:
-            self._last_how = how, arguments, state
+            _HOWS[self] = how, arguments, state
         return how
 
     def _smoothed(self, x: Tensor, weight: Tensor, shards: Shards) -> tuple[Tensor, Tensor, Tensor | None]:
