@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import Cast, LinearCasts, convert, quantize
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
-from lightning_lowbit.nn.core.watch import Observation, observed
+from lightning_lowbit.nn.core.watch import observed
 from lightning_lowbit.quant import Hadamard, Operand, rotate, split_mean, surrogate_factor
 from tests.references.quantize import splitmix64, uniform
 
@@ -131,11 +131,10 @@ def spied() -> Iterator[dict[str, Operand]]:
     """Captures the operands that enter the three GEMMs, by name."""
     seen: dict[str, Operand] = {}
 
-    def spy(observation: Observation) -> Operand:
-        name = observation.how.name
-        assert name not in seen, f"{name} was made twice"
-        seen[name] = observation.operand
-        return seen[name]
+    def spy(how: Any, source: Any, operand: Operand, *_: Any) -> Operand:
+        assert how.name not in seen, f"{how.name} was made twice"
+        seen[how.name] = operand
+        return operand
 
     with observed(spy):
         yield seen

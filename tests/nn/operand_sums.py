@@ -13,7 +13,7 @@ from lightning_lowbit import Cast, quantize
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.casts.plan import SHARED
-from lightning_lowbit.nn.core.watch import Observation, observed
+from lightning_lowbit.nn.core.watch import observed
 from tests.quant.tensors import spread_scales
 
 
@@ -45,9 +45,7 @@ def captured() -> Iterator[Operands]:
     """All that watched layers quantize within this context, in the order of their rows."""
     made: Operands = defaultdict(list)
 
-    def note(observation: Observation) -> Any:
-        how, source, key, amax, operand, watched = observation
-        rows = watched.operand_sums
+    def note(how: Any, source: Any, operand: Any, key: Tensor | None, amax: Tensor | None, rows: Tensor | None) -> Any:
         layer = -1 if rows is None else rows.storage_offset() // rows.numel()
         if rows is not None and source.is_operand:  # what another GEMM made
             made[layer, how.name] = made[layer, SHARED[how.name]]

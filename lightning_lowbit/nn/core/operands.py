@@ -17,7 +17,7 @@ from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF
 from lightning_lowbit.nn.core.calls import keys_of_part
 from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU, mean_times
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
-from lightning_lowbit.nn.core.watch import Observation, Watched, stage_and_choose
+from lightning_lowbit.nn.core.watch import Watched, stage_and_choose
 from lightning_lowbit.nn.native.operand import BlockOperand, block_operand
 from lightning_lowbit.quant import Cast, Operand, blend, split_mean, through_rounding
 from lightning_lowbit.quant.shard import Shard
@@ -127,7 +127,7 @@ class OperandHow:
         compute_dtype: of the computation.
         dtype: of the values; None for the default of :func:`quantize_operand`.
         exact: whether float32 GEMMs are computed over exact operands.
-        transform: the Hadamard transform of its GEMM; None for none.
+        transform: the Hadamard transform of its GEMM, None for none; ``signs_index``: of the key of the signs.
         cut: the shard that its tensor is, and ``shard``: the same as its GEMM takes it, padded; None if whole.
         draws: whether it has a key. In a compiled graph also where it draws no bits: this use in the forward pass keeps
             the call's keys from being computed in the backward pass, when the layer has those of another call.
@@ -203,7 +203,7 @@ class OperandHow:
             self.record(watch.operand_sums, source.values, quantized, amax)
         if one.blend is not None:
             quantized = blend(source.values, quantized, one.blend, self.exact)
-        return quantized if watch is None else watch.observe(Observation(self, source, key, amax, quantized, watch))
+        return quantized if watch is None else watch.observe(self, source, quantized, key, amax)
 
     def _other_operand(self, source: OperandInput, one: Pass) -> Operand | BlockOperand:
         """A tensor or an operand as it is; or codes, where ``"fprop"`` is quantized again along this contraction."""
@@ -219,7 +219,7 @@ class OperandHow:
             operand = block_operand(source.values, self.source_cast, self.kind, self.dim, key, amax, self.shard)
             if sums is not None and self.cast is not None:
                 self.record(sums, source.values, operand.decoded(source.values.dtype, self.dim), amax)
-        return operand if watch is None else watch.observe(Observation(self, source, key, amax, operand, watch))
+        return operand if watch is None else watch.observe(self, source, operand, key, amax)
 
     def key(self, one: Pass) -> Tensor | None:
         """The key of its random bits, int64, 0-d; None if it draws none."""

@@ -73,39 +73,23 @@ class Watched(NamedTuple):
     operand_sums: Tensor | None
     gradient_sums: Tensor | None
 
-    def observe(self, observation: "Observation") -> Any:
-        """Returns the operand of an observation, or another one by which an observer replaces it."""
+    def observe(
+        self, how: Any, source: Any, operand: Any, key: Tensor | None = None, amax: Tensor | None = None
+    ) -> Any:
+        """Returns the operand, or another one by which an observer replaces it."""
         for observer in _OBSERVERS:
-            observation = observation._replace(operand=observer(observation))
-        return observation.operand
+            operand = observer(how, source, operand, key, amax, self.operand_sums)
+        return operand
 
 
-class Observation(NamedTuple):
-    """One operand, as it goes into its GEMM.
-
-    Attributes:
-        how: the :class:`~lightning_lowbit.nn.core.operands.OperandHow` by which it is made.
-        source: the :class:`~lightning_lowbit.nn.core.operands.OperandInput` from which it is made.
-        key, amax: by which it is quantized; None for none, and where ``source`` is taken as it is.
-        operand: values and a factor, or codes and scales.
-        watched: the rows of its layer.
-    """
-
-    how: Any
-    source: Any
-    key: Tensor | None
-    amax: Tensor | None
-    operand: Any
-    watched: Watched
-
-
-_OBSERVERS: list[Callable[[Observation], Any]] = []
+_OBSERVERS: list[Callable[..., Any]] = []
 
 
 @contextmanager
-def observed(observer: Callable[[Observation], Any]) -> Iterator[None]:
-    """Calls ``observer`` with each operand of the passes that begin within the context, up to its end. GEMMs take what
-    it returns."""
+def observed(observer: Callable[..., Any]) -> Iterator[None]:
+    """Calls ``observer(how, source, operand, key, amax, operand_sums)`` for each operand of the passes that begin in
+    the context, up to its end; GEMMs take the operand that it returns. ``how`` and ``source`` are an ``OperandHow`` and
+    an ``OperandInput``; ``key`` and ``amax`` are None where the source is taken as it is."""
     _OBSERVERS.append(observer)
     try:
         yield

@@ -22,7 +22,7 @@ from transformers import (
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import AmaxHistories, QuantizedLayer
-from lightning_lowbit.nn.core.watch import Observation, observed
+from lightning_lowbit.nn.core.watch import observed
 from lightning_lowbit.quant import Operand
 
 KINDS = ("channel", "token")
@@ -155,10 +155,9 @@ def sources(lossless: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
     """Captures what is to be quantized, by operand, in the order of the GEMMs; ``lossless`` then leaves it as it is."""
     seen: list[tuple[str, Tensor]] = []
 
-    def spy(observation: Observation) -> Any:
-        source = observation.source
-        seen.append((observation.how.name, source.values))
-        return Operand(source.values, source.factor) if lossless else observation.operand
+    def spy(how: Any, source: Any, operand: Any, *_: Any) -> Any:
+        seen.append((how.name, source.values))
+        return Operand(source.values, source.factor) if lossless else operand
 
     with observed(spy):
         yield seen
