@@ -25,7 +25,10 @@ from lightning_lowbit.checks import integer
 from lightning_lowbit.distributed import local, offsets_of
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.core.calls import keys_of_call
+from lightning_lowbit.nn.core.function import QuantizedGemms
+from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.nn.core.inputs import check_inputs
+from lightning_lowbit.nn.core.operands import Pass
 from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 
@@ -163,13 +166,21 @@ class GroupedLayer(QuantizedLayer):
         keys, ends = keys_of_call(self), ends_of(offsets, len(x), len(weight))
         if ends[-1] == 0:  # no expert has rows, and zeros have zeros as gradients
             return grouped_linear(x, weight, ends, bias)
+        if x.shape[1] != weight.shape[2]:
+            raise ValueError(f"The layer takes {weight.shape[2]} features; got {tuple(x.shape)}.")
         *parts, rest = _split(x, ends)
-        results = [
-            self.quantized_forward(rows, matrix, row, keys=keys, part=i)
-            for i, (rows, matrix, row) in enumerate(_by_expert(parts, weight, bias), start=first)
-            if len(rows)
-        ]
-        return torch.cat([*results, results[0].new_zeros(len(rest), weight.shape[1])])
+        dtype = self._dtype_of_pass(x, weight, torch.is_autocast_enabled(x.device.type), None)
+        with no_autocast(x.device.type):
+            one = self._pass(dtype, keys, None)
+            how = self._how(dtype, x.device, saves_codes=self._saves_codes(x, dtype, None, one))
+            results: list[Tensor] = [
+                QuantizedGemms.apply(*arguments, how, Pass(keys, i, *one[2:]))[0]  # type: ignore[no-untyped-call]
+                for i, arguments in enumerate(_by_expert(parts, weight, bias), start=first)
+                if len(arguments[0])
+            ]
+            y = torch.cat([*results, results[0].new_zeros(len(rest), weight.shape[1])])
+        self._expect_plugin(y, weight)
+        return y
 
     def first_of(self, weight: DTensor) -> int:
         """The global index of the first expert that this process holds."""

@@ -219,13 +219,17 @@ class QuantizedLayer(NativeGemms):
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, how, one)[0]  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
-        is_left = self.is_left or (self.amaxes is not None and self.amaxes.switch is None)
-        if is_left and self.training and weight.requires_grad and y.requires_grad:
-            y.register_hook(partial(_report_missing_plugin, casts, self.amaxes))  # type: ignore[no-untyped-call]
+        self._expect_plugin(y, weight)
         if is_images or len(shape) == 2:
             return y
         # As nn.Linear does: FSDP2 warns of modules that return a view.
         return torch.ops.aten._unsafe_view.default(y, (*shape[:-1], y.shape[-1]))
+
+    def _expect_plugin(self, y: Tensor, weight: Tensor) -> None:
+        """Has the backward pass of an output refused, or warned of, if nothing renews keys and amaxes anymore."""
+        is_left = self.is_left or (self.amaxes is not None and self.amaxes.switch is None)
+        if is_left and self.training and weight.requires_grad and y.requires_grad:
+            y.register_hook(partial(_report_missing_plugin, self.casts, self.amaxes))  # type: ignore[no-untyped-call]
 
     def _dtype_of_pass(self, x: Tensor, weight: Tensor, is_autocast: bool, frozen: Frozen | None) -> torch.dtype:
         """The dtype in which a pass computes; a ``ValueError`` if it cannot compute these tensors in one."""
