@@ -214,8 +214,8 @@ def _fp8_matmul(
     if not inside:
         scales, added = [one, one], None
     elif any(factor.dim() for factor in factors):  # then the GEMM takes one per row and column
-        row_scales, column_scales = factors[0].expand(rows, 1), factors[1].expand(1, columns).reshape(columns)
-        scales = [row_scales.contiguous(), F.pad(column_scales, (0, -columns % 16)).unsqueeze(0)]
+        row_scales, column_scales = factors[0].expand(rows, 1).reshape(rows), factors[1].expand(1, columns)
+        scales = [row_scales.contiguous().unsqueeze(1), F.pad(column_scales.reshape(columns), (0, -columns % 16))[None]]
     with counted_as(rows, inner, columns):
         product = torch._scaled_mm(
             left,
