@@ -170,7 +170,16 @@ def test_private_parts_of_torch_are_touched_by_one_module_alone():
 NN = ("native", "casts", "core", "layers", "state", "attention", "sharded", "conversion")
 
 # Imports of the package inside functions, with their reasons.
-INSIDE = {}
+INSIDE = {
+    "cli/__init__.py: cli.command.main": "importing `lightning_lowbit.cli` is free",
+    "cli/command.py: cli.run.run": "commands that do not train import no torch",
+    "cli/command.py: _lightning.MisconfigurationException": "commands that do not train import no torch",
+    "cli/configs.py: nn.casts.plan.OPERANDS": "commands that do not train import no torch",
+    "cli/lab/estimate/shapes.py: nn.sharded.gather.casts_obstacle": "needs FSDP2, whose parts may move",
+    "kernels/gpu/casts.py: kernels.gpu.kernels": "imports Triton, which is optional",
+    "precision/layers.py: nn.sharded.gather.WeightGathers": "needs FSDP2, whose parts may move",
+    "precision/layers.py: nn.sharded.gather.check_gathers": "needs FSDP2, whose parts may move",
+}
 
 
 def test_rooms_of_nn_import_only_those_before_them():

@@ -62,12 +62,31 @@ FunctionContext = torch._C._FunctionBase
 node_of_backward = torch._C._current_autograd_node  # None outside of a backward pass
 number_of_backward = torch._C._current_graph_task_id  # −1 outside of a backward pass
 saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_is_legacy_batch, _is_wrapped = (
+    torch._C._functorch.is_legacy_batchedtensor,
+    torch._C._functorch.is_functorch_wrapped_tensor,
+)
 is_tracing, is_transformed = torch._C._is_tracing, torch._C._are_functorch_transforms_active
 
 
 def number_of_node(node: Any = None) -> int:
     """Returns the number of an autograd node; without one, of the node that was made last."""
     return int(torch._C._autograd._get_sequence_nr() - 1 if node is None else node._sequence_nr())
+
+
+def shape_at(node: Any, index: int = 0) -> tuple[int, ...]:
+    """Returns the shape of an output of the operation whose autograd node this is."""
+    return tuple(node._input_metadata[index].shape)
+
+
+def is_node_of(function: Any, node: Any) -> bool:
+    """Tells whether an autograd node belongs to an autograd function."""
+    return isinstance(node, function._backward_cls)
+
+
+def is_transposed(node: Any) -> bool:
+    """Tells whether the node of a convolution is that of a transposed one."""
+    return bool(node._saved_transposed)
 
 
 def unseen_writes(tensors: list[Tensor]) -> AbstractContextManager[None]:
@@ -87,8 +106,7 @@ def has_tangents() -> bool:
 
 def is_batched(tensor: Tensor) -> bool:
     """Tells whether a tensor is a batch of vmap or another wrapper of torch.func."""
-    functorch = torch._C._functorch
-    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_functorch_wrapped_tensor(tensor)
+    return _is_legacy_batch(tensor) or _is_wrapped(tensor)
 
 
 # --- compiler and dispatcher ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-process_group = _resolve_process_group  # by its name
+process_group: Any = _resolve_process_group  # by its name
 Record = FSDPParam  # of a parameter
 
 
@@ -135,8 +135,8 @@ class ExtendedRecord(FSDPParam):
         del self.extension
 
 
-def extend(record: Any, extension: Any) -> None:
-    """Has an extension gather the parameter of a record, in place; see :class:`ExtendedRecord`.
+def extend(record: Any, extension: Any) -> ExtendedRecord:
+    """Has an extension gather the parameter of a record, in place; returns the record. See :class:`ExtendedRecord`.
 
     The buffers stay FSDP2's own: an optimizer or a graph may know the parameter.
     """
@@ -145,3 +145,5 @@ def extend(record: Any, extension: Any) -> None:
     record.extension = extension
     record._init_extensions()
     record._unsharded_inner_tensors, record.all_gather_outputs = buffers, []
+    extended: ExtendedRecord = record
+    return extended

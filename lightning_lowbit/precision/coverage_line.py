@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_lowbit._lightning import rank_zero_info
+from lightning_lowbit._torch import is_node_of, is_transposed, shape_at
 from lightning_lowbit.nn.attention.function import QuantizedAttention
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.reasons import FROZEN, PRODUCTS, Reasons, is_matrix
@@ -133,7 +134,7 @@ def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = 
         if flops := _flops(node):
             coverage.add(flops, *owners.owner_of(node))
         if _is_converted(node):
-            multiplied.add(node.settings.layer)  # type: ignore[attr-defined]
+            multiplied.add(node.how.layer)  # type: ignore[attr-defined]
         stack += [edge for edge, _ in node.next_functions]
     return owners.weights() if _has_other_layers(model, multiplied) else coverage
 
@@ -147,15 +148,15 @@ def _has_other_layers(model: nn.Module, multiplied: Collection[str]) -> bool:
 
 def _shape(edge: tuple[Any, int]) -> tuple[int, ...] | None:
     node, index = edge
-    return None if node is None else tuple(node._input_metadata[index].shape)
+    return None if node is None else shape_at(node, index)
 
 
 def _is_converted(node: Any) -> bool:
-    return isinstance(node, QuantizedGemms._backward_cls)
+    return is_node_of(QuantizedGemms, node)
 
 
 def _is_attention(node: Any) -> bool:
-    return isinstance(node, QuantizedAttention._backward_cls)
+    return is_node_of(QuantizedAttention, node)
 
 
 def _operands(node: Any) -> list[tuple[Any, int]]:
@@ -166,26 +167,26 @@ def _operands(node: Any) -> list[tuple[Any, int]]:
 def _flops(node: Any) -> int:
     name, is_converted = node.name(), _is_converted(node)
     if is_converted or _PRODUCT.fullmatch(name):
-        (left, right), out = map(_shape, _operands(node)), node._input_metadata[0].shape
-        if is_converted and node.settings.frozen is not None:
-            return 2 * prod(out) * node.settings.frozen.shape[1]
+        (left, right), out = map(_shape, _operands(node)), shape_at(node)
+        if is_converted and (frozen := node.how.frozen) is not None:
+            return 2 * prod(out) * frozen.shape[1]
         if left is None and right is None:
             return 0
         rows = is_converted or name.startswith("Linear")  # their weight is [out, in]
         inner = left[-1] if left is not None else right[-1 if rows else -2]  # type: ignore[index]
-        if left is not None and is_converted and (window := node.settings.window) is not None:
+        if left is not None and is_converted and (window := node.how.window) is not None:
             inner = prod(window.kernel) * left[1]  # of images [N, C, *sizes]
         return 2 * prod(out) * inner
     if name.startswith("ScaledDotProduct") or _is_attention(node):  # Q · Kᵀ and P · V of [..., tokens, features]
-        query, key, out = *map(_shape, node.next_functions[:2]), tuple(node._input_metadata[0].shape)
+        query, key, out = *map(_shape, node.next_functions[:2]), shape_at(node)
         return 4 * prod(out) * (key or query or out)[-2]
     if name.startswith("ConvolutionBackward"):
         x, weight = map(_shape, _operands(node))
-        out = tuple(node._input_metadata[0].shape)
-        outputs = x if node._saved_transposed and x is not None else out  # positions where the weight is applied
+        out = shape_at(node)
+        outputs = x if is_transposed(node) and x is not None else out  # positions where the weight is applied
         return 2 * outputs[0] * prod(outputs[2:]) * prod(weight) if weight is not None else 0
     if "Rnn" in name:  # each token is multiplied by each matrix
-        return 2 * prod(node._input_metadata[0].shape[:-1]) * sum(weight.numel() for weight in _weights(node))
+        return 2 * prod(shape_at(node)[:-1]) * sum(weight.numel() for weight in _weights(node))
     return 0
 
 
@@ -213,9 +214,9 @@ class _Owners:
     def owner_of(self, node: Any) -> tuple[str, str | None]:
         """Returns the name of a product's module, if there is one, and why it is in high precision, if it is."""
         if _is_converted(node):
-            return "", None if node.settings.casts != LinearCasts() else str(FROZEN)
+            return "", None if node.how.casts != LinearCasts() else str(FROZEN)
         if _is_attention(node):
-            return "", None if LinearCasts() not in (node.how.qk.casts, node.how.pv.casts) else str(PRODUCTS)
+            return "", None if LinearCasts() not in (node.how.qk.how.casts, node.how.pv.how.casts) else str(PRODUCTS)
         if node.name().startswith("ScaledDotProduct"):
             return "", self._attention
         edges = node.next_functions if "Rnn" in node.name() else _operands(node)

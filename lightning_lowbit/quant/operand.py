@@ -40,7 +40,8 @@ class Operand(NamedTuple):
     factor: Tensor | None = None
 
     def t(self) -> "Operand":
-        return Operand(self.values.t(), None if self.factor is None else self.factor.t())
+        factor = self.factor
+        return Operand(self.values.t(), factor if factor is None or factor.dim() == 0 else factor.t())
 
 
 def quantize_operand(

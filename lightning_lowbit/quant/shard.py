@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lowbit._torch.sharding import process_group
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.blocks import ALL, Tile
 from lightning_lowbit.quant.rounding import int32
@@ -89,8 +90,6 @@ class Shard(NamedTuple):
 
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduces over the group; NaN counts as infinity in maxima, and as minus infinity in minima."""
-        from torch.distributed.distributed_c10d import process_group  # type: ignore[attr-defined]
-
         if op != dist.ReduceOp.SUM:
             infinite = torch.inf if op == dist.ReduceOp.MAX else -torch.inf
             values = values.nan_to_num(nan=infinite, posinf=torch.inf, neginf=-torch.inf)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import PRESETS, GroupedLinear, LayerKeys
-from lightning_lowbit.nn.core.calls import keys_of_parts
+from lightning_lowbit.nn.core.calls import keys_of_part
 from tests.benchmarks.environment import describe, keep_large_blocks, save
 
 
@@ -59,8 +59,8 @@ def sides(casts: str, experts: int, inner: int, out: int) -> dict[str, nn.Module
     stack = GroupedLinear(experts, inner, out, bias=False)
     plain, apart = Loop(stack), convert(Loop(stack), casts)
     LayerKeys(convert(stack, casts)).fill_(0)
-    for layer, keys in zip(apart.layers, keys_of_parts(stack.lowbit.keys, experts), strict=True):
-        layer.lowbit.keys = keys
+    for i, layer in enumerate(apart.layers):
+        layer.lowbit.keys = keys_of_part(stack.lowbit.keys, i)
     return {"bf16 loop": plain, "quantized loop": apart, "stack": stack}
 
 

@@ -2,13 +2,12 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import Cast, LinearCasts, convert, quantize
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
-from lightning_lowbit.nn.core import operands
+from lightning_lowbit.nn.core.watch import observed
 from lightning_lowbit.quant import Hadamard, Operand, rotate, split_mean, surrogate_factor
 from tests.references.quantize import splitmix64, uniform
 
@@ -128,18 +127,16 @@ def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
 
 
 @contextmanager
-def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operand]]:
+def spied() -> Iterator[dict[str, Operand]]:
     """Captures the operands that enter the three GEMMs, by name."""
     seen: dict[str, Operand] = {}
-    original: Callable[..., Operand] = operands.operand_of
 
-    def spy(name: str, *args: Any, **kwargs: Any) -> Operand:
-        assert name not in seen, f"{name} was made twice"
-        seen[name] = original(name, *args, **kwargs)
-        return seen[name]
+    def spy(how: Any, source: Any, operand: Operand, *_: Any) -> Operand:
+        assert how.name not in seen, f"{how.name} was made twice"
+        seen[how.name] = operand
+        return operand
 
-    with monkeypatch.context() as patch:
-        patch.setattr(operands, "operand_of", spy)
+    with observed(spy):
         yield seen
 
 

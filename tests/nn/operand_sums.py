@@ -1,7 +1,7 @@
 """The operands of a run as layers quantized them, and their slow sums."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from lightning_lowbit import Cast, quantize
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.casts.plan import SHARED
-from lightning_lowbit.nn.core import operands
+from lightning_lowbit.nn.core.watch import observed
 from tests.quant.tensors import spread_scales
 
 
@@ -41,28 +41,20 @@ Operands = dict[tuple[int, str], list[Made]]
 
 
 @contextmanager
-def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
+def captured() -> Iterator[Operands]:
     """All that watched layers quantize within this context, in the order of their rows."""
     made: Operands = defaultdict(list)
-    at: list[tuple[int, str]] = []
-    make: Callable[..., Any] = operands.operand_of
-    quantize: Callable[..., Any] = operands.quantize_operand
 
-    def spy(name: str, source: Any, settings: Any) -> Any:
-        rows = settings.operand_sums
-        at[:] = [] if rows is None else [(rows.storage_offset() // rows.numel(), name)]
-        for layer, _ in at if source.is_operand else ():  # what another GEMM made
-            made[layer, name] = made[layer, SHARED[name]]
-        return make(name, source, settings)
+    def note(how: Any, source: Any, operand: Any, key: Tensor | None, amax: Tensor | None, rows: Tensor | None) -> Any:
+        layer = -1 if rows is None else rows.storage_offset() // rows.numel()
+        if rows is not None and source.is_operand:  # what another GEMM made
+            made[layer, how.name] = made[layer, SHARED[how.name]]
+        elif rows is not None and how.cast is not None:
+            taken = (source.values, how.cast, how.dim, key, amax)
+            made[layer, how.name].append(Made(*(a.clone() if isinstance(a, Tensor) else a for a in taken)))
+        return operand
 
-    def note(x: Tensor, cast: Cast, dim: int, key: Tensor | None, amax: Tensor | None, *rest: Any) -> Any:
-        for place in at:
-            made[place].append(Made(*(a.clone() if isinstance(a, Tensor) else a for a in (x, cast, dim, key, amax))))
-        return quantize(x, cast, dim, key, amax, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(operands, "operand_of", spy)
-        patch.setattr(operands, "quantize_operand", note)
+    with observed(note):
         yield made
 
 

@@ -168,9 +168,9 @@ def test_groups_are_autograd_to_the_bit(name: str, mode: str, kind: str, shape: 
 
 
 @each("name", GROUPS)
-def test_groups_are_dense_in_the_dtype_of_the_computation(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_groups_are_dense_in_the_dtype_of_the_computation(name: str) -> None:
     """So that no GEMM is one of float32, and nothing wider is kept for the backward pass."""
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         run(layer_like(nn.Linear(IN, OUT), GROUPS[name]), torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT), True)
     for operand, (values, factor) in seen.items():
         assert values.dtype == torch.bfloat16, f"{operand} is in {values.dtype}"

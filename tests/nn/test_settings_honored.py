@@ -30,7 +30,7 @@ REMEMBERED = [{name: amax + "xwg".index(name[-1]) / 8 for name in OPERANDS} for 
 
 
 def traced(
-    monkeypatch: pytest.MonkeyPatch, casts: LinearCasts, dtype: torch.dtype = torch.float32
+    casts: LinearCasts, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
     """Operands (float64, by name) and results of a pass, always over the same tensors and after the same steps."""
     generator = torch.Generator().manual_seed(0)
@@ -41,7 +41,7 @@ def traced(
     original.weight.data.copy_(w)
     layer = layer_like(original.to(dtype), casts)
     remember(layer, *REMEMBERED)
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         results = run(layer, x.to(dtype), g.to(dtype))
     assert tuple(seen) == OPERANDS, "operands in another order, or missing"
     return {name: value(operand) for name, operand in seen.items()}, results
@@ -51,11 +51,9 @@ def moved(before: Mapping[str, Tensor | None], after: Mapping[str, Tensor | None
     return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}  # type: ignore[arg-type]
 
 
-def assert_turns(
-    monkeypatch: pytest.MonkeyPatch, knob: str, before: LinearCasts, after: LinearCasts, operands: set[str]
-) -> None:
+def assert_turns(knob: str, before: LinearCasts, after: LinearCasts, operands: set[str]) -> None:
     """Exactly these operands change, and with them exactly the results of their GEMMs."""
-    (old, old_results), (new, new_results) = traced(monkeypatch, before), traced(monkeypatch, after)
+    (old, old_results), (new, new_results) = traced(before), traced(after)
     assert moved(old, new) == operands, f"{knob} changed {moved(old, new)}"
     results = {RESULTS[gemm] for gemm, pair in GEMMS.items() if operands & set(pair)}
     assert moved(old_results, new_results) == results, f"{knob} changed {moved(old_results, new_results)}"
@@ -161,25 +159,25 @@ def test_every_field_of_scale_and_cast_has_a_knob() -> None:
 
 
 @pytest.mark.parametrize("field", CASTS)
-def test_a_cast_changes_its_own_operand(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+def test_a_cast_changes_its_own_operand(field: str) -> None:
     # What is rounded to the dtype of the computation is in float32 already.
     dtype = torch.bfloat16 if field == "round_to_bfloat16" else torch.float32
     pairs = CASTS[field]
     for number, (before, after) in enumerate(pairs):
         group = after.scale.correction  # of a random rotation
         base = every(before, hadamard={gemm: Hadamard(group, "keyed") for gemm in GEMMS} if group else {})
-        expected, _ = traced(monkeypatch, base, dtype)
+        expected, _ = traced(base, dtype)
         for operand in OPERANDS if len(pairs) == 1 else OPERANDS[number % 2 :: 2]:  # each with every other pair
-            found, _ = traced(monkeypatch, base.replace(**{operand: after}), dtype)
+            found, _ = traced(base.replace(**{operand: after}), dtype)
             assert moved(expected, found) == {operand}, (
                 f"{operand}: {before} -> {after} changed {moved(expected, found)}"
             )
 
 
 @pytest.mark.parametrize("cast", [TWO_LEVEL, Cast("int8", Scale("fp32", "row")), Cast("int4", Scale("fp32", "tensor"))])
-def test_what_is_exact_is_rounded_to_itself(monkeypatch: pytest.MonkeyPatch, cast: Cast) -> None:
+def test_what_is_exact_is_rounded_to_itself(cast: Cast) -> None:
     (expected, _), (found, _) = (
-        traced(monkeypatch, every(cast.replace(round_to_bfloat16=rounded)), torch.bfloat16) for rounded in (False, True)
+        traced(every(cast.replace(round_to_bfloat16=rounded)), torch.bfloat16) for rounded in (False, True)
     )
     assert not moved(expected, found), (
         f"round_to_bfloat16=True changes {moved(expected, found)}, which bfloat16 holds exactly"
@@ -247,7 +245,7 @@ def test_every_choice_is_tried() -> None:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("field", [name for name in LINEAR if name not in ("surrogate", "smooth")])
-def test_every_field_changes_what_it_names(monkeypatch: pytest.MonkeyPatch, field: str, base: str) -> None:
+def test_every_field_changes_what_it_names(field: str, base: str) -> None:
     casts = BASES[base]
     quantized = {name for name in OPERANDS if isinstance(getattr(casts, name), Cast)}
     for setting, operands in LINEAR[field]:
@@ -257,21 +255,17 @@ def test_every_field_changes_what_it_names(monkeypatch: pytest.MonkeyPatch, fiel
             operands = operands & quantized
         if field not in OPERANDS and not operands & quantized:
             continue  # refused: it would change nothing
-        assert_turns(monkeypatch, f"{base}: {field}={setting}", casts, casts.replace(**{field: setting}), operands)
+        assert_turns(f"{base}: {field}={setting}", casts, casts.replace(**{field: setting}), operands)
 
 
 @each("base", BASES)
 @each(("kind", "operands"), LINEAR["smooth"])
-def test_smoothing_changes_what_it_scales(
-    monkeypatch: pytest.MonkeyPatch, kind: str, operands: set[str], base: str
-) -> None:
+def test_smoothing_changes_what_it_scales(kind: str, operands: set[str], base: str) -> None:
     """And results of GEMMs that quantize what is scaled: all others have the powers of two divided out again."""
     casts = BASES[base]
     if base == "delayed" and kind == "channel":  # refused where the weight is scaled by former steps
         casts = casts.replace(fprop_w=ONE_LEVEL, dgrad_w=TWO_LEVEL)
-    (old, old_results), (new, new_results) = (
-        traced(monkeypatch, casts.replace(smooth=smooth)) for smooth in (None, kind)
-    )
+    (old, old_results), (new, new_results) = (traced(casts.replace(smooth=smooth)) for smooth in (None, kind))
     assert moved(old, new) == operands, f"{kind} changed {moved(old, new)}"
     quantized = {name for name in operands if isinstance(getattr(casts, name), Cast)}
     results = {RESULTS[gemm] for gemm, pair in GEMMS.items() if quantized & set(pair)}
@@ -283,24 +277,22 @@ def test_smoothing_changes_what_it_scales(
 
 
 @pytest.mark.parametrize(("fprop", "reuses"), [("fprop_w", "dgrad_w"), ("fprop_x", "wgrad_x")])
-def test_what_is_reused_changes_with_the_forward_pass(monkeypatch: pytest.MonkeyPatch, fprop: str, reuses: str) -> None:
+def test_what_is_reused_changes_with_the_forward_pass(fprop: str, reuses: str) -> None:
     for base in BASES.values():
         before = base.replace(**{reuses: "fprop"})
         for setting in OPERAND_SETTINGS:
             if getattr(before, fprop) != setting:
                 after = before.replace(**{fprop: setting})
-                assert_turns(monkeypatch, f"{fprop}={setting}", before, after, {fprop, reuses})
+                assert_turns(f"{fprop}={setting}", before, after, {fprop, reuses})
 
 
 @pytest.mark.parametrize("hadamard", [{}, {"fprop": 16}], ids=["", "rotated"])
 @pytest.mark.parametrize("kind", SURROGATES)
-def test_a_surrogate_changes_the_gradient_of_its_tensor(
-    monkeypatch: pytest.MonkeyPatch, kind: str, hadamard: dict[str, int]
-) -> None:
+def test_a_surrogate_changes_the_gradient_of_its_tensor(kind: str, hadamard: dict[str, int]) -> None:
     before = every(SATURATING, hadamard=hadamard)
-    operands, results = traced(monkeypatch, before)
+    operands, results = traced(before)
     for given in ({"fprop_x"}, {"fprop_w"}, {"fprop_x", "fprop_w"}):
-        found, found_results = traced(monkeypatch, before.replace(surrogate=dict.fromkeys(given, kind)))
+        found, found_results = traced(before.replace(surrogate=dict.fromkeys(given, kind)))
         assert not moved(operands, found), f"{kind} of {given} changed the operands {moved(operands, found)}"
         expected = {{"fprop_x": "x", "fprop_w": "weight"}[operand] for operand in given}
         assert moved(results, found_results) == expected, f"{kind} of {given} changed {moved(results, found_results)}"
@@ -312,11 +304,11 @@ def test_fields_of_hadamard_are_all_turned() -> None:
     assert len(turned) == len(GEMMS) * len(SIZES) * 2
 
 
-def test_groups_and_signs_all_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_and_signs_all_differ() -> None:
     """No two transforms of a GEMM give the same operand."""
     for gemm, pair in GEMMS.items():
         settings = [setting for setting, operands in LINEAR["hadamard"] if operands == set(pair)]
-        found = [traced(monkeypatch, every(ONE_LEVEL, hadamard=setting))[0][pair[0]] for setting in settings]
+        found = [traced(every(ONE_LEVEL, hadamard=setting))[0][pair[0]] for setting in settings]
         for i, one in enumerate(found):
             for j in range(i):
                 assert not torch.equal(one, found[j]), f"{gemm}: {settings[i]} is {settings[j]}"

@@ -161,13 +161,13 @@ class Two(nn.Module):
 
 
 def rotated_operands(
-    monkeypatch: pytest.MonkeyPatch, layer: str = "first", step: int = 0, rank: int = 0, micro_batch: int = 0, **h: Any
+    layer: str = "first", step: int = 0, rank: int = 0, micro_batch: int = 0, **h: Any
 ) -> dict[str, Tensor]:
     """The operands of one of two equal layers under keys of this step; rounding is deterministic."""
     torch.manual_seed(0)
     model = convert(Two(), every(NEAREST, hadamard={gemm: Hadamard(16, **h) for gemm in GEMMS}))
     LayerKeys(model).fill_(step, micro_batch, rank)
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         run(getattr(model, layer), torch.randn(16, 32), torch.randn(16, 32))
     return {name: value(operand) for name, operand in seen.items()}
 
@@ -182,12 +182,10 @@ def rotated_operands(
     ],
     ids=str,
 )
-def test_keyed_signs_are_drawn_anew(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], same: tuple[str, ...]
-) -> None:
-    first, again = rotated_operands(monkeypatch, signs="keyed"), rotated_operands(monkeypatch, signs="keyed")
-    other = rotated_operands(monkeypatch, signs="keyed", **change)
-    fixed = [rotated_operands(monkeypatch, **changes) for changes in ({}, change)]
+def test_keyed_signs_are_drawn_anew(change: dict[str, Any], same: tuple[str, ...]) -> None:
+    first, again = rotated_operands(signs="keyed"), rotated_operands(signs="keyed")
+    other = rotated_operands(signs="keyed", **change)
+    fixed = [rotated_operands(**changes) for changes in ({}, change)]
     for name in OPERANDS:
         assert torch.equal(first[name], again[name]), f"{name}: signs depend on something else than keys"
         assert torch.equal(first[name], other[name]) == (name in same), f"{name} with {change}"

@@ -38,13 +38,13 @@ def batch(seed: int = 0) -> Tensor:
 
 
 @each("casts", ["nvfp4", "nvfp4-nvidia", "mxfp4-rht", "fp8-delayed", "ternary", "int4"])
-def test_rows_tell_what_casts_did(casts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_tell_what_casts_did(casts: str) -> None:
     """To the operands as they were quantized: rotated, or the other way round; also to those that were taken over."""
     model, _ = net(casts)
     watch = watch_of(model)
     assert isinstance(watch, QuantizedOperands)
     watch.start(CPU)
-    with captured(monkeypatch) as made:
+    with captured() as made:
         gradients(model, batch())
     watch.stop()
     expected = places(LAYERS, made)
@@ -98,12 +98,12 @@ def test_only_while_it_is_on(what: Any) -> None:
     assert not watch.sums.any(), "rows begin empty"
 
 
-def test_different_passes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_passes_add_up() -> None:
     model, _ = net()
     watch = watch_of(model)
     assert isinstance(watch, QuantizedOperands)
     watch.start(CPU)
-    with captured(monkeypatch) as made:
+    with captured() as made:
         for seed, size in ((0, 1.0), (1, 30.0)):
             gradients(model, size * batch(seed))
     found = numbers(watch)
@@ -156,13 +156,13 @@ def test_an_operand_that_another_gemm_made_counts_once() -> None:
 
 
 @each("casts", ["nvfp4", "nvfp4-nvidia", "fp8-current", "ternary", {"preset": "ternary", "wgrad_x": None}])
-def test_gradients_in_both_precisions(casts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_in_both_precisions(casts: Any) -> None:
     """By hand, from the operands that met: those of the forward pass where the backward pass takes them over."""
     layer = layer_like(nn.Linear(32, 16, bias=False), casts, exact=True)
     watch = watch_of(layer, "gradient_sums")
     watch.start(CPU)
     x, g = torch.randn(24, 32), torch.randn(24, 16)
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         found = run(layer, x, g)
     dw, exact = value(seen["wgrad_g"]).t() @ value(seen["wgrad_x"]), g.double().t() @ x.double()
     assert found["weight"] is not None

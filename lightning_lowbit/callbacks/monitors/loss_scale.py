@@ -88,8 +88,9 @@ class LossScaleMonitor(Monitor):
         scaler = _scaler(trainer)
         self._count(scaler)
         scale = current_scale(scaler)
-        if scale is not None and growth_tracker(scaler) is not None:
-            self._under_way = scale.clone(), growth_tracker(scaler).clone(), overflow(scaler, optimizer)
+        tracker = growth_tracker(scaler)
+        if scale is not None and tracker is not None:
+            self._under_way = scale.clone(), tracker.clone(), overflow(scaler, optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._under_way is None:  # no optimizer step
@@ -99,8 +100,9 @@ class LossScaleMonitor(Monitor):
         if is_logging_step(trainer):
             self._keep_counts(trainer)
             values = dict(zip(_COUNTS, self._counts.unbind(), strict=True))
-            assert growth_tracker(scaler) is not None
-            values["growth_tracker"] = growth_tracker(scaler).float()
+            tracker = growth_tracker(scaler)
+            assert tracker is not None
+            values["growth_tracker"] = tracker.float()
             self._log(pl_module, {f"loss_scale/{name}": values[name] for name in _LOGGED})
             self._counts = self._counts.clone()  # the logger may read the old tensor later
             self._counts[_COUNTS.index("overflows")] = 0

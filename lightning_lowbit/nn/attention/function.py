@@ -18,23 +18,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit.nn.attention.operands import decoded, multiply, of_rows, of_weights, part, transposed
+from lightning_lowbit.nn.attention.operands import ProductPass, decoded, part, transposed
 from lightning_lowbit.nn.core.derivatives import first_derivative, mark
 from lightning_lowbit.nn.core.gemm import no_autocast
-from lightning_lowbit.nn.core.operands import Settings
-from lightning_lowbit.quant import Cast, Operand
+from lightning_lowbit.quant import Operand
 from lightning_lowbit.quant.rounding import uniform
 from lightning_lowbit.quant.shard import amax_of
 
 
 class Attention(NamedTuple):
-    """How one call is computed: settings of its products, the ``id`` of their layers, the scale of scores, whether
-    queries see no later keys, the number of queries in a tile, and the share of P that is dropped by the bits of a key
-    (int64, 0-d)."""
+    """The settings of one call.
 
-    qk: Settings
-    pv: Settings
-    layers: tuple[int, int]
+    Attributes:
+        qk, pv: the two products.
+        scale: of the scores.
+        causal: whether queries see no later keys.
+        tile: the number of queries in a tile.
+        dropout: the share of P that is dropped.
+        key: int64, 0-d, of the bits that decide which; None without dropout.
+    """
+
+    qk: ProductPass
+    pv: ProductPass
     scale: float
     causal: bool
     tile: int
@@ -46,7 +51,7 @@ class Attention(NamedTuple):
 
     def keys_seen(self, end: int, keys: int) -> int:
         """The keys that take part in products of queries before ``end``; a rotation mixes them with later ones."""
-        rotates = self.qk.casts.hadamard or self.pv.casts.hadamard
+        rotates = self.qk.how.casts.hadamard or self.pv.how.casts.hadamard
         return min(end, keys) if self.causal and not rotates else keys
 
     def dropped(self, p: Tensor, start: int) -> Tensor:
@@ -55,17 +60,13 @@ class Attention(NamedTuple):
             return p
         n, queries, keys = p.shape
         ends = (0, n), (start, start + queries), (0, keys)
-        heads, rows, columns = (torch.arange(*each, dtype=torch.int32, device=p.device) for each in ends)
+        heads, rows, columns = (torch.arange(*pair, dtype=torch.int32, device=p.device) for pair in ends)
         index = (rows[:, None] * n + heads[:, None, None]) * keys + columns
         return p.masked_fill(uniform(index, self.key) < self.dropout, 0) * (1 / (1 - self.dropout))
 
     def amax_of_p(self, x: Tensor) -> Tensor:
         """The amax of P in the dtype of ``x``, whatever the scores."""
         return torch.full((), 1 / (1 - self.dropout), dtype=x.dtype, device=x.device).float()
-
-    def owner(self, product: str, gemm: str) -> tuple[int, str]:
-        """Whose a GEMM is, see :func:`lightning_lowbit.compilation.counted_for`."""
-        return self.layers[product == "pv"], gemm
 
 
 class QuantizedAttention(torch.autograd.Function):
@@ -79,20 +80,19 @@ class QuantizedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         x, w, wv = _rows_first(q), k.flatten(0, -3), v.flatten(0, -3).mT
         queries, keys, wide = q.shape[-2], k.shape[-2], _wide(q.dtype)
-        qx, qw = of_rows("fprop_x", x, how.qk), of_weights("fprop_w", w, how.qk)
-        qv = of_weights("fprop_w", wv, how.pv)
+        qx, qw = how.qk.row_operand("fprop_x", x), how.qk.weight_operand("fprop_w", w)
+        qv = how.pv.weight_operand("fprop_w", wv)
         o = q.new_empty(len(w), queries, v.shape[-1])
         for start, end in how.tiles(queries):
             seen = how.keys_seen(end, keys)
             p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
             p = how.dropped(p, start).to(q.dtype)
-            qp = _of_tile("fprop_x", p, how.pv, start, queries, how.tile, how.amax_of_p(q))
+            qp = _tile_operand("fprop_x", p, how.pv, start, queries, how.tile, how.amax_of_p(q))
             left, right = _first(qp, 2, seen, keys), transposed(_first(qv, 2, seen, keys))
-            product = multiply(left, right, wide, how.owner("pv", "fprop"))
-            o[:, start:end] = product.to(q.dtype)
+            o[:, start:end] = how.pv.multiply("fprop", left, right, wide).to(q.dtype)
         last = mark(ctx, o)
         ctx.save_for_backward(q, k, v, mask, last)
-        ctx.how, ctx.layer = how, how.qk.layer
+        ctx.how, ctx.layer = how, how.qk.how.layer
         return o.view(*q.shape[:-1], v.shape[-1]), last
 
     @staticmethod
@@ -108,48 +108,49 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     queries, keys, wide = q.shape[-2], k.shape[-2], _wide(q.dtype)
     x, w, wv, go = _rows_first(q), k.flatten(0, -3), v.flatten(0, -3).mT, _rows_first(g)
-    again = how._replace(qk=_seen(how.qk), pv=_seen(how.pv))  # what the forward pass has recorded
-    qx, qw = of_rows("fprop_x", x, again.qk), of_weights("fprop_w", w, again.qk)
-    g_dgrad, g_wgrad = of_rows("dgrad_g", go, how.pv), of_rows("wgrad_g", go, how.pv)
-    w_pv, w_qk = _for_dgrad(wv, how.pv), _for_dgrad(w, how.qk)
-    x_qk = decoded(qx) if how.qk.casts.wgrad_x == "fprop" else of_rows("wgrad_x", x, how.qk)
+    qk, pv = how.qk, how.pv
+    qk_again, pv_again = qk.unrecorded(), pv.unrecorded()
+    qx, qw = qk_again.row_operand("fprop_x", x), qk_again.weight_operand("fprop_w", w)
+    g_dgrad, g_wgrad = pv.row_operand("dgrad_g", go), pv.row_operand("wgrad_g", go)
+    w_pv, w_qk = _dgrad_weight(wv, pv), _dgrad_weight(w, qk)
+    x_qk = decoded(qx) if qk.how.casts.wgrad_x == "fprop" else qk.row_operand("wgrad_x", x)
 
-    def of_scores(start: int, end: int, again: bool = False) -> tuple[Tensor, Tensor]:
+    def score_gradient(start: int, end: int, again: bool = False) -> tuple[Tensor, Tensor]:
         """P and dS of a tile, ``[n, queries, keys]``."""
         seen = how.keys_seen(end, keys)
         p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
-        right, owner = _first(w_pv, 2, seen, keys), (*how.owner("pv", "dgrad"), again)
-        dp = F.pad(multiply(part(g_dgrad, 1, start, end), right, wide, owner), (0, keys - seen))
-        dp = how.dropped(dp, start)
+        dp = pv.multiply("dgrad", part(g_dgrad, 1, start, end), _first(w_pv, 2, seen, keys), wide, again)
+        dp = how.dropped(F.pad(dp, (0, keys - seen)), start)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         return p, ds
 
     amax = None
-    if len(how.tiles(queries)) > 1 and _needs_amax(how.qk):  # one scale for all tiles takes a pass of its own
-        found = [amax_of(of_scores(start, end, True)[1].to(q.dtype)) for start, end in how.tiles(queries)]
-        amax = torch.stack(found).amax()
+    if len(how.tiles(queries)) > 1 and (qk.how.dgrad.left.needs_amax or qk.how.wgrad.left.needs_amax):
+        # One scale for all tiles takes a pass of its own.
+        amaxes = [amax_of(score_gradient(start, end, True)[1].to(q.dtype)) for start, end in how.tiles(queries)]
+        amax = torch.stack(amaxes).amax()
     dq = torch.empty(len(w), *q.shape[-2:], dtype=q.dtype, device=q.device)
     dk, dv = q.new_zeros(w.shape, dtype=wide), q.new_zeros(wv.shape, dtype=wide)
     dmask = None if mask is None or not needs[3] else torch.zeros_like(mask, dtype=wide)
     for start, end in how.tiles(queries):
-        p, ds = of_scores(start, end)
+        p, ds = score_gradient(start, end)
         seen = how.keys_seen(end, keys)
         if dmask is not None and mask is not None:
-            into = dmask if mask.shape[-2] == 1 else dmask[..., start:end, :]
-            into.add_(ds.view(*q.shape[:-2], end - start, keys).sum_to_size(into.shape))
+            rows = dmask if mask.shape[-2] == 1 else dmask[..., start:end, :]
+            rows.add_(ds.view(*q.shape[:-2], end - start, keys).sum_to_size(rows.shape))
         p, ds = how.dropped(p, start).to(q.dtype), ds.to(q.dtype)
         tile = (start, queries, how.tile)
-        if how.pv.casts.wgrad_x == "fprop":
-            qp = decoded(_of_tile("fprop_x", p, again.pv, *tile, how.amax_of_p(q)))
+        if pv.how.casts.wgrad_x == "fprop":
+            qp = decoded(_tile_operand("fprop_x", p, pv_again, *tile, how.amax_of_p(q)))
         else:
-            qp = _of_tile("wgrad_x", p, how.pv, *tile, how.amax_of_p(q))
+            qp = _tile_operand("wgrad_x", p, pv, *tile, how.amax_of_p(q))
         left = transposed(_cut(g_wgrad, start, end, queries))
-        dv[..., :seen] += multiply(left, _first(qp, 2, seen, keys), wide, how.owner("pv", "wgrad"))
-        left, right = _of_tile("dgrad_g", ds, how.qk, *tile, amax), _first(w_qk, 1, seen, keys)
-        product = multiply(_first(left, 2, seen, keys), right, wide, how.owner("qk", "dgrad"))
+        dv[..., :seen] += pv.multiply("wgrad", left, _first(qp, 2, seen, keys), wide)
+        left, right = _tile_operand("dgrad_g", ds, qk, *tile, amax), _first(w_qk, 1, seen, keys)
+        product = qk.multiply("dgrad", _first(left, 2, seen, keys), right, wide)
         dq[:, start:end] = (product * how.scale).to(q.dtype)
-        left = transposed(_first(_of_tile("wgrad_g", ds, how.qk, *tile, amax), 2, seen, keys))
-        dk[:, :seen] += multiply(left, _cut(x_qk, start, end, queries), wide, how.owner("qk", "wgrad"))
+        left = transposed(_first(_tile_operand("wgrad_g", ds, qk, *tile, amax), 2, seen, keys))
+        dk[:, :seen] += qk.multiply("wgrad", left, _cut(x_qk, start, end, queries), wide)
     dk = (dk * how.scale).to(k.dtype)
     return (
         dq.view(q.shape),
@@ -168,16 +169,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _seen(settings: Settings) -> Settings:
-    return settings._replace(operand_sums=None)
-
-
 def _weights(
     qx: Operand, qw: Operand, mask: Tensor | None, start: int, keys: int, shape: torch.Size, how: Attention
 ) -> Tensor:
     """P of a tile, ``[n, queries, keys]``; 0 for a query that sees no key, and for keys that come later."""
     wide = torch.float64 if qx.values.dtype == torch.float64 else torch.float32
-    scores = multiply(qx, transposed(qw), wide, how.owner("qk", "fprop")) * how.scale
+    scores = how.qk.multiply("fprop", qx, transposed(qw), wide) * how.scale
     queries, seen = scores.shape[1:]
     if mask is not None:
         mask = mask if mask.shape[-2] == 1 else mask[..., start : start + queries, :]
@@ -195,30 +192,24 @@ def _weights(
     return F.pad(p, (0, keys - seen))
 
 
-def _of_tile(
-    name: str, x: Tensor, settings: Settings, start: int, queries: int, tile: int, amax: Tensor | None
+def _tile_operand(
+    name: str, x: Tensor, product: ProductPass, start: int, queries: int, tile: int, amax: Tensor | None
 ) -> Operand:
     """The operand of P or dS of a tile, ``[n, queries, keys]``."""
-    place = None if tile >= queries else (start, tile, queries)
-    return of_rows(name, x.transpose(0, 1), settings, amax, place)
+    return product.row_operand(name, x.transpose(0, 1), amax, None if tile >= queries else (start, tile, queries))
 
 
-def _for_dgrad(w: Tensor, settings: Settings) -> Operand:
-    if settings.casts.dgrad_w == "fprop":
-        return decoded(of_weights("fprop_w", w, _seen(settings)))
-    return of_weights("dgrad_w", w, settings)
-
-
-def _needs_amax(settings: Settings) -> bool:
-    own = (settings.casts.dgrad_g, settings.casts.wgrad_g)
-    return any(isinstance(cast, Cast) and cast.scale.needs_amax for cast in own)
+def _dgrad_weight(w: Tensor, product: ProductPass) -> Operand:
+    if product.how.casts.dgrad_w == "fprop":
+        return decoded(product.unrecorded().weight_operand("fprop_w", w))
+    return product.weight_operand("dgrad_w", w)
 
 
 def _first(operand: Operand, dim: int, seen: int, keys: int) -> Operand:
-    """The keys that take part; if these are all, with those that a rotation has added."""
+    """Cuts an operand to the keys a causal tile sees; uncut, it keeps the padding that a rotation added."""
     return operand if seen == keys else part(operand, dim, 0, seen)
 
 
 def _cut(operand: Operand, start: int, end: int, queries: int) -> Operand:
-    """The rows of a tile; of a single tile all, with those that a rotation has added."""
+    """Cuts an operand to the rows of a tile; of a single tile, it keeps the padding that a rotation added."""
     return operand if start == 0 and end == queries else part(operand, 1, start, end)

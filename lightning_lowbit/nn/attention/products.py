@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.attention.function import Attention, QuantizedAttention
+from lightning_lowbit.nn.attention.operands import ProductPass
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM
 from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, refuse_dtypes
-from lightning_lowbit.nn.core.operands import Settings
-from lightning_lowbit.nn.core.parallel import Shards
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.rounding import mix_key
@@ -54,28 +53,15 @@ class ActivationProduct(PartLayer):
         gemms = self.full_casts.quantized_gemms
         return {", ".join(gemms): "attention's products have no native GEMM"} if gemms else {}
 
-    def settings(self) -> Settings:
-        state = self.lowbit
-        return Settings(
-            casts=state.casts,
-            keys=keys_of_call(self),
-            in_force=None,
-            staged=None,
-            exact=state.exact,
-            native=(),
-            blend=None if state.blend is None else state.blend.clone(),
-            operand_sums=state.operand_sums,
-            gradient_sums=None,
-            shards=Shards(),
-            weight_amax=None,
-            prequantized=None,
-            layer=state.name_in_model,
-        )
+    def product_pass(self, dtype: torch.dtype, device: torch.device) -> ProductPass:
+        """The product of a pass that begins now."""
+        one = self._pass(dtype, keys_of_call(self), None).for_backward()
+        return ProductPass(self._how(dtype, device), one, id(self))
 
 
-def casts_of_attention(given: Any) -> LinearCasts:
+def casts_of_attention(casts: Any) -> LinearCasts:
     """Casts of what :meth:`LinearCasts.of` takes; ``"fp8"`` is ``"fp8-current"``, since attention keeps no amaxes."""
-    return LinearCasts.of("fp8-current" if isinstance(given, str) and given == "fp8" else given)
+    return LinearCasts.of("fp8-current" if isinstance(casts, str) and casts == "fp8" else casts)
 
 
 def check_attention(name: str, casts: LinearCasts) -> None:
@@ -144,9 +130,8 @@ def attend(
         mask = mask.unsqueeze(0)
     size = math.prod(lead) * key.shape[-2]
     how = Attention(
-        qk.settings(),
-        pv.settings(),
-        (id(qk), id(pv)),
+        qk.product_pass(query.dtype, query.device),
+        pv.product_pass(query.dtype, query.device),
         1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         is_causal,
         _queries_in_tile(qk.casts, pv.casts, query.shape[-2], size),
@@ -178,7 +163,7 @@ def _check_call(
 
 
 def _queries_in_tile(qk: LinearCasts, pv: LinearCasts, queries: int, size: int) -> int:
-    """How many queries are computed at a time, where each has ``size`` scores; all, where scales span them."""
+    """Returns how many queries are computed at a time, where each has ``size`` scores; all, where scales span them."""
     unit = 1
     for product, casts in (("qk", qk), ("pv", pv)):
         for operand in _TILED[product]:

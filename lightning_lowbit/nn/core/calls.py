@@ -24,21 +24,26 @@ from lightning_lowbit.compilation import opaque
 
 
 class Calls:
-    """Counts the calls of each layer of a model; ``given`` has the keys of all calls of a micro-batch, if needed.
+    """Counts the calls of each layer of a model.
 
-    ``varying``, int64 ``[6]``, has all bits where each call has its own key, and none for a weight.
+    Attributes:
+        varying: int64 ``[6]``: all bits where each call has its own key, and none for a weight.
+        drawn: the keys of all calls of a micro-batch; None where nothing needs them.
     """
 
     def __init__(self, varying: Tensor) -> None:
         self.varying = varying
-        self.given: list[Tensor] | None = None
+        self.drawn: list[Tensor] | None = None
         self._counts: Counter[int] = Counter()  # by id: a copy of a layer must not hold other layers
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({"drawn" if name == "given" else name: value for name, value in state.items()})  # once given
 
     def begin(self) -> None:
         """Starts a micro-batch: the next call of each layer is its first one."""
         self._counts.clear()
-        if self.given is not None:
-            self.given.clear()
+        if self.drawn is not None:
+            self.drawn.clear()
 
     def number(self, layer: Any, site: int | None = None) -> int:
         """The number of a call that begins now, at a ``site`` of a compiled graph, if any; a ValueError if unknown."""
@@ -46,8 +51,8 @@ class Calls:
         if again is None:
             number = self._counts[id(layer)]
             self._counts[id(layer)] += 1
-        elif (found := _recomputed(*again, id(layer), site)) is not None:
-            number = found
+        elif (first_number := _recomputed(*again, id(layer), site)) is not None:
+            number = first_number
         elif self._counts[id(layer)] <= 1:
             number = 0
         else:
@@ -65,15 +70,15 @@ class Calls:
 
 
 def keys_of_call(layer: Any) -> Tensor | None:
-    """The keys of a call that begins now, safe from refilling; None for a layer without keys, or need of any."""
-    keys = layer.lowbit.keys
-    if keys is None or not layer.lowbit.casts.plan.draws:
+    """The keys of a call that begins now, as a copy; None for a layer that has none, or draws no bits."""
+    state = layer.lowbit
+    if state.keys is None or not state.casts.plan.draws:
         return None
-    return _keys_in_graph(keys, _site()) if torch.compiler.is_compiling() else _keys_of_call(layer)
+    return _keys_in_graph(state.keys, _site()) if torch.compiler.is_compiling() else _keys_of_call(layer)
 
 
 def number_calls(layer: Any, keys: Tensor, calls: Calls) -> None:
-    """Gives a layer its keys, and has its calls counted."""
+    """Sets the keys of a layer, and counts its calls."""
     state = layer.lowbit
     state.keys, state.calls, state.plugin_is_gone = keys, calls, False
     _LAYERS[keys.data_ptr()] = layer
@@ -83,14 +88,14 @@ def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
     layer_keys, calls = layer.lowbit.keys, layer.lowbit.calls
     number = 0 if calls is None else calls.number(layer, site)
     keys: Tensor = layer_keys.clone() if number == 0 else layer_keys ^ (calls.varying & _hash(number))
-    if calls is not None and calls.given is not None:
-        calls.given.append(keys)
+    if calls is not None and calls.drawn is not None:
+        calls.drawn.append(keys)
     return keys
 
 
 def keys_of_part(keys: Tensor, part: int) -> Tensor:
-    """The keys of one of several products of a call, such as a group of a convolution: those of the call XOR a hash of
-    the product's index."""
+    """The keys of one of several products of a call, such as a group of a convolution or an expert of a stack: those
+    of the call XOR a hash of the product's index."""
     return keys ^ _hash_of_part(part)
 
 
@@ -100,20 +105,8 @@ def _hash_of_part(part: int) -> int:
 
 
 @cache
-def _hash(number: int, of: str = "call") -> int:
-    return int.from_bytes(hashlib.blake2b(f"{of} {number}".encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def keys_of_parts(keys: Tensor, parts: int, first: int = 0) -> Tensor:
-    """:func:`keys_of_part` of ``parts`` parts from ``first`` on, such as the experts of a stack: ``[parts, 6]``."""
-    return keys ^ _of_parts(first, parts, keys.device)
-
-
-@cache
-@torch.inference_mode(False)  # evaluation may come first
-def _of_parts(first: int, parts: int, device: torch.device) -> Tensor:
-    hashes = [[_hash(i, "part")] for i in range(first, first + parts)]
-    return torch.tensor(hashes, dtype=torch.int64, device=device)
+def _hash(number: int, unit: str = "call") -> int:
+    return int.from_bytes(hashlib.blake2b(f"{unit} {number}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lightning_lowbit._torch import is_batched, is_transformed
+
 HIGH_PRECISION = (
     "Compute this part in high precision: plugin.push_phase('penalty', 'bf16') before its forward pass and "
     "plugin.pop_phase('penalty') after its backward pass, without a plugin lightning_lowbit.nn.set_phase(model, "
@@ -76,7 +78,7 @@ def refuse_transforms(layer: Any) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_transformed() -> bool:
-    return torch._C._are_functorch_transforms_active()
+    return is_transformed()
 
 
 def refuse_tangents(layer: Any, *inputs: Tensor) -> None:
@@ -93,8 +95,7 @@ def refuse_batches(layer: str, g: Tensor) -> None:
     """Raises a ``ValueError`` for a batch of gradients where one is taken."""
     if torch.compiler.is_compiling():
         return
-    functorch = torch._C._functorch
-    if functorch.is_legacy_batchedtensor(g) or functorch.is_functorch_wrapped_tensor(g):
+    if is_batched(g):
         raise ValueError(
             f"Layer {layer}: the backward pass of a quantized layer takes one gradient at a time, and not a batch of "
             f"them (is_grads_batched=True, vectorize=True, vmap). Take them in a loop. {HIGH_PRECISION}"

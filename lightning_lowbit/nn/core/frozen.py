@@ -11,7 +11,7 @@ from lightning_lowbit.quant import Cast, Operand
 
 
 class Frozen(NamedTuple):
-    """What the bytes of a frozen weight are: a matrix of a ``shape``, [out_features, in_features], quantized by a
+    """A description of a frozen weight's bytes: a matrix of a ``shape``, [out_features, in_features], quantized by a
     ``cast`` along its columns from ``dtype``. The bytes, uint8, 1-D, are those of :class:`Packed` and then the float32
     scale of the matrix."""
 

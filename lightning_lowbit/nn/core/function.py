@@ -5,205 +5,83 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels import Packed
-from lightning_lowbit.nn.core.calls import keys_of_parts
 from lightning_lowbit.nn.core.derivatives import first_derivative, mark
 from lightning_lowbit.nn.core.gemm import matmul, no_autocast
-from lightning_lowbit.nn.core.operands import Settings, amax_for, operands, sources_of_gradient, through_rounding_of
-from lightning_lowbit.nn.core.patches import patches, patches_for_wgrad
-from lightning_lowbit.nn.core.saving import (
-    frozen_weight,
-    keeps_weight_operand,
-    kept_source,
-    pack_for_backward,
-    prequantized_weight,
-    unpacked_source,
-    weight_for_dgrad,
-)
-from lightning_lowbit.nn.core.source import Source
+from lightning_lowbit.nn.core.how import How
+from lightning_lowbit.nn.core.operands import Pass
 from lightning_lowbit.nn.core.watch import add_gradients_
-from lightning_lowbit.quant import Operand
+
+_NOTHING = (None, None)
 
 
 class QuantizedGemms(torch.autograd.Function):
-    """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast. Takes ``x`` [tokens, in_features], ``w``
-    [out_features, in_features], ``bias`` [out_features] or None, each of any dtype, and :class:`Settings`, which say in
-    which dtype to compute. With a window, ``x`` are images [N, C, *sizes], and tokens are the positions of its patches.
-    With ``settings.ends`` it is one such pass per group of rows, by stacks of weights and biases. Returns ``Y`` and a
-    :func:`lightning_lowbit.nn.core.derivatives.mark`."""
+    """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast.
+
+    What x and w are, and what is saved of them, is known to the sides of ``how``.
+
+    Args:
+        x: ``[tokens, in_features]``, or what ``how.x`` makes such a matrix of: images ``[N, C, *sizes]``.
+        weight: ``[out_features, in_features]``, or what ``how.w`` makes such a matrix of: bytes.
+        bias: ``[out_features]`` or None.
+        how: the GEMMs, operands and sides. Tensors may have any dtype; ``how.dtype`` is that of the computation.
+        one: what changes from pass to pass.
+
+    Returns:
+        ``Y`` ``[tokens, out_features]``, and a :func:`lightning_lowbit.nn.core.derivatives.mark`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, one: Pass
     ) -> tuple[Tensor, Tensor | None]:
-        dtype = settings.dtype or x.dtype
-        ctx.layer, ctx.dtypes = settings.layer, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        forward = _forward if settings.ends is None else _forward_of_groups
-        y, saved = forward(ctx, x, weight, bias, settings)
-        end = mark(ctx, y)
-        ctx.save_for_backward(*saved, end)
-        return y, end
+        ctx.how, ctx.one, ctx.layer, ctx.shape = how, one.for_backward(), how.layer, x.shape
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        x, bias = x.to(how.dtype), None if bias is None else bias.to(how.dtype)
+        (needs_x, needs_w), one = ctx.needs_input_grad[:2], one.with_keys_of_part()
+        source_x, source_w = how.x.forward(x, one, needs_w), how.w.forward(weight, one, needs_x)
+
+        # Y = X · Wᵀ + b            [tokens, in] · [in, out]
+        qx, qw, offset = how.fprop.operands(source_x, source_w, one, bias)
+        y = matmul(qx, qw.t(), offset, how.dtype, fast_accumulation=True)
+
+        reads_x = (needs_x and how.x.has_surrogate) or (needs_w and one.gradient_sums is not None)
+        last = mark(ctx, y)
+        ctx.save_for_backward(
+            *(how.x.save(x, source_x, qx) if needs_w else _NOTHING),
+            source_x.amax,
+            x if reads_x else None,
+            *(how.w.save(weight, source_w, qw) if needs_x else _NOTHING),
+            source_w.amax,
+            source_w.values if needs_w and how.w.has_surrogate else None,
+            last,
+        )
+        return y, last
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, g, saved) if ctx.settings.ends is None else _backward_of_groups(ctx, g, saved)
-
-
-def _forward(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The output, and what the backward pass reads."""
-    casts, (needs_x, needs_w) = settings.casts, ctx.needs_input_grad[:2]
-    given, settings, dtype = settings, settings.of_part(), x.dtype
-    w = weight if settings.frozen is not None or settings.prequantized is not None else weight.to(dtype)
-    read_by = ("fprop_x", *["wgrad_x"] * needs_w)
-    is_matrix = settings.window is None
-    source_x = Source(x, amax_for(x, settings, *read_by)) if is_matrix else patches(x, settings, *read_by)
-    if settings.frozen is not None:
-        source_w = frozen_weight(weight, dtype, settings)
-    elif settings.prequantized is not None:
-        source_w = prequantized_weight(w, settings.prequantized, settings)
-    elif settings.weight_amax is not None:
-        source_w = Source(w, settings.weight_amax)
-    else:
-        source_w = Source(w, amax_for(w, settings, "fprop_w", *["dgrad_w"] * needs_x))
-    packed, of_fprop = None, source_x
-    if needs_w and settings.packed is not None:
-        packed = pack_for_backward(settings.packed, source_x, settings)
-        if settings.packed == "fprop_x":
-            of_fprop = unpacked_source("fprop_x", packed, x.shape, dtype, settings)
-
-    # Y = X · Wᵀ + b            [tokens, in] · [in, out]
-    qx, qw, offset = operands("fprop", of_fprop, source_w, settings, bias)
-    y = matmul(qx, qw.t(), offset, dtype, fast_accumulation=True)
-
-    # "fprop" and requantize keep the operand of the forward pass; others are quantized anew from the tensor itself.
-    # Of images, which are smaller than their patches, the images themselves are kept.
-    keeps_qx = "wgrad_x" in casts.plan.kept and is_matrix
-    for_wgrad: Any = packed or (qx if keeps_qx else Operand(x))
-    keeps_operand = keeps_weight_operand(settings)
-    for_dgrad: Any = qw if keeps_operand else Operand(weight if settings.recasts else w)
-    if settings.native:
-        for_wgrad = packed or settings.kept("wgrad_x", for_wgrad, x)
-        for_dgrad = settings.kept("dgrad_w", for_dgrad, w) if keeps_operand else for_dgrad
-    reads_x = (needs_x and "fprop_x" in casts.surrogate) or (needs_w and settings.gradient_sums is not None)
-    saved = (
-        *(for_wgrad if needs_w else (None, None)),
-        source_x.amax,
-        *(for_dgrad if needs_x else (None, None)),
-        settings.weight_amax if source_w.amax is None else source_w.amax,
-        x if reads_x else None,
-        w if needs_w and "fprop_w" in casts.surrogate else None,
-    )
-    # Both are refilled in place for the next micro-batch or step, which may begin before this one's backward pass.
-    if given.in_force is not None:
-        given = given._replace(in_force=given.in_force.clone())
-    if given.blend is not None:
-        given = given._replace(blend=given.blend.clone())
-    ctx.settings, ctx.dtype, ctx.shape = given, dtype, x.shape
-    return y, saved
-
-
-def _backward(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
-    x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = saved
-    settings: Settings = ctx.settings.of_part()
-    window = settings.window
-    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    dx = dw = db = None
-    with no_autocast(g.device.type):
-        if window is not None and forward_x is not None:
-            forward_x = window.gather(forward_x)
-        source_g = of_wgrad = Source(g, amax_for(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
-        if needs_x and needs_w:
-            source_g, of_wgrad = sources_of_gradient(source_g, settings)
-        if needs_x:
-            # dX = dY · W           [tokens, out] · [out, in]
-            of_weight = weight_for_dgrad(Operand(w, w_factor), amax_w, ctx.dtype, settings)
-            source_w = kept_source("dgrad_w", of_weight, amax_w, ctx.dtype, settings)
-            qg, qw, of_mean = operands("dgrad", source_g, source_w, settings)
-            dx = matmul(qg, qw, of_mean, ctx.dtype)
-            dx = through_rounding_of("fprop_x", dx, Source(forward_x, amax_x), settings)
-            dx = (dx if window is None else window.scatter(dx, ctx.shape)).to(x_dtype)
-            if settings.reuses("wgrad_g"):
-                of_wgrad = Source(qg.values, None, qg.factor, is_operand=True)
-        if needs_w:
-            # dW = dYᵀ · X          [out, tokens] · [tokens, in]
-            of_input, packed = Operand(x, x_factor), settings.packed
-            if window is not None:
-                of_input = patches_for_wgrad(x, amax_x, settings)
-            if packed is not None:
-                source_x = unpacked_source(packed, Packed(x, x_factor), ctx.shape, ctx.dtype, settings)
-                of_input = Operand(source_x.values, source_x.factor)
-            if packed != "wgrad_x":
-                source_x = kept_source("wgrad_x", of_input, amax_x, ctx.dtype, settings)
-            qg, qx, of_mean = operands("wgrad", of_wgrad, source_x, settings)
-            dw = matmul(qg.t(), qx, of_mean, ctx.dtype)
-            if settings.gradient_sums is not None:
-                add_gradients_(settings.gradient_sums, dw, torch.mm(g.to(ctx.dtype).t(), forward_x))
-            dw = through_rounding_of("fprop_w", dw, Source(forward_w, amax_w), settings).to(w_dtype)
-        if needs_bias:
-            db = g.sum(0).to(bias_dtype)  # of the unquantized gradient
-    return dx, dw, db, None
-
-
-# --- groups -----------------------------------------------------------------------------------------------------------
-
-
-class _Group:
-    """The context of one group's pass, ``x[rows] · W[index]ᵀ``."""
-
-    def __init__(self, index: int, rows: slice, needs_input_grad: tuple[bool, ...]) -> None:
-        self.index, self.rows, self.needs_input_grad = index, rows, needs_input_grad
-        self.settings: Any = None
-        self.dtypes: tuple[torch.dtype | None, ...] = ()
-
-
-def _forward_of_groups(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    assert settings.ends is not None
-    rows = [slice(*pair) for pair in zip((0, *settings.ends), settings.ends, strict=False)]
-    groups = [_Group(i, own, ctx.needs_input_grad) for i, own in enumerate(rows) if own.stop > own.start]
-    keys = None if settings.keys is None else keys_of_parts(settings.keys, len(weight), settings.part or 0)
-    results: list[Tensor] = []
-    saved: list[Tensor | None] = []  # by autograd: it frees the tensors in time, and knows the hooks of saved tensors
-    for group in groups:
-        own = settings._replace(ends=None, part=None, keys=None if keys is None else keys[group.index])
-        w, b = weight[group.index], None if bias is None else bias[group.index]
-        w = w if settings.recasts else w.to(x.dtype)
-        group.dtypes = x.dtype, w.dtype, None if b is None else b.dtype
-        y, saved_by_group = _forward(group, x[group.rows], w, b, own)
-        results.append(y)
-        saved += saved_by_group
-    ctx.settings, ctx.groups, ctx.shape = settings, groups, x.shape
-    ctx.weight = torch.empty_like(weight, device="meta")
-    return torch.cat([*results, x.new_zeros(len(x) - settings.ends[-1], weight.shape[1])]), (*saved,)
-
-
-def _backward_of_groups(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
-    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    x_dtype, _, bias_dtype = ctx.dtypes
-    dx = g.new_empty(ctx.shape, dtype=x_dtype) if needs_x else None
-    dw = torch.empty_like(ctx.weight, device=g.device) if needs_w else None
-    db = g.new_empty(ctx.weight.shape[:2], dtype=bias_dtype) if needs_bias else None
-    if dx is not None:
-        dx[ctx.settings.ends[-1] :].zero_()
-    for stack in (dw, db):
-        if stack is not None:
-            for index in {*range(len(stack))} - {group.index for group in ctx.groups}:  # no rows
-                stack[index].zero_()
-    settings: Settings = ctx.settings
-    # Another draw of the random bits changes the layer's keys in place.
-    keys = None if settings.keys is None else keys_of_parts(settings.keys, len(ctx.weight), settings.part or 0)
-    size = len(saved) // max(len(ctx.groups), 1)
-    for i, group in enumerate(ctx.groups):
-        if keys is not None:
-            group.settings = group.settings._replace(keys=keys[group.index])
-        gradients = _backward(group, g[group.rows], saved[i * size : (i + 1) * size])
-        for whole, part, own in zip((dx, dw, db), (group.rows, group.index, group.index), gradients, strict=False):
-            if whole is not None and own is not None:
-                whole[part].copy_(own)  # to the dtype of the parameter
-    return dx, dw, db, None
+        how, one = ctx.how, ctx.one.with_keys_of_part()
+        x, w = (*saved[:4], ctx.shape), (*saved[4:], ctx.shape)
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        with no_autocast(g.device.type):
+            source_g, source_g_again = how.g.backward(g, needs_x, needs_w, one)
+            if needs_x:
+                # dX = dY · W           [tokens, out] · [out, in]
+                source_w = how.w.backward(w, one)
+                qg, qw, offset = how.dgrad.operands(source_g, source_w, one)
+                dx = matmul(qg, qw, offset, how.dtype)
+                dx = how.x.gradient(dx, x, one).to(x_dtype)
+                source_g_again = how.g.reused(source_g_again, qg)
+            if needs_w:
+                # dW = dYᵀ · X          [out, tokens] · [tokens, in]
+                source_x = how.x.backward(x, one)
+                qg, qx, offset = how.wgrad.operands(source_g_again, source_x, one)
+                dw = matmul(qg.t(), qx, offset, how.dtype)
+                if one.gradient_sums is not None:
+                    add_gradients_(one.gradient_sums, dw, torch.mm(g.to(how.dtype).t(), how.x.matrix(x[3])))
+                dw = how.w.gradient(dw, w, one).to(w_dtype)
+            if needs_bias:
+                db = g.sum(0).to(bias_dtype)  # of the unquantized gradient
+        return dx, dw, db, None, None

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit._torch import int_mm, scaled_mm
+from lightning_lowbit._torch import has_units, int_mm, scaled_mm
 from lightning_lowbit.compilation import counted_as, opaque, within_cast
 from lightning_lowbit.kernels.layout import pad
 from lightning_lowbit.kernels.products import scale_and_round
@@ -26,26 +26,22 @@ from lightning_lowbit.nn.native.gemms import block_product, results
 from lightning_lowbit.nn.native.operand import BlockOperand
 from lightning_lowbit.quant import Operand
 
-_FLOAT32 = torch.finfo(torch.float32)
+_TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_ONE_BYTE = frozenset((*_FP8, torch.int8))
 
 
 def _without_units() -> frozenset[torch.dtype]:
     """The 16-bit dtypes for which this CPU has no instructions: torch's GEMMs of them take many times as long as those
     of float32, whose sums differ in their order alone."""
-    onednn = torch.ops.mkldnn if torch._C._has_mkldnn else None
-    with_units = {
-        torch.bfloat16: onednn is not None and onednn._is_mkldnn_bf16_supported(),
-        torch.float16: onednn is not None and onednn._is_mkldnn_fp16_supported(),
-    }
-    return frozenset(dtype for dtype, has_units in with_units.items() if not has_units)
+    return frozenset(dtype for dtype in (torch.bfloat16, torch.float16) if not has_units(dtype))
 
 
 SLOW_ON_CPU = _without_units()
 
 
 def is_slow(x: Tensor) -> bool:
-    """Whether GEMMs of a tensor are computed in float32, because its device has no instructions for its dtype."""
+    """True if GEMMs of a tensor are computed in float32, because its device has no instructions for its dtype."""
     return x.dtype in SLOW_ON_CPU and x.is_cpu
 
 
@@ -94,18 +90,20 @@ def matmul(
     """
     left, right = a.values, b.values
     if isinstance(a, BlockOperand) and isinstance(b, BlockOperand):
-        of_a, of_b = (left, a.scales, a.factor), (right, b.scales, b.factor)
-        return _block_matmul(*of_a, *of_b, bias, dtype, a.kind, a.size[0], b.size[0], a.size[1])
-    if left.dtype in _FP8 and right.dtype in _FP8:
-        return _fp8_matmul(left, a.factor, right, b.factor, bias, dtype, fast_accumulation)
-    if left.dtype == right.dtype == torch.int8:
-        if len(right) <= _LONGEST:
+        operands = (left, a.scales, a.factor, right, b.scales, b.factor)
+        return _block_matmul(*operands, bias, dtype, a.kind, a.size[0], b.size[0], a.size[1])
+    if left.dtype in _ONE_BYTE or right.dtype in _ONE_BYTE:
+        if left.dtype in _FP8 and right.dtype in _FP8:
+            return _fp8_matmul(left, a.factor, right, b.factor, bias, dtype, fast_accumulation)
+        if left.dtype != right.dtype:  # one of them is an operand of a native GEMM
+            left, right = (x.to(dtype) if x.dtype in _ONE_BYTE else x for x in (left, right))
+        elif len(right) <= _LONGEST:
             return _int8_matmul(left, a.factor, right, b.factor, bias, dtype)
-    elif 1 in (left.dtype.itemsize, right.dtype.itemsize):  # one of them may be an operand of a native GEMM
-        left, right = (x.to(dtype) if x.dtype.itemsize == 1 else x for x in (left, right))
-    plain = a.factor is None and b.factor is None and (bias is None or bias.dtype == dtype)
-    if plain and left.dtype == right.dtype == dtype and not is_slow(left):
-        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+    if left.dtype == right.dtype == dtype and a.factor is None and b.factor is None and not is_slow(left):
+        if bias is None:
+            return torch.mm(left, right)
+        if bias.dtype == dtype:
+            return torch.addmm(bias, left, right)
     return _emulated_matmul(left, a.factor, right, b.factor, bias, dtype)
 
 
@@ -146,18 +144,19 @@ def _emulated_matmul(
     factors = [factor for factor in (left_factor, right_factor) if factor is not None]
     if left.dtype != dtype or right.dtype != dtype or is_slow(left):
         left, right = left.float(), right.float()
-    narrow = bias is None or bias.dtype == dtype  # a float32 product with a mean is added before rounding
-    if left.is_cpu and narrow and not any(map(Tensor.dim, factors)):
+    is_narrow = bias is None or bias.dtype == dtype  # a float32 product with a mean is added before rounding
+    if left.is_cpu and is_narrow and not any(map(Tensor.dim, factors)):
         # On the CPU, reading a number is free, and the GEMM multiplies its float32 result by alpha.
         alpha = math.prod(map(Tensor.item, factors))
-        if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:  # the result may still be an ordinary number
+        if not _TINY <= alpha <= _MAX:  # the result may still be an ordinary number
             product = torch.mm(left.float(), right.float()).double() * alpha
             return (product if bias is None else product + bias).to(dtype)
-        if bias is None and alpha == 1:
+        if bias is not None:
+            return torch.addmm(bias.to(left.dtype), left, right, alpha=alpha).to(dtype)
+        if alpha == 1:
             return torch.mm(left, right).to(dtype)
-        # Without a bias, memory of the result's shape, which is not read: anything smaller would be expanded first.
-        offset = left.new_empty((left.shape[0], right.shape[1])) if bias is None else bias.to(left.dtype)
-        return torch.addmm(offset, left, right, alpha=alpha, beta=0 if bias is None else 1).to(dtype)
+        # Memory of the result's shape, which is not read: anything smaller would be expanded first.
+        return torch.addmm(_empty(left, right, left.dtype), left, right, alpha=alpha, beta=0).to(dtype)
     if left.dtype in (torch.float32, torch.float64) or left.is_cpu:
         product = torch.mm(left, right)  # the CPU has no GEMM that leaves its float32 result unrounded
     else:
@@ -193,8 +192,8 @@ def _fp8_matmul(
     if not inside:
         scales, added = [one, one], None
     elif any(factor.dim() for factor in factors):  # then the GEMM takes one per row and column
-        of_rows, of_columns = factors[0].expand(rows, 1).reshape(rows), factors[1].expand(1, columns).reshape(columns)
-        scales = [of_rows.contiguous().unsqueeze(1), F.pad(of_columns, (0, -columns % 16)).unsqueeze(0)]
+        row_scales, column_scales = factors[0].expand(rows, 1).reshape(rows), factors[1].expand(1, columns)
+        scales = [row_scales.contiguous().unsqueeze(1), F.pad(column_scales.reshape(columns), (0, -columns % 16))[None]]
     with counted_as(rows, inner, columns):
         product = scaled_mm(
             left,

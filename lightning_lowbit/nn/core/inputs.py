@@ -1,4 +1,4 @@
-"""What a quantized pass takes, and which tracers can follow it; everything else is refused before a kernel meets it."""
+"""Checks of inputs: tensors that a quantized pass cannot take, and tracers that cannot follow it, are refused."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-from lightning_lowbit._torch import has_tangents
+from lightning_lowbit._torch import has_tangents, is_tracing, is_transformed
 from lightning_lowbit.nn.core.derivatives import refuse_tangents, refuse_transforms
 
-# In which layers compute: rounding is not defined for complex numbers, and integers have no gradient.
+# The dtypes in which layers compute: complex numbers have no rounding, and integers no gradient.
 COMPUTED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 _TRACED = (
@@ -20,7 +20,7 @@ _TRACED = (
 
 
 def check_inputs(layer: Any, *tensors: Any) -> bool:
-    """Whether the inputs of a layer are on ``meta``: they have shapes and no values to quantize.
+    """Checks the inputs of a layer. Returns whether they are on ``meta``, without values to quantize.
 
     Raises:
         TypeError: an input is no tensor.
@@ -33,7 +33,7 @@ def check_inputs(layer: Any, *tensors: Any) -> bool:
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
             _check_kind(layer, tensor)
-    if _is_tracing():
+    if is_tracing():
         how = "traced by torch.jit, which keeps random bits and scales fixed"
         raise ValueError(_TRACED.format(layer.name_in_model, how))
     if is_transformed():
@@ -41,9 +41,6 @@ def check_inputs(layer: Any, *tensors: Any) -> bool:
     if has_tangents():
         refuse_tangents(layer, *tensors)
     return bool(tensors[0].is_meta)
-
-
-_is_tracing, is_transformed = torch._C._is_tracing, torch._C._are_functorch_transforms_active
 
 
 def _check_kind(layer: Any, tensor: Any) -> None:
@@ -75,9 +72,9 @@ def refuse_dtypes(layer: str, *tensors: Tensor) -> NoReturn:
     )
 
 
-def of_nested(layer: str, x: Any, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """A nested tensor of ``multiply(rows)``, of the rows of all sequences together, which is what their scales are of.
-    A ``ValueError`` for other nested tensors than those of ``layout=torch.jagged`` without holes."""
+def nested_product(layer: str, x: Any, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """A nested tensor of ``multiply(rows)``. The rows of all sequences are one matrix, and share its scales. A
+    ``ValueError`` for other nested tensors than those of ``layout=torch.jagged`` without holes."""
     if x.layout is not torch.jagged or not x.is_contiguous():
         raise ValueError(
             f"Layer {layer} takes nested tensors of layout=torch.jagged that are contiguous: make it with "

@@ -1,22 +1,23 @@
-"""The operands of a layer's GEMMs: what each is made from, and by which cast."""
+"""The operands of a layer's GEMMs.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+An :class:`OperandHow` holds all that follows from the casts, the dtype and the device for one operand: it is made once.
+A :class:`Pass` holds the rest, and an :class:`OperandInput` is the tensor that an operand is made from.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels import amax_of, quantize_both, quantize_operand, rotate
-from lightning_lowbit.kernels.operands import measures_again, reads_once
+from lightning_lowbit.kernels import amax_of, quantize_operand, rotate
+from lightning_lowbit.kernels.operands import measures_again
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM, INDEX, OF_G, OPERANDS_OF, SHARED
+from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.core.calls import keys_of_part
-from lightning_lowbit.nn.core.frozen import Frozen
-from lightning_lowbit.nn.core.gemm import is_slow, mean_times
-from lightning_lowbit.nn.core.parallel import Shards
-from lightning_lowbit.nn.core.source import Source
-from lightning_lowbit.nn.core.watch import stage_and_choose
-from lightning_lowbit.nn.core.window import Window
+from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU, mean_times
+from lightning_lowbit.nn.core.parallel import WHOLE, Shards
+from lightning_lowbit.nn.core.watch import Watched, stage_and_choose
 from lightning_lowbit.nn.native.operand import BlockOperand, block_operand
 from lightning_lowbit.quant import Cast, Operand, blend, split_mean, through_rounding
 from lightning_lowbit.quant.shard import Shard
@@ -35,255 +36,299 @@ class PrequantizedWeight(NamedTuple):
     amax: Tensor | None
 
 
-class Settings(NamedTuple):
-    """How one pass of a layer is computed.
+class Amaxes(NamedTuple):
+    """The amaxes of a pass that come from elsewhere: ``in_force`` and ``staged``, float32 ``[6]``, for delayed scaling
+    (``staged`` is None to record nothing), and ``weight``, float32, 0-d, which scales the weight if it is not None."""
 
-    Attributes:
-        keys: int64 ``[6]``, a copy: the layer's own keys may be refilled before the backward pass.
-        in_force, staged: float32 ``[6]``, amaxes for delayed scaling, and those of this pass (None to record nothing).
-        exact: computes float32 GEMMs over exact operands.
-        native: the GEMMs that the device computes natively.
-        blend: float32, 0-d: λ of annealing; None for fully quantized operands.
-        operand_sums, gradient_sums: rows of a :class:`~lightning_lowbit.nn.core.watch.Watch`; None if unmeasured.
-        shards: which of x, w and g are shards of global matrices.
-        weight_amax: float32, 0-d, scales the weight; None for its own amax.
-        recasts: keeps the parameter for the backward pass, and converts it again, instead of what was made of it.
-        packs: keeps what wgrad needs of x as codes and scales.
-        frozen: what the bytes of a frozen weight are; None for a matrix.
-        window: of a convolution: x are images, whose patches the GEMMs take; None where x is a matrix.
-        ends: where groups of rows of x end, each with a weight of its own in a stack; None for one weight.
-        part: index of one of several products of a call, or of the first one of a stack; all keep the keys of the call
-            for the backward pass, where another draw may change them in place. None for the only, or the whole, one.
-        dtype: of the computation; None for that of x.
-        layer: what errors of the backward pass call the layer.
-    """
-
-    casts: LinearCasts
-    keys: Tensor | None
     in_force: Tensor | None
     staged: Tensor | None
-    exact: bool
-    native: tuple[str, ...]
-    blend: Tensor | None
-    operand_sums: Tensor | None
-    gradient_sums: Tensor | None
-    shards: Shards
-    weight_amax: Tensor | None
-    prequantized: PrequantizedWeight | None
-    recasts: bool = False
-    packs: bool = False
-    frozen: Frozen | None = None
-    window: Window | None = None
-    ends: tuple[int, ...] | None = None
-    part: int | None = None
-    dtype: torch.dtype | None = None
-    layer: str = "(without a name)"
+    weight: Tensor | None
 
-    def of_part(self) -> "Settings":
-        """With the keys of the product that this is."""
+
+class Pass(NamedTuple):
+    """The part of a pass that differs from other passes of the layer.
+
+    Attributes:
+        keys: int64 ``[6]``, of the call: a copy, since the layer's keys may be refilled before the backward pass.
+        part: index of one of several products of the call, such as an expert; None for the only one.
+        amaxes: from other passes or layers; None for none.
+        blend: float32, 0-d: λ of annealing; None for fully quantized operands.
+        watch: what is measured; None for nothing.
+        gathered: of a weight that was quantized before it was gathered; None for others.
+    """
+
+    keys: Tensor | None = None
+    part: int | None = None
+    amaxes: Amaxes | None = None
+    blend: Tensor | None = None
+    watch: Watched | None = None
+    gathered: PrequantizedWeight | None = None
+
+    @property
+    def operand_sums(self) -> Tensor | None:
+        return None if self.watch is None else self.watch.operand_sums
+
+    @property
+    def gradient_sums(self) -> Tensor | None:
+        return None if self.watch is None else self.watch.gradient_sums
+
+    def with_keys_of_part(self) -> "Pass":
+        """With the keys of the product that this is. Another draw of random bits may change those of the call in
+        place, so that the forward pass and the backward pass each derive them."""
         if self.part is None or self.keys is None:
             return self
         return self._replace(keys=keys_of_part(self.keys, self.part), part=None)
 
-    def key_of(self, operand: str) -> Tensor | None:
-        """The key of an operand's random bits, int64, 0-d. In a compiled graph also of one that draws none: this use in
-        the forward pass keeps the call's keys from being made in the backward pass, for another call."""
-        if self.keys is None or not (operand in self.casts.plan.drawing or torch.compiler.is_compiling()):
-            return None
-        return self.keys[INDEX[operand]]
+    def for_backward(self) -> "Pass":
+        """With copies of what is refilled in place for the next micro-batch or step, which may begin before this one's
+        backward pass."""
+        if self.amaxes is None and self.blend is None:
+            return self
+        keys, part, amaxes, blend, watch, gathered = self  # faster than _replace
+        if amaxes is not None and amaxes.in_force is not None:
+            amaxes = Amaxes(amaxes.in_force.clone(), amaxes.staged, amaxes.weight)
+        return Pass(keys, part, amaxes, None if blend is None else blend.clone(), watch, gathered)
 
-    def shard_of(self, operand: str) -> Shard | None:
-        """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""
-        shard: Shard | None = getattr(self.shards, operand[-1])
-        hadamard = self.casts.hadamard
-        if shard is not None and GEMM[operand] in hadamard and shard.dim == CONTRACTION[operand]:
-            return shard.padded(hadamard[GEMM[operand]].size)
-        return shard
-
-    def dtype_of(self, operand: str, cast: Cast) -> torch.dtype | None:
-        """The dtype in which the GEMM takes an operand; None for the default of `quantize_operand`."""
-        if self.exact:
-            return torch.float32
-        return cast.grid.gemm_dtype if GEMM[operand] in self.native else None
-
-    @property
-    def packed(self) -> str | None:
-        """The operand of x that is kept as codes and scales; None where x, or its operand, is kept."""
-        if not self.packs or self.blend is not None or self.gradient_sums is not None:
-            return None
-        if self.keys is None and self.casts.plan.draws:  # so there will be no backward pass
-            return None
-        packed = self.casts.plan.packed
-        if packed == "fprop_x" and self.native and (self.takes_codes("fprop_x") or self.takes_codes("wgrad_x")):
-            return None  # codes of the forward pass lie along its contraction
-        return packed
-
-    def unrecorded(self) -> "Settings":
+    def unrecorded(self) -> "Pass":
         """For an operand that another pass has quantized, and recorded, before."""
-        return self._replace(staged=None, operand_sums=None)
-
-    def reuses(self, operand: str) -> bool:
-        """Whether another GEMM has quantized the operand in the form that this one takes."""
-        if operand not in self.casts.plan.shared or not self.native:
-            return operand in self.casts.plan.shared
-        alike = (GEMM[operand] in self.native) == (GEMM[SHARED[operand]] in self.native)
-        return alike and not self.takes_codes(operand)
-
-    def takes_codes(self, operand: str) -> bool:
-        """Whether the GEMM of an operand is native and takes codes with the scales of blocks."""
-        return GEMM[operand] in self.native and GEMM[operand] in self.casts.plan.block_scaled
-
-    def kept(self, operand: str, quantized: Operand | BlockOperand, tensor: Tensor) -> Operand:
-        """What the forward pass keeps for an operand of the backward pass, given that of its own: the tensor for a GEMM
-        that takes codes, which lie along another axis, and no codes for one that does not."""
-        if self.takes_codes(operand) and operand not in self.casts.requantize:
-            return Operand(tensor)
-        return quantized.decoded(tensor.dtype) if isinstance(quantized, BlockOperand) else quantized
+        return self._replace(amaxes=None if self.amaxes is None else self.amaxes._replace(staged=None), watch=None)
 
 
-def operands(
-    gemm: str, left: Source, right: Source, settings: Settings, bias: Tensor | None = None
-) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
-    casts, names = settings.casts, OPERANDS_OF[gemm]
-    if gemm in casts.subtract_mean:
-        left, right, bias = _split_means(names, left, right, casts, bias)
-    if gemm in casts.hadamard:
-        signs = signs_of(gemm, settings, left.values.device)
-        left, right = (
-            source.rotated(name, signs, getattr(settings.shards, name[-1]))
-            for name, source in zip(names, (left, right), strict=True)
-        )
-    return operand_of(names[0], left, settings), operand_of(names[1], right, settings), bias
+class OperandInput(NamedTuple):
+    """The input of an operand: ``values * factor``, which its cast quantizes.
 
-
-def operand_of(name: str, source: Source, settings: Settings) -> Operand | BlockOperand:
-    """An operand by its cast, or its source where there is none; codes for a native GEMM that takes them."""
-    if settings.native and settings.takes_codes(name):
-        return _codes(name, source.turned(name), settings)
-    cast, sums = getattr(settings.casts, name), settings.operand_sums
-    if sums is not None or settings.blend is not None or not isinstance(cast, Cast):
-        source = source.turned(name)
-    if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": the operand of that GEMM
-        if source.is_operand and sums is not None and name in settings.casts.plan.shared:
-            sums[INDEX[name]].copy_(sums[INDEX[SHARED[name]]])
-        return Operand(source.values, source.factor)
-    amax, dtype = scale_amax(name, source, settings), settings.dtype_of(name, cast)
-    if dtype is None and name in settings.casts.plan.transient and is_slow(source.values):
-        dtype = torch.float32  # in which the GEMM computes: nothing is to convert
-    dim, shard = CONTRACTION[name], settings.shard_of(name)
-    key, rotation = settings.key_of(name), source.rotation
-    quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard, rotation)
-    if sums is not None:
-        record_statistics(sums[INDEX[name]], source.values, quantized, cast, dim, amax, shard)
-    return quantized if settings.blend is None else blend(source.values, quantized, settings.blend, settings.exact)
-
-
-def sources_of_gradient(source: Source, settings: Settings) -> tuple[Source, Source]:
-    """What dgrad and wgrad make their operands of g from: g, or the operands, where a kernel makes both in one read."""
-    if not settings.casts.plan.casts_g_twice or not reads_once(source.values) or settings.shards.g is not None:
-        return source, source
-    if settings.operand_sums is not None or settings.blend is not None or any(map(settings.takes_codes, OF_G)):
-        return source, source
-    row, column = settings.casts.dgrad_g, settings.casts.wgrad_g
-    assert isinstance(row, Cast) and isinstance(column, Cast)
-    pair, keys = (row, column), (settings.key_of("dgrad_g"), settings.key_of("wgrad_g"))
-    dtypes = settings.dtype_of("dgrad_g", row), settings.dtype_of("wgrad_g", column)
-    if (both := quantize_both(source.values, pair, keys, source.amax, dtypes)) is None:
-        return source, source
-    of_dgrad, of_wgrad = (Source(values, None, factor, is_operand=True) for values, factor in both)
-    return of_dgrad, of_wgrad
-
-
-def record_statistics(
-    sums: Tensor, x: Tensor, quantized: Operand, cast: Cast, dim: int, amax: Tensor | None, shard: Shard | None
-) -> None:
-    of_blocks = len(sums) > len(SUMS) + len(MAXIMA)
-    merge_statistics_(sums, operand_statistics(x, quantized, cast, dim, amax, shard=shard, of_blocks=of_blocks))
-
-
-def _codes(name: str, source: Source, settings: Settings) -> BlockOperand:
-    """An operand as codes and scales; "fprop" is quantized again, as in the forward pass but along this contraction."""
-    if source.is_operand:
-        codes: BlockOperand = source.values
-        return codes
-    own = isinstance(getattr(settings.casts, name), Cast)
-    cast, sums = settings.casts.cast_of(name), settings.operand_sums
-    assert cast is not None
-    amax = scale_amax(name if own else f"fprop_{name[-1]}", source, settings)
-    dim, shard, kind = CONTRACTION[name], settings.shard_of(name), settings.casts.plan.native_gemms[GEMM[name]]
-    codes = block_operand(source.values, cast, kind, dim, settings.key_of(name), amax, shard)
-    if sums is not None and own:
-        quantized = codes.decoded(source.values.dtype, dim)
-        record_statistics(sums[INDEX[name]], source.values, quantized, cast, dim, amax, shard)
-    return codes
-
-
-def amax_for(tensor: Tensor, settings: Settings, *operands: str) -> Tensor | None:
-    """The amax of a tensor, measured once for all operands that need it; None where they measure their own: rotated or
-    centered ones, and those of a small tensor."""
-    plan = settings.casts.plan
-    for operand in operands:
-        if operand in plan.scaled_by_amax and operand not in plan.altered:
-            shard: Shard | None = getattr(settings.shards, operand[-1])
-            if shard is None and operand not in plan.delayed and measures_again(tensor):
-                return None
-            return amax_of(tensor, None if shard is None else shard.spec)
-    return None
-
-
-def scale_amax(name: str, source: Source, settings: Settings) -> Tensor | None:
-    """The amax that scales a tensor: its own, or with delayed scaling the one in force."""
-    plan = settings.casts.plan
-    if name not in plan.delayed:
-        return source.amax if name in plan.scaled_by_amax else None
-    shard, own = settings.shard_of(name), source.amax
-    if own is None:
-        own = amax_of(source.values, None if shard is None else shard.spec, source.rotation, CONTRACTION[name])
-    # An operand that another GEMM reuses is staged for both.
-    reusing = [other for other, quantized in SHARED.items() if quantized == name and settings.reuses(other)]
-    assert settings.in_force is not None
-    return stage_and_choose(settings.in_force, settings.staged, [INDEX[each] for each in (name, *reusing)], own)
-
-
-def _split_means(
-    names: Sequence[str], left: Source, right: Source, casts: LinearCasts, bias: Tensor | None
-) -> tuple[Source, Source, Tensor]:
-    """The operands without their means over the tokens, and the rank-one product with the mean, plus bias.
-
-    ``(A + 1μᵀ) B = A B + 1 (μᵀ B)``. Where both operands have tokens, ``(A + 1νᵀ)ᵀ (B + 1μᵀ) = Aᵀ B + tokens · ν μᵀ``,
-    since the columns of A and B then sum to zero; splitting one of them gives the same.
+    Attributes:
+        values: a matrix, or a :class:`BlockOperand`.
+        amax: float32, 0-d, of the matrix; None if its cast needs none, or measures it.
+        factor: float32, 0-d or one number per row or column; None for 1.
+        is_operand: whether it is quantized already.
+        rotation: signs of a Hadamard transform that the kernel of a cast applies; None for none.
+        codes: what the backward pass gets in place of the matrix, as bytes and a factor; None for the matrix.
     """
-    rest, mean = split_mean(left.values)
-    if names[1].endswith("_w"):
-        weight = right.values.t() if CONTRACTION[names[1]] == 1 else right.values
-        return Source(rest), right, mean_times(mean, weight, right.factor, bias)
-    other_rest, other_mean = split_mean(right.values)
-    product = mean.t() * len(rest) * other_mean
-    left_split, right_split = (isinstance(getattr(casts, name), Cast) for name in names)
-    return Source(rest) if left_split else left, Source(other_rest) if right_split else right, product
+
+    values: Any
+    amax: Tensor | None = None
+    factor: Tensor | None = None
+    is_operand: bool = False
+    rotation: Tensor | None = None
+    codes: tuple[Tensor, Tensor] | None = None
 
 
-def signs_of(gemm: str, settings: Settings, device: torch.device) -> Tensor:
-    """The signs of the rotation of a GEMM, from the key of its second operand, so that ranks agree for a weight."""
-    i = INDEX[OPERANDS_OF[gemm][1]]
-    return settings.casts.hadamard[gemm].diagonal(None if settings.keys is None else settings.keys[i], device)
+class OperandHow:
+    """The way in which one operand is made.
+
+    Attributes:
+        name: such as ``"wgrad_x"``.
+        index: of the name in ``OPERANDS``.
+        dim: the dimension that its GEMM contracts.
+        cast: its cast; None in high precision, and for ``"fprop"``.
+        source_cast: the same with ``"fprop"`` resolved; ``scaling`` is the operand with this cast.
+        kind: of a native GEMM that takes codes with the scales of blocks; None for other GEMMs.
+        compute_dtype: of the computation.
+        dtype: of the values; None for the default of :func:`quantize_operand`.
+        exact: whether float32 GEMMs are computed over exact operands.
+        transform: the Hadamard transform of its GEMM, None for none; ``signs_index``: of the key of the signs.
+        cut: the shard that its tensor is, and ``shard``: the same as its GEMM takes it, padded; None if whole.
+        draws: whether it has a key. In a compiled graph also where it draws no bits: this use in the forward pass keeps
+            the call's keys from being computed in the backward pass, when the layer has those of another call.
+        is_delayed: whether it is scaled by an amax of former steps.
+        needs_amax: whether its scales need the amax of the whole tensor.
+        shares_amax: whether that is the amax of the tensor itself, which other operands may need, too.
+        is_reused: whether another GEMM has quantized it in the form that this one takes.
+        reused: the index of the operand that it then is; None for others.
+        places: where its amax is staged: at its index, and at those of operands that reuse it.
+        requantizes: whether it is quantized from the decoded operand of the forward pass.
+        saves_operand: whether the forward pass saves its operand for this one, and not the tensor.
+        surrogate: the derivative of rounding; None for straight through.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        casts: LinearCasts,
+        dtype: torch.dtype,
+        device: torch.device,
+        exact: bool = False,
+        native: tuple[str, ...] = (),
+        shards: Shards = WHOLE,
+    ) -> None:
+        plan, gemm, cast = casts.plan, GEMM[name], getattr(casts, name)
+        self.name, self.index, self.dim = name, INDEX[name], CONTRACTION[name]
+        self.cast: Cast | None = cast if isinstance(cast, Cast) else None
+        self.source_cast = casts.cast_of(name)
+        self.scaled_as = f"fprop_{name[-1]}" if cast == "fprop" else name
+        self.scaling = self
+        self.kind = plan.native_gemms[gemm] if gemm in native and gemm in plan.block_scaled else None
+        self.compute_dtype, self.exact = dtype, exact
+        self.dtype: torch.dtype | None = None
+        if exact:
+            self.dtype = torch.float32
+        elif gemm in native and self.source_cast is not None:
+            self.dtype = self.source_cast.grid.gemm_dtype
+        if self.dtype is None and name in plan.transient and dtype in SLOW_ON_CPU and device.type == "cpu":
+            self.dtype = torch.float32  # in which the GEMM computes: nothing is to convert
+        self.transform = casts.hadamard.get(gemm)
+        self.signs_index = INDEX[OPERANDS_OF[gemm][1]]  # the weight's where there is one, on which ranks agree
+        self.cut: Shard | None = getattr(shards, name[-1])
+        self.shard = self.cut
+        if self.cut is not None and self.transform is not None and self.cut.dim == self.dim:
+            self.shard = self.cut.padded(self.transform.size)
+        self.draws = name in plan.drawing or torch.compiler.is_compiling()
+        self.is_delayed, self.needs_amax = name in plan.delayed, name in plan.scaled_by_amax
+        self.shares_amax = self.needs_amax and name not in plan.altered
+        self.is_reused = _is_reused(name, casts, native)
+        self.reused = INDEX[SHARED[name]] if name in plan.shared else None
+        self.places = [self.index, *(INDEX[a] for a, b in SHARED.items() if b == name and _is_reused(a, casts, native))]
+        self.requantizes = name in casts.requantize
+        takes_tensor = self.kind is not None and not self.requantizes  # codes of fprop lie along another axis
+        self.saves_operand = (name in plan.kept or self.is_reused) and not takes_tensor
+        self.surrogate = casts.surrogate.get(name)
+
+    def operand(self, source: OperandInput, one: Pass, shard: Shard | None = None) -> Operand | BlockOperand:
+        """Quantizes one operand. Returns the input unchanged if it has no cast or is quantized already, and codes plus
+        scales if its GEMM is native and block-scaled. ``shard`` stands for the operand's own."""
+        cast, watch = self.cast, one.watch
+        if source.is_operand or cast is None or self.kind is not None:
+            if watch is None and source.rotation is None and self.kind is None:
+                return Operand(source.values, source.factor)
+            return self._other_operand(source, one)
+        if source.rotation is not None and (watch is not None or one.blend is not None):
+            source = self.rotated(source)
+        amax = self.scaling_amax(source, one) if self.needs_amax else None
+        key = self.key(one) if self.draws else None
+        quantized = quantize_operand(
+            source.values, cast, self.dim, key, amax, self.dtype, shard or self.shard, source.rotation
+        )
+        if watch is not None and watch.operand_sums is not None:
+            self.record(watch.operand_sums, source.values, quantized, amax)
+        if one.blend is not None:
+            quantized = blend(source.values, quantized, one.blend, self.exact)
+        return quantized if watch is None else watch.observe(self, source, quantized, key, amax)
+
+    def _other_operand(self, source: OperandInput, one: Pass) -> Operand | BlockOperand:
+        """A tensor or an operand as it is; or codes, where ``"fprop"`` is quantized again along this contraction."""
+        source, watch, sums = self.rotated(source), one.watch, one.operand_sums
+        key = amax = None
+        if source.is_operand or self.kind is None:
+            operand: Any = source.values if self.kind is not None else Operand(source.values, source.factor)
+            if source.is_operand and sums is not None and self.reused is not None:
+                sums[self.index].copy_(sums[self.reused])
+        else:
+            assert self.source_cast is not None
+            key, amax = self.key(one), self.scaling.scaling_amax(source, one)
+            operand = block_operand(source.values, self.source_cast, self.kind, self.dim, key, amax, self.shard)
+            if sums is not None and self.cast is not None:
+                self.record(sums, source.values, operand.decoded(source.values.dtype, self.dim), amax)
+        return operand if watch is None else watch.observe(self, source, operand, key, amax)
+
+    def key(self, one: Pass) -> Tensor | None:
+        """The key of its random bits, int64, 0-d; None if it draws none."""
+        return None if one.keys is None or not self.draws else one.keys[self.index]
+
+    def scaling_amax(self, source: OperandInput, one: Pass) -> Tensor | None:
+        """The amax that scales the operand: the input's, or with delayed scaling the one in force."""
+        if not self.is_delayed:
+            return source.amax if self.needs_amax else None
+        amax, shard, amaxes = source.amax, self.shard, one.amaxes
+        if amax is None:
+            amax = amax_of(source.values, None if shard is None else shard.spec, source.rotation, self.dim)
+        assert amaxes is not None and amaxes.in_force is not None
+        return stage_and_choose(amaxes.in_force, amaxes.staged, self.places, amax)
+
+    def signs(self, one: Pass, device: torch.device) -> Tensor:
+        """The signs of the rotation of its GEMM, from the key of the second operand, so that both agree."""
+        assert self.transform is not None
+        return self.transform.diagonal(None if one.keys is None else one.keys[self.signs_index], device)
+
+    def with_rotation(self, source: OperandInput, signs: Tensor) -> OperandInput:
+        """With rotated groups along the contraction axis, all of which one process must hold whole."""
+        if source.is_operand:  # it was rotated before
+            return source
+        if self.cut is not None and self.cut.dim == self.dim:
+            self.cut.check(source.values.shape, len(signs), "groups of a Hadamard transform, of")
+        return OperandInput(source.values, rotation=signs)
+
+    def rotated(self, source: OperandInput) -> OperandInput:
+        """The input as a rotated matrix, where more than the kernel of a cast reads it."""
+        return source if source.rotation is None else OperandInput(rotate(source.values, source.rotation, self.dim))
+
+    def record(self, sums: Tensor, x: Tensor, quantized: Operand, amax: Tensor | None) -> None:
+        """Adds statistics of the operand to its row of a layer's ``sums``."""
+        assert self.cast is not None
+        row = sums[self.index]
+        has_blocks = len(row) > len(SUMS) + len(MAXIMA)
+        statistics = operand_statistics(x, quantized, self.cast, self.dim, amax, shard=self.shard, of_blocks=has_blocks)
+        merge_statistics_(row, statistics)
+
+    def through_rounding(self, gradient: Tensor, x: Tensor | None, amax: Tensor | None, one: Pass) -> Tensor:
+        """Applies the surrogate derivative of rounding: turns dL/dQ(x) into dL/dx, in the rotated space if fprop
+        rotates."""
+        if self.surrogate is None:
+            return gradient  # straight through
+        assert self.cast is not None
+        one, source, quantized = one.unrecorded(), OperandInput(x, amax), gradient
+        if self.transform is not None:
+            signs = self.signs(one, gradient.device)
+            source, quantized = OperandInput(rotate(source.values, signs, 1)), rotate(gradient, signs, 1)
+        amax = self.scaling_amax(source, one)
+        through = through_rounding(quantized, self.surrogate, source.values, self.cast, 1, amax, self.shard)
+        if self.transform is not None:
+            through = rotate(through, signs, 1, inverse=True)[:, : gradient.shape[1]]
+        if one.blend is None:
+            return through
+        wide = torch.promote_types(gradient.dtype, torch.float32)  # in bfloat16 a λ of 0.999 is 1
+        return torch.lerp(gradient.to(wide), through.to(wide), one.blend.to(wide)).to(gradient.dtype)
 
 
-def through_rounding_of(name: str, gradient: Tensor, source: Source, settings: Settings) -> Tensor:
-    """The gradient of a tensor from that of its quantized values, in the space in which it was quantized."""
-    casts = settings.casts
-    if name not in casts.surrogate:
-        return gradient  # straight through
-    settings = settings.unrecorded()
-    cast, quantized = getattr(casts, name), gradient
-    if is_rotated := "fprop" in casts.hadamard:
-        transform = signs_of("fprop", settings, gradient.device)
-        source, quantized = Source(rotate(source.values, transform, 1)), rotate(gradient, transform, 1)
-    amax, shard = scale_amax(name, source, settings), settings.shard_of(name)
-    through = through_rounding(quantized, casts.surrogate[name], source.values, cast, 1, amax, shard)
-    if is_rotated:
-        through = rotate(through, transform, 1, inverse=True)[:, : gradient.shape[1]]
-    if settings.blend is None:
-        return through
-    wide = torch.promote_types(gradient.dtype, torch.float32)  # in bfloat16 a λ of 0.999 is 1
-    return torch.lerp(gradient.to(wide), through.to(wide), settings.blend.to(wide)).to(gradient.dtype)
+def _is_reused(name: str, casts: LinearCasts, native: tuple[str, ...]) -> bool:
+    if name not in casts.plan.shared or not native:
+        return name in casts.plan.shared
+    is_native = GEMM[name] in native
+    return is_native == (GEMM[SHARED[name]] in native) and not (is_native and GEMM[name] in casts.plan.block_scaled)
+
+
+def common_amax(tensor: Tensor, first: OperandHow | None, second: OperandHow | None) -> Tensor | None:
+    """The amax of a tensor, measured once for the operands that are made from it; None where they measure their own:
+    rotated or centered ones, and those of a small tensor."""
+    operand = first if first is not None and first.shares_amax else second
+    if operand is None or not operand.shares_amax:
+        return None
+    if operand.cut is not None:
+        return amax_of(tensor, operand.cut.spec)
+    return None if not operand.is_delayed and measures_again(tensor) else amax_of(tensor)
+
+
+class GemmHow:
+    """One of the three GEMMs: its operands, and what happens to both before they are quantized."""
+
+    def __init__(self, name: str, operands: Mapping[str, OperandHow], casts: LinearCasts) -> None:
+        self.left, self.right = (operands[operand] for operand in OPERANDS_OF[name])
+        self.splits_means, self.rotates = name in casts.subtract_mean, name in casts.hadamard
+
+    def operands(
+        self, left: OperandInput, right: OperandInput, one: Pass, bias: Tensor | None = None
+    ) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
+        """Both operands, and what is added to their product."""
+        if self.splits_means:
+            left, right, bias = self._split_means(left, right, bias)
+        if self.rotates:
+            signs = self.right.signs(one, left.values.device)
+            left, right = self.left.with_rotation(left, signs), self.right.with_rotation(right, signs)
+        return self.left.operand(left, one), self.right.operand(right, one), bias
+
+    def _split_means(
+        self, left: OperandInput, right: OperandInput, bias: Tensor | None
+    ) -> tuple[OperandInput, OperandInput, Tensor]:
+        """The operands without their means over the tokens, and the rank-one product with the mean, plus bias.
+
+        ``(A + 1μᵀ) B = A B + 1 (μᵀ B)``. Where both operands have tokens, ``(A + 1νᵀ)ᵀ (B + 1μᵀ) = Aᵀ B + tokens · ν
+        μᵀ``, since the columns of A and B then sum to zero; splitting one of them gives the same.
+        """
+        rest, mean = split_mean(left.values)
+        if self.right.name.endswith("_w"):
+            weight = right.values.t() if self.right.dim == 1 else right.values
+            return OperandInput(rest), right, mean_times(mean, weight, right.factor, bias)
+        right_rest, right_mean = split_mean(right.values)
+        product = mean.t() * len(rest) * right_mean
+        left = left if self.left.cast is None else OperandInput(rest)
+        return left, right if self.right.cast is None else OperandInput(right_rest), product

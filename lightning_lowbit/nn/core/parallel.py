@@ -17,11 +17,15 @@ from lightning_lowbit.quant.shard import Shard
 
 
 class Shards(NamedTuple):
-    """Which of the matrices ``x`` [tokens, in], ``w`` [out, in] and ``g`` [tokens, out] of a layer are shards."""
+    """The shards that ``x`` [tokens, in], ``w`` [out, in] and ``g`` [tokens, out] of a layer are; None for a
+    whole matrix."""
 
     x: Shard | None = None
     w: Shard | None = None
     g: Shard | None = None
+
+
+WHOLE = Shards()
 
 
 # Not compiled: from a second number of tokens on, Inductor of torch 2.13 leaves the sum over processes out of the
@@ -57,13 +61,13 @@ def tensor_parallel(
     def placed(placement: Placement) -> list[Placement]:
         return [placement if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)]
 
-    own = x.redistribute(mesh, placed(Cut(last) if is_cut_by_columns else Replicate()))
-    own_bias = None if bias is None or is_cut_by_columns else bias.to_local(grad_placements=bias.placements)
+    local = x.redistribute(mesh, placed(Cut(last) if is_cut_by_columns else Replicate()))
+    local_bias = None if bias is None or is_cut_by_columns else bias.to_local(grad_placements=bias.placements)
     y = multiply(
-        own.to_local(grad_placements=placed(Cut(last) if is_cut_by_columns else Partial())),
+        local.to_local(grad_placements=placed(Cut(last) if is_cut_by_columns else Partial())),
         weight.to_local(grad_placements=weight.placements),
-        own_bias,
-        Shards() if mesh_dim is None else _shards(weight, mesh_dim),
+        local_bias,
+        WHOLE if mesh_dim is None else _shards(weight, mesh_dim),
     )
     shape = torch.Size((*x.shape[:-1], len(weight)))
     placements = placed(Partial() if is_cut_by_columns else Cut(last))
@@ -79,6 +83,6 @@ def _shards(weight: DTensor, mesh_dim: int) -> Shards:
     dim, size = placement.dim, weight.shape[placement.dim]
     step = -(-size // mesh.size(mesh_dim))  # as torch.chunk cuts
     start = min(mesh.get_local_rank(mesh_dim) * step, size)
-    of_weight = Shard(mesh.get_group(mesh_dim).group_name, dim, start, step, size)
-    of_tokens = of_weight._replace(dim=1)
-    return Shards(w=of_weight, g=of_tokens) if dim == 0 else Shards(x=of_tokens, w=of_weight)
+    weight_shard = Shard(mesh.get_group(mesh_dim).group_name, dim, start, step, size)
+    token_shard = weight_shard._replace(dim=1)
+    return Shards(w=weight_shard, g=token_shard) if dim == 0 else Shards(x=token_shard, w=weight_shard)

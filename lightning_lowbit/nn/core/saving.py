@@ -1,4 +1,4 @@
-"""What layers keep for the backward pass, such as their input, or its codes and scales; and operands made from it."""
+"""The input of a layer as it is saved for the backward pass: the tensor, or its codes and scales."""
 
 import weakref
 from collections.abc import Mapping
@@ -8,13 +8,6 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.kernels import Packed, pack_operand, unpack_operand
-from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM, INDEX, SHARED
-from lightning_lowbit.nn.core import operands
-from lightning_lowbit.nn.core.operands import PrequantizedWeight, Settings, record_statistics, scale_amax, signs_of
-from lightning_lowbit.nn.core.source import Source
-from lightning_lowbit.nn.native.operand import BlockOperand, unpacked_block_operand
-from lightning_lowbit.quant import Cast, Operand
 from lightning_lowbit.quant.packed import packed_bits
 
 if TYPE_CHECKING:
@@ -54,9 +47,9 @@ def saved_bits(casts: "LinearCasts", save: str, dtype: torch.dtype) -> float:
 
 
 class Readers:
-    """Which layers read one tensor together: where their codes would take more than the tensor, they keep that.
+    """Finds layers that read one tensor together. Where their codes would take more than the tensor, they save that.
 
-    One tensor serves all of its readers: with codes of 4.5 bits, four layers keep a bfloat16 tensor instead.
+    One tensor serves all of its readers: with codes of 4.5 bits, four layers save a bfloat16 tensor instead.
     """
 
     def __init__(self) -> None:
@@ -70,8 +63,8 @@ class Readers:
         return Readers, ()  # a copy, or a pickled model, has layers of its own
 
     def pack(self, layer: Any, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether a layer keeps codes of its input ``x``, which it reads in ``dtype``. Layers that read ``x`` together
-        are known from their first pass on; bits of gradients do not depend on it."""
+        """Returns whether a layer saves codes of its input ``x``, which it reads in ``dtype``. Layers that read ``x``
+        together are known from their first pass on; bits of gradients do not depend on it."""
         shares = layer.casts.plan.packed == "wgrad_x" and x.dtype == dtype  # or else the tensor is a copy of its own
         if not shares or torch.compiler.is_compiling():
             return not (shares and layer.lowbit.keeps_input)
@@ -82,86 +75,3 @@ class Readers:
             for other in self._layers:
                 other.lowbit.keeps_input = True
         return not layer.lowbit.keeps_input
-
-
-# --- operands from what is kept -------------------------------------------------------------------------------------
-
-
-def prequantized_weight(w: Tensor, prequantized: PrequantizedWeight, settings: Settings) -> Source:
-    cast = settings.casts.fprop_w
-    assert isinstance(cast, Cast)
-    if cast.scale.source == "delayed":
-        scale_amax("fprop_w", Source(w, prequantized.amax), settings)  # stages the amax
-    dtype = settings.dtype_of("fprop_w", cast) or prequantized.dtype
-    return Source(w.to(dtype), None, prequantized.factor, is_operand=True)
-
-
-def frozen_weight(data: Tensor, source: torch.dtype, settings: Settings) -> Source:
-    """The operand of a weight from its bytes."""
-    assert settings.frozen is not None
-    packed, shape = settings.frozen.packed(data), settings.frozen.shape
-    return unpacked_source("fprop_w", packed, shape, source, settings)
-
-
-def keeps_weight_operand(settings: Settings) -> bool:
-    """Whether dgrad gets the forward pass's operand of the weight as it is."""
-    plan = settings.casts.plan
-    if settings.frozen is not None:
-        return False
-    if "dgrad_w" not in plan.kept and not settings.reuses("dgrad_w"):
-        return False
-    return not settings.recasts or settings.prequantized is not None or "fprop_w" in plan.altered
-
-
-def weight_for_dgrad(kept: Operand, amax: Tensor | None, dtype: torch.dtype, settings: Settings) -> Operand:
-    """What dgrad quantizes or takes as it is, from what the forward pass has kept of the weight."""
-    if settings.frozen is not None:
-        return settings.frozen.operand(kept.values, dtype, settings.dtype_of("dgrad_w", settings.frozen.cast))
-    if not settings.recasts or keeps_weight_operand(settings):
-        return kept
-    w, requantizes = kept.values.to(dtype), "dgrad_w" in settings.casts.requantize
-    takes_operand = "dgrad_w" in settings.casts.plan.kept or settings.reuses("dgrad_w")
-    if not takes_operand or (settings.takes_codes("dgrad_w") and not requantizes):
-        return Operand(w)
-    quantized = operands.operand_of("fprop_w", Source(w, amax), settings.unrecorded())
-    return quantized.decoded(dtype) if isinstance(quantized, BlockOperand) else quantized
-
-
-def kept_source(name: str, operand: Operand, amax: Tensor | None, dtype: torch.dtype, settings: Settings) -> Source:
-    """The source of an operand that the forward pass has kept: a tensor or a quantized operand, whose factor is
-    multiplied in where it would vary along the contraction axis, or where the operand is quantized again."""
-    values, factor = operand
-    is_reused = name in SHARED and settings.reuses(name)
-    is_quantized = isinstance(getattr(settings.casts, name), Cast) or settings.takes_codes(name)
-    if (settings.frozen is not None and is_quantized and not is_reused) or name in settings.casts.requantize:
-        return Source((values if factor is None else values.float() * factor).to(dtype))
-    if factor is not None and factor.dim() > 0:
-        values, factor = (values.float() * factor).to(torch.float32 if settings.exact else dtype), None
-    return Source(values, amax, factor, is_operand=is_reused)
-
-
-def pack_for_backward(name: str, source: Source, settings: Settings) -> Packed:
-    """An operand as codes and scales, for the backward pass."""
-    cast, sums = getattr(settings.casts, name), settings.operand_sums
-    if GEMM[name] in settings.casts.hadamard:
-        signs = signs_of(GEMM[name], settings, source.values.device)
-        source = source.rotated(name, signs, getattr(settings.shards, name[-1]))
-        source = source if sums is None else source.turned(name)
-    amax, dim, shard = scale_amax(name, source, settings), CONTRACTION[name], settings.shard_of(name)
-    packed = pack_operand(source.values, cast, dim, settings.key_of(name), amax, shard, source.rotation)
-    if sums is not None:
-        quantized = unpack_operand(packed, cast, dim, source.values.shape, source.values.dtype)
-        record_statistics(sums[INDEX[name]], source.values, quantized, cast, dim, amax, shard)
-    return packed
-
-
-def unpacked_source(name: str, packed: Packed, shape: torch.Size, source: torch.dtype, settings: Settings) -> Source:
-    cast, dim = getattr(settings.casts, name), CONTRACTION[name]
-    if GEMM[name] in settings.casts.hadamard:  # padded to whole groups
-        size = settings.casts.hadamard[GEMM[name]].size
-        shape = torch.Size(n + -n % size if i == dim else n for i, n in enumerate(shape))
-    if settings.native and settings.takes_codes(name):
-        kind = settings.casts.plan.native_gemms[GEMM[name]]
-        return Source(unpacked_block_operand(*packed, cast, kind, dim, shape), is_operand=True)
-    operand = unpack_operand(packed, cast, dim, shape, source, settings.dtype_of(name, cast))
-    return Source(operand.values, None, operand.factor, is_operand=True)

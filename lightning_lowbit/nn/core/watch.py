@@ -1,4 +1,4 @@
-"""What passes leave behind in rows of tensors that all layers share: statistics, and the amaxes kept between steps.
+"""Buffers that passes write to: statistics of operands, and amaxes for delayed scaling.
 
 Statistics of operands and gradients:
 
@@ -7,10 +7,11 @@ Statistics of operands and gradients:
     gradient_sums   [2] of a layer: Σ (dW - dW')² and Σ dW'², dW' in high precision; doubles the GEMM of dW
 
 Their rows add up over passes and micro-batches, and one collective adds them over ranks. Without a row nothing is
-measured.
+measured. For tests that look inside, :func:`observed` hands over each operand.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -65,6 +66,43 @@ class Watch:
             setattr(layer.lowbit, self._what, None)
 
 
+class Watched(NamedTuple):
+    """The rows of a layer that a pass adds to, see :class:`Watch`; each is None if there is none."""
+
+    operand_sums: Tensor | None
+    gradient_sums: Tensor | None
+
+    def observe(
+        self, how: Any, source: Any, operand: Any, key: Tensor | None = None, amax: Tensor | None = None
+    ) -> Any:
+        """Returns the operand, or another one by which an observer replaces it."""
+        for observer in _OBSERVERS:
+            operand = observer(how, source, operand, key, amax, self.operand_sums)
+        return operand
+
+
+_OBSERVERS: list[Callable[..., Any]] = []
+
+
+@contextmanager
+def observed(observer: Callable[..., Any]) -> Iterator[None]:
+    """Calls ``observer(how, source, operand, key, amax, operand_sums)`` for each operand of the passes that begin in
+    the context, up to its end; GEMMs take the operand that it returns. ``how`` and ``source`` are an ``OperandHow`` and
+    an ``OperandInput``; ``key`` and ``amax`` are None where the source is taken as it is."""
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
+
+
+def watched(operand_sums: Tensor | None, gradient_sums: Tensor | None) -> Watched | None:
+    """Returns the rows of a pass that begins now; None if there are none, and nobody observes it."""
+    if operand_sums is None and gradient_sums is None and not _OBSERVERS:
+        return None
+    return Watched(operand_sums, gradient_sums)
+
+
 def add_gradients_(sums: Tensor, quantized: Tensor, exact: Tensor) -> None:
     exact = exact.float()
     norms = torch.stack([torch.linalg.vector_norm(quantized.float() - exact), torch.linalg.vector_norm(exact)])
@@ -97,18 +135,19 @@ def stage_(staged: Tensor, amax: Tensor) -> None:
     staged.copy_(torch.maximum(staged, amax.nan_to_num(nan=0.0, posinf=0.0)))
 
 
-def stage_and_choose(in_force: Tensor, staged: Tensor | None, places: list[int], own: Tensor) -> Tensor:
-    """The amax by which an operand is scaled. Its own is staged at its place, the first one, and at those of operands
-    that are not quantized again."""
-    if (made := delayed_amax(own, in_force, staged, places)) is not None:
-        return made
+def stage_and_choose(in_force: Tensor, staged: Tensor | None, places: list[int], amax: Tensor) -> Tensor:
+    """The amax that scales an operand with delayed scaling. Records the operand's ``amax`` at ``places[0]``, and at the
+    places of operands that reuse it."""
+    if (choice := delayed_amax(amax, in_force, staged, places)) is not None:
+        return choice
     if staged is not None:
         for place in places:
-            stage_(staged[place], own)
-    return amax_in_force(in_force, OPERANDS[places[0]], own)
+            stage_(staged[place], amax)
+    return amax_in_force(in_force, OPERANDS[places[0]], amax)
 
 
-def amax_in_force(in_force: Tensor, operand: str, own: Tensor) -> Tensor:
-    """The amax that delayed scaling uses for an operand: the one in force, or the operand's own while there is none."""
+def amax_in_force(in_force: Tensor, operand: str, amax: Tensor) -> Tensor:
+    """The amax that delayed scaling uses for an operand: the one in force, or the operand's ``amax`` while there is
+    none."""
     remembered = in_force[OPERANDS.index(operand)]
-    return torch.where(remembered > 0, remembered, own)
+    return torch.where(remembered > 0, remembered, amax)

@@ -23,7 +23,7 @@ from lightning_lowbit.quant import Cast
 
 
 class Window(NamedTuple):
-    """Where a kernel is applied; all fields have one number per dimension of space.
+    """The places where a kernel is applied; all fields have one number per dimension of space.
 
     Attributes:
         kernel, stride, dilation: of the convolution.
@@ -42,7 +42,7 @@ class Window(NamedTuple):
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
     def positions(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """How often the kernel fits into an image of these sizes; a ValueError if it does not."""
+        """Returns how often the kernel fits into an image of these sizes; a ValueError if it does not."""
         padded = [b + size + a for b, size, a in zip(self.before, sizes, self.after, strict=True)]
         if any(n < span for n, span in zip(padded, self.spans, strict=True)):
             raise ValueError(
@@ -61,7 +61,7 @@ class Window(NamedTuple):
         return tuple((o - 1) * s + span for o, s, span in zip(positions, self.stride, self.spans, strict=True))
 
     def covers(self, sizes: Sequence[int]) -> bool:
-        """Whether every pixel of an image of these sizes is known to be in a patch."""
+        """Returns whether every pixel of an image of these sizes is known to be in a patch."""
         positions = self.positions(sizes)
         within = zip(self._used(positions), self.before, sizes, strict=True)
         rows = zip(self.kernel, self.stride, self.dilation, positions, strict=True)
@@ -71,7 +71,7 @@ class Window(NamedTuple):
 
     @property
     def is_tiling(self) -> bool:
-        """Whether patches do not overlap, so that they are at most as large as the image."""
+        """True if patches do not overlap: they are then at most as large as the image."""
         rows = zip(self.kernel, self.stride, self.dilation, strict=True)
         return not any((*self.before, *self.after)) and all(k == 1 or (k == s and d == 1) for k, s, d in rows)
 
@@ -104,12 +104,12 @@ class Window(NamedTuple):
     def _padded(self, pixels: Tensor, used: tuple[int, ...]) -> Tensor:
         """``[N, *used, C]``: images with their zeros, contiguous."""
         sizes = pixels.shape[1:-1]
-        kept = [min(size, u - b) for size, u, b in zip(sizes, used, self.before, strict=True)]
-        inner: Any = (slice(None), *(slice(0, k) for k in kept))
-        if not any(self.before) and tuple(kept) == used:
+        lengths = [min(size, u - b) for size, u, b in zip(sizes, used, self.before, strict=True)]
+        inner: Any = (slice(None), *(slice(0, n) for n in lengths))
+        if not any(self.before) and tuple(lengths) == used:
             return pixels[inner].contiguous()
         padded = pixels.new_zeros(len(pixels), *used, pixels.shape[-1])
-        outer: Any = (slice(None), *(slice(b, b + k) for b, k in zip(self.before, kept, strict=True)))
+        outer: Any = (slice(None), *(slice(b, b + n) for b, n in zip(self.before, lengths, strict=True)))
         padded[outer].copy_(pixels[inner])
         return padded
 
@@ -124,8 +124,8 @@ class Window(NamedTuple):
         images, channels, *sizes = shape
         positions = self.positions(sizes)
         rows = zip(sizes, positions, self.kernel, self.stride, self.dilation, self.before, strict=True)
-        if (made := add_patches(patches, images, channels, [*rows])) is not None:
-            return made
+        if (result := add_patches(patches, images, channels, [*rows])) is not None:
+            return result
         patches = patches.reshape(images, *positions, prod(self.kernel), channels)
         used = self._used(positions)
         sums = patches.new_zeros(images, *used, channels, dtype=torch.promote_types(patches.dtype, torch.float32))
@@ -135,11 +135,11 @@ class Window(NamedTuple):
             sums[where].add_(patches.select(-2, i))
         ends = [min(b + n, u) for b, n, u in zip(self.before, sizes, used, strict=True)]
         inner: Any = (slice(None), *(slice(b, e) for b, e in zip(self.before, ends, strict=True)))
-        kept = [e - b for b, e in zip(self.before, ends, strict=True)]
+        lengths = [e - b for b, e in zip(self.before, ends, strict=True)]
         pixels = sums[inner].to(patches.dtype)
-        if kept != sizes:  # pixels at the end that no patch holds
+        if lengths != sizes:  # pixels at the end that no patch holds
             whole = pixels.new_zeros(images, *sizes, channels)
-            whole[(slice(None), *(slice(0, k) for k in kept))] = pixels
+            whole[(slice(None), *(slice(0, n) for n in lengths))] = pixels
             pixels = whole
         return pixels.contiguous()
 
@@ -153,8 +153,9 @@ def _scatter(patches: Tensor, shape: list[int], window: list[int]) -> Tensor:
 
 
 def is_pixelwise(cast: Cast | None, channels: int) -> bool:
-    """Whether patches of quantized pixels equal quantized patches to the bit, given the same amax: scales are those of
-    the tensor or of blocks within a pixel, rounding does not depend on an element's place, and zeros stay zeros."""
+    """Returns whether patches of quantized pixels equal quantized patches to the bit, with the same amax: scales are
+    those of the tensor or of blocks within a pixel, rounding does not depend on an element's place, and zeros stay
+    zeros."""
     if cast is None or cast.draws or cast.scale.statistic != "absmax" or cast.scale.two_level == "row":
         return False
     block = cast.scale.block

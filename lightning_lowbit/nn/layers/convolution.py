@@ -134,8 +134,8 @@ class QuantizedConvolution(QuantizedLayer):
             return [self.quantized_forward(x, matrices, bias, window=window, keys=keys)]
         biases = [None] * groups if bias is None else bias.chunk(groups)
         return [
-            self.quantized_forward(part, matrix, own, window=window, keys=keys, part=i)
-            for i, (part, matrix, own) in enumerate(zip(x.chunk(groups, 1), matrices.unbind(), biases, strict=True))
+            self.quantized_forward(channels, matrix, row, window=window, keys=keys, part=i)
+            for i, (channels, matrix, row) in enumerate(zip(x.chunk(groups, 1), matrices.unbind(), biases, strict=True))
         ]
 
     def _laid_out(self, y: Tensor, input: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ _CLASSES: dict[Any, type[QuantizedConvolution]] = {
 
 @kind
 def convolution_class(cls: Any) -> type[QuantizedConvolution] | None:
-    """What a convolution of torch is converted to, or a class of its kind that computes no other way; else None."""
+    """The class that a convolution of torch is converted to, or a class that computes as one; None for others."""
     if cls in _CLASSES:
         return _CLASSES[cls]
     original = next((base for base in _CLASSES if issubclass(cls, base)), None)
@@ -246,5 +246,4 @@ def convolution_class(cls: Any) -> type[QuantizedConvolution] | None:
     methods = ("forward", "_conv_forward", "__call__")
     if any(getattr(cls, name, None) is not getattr(original, name, None) for name in methods):
         return None
-    converted: type[QuantizedConvolution] = derived(_CLASSES[original].__bases__[0], cls)
-    return converted
+    return derived(_CLASSES[original].__bases__[0], cls)

@@ -76,7 +76,7 @@ class RoutedExperts(CompositeLayer):
         return y.index_select(0, back).view(tokens, k, y.shape[1]).sum(1).to(x.dtype).view_as(hidden_states)
 
     def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
-        """What each expert makes of its rows of ``x``, which end at ``ends``."""
+        """The output of each expert for its rows of ``x``, which end at ``ends``."""
         h = self.part("gate_up_proj" if self.has_gate else "up_proj")(x, ends)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         y: Tensor = self.part("down_proj")(h, ends)
@@ -113,8 +113,7 @@ class MergedExperts(RoutedExperts):
 
     @staticmethod
     def make_parts(module: Any) -> dict[str, PartLayer]:
-        stacks = {"w1": False, "v1": False, "w2": True}
-        return {name: MergedProduct(module.mlp, name, module.num_experts, is_t) for name, is_t in stacks.items()}
+        return {name: MergedProduct(module.mlp, name, module.num_experts, name == "w2") for name in ("w1", "v1", "w2")}
 
     def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
         gate, up = (self.part(name)(x, ends) for name in ("w1", "v1"))
@@ -130,7 +129,7 @@ class MergedProduct(GroupedProduct):
         self.experts = experts
 
     def weight_matrix(self) -> Tensor:
-        """As of any stack: a view."""
+        """A view, as of any stack."""
         weight: Tensor = self.weight.unflatten(0, (self.experts, -1))
         return weight.mT if self.is_transposed else weight
 
@@ -180,7 +179,7 @@ _BY_NAME: dict[str, type[CompositeLayer] | type[GroupedLayer]] = {
 
 @kind
 def experts_class(cls: Any) -> Any:
-    """What a class of experts is converted to; None for another class."""
+    """The class that a class of experts is converted to; None for another class."""
     if cls is GroupedLinear:
         return QuantGroupedLinear
     base = _BY_NAME.get(cls.__name__) if cls.__module__.startswith("transformers.") else None

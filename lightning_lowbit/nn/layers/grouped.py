@@ -3,16 +3,17 @@
     y[rows of e] = x[rows of e] · W[e]ᵀ + b[e]        x [tokens, in], W [experts, out, in], b [experts, out]
 
 Each expert is quantized as if it were a linear layer of its own: its rows have their own scales and random bits, from
-keys of its own (:func:`lightning_lowbit.nn.core.calls.keys_of_parts`). So its results do not depend on the rows of
-other experts, and an expert without rows has gradients of zero. All of a layer is one call of the autograd function.
+keys of its own (:func:`lightning_lowbit.nn.core.calls.keys_of_part`). So its results do not depend on the rows of
+other experts, and an expert without rows has gradients of zero.
 
-Where groups end must be known on the host, which waits for it once per layer. Compiled code is left for these layers.
+Where groups end must be known on the host, which waits for it once per layer. ``torch.compile`` breaks its graph at
+these layers, which run eagerly.
 
 With expert parallelism each process holds some of the experts whole, and draws the random bits of their global indices.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,11 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit.checks import integer
 from lightning_lowbit.distributed import local, offsets_of
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.core.calls import keys_of_call
+from lightning_lowbit.nn.core.function import QuantizedGemms
+from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.nn.core.inputs import check_inputs
+from lightning_lowbit.nn.core.operands import Pass
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 
@@ -70,9 +75,9 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.experts = integer("experts", experts, 1)
         self.in_features, self.out_features = in_features, out_features
-        made = torch.empty(experts, out_features, in_features, device=device, dtype=dtype)
-        self.weight = nn.Parameter(made)
-        self.bias = nn.Parameter(made.new_empty(experts, out_features)) if bias else None
+        weight = torch.empty(experts, out_features, in_features, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(weight.new_empty(experts, out_features)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -99,11 +104,20 @@ class GroupedLinear(nn.Module):
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | None = None) -> Tensor:
     """:meth:`GroupedLinear.forward` in high precision, of any parameters: a loop of ``torch.nn.functional.linear``."""
     ends = ends_of(offsets, len(x), len(weight))
-    sizes = [end - start for start, end in zip((0, *ends), (*ends, len(x)), strict=True)]
-    biases = [None] * len(weight) if bias is None else bias.unbind()
-    *parts, rest = torch.split(x, sizes)
-    results = [F.linear(*each) for each in zip(parts, weight.unbind(), biases, strict=True)]
+    *parts, rest = _split(x, ends)
+    results = [F.linear(*arguments) for arguments in _by_expert(parts, weight, bias)]
     return torch.cat([*results, results[0].new_zeros(len(rest), weight.shape[1])])
+
+
+def _split(x: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The rows of each expert, and those of none."""
+    return torch.split(x, [end - start for start, end in zip((0, *ends), (*ends, len(x)), strict=True)])
+
+
+def _by_expert(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Iterable[tuple[Any, ...]]:
+    """The rows, the matrix and the bias of each expert."""
+    biases = [None] * len(weight) if bias is None else bias.unbind()
+    return zip(parts, weight.unbind(), biases, strict=True)
 
 
 def ends_of(offsets: Offsets, rows: int, experts: int) -> tuple[int, ...]:
@@ -128,7 +142,7 @@ class GroupedLayer(QuantizedLayer):
     first_expert: int = 0
 
     def check_casts(self, casts: LinearCasts) -> None:
-        """As of any layer; also for smoothing, whose factors would be those of all experts together."""
+        """Also raises a ``ValueError`` for smoothing, whose factors would be those of all experts together."""
         if casts.smooth is not None:
             raise ValueError(
                 f"smooth={casts.smooth!r} scales the input of one linear layer, and not those of a stack of experts. "
@@ -149,7 +163,24 @@ class GroupedLayer(QuantizedLayer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _quantized(self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Offsets, first: int) -> Tensor:
-        return self.quantized_forward(x, weight, bias, ends=ends_of(offsets, len(x), len(weight)), part=first)
+        keys, ends = keys_of_call(self), ends_of(offsets, len(x), len(weight))
+        if ends[-1] == 0:  # no expert has rows, and zeros have zeros as gradients
+            return grouped_linear(x, weight, ends, bias)
+        if x.shape[1] != weight.shape[2]:
+            raise ValueError(f"The layer takes {weight.shape[2]} features; got {tuple(x.shape)}.")
+        *parts, rest = _split(x, ends)
+        dtype = self._dtype_of_pass(x, weight, torch.is_autocast_enabled(x.device.type), None)
+        with no_autocast(x.device.type):
+            one = self._pass(dtype, keys, None)
+            how = self._how(dtype, x.device, saves_codes=self._saves_codes(x, dtype, None, one))
+            results: list[Tensor] = [
+                QuantizedGemms.apply(*arguments, how, Pass(keys, i, *one[2:]))[0]  # type: ignore[no-untyped-call]
+                for i, arguments in enumerate(_by_expert(parts, weight, bias), start=first)
+                if len(arguments[0])
+            ]
+            y = torch.cat([*results, results[0].new_zeros(len(rest), weight.shape[1])])
+        self._expect_plugin(y, weight)
+        return y
 
     def first_of(self, weight: DTensor) -> int:
         """The global index of the first expert that this process holds."""

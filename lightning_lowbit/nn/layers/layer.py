@@ -8,6 +8,7 @@ import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,12 @@ from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.function import QuantizedGemms
 from lightning_lowbit.nn.core.gemm import no_autocast
-from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, of_nested, refuse_dtypes, refuse_scripts
-from lightning_lowbit.nn.core.operands import Settings
-from lightning_lowbit.nn.core.parallel import Shards, tensor_parallel
+from lightning_lowbit.nn.core.how import How
+from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, nested_product, refuse_dtypes, refuse_scripts
+from lightning_lowbit.nn.core.operands import Amaxes, Pass
+from lightning_lowbit.nn.core.parallel import WHOLE, Shards, tensor_parallel
 from lightning_lowbit.nn.core.saving import saved_bits
-from lightning_lowbit.nn.core.watch import LayerAmaxes, amax_in_force, stage_
+from lightning_lowbit.nn.core.watch import LayerAmaxes, amax_in_force, stage_, watched
 from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.layers.native import NativeGemms
 from lightning_lowbit.nn.layers.state import LayerState, split_former
@@ -33,8 +35,10 @@ from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
 # Children that wrappers add: a layer keeps its name, and so its key, when it is wrapped or compiled.
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_products")
-_WHOLE = Shards()
 _NOTHING = nullcontext()
+
+# How each layer computed its last pass, and the arguments of that. A copy of a layer, or a pickled one, has none.
+_HOWS: WeakKeyDictionary[Any, tuple[How, Any, Any]] = WeakKeyDictionary()
 
 
 class QuantizedLayer(NativeGemms):
@@ -129,7 +133,7 @@ class QuantizedLayer(NativeGemms):
 
     @property
     def device(self) -> torch.device:
-        """Where the layer computes."""
+        """The device on which the layer computes."""
         return self.weight.device
 
     @property
@@ -159,78 +163,70 @@ class QuantizedLayer(NativeGemms):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        shards: Shards = _WHOLE,
+        shards: Shards = WHOLE,
         window: Window | None = None,
         keys: Tensor | None = None,
         frozen: Frozen | None = None,
-        ends: tuple[int, ...] | None = None,
         part: int | None = None,
     ) -> Tensor:
-        """:meth:`forward` through the casts, of shards too; with six of None it is ``nn.Linear`` to the bit but for the
-        order of sums on CPUs without instructions for the dtype. With a window, ``x`` are images, and the result
-        has a row per position. ``keys`` are those of this call, by default a new one, and ``part`` is the index of one
-        of its products. A ``frozen`` weight is bytes. With ``ends``, where groups of rows end, weights and biases are
-        stacks."""
+        """Computes ``x · Wᵀ + b`` with quantized operands.
+
+        With six casts of None it equals ``nn.Linear`` bit for bit, on CPUs without instructions for the dtype up to the
+        order of sums.
+
+        Args:
+            x: ``[..., in_features]``; with a ``window`` images ``[N, C, *sizes]``.
+            weight: ``[out_features, in_features]``, or the bytes of a ``frozen`` one.
+            bias: ``[out_features]`` or None.
+            shards: which of x, w and g are shards of global matrices.
+            window: of a convolution, whose result has a row per position.
+            keys: of this call; None for those of a new one.
+            frozen: what the bytes are; None for a matrix.
+            part: which of several products of the call this is; None for the only one.
+        """
         if x.is_nested:
-            return of_nested(
+            return nested_product(
                 self.name_in_model, x, lambda rows: self.quantized_forward(rows, weight, bias, shards, frozen=frozen)
             )
-        state, source, shape, device_type = self.lowbit, x, x.shape, x.device.type
-        casts, prequantized, amaxes = state.casts, state.prequantized_weight, state.amaxes
-        switch = None if amaxes is None else amaxes.switch
-        is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert
-        is_autocast = torch.is_autocast_enabled(device_type)
-        dtype = self._dtype_of_pass(x, weight, is_autocast, is_made, frozen)
-        gathered, rescale = window, None
-        with no_autocast(device_type) if is_autocast else _NOTHING:
+        casts, source, shape, device = self.lowbit.casts, x, x.shape, x.device
+        is_autocast, is_images = torch.is_autocast_enabled(device.type), window is not None
+        dtype = self._dtype_of_pass(x, weight, is_autocast, frozen)
+        rescale = None
+        with no_autocast(device.type) if is_autocast else _NOTHING:
             if window is None:
-                if x.dim() != 2:
-                    x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
+                if len(shape) != 2:
+                    x = x.flatten(0, -2) if len(shape) > 1 else x[None]  # flatten also takes empty tensors
             elif window.is_tiling:
-                x, gathered = window.tiles(x.to(dtype)), None
+                x, window = window.tiles(x.to(dtype)), None
             features = (weight if frozen is None else frozen).shape[-1]
-            if gathered is None and (not shape or x.shape[1] != features):  # a rotation would pad both to whole groups
+            if window is None and (not shape or x.shape[1] != features):  # a rotation would pad both to whole groups
                 raise ValueError(f"The layer takes {features} features; got {tuple(shape)}.")
             if casts.smooth is not None:
                 bias = None if bias is None else bias.to(dtype)
                 x, weight, rescale = self._smoothed(x.to(dtype), weight.to(dtype), shards)
-            settings = Settings(
-                casts=casts,
-                keys=keys_of_call(self) if keys is None else keys,
-                in_force=None if amaxes is None else amaxes.in_force,
-                staged=amaxes.staged if amaxes is not None and switch is not None and switch[0] else None,
-                exact=state.exact,
-                native=self.native_gemms(x.device, dtype=dtype) if casts.plan.native_gemms else (),
-                blend=state.blend,
-                operand_sums=state.operand_sums,
-                gradient_sums=state.gradient_sums,
-                shards=shards,
-                weight_amax=self.shared_amax(dtype) if prequantized is None else prequantized.amax,
-                prequantized=prequantized,
-                recasts=state.readers is not None and self.keeps_parameter and casts.smooth is None and not is_made,
-                frozen=frozen,
-                packs=gathered is None and state.readers is not None and self._packs(source, dtype),
-                window=gathered,
-                ends=ends,
-                part=part,
-                dtype=dtype,
-                layer=self.name_in_errors,
-            )
-            y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)[0]  # type: ignore[no-untyped-call]
+            one = self._pass(dtype, keys_of_call(self) if keys is None else keys, part)
+            how = self._how(dtype, device, shards, window, frozen, self._saves_codes(source, dtype, window, one))
+            y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, how, one)[0]  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
-        plugin_is_gone = state.plugin_is_gone or (amaxes is not None and switch is None)
-        if plugin_is_gone and self.training and weight.requires_grad and y.requires_grad:
-            y.register_hook(partial(_say_that_plugin_is_gone, casts, amaxes))  # type: ignore[no-untyped-call]
-        if window is not None or len(shape) == 2:
+        self._expect_plugin(y, weight)
+        if is_images or len(shape) == 2:
             return y
         # As nn.Linear does: FSDP2 warns of modules that return a view.
         return unsafe_view(y, (*shape[:-1], y.shape[-1]))
 
-    def _dtype_of_pass(self, x: Tensor, weight: Tensor, is_autocast: bool, is_made: bool, frozen: Any) -> torch.dtype:
+    def _expect_plugin(self, y: Tensor, weight: Tensor) -> None:
+        """Has the backward pass of an output refused, or warned of, if nothing renews keys and amaxes anymore."""
+        state = self.lowbit
+        is_gone = state.plugin_is_gone or (state.amaxes is not None and state.amaxes.switch is None)
+        if is_gone and self.training and weight.requires_grad and y.requires_grad:
+            y.register_hook(partial(_report_missing_plugin, state.casts, state.amaxes))  # type: ignore[no-untyped-call]
+
+    def _dtype_of_pass(self, x: Tensor, weight: Tensor, is_autocast: bool, frozen: Frozen | None) -> torch.dtype:
         """The dtype in which a pass computes; a ``ValueError`` if it cannot compute these tensors in one."""
-        dtype, prequantized = x.dtype, self.lowbit.prequantized_weight
-        if dtype not in COMPUTED or not (is_made or weight.dtype in COMPUTED):
+        dtype, gathered = x.dtype, self.lowbit.prequantized_weight
+        is_quantized = gathered is not None or frozen is not None
+        if dtype not in COMPUTED or not (is_quantized or weight.dtype in COMPUTED):
             refuse_dtypes(self.name_in_model, x, weight)
         if is_autocast and dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -239,9 +235,9 @@ class QuantizedLayer(NativeGemms):
                 f"Input and weight must have one dtype; got {dtype} and {weight.dtype}. Cast one of them, or use "
                 "torch.autocast."
             )
-        if prequantized is not None and prequantized.source_dtype != dtype:
+        if gathered is not None and gathered.source_dtype != dtype:
             raise ValueError(
-                f"The weight was quantized in {prequantized.source_dtype}, before it was gathered, and this pass is "
+                f"The weight was quantized in {gathered.source_dtype}, before it was gathered, and this pass is "
                 f"one in {dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
             )
         if self.lowbit.amaxes is None and self.lowbit.casts.plan.delayed:
@@ -251,12 +247,53 @@ class QuantizedLayer(NativeGemms):
             )
         return dtype
 
-    def _packs(self, source: Tensor, dtype: torch.dtype) -> bool:
-        """Whether this pass keeps codes: not where a second backward pass will draw the random bits of x anew."""
+    def _pass(self, dtype: torch.dtype, keys: Tensor | None, part: int | None) -> Pass:
+        """Returns the pass that begins now."""
+        state, amaxes = self.lowbit, None
+        gathered, watch = state.prequantized_weight, watched(state.operand_sums, state.gradient_sums)
+        weight_amax = None if state.weight_amax is None else self.shared_amax(dtype)
+        if gathered is not None:
+            weight_amax = gathered.amax
+        if state.amaxes is not None:
+            in_force, staged, _, _, switch = state.amaxes
+            amaxes = Amaxes(in_force, staged if switch is not None and switch[0] else None, weight_amax)
+        elif weight_amax is not None:
+            amaxes = Amaxes(None, None, weight_amax)
+        return Pass(keys, part, amaxes, state.blend, watch, gathered)
+
+    def _saves_codes(self, source: Tensor, dtype: torch.dtype, window: Window | None, one: Pass) -> bool:
+        """Returns whether this pass saves codes of its input: not if a second backward pass will draw the random bits
+        of x anew, and not if there will be none."""
         readers, calls = self.lowbit.readers, self.lowbit.calls
-        if readers is None or (calls is not None and calls.given is not None):
+        if readers is None or window is not None or (calls is not None and calls.drawn is not None):
             return False
-        return readers.pack(self, source, dtype)
+        saves = readers.pack(self, source, dtype)
+        if one.blend is not None or one.gradient_sums is not None or (one.keys is None and self.casts.plan.draws):
+            return False
+        return saves
+
+    def _how(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        shards: Shards = WHOLE,
+        window: Window | None = None,
+        frozen: Frozen | None = None,
+        saves_codes: bool = False,
+    ) -> How:
+        """Returns how passes are computed now. It is worked out again only if one of its arguments has changed."""
+        state, is_compiled, name = self.lowbit, torch.compiler.is_compiling(), self.name_in_errors
+        casts, is_gathered, has_readers = state.casts, state.prequantized_weight is not None, state.readers is not None
+        arguments = casts, dtype, device, state.exact, shards, name, window, frozen, is_gathered, saves_codes
+        others = has_readers, state.backend, state.blend is None
+        if not is_compiled and (last := _HOWS.get(self)) is not None and last[1] == arguments and last[2] == others:
+            return last[0]
+        native = self.native_gemms(device, dtype=dtype) if casts.plan.native_gemms else ()
+        recasts = has_readers and self.keeps_parameter and casts.smooth is None and not is_gathered and frozen is None
+        how = How(*arguments, native, recasts)
+        if not is_compiled:
+            _HOWS[self] = how, arguments, others
+        return how
 
     def _smoothed(self, x: Tensor, weight: Tensor, shards: Shards) -> tuple[Tensor, Tensor, Tensor | None]:
         """x and w with the smoothing factor s in them, and the factor of the product (None for 1).
@@ -272,17 +309,16 @@ class QuantizedLayer(NativeGemms):
 
     def _channel_amax(self, x: Tensor, shards: Shards) -> Tensor:
         """float32 ``[in_features]``: of this batch in training, of the last training step in evaluation."""
-        own = amax_along(x.detach(), 0)[0]
-        amaxes = self.lowbit.amaxes
+        amax, amaxes = amax_along(x.detach(), 0)[0], self.lowbit.amaxes
         if amaxes is None:
-            return own
+            return amax
         channels, staged = amaxes.channels, amaxes.staged_channels
         if shards.x is not None:  # x is sharded along its features: take this process's channels
-            channels, staged = (of_all.narrow(0, shards.x.start, len(own)) for of_all in (channels, staged))
+            channels, staged = (row.narrow(0, shards.x.start, len(amax)) for row in (channels, staged))
         if amaxes.switch is not None and amaxes.switch[0]:
-            stage_(staged, own)
-            return own
-        return torch.where(channels > 0, channels, own)
+            stage_(staged, amax)
+            return amax
+        return torch.where(channels > 0, channels, amax)
 
     def _token_amax(self, x: Tensor, shards: Shards) -> Tensor:
         """float32 ``[tokens, 1]``: of the up projection's output, which its hook left in ``token_amax``."""
@@ -327,8 +363,8 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _say_that_plugin_is_gone(casts: LinearCasts, amaxes: LayerAmaxes | None, gradient: Tensor) -> None:
-    """Raises for delayed scaling, whose amaxes would stay those of the last step; warns otherwise. A backward hook."""
+def _report_missing_plugin(casts: LinearCasts, amaxes: LayerAmaxes | None, gradient: Tensor) -> None:
+    """Refuses delayed scaling, whose amaxes would stay those of the last step; warns of all else. A backward hook."""
     message = (
         "This training goes on in low precision without the precision plugin that converted the model, or in a copy of "
         "the model that the plugin does not know: random bits stay those of its last step, and checkpoints do not tell "

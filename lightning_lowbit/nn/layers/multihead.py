@@ -98,9 +98,7 @@ class QuantizedMultihead(CompositeLayer):
         if self.is_plain or check_inputs(self, query, key, value):
             plain = super().forward
             return plain(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        is_batched = check_multihead_shapes(
-            query, key, value, key_padding_mask, attn_mask, module.num_heads
-        )
+        is_batched = check_multihead_shapes(query, key, value, key_padding_mask, attn_mask, module.num_heads)
         if not is_batched:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)

@@ -195,7 +195,7 @@ class _Gather:
     """The all-gather of one weight, with the statistics that its cast needs."""
 
     def __init__(self, gathers: WeightGathers, record: Record, module: FSDPModule, dtype: torch.dtype | None) -> None:
-        self._gathers, self.record, self.module = gathers, record, module
+        self._gathers, self.module = gathers, module
         self.layer: Any = owner_of(record)
         self.group: dist.ProcessGroup = record.shard_mesh.get_group()
         self._shape = whole_size(record)
@@ -207,7 +207,9 @@ class _Gather:
         self._mean: Tensor | None = None
         self.gathered_with: Cast | None = None  # in the last gather
         module.reshard()
-        extend(record, self)  # loading and `module.to` replace the local tensor, where FSDP2 looks for an extension
+        self.record = extend(
+            record, self
+        )  # loading and `module.to` replace the local tensor, where FSDP2 looks for an extension
 
     @property
     def _cast(self) -> Cast | None:

@@ -5,7 +5,7 @@
 Random bits depend only on the key and an element's index. They are the same after a resume and in recomputation,
 whatever other code draws. The data-parallel rank and the call enter only for x and g, which differ between ranks and
 calls, and not for w. Each call has its own keys, so that noise does not add up (:mod:`lightning_lowbit.nn.core.calls`);
-so has each expert of a stack, for all operands (:func:`lightning_lowbit.nn.core.calls.keys_of_parts`).
+so has each expert of a stack, for all operands (:func:`lightning_lowbit.nn.core.calls.keys_of_part`).
 """
 
 import hashlib
@@ -70,12 +70,12 @@ class LayerKeys:
         self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, local)))
 
     def expect_draws(self, on: bool) -> None:
-        """Starts or stops keeping the keys of all calls, for :meth:`in_use`."""
-        self._calls.given = [] if on else None
+        """Whether to keep the keys of all calls from now on, for :meth:`in_use`."""
+        self._calls.drawn = [] if on else None
 
     def in_use(self) -> list[Tensor]:
-        """Returns all keys that a backward pass over the micro-batch uses, also those of recomputed calls."""
-        return [self._keys, *(self._calls.given or [])]
+        """All keys that a backward pass over the micro-batch uses, also those of recomputed calls."""
+        return [self._keys, *(self._calls.drawn or [])]
 
     def draw_again_(self, number: int) -> None:
         """Replaces the keys in use by those of draw ``number``, also the ones that compiled graphs have saved."""

@@ -29,14 +29,11 @@ class Two(BoringModel):
 class LastForward(Callback):
     """What the forward pass of the last step made of the first layer's weight, and what the callbacks' view makes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.monkeypatch = monkeypatch
-
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         layer = pl_module.layer[0]
         ((_, weight),) = latent_weights({"": layer}, compute_dtype(trainer.precision_plugin))
         self.found = weight.quantize().dequantize()
-        with spied(self.monkeypatch) as seen, trainer.precision_plugin.forward_context():
+        with spied() as seen, trainer.precision_plugin.forward_context():
             layer(torch.randn(4, 32, requires_grad=True))
         values, factor = seen["fprop_w"]
         self.expected = values.float() if factor is None else values.float() * factor
@@ -54,8 +51,8 @@ PLUGINS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_it_is_what_the_forward_pass_uses(plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = LastForward(monkeypatch)
+def test_it_is_what_the_forward_pass_uses(plugin: str) -> None:
+    seen = LastForward()
     Trainer(
         accelerator="cpu",
         max_steps=2,

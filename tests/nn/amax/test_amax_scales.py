@@ -29,13 +29,13 @@ from tests.tables import each
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-def test_what_exceeds_the_histories_saturates(monkeypatch: pytest.MonkeyPatch, element: str) -> None:
+def test_what_exceeds_the_histories_saturates(element: str) -> None:
     layer, histories = single(LinearCasts(fprop_x=delayed(element)), 4, 4)
     layer.weight.data.copy_(torch.eye(4))
     x = torch.tensor([[3.5, -3.5, 3.0, 0.25], [14.0, -7.0, 5.0, 0.25]])
     layer(x[:1])
     histories.advance_()
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         y = layer(x)
     assert seen["fprop_x"].values.abs().max() == seen["fprop_x"].values[1, 0] == {"e4m3": 448, "e5m2": 57344}[element]
     clipped = torch.tensor([[3.5, -3.5, 3.0, 0.25], [3.5, -3.5, 3.5, 0.25]])
@@ -65,12 +65,12 @@ FACTORS: dict[str, tuple[dict[str, Any], list[float]]] = {
 
 
 @each("name", FACTORS)
-def test_scales_by_hand(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_scales_by_hand(name: str) -> None:
     """The first step scales by its own amax, each other one by those before it."""
     settings, factors = FACTORS[name]
     layer, histories = single(every(delayed(**settings)))
     for step, (amax, factor) in enumerate(zip((3.5, 0.75, 1.75, 0.875, 1.0), factors, strict=True)):
-        with spied(monkeypatch) as seen:
+        with spied() as seen:
             one_pass(layer, amax)
         histories.advance_()
         for operand in OPERANDS:
@@ -81,7 +81,7 @@ def test_scales_by_hand(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
                 assert math.frexp(found.item())[0] == 0.5, f"{operand}: {found.item()} is no power of two"
 
 
-def test_every_operand_has_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_operand_has_its_own_settings() -> None:
     casts = LinearCasts(
         fprop_x=delayed(history=2),
         fprop_w=delayed(history=5),
@@ -100,7 +100,7 @@ def test_every_operand_has_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> 
         "/dgrad_g": [2],
         "/wgrad_g": [4, 1, 2],
     }
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         one_pass(layer, 16.0)
     scaled_by = {"fprop_x": 2 / 448, "fprop_w": 8 / 448, "dgrad_g": 2 / 57344, "dgrad_w": 8 / 448}
     scaled_by |= {"wgrad_g": 4 / 57344, "wgrad_x": 16 / 448}
@@ -149,9 +149,7 @@ CASTS = {
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
-def test_operands_are_quantized_with_the_amax_in_force(
-    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
-) -> None:
+def test_operands_are_quantized_with_the_amax_in_force(name: str, dtype: torch.dtype) -> None:
     casts = CASTS[name]
     layer = layer_like(nn.Linear(IN, OUT, dtype=dtype), casts)
     histories = AmaxHistories(layer)
@@ -162,7 +160,7 @@ def test_operands_are_quantized_with_the_amax_in_force(
         tensors = {key: filled(shape, sizes[key][step], step).to(dtype) for key, shape in shapes.items()}
         layer.weight.data.copy_(tensors["w"])
         layer.lowbit.calls.begin()
-        with spied(monkeypatch) as seen:
+        with spied() as seen:
             run(layer, tensors["x"], tensors["g"])
         histories.advance_()
         for i, operand in enumerate(OPERANDS):
@@ -181,7 +179,7 @@ def test_operands_are_quantized_with_the_amax_in_force(
             largest[key].append(amax_of(tensor))
 
 
-def test_two_levels_saturate_above_the_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_levels_saturate_above_the_histories() -> None:
     """2688 = 6 * 448 in force: the scale of the tensor is 1, and no block reaches higher."""
     layer, histories = single(NVFP4)
     layer(filled((TOKENS, IN), 2688.0))
@@ -189,7 +187,7 @@ def test_two_levels_saturate_above_the_histories(monkeypatch: pytest.MonkeyPatch
     x = torch.zeros(TOKENS, IN)
     x[0, :3] = torch.tensor([5376.0, -2688.0, 1344.0])
     x[0, 16:19] = torch.tensor([6.0, -3.0, 0.5])
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         layer(x)
     decoded = value(seen["fprop_x"])
     assert seen["fprop_x"].factor == 1
@@ -208,7 +206,7 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
 
 @each("element", ["e4m3", "nvfp4"])
 @each("name", TRANSFORMS)
-def test_amaxes_are_those_of_the_transformed_tensor(monkeypatch: pytest.MonkeyPatch, name: str, element: str) -> None:
+def test_amaxes_are_those_of_the_transformed_tensor(name: str, element: str) -> None:
     cast = E4M3 if element == "e4m3" else NVFP4.fprop_x
     layer, histories = single(every(cast, **TRANSFORMS[name]))  # type: ignore[arg-type]
     casts = layer.casts
@@ -227,7 +225,7 @@ def test_amaxes_are_those_of_the_transformed_tensor(monkeypatch: pytest.MonkeyPa
         tensors = {"x": filled((TOKENS, IN), amax) + amax, "g": filled((TOKENS, OUT), amax, 2) + amax}
         tensors["w"] = layer.weight.data.copy_(filled((OUT, IN), amax, 1)).clone()
         layer.lowbit.calls.begin()
-        with spied(monkeypatch) as seen:
+        with spied() as seen:
             run(layer, tensors["x"], tensors["g"])
         histories.advance_()
         for operand in OPERANDS:

@@ -31,11 +31,11 @@ from tests.optim.parameters import NoHostSync
 from tests.tables import each
 
 
-def test_a_step_is_the_largest_of_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_the_largest_of_its_passes() -> None:
     layer, histories = single(every(E4M3))
     for step, amaxes in enumerate(([1.0, 3.0, 2.0], [0.5, 0.25])):
         for amax in amaxes:
-            with spied(monkeypatch) as seen:
+            with spied() as seen:
                 one_pass(layer, amax)
             in_force = amax if step == 0 else 3.0
             for operand in OPERANDS:
@@ -67,14 +67,14 @@ def test_amaxes_are_those_of_the_compute_dtype() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_evaluation_is_no_step(monkeypatch: pytest.MonkeyPatch, mode: Callable[[], Any]) -> None:
+def test_evaluation_is_no_step(mode: Callable[[], Any]) -> None:
     layer, histories = single(every(E4M3))
     one_pass(layer, 3.5)
     histories.advance_()
     before = copy.deepcopy(histories.state_dict())
     histories.recording = False
     assert not histories.recording
-    with mode(), spied(monkeypatch) as seen:
+    with mode(), spied() as seen:
         y = layer(filled((TOKENS, IN), 7.0))
     assert seen["fprop_x"].factor == 1 / 128, "not scaled by what is remembered"
     if y.requires_grad:
@@ -136,12 +136,12 @@ def test_activation_checkpointing_changes_nothing(use_reentrant: bool, casts: An
     assert len(remembered(histories)["first/fprop_x"]) == 4
 
 
-def test_a_layer_that_does_not_run_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_does_not_run_keeps_what_it_has() -> None:
     model = convert(nn.ModuleList(nn.Linear(IN, OUT, bias=False) for _ in range(2)), every(E4M3))
     histories = AmaxHistories(model)
     for amax, layers in ((3.5, (0, 1)), (7.0, (0,)), (14.0, (1,))):
         for i in layers:
-            with spied(monkeypatch) as seen:
+            with spied() as seen:
                 one_pass(model[i], amax)
         histories.advance_()
     assert seen["wgrad_g"].factor == 1 / 128, "a step without the layer changed its scale"
@@ -170,13 +170,13 @@ def test_a_layer_that_runs_twice_remembers_the_larger() -> None:
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["", "first"])
-def test_zeros_change_nothing(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+def test_zeros_change_nothing(first: bool) -> None:
     layer, histories = single(every(E4M3))
     if not first:
         one_pass(layer, 3.5)
         histories.advance_()
     before = remembered(histories)
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         found = one_pass(layer, 0.0)
     histories.advance_()
     assert remembered(histories) == before
@@ -190,14 +190,12 @@ def test_zeros_change_nothing(monkeypatch: pytest.MonkeyPatch, first: bool) -> N
 @each("first", [False, True])
 @each("bad", [torch.inf, -torch.inf, torch.nan])
 @each("where", BY_TENSOR)
-def test_an_overflow_is_seen_and_not_remembered(
-    monkeypatch: pytest.MonkeyPatch, where: str, bad: float, first: bool
-) -> None:
+def test_an_overflow_is_seen_and_not_remembered(where: str, bad: float, first: bool) -> None:
     layer, histories = single(every(E4M3))
     if not first:
         one_pass(layer, 3.5)
         histories.advance_()
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         found = one_pass(layer, **{**dict.fromkeys("xwg", 1.75), where: bad})
     histories.advance_()
     before = [] if first else [3.5]
@@ -210,7 +208,7 @@ def test_an_overflow_is_seen_and_not_remembered(
         tensor = found[name]
         assert tensor is not None
         assert tensor.isnan().any(), f"{bad} in {where} is not seen in {name}"
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         found = one_pass(layer, 0.875)
     for operand in BY_TENSOR[where]:
         assert seen[operand].factor == (1 / 512 if first else 1 / 128), f"{operand}: another scale"

@@ -64,7 +64,7 @@ def test_the_rule_is_that_of_the_golden_vectors(config: int, sequence: str) -> N
 
 
 @pytest.mark.parametrize("first", range(0, len(SEQUENCES), 3), ids=lambda i: "-".join(SEQUENCES[i : i + 3]))
-def test_golden_vectors(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+def test_golden_vectors(first: int) -> None:
     """Layers of all configurations in one model, with a sequence for x, one for w and one for g: every operand is
     scaled, bit for bit, as the rule has it, and the histories are the rule's."""
     size = 4
@@ -79,7 +79,7 @@ def test_golden_vectors(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
         state: dict[str, list[float]] = {}
         for i, (layer, cast) in enumerate(zip(model, CONFIGS, strict=True)):
             layer.weight.data.copy_(tensors["w"])
-            with spied(monkeypatch) as seen:
+            with spied() as seen:
                 run(layer, tensors["x"], tensors["g"])
             for kind, operands in BY_TENSOR.items():
                 in_force, encode, history = by_the_rule(amaxes[kind], cast)
@@ -108,7 +108,7 @@ def test_golden_vectors(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
         assert not wrong, f"after step {step}: {wrong[0]} is {found[wrong[0]]}, not {state[wrong[0]]}"
 
 
-def test_golden_single_amaxes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_golden_single_amaxes() -> None:
     """A history of one step: 0 and what is not finite leave the scale at 1."""
     amaxes, scales, largest = (GOLDEN[f"unit_tests/{name}"] for name in ("amax", "scale", "fp8_max"))
     casts = [LinearCasts(fprop_x=delayed("e4m3" if most == 448 else "e5m2", history=1)) for most in largest]
@@ -121,7 +121,7 @@ def test_golden_single_amaxes(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer, amax, expected in zip(model, amaxes, scales.tolist(), strict=True):
         found = scales_of(layer.lowbit.amaxes.in_force[0], torch.ones(()), layer.casts.fprop_x)
         assert found == expected, f"amax {amax}: scaled by {found}, not {expected}"
-        with spied(monkeypatch) as seen:
+        with spied() as seen:
             layer(torch.zeros(4, 8))
         assert seen["fprop_x"].factor == torch.tensor(expected).reciprocal(), f"amax {amax}"
 

@@ -38,9 +38,7 @@ def in_tiles(tile: int) -> Callable[..., Tensor]:
 
     def call(made: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **given: Any) -> Tensor:
         how = Attention(
-            made["qk"].settings(),
-            made["pv"].settings(),
-            (0, 0),
+            *(made[name].product_pass(q.dtype, q.device) for name in ("qk", "pv")),
             q.shape[-1] ** -0.5,
             given.get("is_causal", False),
             tile,
@@ -256,11 +254,12 @@ def test_dropout_drops_its_share_of_p_alike_in_both_passes_and_all_tiles() -> No
 
     def call(*x: Tensor, tile: int = 64) -> Tensor:
         made = products("bf16")
-        settings = made["qk"].settings(), made["pv"].settings()
-        return QuantizedAttention.apply(*x, None, Attention(*settings, (0, 0), 0.2, True, tile, 0.25, key))[0]  # type: ignore[no-any-return, no-untyped-call]
+        passes = [made[name].product_pass(torch.float64, x[0].device) for name in ("qk", "pv")]
+        return QuantizedAttention.apply(*x, None, Attention(*passes, 0.2, True, tile, 0.25, key))[0]  # type: ignore[no-any-return, no-untyped-call]
 
     ones = torch.ones(6, 40, 40, dtype=torch.float64)
-    kept = Attention(*[products("bf16")["qk"].settings()] * 2, (0, 0), 0.2, True, 64, 0.25, key).dropped(ones, 0)
+    both = [products("bf16")["qk"].product_pass(torch.float64, ones.device)] * 2
+    kept = Attention(*both, 0.2, True, 64, 0.25, key).dropped(ones, 0)
     assert set(kept.unique().tolist()) == {0.0, 1 / 0.75}
     assert (kept == 0).double().mean().item() == pytest.approx(0.25, abs=0.02)  # of 9600
 

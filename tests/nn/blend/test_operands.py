@@ -64,12 +64,12 @@ def test_at_0_only_what_transforms_do_remains(name: str, dtype: torch.dtype) -> 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
-def test_at_1_operands_are_the_quantized_ones(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
+def test_at_1_operands_are_the_quantized_ones(name: str, dtype: torch.dtype) -> None:
     """As a tensor they are dense, in the dtype of the computation; as a number they are as if λ had never been."""
     original, (x, g) = nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)
-    with spied(monkeypatch) as expected:
+    with spied() as expected:
         results = run(blended(original, CASTS[name], None), x, g)
-    with spied(monkeypatch) as found:
+    with spied() as found:
         run(blended(original, CASTS[name], 1.0), x, g)
     for operand in OPERANDS:
         assert found[operand].factor is None, f"{operand} keeps a factor"
@@ -87,12 +87,12 @@ def test_at_1_operands_are_the_quantized_ones(monkeypatch: pytest.MonkeyPatch, n
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
-def test_operands_are_on_their_way(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, exact: bool) -> None:
+def test_operands_are_on_their_way(name: str, dtype: torch.dtype, exact: bool) -> None:
     """In the space where they are quantized, by the casts and random bits that they have without λ."""
     casts, original, (x, g) = CASTS[name], nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)
     seen = {}
     for blend in (0.0, 0.3, None):
-        with spied(monkeypatch) as seen[blend]:
+        with spied() as seen[blend]:
             run(blended(original, casts, blend, exact=exact), x, g)
     raw = {"x": x, "w": original.weight.detach(), "g": g}
     for operand in OPERANDS:
@@ -117,11 +117,9 @@ def test_operands_are_on_their_way(monkeypatch: pytest.MonkeyPatch, name: str, d
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name, casts in PLAIN.items() if not casts.surrogate])
-def test_results_are_the_products_of_the_operands(
-    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
-) -> None:
+def test_results_are_the_products_of_the_operands(name: str, dtype: torch.dtype) -> None:
     original, (x, g) = nn.Linear(IN, OUT, bias=False, dtype=dtype), tensors(dtype)
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         found = run(blended(original, PLAIN[name], 0.3), x, g)
     for gemm, (left, right) in GEMMS.items():
         a, b = seen[left], seen[right]
@@ -130,9 +128,9 @@ def test_results_are_the_products_of_the_operands(
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "ternary"])
-def test_what_the_forward_pass_used_is_what_the_backward_pass_uses(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_the_forward_pass_used_is_what_the_backward_pass_uses(name: str) -> None:
     casts = LinearCasts.preset(name).replace(dgrad_w="fprop", wgrad_x="fprop")
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         run(blended(nn.Linear(IN, OUT), casts, 0.3), *tensors())
     for operand in ("dgrad_w", "wgrad_x"):
         assert torch.equal(value(seen[operand]), value(seen[f"fprop_{operand[-1]}"]))

@@ -70,12 +70,12 @@ def test_the_first_call_has_the_keys_that_were_filled_in() -> None:
     assert all(map(torch.equal, *passes)), "a layer whose calls nobody counts computes otherwise"
 
 
-def test_operands_made_of_data_differ_between_calls_and_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_made_of_data_differ_between_calls_and_weights_do_not() -> None:
     model, keys = recurrent({**EVERYTHING, "hadamard": {"wgrad": Hadamard(16, "keyed")}})
     keys.fill_(5)
     made: list[dict[str, Any]] = []
     for _ in range(3):
-        with spied(monkeypatch) as seen:
+        with spied() as seen:
             model.a(batch()).square().sum().backward()
         made.append(dict(seen))
     for operand in OPERANDS:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from transformers import (
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import AmaxHistories, QuantizedLayer
-from lightning_lowbit.nn.core import operands
+from lightning_lowbit.nn.core.watch import observed
 from lightning_lowbit.quant import Operand
 
 KINDS = ("channel", "token")
@@ -152,23 +151,21 @@ def unchanged(model: nn.Module, before: dict[str, Any]) -> None:
 
 
 @contextmanager
-def sources(monkeypatch: pytest.MonkeyPatch, lossless: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+def sources(lossless: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
     """Captures what is to be quantized, by operand, in the order of the GEMMs; ``lossless`` then leaves it as it is."""
     seen: list[tuple[str, Tensor]] = []
-    original: Callable[..., Operand] = operands.operand_of
 
-    def spy(name: str, source: Any, how: Any) -> Operand:
-        seen.append((name, source.values))
-        return Operand(source.values, source.factor) if lossless else original(name, source, how)
+    def spy(how: Any, source: Any, operand: Any, *_: Any) -> Any:
+        seen.append((how.name, source.values))
+        return Operand(source.values, source.factor) if lossless else operand
 
-    with monkeypatch.context() as patch:
-        patch.setattr(operands, "operand_of", spy)
+    with observed(spy):
         yield seen
 
 
-def factors(monkeypatch: pytest.MonkeyPatch, mlp: Any, x: Tensor) -> Tensor:
+def factors(mlp: Any, x: Tensor) -> Tensor:
     """The s per channel that a forward pass through one MLP uses: W over what it makes of W."""
-    with sources(monkeypatch) as seen, torch.no_grad():
+    with sources() as seen, torch.no_grad():
         mlp(x)
     weight = mlp.down_proj.weight_matrix()
     [scaled] = [tensor for name, tensor in seen if name == "fprop_w" and tensor.shape == weight.shape]

@@ -66,18 +66,18 @@ def test_they_are_as_one_layer(casts: str, autocast: bool) -> None:
 
 
 @each("casts", CASTS)
-def test_both_gemms_of_a_weight_use_it(casts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_gemms_of_a_weight_use_it(casts: str) -> None:
     """Half of all weights are those of a layer with a larger one; their values are multiples of its steps."""
     parts = prepare(Attention(), casts)
     SharedAmaxes(parts, ["(q|k|v)_proj"]).measure()
     largest = parts.k_proj.weight.abs().max()
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         parts.v_proj(torch.randn(8, 32, requires_grad=True)).sum().backward()
     layer = nn.Linear(33, 16)  # one more column holds the largest weight
     layer.weight.data = torch.cat([parts.v_proj.weight.data, largest.expand(16, 1)], 1)
     prepare(layer, casts)
     own: dict[str, Any] = {}
-    with spied(monkeypatch) as own_seen:
+    with spied() as own_seen:
         layer(torch.randn(8, 33, requires_grad=True)).sum().backward()
         own.update(own_seen)
     for operand in ("fprop_w", "dgrad_w"):

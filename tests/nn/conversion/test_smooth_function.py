@@ -37,9 +37,7 @@ from tests.tables import each
 @each("bias", [False, True])
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("kind", KINDS)
-def test_unquantized_it_is_the_same_function(
-    monkeypatch: pytest.MonkeyPatch, kind: Any, dtype: torch.dtype, bias: bool
-) -> None:
+def test_unquantized_it_is_the_same_function(kind: Any, dtype: torch.dtype, bias: bool) -> None:
     """Output and all gradients, to the bit, channels being of sizes from 1e-6 to 1e6 and one of them 0.
 
     A bias comes after the division per token, and with it a second rounding in bfloat16.
@@ -56,7 +54,7 @@ def test_unquantized_it_is_the_same_function(
     results, products = [], []
     for model in (unsmoothed, smoothed):
         inputs = x.clone().requires_grad_()
-        with sources(monkeypatch, lossless=True) as seen:
+        with sources(lossless=True) as seen:
             y = model(inputs)
             y.backward(g)
         results.append({"y": y.detach(), "x": inputs.grad, **{n: p.grad for n, p in model.named_parameters()}})
@@ -214,7 +212,7 @@ def test_s_at_the_ends(amax: float, s: float) -> None:
     assert smoothing_factor(torch.tensor([amax, 4.0])).tolist() == [s, 0.25]
 
 
-def test_s_per_channel_is_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s_per_channel_is_of_all_tokens() -> None:
     """Of every sequence of a batch; |up * silu(gate)|, not |up|. A channel that is 0 keeps 1."""
     mlp = MLP()
     with torch.no_grad():
@@ -222,13 +220,13 @@ def test_s_per_channel_is_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None
         mlp.gate_proj.weight[3] = 0
     x = torch.randn(2, 3, 5, 16)
     amax = product_amax(mlp, x)
-    s = factors(monkeypatch, only_down(mlp, CURRENT), x)
+    s = factors(only_down(mlp, CURRENT), x)
     assert torch.equal(s, down_power(amax))
     assert s[3] == 1
     assert len(s.unique()) > 10
 
 
-def test_s_per_token_is_of_the_up_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s_per_token_is_of_the_up_projection() -> None:
     """Of its output as it is, quantized; each token its own, those of every sequence. A token of 0 keeps 1."""
     mlp = convert(MLP(), CURRENT, smooth_swiglu="token")
     x = torch.randn(2, 3, 16) * torch.logspace(-3, 3, 6).view(2, 3, 1)
@@ -237,7 +235,7 @@ def test_s_per_token_is_of_the_up_projection(monkeypatch: pytest.MonkeyPatch) ->
     mlp.up_proj.register_forward_hook(lambda _, __, output: up.append(output.detach()))
     product: list[Tensor] = []
     mlp.down_proj.register_forward_pre_hook(lambda _, inputs: product.append(inputs[0].detach()))
-    with sources(monkeypatch) as seen:
+    with sources() as seen:
         mlp(x)
     [scaled] = [tensor for name, tensor in seen if name == "fprop_x" and tensor.shape[1] == 24]
     [weight] = [tensor for name, tensor in seen if name == "fprop_w" and tensor.shape == (16, 24)]

@@ -36,16 +36,16 @@ def test_histories_hold_what_is_quantized() -> None:
         assert not of_down[name][:-3].any()
 
 
-def test_evaluation_uses_the_last_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_uses_the_last_training_step() -> None:
     """The largest of its micro-batches; training uses the batch's own, and evaluation leaves no trace."""
     mlp = MLP()
     model = only_down(copy.deepcopy(mlp), DELAYED)
     histories = AmaxHistories(model)
     batches = [torch.randn(6, 16) * scale for scale in (100.0, 1.0, 1.2, 0.01)]
     amaxes = [product_amax(mlp, x) for x in batches]
-    assert torch.equal(factors(monkeypatch, model, batches[0]), down_power(amaxes[0])), "recording"
+    assert torch.equal(factors(model, batches[0]), down_power(amaxes[0])), "recording"
     histories.recording = False
-    assert torch.equal(factors(monkeypatch, model, batches[1]), down_power(amaxes[1])), "no step yet: its own"
+    assert torch.equal(factors(model, batches[1]), down_power(amaxes[1])), "no step yet: its own"
     histories.recording = True
     step(model, histories, batches[0])  # an earlier step must be forgotten
     step(model, histories, batches[1], batches[2])
@@ -54,15 +54,15 @@ def test_evaluation_uses_the_last_training_step(monkeypatch: pytest.MonkeyPatch)
     state = histories.state_dict()
     torch.testing.assert_close(state["channel_amax"]["down_proj"], of_step)
     for x in (batches[3], batches[0]):
-        assert torch.equal(factors(monkeypatch, model, x), down_power(of_step)), "evaluation"
+        assert torch.equal(factors(model, x), down_power(of_step)), "evaluation"
     assert all(torch.equal(histories.state_dict()[k][n], t) for k, d in state.items() for n, t in d.items())
     histories.recording = True
-    assert torch.equal(factors(monkeypatch, model, batches[3]), down_power(amaxes[3])), "training again"
+    assert torch.equal(factors(model, batches[3]), down_power(amaxes[3])), "training again"
     histories.advance_()
     torch.testing.assert_close(histories.state_dict()["channel_amax"]["down_proj"], amaxes[3])
 
 
-def test_a_channel_that_was_silent_keeps_its_amax(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_channel_that_was_silent_keeps_its_amax() -> None:
     """Silent in the last step: that of the step before; silent so far: evaluation takes the batch's own."""
     mlp = MLP()
     model = only_down(copy.deepcopy(mlp), DELAYED)
@@ -72,7 +72,7 @@ def test_a_channel_that_was_silent_keeps_its_amax(monkeypatch: pytest.MonkeyPatc
     step(model, histories, x)
     silence.remove()
     amax = product_amax(mlp, 64 * x)
-    seen = factors(monkeypatch, model, 64 * x)
+    seen = factors(model, 64 * x)
     assert seen[7] == down_power(amax)[7]
     assert (seen[:7] > down_power(amax)[:7]).all()
     step(model, histories, x)
@@ -94,13 +94,13 @@ def test_evaluation_of_one_token_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.parametrize("in_training", [False, True], ids=["eval", "train"])
-def test_without_histories_it_uses_the_batch(monkeypatch: pytest.MonkeyPatch, in_training: bool) -> None:
+def test_without_histories_it_uses_the_batch(in_training: bool) -> None:
     mlp = MLP()
     model = only_down(copy.deepcopy(mlp), CURRENT)
     model.train(in_training)
     for scale in (1.0, 100.0):
         x = scale * torch.randn(6, 16)
-        assert torch.equal(factors(monkeypatch, model, x), down_power(product_amax(mlp, x)))
+        assert torch.equal(factors(model, x), down_power(product_amax(mlp, x)))
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import AmaxHistories, GroupedLinear, LayerKeys
-from lightning_lowbit.nn.core.calls import keys_of_parts
+from lightning_lowbit.nn.core.calls import keys_of_part
 
 EXPERTS, INNER, OUT = 5, 48, 32
 ENDS = [7, 7, 40, 41, 77]  # one expert has no rows, and one has one
@@ -35,8 +35,8 @@ def converted(casts: Any, bias: bool = True, **kwargs: Any) -> tuple[GroupedLine
     apart = convert(loop(together), casts, **kwargs)
     convert(together, casts, **kwargs)
     LayerKeys(together, seed=1).fill_(3)
-    for layer, keys in zip(apart, keys_of_parts(together.lowbit.keys, EXPERTS), strict=True):
-        layer.lowbit.keys = keys
+    for i, layer in enumerate(apart):
+        layer.lowbit.keys = keys_of_part(together.lowbit.keys, i)
     AmaxHistories(together), AmaxHistories(apart)
     return together, apart
 

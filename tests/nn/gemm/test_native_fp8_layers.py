@@ -51,7 +51,6 @@ def has_native_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_native_layer_is_the_emulated_one(
-    monkeypatch: pytest.MonkeyPatch,
     native_calls: list[dict[str, Any]],
     name: str,
     dtype: torch.dtype,
@@ -68,7 +67,7 @@ def test_a_native_layer_is_the_emulated_one(
         layer.lowbit.backend = backend
         remember(layer, 0.5, 2.0)
         native_calls.clear()
-        with spied(monkeypatch) as seen[backend]:
+        with spied() as seen[backend]:
             found[backend] = run(layer, x, g)
         assert len(native_calls) == (0 if backend == "emulated" else len(native_gemms)), f"{backend}: another backend"
         for gemm in GEMMS if backend != "emulated" else ():

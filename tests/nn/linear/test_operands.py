@@ -91,9 +91,7 @@ def test_fprop_is_autograd_through_fake_quantize(cast: Cast) -> None:
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
-def test_operands_and_gemms(
-    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, exact: bool, sizes: tuple[int, int, int]
-) -> None:
+def test_operands_and_gemms(name: str, dtype: torch.dtype, exact: bool, sizes: tuple[int, int, int]) -> None:
     """Each operand is ``quantize`` along its contraction; each GEMM is the product of what its operands decode to."""
     tokens, inputs, outputs = sizes
     casts = CASTS[name]
@@ -102,7 +100,7 @@ def test_operands_and_gemms(
     x, g = (torch.randn(tokens, size, generator=generator).to(dtype) for size in (inputs, outputs))
     layer = layer_like(original, casts, exact=exact)
     remember(layer, *REMEMBERED)
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         found = run(layer, x, g)
     expected = by_definition(layer, x, g, REMEMBERED)
     assert tuple(seen) == OPERANDS, "operands in another order, or missing"
@@ -143,14 +141,14 @@ def allowance(casts: LinearCasts, gemm: str, expected: Definition, dtype: torch.
 
 
 @each("name", CASTS)
-def test_phases_quantize_what_they_say(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_phases_quantize_what_they_say(name: str) -> None:
     """What a phase leaves quantized it leaves as it was, smoothed or not; the rest is the tensor itself."""
     original, x, g = nn.Linear(40, 24), torch.randn(50, 40), torch.randn(50, 24)
     full: dict[str | None, dict[str, Operand]] = {}
     for smooth in {CASTS[name].smooth, None}:
         layer = layer_like(original, CASTS[name].replace(smooth=smooth))
         remember(layer, *REMEMBERED)
-        with spied(monkeypatch) as full[smooth]:
+        with spied() as full[smooth]:
             run(layer, x, g)
     layer = layer_like(original, CASTS[name])
     remember(layer, *REMEMBERED)
@@ -159,7 +157,7 @@ def test_phases_quantize_what_they_say(monkeypatch: pytest.MonkeyPatch, name: st
         set_phase(layer, phase)
         LayerKeys(layer, 1).fill_(3)  # a further call would have other bits
         casts, raw = layer.casts, smoothed(layer.casts, {"x": x, "w": original.weight.detach(), "g": g})
-        with spied(monkeypatch) as seen:
+        with spied() as seen:
             run(layer, x, g)
         for operand in OPERANDS:
             if operand in CASTS[name].requantize and operand not in casts.requantize:
@@ -187,7 +185,7 @@ def test_nothing_in_nothing_out(name: str) -> None:
 
 
 @each("name", OPERANDS)
-def test_blocks_lie_along_the_contraction(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_blocks_lie_along_the_contraction(name: str) -> None:
     """A huge element flushes its block, one row or column of 16: the blocks that flush show where blocks lie."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"x": (TOKENS, IN), "w": (OUT, IN), "g": (TOKENS, OUT)}
@@ -197,7 +195,7 @@ def test_blocks_lie_along_the_contraction(monkeypatch: pytest.MonkeyPatch, name:
     original = nn.Linear(IN, OUT)
     original.weight.data.copy_(tensors["w"])
     layer = layer_like(original, LinearCasts(**{name: ONE_LEVEL}))
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         run(layer, tensors["x"], tensors["g"])
     flushed = (seen[name].values == 0) & (tensor.abs() > 0.8)
     along = [slice(20, 21), slice(20, 21)]

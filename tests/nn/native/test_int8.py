@@ -133,10 +133,10 @@ def test_ternary_is_the_exact_emulation_to_the_bit(
 @on_int8_units
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("name", [name for name, (_, gemms) in LAYERS.items() if gemms and name != "more than a product"])
-def test_native_gemms_round_once(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
+def test_native_gemms_round_once(name: str, dtype: torch.dtype) -> None:
     """The product of the operands, as float32 has it after their scales, and rounded to the dtype."""
     casts, gemms = LAYERS[name]
-    with spied(monkeypatch) as seen:
+    with spied() as seen:
         found = pass_through(casts, (37, 515, 21), dtype, bias=False)
     for gemm in gemms:
         left, right = (seen[operand] for operand in GEMMS[gemm])

@@ -59,7 +59,7 @@ BFLOAT16 = {"mxfp4", "mxfp4-rht"}  # whose results are rounded to bfloat16 befor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_native_layer_is_the_emulated_one(
-    monkeypatch: pytest.MonkeyPatch, scaled_mm: StandIn, name: str, dtype: torch.dtype, sizes: tuple[int, int, int]
+    scaled_mm: StandIn, name: str, dtype: torch.dtype, sizes: tuple[int, int, int]
 ) -> None:
     tokens, inputs, outputs = sizes
     casts, native = LAYERS[name]
@@ -69,7 +69,7 @@ def test_a_native_layer_is_the_emulated_one(
     for backend in ("auto", "emulated"):
         layer = layer_like(original, casts, backend=backend)
         assert layer.native_gemms(CPU) == (() if backend == "emulated" else tuple(native))
-        with spied(monkeypatch) as seen[backend]:
+        with spied() as seen[backend]:
             found[backend] = run(layer, x, g)
     without = not tokens or (name in BFLOAT16 and dtype == torch.float32)
     assert len(scaled_mm.calls) == (0 if without else len(native))

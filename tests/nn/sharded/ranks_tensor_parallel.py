@@ -9,7 +9,6 @@ import copy
 import sys
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,7 +53,7 @@ def passes(layer: Any, x: Tensor, g: Tensor, tokens: Tensor, autocast: bool) -> 
     if layer.casts.smooth == "token":
         layer.lowbit.token_amax = tokens
     x = x.clone().requires_grad_()
-    with pytest.MonkeyPatch.context() as patch, spied(patch) as seen:
+    with spied() as seen:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = layer(x)
         y.backward(g.to(y.dtype))

@@ -5,10 +5,11 @@ from itertools import cycle
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_lowbit import LinearCasts
 from lightning_lowbit.nn import PRESETS
-from lightning_lowbit.nn.core.operands import Settings
+from lightning_lowbit.nn.core.how import How
 from lightning_lowbit.nn.core.parallel import Shards
 from lightning_lowbit.quant.shard import Shard
 from tests.launch import launch
@@ -63,7 +64,7 @@ def test_a_rotated_shard_is_one_of_a_padded_matrix() -> None:
     """Random bits belong to elements of the matrix that was rotated, which is padded to whole groups."""
     shards = Shards(x=Shard("", dim=1, start=16, step=16, size=31))
     casts = LinearCasts.preset("ufp4")
-    settings = Settings(casts, None, None, None, False, (), None, None, None, shards, None, None)
-    assert settings.shard_of("fprop_x").size == 32, "groups of 16 along the contraction"
-    assert settings.shard_of("wgrad_x").size == 31, "whole along the contraction"
-    assert settings.shard_of("fprop_w") is None
+    how = How(casts, torch.float32, torch.device("cpu"), shards=shards)
+    assert how.operands["fprop_x"].shard.size == 32, "groups of 16 along the contraction"
+    assert how.operands["wgrad_x"].shard.size == 31, "whole along the contraction"
+    assert how.operands["fprop_w"].shard is None

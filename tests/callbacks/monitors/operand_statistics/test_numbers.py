@@ -63,7 +63,7 @@ PLUGINS: dict[str, Any] = {
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_numbers_are_those_of_the_metrics(plugin: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_those_of_the_metrics(plugin: str, accumulate: int) -> None:
     """Of each layer and operand, over all micro-batches of a step that is logged, and of no other."""
     steps: list[Operands] = []
 
@@ -75,7 +75,7 @@ def test_numbers_are_those_of_the_metrics(plugin: str, accumulate: int, monkeypa
                 steps.append({place: list(each) for place, each in made.items()})
                 made.clear()
 
-    with captured(monkeypatch) as made:
+    with captured() as made:
         run = trainer(
             Steps(), QuantizationMonitor(weights=False), plugin=PLUGINS[plugin](), accumulate_grad_batches=accumulate
         )

@@ -1,0 +1,264 @@
+"""The sides of a layer's GEMMs: one class for each thing that x, w or g may be.
+
+A side makes the input of an operand from its tensor, chooses what autograd saves, and makes the input of the operand in
+the backward pass from that. :mod:`lightning_lowbit.nn.core.function` does not know which side it calls.
+
+    x: Matrix, Codes, Patches        w: Parameter, Recast, Gathered, FrozenBytes        g: Gradient
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.kernels import Packed, pack_operand, quantize_both, unpack_operand
+from lightning_lowbit.kernels.operands import reads_once
+from lightning_lowbit.nn.core.frozen import Frozen
+from lightning_lowbit.nn.core.operands import OperandHow, OperandInput, Pass, common_amax
+from lightning_lowbit.nn.core.window import Window, is_pixelwise
+from lightning_lowbit.nn.native.operand import BlockOperand, unpacked_block_operand
+from lightning_lowbit.quant import Operand
+
+# Of a side: values and a factor; the amax of the tensor; the tensor itself, where gradients need it; its shape.
+Saved = tuple[Any, Tensor | None, Tensor | None, Tensor | None, torch.Size]
+
+
+class Matrix:
+    """``x`` as a matrix. Saves it, or its operand where the backward pass takes that.
+
+    Args:
+        first: how fprop takes it.
+        second: how the backward pass takes it.
+    """
+
+    def __init__(self, first: OperandHow, second: OperandHow) -> None:
+        self.first, self.second, self.dtype = first, second, first.compute_dtype
+        self.has_surrogate = first.surrogate is not None
+
+    def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
+        """Returns the input of fprop's operand. ``is_read_again``: the backward pass needs the tensor, too."""
+        return OperandInput(x, common_amax(x, self.first, self.second if is_read_again else None))
+
+    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+        """Returns the values and the factor that autograd saves, given all that the forward pass has made of ``x``."""
+        return decoded(operand, self.dtype) if self.second.saves_operand else (source.values, None)
+
+    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+        """Returns the input of the operand in the backward pass."""
+        values, factor, amax, _, _ = saved
+        if self.second.requantizes:
+            return OperandInput((values if factor is None else values.float() * factor).to(self.dtype))
+        if factor is not None and factor.dim() > 0:  # it would vary along the contraction axis
+            values = (values.float() * factor).to(torch.float32 if self.second.exact else self.dtype)
+            factor = None
+        return OperandInput(values, amax, factor, self.second.is_reused)
+
+    def gradient(self, gradient: Tensor, saved: Saved, one: Pass) -> Tensor:
+        """Turns the gradient of fprop's operand into that of the tensor."""
+        return self.first.through_rounding(gradient, saved[3], saved[2], one)
+
+    def matrix(self, x: Any) -> Any:
+        """Returns the tensor as the GEMMs read it."""
+        return x
+
+
+class Codes(Matrix):
+    """``x`` as a matrix, of which the backward pass gets codes and scales: those of its operand, or of fprop's."""
+
+    def __init__(self, first: OperandHow, second: OperandHow, coded: str) -> None:
+        super().__init__(first, second)
+        self.coded = first if first.name == coded else second
+
+    def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
+        source = super().forward(x, one, is_read_again)
+        if not is_read_again:
+            return source
+        packed = _packed(self.coded, source, one)
+        if self.coded is self.second:
+            return source._replace(codes=packed)
+        return _unpacked(self.coded, packed, x.shape)._replace(amax=source.amax, codes=packed)
+
+    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+        assert source.codes is not None
+        return source.codes
+
+    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+        data, factor, amax, x, shape = saved
+        assert factor is not None
+        source = _unpacked(self.coded, Packed(data, factor), shape)
+        if self.coded is self.second:
+            return source
+        return super().backward((source.values, source.factor, amax, x, shape), one)
+
+
+class Patches(Matrix):
+    """``x`` as patches of images ``[N, C, *sizes]``: gathered in each pass, while the images, which are smaller, are
+    saved."""
+
+    def __init__(self, first: OperandHow, second: OperandHow, window: Window, takes_tensor: bool) -> None:
+        super().__init__(first, second)
+        self.window = window
+        self.may_quantize_pixels = takes_tensor and first.kind is None
+
+    def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
+        return self._gathered(x, one, self.second if is_read_again else None)
+
+    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+        return x, None
+
+    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+        images, _, amax, x, shape = saved
+        if not self.second.saves_operand:
+            return super().backward((self.matrix(images), None, amax, x, shape), one)
+        unrecorded = one.unrecorded()
+        operand = self.first.operand(self._gathered(images, unrecorded, None, amax), unrecorded)
+        return super().backward((*decoded(operand, self.dtype), amax, x, shape), one)
+
+    def gradient(self, gradient: Tensor, saved: Saved, one: Pass) -> Tensor:
+        values, factor, amax, x, shape = saved
+        patches = super().gradient(gradient, (values, factor, amax, self.matrix(x), shape), one)
+        return self.window.scatter(patches, shape)
+
+    def matrix(self, x: Any) -> Any:
+        return None if x is None else self.window.gather(x)
+
+    def _gathered(self, x: Tensor, one: Pass, second: OperandHow | None, amax: Tensor | None = None) -> OperandInput:
+        """The patches for fprop. Quantizes pixels first, which are fewer, where that gives the same values."""
+        covers, pixels = self.window.covers(x.shape[2:]), x.movedim(1, -1)
+        if covers and amax is None:
+            amax = common_amax(pixels, self.first, second)
+        is_watched = one.operand_sums is not None or one.blend is not None
+        if covers and self.may_quantize_pixels and not is_watched and is_pixelwise(self.first.cast, x.shape[1]):
+            quantized = self.first.operand(OperandInput(pixels.flatten(0, -2), amax), one)
+            images = quantized.values.view(pixels.shape).movedim(-1, 1)
+            return OperandInput(self.window.gather(images), amax, quantized.factor, is_operand=True)
+        patches = self.window.gather(x)
+        return OperandInput(patches, common_amax(patches, self.first, second) if amax is None else amax)
+
+
+class Parameter(Matrix):
+    """``w`` as a matrix, which is converted to the dtype of the computation."""
+
+    def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
+        w, amaxes = x.to(self.dtype), one.amaxes
+        if amaxes is not None and amaxes.weight is not None:
+            return OperandInput(w, amaxes.weight)
+        return OperandInput(w, common_amax(w, self.first, self.second if is_read_again else None))
+
+
+class Recast(Parameter):
+    """``w``, saved as the parameter, which lives anyway, and converted and quantized again in the backward pass."""
+
+    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+        return x, None
+
+    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+        parameter, _, amax, x, shape = saved
+        operand = Operand(parameter.to(self.dtype))
+        if self.second.saves_operand:
+            source = OperandInput(operand.values, amax)
+            operand = decoded(self.first.operand(source, one.unrecorded()), self.dtype)
+        return super().backward((*operand, amax, x, shape), one)
+
+
+class Gathered(Parameter):
+    """``w``, which was quantized before it was gathered."""
+
+    def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
+        assert one.gathered is not None and self.first.cast is not None
+        _, dtype, factor, amax = one.gathered
+        if self.first.is_delayed:
+            self.first.scaling_amax(OperandInput(x, amax), one)  # stages it
+        return OperandInput(x.to(self.first.dtype or dtype), amax, factor, is_operand=True)
+
+    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+        return super().save(x, source, operand) if self.second.saves_operand else (x, None)
+
+
+class FrozenBytes(Parameter):
+    """``w``, which is not trained, as the bytes of codes and scales."""
+
+    def __init__(self, first: OperandHow, second: OperandHow, frozen: Frozen) -> None:
+        super().__init__(first, second)
+        self.frozen = frozen
+        self.is_quantized_again = (second.cast is not None or second.kind is not None) and not second.is_reused
+
+    def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
+        return _unpacked(self.first, self.frozen.packed(x), self.frozen.shape)
+
+    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+        return x, None
+
+    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+        data, _, amax, x, shape = saved
+        values, factor = self.frozen.operand(data, self.dtype, self.second.dtype)
+        if self.is_quantized_again:
+            values, factor = (values if factor is None else values.float() * factor).to(self.dtype), None
+        return super().backward((values, factor, amax, x, shape), one)
+
+
+class Gradient:
+    """``g``, which both GEMMs of the backward pass read.
+
+    Args:
+        dgrad, wgrad: how each of them takes it.
+        is_cast_twice: whether a kernel may make both operands in one read.
+    """
+
+    def __init__(self, dgrad: OperandHow, wgrad: OperandHow, is_cast_twice: bool) -> None:
+        self.dgrad, self.wgrad = dgrad, wgrad
+        self.is_cast_twice = is_cast_twice and dgrad.cut is None and dgrad.kind is None and wgrad.kind is None
+
+    def backward(self, g: Tensor, needs_x: bool, needs_w: bool, one: Pass) -> tuple[OperandInput, OperandInput]:
+        """Returns the inputs of both operands: ``g``, or the operands, where a kernel makes them in one read."""
+        amax = common_amax(g, self.dgrad if needs_x else None, self.wgrad if needs_w else None)
+        source = OperandInput(g, amax)
+        if not (self.is_cast_twice and needs_x and needs_w and reads_once(g)):
+            return source, source
+        if one.operand_sums is not None or one.blend is not None:
+            return source, source
+        row, column = self.dgrad, self.wgrad
+        assert row.cast is not None and column.cast is not None
+        keys = row.key(one), column.key(one)
+        pair = quantize_both(g, (row.cast, column.cast), keys, amax, (row.dtype, column.dtype))
+        if pair is None:
+            return source, source
+        left, right = (OperandInput(values, None, factor, is_operand=True) for values, factor in pair)
+        return left, right
+
+    def reused(self, source: OperandInput, operand: Operand | BlockOperand) -> OperandInput:
+        """Returns the input of wgrad's operand: ``source``, or the operand of dgrad where wgrad takes the same."""
+        if not self.wgrad.is_reused:
+            return source
+        return OperandInput(operand.values, None, operand.factor, is_operand=True)
+
+
+def decoded(operand: Operand | BlockOperand, dtype: torch.dtype) -> Operand:
+    """Returns an operand as values and a factor, for a computation in ``dtype``."""
+    return operand.decoded(dtype) if isinstance(operand, BlockOperand) else operand
+
+
+def _packed(how: OperandHow, source: OperandInput, one: Pass) -> Packed:
+    """Quantizes an operand to codes and scales."""
+    assert how.cast is not None
+    if how.transform is not None:
+        source = how.with_rotation(source, how.signs(one, source.values.device))
+    sums = one.operand_sums
+    source = source if sums is None else how.rotated(source)
+    amax = how.scaling_amax(source, one)
+    packed = pack_operand(source.values, how.cast, how.dim, how.key(one), amax, how.shard, source.rotation)
+    if sums is not None:
+        x = source.values
+        how.record(sums, x, unpack_operand(packed, how.cast, how.dim, x.shape, x.dtype), amax)
+    return packed
+
+
+def _unpacked(how: OperandHow, packed: Packed, shape: torch.Size) -> OperandInput:
+    """Returns the operand that :func:`_packed` made of a tensor of ``shape``."""
+    assert how.cast is not None
+    if how.transform is not None:  # padded to whole groups
+        shape = torch.Size(n + -n % how.transform.size if i == how.dim else n for i, n in enumerate(shape))
+    if how.kind is not None:
+        return OperandInput(unpacked_block_operand(*packed, how.cast, how.kind, how.dim, shape), is_operand=True)
+    values, factor = unpack_operand(packed, how.cast, how.dim, shape, how.compute_dtype, how.dtype)
+    return OperandInput(values, None, factor, is_operand=True)
