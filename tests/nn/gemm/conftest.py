@@ -40,5 +40,5 @@ def native_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any
         return original(left, right, **arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "_scaled_mm", spy)
+        patch.setattr("lightning_lowbit.nn.core.gemm.scaled_mm", spy)
         yield calls

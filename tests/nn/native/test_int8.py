@@ -64,7 +64,7 @@ def native_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, in
         return original(left, right)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "_int_mm", spy)
+        patch.setattr("lightning_lowbit.nn.core.gemm.int_mm", spy)
         yield calls
 
 
