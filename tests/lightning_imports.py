@@ -58,7 +58,7 @@ QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", 
 
 def quiet_trainer(*plugins: Any, **kwargs: Any) -> Trainer:
     """A Trainer on the CPU that logs, saves and shows nothing unless it is told to."""
-    return Trainer(plugins=[*plugins], **{"accelerator": "cpu", **QUIET, **kwargs})
+    return Trainer(**{"accelerator": "cpu", "plugins": [*plugins], **QUIET, **kwargs})
 
 
 __all__ = [

@@ -16,7 +16,15 @@ from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
 from tests.distributed.spreads import full
 from tests.launch import take_part
-from tests.lightning_imports import DDPStrategy, FSDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
+from tests.lightning_imports import (
+    DDPStrategy,
+    FSDPStrategy,
+    LightningModule,
+    ModelParallelStrategy,
+    Strategy,
+    Trainer,
+    quiet_trainer,
+)
 
 RANKS, STEPS, HALF = 2, 8, 4
 
@@ -106,16 +114,8 @@ def describe(strategy: str, optimizer: str, with_plugin: bool) -> str:
 
 
 def trainer(plugin: LowBitPrecision | None, max_steps: int = STEPS, **kwargs: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        plugins=None if plugin is None else [plugin],
-        max_steps=max_steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **kwargs,
+    return quiet_trainer(
+        plugins=None if plugin is None else [plugin], max_steps=max_steps, use_distributed_sampler=False, **kwargs
     )
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision
 from tests.launch import take_part
-from tests.lightning_imports import DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
+from tests.lightning_imports import DDPStrategy, LightningModule, ModelParallelStrategy, quiet_trainer
 from tests.optim.ranks_lightning import FSDPOnCPU
 
 RANKS = 2
@@ -70,17 +70,7 @@ def work() -> dict[str, Any]:
         handler.emit = lambda record, told=told: told.append(record.getMessage())  # type: ignore[method-assign]
         rank_zero.log.addHandler(handler)
         plugin = FP4Precision("nvfp4")
-        Trainer(
-            max_steps=2,
-            accelerator="cpu",
-            devices=RANKS,
-            strategy=strategy(),
-            plugins=[plugin],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(Covered())
+        quiet_trainer(plugin, max_steps=2, devices=RANKS, strategy=strategy()).fit(Covered())
         rank_zero.log.removeHandler(handler)
         found[name] = {
             "share": plugin.coverage_line.coverage.share if plugin.coverage_line.coverage else None,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import IntegerPrecision
-from tests.lightning_imports import BoringModel, Callback, RandomDataset, Trainer
+from tests.lightning_imports import BoringModel, Callback, RandomDataset, Trainer, quiet_trainer
 
 # Of a row whose largest element is 7 the int4 scale is 1, and the levels are whole numbers.
 PLUGIN = {"weight_bits": 4, "activation_bits": None, "group": "row", "compute_dtype": "fp32"}
@@ -74,16 +74,9 @@ class Watch(Callback):
 
 
 def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
-    defaults = {
-        "max_steps": 10,
-        "limit_val_batches": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    defaults = {"max_steps": 10, "limit_val_batches": 0}
     plugins = [plugin or IntegerPrecision(**PLUGIN)]
-    return Trainer(accelerator="cpu", plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
+    return quiet_trainer(plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
 def fit(*callbacks: Callback, model: Any = None, **kwargs: Any) -> list[Tensor]:

@@ -34,7 +34,15 @@ from lightning_lowbit import (
 )
 from tests.distributed.spreads import full
 from tests.launch import take_part
-from tests.lightning_imports import NAME, Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
+from tests.lightning_imports import (
+    NAME,
+    Callback,
+    DDPStrategy,
+    LightningModule,
+    ModelParallelStrategy,
+    Trainer,
+    quiet_trainer,
+)
 from tests.optim.ranks_lightning import FSDPOnCPU
 from tests.precision.regression_model import state
 
@@ -168,23 +176,18 @@ def train(strategy: str, kind: str, ckpt_path: str | None = None) -> dict[str, A
     make, cut = STRATEGIES[strategy]
     model, monitor = Regression(optimizer, cut), GradientNormMonitor(every_n_steps=1)
     keep = Keep(monitor, None if ckpt_path else path_of(strategy, kind))
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        plugin(),
         devices=1 if strategy in ALONE else RANKS,
         strategy=make(),
-        plugins=[plugin()],
         callbacks=[
-            PrecisionSwitch({r"body\.0": "fp8-current"}, step=2),
+            PrecisionSwitch({"body\\.0": "fp8-current"}, step=2),
             PrecisionSwitch("fqt", step=2, steps=4),
             monitor,
             keep,
         ],
         max_steps=STEPS,
         accumulate_grad_batches=MICRO_BATCHES if accumulates(strategy) else 1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
     )
     with patch(f"{NAME}.strategies.fsdp._get_full_state_dict_context", _in_place):

@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LowBitPrecision
 from tests.distributed.spreads import full
 from tests.launch import take_part
-from tests.lightning_imports import Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
+from tests.lightning_imports import (
+    Callback,
+    DDPStrategy,
+    LightningModule,
+    ModelParallelStrategy,
+    Strategy,
+    Trainer,
+    quiet_trainer,
+)
 from tests.optim.ranks_lightning import FSDPOnCPU
 
 RANKS, STEPS, HALF = 2, 3, 2
@@ -135,20 +143,11 @@ class Save(Callback):
 
 def trainer(name: str, casts: str, *callbacks: Callback, **kwargs: Any) -> Trainer:
     """Without a strategy in one process."""
-    defaults = {
-        "max_steps": STEPS,
-        "log_every_n_steps": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-    }
-    return Trainer(
-        accelerator="cpu",
+    defaults = {"max_steps": STEPS, "log_every_n_steps": 1, "use_distributed_sampler": False}
+    return quiet_trainer(
+        LowBitPrecision(CASTS[casts], compute_dtype="bf16" if casts == "nearest" else "fp32", seed=5),
         strategy=STRATEGIES[name]() if name in STRATEGIES else "auto",
         devices=RANKS if name in STRATEGIES else 1,
-        plugins=[LowBitPrecision(CASTS[casts], compute_dtype="bf16" if casts == "nearest" else "fp32", seed=5)],
         callbacks=list(callbacks),
         **{**defaults, **kwargs},
     )

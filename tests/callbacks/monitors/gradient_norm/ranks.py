@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision
 from lightning_lowbit.optim import StableSPAM
 from tests.launch import take_part
-from tests.lightning_imports import Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
+from tests.lightning_imports import (
+    Callback,
+    DDPStrategy,
+    LightningModule,
+    ModelParallelStrategy,
+    Strategy,
+    Trainer,
+    quiet_trainer,
+)
 from tests.optim.ranks_lightning import FSDPOnCPU
 
 RANKS, STEPS, EVERY = 2, 6, 2
@@ -104,18 +112,13 @@ class Curves(Callback):
 def train(strategy: Strategy | str, optimizer: str, with_plugin: bool, shard: bool = False, **kwargs: Any) -> Any:
     """Curves by step, and collectives by step."""
     monitor, curves = Watched(), Curves()
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         strategy=strategy,
         plugins=[LowBitPrecision("bf16", compute_dtype="fp32")] if with_plugin else None,
         callbacks=[monitor, curves],
         gradient_clip_val=0.5 if with_plugin else None,
         max_steps=STEPS,
         log_every_n_steps=EVERY,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         **kwargs,
     )

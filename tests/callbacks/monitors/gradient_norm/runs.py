@@ -17,6 +17,7 @@ from tests.lightning_imports import (
     RandomDataset,
     TensorBoardLogger,
     Trainer,
+    quiet_trainer,
 )
 
 # Norms of sums: the same squares in another order and rounded some five times more, in float32 (2^-24 = 6e-8 each).
@@ -67,16 +68,8 @@ class Planned(BoringModel):
 
 
 def trainer(*callbacks: Callback, **kwargs: Any) -> Trainer:
-    defaults = {
-        "max_steps": 6,
-        "log_every_n_steps": 1,
-        "limit_val_batches": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(accelerator="cpu", callbacks=list(callbacks), **{**defaults, **kwargs})
+    defaults = {"max_steps": 6, "log_every_n_steps": 1, "limit_val_batches": 0}
+    return quiet_trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
 def logged(run: Trainer) -> dict[int, dict[str, float]]:

@@ -23,7 +23,7 @@ from tests.lightning_imports import (
     LightningModule,
     ModelParallelStrategy,
     Strategy,
-    Trainer,
+    quiet_trainer,
 )
 from tests.optim.ranks_lightning import FSDPOnCPU
 
@@ -94,17 +94,12 @@ class Noted(QuantizationMonitor):
 def train(strategy: Strategy | str, casts: str, shard: bool = False, weights: bool | None = None, **kwargs: Any) -> Any:
     """What the monitor found by step, and collectives by step."""
     monitor = Noted(weights=weights)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        LowBitPrecision(casts, compute_dtype="fp32"),
         strategy=strategy,
-        plugins=[LowBitPrecision(casts, compute_dtype="fp32")],
         callbacks=[monitor],
         max_steps=STEPS,
         log_every_n_steps=EVERY,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         **kwargs,
     )

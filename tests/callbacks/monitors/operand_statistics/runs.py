@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS
-from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, Trainer
+from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, Trainer, quiet_trainer
 
 LAYERS = ["layer.0", "layer.2"]
 
@@ -60,17 +60,9 @@ class Two(BoringModel):
 
 
 def trainer(*callbacks: Callback, plugin: Any = "nvfp4", **kwargs: Any) -> Trainer:
-    defaults = {
-        "max_steps": 4,
-        "log_every_n_steps": 2,
-        "limit_val_batches": 0,
-        "logger": CSVLogger("logs"),
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    defaults = {"max_steps": 4, "log_every_n_steps": 2, "limit_val_batches": 0, "logger": CSVLogger("logs")}
     plugins = [LowBitPrecision(plugin) if isinstance(plugin, str) else plugin] if plugin else None
-    return Trainer(accelerator="cpu", plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
+    return quiet_trainer(plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
 def logged(run: Trainer, names: set[str] = NAMES) -> Curves:

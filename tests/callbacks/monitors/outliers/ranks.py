@@ -24,7 +24,7 @@ from tests.lightning_imports import (
     LightningModule,
     ModelParallelStrategy,
     Strategy,
-    Trainer,
+    quiet_trainer,
 )
 from tests.optim.ranks_lightning import FSDPOnCPU
 
@@ -111,17 +111,12 @@ class Watched(OutlierMonitor):
 def train(strategy: Strategy | str, how: str, hidden: int = 9, devices: int = RANKS, **kwargs: Any) -> dict[str, Any]:
     """What was written by step, all-reduces by step, and the monitor's state."""
     monitor = Watched(**kwargs)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         strategy=strategy,
         devices=devices,
         callbacks=[monitor],
         max_steps=STEPS,
         log_every_n_steps=EVERY,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
     )
     trainer.fit(Regression(how, hidden))

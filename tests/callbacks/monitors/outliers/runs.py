@@ -15,6 +15,7 @@ from tests.lightning_imports import (
     LightningModule,
     TensorBoardLogger,
     Trainer,
+    quiet_trainer,
 )
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}  # sums of float32 in another order
@@ -61,16 +62,8 @@ class Model(LightningModule):
 
 
 def trainer(*callbacks: Callback, **kwargs: Any) -> Trainer:
-    defaults = {
-        "max_steps": 6,
-        "log_every_n_steps": 1,
-        "limit_val_batches": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(accelerator="cpu", callbacks=list(callbacks), **{**defaults, **kwargs})
+    defaults = {"max_steps": 6, "log_every_n_steps": 1, "limit_val_batches": 0}
+    return quiet_trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
 def logged(run: Trainer) -> dict[int, dict[str, float]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import TernaryPrecision
-from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, Trainer
+from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, Trainer, quiet_trainer
 
 LAYERS = ("layer.0", "layer.2")
 
@@ -48,17 +48,9 @@ class AtStep(Callback):
 
 
 def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
-    defaults = {
-        "max_steps": 6,
-        "log_every_n_steps": 2,
-        "limit_val_batches": 0,
-        "logger": CSVLogger("logs"),
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    defaults = {"max_steps": 6, "log_every_n_steps": 2, "limit_val_batches": 0, "logger": CSVLogger("logs")}
     plugins = [plugin or TernaryPrecision(quantize_output=True, compute_dtype="bf16")]
-    return Trainer(accelerator="cpu", plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
+    return quiet_trainer(plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
 def rows(run: Trainer) -> dict[int, dict[str, float]]:
