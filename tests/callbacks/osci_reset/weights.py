@@ -1,8 +1,6 @@
 """Weights that oscillate between levels."""
 
-import csv
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import IntegerPrecision
+from tests.curves import Curves, csv_curves
 from tests.lightning_imports import BoringModel, Callback, RandomDataset, Trainer, quiet_trainer
 
 # Of a row whose largest element is 7 the int4 scale is 1, and the levels are whole numbers.
@@ -100,12 +99,5 @@ def reset_at(weights: list[Tensor], script: Tensor = WEIGHT, accumulate: int = 1
     return found
 
 
-def logged(run: Trainer) -> dict[int, dict[str, float]]:
-    assert run.logger is not None
-    path = Path(run.logger.experiment.metrics_file_path)
-    rows = csv.DictReader(path.read_text().splitlines()) if path.exists() else ()
-    return {
-        int(row["step"]): {name: float(value) for name, value in row.items() if name.startswith("reset/") and value}
-        for row in rows
-        if any(name.startswith("reset/") and value for name, value in row.items())
-    }
+def logged(run: Trainer) -> Curves:
+    return csv_curves(run, lambda name: name.startswith("reset/"))

@@ -97,9 +97,8 @@ def test_lightning_mixes_the_shards_of_two_steps(crashes, case):
 
 
 def fit(*callbacks, model=None, ckpt_path=None, max_steps=2, **kwargs):
-    trainer = quiet_trainer(
-        max_steps=max_steps, callbacks=list(callbacks), **{"limit_val_batches": 0, **kwargs}, enable_checkpointing=True
-    )
+    defaults = {"limit_val_batches": 0, "enable_checkpointing": True}
+    trainer = quiet_trainer(max_steps=max_steps, callbacks=list(callbacks), **{**defaults, **kwargs})
     trainer.fit(model or BoringModel(), ckpt_path=ckpt_path)
     return trainer
 

@@ -115,7 +115,7 @@ class _Model(LightningModule):
 def test_lightning_trains_as_a_loop_by_hand_does(entry: Entry, tmp_path: Path) -> None:
     data = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(2)).to(entry.dtype)
     model, by_hand = _Model(entry), _Model(entry)
-    trainer = quiet_trainer(default_root_dir=tmp_path, max_epochs=2, accumulate_grad_batches=2, barebones=False)  # fmt: skip
+    trainer = quiet_trainer(default_root_dir=tmp_path, max_epochs=2, accumulate_grad_batches=2)
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
     (optimizer,), (scheduler,) = by_hand.configure_optimizers()
     for _ in range(2):
