@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit import FP4Precision, LowBitPrecision, PrecisionSwitch, QAFSwitch
+from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.precision import SCHEDULES
 from tests.callbacks.switches.gradual.runs import blends, fit
 from tests.lightning_imports import (
@@ -34,11 +34,17 @@ def test_rises_step_by_step(switch: Callable[[], PrecisionSwitch], accumulate: i
     assert found == [1, 1, 0, 0.25, 0.5, 0.75, 1, 1]
 
 
-def test_lambda_is_set_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lambda_is_set_once_a_step() -> None:
     """Not for each micro-batch: this goes over all layers."""
-    values, original = [], LowBitPrecision.set_blend
-    monkeypatch.setattr(LowBitPrecision, "set_blend", lambda self, value: (values.append(value), original(self, value)))
-    fit(PrecisionSwitch("fqt", step=2, steps=4), accumulate_grad_batches=3)
+    values: list[float] = []
+
+    class Notes(FP4Precision):
+        def set_blend(self, value: float) -> None:
+            values.append(value)
+            super().set_blend(value)
+
+    plugin = Notes(quantize_output=True)
+    fit(PrecisionSwitch("fqt", step=2, steps=4), plugin=plugin, accumulate_grad_batches=3)
     assert values == [1, 0, 0.25, 0.5, 0.75, 1], "once by the plugin, then at each step of the switch"
 
 
