@@ -1,4 +1,5 @@
 import importlib.metadata
+import logging
 import os
 import re
 import signal
@@ -94,3 +95,15 @@ def _clean(request, monkeypatch, _empty_folders):
     SEED(0)
     yield
     os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+@pytest.fixture
+def told(monkeypatch, caplog):
+    """The log of Lightning, also of lines that it says once in a process."""
+    from lightning_lowbit._lightning import say_once  # here, since few tests need Lightning
+
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    caplog.set_level(logging.INFO)
+    say_once.cache_clear()
+    return caplog

@@ -5,8 +5,12 @@ imported before the package, by conftest.py in the process of pytest, and by lau
 """
 
 import os
+import sys
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
+
+import yaml
 
 from lightning_lowbit._lightning import (
     NAME,
@@ -58,7 +62,16 @@ QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", 
 
 def quiet_trainer(*plugins: Any, **kwargs: Any) -> Trainer:
     """A Trainer on the CPU that logs, saves and shows nothing unless it is told to."""
-    return Trainer(plugins=[*plugins], **{"accelerator": "cpu", **QUIET, **kwargs})
+    return Trainer(**{"accelerator": "cpu", "plugins": [*plugins], **QUIET, **kwargs})
+
+
+def from_yaml(trainer: str, model: type[LightningModule] = BoringModel) -> Trainer:
+    """The Trainer that Lightning's command line makes of a configuration of one, in YAML."""
+    defaults = {"logger": False, "enable_checkpointing": False}
+    config = {"seed_everything": 1, "trainer": {**defaults, **yaml.safe_load(trainer)}}
+    options = {"run": False, "save_config_callback": None, "auto_configure_optimizers": False}
+    with patch.object(sys, "argv", ["train.py"]):
+        return LightningCLI(model, args=config, **options).trainer
 
 
 __all__ = [
@@ -98,6 +111,7 @@ __all__ = [
     "_format_checkpoint",
     "_load_distributed_checkpoint",
     "fabric",
+    "from_yaml",
     "pytorch",
     "quiet_trainer",
 ]

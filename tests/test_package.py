@@ -1,4 +1,4 @@
-"""What a wheel must hold, and what the package offers, read off the sources."""
+"""What a wheel must hold, what the package offers, read off the sources, and which Lightning it uses."""
 
 import ast
 import importlib
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import lightning_lowbit
+from lightning_lowbit._lightning import _decide
 from lightning_lowbit.packages import install
 from tests.tables import each
 
@@ -96,3 +97,18 @@ TEXTS = {".py", ".md", ".yaml", ".sh", ".html", ".css", ".json"}
 )
 def test_the_command_for_missing_packages_names_them_with_their_versions(packages, command):
     assert re.fullmatch(command, install(*packages))
+
+
+def test_the_lightning_that_was_imported_first_is_used():
+    both = ["lightning", "lightning.pytorch", "pytorch_lightning"]
+    table = [
+        ([], "lightning.pytorch"),
+        (["lightning.fabric", "lightning_fabric"], "lightning.pytorch"),
+        (["pytorch_lightning"], "pytorch_lightning"),
+        (["lightning.fabric", "pytorch_lightning"], "pytorch_lightning"),
+        (["lightning.pytorch"], "lightning.pytorch"),
+        (both, "lightning.pytorch"),
+        (both[::-1], "pytorch_lightning"),
+    ]
+    for imported, used in table:
+        assert _decide(["os", *imported, "torch"]) == used, imported

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 import torch
 
-from lightning_lowbit._lightning import Trainer
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
+from tests.lightning_imports import quiet_trainer
 
 SIZES = {
     "llama": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -40,16 +40,7 @@ def trained(tmp_path_factory):
         precision = LowBitPrecision(_casts(casts), **how)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer = Trainer(
-                max_steps=steps,
-                plugins=precision,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                limit_val_batches=0,
-                default_root_dir=folder,
-            )
+            trainer = quiet_trainer(max_steps=steps, plugins=precision, limit_val_batches=0, default_root_dir=folder)
             trainer.fit(model, data)
         trainer.save_checkpoint(folder / "last.ckpt")
         return folder / "last.ckpt"

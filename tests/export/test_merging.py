@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightning_lowbit import LinearCasts, LowBitPrecision, export_checkpoint, pack_frozen
-from lightning_lowbit._lightning import Trainer
 from lightning_lowbit.cli import main
 from lightning_lowbit.cli.evaluate import models
 from lightning_lowbit.export.checkpoint import Exported, explain_formats
@@ -22,6 +21,7 @@ from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.recipes.adapters import LoRACausalLM
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
+from tests.lightning_imports import quiet_trainer
 from tests.tables import each
 
 peft = pytest.importorskip("peft")
@@ -36,15 +36,7 @@ TEXT = "for number in range(10):\n    print(number, 'of ten')\n" * 60
 def fit(model: CausalLM, precision: Any, folder: Path, steps: int) -> Path:
     (folder / "text.txt").write_text(TEXT)
     data = TextDataModule(str(folder / "text.txt"), sequence_length=32, batch_size=8, val_fraction=0.3)
-    trainer = Trainer(
-        max_steps=steps,
-        plugins=precision,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    trainer = quiet_trainer(max_steps=steps, plugins=precision, limit_val_batches=0)
     trainer.fit(model, data)
     trainer.save_checkpoint(folder / "last.ckpt")
     return folder / "last.ckpt"

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,16 +54,32 @@ def remember(model: nn.Module, *steps: float | Mapping[str, float]) -> AmaxHisto
 def run(
     layer: nn.Module, x: Tensor, g: Tensor, autocast: bool = False, needs_x: bool = True
 ) -> dict[str, Tensor | None]:
-    """Output and gradients for the output gradient g. Tokens are smoothed by :func:`token_amax`."""
+    """:func:`pass_through` for the output gradient g. Tokens are smoothed by :func:`token_amax`."""
     if isinstance(layer, QuantizedLayer) and layer.casts.smooth == "token":
         layer.lowbit.token_amax = token_amax(x)
+    return pass_through(layer, x, g, autocast=autocast, needs_x=needs_x)
+
+
+def pass_through(
+    model: nn.Module, x: Tensor, g: Any = None, forward: Any = None, autocast: bool = False, needs_x: bool = True
+) -> dict[str, Tensor | None]:
+    """Output and gradients of one pass, as ``y``, ``x`` and by the names of parameters.
+
+    Args:
+        g: gradient of the output, or a function that makes it of the output; None for the loss ``mean(y²)``.
+        forward: what computes the output, with the parameters of the model; None for the model itself.
+        autocast: to bfloat16.
+        needs_x: whether the input has a gradient.
+    """
     x = x.detach().clone().requires_grad_(needs_x)
-    layer.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        y = layer(x)
-    if y.requires_grad:
-        y.backward(g.to(y.dtype))
-    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = (forward or model)(x)
+    if g is None:
+        y.float().square().mean().backward()
+    elif y.requires_grad:
+        y.backward((g(y) if callable(g) and not isinstance(g, Tensor) else g).to(y.dtype))
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     return {"y": y.detach(), "x": x.grad, **gradients}
 
 
@@ -115,15 +131,7 @@ def net(casts: Any = "nvfp4", **kwargs: Any) -> tuple[Net, LayerKeys]:
 
 def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     torch.manual_seed(8)  # of dropout
-    model.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    y = model(x)
-    y.square().mean().backward()
-    return {
-        "y": y.detach(),
-        "x": x.grad,
-        **{n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
-    }
+    return pass_through(model, x)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Adaptive against reference guards, and the wrapped optimizer alone on what these let through."""
 
-import copy
 import math
 import re
 from collections.abc import Callable
@@ -190,31 +189,6 @@ def test_around_adamw_it_is_stable_spam_without_resets(
         torch.testing.assert_close(tuple(left[p]), tuple(right[twin]), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.pairwise(1)
-@in_cpp_and_in_torch
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
-def test_a_non_finite_step_is_skipped_whole(
-    make: Make, first: bool, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(code, monkeypatch)
-    parameters, twins = make_parameters(shapes=SHAPES), make_parameters(shapes=SHAPES)
-    disturbed, calm = Adaptive(make(parameters)), Adaptive(make(twins))
-    done = 0 if first else 2
-    train(disturbed, parameters, range(done))
-    train(calm, twins, range(done))
-    before = [p.detach().clone() for p in parameters]
-    set_gradients(parameters, seed=9)
-    parameters[-1].grad = torch.full_like(parameters[-1], math.inf)
-    gradients = [p.grad for p in parameters]
-    disturbed.step()
-    assert_same([p.detach() for p in parameters], before, "a skipped step moved a parameter")
-    assert all(p.grad is g for p, g in zip(parameters, gradients, strict=True)), "a skipped step left a copy in p.grad"
-    train(disturbed, parameters, range(done, done + 3))
-    train(calm, twins, range(done, done + 3))
-    assert_same([p.detach() for p in parameters], [p.detach() for p in twins], "a skipped step left traces")
-
-
 def test_the_gradients_are_restored_when_the_wrapped_optimizer_raises() -> None:
     class Broken(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -301,23 +275,6 @@ def test_bad_options_of_a_group_are_refused() -> None:
     ):
         optimizer.add_param_group({"params": [second], "norm_clip": "ada"})
     assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
-
-
-@each("name", [name for name in OPTIMIZERS if name != "Lion"])  # which cannot be copied by itself
-def test_a_copy_and_a_loaded_state_go_on_alike(name: str) -> None:
-    make = OPTIMIZERS[name]
-    parameters = make_parameters(shapes=SHAPES)
-    optimizer = Adaptive(make(parameters), gamma3=0.5)
-    train(optimizer, parameters, range(3))
-    copied_parameters, copied = copy.deepcopy((parameters, optimizer))
-    loaded_parameters = [Parameter(p.detach().clone()) for p in parameters]
-    loaded = Adaptive(make(loaded_parameters))
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for one, of_one in ((optimizer, parameters), (copied, copied_parameters), (loaded, loaded_parameters)):
-        train(one, of_one, range(3, 6))
-    expected = [p.detach() for p in parameters]
-    assert_same([p.detach() for p in copied_parameters], expected, "a copy trains differently")
-    assert_same([p.detach() for p in loaded_parameters], expected, "a resumed run trains differently")
 
 
 def test_statistics_of_bf16_are_fp32_and_the_wrapped_optimizer_sees_bf16() -> None:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
-from tests.lightning_imports import LightningModule, Trainer
+from tests.lightning_imports import LightningModule, Trainer, quiet_trainer
 from tests.optim.conformance.entries import assert_nothing_happened
 from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
 from tests.tables import each
@@ -272,10 +272,7 @@ class Swapped(LightningModule):
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_run_does_not_resume_with_its_layers_swapped(tmp_path: Path) -> None:
     def trainer(steps: int) -> Trainer:
-        return Trainer(
-            default_root_dir=tmp_path, accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        return quiet_trainer(default_root_dir=tmp_path, max_steps=steps)  # fmt: skip
 
     data = torch.utils.data.DataLoader(torch.randn(8, 16), batch_size=2)
     first = trainer(2)

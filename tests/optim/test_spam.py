@@ -15,7 +15,6 @@ from tests.optim.parameters import (
     make_parameters,
     set_gradients,
     snapshot,
-    train,
     use,
 )
 from tests.references.spam import Reference
@@ -223,32 +222,6 @@ def test_draws_do_not_depend_on_the_size_of_a_piece(piece: int, monkeypatch: pyt
     assert_same(drawn_in_pieces, drawn, f"pieces of {piece} elements draw others")
     for left, right in zip(values_in_pieces, values, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
-
-
-def test_a_resumed_run_draws_what_the_uninterrupted_one_draws() -> None:
-    parameters = make_parameters(shapes=[(9, 20), (7,)])
-    optimizer = SPAM(parameters, lr=0.1, density=0.5, reset_interval=3)
-    train(optimizer, parameters, range(4))
-    others = [Parameter(p.detach().clone()) for p in parameters]
-    other = SPAM(others, density=0.5)
-    other.load_state_dict(optimizer.state_dict())
-    torch.manual_seed(99)  # torch's own generator has no part in it
-    train(optimizer, parameters, range(4, 8))
-    train(other, others, range(4, 8))
-    assert_same(snapshot(other, others), snapshot(optimizer, parameters), "the resumed run differs")
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@in_cpp_and_in_torch
-def test_a_skipped_step_draws_nothing(code: str, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(code, monkeypatch)
-    [parameter] = make_parameters(shapes=[(6, 16)])
-    optimizer = SPAM([parameter], density=0.25, weight_decay=0.5, reset_interval=3, warmup_steps=0)
-    train(optimizer, [parameter], range(2))  # the next step would be a reset
-    before = snapshot(optimizer, [parameter])
-    parameter.grad = torch.full_like(parameter, bad)
-    optimizer.step()
-    assert_same(snapshot(optimizer, [parameter]), before, f"a step with {bad} left traces")
 
 
 def test_vectors_move_whole() -> None:

@@ -16,10 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision
 from tests.launch import take_part
-from tests.lightning_imports import DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
-from tests.optim.ranks_lightning import FSDPOnCPU
-
-RANKS = 2
+from tests.lightning_imports import LightningModule, quiet_trainer
+from tests.ranks import RANKS, STRATEGIES
 
 
 class Special(nn.Linear):
@@ -55,38 +53,21 @@ class Covered(LightningModule):
         return DataLoader(torch.ones(8, 16), batch_size=2)
 
 
-STRATEGIES: dict[str, Any] = {
-    "DDP": DDPStrategy,
-    "FSDP1": FSDPOnCPU,
-    "FSDP2": lambda: ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1),
-}
-
-
 def work() -> dict[str, Any]:
-    found = {}
-    for name, strategy in STRATEGIES.items():
+    results = {}
+    for name in ("ddp", "fsdp1", "fsdp2"):
         told: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record, told=told: told.append(record.getMessage())  # type: ignore[method-assign]
         rank_zero.log.addHandler(handler)
         plugin = FP4Precision("nvfp4")
-        Trainer(
-            max_steps=2,
-            accelerator="cpu",
-            devices=RANKS,
-            strategy=strategy(),
-            plugins=[plugin],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(Covered())
+        quiet_trainer(plugin, max_steps=2, devices=RANKS, strategy=STRATEGIES[name]()).fit(Covered())
         rank_zero.log.removeHandler(handler)
-        found[name] = {
+        results[name] = {
             "share": plugin.coverage_line.coverage.share if plugin.coverage_line.coverage else None,
             "said": [text for text in told if "quantized layers" in text],
         }
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ import torch
 from lightning_lowbit import FP4Precision, LowBitPrecision
 from lightning_lowbit.precision import run_settings
 from tests.launch import take_part
-from tests.lightning_imports import NAME, Callback, Trainer, quiet_trainer
-from tests.precision.checkpoints.ranks import RANKS, STRATEGIES, Regression, _in_place
+from tests.lightning_imports import NAME, Callback, Trainer
+from tests.precision.checkpoints.ranks import STRATEGIES, Regression, _in_place
+from tests.ranks import RANKS, trainer
 
 
 class Keep(Callback):
@@ -29,11 +30,11 @@ def fit(name: str, plugin: LowBitPrecision, *callbacks: Callback, ckpt_path: str
     """All weights after one step, or after the second one."""
     make, cut = STRATEGIES[name]
     model = Regression(lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9), cut)
-    how = {"use_distributed_sampler": False, "limit_val_batches": 0, "max_steps": 2 if ckpt_path else 1}
-    run = quiet_trainer(plugin, strategy=make(), devices=RANKS, callbacks=[*callbacks], **how)
+    steps = 2 if ckpt_path else 1
+    run = trainer(plugin, strategy=make(), devices=RANKS, callbacks=[*callbacks], limit_val_batches=0, max_steps=steps)
     with patch(f"{NAME}.strategies.fsdp._get_full_state_dict_context", _in_place):
         run.fit(model, ckpt_path=ckpt_path)
-    return model.weights
+    return model.whole
 
 
 def run(name: str) -> dict[str, Any]:

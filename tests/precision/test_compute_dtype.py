@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision, TernaryPrecision, restore
+from lightning_lowbit._lightning import say_once
 from lightning_lowbit.precision import run_settings
 from lightning_lowbit.precision.run_settings import has_bf16
 from tests.launch import launch
-from tests.lightning_imports import LightningCLI
+from tests.lightning_imports import from_yaml
 from tests.precision.checkpoints.ranks import RANKS
 from tests.precision.regression_model import Regression, flat, state, trainer
 from tests.tables import each
@@ -21,20 +21,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoin
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-class CPU:
-    """Pretends that this CPU has instructions for bf16, or not, and keeps what is said once."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch, self.told = monkeypatch, list[str]()
-        monkeypatch.setattr(run_settings, "say_once", self.told.append)
-
-    def has(self, bf16: bool) -> None:
-        self._monkeypatch.setattr(run_settings, "SLOW_ON_CPU", frozenset() if bf16 else frozenset({BF16}))
+def pretend(monkeypatch: pytest.MonkeyPatch, bf16: bool) -> None:
+    """That this CPU has instructions for bf16, or not."""
+    monkeypatch.setattr(run_settings, "SLOW_ON_CPU", frozenset() if bf16 else frozenset({BF16}))
 
 
-@pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> CPU:
-    return CPU(monkeypatch)
+def begin(told: pytest.LogCaptureFixture) -> None:
+    """As if nothing had been said."""
+    told.clear()
+    say_once.cache_clear()
 
 
 @each(
@@ -88,22 +83,18 @@ def test_others_are_refused_with_what_to_give(name: Any, message: str) -> None:
         ("LowBitPrecision", "16", FP16),
     ],
 )
-def test_a_recipe_has_the_same_names(
-    monkeypatch: pytest.MonkeyPatch, plugin: str, text: str, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    casts = {"casts": "nvfp4"} if plugin == "LowBitPrecision" else {}
-    given = {"class_path": f"lightning_lowbit.{plugin}", "init_args": {**casts, "compute_dtype": yaml.safe_load(text)}}
-    made = {"plugins": given, "logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
-    how: dict[str, Any] = {"run": False, "save_config_callback": None, "auto_configure_optimizers": False}
-    cli = LightningCLI(Regression, args={"seed_everything": 1, "trainer": made}, **how)
-    assert cli.trainer.precision_plugin.compute_dtype == dtype
+def test_a_recipe_has_the_same_names(plugin: str, text: str, dtype: torch.dtype) -> None:
+    casts = "casts: nvfp4, " if plugin == "LowBitPrecision" else ""
+    plugins = f"{{class_path: lightning_lowbit.{plugin}, init_args: {{{casts}compute_dtype: {text}}}}}"
+    assert from_yaml(f"{{plugins: {plugins}, accelerator: cpu}}").precision_plugin.compute_dtype == dtype
 
 
 @each("has, dtype", [(True, BF16), (False, FP32)])
-def test_auto_is_bf16_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch, has: bool, dtype: torch.dtype) -> None:
-    cpu = CPU(monkeypatch)
-    cpu.has(has)
+def test_auto_is_bf16_where_the_cpu_has_it(
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture, has: bool, dtype: torch.dtype
+) -> None:
+    pretend(monkeypatch, has)
+    begin(told)
     found, same = Regression(), Regression()
     plugin = TernaryPrecision()
     run = trainer(plugin)
@@ -113,7 +104,7 @@ def test_auto_is_bf16_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch, has:
     assert plugin.compute_dtype == dtype and run.precision == plugin.precision
     assert state(plugin)["trained"]["compute_dtype"] == ("bf16" if has else "fp32")
     expected = [] if has else ["compute_dtype='auto': float32, as this CPU has no bf16 instructions."]
-    assert cpu.told == expected
+    assert [text for text in told.messages if "compute_dtype=" in text] == expected
 
 
 def test_devices_are_asked_for_their_own_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,18 +119,17 @@ def test_devices_are_asked_for_their_own_instructions(monkeypatch: pytest.Monkey
 
 @each("trained, has", [("bf16", False), ("fp32", True), ("fp32", False), ("bf16", True)])
 def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: str, has: bool
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture, tmp_path: Path, trained: str, has: bool
 ) -> None:
-    cpu = CPU(monkeypatch)
     path = tmp_path / f"{trained}.ckpt"
-    cpu.has(True)
+    pretend(monkeypatch, True)
     first = trainer(FP8Precision(compute_dtype=trained), max_steps=1)
     first.fit(Regression())
     first.save_checkpoint(path)
-    cpu.has(has)
+    pretend(monkeypatch, has)
     weights = []
     for asked in ("auto", trained):
-        cpu.told.clear()
+        begin(told)
         model, plugin = Regression(), FP8Precision(compute_dtype=asked)
         run = trainer(plugin)
         run.fit(model, ckpt_path=path)
@@ -147,9 +137,9 @@ def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(
         assert state(plugin)["trained"]["compute_dtype"] == trained
         assert run.precision == plugin.precision
         if asked == "auto":
-            follows = any("as the checkpoint was trained" in line for line in cpu.told)
-            assert follows == ((trained == "bf16") != has), cpu.told
-            is_slow = any("no instructions for torch.bfloat16" in line for line in cpu.told)
+            follows = any("as the checkpoint was trained" in line for line in told.messages)
+            assert follows == ((trained == "bf16") != has), told.messages
+            is_slow = any("no instructions for torch.bfloat16" in line for line in told.messages)
             assert is_slow == (trained == "bf16" and not has)
     assert torch.equal(*weights)
     evaluation = trainer(FP8Precision(), limit_val_batches=1)  # another dtype would be an error
@@ -160,8 +150,10 @@ def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(
     assert plugin.trained.compute_dtype == trained, "a restored model"
 
 
-def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(cpu: CPU, tmp_path: Path) -> None:
-    cpu.has(True)
+def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, True)
     first = trainer(FP8Precision(compute_dtype="bf16"), max_steps=1)
     first.fit(Regression())
     first.save_checkpoint(path := tmp_path / "bf16.ckpt")
@@ -174,7 +166,7 @@ def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(cpu: CP
     in_fp16.save_checkpoint(tmp_path / "fp16.ckpt")
     with pytest.warns(UserWarning, match="computed in fp16 in the checkpoint, in bf16 here"):  # it has a loss scale
         trainer(FP8Precision()).fit(Regression(), ckpt_path=tmp_path / "fp16.ckpt")
-    cpu.has(False)
+    pretend(monkeypatch, False)
     trainer(plugin := FP8Precision()).fit(Regression(), ckpt_path=path)
     assert plugin.compute_dtype == BF16
     trainer(plugin, max_steps=1).fit(Regression())

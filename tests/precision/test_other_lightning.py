@@ -1,14 +1,13 @@
 """A Trainer or a model of the Lightning that the package does not use is refused, and told which one goes with it."""
 
-import logging
 from importlib import import_module
 
 import pytest
 
 from lightning_lowbit import FP4Precision
-from lightning_lowbit._lightning import NAME, OTHER, say_once
+from lightning_lowbit._lightning import NAME, OTHER
 from lightning_lowbit.nn import QuantLinear
-from tests.lightning_imports import BoringModel, Trainer, fabric, pytorch
+from tests.lightning_imports import BoringModel, Trainer
 
 other = import_module(OTHER)
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -20,18 +19,13 @@ def test_the_other_trainer_says_which_one_takes_the_plugin():
         other.Trainer(plugins=[FP4Precision()], **QUIET)
 
 
-def test_a_line_says_which_model_goes_with_the_plugin_before_the_trainer_refuses_the_other(caplog, monkeypatch):
-    for name in (pytorch.__name__, fabric.__name__, other.__name__):  # any may be the one of rank_zero_info
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    caplog.set_level(logging.INFO)
-    say_once.cache_clear()
-
+def test_a_line_says_which_model_goes_with_the_plugin_before_the_trainer_refuses_the_other(told):
     class Net(other.LightningModule):
         """Holds nothing."""
 
     with pytest.raises(TypeError, match="got `.*Net`"):
         Trainer(plugins=[FP4Precision()], **QUIET).fit(Net())
-    assert [REMEDY in line for line in caplog.messages if "goes with" in line] == [True]
+    assert [REMEDY in line for line in told.messages if "goes with" in line] == [True]
 
 
 def test_the_plugin_and_its_own_trainer_train_where_both_lightnings_are_imported():

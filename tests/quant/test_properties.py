@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.quant import quantize_operand
-from tests.quant.tensors import EXMY, casts, float_scales, same, spread_scales
+from tests.quant.tensors import EXMY, casts, same, spread_scales
 from tests.references import quantize as reference
 from tests.tables import each
 
@@ -150,23 +150,6 @@ def test_signs_pass_through(x: Tensor, cast: Cast, dim: int) -> None:
         assert ((found - other).abs() <= step * (1 + 1e-5)).all(), f"{cast} of -x along {dim}: more than a step away"
     else:
         same(other, found, f"{cast} of -x along {dim}")
-
-
-@PROFILE
-@given(x=matrices(), cast=st.sampled_from(some_casts(((4, 16), (16, 4), (4, 4), "tensor"))))
-def test_tiles_are_those_of_the_transpose(x: Tensor, cast: Cast) -> None:
-    block = cast.scale.block
-    turned = cast if block == "tensor" else cast.replace(scale={"block": block[::-1]})
-    found, other = quantize(x, cast), quantize(x.t(), turned)
-    same(other.codes.t(), found.codes, f"codes of {cast}")
-    same(float_scales(other).t(), float_scales(found), f"scales of {cast}")
-    same(other.dequantize().t(), found.dequantize(), f"values of {cast}")
-
-
-@PROFILE
-@given(x=matrices(), cast=st.sampled_from(some_casts((4, 16, "row"))))
-def test_blocks_along_columns_are_those_of_the_transpose(x: Tensor, cast: Cast) -> None:
-    same(dequantized(x.t(), cast, 0).t(), dequantized(x, cast, 1), f"{cast} along 0 and 1")
 
 
 @PROFILE

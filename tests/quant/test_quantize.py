@@ -126,32 +126,7 @@ def test_stochastic_equals_reference(cast: Cast, dim: int) -> None:
     check_stochastic(sample(13, 100), cast, dim)
 
 
-def test_stochastic_index_is_that_of_the_whole_tensor() -> None:
-    """Rows quantize alike whether more rows follow or not; padding does not shift the index of whole blocks."""
-    x, cast = sample(8, 64), Cast(scale=Scale(two_level=True), rounding="stochastic")
-    amax = x.abs().max()
-    whole = quantize(x, cast, key=5, amax=amax).codes
-    same(quantize(x[:3], cast, key=5, amax=amax).codes, whole[:3], "the first three rows")
-
-
 # --- shapes -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("block", [16, (16, 16)])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_ragged_is_zero_padded(block: Any, dim: int) -> None:
-    x = sample(13, 100)
-    padded = torch.zeros(16, 112)
-    padded[:13, :100] = x
-    for rounding in ("nearest", "stochastic"):
-        cast = Cast("e2m1", Scale("e4m3", block, two_level=True), rounding)
-        found, whole = quantize(x, cast, dim, key=4), quantize(padded, cast, dim, key=4)
-        rows, columns = (13, 100) if block == 16 else (16, 112)
-        if rounding == "nearest" or (block, dim) == (16, 1):  # otherwise padding of the other side shifts the indices
-            same(found.codes, whole.codes[:13, :100], f"{cast} along {dim}, codes")
-            same(found.dequantize(), whole.dequantize()[:13, :100], f"{cast} along {dim}, values")
-        scales = whole.scales.float()[: rows if dim else 16, : columns if not dim else 112]
-        same(found.scales.float(), scales, f"{cast} along {dim}, scales")
 
 
 @each("shape", [(40,), (7, 40), (3, 5, 40), (2, 3, 5, 18)])

@@ -98,27 +98,6 @@ def many_draws(cast: Cast, key: int, count: int = 2**16) -> tuple[Tensor, Tensor
     return x[0].double(), found.double() / x.double() - 1
 
 
-def z_of(errors: Tensor) -> Tensor:
-    """Standardized means of the columns that vary; the others must be exact up to float32."""
-    varies = errors.std(0) > 1e-5
-    assert (errors[:, ~varies].abs() < 1e-6).all(), "an element that is always rounded alike is off"
-    return errors[:, varies].mean(0) / errors[:, varies].std(0) * len(errors) ** 0.5
-
-
-# Under these scales no element saturates.
-ROOMY = [Scale("e8m0", 16), Scale("fp32", "row"), Scale("e4m3", 16, "up")]
-
-
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("scale", ROOMY, ids=str)
-@pytest.mark.parametrize("element", ELEMENT_FORMATS)
-def test_a_million_draws_are_unbiased(element: str, scale: Scale) -> None:
-    z = z_of(many_draws(Cast(element, scale, "stochastic"), key=len(element) + len(scale.format))[1])
-    total = z.sum() / len(z) ** 0.5
-    assert total.abs() < 4, f"{element}/{scale}: biased by {total:.1f} standard errors"
-    assert z.abs().max() < 4.5, f"{element}/{scale}: an element is biased by {z.abs().max():.1f} standard errors"
-
-
 @each(
     ("scale", "unbiased"),
     [
@@ -141,22 +120,6 @@ def test_the_largest_element_of_fp4_blocks(scale: Scale, unbiased: bool) -> None
         assert abs(z) < 4, f"{scale}: the largest elements are biased by {z:.1f} standard errors"
     else:
         assert z < -10, f"{scale}: should bias the largest elements towards 0, found {z:.1f} standard errors"
-
-
-def test_rounding_errors_of_keys_and_positions_are_uncorrelated() -> None:
-    """Two steps, layers or operands have two keys; neighbors in a row, a block and a column have two positions."""
-    cast, keys = Cast("e2m1", Scale("fp32", "tensor"), "stochastic"), mix_key(torch.arange(24)).tolist()
-    x, amax = torch.full((128, 128), 0.3), torch.tensor(6.0)
-    errors = torch.stack([quantize(x, cast, key=key, amax=amax).dequantize().flatten() for key in keys]).double()
-    errors = (errors - errors.mean()) / errors.std()
-    count = errors.shape[1]
-    between = (errors @ errors.t() / count**0.5).fill_diagonal_(0)
-    assert between.abs().max() < 4.5, f"two keys: z = {between.abs().max():.1f}"
-    for lag in (1, 2, 16, 128, 256):
-        z = (errors[:, lag:] * errors[:, :-lag]).mean(1) * count**0.5
-        assert z.abs().max() < 4.5, f"elements {lag} apart: z = {z.abs().max():.1f}"
-        total = z.sum() / len(keys) ** 0.5
-        assert abs(total) < 4, f"elements {lag} apart, over all keys: z = {total:.1f}"
 
 
 # --- random bits ------------------------------------------------------------------------------------------------------

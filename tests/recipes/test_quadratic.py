@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from matplotlib.image import imread
 from torch import Tensor
 
 from lightning_lowbit import Cast, Scale, cli, quantize
 from lightning_lowbit.cli.configs import recipes
 from lightning_lowbit.recipes.quadratic import Curve, Quadratic, draw
+from tests.lightning_imports import quiet_trainer
 
 STEPS, DIMENSIONS = 150, 1000
 NOISES = (2.0, 1.0, 0.5, 0.0)
@@ -22,15 +23,7 @@ EXACT = 1e-12  # for what no noise disturbs
 
 
 def fit(model: Quadratic, steps: int) -> Quadratic:
-    Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    ).fit(model)
+    quiet_trainer(max_steps=steps, devices=1).fit(model)
     return model
 
 

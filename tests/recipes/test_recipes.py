@@ -20,7 +20,6 @@ from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.casts.plan import GEMMS
 from lightning_lowbit.precision import LowBitPrecision
-from lightning_lowbit.report import charts as report_charts
 from tests.recipes.recipe_names import (
     FP4_STUDIES,
     OPTIMIZER_STUDIES,
@@ -31,13 +30,6 @@ from tests.recipes.recipe_names import (
     STUDIES,
     save_pretrained,
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_charts(monkeypatch):
-    """Drawing those of a report, which has its own tests, takes a third of a run's time."""
-    monkeypatch.setattr(report_charts, "_plot", lambda *_: "")
-
 
 # Millions of parameters.
 SIZES = {

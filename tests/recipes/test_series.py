@@ -17,7 +17,6 @@ from lightning_lowbit.cli.lab.compare.study import read_study
 from lightning_lowbit.recipes.series.data import SeriesDataModule, add_anomalies
 from lightning_lowbit.recipes.series.forecaster import NETWORK, Forecaster
 from lightning_lowbit.recipes.series.tables import new_york
-from lightning_lowbit.report import charts as report_charts
 from tests.recipes.data.runs import SaveAlways
 
 SMALL = """
@@ -30,9 +29,7 @@ WALK = torch.randn(100, 2, generator=torch.Generator().manual_seed(0)).cumsum(0)
 
 
 @pytest.fixture(autouse=True)
-def _place(monkeypatch, tmp_path):
-    monkeypatch.setattr(report_charts, "_plot", lambda *_: "")
-    monkeypatch.chdir(tmp_path)
+def _place(tmp_path):
     Path("small.yaml").write_text(SMALL)
 
 

@@ -21,12 +21,6 @@ from tests.recipes.data.streams import C4, LENGTH, README, fit, write_c4
 from tests.recipes.test_tokenizers import save_tokenizer
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths as a user writes them."""
-    monkeypatch.chdir(tmp_path)
-
-
 def slow_sequences(texts: list[str], number: int, length: int = LENGTH) -> list[tuple[int, ...]]:
     """The first sequences of the endless stream of bytes."""
     row: list[int] = []

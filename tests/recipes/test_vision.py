@@ -11,7 +11,6 @@ from PIL import Image
 
 from lightning_lowbit import cli, export_checkpoint
 from lightning_lowbit.recipes.vision import ImageClassifier, ImageDataModule
-from lightning_lowbit.report import charts as report_charts
 
 SMALL = """
 trainer: {max_steps: 2, log_every_n_steps: 1, val_check_interval: 1}
@@ -26,8 +25,6 @@ def _digits(monkeypatch, tmp_path):
     digits = SimpleNamespace(images=images.numpy(), target=torch.arange(90).numpy() % 10)
     monkeypatch.setitem(sys.modules, "sklearn", ModuleType("sklearn"))
     monkeypatch.setitem(sys.modules, "sklearn.datasets", SimpleNamespace(load_digits=lambda: digits))
-    monkeypatch.setattr(report_charts, "_plot", lambda *_: "")
-    monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(SMALL)
 
 

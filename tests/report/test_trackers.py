@@ -12,21 +12,17 @@ import pytest
 
 from lightning_lowbit import FP4Precision, PrecisionSummary
 from lightning_lowbit.callbacks.run_report import RunReport
-from tests.lightning_imports import BoringModel, MLFlowLogger, Trainer, WandbLogger
+from tests.lightning_imports import BoringModel, MLFlowLogger, Trainer, WandbLogger, quiet_trainer
 
 
 def train(logger: Any, *callbacks: Any) -> Trainer:
-    run = Trainer(
+    run = quiet_trainer(
+        FP4Precision("nvfp4"),
         max_steps=2,
-        accelerator="cpu",
         logger=logger,
-        plugins=[FP4Precision("nvfp4")],
         callbacks=[RunReport(), *callbacks],
         limit_val_batches=0,
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     run.fit(BoringModel())
     return run

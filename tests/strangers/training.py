@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, PrecisionSummary
 from lightning_lowbit.callbacks.layer_table import merge_numbers
-from tests.lightning_imports import LightningModule, Trainer
+from tests.lightning_imports import LightningModule, quiet_trainer
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,7 @@ def train(build: Callable[[], nn.Module], batch: Any) -> Trained:
     model = build()
     keys = list(model.state_dict())
     summary, module = PrecisionSummary(quiet=True), Wrapped(model, batch)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=2,
-        plugins=[FP4Precision("nvfp4", seed=1, quantize_output=True)],
-        callbacks=[summary],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(FP4Precision("nvfp4", seed=1, quantize_output=True), max_steps=2, callbacks=[summary])
     trainer.fit(module)
     assert len(module.losses) == 2 and torch.tensor(module.losses).isfinite().all(), module.losses
     assert list(model.state_dict()) == keys, "names of parameters have changed"

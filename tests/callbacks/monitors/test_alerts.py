@@ -12,7 +12,7 @@ from lightning_lowbit import FP4Precision, GradientNormMonitor, QuantizationMoni
 from lightning_lowbit.callbacks.monitors.base import Alerts
 from lightning_lowbit.callbacks.monitors.faults import alignment_fault, channel_fault, judge_operand
 from lightning_lowbit.nn import LinearCasts
-from tests.lightning_imports import LightningModule, Trainer
+from tests.lightning_imports import LightningModule, quiet_trainer
 from tests.tables import each
 
 
@@ -101,16 +101,11 @@ class Classifier(LightningModule):
 
 
 def test_a_vit_is_warned_of_once_and_not_advised_what_is_on() -> None:
-    run = Trainer(
+    run = quiet_trainer(
+        FP4Precision("nvfp4", quantize_output=True),
         max_steps=4,
-        accelerator="cpu",
         log_every_n_steps=1,
-        plugins=[FP4Precision("nvfp4", quantize_output=True)],
         callbacks=[QuantizationMonitor(), GradientNormMonitor()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     texts = said(lambda: run.fit(Classifier()))
     (text,) = texts

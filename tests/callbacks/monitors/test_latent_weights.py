@@ -15,7 +15,7 @@ from lightning_lowbit.callbacks.monitors.latent_weights import latent_weights, n
 from lightning_lowbit.nn import AmaxHistories, QuantizedLayer, set_blend
 from lightning_lowbit.precision.base import compute_dtype
 from lightning_lowbit.quant import quantize
-from tests.lightning_imports import BoringModel, Callback, MisconfigurationException, Trainer
+from tests.lightning_imports import BoringModel, Callback, MisconfigurationException, Trainer, quiet_trainer
 from tests.nn.layers import remember, spied
 from tests.tables import each
 
@@ -53,17 +53,7 @@ PLUGINS: dict[str, Any] = {
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_it_is_what_the_forward_pass_uses(plugin: str) -> None:
     seen = LastForward()
-    Trainer(
-        accelerator="cpu",
-        max_steps=2,
-        plugins=[PLUGINS[plugin]()],
-        callbacks=[seen],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    ).fit(Two())
+    quiet_trainer(PLUGINS[plugin](), max_steps=2, callbacks=[seen], limit_val_batches=0).fit(Two())
     torch.testing.assert_close(seen.found, seen.expected, rtol=1e-6, atol=0)
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, TernaryPrecision, Throughput
 from lightning_lowbit.callbacks.monitors import throughput
 from lightning_lowbit.metrics.devices import PEAKS, peaks_of
-from tests.lightning_imports import BoringModel, CSVLogger, RandomDataset, Trainer
+from tests.lightning_imports import BoringModel, CSVLogger, RandomDataset, Trainer, quiet_trainer
 from tests.tables import each
 
 SECONDS = [1000.0, 2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0]  # of each batch; the first compiles and allocates
@@ -54,15 +54,7 @@ def fit(model, *callbacks, **kwargs):
     """Runs, and returns what was logged, row by row."""
     defaults = {"max_steps": 6, "log_every_n_steps": 2, "limit_val_batches": 0, "num_sanity_val_steps": 0}
     logger = CSVLogger("logs")
-    Trainer(
-        accelerator="cpu",
-        logger=logger,
-        callbacks=list(callbacks),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{**defaults, **kwargs},
-    ).fit(model)
+    quiet_trainer(logger=logger, callbacks=list(callbacks), **{**defaults, **kwargs}).fit(model)
     with open(logger.experiment.metrics_file_path, newline="") as file:
         return list(csv.DictReader(file))
 

@@ -1,12 +1,11 @@
 """Monitors in a YAML: every argument arrives."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.lightning_imports import BoringModel, LightningCLI
+from tests.lightning_imports import from_yaml
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "GradientNormMonitor": {
@@ -29,17 +28,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_arrive(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_arrive(name: str) -> None:
     callback = {"class_path": f"lightning_lowbit.{name}", "init_args": ARGUMENTS[name]}
-    Path("run.yaml").write_text(yaml.safe_dump({"trainer": {"accelerator": "cpu", "callbacks": [callback]}}))
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    cli = LightningCLI(
-        BoringModel,
-        args=["--config", "run.yaml"],
-        run=False,
-        save_config_callback=None,
-        seed_everything_default=1,
-        auto_configure_optimizers=False,
-    )
-    (monitor,) = [one for one in cli.trainer.callbacks if type(one).__name__ == name]
+    run = from_yaml(yaml.safe_dump({"accelerator": "cpu", "callbacks": [callback]}))
+    (monitor,) = [one for one in run.callbacks if type(one).__name__ == name]
     assert {argument: getattr(monitor, argument) for argument in ARGUMENTS[name]} == ARGUMENTS[name]

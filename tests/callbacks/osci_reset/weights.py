@@ -1,8 +1,6 @@
 """Weights that oscillate between levels."""
 
-import csv
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import IntegerPrecision
-from tests.lightning_imports import BoringModel, Callback, RandomDataset, Trainer
+from tests.curves import Curves, csv_curves
+from tests.lightning_imports import BoringModel, Callback, RandomDataset, Trainer, quiet_trainer
 
 # Of a row whose largest element is 7 the int4 scale is 1, and the levels are whole numbers.
 PLUGIN = {"weight_bits": 4, "activation_bits": None, "group": "row", "compute_dtype": "fp32"}
@@ -74,16 +73,9 @@ class Watch(Callback):
 
 
 def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
-    defaults = {
-        "max_steps": 10,
-        "limit_val_batches": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    defaults = {"max_steps": 10, "limit_val_batches": 0}
     plugins = [plugin or IntegerPrecision(**PLUGIN)]
-    return Trainer(accelerator="cpu", plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
+    return quiet_trainer(plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
 def fit(*callbacks: Callback, model: Any = None, **kwargs: Any) -> list[Tensor]:
@@ -107,12 +99,5 @@ def reset_at(weights: list[Tensor], script: Tensor = WEIGHT, accumulate: int = 1
     return found
 
 
-def logged(run: Trainer) -> dict[int, dict[str, float]]:
-    assert run.logger is not None
-    path = Path(run.logger.experiment.metrics_file_path)
-    rows = csv.DictReader(path.read_text().splitlines()) if path.exists() else ()
-    return {
-        int(row["step"]): {name: float(value) for name, value in row.items() if name.startswith("reset/") and value}
-        for row in rows
-        if any(name.startswith("reset/") and value for name, value in row.items())
-    }
+def logged(run: Trainer) -> Curves:
+    return csv_curves(run, lambda name: name.startswith("reset/"))

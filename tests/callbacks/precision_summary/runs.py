@@ -6,7 +6,7 @@ from lightning_lowbit import (
     FP4Precision,
     PrecisionSummary,
 )
-from tests.lightning_imports import BoringModel, Trainer
+from tests.lightning_imports import BoringModel, quiet_trainer
 
 # Of Two, with one sample in a batch: the first layer's input needs no gradient.
 FIRST, LAST = 2 * 32 * 32, 2 * 32 * 2
@@ -33,18 +33,10 @@ class Two(BoringModel):
 
 
 def trainer_with(*callbacks, plugin=None, **kwargs):
-    defaults = {
-        "max_steps": 2,
-        "limit_train_batches": 4,
-        "limit_val_batches": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    defaults = {"max_steps": 2, "limit_train_batches": 4, "limit_val_batches": 0}
     if "precision" not in kwargs:
         kwargs["plugins"] = [plugin or FP4Precision(**SKIP, compute_dtype="bf16")]
-    return Trainer(accelerator="cpu", callbacks=list(callbacks), **{**defaults, **kwargs})
+    return quiet_trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
 def fit(*callbacks, model=None, ckpt_path=None, **kwargs):

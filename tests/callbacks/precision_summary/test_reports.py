@@ -19,7 +19,7 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.callbacks.layer_table import layer_table
 from tests.callbacks.precision_summary.runs import AVERAGE, BITS, COVERAGE, FIRST, LAST, TOTAL, Two, fit, trainer_with
-from tests.lightning_imports import BoringModel, Callback, TensorBoardLogger, Trainer
+from tests.lightning_imports import BoringModel, Callback, TensorBoardLogger, quiet_trainer
 
 
 def traces():
@@ -200,14 +200,5 @@ def test_a_skipped_first_batch_leaves_no_counter():
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     summary = PrecisionSummary(quiet=True)
-    Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        limit_val_batches=0,
-        callbacks=[summary],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(Skips())
+    quiet_trainer(max_epochs=1, limit_val_batches=0, callbacks=[summary]).fit(Skips())
     assert summary.counter is None and not _get_current_dispatch_mode_stack()

@@ -28,7 +28,14 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import CrashSafeCheckpoint, StableSPAM
 from tests.distributed.spreads import full
-from tests.lightning_imports import Callback, LightningModule, ModelCheckpoint, ModelParallelStrategy, Trainer
+from tests.lightning_imports import (
+    Callback,
+    LightningModule,
+    ModelCheckpoint,
+    ModelParallelStrategy,
+    Trainer,
+    quiet_trainer,
+)
 
 SAVED, KILLED, LAST = 1, 2, 3  # steps: of the save before, of the one that is killed, of the end
 OPERATIONS = {"os.remove", "os.rmdir", "os.symlink", "half a copy"}
@@ -168,15 +175,12 @@ def train(case: Case, folder: Path, end: int, callbacks: list[Callback]) -> list
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             weights.append(torch.cat([full(p).flatten() for p in pl_module.parameters()]))
 
-    Trainer(
-        accelerator="cpu",
+    quiet_trainer(
         devices=1,
         strategy=ModelParallelStrategy(1, 1) if case.directory else "auto",
         callbacks=[Weights(), *callbacks],
         max_steps=end,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     ).fit(Line(case.directory), ckpt_path="last")
     return weights
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbit import GracefulInterrupt
-from tests.lightning_imports import BoringModel, Callback, Trainer
+from tests.lightning_imports import BoringModel, Callback, Trainer, quiet_trainer
 
 
 class Terminate(Callback):
@@ -33,18 +33,13 @@ def main(rank: str, folder: str) -> None:
     os.environ.update(TORCHELASTIC_RUN_ID="1", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(GROUP_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2)
-    Trainer(
+    quiet_trainer(
         default_root_dir=folder,
-        accelerator="cpu",
         devices=2,
         strategy="ddp",
         max_steps=8,
         limit_val_batches=0,
         callbacks=[Terminate(Path(folder, f"{rank}.txt")), GracefulInterrupt()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     ).fit(BoringModel())
 
 

@@ -21,7 +21,7 @@ from tests.lightning_imports import (
     MisconfigurationException,
     ModelCheckpoint,
     TorchCheckpointIO,
-    Trainer,
+    quiet_trainer,
 )
 from tests.pairwise import selected
 
@@ -97,15 +97,8 @@ def test_lightning_mixes_the_shards_of_two_steps(crashes, case):
 
 
 def fit(*callbacks, model=None, ckpt_path=None, max_steps=2, **kwargs):
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=max_steps,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"limit_val_batches": 0, **kwargs},
-    )
+    defaults = {"limit_val_batches": 0, "enable_checkpointing": True}
+    trainer = quiet_trainer(max_steps=max_steps, callbacks=list(callbacks), **{**defaults, **kwargs})
     trainer.fit(model or BoringModel(), ckpt_path=ckpt_path)
     return trainer
 
@@ -190,14 +183,12 @@ def test_loggers_are_told_of_whole_checkpoints():
         def after_save_checkpoint(self, checkpoint_callback):
             told.append(Path(checkpoint_callback.best_model_path).exists())
 
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=2,
         limit_val_batches=0,
         callbacks=[CrashSafeCheckpoint("here", every_n_train_steps=1)],
         logger=Logger("."),
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     trainer.fit(BoringModel())
     assert told == [True, True]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lightning_lowbit import ExactResume
-from tests.lightning_imports import BoringModel, Trainer
+from tests.lightning_imports import BoringModel, quiet_trainer
 
 
 class Draws(BoringModel):
@@ -23,17 +23,9 @@ def draws(**kwargs):
     model = Draws()
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(random.SystemRandom().randrange(2**31))
-    Trainer(
-        accelerator="cpu",
-        max_steps=3,
-        accumulate_grad_batches=2,
-        callbacks=[ExactResume(**kwargs)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    ).fit(model)
+    quiet_trainer(max_steps=3, accumulate_grad_batches=2, callbacks=[ExactResume(**kwargs)], limit_val_batches=0).fit(
+        model
+    )
     return model.seen
 
 

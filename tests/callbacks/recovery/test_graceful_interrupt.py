@@ -11,7 +11,14 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import GracefulInterrupt
 from tests.launch import LIMIT, start
-from tests.lightning_imports import BoringModel, Callback, ModelCheckpoint, RandomDataset, SLURMEnvironment, Trainer
+from tests.lightning_imports import (
+    BoringModel,
+    Callback,
+    ModelCheckpoint,
+    RandomDataset,
+    SLURMEnvironment,
+    quiet_trainer,
+)
 
 
 class Interrupt(Callback):
@@ -42,18 +49,9 @@ def _handler():
 
 
 def fit(interrupt, **kwargs):
-    defaults = {
-        "max_steps": 8,
-        "limit_val_batches": 1,
-        "val_check_interval": 20,
-        "num_sanity_val_steps": 0,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
+    defaults = {"max_steps": 8, "limit_val_batches": 1, "val_check_interval": 20, "num_sanity_val_steps": 0}
     callbacks = [*kwargs.pop("callbacks", []), interrupt, GracefulInterrupt()]
-    trainer = Trainer(accelerator="cpu", callbacks=callbacks, **{**defaults, **kwargs})
+    trainer = quiet_trainer(callbacks=callbacks, **{**defaults, **kwargs})
     if not interrupt.batches:
         trainer.fit(BoringModel())
     else:
@@ -100,14 +98,11 @@ def test_second_interrupt_stops_at_once():
 
 def test_saves_beside_the_other_checkpoints(tmp_path):
     interrupt, checkpoint = Interrupt(1), ModelCheckpoint(tmp_path / "here")
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=4,
         callbacks=[interrupt, GracefulInterrupt(), checkpoint],
         limit_val_batches=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     with pytest.raises(SystemExit):
         trainer.fit(BoringModel())
@@ -135,15 +130,7 @@ def test_workers_of_a_loader_leave_it_to_the_trainer(capfd):
             yield from super().__iter__()
 
     interrupt = InterruptWorkers()
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=20,
-        callbacks=[GracefulInterrupt(), interrupt],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_steps=20, callbacks=[GracefulInterrupt(), interrupt])
     trainer.fit(BoringModel(), Loader(RandomDataset(32, 64), num_workers=2))
     assert trainer.global_step == 20 and len(interrupt.workers) == 2
     assert "Interrupted" not in capfd.readouterr().err

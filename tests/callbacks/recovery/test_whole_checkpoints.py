@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from lightning_lowbit import CrashSafeCheckpoint, atomic_files
 from lightning_lowbit.callbacks.recovery.whole_checkpoints import FOREIGN, damage, first_whole, newest_first, step_of
-from tests.lightning_imports import BoringModel, Trainer
+from tests.lightning_imports import BoringModel, quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
@@ -147,15 +147,7 @@ def test_the_first_whole_one_and_what_is_wrong_with_those_before_it(tmp_path):
 
 def fit(folder, steps, ckpt_path=None):
     callback = CrashSafeCheckpoint(folder, every_n_train_steps=2, save_last=True, save_top_k=-1, filename="{step}")
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        limit_val_batches=0,
-        callbacks=[callback],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_steps=steps, limit_val_batches=0, callbacks=[callback], enable_checkpointing=True)
     trainer.fit(BoringModel(), ckpt_path=ckpt_path)
     return trainer
 

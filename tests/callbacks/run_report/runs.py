@@ -10,7 +10,7 @@ from lightning_lowbit.callbacks.run_report import RunReport
 from tests.lightning_imports import (
     BoringModel,
     Checkpoint,
-    Trainer,
+    quiet_trainer,
 )
 from tests.report.test_html import EVIL
 
@@ -54,13 +54,10 @@ def trainer(*callbacks, report=None, **kwargs):
         "limit_val_batches": 1,
         "val_check_interval": 2,
         "check_val_every_n_epoch": None,
-        "logger": False,
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "plugins": [FP4Precision(quantize_output=True)],
     }
-    return Trainer(accelerator="cpu", callbacks=[*callbacks, report or RunReport()], **{**defaults, **kwargs})
+    return quiet_trainer(callbacks=[*callbacks, report or RunReport()], **{**defaults, **kwargs})
 
 
 def load(folder="."):

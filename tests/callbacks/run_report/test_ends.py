@@ -1,6 +1,5 @@
 """Reports of runs that end early, are resumed, or share a folder."""
 
-import logging
 import warnings
 from pathlib import Path
 
@@ -126,17 +125,14 @@ class Elsewhere(DummyLogger):
 
 
 @pytest.mark.parametrize(("logger", "root"), [(lambda: False, "."), (Elsewhere, "elsewhere")])
-def test_runs_without_folders_of_their_own_do_not_overwrite_each_other(logger, root, caplog, monkeypatch):
-    for name in ("lightning.pytorch", "lightning.fabric"):  # either may be the one of rank_zero_info
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    caplog.set_level(logging.INFO)
+def test_runs_without_folders_of_their_own_do_not_overwrite_each_other(logger, root, told):
     folders = [Path(root), Path(root) / "version_1", Path(root) / "version_2"]
     for steps_taken, folder in zip((3, 4, 5), folders, strict=True):
-        caplog.clear()
+        told.clear()
         summary = PrecisionSummary(quiet=True)
         trainer(summary, logger=logger(), max_steps=steps_taken, limit_val_batches=0).fit(Known())
         assert (folder / "report.html").exists()
-        assert ("holds the files of another run" in caplog.text) == (folder != folders[0])
+        assert ("holds the files of another run" in told.text) == (folder != folders[0])
         assert (folder / summary.filename).exists() == (root != "."), "without a logger it is not written"
     assert [load(folder)["steps"] for folder in folders] == [3, 4, 5]
     assert load(folders[1])["name"] == f"{folders[0].resolve().name}/version_1"

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
-from lightning_lowbit.callbacks.switches import base
 from lightning_lowbit.nn import PRESETS
-from tests.lightning_imports import BoringModel, Callback, CSVLogger, MisconfigurationException, Trainer
+from tests.lightning_imports import BoringModel, Callback, CSVLogger, MisconfigurationException, quiet_trainer
 from tests.tables import each
 
 
@@ -32,19 +31,9 @@ class Two(BoringModel):
 
 def fit(*switches, model=None, plugin=None, **kwargs):
     phases = Phases()
-    defaults = {
-        "max_steps": 6,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "limit_val_batches": 0,
-    }
-    trainer = Trainer(
-        accelerator="cpu",
-        plugins=[plugin or FP4Precision(quantize_output=True)],
-        callbacks=[*switches, phases],
-        **{**defaults, **kwargs},
+    defaults = {"max_steps": 6, "limit_val_batches": 0}
+    trainer = quiet_trainer(
+        plugin or FP4Precision(quantize_output=True), callbacks=[*switches, phases], **{**defaults, **kwargs}
     )
     trainer.fit(model or Two())
     return phases.seen
@@ -85,16 +74,11 @@ def test_of_two_at_one_step_the_last_in_the_list_holds(order):
 
 def test_a_longer_run_from_a_checkpoint_in_the_phase_says_so(tmp_path):
     def run(steps, switch, ckpt_path=None):
-        trainer = Trainer(
-            accelerator="cpu",
+        trainer = quiet_trainer(
+            FP4Precision(quantize_output=True),
             max_steps=steps,
             limit_train_batches=4,
-            plugins=[FP4Precision(quantize_output=True)],
             callbacks=[switch],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             limit_val_batches=0,
         )
         trainer.fit(Two(), ckpt_path=ckpt_path)
@@ -172,26 +156,16 @@ def test_bad_arguments(arguments, message):
         PrecisionSwitch(**arguments)
 
 
-def test_a_switch_after_the_end_of_the_run_says_that_it_will_not_act(monkeypatch):
-    said = []
-    monkeypatch.setattr(base, "say_once", said.append)
+def test_a_switch_after_the_end_of_the_run_says_that_it_will_not_act(told):
     fit(QAFSwitch(step=2), QAFSwitch(at=1.0), PrecisionSwitch("bf16", step=9), max_steps=4)
-    assert [line.split(" will")[0] for line in said] == [
+    assert [line.split(" will")[0] for line in told.messages if "is due at" in line] == [
         "QAFSwitch(at=1) is due at step 4 and",
         "PrecisionSwitch(step=9) is due at step 9 and",
     ]
 
 
 def test_needs_the_plugin():
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=1,
-        callbacks=[QAFSwitch(at=0.5)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_steps=1, callbacks=[QAFSwitch(at=0.5)])
     with pytest.raises(MisconfigurationException, match="QAFSwitch needs a LowBitPrecision plugin"):
         trainer.fit(BoringModel())
 

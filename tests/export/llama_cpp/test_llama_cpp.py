@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from tokenizers.normalizers import NFC
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -32,6 +31,7 @@ from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM, network_config
 from tests.export.llama_cpp import tokenizers
+from tests.lightning_imports import quiet_trainer
 
 pytestmark = pytest.mark.slow
 gguf = pytest.importorskip("gguf")
@@ -90,16 +90,7 @@ class Export:
 
 def train(network: str, config: dict[str, Any], casts: Any, skip: list[str], folder: Path) -> TrainedModel:
     model = CausalLM(network, {**config, "use_cache": False}, optimizer=partial(torch.optim.AdamW, lr=3e-3))
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=30,
-        plugins=[LowBitPrecision(casts, skip=skip)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    trainer = quiet_trainer(LowBitPrecision(casts, skip=skip), max_steps=30, limit_val_batches=0)
     data = TextDataModule(str(CODE / "quant"), sequence_length=64, batch_size=8)
     trainer.fit(model, datamodule=data)
     trainer.save_checkpoint(folder / "last.ckpt")

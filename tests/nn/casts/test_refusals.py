@@ -10,7 +10,7 @@ import pytest
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS
-from lightning_lowbit.nn.casts import contradictions
+from lightning_lowbit.nn.casts.linear_casts import contradictions
 from tests.nn.casts.examples import DELAYED, E4M3, INT4, NEAREST, SIX, STOCHASTIC, assert_phases
 from tests.nn.layers import GEMMS
 from tests.tables import each

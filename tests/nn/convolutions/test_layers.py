@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from lightning_lowbit.nn.layers.classes import convertible, restore_classes
 from lightning_lowbit.nn.layers.convolution import DEPTHWISE
 from lightning_lowbit.precision.coverage_line import graph_coverage
 from tests.nn.convolutions.unfolded import passed
-from tests.nn.layers import identical, layer_like
+from tests.nn.layers import identical, layer_like, pass_through
 
 INT4 = Cast("int4", Scale("fp32", "row"))
 
@@ -47,15 +48,10 @@ def block(casts: object = "nvfp4", **kwargs: object) -> tuple[Block, LayerKeys]:
     return model, keys
 
 
-def results(model: nn.Module, x: Tensor, keys: LayerKeys | None = None, forward: object = None) -> dict[str, Tensor]:
+def results(model: nn.Module, x: Tensor, keys: LayerKeys | None = None, forward: object = None) -> dict[str, Any]:
     if keys is not None:
         keys.fill_(0)
-    x = x.clone().requires_grad_()
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = (model if forward is None else forward)(x)
-    y.float().square().mean().backward()
-    return {"y": y.detach(), "x": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}
+    return pass_through(model, x, forward=forward, autocast=True)
 
 
 LAYERS = [

@@ -23,7 +23,7 @@ from lightning_lowbit import (
 from lightning_lowbit.cli.lab.estimate.shapes import describe
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.bake import bake
-from tests.lightning_imports import Callback, LightningModule, Trainer
+from tests.lightning_imports import Callback, LightningModule, Trainer, quiet_trainer
 
 
 class Images(LightningModule):
@@ -59,15 +59,14 @@ class Metrics(Callback):  # type: ignore[misc]
 
 def fit(plugin: LowBitPrecision, folder: Path, *callbacks: Any, steps: int = 4) -> Trainer:
     torch.manual_seed(0)
-    trainer = Trainer(
+    trainer = quiet_trainer(
+        plugin,
         max_steps=steps,
-        accelerator="cpu",
-        plugins=[plugin],
         callbacks=[*callbacks],
         default_root_dir=folder,
         log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        logger=True,
+        enable_checkpointing=True,
     )
     trainer.fit(Images())
     return trainer

@@ -1,7 +1,6 @@
 """Convolutions by definition: ``F.unfold`` and converted linear layers."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn.core.calls import keys_of_part
+from tests.nn.layers import pass_through
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -46,21 +46,21 @@ def rows_of_weight(layer: Any) -> Tensor:
 
 def linears(layer: Any) -> list[nn.Linear]:
     """A converted linear layer for each group, with its keys and weights."""
-    made = []
+    layers = []
     for i, matrix in enumerate(rows_of_weight(layer)):
         linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, dtype=matrix.dtype)
         linear.weight.data.copy_(matrix)
         convert(linear, layer.casts, exact=layer.lowbit.exact)
         linear.lowbit.keys = layer.lowbit.keys if layer.groups == 1 else keys_of_part(layer.lowbit.keys, i)
         linear.lowbit.blend = layer.lowbit.blend
-        made.append(linear)
-    return made
+        layers.append(linear)
+    return layers
 
 
 def by_unfolding(layer: Any, x: Tensor, g: Tensor, autocast: bool) -> dict[str, Tensor]:
     """Output and gradients of a converted convolution, those of its weight as ``[groups, C_out, kernel · C_in]``."""
     x = x.detach().clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         parts = linears(layer)
         biases = [None] * layer.groups
         if layer.bias is not None:
@@ -104,16 +104,15 @@ def by_folding(layer: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": x.grad, **gradients, **({} if bias is None else {"bias": bias.grad})}
 
 
-def passed(layer: Any, x: Tensor, autocast: bool = False, seed: int = 3) -> tuple[dict[str, Tensor], Tensor]:
+def passed(layer: Any, x: Tensor, autocast: bool = False, seed: int = 3) -> tuple[dict[str, Any], Tensor]:
     """Output and gradients of a layer, those of a convolution's weight as :func:`rows_of_weight`; and the g."""
-    layer.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        y = layer(x)
-    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y.dtype)
-    y.backward(g)
-    grads = {name: p.grad.clone() for name, p in layer.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, **grads}, g
+    drawn: list[Tensor] = []
+
+    def g(y: Tensor) -> Tensor:
+        drawn.append(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y.dtype))
+        return drawn[0]
+
+    return pass_through(layer, x, g, autocast=autocast), drawn[0]
 
 
 def as_rows(layer: Any, results: dict[str, Tensor]) -> dict[str, Tensor]:

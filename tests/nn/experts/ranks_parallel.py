@@ -22,7 +22,8 @@ from tests.launch import take_part
 from tests.lightning_imports import LightningModule, ModelParallelStrategy, quiet_trainer
 from tests.nn.experts.models import TOKENS, tiny
 from tests.nn.experts.ranks_experts import RANKS, whole
-from tests.nn.experts.stacks import ENDS, EXPERTS, converted, identical, inputs, run_stack
+from tests.nn.experts.stacks import ENDS, EXPERTS, converted, inputs, run_stack
+from tests.nn.layers import identical
 
 STEPS = 3
 ONLY = ["experts"]  # of other layers, the bits of tokens depend on their place among those of a process

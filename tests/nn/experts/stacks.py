@@ -1,7 +1,6 @@
 """A stack of linear layers, and the same matrices as layers of their own."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from lightning_lowbit import convert
 from lightning_lowbit.nn import AmaxHistories, GroupedLinear, LayerKeys
 from lightning_lowbit.nn.core.calls import keys_of_part
+from tests.nn.layers import pass_through
 
 EXPERTS, INNER, OUT = 5, 48, 32
 ENDS = [7, 7, 40, 41, 77]  # one expert has no rows, and one has one
@@ -50,16 +50,12 @@ def run(
     compute: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, g: Tensor, autocast: bool = False
 ) -> dict[str, Tensor]:
     """Output and gradients, those of experts that were not called as zeros; of separate layers as stacks."""
-    x = x.clone().requires_grad_()
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        y = compute(x)
-    y.backward(g.to(y.dtype))
-    found: dict[str, list[Tensor]] = {}
+    results = pass_through(model, x, g, compute, autocast)
+    gradients: dict[str, list[Tensor]] = {}
     for name, p in model.named_parameters():
-        found.setdefault(name.rpartition(".")[2], []).append(torch.zeros_like(p) if p.grad is None else p.grad)
-    gradients = {name: torch.stack(of) if len(of) > 1 else of[0].clone() for name, of in found.items()}
-    return {"y": y.detach(), "x": x.grad, **gradients}
+        gradient = results.pop(name)
+        gradients.setdefault(name.rpartition(".")[2], []).append(torch.zeros_like(p) if gradient is None else gradient)
+    return {**results, **{name: torch.stack(all_) if len(all_) > 1 else all_[0] for name, all_ in gradients.items()}}
 
 
 def run_stack(layer: Any, x: Tensor, g: Tensor, ends: Any = ENDS, autocast: bool = False) -> dict[str, Tensor]:
@@ -76,10 +72,3 @@ def run_loop(
         return torch.cat([*results, results[0].new_zeros(len(rest), OUT)])
 
     return run(compute, layers, x, g, autocast)
-
-
-def identical(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name in found:
-        assert found[name].dtype == expected[name].dtype
-        assert torch.equal(found[name], expected[name]), name

@@ -14,8 +14,9 @@ from lightning_lowbit.nn import AmaxHistories, GroupedLinear, LayerKeys, set_ble
 from lightning_lowbit.nn.casts.plan import GEMMS
 from lightning_lowbit.nn.core.saving import SAVES
 from lightning_lowbit.nn.core.watch import Watch
-from tests.nn.experts.stacks import ENDS, EXPERTS, INNER, OUT, ROWS, converted, identical, inputs, loop, run_loop, stack
+from tests.nn.experts.stacks import ENDS, EXPERTS, INNER, OUT, ROWS, converted, inputs, loop, run_loop, stack
 from tests.nn.experts.stacks import run_stack as run
+from tests.nn.layers import identical
 
 NVFP4 = LinearCasts.preset("nvfp4")
 PRESETS = ("fp8-row", "fp8-blockwise", "nvfp4-nvidia", "mxfp4", "mxfp4-rht", "ternary", "int8", "quartet2")

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from lightning_lowbit import FP4Precision, LinearCasts, convert, pack_frozen, unpack_frozen
-from lightning_lowbit._lightning import LightningModule, Trainer
+from lightning_lowbit._lightning import LightningModule
 from lightning_lowbit.nn import PRESETS, LayerKeys, SharedAmaxes, set_phase
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.nn.layers.state import LayerState
+from tests.lightning_imports import quiet_trainer
 
 
 def frozen_model():
@@ -178,15 +179,7 @@ class Adapted(LightningModule):
 
 
 def trained(tmp_path, steps, resume=None):
-    trainer = Trainer(
-        plugins=[FP4Precision("nvfp4-nvidia")],
-        max_steps=steps,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        enable_checkpointing=False,
-    )
+    trainer = quiet_trainer(FP4Precision("nvfp4-nvidia"), max_steps=steps, default_root_dir=tmp_path)
     model = Adapted()
     trainer.fit(model, ckpt_path=resume)
     return trainer, model

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit import LinearCasts
-from lightning_lowbit.nn import AmaxHistories, GemmCounter, set_phase
+from lightning_lowbit.nn import AmaxHistories, GemmCounter
 from lightning_lowbit.nn.core.gemm import native_obstacle
 from tests.nn.gemm.operands import NVFP4
 from tests.nn.layers import GEMMS, RESULTS, by_definition, identical, layer_like, remember, run, spied, value
@@ -105,16 +105,6 @@ def test_only_the_forward_pass_accumulates_fast(native_calls: list[dict[str, Any
 
 
 @pytest.mark.usefixtures("has_native_gemms")
-def test_phases_keep_their_native_gemms(native_calls: list[dict[str, Any]]) -> None:
-    layer = layer_like(nn.Linear(16, 16), DELAYED)
-    for phase, gemms in {"fqt": 3, "qaf": 1, "hp-forward": 2, "bf16": 0}.items():
-        native_calls.clear()
-        set_phase(layer, phase)
-        run(layer, torch.randn(16, 16), torch.randn(16, 16))
-        assert len(native_calls) == gemms, f"{len(native_calls)} native GEMMs in the phase {phase}"
-
-
-@pytest.mark.usefixtures("has_native_gemms")
 @pytest.mark.parametrize("casts", ["fp8-current", "fp8-row"])
 def test_autocast_goes_native(native_calls: list[dict[str, Any]], casts: str) -> None:
     original, x, g = nn.Linear(16, 32), torch.randn(16, 16), torch.randn(16, 32)
@@ -124,25 +114,6 @@ def test_autocast_goes_native(native_calls: list[dict[str, Any]], casts: str) ->
     expected = run(layer, x.bfloat16(), g.bfloat16())
     identical({"y": found["y"]}, {"y": expected["y"]})
     assert torch.equal(found["weight"].bfloat16(), expected["weight"])
-
-
-@pytest.mark.usefixtures("has_native_gemms")
-def test_exact_layers_are_emulated(native_calls: list[dict[str, Any]]) -> None:
-    layer = layer_like(nn.Linear(16, 16), CURRENT, exact=True)
-    assert layer.native_gemms(torch.device("cpu")) == ()
-    run(layer, torch.randn(16, 16), torch.randn(16, 16))
-    assert not native_calls
-
-
-def test_without_the_hardware_layers_are_emulated_or_refuse(native_calls: list[dict[str, Any]]) -> None:
-    layer = layer_like(nn.Linear(16, 16), CURRENT)
-    run(layer, torch.randn(16, 16), torch.randn(16, 16))
-    assert not native_calls
-    layer.lowbit.backend = "native"
-    with pytest.raises(
-        ValueError, match="backend='native': native FP8 GEMMs need .*; the device is 'cpu'. Use backend="
-    ):
-        layer(torch.randn(16, 16))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])

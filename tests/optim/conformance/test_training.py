@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_lowbit.optim import LowBitAdamW
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
+from tests.lightning_imports import quiet_trainer
 from tests.optim.conformance.entries import ENTRIES, LR, Entry, each_entry, entries, every_entry, subclasses
 from tests.optim.parameters import (
     NoHostSync,
@@ -114,10 +115,7 @@ class _Model(LightningModule):
 def test_lightning_trains_as_a_loop_by_hand_does(entry: Entry, tmp_path: Path) -> None:
     data = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(2)).to(entry.dtype)
     model, by_hand = _Model(entry), _Model(entry)
-    trainer = Trainer(
-        default_root_dir=tmp_path, accelerator="cpu", max_epochs=2, accumulate_grad_batches=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, barebones=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(default_root_dir=tmp_path, max_epochs=2, accumulate_grad_batches=2)
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
     (optimizer,), (scheduler,) = by_hand.configure_optimizers()
     for _ in range(2):

@@ -17,8 +17,8 @@ from lightning_lowbit.quant import Hadamard
 from tests.lightning_imports import (
     BoringModel,
     Fabric,
-    LightningCLI,
     MisconfigurationException,
+    from_yaml,
     pytorch,
 )
 from tests.precision.base.models import quiet
@@ -59,31 +59,24 @@ def test_seed_of_seed_everything(monkeypatch):
     assert FP4Precision(seed=1).seed == 1
 
 
-def test_from_yaml(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    config = yaml.safe_load("""
-        seed_everything: 1
-        trainer:
-          plugins:
-            class_path: lightning_lowbit.FP4Precision
-            init_args:
-              casts:
-                preset: nvfp4
-                wgrad_x: fprop
-                wgrad_g: {element: e1m2, rounding: stochastic, scale: {format: e5m2, block: 32}}
-                dgrad_g: {element: e2m1, rounding: nearest, scale: {format: e4m3, block: [16, 16], two_level: true}}
-              rounding: {wgrad_g: nearest}
-              overrides:
-                layer:
-                  fprop_w: {element: e1m2, scale: {format: e5m2, block: 32}}
-                  hadamard: {fprop: {size: 32, signs: keyed}}
-              compute_dtype: fp32
-              seed: 5
-          logger: false
-          enable_checkpointing: false
-    """)
-    cli = LightningCLI(BoringModel, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
-    plugin = cli.trainer.precision_plugin
+def test_from_yaml():
+    plugin = from_yaml("""
+        plugins:
+          class_path: lightning_lowbit.FP4Precision
+          init_args:
+            casts:
+              preset: nvfp4
+              wgrad_x: fprop
+              wgrad_g: {element: e1m2, rounding: stochastic, scale: {format: e5m2, block: 32}}
+              dgrad_g: {element: e2m1, rounding: nearest, scale: {format: e4m3, block: [16, 16], two_level: true}}
+            rounding: {wgrad_g: nearest}
+            overrides:
+              layer:
+                fprop_w: {element: e1m2, scale: {format: e5m2, block: 32}}
+                hadamard: {fprop: {size: 32, signs: keyed}}
+            compute_dtype: fp32
+            seed: 5
+    """).precision_plugin
     assert plugin.casts.wgrad_x == "fprop"
     assert plugin.casts.dgrad_g.scale.block == (16, 16)
     assert plugin.casts.dgrad_g.rounding == "nearest"
@@ -108,13 +101,10 @@ surrogate: {fprop_w: dge}
 """
 
 
-def check_casts_of_yaml(monkeypatch, text):
+def check_casts_of_yaml(text):
     """Whatever :meth:`LinearCasts.of` reads reaches the plugin through the command line of Lightning as it is."""
-    monkeypatch.setattr("sys.argv", ["train.py"])
     plugin = {"class_path": "lightning_lowbit.LowBitPrecision", "init_args": {"casts": yaml.safe_load(text)}}
-    config = {"seed_everything": 1, "trainer": {"plugins": plugin, "logger": False, "enable_checkpointing": False}}
-    cli = LightningCLI(BoringModel, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
-    assert cli.trainer.precision_plugin.casts == LinearCasts.of(yaml.safe_load(text)), text
+    assert from_yaml(yaml.safe_dump({"plugins": plugin})).precision_plugin.casts == LinearCasts.of(yaml.safe_load(text))
 
 
 @each(
@@ -128,17 +118,17 @@ def check_casts_of_yaml(monkeypatch, text):
         EXPLICIT,
     ],
 )
-def test_casts_from_yaml(monkeypatch, casts):
-    check_casts_of_yaml(monkeypatch, casts)
+def test_casts_from_yaml(casts):
+    check_casts_of_yaml(casts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_from_yaml(monkeypatch, name):
-    check_casts_of_yaml(monkeypatch, name)
+def test_every_preset_from_yaml(name):
+    check_casts_of_yaml(name)
     # Corrections need their rotation, and what is quantized again its operand in the forward pass.
     others = "wgrad_g: null" if name == "quartet2" else "fprop_x: null, hadamard: {}"
-    check_casts_of_yaml(monkeypatch, f"{{preset: {name}, {others}, dgrad_w: {{element: int4}}}}")
+    check_casts_of_yaml(f"{{preset: {name}, {others}, dgrad_w: {{element: int4}}}}")
 
 
 @each(
@@ -183,11 +173,6 @@ def test_no_layer_to_convert():
         quiet(plugins=[FP4Precision()]).fit(Recurrent())
     with pytest.raises(ValueError, match="No layer is left to quantize"):
         quiet(plugins=[FP4Precision(skip=["layer"])]).fit(BoringModel())
-
-
-def test_precision_beside_the_plugin():
-    with pytest.raises(ValueError, match="Received both `precision=bf16-mixed` and `plugins="):
-        quiet(plugins=[FP4Precision()], precision="bf16-mixed")
 
 
 def test_averaged_weights_beside_codes():

@@ -83,12 +83,10 @@ def test_compute_dtype(compute_dtype, autocast):
 
 
 @pytest.mark.parametrize(("compute_dtype", "times"), [("bf16", 1), ("fp32", 0), ("auto", 0)])
-def test_a_cpu_without_instructions_for_the_compute_dtype_is_said(monkeypatch, compute_dtype, times):
-    said = []
+def test_a_cpu_without_instructions_for_the_compute_dtype_is_said(monkeypatch, told, compute_dtype, times):
     monkeypatch.setattr("lightning_lowbit.precision.run_settings.SLOW_ON_CPU", frozenset({torch.bfloat16}))
-    monkeypatch.setattr("lightning_lowbit.precision.run_settings.say_once", said.append)
     quiet(plugins=[LowBitPrecision("nvfp4", compute_dtype=compute_dtype)]).fit(BoringModel())
-    assert sum("compute_dtype='fp32'" in text for text in said) == times
+    assert sum("compute_dtype='fp32'" in text for text in told.messages) == times
 
 
 def test_bf16_casts_train_as_lightnings_bf16_mixed_does_to_the_bit():

@@ -23,7 +23,7 @@ from lightning_lowbit import (
     StableSPAM,
     TernaryPrecision,
 )
-from tests.lightning_imports import Callback, LightningModule, Trainer
+from tests.lightning_imports import Callback, LightningModule, quiet_trainer
 
 SAVED, STEPS = 3, 6
 RUNS = {
@@ -77,17 +77,7 @@ def train(name, save_to=None, resume_from=None):
     torch.manual_seed(0)
     model = Model(optimizer)
     data = TensorDataset(torch.randn(16, 32), torch.randn(16, 16))  # one batch, so that all steps see the same
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=STEPS,
-        max_epochs=-1,
-        plugins=[plugin],
-        callbacks=[*callbacks(), Save(save_to)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(plugin, max_steps=STEPS, max_epochs=-1, callbacks=[*callbacks(), Save(save_to)])
     trainer.fit(model, DataLoader(data, batch_size=16), ckpt_path=resume_from, weights_only=True)
     return [parameter.detach().clone() for parameter in model.parameters()]
 

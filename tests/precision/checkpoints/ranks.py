@@ -18,10 +18,8 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     FullyShardedDataParallel,
     StateDictType,
-    fully_shard,
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader
 
 from lightning_lowbit import (
     ConservativeGradScaler,
@@ -32,13 +30,20 @@ from lightning_lowbit import (
     PrecisionSwitch,
     StableSPAM,
 )
-from tests.distributed.spreads import full
+from tests import ranks
 from tests.launch import take_part
-from tests.lightning_imports import NAME, Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
-from tests.optim.ranks_lightning import FSDPOnCPU
+from tests.lightning_imports import (
+    NAME,
+    Callback,
+    DDPStrategy,
+    LightningModule,
+    ModelParallelStrategy,
+    Trainer,
+)
 from tests.precision.regression_model import state
+from tests.ranks import RANKS, FSDPOnCPU
 
-RANKS, STEPS, HALF, MICRO_BATCHES = 2, 8, 4, 2
+STEPS, HALF, MICRO_BATCHES = 8, 4, 2
 OVERFLOW = 1  # the step whose gradients are infinite in fp16, also where each is divided by two
 
 
@@ -79,7 +84,7 @@ KINDS: dict[str, tuple[Callable[[], LowBitPrecision], Callable[[Any], torch.opti
 }
 
 
-class Regression(LightningModule):
+class Regression(ranks.Regression):
     """Learns a map from micro-batches that follow from their place in the run.
 
     Args:
@@ -87,55 +92,37 @@ class Regression(LightningModule):
         cut: how parameters are spread: ``"fsdp2"``, ``"tensor parallel"`` or not at all.
     """
 
+    shape = (8, 16, 4)
+
     def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer], cut: str = "") -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.body = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
-        self.optimizer, self.cut = optimizer, cut
+        super().__init__(shard=cut == "fsdp2")
+        self.optimizer, self.tensor_parallel = optimizer, cut == "tensor parallel"
         self.losses: dict[int, float] = {}
-        self.weights: list[Tensor] = []
+
+    def build(self) -> None:
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
 
     def configure_model(self) -> None:
-        cut, self.cut = self.cut, ""  # it is called again
-        if cut == "fsdp2":
-            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
-            fully_shard(self.body, mesh=mesh)
-            fully_shard(self, mesh=mesh)  # type: ignore[arg-type]
-        elif cut:
+        super().configure_model()
+        cut, self.tensor_parallel = self.tensor_parallel, False
+        if cut:
             mesh = self.device_mesh["tensor_parallel"]  # type: ignore[index]
             parallelize_module(self.body, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         accumulate = self.trainer.accumulate_grad_batches
-        ranks = MICRO_BATCHES // accumulate
-        place = self.trainer.global_step * MICRO_BATCHES + batch_idx % accumulate * ranks
-        place += self.global_rank if ranks > 1 else 0
-        generator = torch.Generator().manual_seed(place)
-        x, y = (1 + place % 5) * torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)
+        at_once = MICRO_BATCHES // accumulate
+        place = self.trainer.global_step * MICRO_BATCHES + batch_idx % accumulate * at_once
+        place += self.global_rank if at_once > 1 else 0
+        x, y = self.inputs(place, batch_idx)
         if self.trainer.precision_plugin.scaler is not None and self.trainer.global_step == OVERFLOW:
             y = 1e6 * y
-        loss = F.mse_loss(self(x).float(), y)
+        loss = F.mse_loss(self((1 + place % 5) * x).float(), y)
         self.losses[place] = loss.item()
         return loss
 
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(range(64))
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(self.trainer.model.parameters())  # type: ignore[union-attr]
-
-    def on_train_end(self) -> None:
-        """Notes all weights: after `fit` the strategy has taken the model down."""
-        root: Any = self.trainer.model
-        if isinstance(root, FullyShardedDataParallel):
-            with FullyShardedDataParallel.summon_full_params(root, writeback=False):
-                self.weights = [p.detach().clone() for p in root.parameters()]
-        else:
-            self.weights = [full(p) for p in root.parameters()]
 
 
 class Keep(Callback):
@@ -168,11 +155,10 @@ def train(strategy: str, kind: str, ckpt_path: str | None = None) -> dict[str, A
     make, cut = STRATEGIES[strategy]
     model, monitor = Regression(optimizer, cut), GradientNormMonitor(every_n_steps=1)
     keep = Keep(monitor, None if ckpt_path else path_of(strategy, kind))
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = ranks.trainer(
+        plugin(),
         devices=1 if strategy in ALONE else RANKS,
         strategy=make(),
-        plugins=[plugin()],
         callbacks=[
             PrecisionSwitch({r"body\.0": "fp8-current"}, step=2),
             PrecisionSwitch("fqt", step=2, steps=4),
@@ -181,15 +167,10 @@ def train(strategy: str, kind: str, ckpt_path: str | None = None) -> dict[str, A
         ],
         max_steps=STEPS,
         accumulate_grad_batches=MICRO_BATCHES if accumulates(strategy) else 1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
     )
     with patch(f"{NAME}.strategies.fsdp._get_full_state_dict_context", _in_place):
         trainer.fit(model, ckpt_path=ckpt_path)
-    return {"losses": model.losses, "weights": model.weights, "state": keep.state}
+    return {"losses": model.losses, "weights": model.whole, "state": keep.state}
 
 
 # By what is trained and writer: who reads it. FSDP1 gives no rank whole rows, as moments in FP8 need them.

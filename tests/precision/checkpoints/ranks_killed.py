@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbit import CrashSafeCheckpoint, FP4Precision, StableSPAM
-from tests.lightning_imports import Callback, LightningModule, ModelParallelStrategy, Trainer
+from tests.lightning_imports import Callback, LightningModule, ModelParallelStrategy, Trainer, quiet_trainer
 from tests.precision.checkpoints.ranks import RANKS, STEPS, Regression
 
 SAVED = 2  # steps between checkpoints
@@ -50,17 +50,14 @@ class Die(Callback):
 
 def train(fate: str, folder: str) -> dict[str, Any]:
     model, die = Regression(lambda p: StableSPAM(p, lr=1e-2, reset_interval=3), "fsdp2"), Die(fate)
-    Trainer(
-        accelerator="cpu",
+    quiet_trainer(
+        FP4Precision("nvfp4"),
         devices=RANKS,
         strategy=ModelParallelStrategy(RANKS, 1),
-        plugins=[FP4Precision("nvfp4")],
         callbacks=[die, CrashSafeCheckpoint(folder, every_n_train_steps=SAVED, save_last=True, save_top_k=0)],
         max_steps=STEPS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
+        enable_checkpointing=True,
     ).fit(model, ckpt_path="last")
     return {"weights": model.weights, "came from": die.came_from}
 

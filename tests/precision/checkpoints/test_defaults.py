@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, LinearCasts, LowBitPrecision, restore
-from tests.lightning_imports import LightningModule, Trainer
+from tests.lightning_imports import LightningModule, Trainer, quiet_trainer
 
 
 class Regression(LightningModule):
@@ -27,15 +27,7 @@ class Regression(LightningModule):
 
 
 def fit(plugin: LowBitPrecision, steps: int, ckpt_path: Path | None = None) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        plugins=[plugin],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(plugin, max_steps=steps)
     trainer.fit(Regression(), ckpt_path=ckpt_path, weights_only=True)
     return trainer
 

@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW, lr_scheduler
 
 from lightning_lowbit import LowBitPrecision, StableSPAM, WeightDecaySwitch
 from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden
-from tests.lightning_imports import BoringModel, Trainer
+from tests.lightning_imports import BoringModel, Trainer, quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
@@ -125,7 +125,7 @@ def test_options_of_nested_schedulers_and_of_several_groups():
 def test_evaluation_has_no_options():
     fit(Model(stable_spam()), 1).save_checkpoint("first.ckpt")
     plugin = LowBitPrecision("bf16")
-    trainer = Trainer(accelerator="cpu", plugins=[plugin], logger=False, enable_progress_bar=False)
+    trainer = quiet_trainer(plugin, enable_checkpointing=True, enable_model_summary=True)
     trainer.validate(Model(stable_spam(lr=1.0)), ckpt_path="first.ckpt", verbose=False)
     assert plugin.overridden == []
     assert re.match("LowBitPrecision\\('bf16'\\)", repr(plugin))

@@ -34,10 +34,10 @@ from lightning_lowbit.optim import connect
 from tests.launch import take_part
 from tests.lightning_imports import Callback, Strategy, Trainer
 from tests.optim import ranks_lightning
-from tests.optim.ranks_lightning import FSDPOnCPU, Regression, trainer
 from tests.precision import ranks_ddp
+from tests.ranks import RANKS, FSDPOnCPU, Regression, trainer
 
-RANKS, STEPS, HALF = 2, 5, 3
+STEPS, HALF = 5, 3
 BAD, OUTLIERS = 1, (1, 3)  # steps that overflow: of these two one before a checkpoint, and one after it
 SETTINGS = {"init_scale": 2.0**10, "growth_interval": 2}  # it grows, too
 # Powers of two: a fused multiply-add then rounds as a product and a sum do, wherever a part ends.
@@ -137,15 +137,13 @@ class Learner(Regression):
     def __init__(
         self, part: str = "all", outlier: bool = False, culprit: int | None = None, shard: bool = False
     ) -> None:
-        super().__init__("sgd", shard)
+        super().__init__(shard)
         self.part, self.outlier, self.culprit = part, outlier, culprit
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         step = self.trainer.global_step
         half = batch_idx % RANKS if self.trainer.world_size == 1 else self.global_rank
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(8, 16, generator=generator), torch.randn(8, 1, generator=generator)
-        x, y = x.chunk(RANKS)[half], y.chunk(RANKS)[half]
+        x, y = (tensor.chunk(RANKS)[half] for tensor in self.inputs(step, batch_idx))
         if self.outlier and step in OUTLIERS and half == 1:
             y = y * 2.0**20
         return F.mse_loss(self(x).float(), y)
@@ -227,9 +225,9 @@ def train(
     model = Learner(shard=strategy is not None and strategy.startswith("fsdp2"), **kwargs)
     diary, monitor = Diary(), LossScaleMonitor()
     several = {} if strategy is None else {"strategy": STRATEGIES[strategy]()}
-    made = trainer(
+    run = trainer(
         plugin,
-        end,
+        max_steps=end,
         devices=RANKS if several else 1,
         accumulate_grad_batches=1 if several else RANKS,
         gradient_clip_val=clip,
@@ -237,9 +235,9 @@ def train(
         log_every_n_steps=1,
         **several,
     )
-    made.fit(model, ckpt_path=resume)
+    run.fit(model, ckpt_path=resume)
     if save is not None:
-        made.save_checkpoint(save)
+        run.save_checkpoint(save)
     saved: dict[str, Any] = {}
     plugin.on_save_checkpoint(saved)
     return {
@@ -247,7 +245,7 @@ def train(
         "whole": model.whole,
         "state": saved["lightning_lowbit"],
         "monitor": monitor.state_dict(),
-        "metrics": {name: value.item() for name, value in made.callback_metrics.items()},
+        "metrics": {name: value.item() for name, value in run.callback_metrics.items()},
     }
 
 
@@ -264,13 +262,11 @@ def collectives(strategy: str) -> dict[str, int]:
     """How many a run has in float32, in fp16, and those of torch's unscaling in it."""
     scaler = Counted("cpu", **SETTINGS)
     counts = {}
-    for name, made in (
-        ("fp32", LowBitPrecision("bf16", compute_dtype="fp32")),
-        ("fp16", PLUGINS["bf16"](scaler)),
-    ):
-        used = trainer(made, STEPS, devices=RANKS, strategy=STRATEGIES[strategy]())
+    plugins = {"fp32": LowBitPrecision("bf16", compute_dtype="fp32"), "fp16": PLUGINS["bf16"](scaler)}
+    for name, plugin in plugins.items():
+        run = trainer(plugin, max_steps=STEPS, devices=RANKS, strategy=STRATEGIES[strategy]())
         with Collectives() as seen:
-            used.fit(Learner(shard=strategy == "fsdp2"))
+            run.fit(Learner(shard=strategy == "fsdp2"))
         counts[name] = seen.counts.total()
     return {**counts, "unscaling": scaler.own}
 
@@ -301,15 +297,14 @@ def plain(make: Callable[..., GradScaler]) -> dict[str, list[Any]]:
 def work() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for strategy, scaler, part in PLANTED:
-        made = train(plugin(scaler), strategy, part=part, culprit=culprit(strategy, part))
-        results[f"planted: {strategy}, {scaler}, {part}"] = made
+        result = train(plugin(scaler), strategy, part=part, culprit=culprit(strategy, part))
+        results[f"planted: {strategy}, {scaler}, {part}"] = result
     for strategy, name in ORGANIC:
         results[f"organic: {strategy}, {name}"] = train(plugin("patient", name), strategy, outlier=True)
     for strategy, name in INTERRUPTED:
         path = f"{strategy} {name}.ckpt"
         train(plugin("patient", name), strategy, HALF, save=path, outlier=True)
-        made = train(plugin("patient", name), strategy, resume=path, outlier=True)
-        results[f"resumed: {strategy}, {name}"] = made
+        results[f"resumed: {strategy}, {name}"] = train(plugin("patient", name), strategy, resume=path, outlier=True)
     for strategy, part in NORMS:
         results[f"norm: {strategy}, {part}"] = train(plugin("norm"), strategy, part=part)
     for strategy in CLIPPED:

@@ -16,9 +16,8 @@ from lightning_lowbit import (
     StaticGradScaler,
 )
 from tests.lightning_imports import (
-    BoringModel,
     Callback,
-    LightningCLI,
+    from_yaml,
 )
 from tests.precision.fp16.runs import (
     MOVING,
@@ -179,24 +178,11 @@ CONSERVATIVE = {"preset": "quantized-fine-tuning", "growth_factor": 2.0, "floor"
         ({"class_path": f"{__name__}.Doubling", "init_args": {"interval": 3}}, Doubling(3)),
     ],
 )
-def test_from_yaml(monkeypatch: pytest.MonkeyPatch, plugin: str, scaler: Any, expected: GradScaler) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py"])
+def test_from_yaml(plugin: str, scaler: Any, expected: GradScaler) -> None:
     arguments = {"casts": "nvfp4", "compute_dtype": "fp16"} | ({} if scaler is None else {"scaler": scaler})
-    config = yaml.safe_load(
-        yaml.safe_dump(
-            {
-                "seed_everything": 1,
-                "trainer": {
-                    "plugins": {"class_path": f"lightning_lowbit.{plugin}", "init_args": arguments},
-                    "logger": False,
-                    "enable_checkpointing": False,
-                },
-            }
-        )
-    )
-    cli = LightningCLI(BoringModel, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
-    found = cli.trainer.precision_plugin.scaler
-    assert (type(found).__module__, type(found).__name__) == (type(expected).__module__, type(expected).__name__)
-    assert found.state_dict() == expected.state_dict()
+    plugins = {"class_path": f"lightning_lowbit.{plugin}", "init_args": arguments}
+    result = from_yaml(yaml.safe_dump({"plugins": plugins})).precision_plugin.scaler
+    assert (type(result).__module__, type(result).__name__) == (type(expected).__module__, type(expected).__name__)
+    assert result.state_dict() == expected.state_dict()
     for name in ("floor", "cap", "cooldown", "hysteresis"):
-        assert getattr(found, name, None) == getattr(expected, name, None), f"{name} is not the one given"
+        assert getattr(result, name, None) == getattr(expected, name, None), f"{name} is not the one given"

@@ -1,6 +1,5 @@
 """Training in fp16: losses, hooks, clipping, skipped steps."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,6 @@ from lightning_lowbit import (
 from lightning_lowbit.optim import Adaptive
 from tests.lightning_imports import (
     MixedPrecision,
-    fabric,
-    pytorch,
 )
 from tests.precision.fp16.runs import MOVING, PRECISIONS, Overflowing, assert_same, fp16, moving, static, train
 from tests.precision.regression_model import Regression, flat, trainer
@@ -172,14 +169,6 @@ def test_the_very_first_step_is_skipped(name: str) -> None:
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "optimizer steps were skipped" in record.getMessage()]
-
-
-@pytest.fixture
-def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    for name in (pytorch.__name__, fabric.__name__):  # either may be the one of rank_zero_info
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    caplog.set_level(logging.INFO)
-    return caplog
 
 
 @pytest.mark.parametrize("at", [(), (2,), (0, 1, 4)])

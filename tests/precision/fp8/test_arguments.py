@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, FP8Precision, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.recipes.models import CausalLM
-from tests.lightning_imports import BoringModel, LightningCLI
+from tests.lightning_imports import BoringModel, from_yaml
 from tests.precision.regression_model import (
     DOWN,
     Regression,
@@ -117,31 +116,27 @@ def test_smoothing_without_a_swiglu_is_refused_when_training_starts() -> None:
         trainer(FP8Precision(smooth_swiglu="channel")).fit(BoringModel())
 
 
-def test_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    config = yaml.safe_load("""
-        seed_everything: 1
-        trainer:
-          plugins:
-            class_path: lightning_lowbit.FP8Precision
-            init_args:
-              scaling: delayed
-              history: 4
-              algorithm: most_recent
-              margin: 1
-              power_of_two: true
-              gradient_format: e4m3
-              overrides: {head: bf16, first: {preset: fp8-delayed, every: {scale: {history: 2}}}}
-              skip: [down_proj]
-              smooth_swiglu: token
-              backend: emulated
-              fresh_histories: true
-              compute_dtype: fp32
-          logger: false
-          enable_checkpointing: false
-    """)
-    cli = LightningCLI(Regression, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
-    plugin = cli.trainer.precision_plugin
+def test_from_yaml() -> None:
+    plugin = from_yaml(
+        """
+        plugins:
+          class_path: lightning_lowbit.FP8Precision
+          init_args:
+            scaling: delayed
+            history: 4
+            algorithm: most_recent
+            margin: 1
+            power_of_two: true
+            gradient_format: e4m3
+            overrides: {head: bf16, first: {preset: fp8-delayed, every: {scale: {history: 2}}}}
+            skip: [down_proj]
+            smooth_swiglu: token
+            backend: emulated
+            fresh_histories: true
+            compute_dtype: fp32
+    """,
+        Regression,
+    ).precision_plugin
     scale = Scale("fp32", **DELAYED, history=4, algorithm="most_recent", margin=1, rounding="power_of_two")
     assert plugin.casts == fp8("e4m3", scale)
     assert plugin.overrides == {"head": LinearCasts(), "first": fp8("e5m2", Scale("fp32", **DELAYED, history=2))}

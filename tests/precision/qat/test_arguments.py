@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -17,7 +16,7 @@ from lightning_lowbit import (
     quantize,
 )
 from lightning_lowbit.nn.core.gemm import native_obstacle
-from tests.lightning_imports import LightningCLI
+from tests.lightning_imports import from_yaml
 from tests.precision.qat.plugins import qat
 from tests.precision.regression_model import Regression, flat, trainer
 from tests.tables import each
@@ -181,14 +180,10 @@ def test_backend_native(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     assert type(model.head) is nn.Linear, "a refused model has been changed"
 
 
-def test_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py"])
-
+def test_from_yaml() -> None:
     def plugin(kind: str, arguments: str) -> Any:
-        given = {"class_path": f"lightning_lowbit.{kind}", "init_args": yaml.safe_load(arguments)}
-        config = {"seed_everything": 1, "trainer": {"plugins": given, "logger": False, "enable_checkpointing": False}}
-        how = {"run": False, "save_config_callback": None, "auto_configure_optimizers": False}
-        return LightningCLI(Regression, args=config, **how).trainer.precision_plugin
+        plugins = f"{{plugins: {{class_path: lightning_lowbit.{kind}, init_args: {arguments}}}}}"
+        return from_yaml(plugins, Regression).precision_plugin
 
     found = plugin("TernaryPrecision", "{activation_bits: 4, scale_factor: 1.1547, skip: [head], backend: emulated}")
     assert found.casts == TernaryPrecision(4, 1.1547).casts

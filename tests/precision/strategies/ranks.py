@@ -33,8 +33,8 @@ from tests.lightning_imports import (
     Trainer,
     quiet_trainer,
 )
-from tests.optim.ranks_lightning import FSDPOnCPU
 from tests.precision.strategies.models import LONGEST, RANKS, STEPS, UNEVEN, Odd, Small
+from tests.ranks import FSDPOnCPU
 
 NEAREST = dict.fromkeys(("dgrad_g", "wgrad_g", "wgrad_x"), "nearest")
 

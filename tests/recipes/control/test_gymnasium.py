@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from lightning_lowbit import cli
-from lightning_lowbit.report import charts as report_charts
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("gymnasium")
@@ -15,12 +14,6 @@ SMALL = {
     "trainer": {"max_steps": 16, "val_check_interval": 2},
     "model": {"init_args": {"copies": 2, "steps": 64, "epochs": 2, "batch_size": 32, "evaluation_episodes": 1}},
 }
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch, tmp_path):
-    monkeypatch.setattr(report_charts, "_plot", lambda *_: "")
-    monkeypatch.chdir(tmp_path)
 
 
 def fit(*configs):

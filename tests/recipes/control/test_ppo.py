@@ -11,7 +11,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning_lowbit import LowBitPrecision, cli
 from lightning_lowbit.recipes.control.environments import Environments
 from lightning_lowbit.recipes.control.ppo import PPO
-from lightning_lowbit.report import charts as report_charts
 from tests.recipes.control.stand_in import install
 
 SIZES = {"copies": 4, "steps": 4, "epochs": 2, "batch_size": 8, "evaluation_episodes": 2}
@@ -24,8 +23,6 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def _here(monkeypatch, tmp_path):
     install(monkeypatch)
-    monkeypatch.setattr(report_charts, "_plot", lambda *_: "")
-    monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(json.dumps(SMALL))
 
 

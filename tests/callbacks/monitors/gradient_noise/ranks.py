@@ -4,31 +4,20 @@
 What was measured lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LowBitPrecision
+from tests import ranks
 from tests.distributed.spreads import full
 from tests.launch import take_part
-from tests.lightning_imports import Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
-from tests.optim.ranks_lightning import FSDPOnCPU
+from tests.lightning_imports import Callback, Trainer
+from tests.ranks import RANKS, STRATEGIES
 
-RANKS, STEPS, HALF = 2, 3, 2
+STEPS, HALF = 3, 2
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "ddp": DDPStrategy,
-    "ddp, static graph": lambda: DDPStrategy(static_graph=True),
-    "ddp, unused parameters": lambda: DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True),
-    "fsdp1": lambda: FSDPOnCPU(state_dict_type="sharded"),
-    "fsdp1, flat": lambda: FSDPOnCPU(use_orig_params=False),
-    "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-}
 E2M1 = {"element": "e2m1", "scale": {"block": 16, "format": "e4m3", "two_level": True}}
 STOCHASTIC = Cast(**E2M1, rounding="stochastic")
 CASTS = {
@@ -53,53 +42,30 @@ RUNS = [
 ASKED = ("ddp", "fsdp1", "fsdp1, flat", "fsdp2")
 
 
-class Regression(LightningModule):
-    """Learns from batches that follow from the step and the micro-batch, of which each rank has its share.
+class Regression(ranks.Regression):
+    """Batches follow from the micro-batch, too.
 
     One layer has fewer rows than ranks, so that a rank has nothing of it; one may be there that no loss depends on.
     """
 
+    shape = (32, 16, 1)
+    loss_scale = 3.0
+
     def __init__(self, dropout: float = 0.0, shard: bool = False, unused: bool = False) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            layers = nn.Linear(16, 40), nn.Tanh(), nn.Dropout(dropout), nn.Linear(40, 24), nn.Linear(24, 1)
-            self.body = nn.Sequential(*layers)
-            self.unused = nn.Linear(3, 3) if unused else None
-        self.shard = shard
-        self.whole: list[Tensor] = []
+        self.dropout, self.unused_too = dropout, unused
+        super().__init__(shard)
 
-    def configure_model(self) -> None:
-        if self.shard:
-            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
-            fully_shard(self.body, mesh=mesh)
-            fully_shard(self, mesh=mesh)  # type: ignore[arg-type]
-            self.shard = False  # it is called again
+    def build(self) -> None:
+        layers = nn.Linear(16, 40), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(40, 24), nn.Linear(24, 1)
+        self.body = nn.Sequential(*layers)
+        self.unused = nn.Linear(3, 3) if self.unused_too else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        micro = batch_idx % self.trainer.accumulate_grad_batches  # a resumed run may count batches from elsewhere
-        generator = torch.Generator().manual_seed(100 * self.trainer.global_step + micro)
-        x, y = torch.randn(32, 16, generator=generator), torch.randn(32, 1, generator=generator)
-        x, y = (t.chunk(self.trainer.world_size)[self.global_rank] for t in (x, y))
-        return 3 * F.mse_loss(self(x).float(), y)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(range(64))
+    def inputs(self, step: int, batch_idx: int) -> tuple[Tensor, Tensor]:
+        # A resumed run may count batches from elsewhere.
+        return super().inputs(100 * step + batch_idx % self.trainer.accumulate_grad_batches, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.trainer.model.parameters(), lr=0.02, momentum=0.5)  # type: ignore[union-attr]
-
-    def on_train_end(self) -> None:
-        """Notes all weights: after ``fit`` the strategy has taken the model down."""
-        root: Any = self.trainer.model
-        if isinstance(root, FullyShardedDataParallel):
-            with FullyShardedDataParallel.summon_full_params(root, writeback=False):
-                self.whole = [p.detach().clone() for p in root.parameters()]
-        else:
-            self.whole = [full(p).clone() for p in root.parameters()]
 
 
 class Gradients(Callback):
@@ -135,22 +101,12 @@ class Save(Callback):
 
 def trainer(name: str, casts: str, *callbacks: Callback, **kwargs: Any) -> Trainer:
     """Without a strategy in one process."""
-    defaults = {
-        "max_steps": STEPS,
-        "log_every_n_steps": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-    }
-    return Trainer(
-        accelerator="cpu",
+    return ranks.trainer(
+        LowBitPrecision(CASTS[casts], compute_dtype="bf16" if casts == "nearest" else "fp32", seed=5),
         strategy=STRATEGIES[name]() if name in STRATEGIES else "auto",
         devices=RANKS if name in STRATEGIES else 1,
-        plugins=[LowBitPrecision(CASTS[casts], compute_dtype="bf16" if casts == "nearest" else "fp32", seed=5)],
         callbacks=list(callbacks),
-        **{**defaults, **kwargs},
+        **{"max_steps": STEPS, "log_every_n_steps": 1, **kwargs},
     )
 
 

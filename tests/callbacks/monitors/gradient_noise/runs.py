@@ -18,6 +18,7 @@ from tests.lightning_imports import (
     Callback,
     LightningModule,
     Trainer,
+    quiet_trainer,
 )
 
 NEAREST = LinearCasts(**dict.fromkeys(("fprop_x", "fprop_w", "dgrad_g", "wgrad_g"), Cast(**E2M1)))
@@ -64,15 +65,8 @@ class Model(LightningModule):
 
 def trainer(casts: LinearCasts | LowBitPrecision, *callbacks: Callback, **kwargs: Any) -> Trainer:
     plugin = casts if isinstance(casts, LowBitPrecision) else LowBitPrecision(casts, compute_dtype="fp32", seed=2)
-    defaults = {
-        "max_steps": 6,
-        "log_every_n_steps": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(accelerator="cpu", plugins=[plugin], callbacks=list(callbacks), **{**defaults, **kwargs})
+    defaults = {"max_steps": 6, "log_every_n_steps": 1}
+    return quiet_trainer(plugin, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
 def fit(model: LightningModule, monitor: Callback, casts: Any = NOISY, **kwargs: Any) -> Trainer:

@@ -4,17 +4,16 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_lowbit import (
     GradientNoiseMonitor,
     PrecisionSwitch,
 )
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
+from tests.callbacks.monitors.resumed import resume
 from tests.lightning_imports import (
     DeepSpeedStrategy,
     MisconfigurationException,
-    TensorBoardLogger,
     Trainer,
 )
 from tests.tables import each
@@ -22,33 +21,19 @@ from tests.tables import each
 
 def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     """Stopped between a measurement and the step that logs it."""
-    curves, states = [], []
-    for name, steps, resumed in (("whole", 9, None), ("half", 5, None), ("rest", 9, "half.ckpt")):
-        monitor = GradientNoiseMonitor(5, average=3, threshold=1e6, layers=[r"net\.0"])
-        run = trainer(
-            NOISY,
-            monitor,
-            max_steps=steps,
-            logger=TensorBoardLogger(name),
-            limit_train_batches=1,  # an epoch is a step: Lightning resumes with the next epoch
-            log_every_n_steps=3,
-        )
-        torch.manual_seed(0)
-        if name == "rest":
-            run.fit(Model(0.1, 3), ckpt_path=resumed, weights_only=True)  # what was said is not repeated
-        else:
-            with pytest.warns(UserWarning, match="the gradient, step 5"):
-                run.fit(Model(0.1, 3))
-        run.save_checkpoint(f"{name}.ckpt")
-        curves.append(logged(run))
-        states.append(monitor.state_dict())
-    whole, half, rest = curves
+
+    def fit(monitor: GradientNoiseMonitor, how: Any, **kwargs: Any) -> Trainer:
+        run = trainer(NOISY, monitor, log_every_n_steps=3, **kwargs)
+        run.fit(Model(0.1, 3), **how)
+        return run
+
+    def make() -> GradientNoiseMonitor:
+        return GradientNoiseMonitor(5, average=3, threshold=1e6, layers=[r"net\.0"])
+
+    whole, half, rest = resume(make, fit, (9, 5), "the gradient, step 5", logged)
     assert METRIC not in half
     assert whole[METRIC] == rest[METRIC]
     assert whole[METRIC].keys() == {6}
-    assert states[0] == states[2]
-    saved = torch.load("half.ckpt", weights_only=True)["callbacks"]
-    assert saved["GradientNoiseMonitor"] == states[1]
 
 
 def test_the_window_goes_on() -> None:

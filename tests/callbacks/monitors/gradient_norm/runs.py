@@ -1,26 +1,25 @@
 """A model whose gradient norms are known, and runs of it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import GradientNormMonitor
 from lightning_lowbit.optim import Adaptive, StableSPAM
+from tests.curves import Curves, assert_curves, event_curves
 from tests.lightning_imports import (
     BoringModel,
     Callback,
     RandomDataset,
     TensorBoardLogger,
     Trainer,
+    quiet_trainer,
 )
-
-# Norms of sums: the same squares in another order and rounded some five times more, in float32 (2^-24 = 6e-8 each).
-CLOSE = {"rtol": 1e-6, "atol": 0.0}
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -67,46 +66,24 @@ class Planned(BoringModel):
 
 
 def trainer(*callbacks: Callback, **kwargs: Any) -> Trainer:
-    defaults = {
-        "max_steps": 6,
-        "log_every_n_steps": 1,
-        "limit_val_batches": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(accelerator="cpu", callbacks=list(callbacks), **{**defaults, **kwargs})
+    defaults = {"max_steps": 6, "log_every_n_steps": 1, "limit_val_batches": 0}
+    return quiet_trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
-def logged(run: Trainer) -> dict[int, dict[str, float]]:
-    """What the event file holds, by optimizer step (Lightning numbers the first one 0)."""
-    assert run.logger is not None
-    run.logger.finalize("success")
-    events = EventAccumulator(run.logger.log_dir).Reload()
-    found: dict[int, dict[str, float]] = {}
-    for tag in events.Tags()["scalars"]:
-        for event in events.Scalars(tag) if tag != "epoch" else ():
-            name = tag.removeprefix("grad_norm/")
-            assert name not in found.setdefault(event.step + 1, {}), f"{name} twice in step {event.step + 1}"
-            found[event.step + 1][name] = event.value
-    return found
+def logged(run: Trainer) -> Curves:
+    curves = event_curves(run)
+    return {step: {name.removeprefix("grad_norm/"): v for name, v in row.items()} for step, row in curves.items()}
 
 
-def fit(model: Planned, monitor: GradientNormMonitor | None = None, **kwargs: Any) -> dict[int, dict[str, float]]:
+def fit(model: Planned, monitor: GradientNormMonitor | None = None, **kwargs: Any) -> Curves:
     """What is logged of a run."""
     run = trainer(monitor or GradientNormMonitor([r"layer\.\d"]), logger=TensorBoardLogger("."), **kwargs)
     run.fit(model)
     return logged(run)
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    assert found.keys() == wanted.keys()
-    for step in wanted:
-        assert found[step].keys() == wanted[step].keys(), f"step {step}"
-        for name, value in wanted[step].items():
-            message = f"step {step}, {name}: {found[step][name]}, wanted {value}"
-            torch.testing.assert_close(found[step][name], value, **CLOSE, equal_nan=True, msg=message)
+assert_same = partial(assert_curves, rtol=1e-6)
+"""Norms of sums: the same squares in another order and rounded some five times more, in float32 (2^-24 = 6e-8 each)."""
 
 
 RULES: dict[str, Callable[[nn.Module], Any]] = {

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_lowbit import GradientNormMonitor, RunReport
 from lightning_lowbit.report.html import Table, Text
 from tests.callbacks.monitors.gradient_norm.runs import SAID, Constant, Planned, logged, spikes_of, trainer
+from tests.callbacks.monitors.resumed import resume
 from tests.lightning_imports import (
     Callback,
     DeepSpeedStrategy,
-    TensorBoardLogger,
     Trainer,
 )
 from tests.tables import each
@@ -22,32 +21,16 @@ from tests.tables import each
 
 def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     """Stopped after a spike, between two logged steps, and before another."""
-    curves, states = [], []
-    for name, steps, resumed in (("whole", 18, None), ("half", 14, None), ("rest", 18, "half.ckpt")):
-        monitor = GradientNormMonitor(["layer"], every_n_steps=1)
-        run = trainer(
-            monitor,
-            max_steps=steps,
-            logger=TensorBoardLogger(name),
-            limit_train_batches=1,  # an epoch is a step: Lightning resumes with the next epoch
-            log_every_n_steps=3,
-        )
-        torch.manual_seed(0)
-        model = Constant({12: 6.0, 16: 7.0, 17: 1.5})
-        if name == "rest":
-            run.fit(model, ckpt_path=resumed, weights_only=True)  # what was said is not repeated
-        else:
-            with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
-                run.fit(model)
-        run.save_checkpoint(f"{name}.ckpt")
-        curves.append(logged(run))
-        states.append(monitor.state_dict())
-    whole, half, rest = curves
+
+    def fit(monitor: GradientNormMonitor, how: Any, **kwargs: Any) -> Trainer:
+        run = trainer(monitor, log_every_n_steps=3, **kwargs)
+        run.fit(Constant({12: 6.0, 16: 7.0, 17: 1.5}), **how)
+        return run
+
+    warning = SAID.format(13, 6, 1)
+    whole, half, rest = resume(lambda: GradientNormMonitor(["layer"], every_n_steps=1), fit, (18, 14), warning, logged)
     assert sorted(whole) == [3, 6, 9, 12, 15, 18]
     assert whole == half | rest
-    assert states[0] == states[2]
-    saved = torch.load("half.ckpt", weights_only=True)["callbacks"]
-    assert saved["GradientNormMonitor"] == states[1]
 
 
 def test_a_checkpoint_knows_of_the_step_that_has_just_been_done() -> None:

@@ -15,6 +15,7 @@ from tests.lightning_imports import (
     Callback,
     MixedPrecision,
     Trainer,
+    quiet_trainer,
 )
 
 Overflows = Collection[tuple[int, int]]  # of which batches, in the gradients of which optimizer
@@ -93,13 +94,9 @@ def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
         "max_steps": 8,
         "log_every_n_steps": 1,
         "limit_val_batches": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "plugins": [lowbit(conservative()) if plugin is None else plugin],
     }
-    return Trainer(accelerator="cpu", callbacks=list(callbacks), **{**defaults, **kwargs})
+    return quiet_trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
 def warned(match: str, scaler: GradScaler, overflows: Collection[int], plugin: Any = lowbit, **kwargs: Any) -> None:

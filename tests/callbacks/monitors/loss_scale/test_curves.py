@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
@@ -28,6 +27,7 @@ from tests.callbacks.monitors.loss_scale.runs import (
     trainer,
     warned,
 )
+from tests.curves import Curves, event_curves
 from tests.lightning_imports import (
     Callback,
     TensorBoardLogger,
@@ -56,18 +56,10 @@ class Manual(Scripted):
         return [sgd(layer) for layer in self.layer]
 
 
-def logged(run: Trainer) -> dict[int, dict[str, float]]:
-    """What the event file holds, by the step it was logged at."""
-    assert run.logger is not None
-    run.logger.finalize("success")
-    events = EventAccumulator(run.logger.log_dir).Reload()
-    assert {tag for tag in events.Tags()["scalars"] if tag != "epoch"} == {f"loss_scale/{name}" for name in CURVES}
-    found: dict[int, dict[str, float]] = {}
-    for name in CURVES:
-        for event in events.Scalars(f"loss_scale/{name}"):
-            assert name not in found.setdefault(event.step, {}), f"{name} twice in step {event.step}"
-            found[event.step][name] = event.value
-    return found
+def logged(run: Trainer) -> Curves:
+    """By the step it was logged at."""
+    curves = event_curves(run, first=0)
+    return {step: {name.removeprefix("loss_scale/"): v for name, v in row.items()} for step, row in curves.items()}
 
 
 def expected(seen: list[dict[str, float]], every: int) -> dict[int, dict[str, float]]:

@@ -6,66 +6,36 @@ What the monitor found lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils.data import DataLoader
 
 from lightning_lowbit import LowBitPrecision, QuantizationMonitor
+from tests import ranks
 from tests.launch import take_part
-from tests.lightning_imports import (
-    DDPStrategy,
-    LightningModule,
-    ModelParallelStrategy,
-    Strategy,
-    Trainer,
-)
-from tests.optim.ranks_lightning import FSDPOnCPU
+from tests.lightning_imports import Strategy
+from tests.ranks import RANKS, STRATEGIES
 
-RANKS, STEPS, EVERY = 2, 4, 2
+STEPS, EVERY = 4, 2
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "ddp": DDPStrategy,
-    "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-    "fsdp1": FSDPOnCPU,
-}
-RUNS = [*((strategy, "int4") for strategy in STRATEGIES), ("ddp", "nvfp4"), ("fsdp2", "nvfp4")]
+RUNS = [*((strategy, "int4") for strategy in ("ddp", "fsdp2", "fsdp1")), ("ddp", "nvfp4"), ("fsdp2", "nvfp4")]
 
 
-class Regression(LightningModule):
-    """Learns from batches that follow from the step, of which each rank has its share: the second one's is larger."""
+class Regression(ranks.Regression):
+    """The second rank's share is larger."""
 
-    def __init__(self, shard: bool = False) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.body = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 5))
-        self.shard = shard
+    shape = (32, 32, 5)
 
-    def configure_model(self) -> None:
-        if self.shard:
-            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
-            fully_shard(self.body, mesh=mesh)
-            fully_shard(self, mesh=mesh)  # type: ignore[arg-type]
-            self.shard = False  # it is called again
+    def build(self) -> None:
+        self.body = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 5))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.trainer.global_step)
-        x, y = torch.randn(32, 32, generator=generator), torch.randn(32, 5, generator=generator)
+    def inputs(self, step: int, batch_idx: int) -> tuple[Tensor, Tensor]:
+        x, y = super().inputs(step, batch_idx)
         x[16:] *= 3
-        x, y = (t.chunk(self.trainer.world_size)[self.global_rank] for t in (x, y))
-        return F.mse_loss(self(x).float(), y)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(range(64))
+        return x, y
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.trainer.model.parameters(), lr=0.2)  # type: ignore[union-attr]
@@ -94,18 +64,12 @@ class Noted(QuantizationMonitor):
 def train(strategy: Strategy | str, casts: str, shard: bool = False, weights: bool | None = None, **kwargs: Any) -> Any:
     """What the monitor found by step, and collectives by step."""
     monitor = Noted(weights=weights)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = ranks.trainer(
+        LowBitPrecision(casts, compute_dtype="fp32"),
         strategy=strategy,
-        plugins=[LowBitPrecision(casts, compute_dtype="fp32")],
         callbacks=[monitor],
         max_steps=STEPS,
         log_every_n_steps=EVERY,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         **kwargs,
     )
     trainer.fit(Regression(shard))

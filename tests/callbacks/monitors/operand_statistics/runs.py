@@ -1,11 +1,8 @@
 """Runs whose operands are watched."""
 
-import csv
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -14,7 +11,8 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS
-from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, Trainer
+from tests.curves import Curves, csv_curves
+from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, Trainer, quiet_trainer
 
 LAYERS = ["layer.0", "layer.2"]
 
@@ -26,9 +24,6 @@ MEANS = {"sqnr", "underflow", "saturation"}
 
 
 FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
-
-
-Curves = dict[int, dict[str, float]]
 
 
 class Two(BoringModel):
@@ -60,50 +55,27 @@ class Two(BoringModel):
 
 
 def trainer(*callbacks: Callback, plugin: Any = "nvfp4", **kwargs: Any) -> Trainer:
-    defaults = {
-        "max_steps": 4,
-        "log_every_n_steps": 2,
-        "limit_val_batches": 0,
-        "logger": CSVLogger("logs"),
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    defaults = {"max_steps": 4, "log_every_n_steps": 2, "limit_val_batches": 0, "logger": CSVLogger("logs")}
     plugins = [LowBitPrecision(plugin) if isinstance(plugin, str) else plugin] if plugin else None
-    return Trainer(accelerator="cpu", plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
+    return quiet_trainer(plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
 def logged(run: Trainer, names: set[str] = NAMES) -> Curves:
     """What was logged of operands, by the step it was logged at."""
-    assert run.logger is not None
-    path = Path(run.logger.experiment.metrics_file_path)
-    found: Curves = {}
-    for row in csv.DictReader(path.read_text().splitlines()) if path.exists() else ():
-        values = {name: float(value) for name, value in row.items() if value and name.split("/")[0] in names}
-        if values:
-            found.setdefault(int(row["step"]), {}).update(values)
-    return found
+    return csv_curves(run, lambda name: name.split("/")[0] in names)
 
 
 def of_layers(row: Mapping[str, float]) -> dict[tuple[str, str], dict[str, float]]:
     """The numbers by name, by layer and operand."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    values: dict[tuple[str, str], dict[str, float]] = {}
     for tag, value in row.items():
         name, operand, *layer = tag.split("/")
         if layer:
-            found.setdefault((layer[0], operand), {})[name] = value
-    return found
+            values.setdefault((layer[0], operand), {})[name] = value
+    return values
 
 
 def fit(model: Any = None, *callbacks: Callback, **kwargs: Any) -> Curves:
     run = trainer(*callbacks, QuantizationMonitor(weights=False), **kwargs)
     run.fit(model or Two())
     return logged(run)
-
-
-def assert_curves(found: Curves, expected: Curves) -> None:
-    assert found.keys() == expected.keys()
-    for step, row in expected.items():
-        assert found[step].keys() == row.keys(), f"step {step}"
-        for name, value in row.items():
-            assert found[step][name] == pytest.approx(value, rel=1e-6, nan_ok=True), f"step {step}, {name}"

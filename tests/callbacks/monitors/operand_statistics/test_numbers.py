@@ -19,12 +19,12 @@ from tests.callbacks.monitors.operand_statistics.runs import (
     LAYERS,
     MEANS,
     Two,
-    assert_curves,
     fit,
     logged,
     of_layers,
     trainer,
 )
+from tests.curves import assert_curves
 from tests.lightning_imports import Callback, Trainer
 from tests.nn.operand_sums import Operands, assert_numbers, captured, numbers_of, places
 
@@ -137,7 +137,7 @@ def test_on_the_way_numbers_are_of_where_it_leads(share: float) -> None:
 
 
 def test_computing_activations_again_changes_no_number() -> None:
-    assert_curves(*(fit(Two(recompute=recompute)) for recompute in (True, False)))
+    assert_curves(*(fit(Two(recompute=recompute)) for recompute in (True, False)), rtol=1e-6)
 
 
 def test_manual_optimization() -> None:
@@ -172,7 +172,7 @@ def test_evaluation_does_not_count(how: str) -> None:
         else fit(accumulate_grad_batches=accumulate)
         for validate in (True, False)
     )
-    assert_curves(evaluated, alone)
+    assert_curves(evaluated, alone, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -194,12 +194,11 @@ def test_means_are_there_for_other_callbacks() -> None:
     assert seen == [set(), {f"{name}/{operand}" for name in MEANS for operand in OPERANDS}]
 
 
-def test_without_converted_layers_nothing_is_logged_and_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(quantization, "say_once", said.append)
+def test_without_converted_layers_nothing_is_logged_and_a_line_says_so(told: pytest.LogCaptureFixture) -> None:
     run = trainer(QuantizationMonitor(), plugin=None)
     run.fit(Two())
-    assert said == ["QuantizationMonitor has nothing to log: no layer is converted by a LowBitPrecision plugin."]
+    line = "QuantizationMonitor has nothing to log: no layer is converted by a LowBitPrecision plugin."
+    assert told.messages.count(line) == 1
     assert logged(run) == {}
     assert not any("/" in name for name in run.callback_metrics)
 

@@ -5,7 +5,6 @@ What the monitor logged lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1
 """
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,28 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader
 
 from lightning_lowbit import OutlierMonitor
 from lightning_lowbit.callbacks.monitors.base import LayerNumbers
+from tests import ranks
 from tests.launch import take_part
-from tests.lightning_imports import (
-    DDPStrategy,
-    LightningModule,
-    ModelParallelStrategy,
-    Strategy,
-    Trainer,
-)
-from tests.optim.ranks_lightning import FSDPOnCPU
+from tests.lightning_imports import Strategy
+from tests.ranks import RANKS, STRATEGIES
 
-RANKS, STEPS, EVERY = 2, 6, 2
-
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "ddp": DDPStrategy,
-    "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-    "tp": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
-    "fsdp1": FSDPOnCPU,
-}
+STEPS, EVERY = 6, 2
 
 
 class MLP(nn.Module):
@@ -51,15 +37,18 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Regression(LightningModule):
-    """Learns from batches that follow from the step, of which each rank has its share. Each has an outlier."""
+class Regression(ranks.Regression):
+    """Each batch has an outlier."""
+
+    shape = (32, 16, 1)
 
     def __init__(self, how: str = "", hidden: int = 9) -> None:
+        self.hidden = hidden
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.mlp, self.head = MLP(16, hidden), nn.Linear(16, 1)
         self.how, self.is_whole = how, how == "tp"  # with tensor parallelism ranks see the same batch
+
+    def build(self) -> None:
+        self.mlp, self.head = MLP(16, self.hidden), nn.Linear(16, 1)
 
     def configure_model(self) -> None:
         how, self.how = self.how, ""  # it is called again
@@ -74,17 +63,13 @@ class Regression(LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x + self.mlp(x))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.trainer.global_step)
-        x, y = torch.randn(32, 16, generator=generator), torch.randn(32, 1, generator=generator)
-        # In each half of the batch one, far from 6 times the rms of either.
-        x[3, 5] = x[20, 5] = 30.0 + self.trainer.global_step
-        if not self.is_whole:
-            x, y = (t.chunk(self.trainer.world_size)[self.global_rank] for t in (x, y))
-        return F.mse_loss(self(x).float(), y)
+    def inputs(self, step: int, batch_idx: int) -> tuple[Tensor, Tensor]:
+        x, y = super().inputs(step, batch_idx)
+        x[3, 5] = x[20, 5] = 30.0 + step  # in each half of the batch one, far from 6 times the rms of either
+        return x, y
 
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(range(64))
+    def share(self, tensor: Tensor) -> Tensor:
+        return tensor if self.is_whole else super().share(tensor)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.trainer.model.parameters(), lr=1e-4, foreach=False)  # type: ignore[union-attr]
@@ -111,30 +96,20 @@ class Watched(OutlierMonitor):
 def train(strategy: Strategy | str, how: str, hidden: int = 9, devices: int = RANKS, **kwargs: Any) -> dict[str, Any]:
     """What was written by step, all-reduces by step, and the monitor's state."""
     monitor = Watched(**kwargs)
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=devices,
-        callbacks=[monitor],
-        max_steps=STEPS,
-        log_every_n_steps=EVERY,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+    trainer = ranks.trainer(
+        strategy=strategy, devices=devices, callbacks=[monitor], max_steps=STEPS, log_every_n_steps=EVERY
     )
     trainer.fit(Regression(how, hidden))
     return {"curves": monitor.written, "collectives": monitor.collectives, "state": monitor.state_dict()}
 
 
 def work() -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for how, make in STRATEGIES.items():
-        results[how] = train(make(), how, 8 if how == "tp" else 9)
+    results: dict[str, Any] = {
+        how: train(STRATEGIES[how](), how, 8 if how == "tp" else 9) for how in ("ddp", "fsdp2", "tp", "fsdp1")
+    }
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        train(FSDPOnCPU(), "fsdp1", swiglu=True)
+        train(STRATEGIES["fsdp1"](), "fsdp1", swiglu=True)
     results["said"] = [str(warning.message) for warning in said if "Not measured" in str(warning.message)]
     return results
 

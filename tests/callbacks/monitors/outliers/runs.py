@@ -1,20 +1,22 @@
 """A model with planted outliers, and runs of it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import OutlierMonitor
 from tests.callbacks.monitors.outliers.ranks import MLP
+from tests.curves import Curves, assert_curves, event_curves
 from tests.lightning_imports import (
     Callback,
     LightningModule,
     TensorBoardLogger,
     Trainer,
+    quiet_trainer,
 )
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}  # sums of float32 in another order
@@ -61,41 +63,19 @@ class Model(LightningModule):
 
 
 def trainer(*callbacks: Callback, **kwargs: Any) -> Trainer:
-    defaults = {
-        "max_steps": 6,
-        "log_every_n_steps": 1,
-        "limit_val_batches": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(accelerator="cpu", callbacks=list(callbacks), **{**defaults, **kwargs})
+    defaults = {"max_steps": 6, "log_every_n_steps": 1, "limit_val_batches": 0}
+    return quiet_trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
-def logged(run: Trainer) -> dict[int, dict[str, float]]:
-    """What the event file holds of layers and MLPs, by optimizer step (Lightning numbers the first one 0)."""
-    assert run.logger is not None
-    run.logger.finalize("success")
-    events = EventAccumulator(run.logger.log_dir).Reload()
-    found: dict[int, dict[str, float]] = {}
-    for tag in events.Tags()["scalars"]:
-        for event in events.Scalars(tag) if "/" in tag else ():
-            assert tag not in found.setdefault(event.step + 1, {}), f"{tag} twice in step {event.step + 1}"
-            found[event.step + 1][tag] = event.value
-    return found
+def logged(run: Trainer) -> Curves:
+    """What the event file holds of layers and MLPs."""
+    return event_curves(run, lambda name: "/" in name)
 
 
-def fit(model: LightningModule, monitor: OutlierMonitor | None = None, **kwargs: Any) -> dict[int, dict[str, float]]:
+def fit(model: LightningModule, monitor: OutlierMonitor | None = None, **kwargs: Any) -> Curves:
     run = trainer(monitor or OutlierMonitor(), logger=TensorBoardLogger("."), **kwargs)
     run.fit(model)
     return logged(run)
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    assert found.keys() == wanted.keys()
-    for step in wanted:
-        assert found[step].keys() == wanted[step].keys(), f"step {step}"
-        for name, value in wanted[step].items():
-            message = f"step {step}, {name}: {found[step][name]}, wanted {value}"
-            torch.testing.assert_close(found[step][name], value, **CLOSE, equal_nan=True, msg=message)
+assert_same = partial(assert_curves, rtol=CLOSE["rtol"], atol=CLOSE["atol"])

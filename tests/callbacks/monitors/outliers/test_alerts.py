@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_lowbit import OutlierMonitor, RunReport
 from lightning_lowbit.report.html import Table
 from tests.callbacks.monitors.outliers.runs import LAYERS, Model, fit, logged, trainer
+from tests.callbacks.monitors.resumed import resume
 from tests.lightning_imports import (
     BoringModel,
-    TensorBoardLogger,
 )
 from tests.tables import each
 
@@ -85,24 +85,18 @@ def test_alignment_names_its_channels() -> None:
 
 
 def test_a_resumed_run_is_the_uninterrupted_one() -> None:
-    plan = {**dict.fromkeys(range(40), 6.0), 9: 9.0, 12: 61.0, 16: 200.0}
-    curves, states = [], []
-    for name, steps, resumed in (("whole", 18, None), ("half", 14, None), ("rest", 18, "half.ckpt")):
-        monitor = OutlierMonitor(["up_proj"], swiglu=False, takeoff=9.0)
-        run = trainer(monitor, max_steps=steps, logger=TensorBoardLogger(name), limit_train_batches=1)
-        model = Model(plan)
-        if name == "rest":
-            run.fit(model, ckpt_path=resumed, weights_only=True)  # what was said is not repeated
-        else:
-            with pytest.warns(UserWarning, match="up_proj, step 13: channel 5"):
-                run.fit(model)
-        run.save_checkpoint(f"{name}.ckpt")
-        curves.append(logged(run))
-        states.append(monitor.state_dict())
-    assert curves[0] == curves[1] | curves[2]
-    assert states[0] == states[2]
-    assert torch.load("half.ckpt", weights_only=True)["callbacks"]["OutlierMonitor"] == states[1]
-    assert states[1]["means"]["mlp.up_proj"]["count"] == 14
+    def fit(monitor: OutlierMonitor, how: Any, **kwargs: Any) -> Any:
+        run = trainer(monitor, **kwargs)
+        run.fit(Model({**dict.fromkeys(range(40), 6.0), 9: 9.0, 12: 61.0, 16: 200.0}), **how)
+        return run
+
+    def make() -> OutlierMonitor:
+        return OutlierMonitor(["up_proj"], swiglu=False, takeoff=9.0)
+
+    whole, half, rest = resume(make, fit, (18, 14), "up_proj, step 13: channel 5", logged)
+    assert whole == half | rest
+    state = torch.load("half.ckpt", weights_only=True)["callbacks"]["OutlierMonitor"]
+    assert state["means"]["mlp.up_proj"]["count"] == 14
 
 
 def test_another_run_begins_anew() -> None:

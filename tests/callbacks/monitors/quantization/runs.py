@@ -1,8 +1,6 @@
 """Runs whose quantization errors are monitored."""
 
-import csv
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import TernaryPrecision
-from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, Trainer
+from tests.curves import Curves, csv_curves
+from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, Trainer, quiet_trainer
 
 LAYERS = ("layer.0", "layer.2")
 
@@ -48,29 +47,14 @@ class AtStep(Callback):
 
 
 def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
-    defaults = {
-        "max_steps": 6,
-        "log_every_n_steps": 2,
-        "limit_val_batches": 0,
-        "logger": CSVLogger("logs"),
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    defaults = {"max_steps": 6, "log_every_n_steps": 2, "limit_val_batches": 0, "logger": CSVLogger("logs")}
     plugins = [plugin or TernaryPrecision(quantize_output=True, compute_dtype="bf16")]
-    return Trainer(accelerator="cpu", plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
+    return quiet_trainer(plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
-def rows(run: Trainer) -> dict[int, dict[str, float]]:
+def rows(run: Trainer) -> Curves:
     """What was logged of weights, by the step it was logged at."""
-    assert run.logger is not None
-    path = Path(run.logger.experiment.metrics_file_path)
-    found = {}
-    for row in csv.DictReader(path.read_text().splitlines()) if path.exists() else ():
-        values = {name: float(value) for name, value in row.items() if value and name.split("/")[0] in ALL}
-        if values:
-            found[int(row["step"])] = values
-    return found
+    return csv_curves(run, lambda name: name.split("/")[0] in ALL)
 
 
 def zeros(weight: Tensor) -> None:

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import SpikeRollback
 from tests.launch import take_part
 from tests.lightning_imports import pytorch
-from tests.optim.ranks_lightning import RANKS, STRATEGIES, Regression, plugin, trainer
+from tests.optim.ranks_lightning import Regression, plugin
+from tests.ranks import RANKS, STRATEGIES, trainer
 
 EMAWeightAveraging = pytorch.callbacks.EMAWeightAveraging
 
@@ -76,15 +77,15 @@ class OneSided(Regression):
 def train(strategy: str, optimizer: str, kind: str, numbers: Sequence[int], *callbacks: Any) -> list[Tensor]:
     """Weights after a run with a validation before it and one amid it, after which FSDP leaves what it gathered."""
     model = OneSided(optimizer, strategy.startswith("fsdp2"), numbers, KIND[kind])
-    used = trainer(
+    run = trainer(
         plugin(),
-        len(numbers),
+        max_steps=len(numbers),
         devices=RANKS,
         strategy=STRATEGIES[strategy](),
         callbacks=list(callbacks),
         val_check_interval=6,
     )
-    used.fit(model)
+    run.fit(model)
     return model.whole
 
 

@@ -17,6 +17,7 @@ from tests.lightning_imports import (
     Callback,
     LightningModule,
     Trainer,
+    quiet_trainer,
 )
 
 BAD = 11
@@ -125,16 +126,9 @@ def rollback(**kwargs: Any) -> SpikeRollback:
 
 
 def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
-    defaults = {
-        "max_epochs": 1,
-        "logger": False,
-        "log_every_n_steps": 1,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    defaults = {"max_epochs": 1, "log_every_n_steps": 1}
     plugins = None if plugin is None else [plugin]
-    return Trainer(accelerator="cpu", callbacks=list(callbacks), plugins=plugins, **{**defaults, **kwargs})
+    return quiet_trainer(callbacks=list(callbacks), plugins=plugins, **{**defaults, **kwargs})
 
 
 def fit(model: Scripted, *callbacks: Callback, **kwargs: Any) -> Scripted:

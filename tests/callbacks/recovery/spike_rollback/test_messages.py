@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_lowbit import (
@@ -17,9 +16,9 @@ from tests.callbacks.recovery.spike_rollback.runs import BAD, Scripted, fit, rol
 from tests.lightning_imports import (
     BoringModel,
     DeepSpeedStrategy,
-    LightningCLI,
     MisconfigurationException,
     TensorBoardLogger,
+    from_yaml,
 )
 from tests.tables import each
 
@@ -54,21 +53,15 @@ def test_reported() -> None:
     assert "No loss spiked." in Path("version_1/report.html").read_text()
 
 
-def test_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["fit.py"])
-    config = yaml.safe_load("""
-        trainer:
-          accelerator: cpu
-          logger: false
-          callbacks:
-            - class_path: lightning_lowbit.callbacks.recovery.spike_rollback.SpikeRollback
-              init_args: {threshold: 4, phase: bf16, lr_factor: 0.5, device: cpu}
+def test_from_yaml() -> None:
+    run = from_yaml("""
+        accelerator: cpu
+        callbacks:
+          - class_path: lightning_lowbit.callbacks.recovery.spike_rollback.SpikeRollback
+            init_args: {threshold: 4, phase: bf16, lr_factor: 0.5, device: cpu}
     """)
-    settings = {"run": False, "save_config_callback": None, "seed_everything_default": False}
-    made = LightningCLI(BoringModel, args=config, **settings).trainer.callbacks
-    (callback,) = (one for one in made if isinstance(one, SpikeRollback))
-    found = (callback.threshold, callback.phase, callback.lr_factor, callback.device)
-    assert found == (4, "bf16", 0.5, "cpu")
+    (callback,) = (one for one in run.callbacks if isinstance(one, SpikeRollback))
+    assert (callback.threshold, callback.phase, callback.lr_factor, callback.device) == (4, "bf16", 0.5, "cpu")
 
 
 @each(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 
 from lightning_lowbit import FP4Precision, LowBitPrecision, PrecisionSwitch, QAFSwitch
@@ -17,8 +16,8 @@ from tests.lightning_imports import (
     BoringModel,
     Callback,
     CSVLogger,
-    LightningCLI,
     MisconfigurationException,
+    from_yaml,
 )
 from tests.precision.regression_model import Regression, flat, state
 from tests.tables import each
@@ -243,23 +242,17 @@ def test_switches_of_one_kind_have_states_of_their_own() -> None:
     assert len(keys) == len(changes)
 
 
-def test_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    config = yaml.safe_load("""
-        seed_everything: 1
-        trainer:
-          accelerator: cpu
-          logger: false
-          enable_checkpointing: false
-          plugins: {class_path: lightning_lowbit.TernaryPrecision}
-          callbacks:
-            - class_path: lightning_lowbit.PrecisionSwitch
-              init_args: {to: bf16, step: 0}
-            - class_path: lightning_lowbit.PrecisionSwitch
-              init_args: {to: fqt, plateau: {monitor: loss, patience: 3}, over: 0.1, schedule: cosine}
-    """)
-    cli = LightningCLI(BoringModel, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
-    sudden, gradual = (switch for switch in cli.trainer.callbacks if isinstance(switch, PrecisionSwitch))
+def test_yaml() -> None:
+    callbacks = from_yaml("""
+        accelerator: cpu
+        plugins: {class_path: lightning_lowbit.TernaryPrecision}
+        callbacks:
+          - class_path: lightning_lowbit.PrecisionSwitch
+            init_args: {to: bf16, step: 0}
+          - class_path: lightning_lowbit.PrecisionSwitch
+            init_args: {to: fqt, plateau: {monitor: loss, patience: 3}, over: 0.1, schedule: cosine}
+    """).callbacks
+    sudden, gradual = (switch for switch in callbacks if isinstance(switch, PrecisionSwitch))
     assert (sudden.step, sudden.is_gradual) == (0, False)
     assert gradual.plateau == Plateau("loss", 3, 0.0, "min")
     assert (gradual.over, gradual.steps, gradual.schedule) == (0.1, None, "cosine")

@@ -12,7 +12,8 @@ from lightning_lowbit import LowBitPrecision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from tests.launch import take_part
 from tests.lightning_imports import Callback
-from tests.optim.ranks_lightning import RANKS, STRATEGIES, Regression, trainer
+from tests.optim.ranks_lightning import Regression
+from tests.ranks import RANKS, STRATEGIES, trainer
 
 STEPS, TOKENS = 9, 200
 OF_RANK = [40, 5]  # tokens in a step
@@ -42,14 +43,14 @@ def train(strategy: str, path: str | None = None, ckpt_path: str | None = None) 
         return OF_RANK[model.global_rank]
 
     first = PrecisionSwitch({r"body\.0": "mxfp4"}, tokens=TOKENS, count=count, rewarm=3, moments="reset")
-    used = trainer(
+    run = trainer(
         LowBitPrecision("nvfp4", compute_dtype="fp32"),
-        STEPS,
+        max_steps=STEPS,
         devices=RANKS,
         strategy=STRATEGIES[strategy](),
         callbacks=[first, QAFSwitch(tokens=TOKENS, count=count), witness],
     )
-    used.fit(model, ckpt_path=ckpt_path)
+    run.fit(model, ckpt_path=ckpt_path)
     return {"seen": witness.seen, "weights": model.whole, "record": first._record}
 
 

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from lightning_lowbit import Below, Plateau, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow
 from lightning_lowbit.callbacks.switches.step_triggers import count_tokens
 from tests.callbacks.switches.triggers.runs import Texts, begin, fit
-from tests.lightning_imports import BoringModel, Callback, LightningCLI, LightningModule, MisconfigurationException
+from tests.lightning_imports import (
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    from_yaml,
+)
 from tests.tables import each
 
 pytestmark = [
@@ -174,36 +178,30 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         QAFSwitch(**arguments)
 
 
-def test_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    config = yaml.safe_load("""
-        seed_everything: 1
-        trainer:
-          accelerator: cpu
-          logger: false
-          enable_checkpointing: false
-          plugins: {class_path: lightning_lowbit.FP4Precision}
-          callbacks:
-            - class_path: lightning_lowbit.QAFSwitch
-              init_args: {below: {}}
-            - class_path: lightning_lowbit.PrecisionSwitch
-              init_args: {to: bf16, below: {threshold: 1.5, measurements: 5}, rewarm: 10}
-            - class_path: lightning_lowbit.PrecisionSwitch
-              init_args:
-                to: fqt
-                tokens: 1000000
-                count: lightning_lowbit.callbacks.switches.step_triggers.count_tokens
-            - class_path: lightning_lowbit.QAFSwitch
-              init_args: {plateau: {patience: 3}, moments: reset}
-            - class_path: lightning_lowbit.PrecisionSwitch
-              init_args:
-                to:
-                  lm_head: bf16
-                  layers\\.0: {preset: nvfp4, every: {rounding: nearest}}
-                step: 7
-    """)
-    cli = LightningCLI(BoringModel, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
-    first, second, third, fourth, last = (c for c in cli.trainer.callbacks if isinstance(c, PrecisionSwitch))
+def test_yaml() -> None:
+    callbacks = from_yaml("""
+        accelerator: cpu
+        plugins: {class_path: lightning_lowbit.FP4Precision}
+        callbacks:
+          - class_path: lightning_lowbit.QAFSwitch
+            init_args: {below: {}}
+          - class_path: lightning_lowbit.PrecisionSwitch
+            init_args: {to: bf16, below: {threshold: 1.5, measurements: 5}, rewarm: 10}
+          - class_path: lightning_lowbit.PrecisionSwitch
+            init_args:
+              to: fqt
+              tokens: 1000000
+              count: lightning_lowbit.callbacks.switches.step_triggers.count_tokens
+          - class_path: lightning_lowbit.QAFSwitch
+            init_args: {plateau: {patience: 3}, moments: reset}
+          - class_path: lightning_lowbit.PrecisionSwitch
+            init_args:
+              to:
+                lm_head: bf16
+                layers\\.0: {preset: nvfp4, every: {rounding: nearest}}
+              step: 7
+    """).callbacks
+    first, second, third, fourth, last = (c for c in callbacks if isinstance(c, PrecisionSwitch))
     assert first.below == Below()
     assert (second.below, second.rewarm) == (Below(threshold=1.5, measurements=5), 10)
     assert (third.tokens, third.count) == (1_000_000, count_tokens)
