@@ -1,25 +1,21 @@
 """What loggers wrote of a run."""
 
 import csv
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from tests.lightning_imports import Trainer
 
 Curves = dict[int, dict[str, float]]
 """By step, the values by name."""
 
 
-def event_curves(run: Trainer, selected: Callable[[str], bool] = "epoch".__ne__, first: int = 1) -> Curves:
+def event_curves(run, selected="epoch".__ne__, first=1):
     """The event file, by optimizer step: Lightning numbers the first one 0, which is ``first`` here."""
     assert run.logger is not None
     run.logger.finalize("success")
     events = EventAccumulator(run.logger.log_dir).Reload()
-    curves: Curves = {}
+    curves = {}
     for name in filter(selected, events.Tags()["scalars"]):
         for event in events.Scalars(name):
             row = curves.setdefault(event.step + first, {})
@@ -28,11 +24,11 @@ def event_curves(run: Trainer, selected: Callable[[str], bool] = "epoch".__ne__,
     return curves
 
 
-def csv_curves(run: Trainer, selected: Callable[[str], bool]) -> Curves:
+def csv_curves(run, selected):
     """The file of a `CSVLogger`, by the step it was logged at."""
     assert run.logger is not None
     path = Path(run.logger.experiment.metrics_file_path)
-    curves: Curves = {}
+    curves = {}
     for row in csv.DictReader(path.read_text().splitlines()) if path.exists() else ():
         values = {name: float(value) for name, value in row.items() if value and selected(name)}
         if values:
@@ -40,7 +36,7 @@ def csv_curves(run: Trainer, selected: Callable[[str], bool]) -> Curves:
     return curves
 
 
-def assert_curves(curves: Curves, expected: Mapping[int, Mapping[str, Any]], rtol: float, atol: float = 0.0) -> None:
+def assert_curves(curves, expected, rtol, atol=0.0):
     """The same steps, names and, within the tolerances, values; NaN equals NaN."""
     assert curves.keys() == expected.keys()
     for step, row in expected.items():

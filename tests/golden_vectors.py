@@ -2,27 +2,25 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 DATA = Path(__file__).parent / "data"
 
 
 @cache
-def load(name: str) -> dict[str, Any]:
+def load(name):
     """All arrays of a file, by ``case/field``; ``["cases"]`` (or ``["formats"]``) lists the cases."""
     with np.load(DATA / f"{name}.npz") as file:
         return dict(file)
 
 
-def cases(name: str) -> list[str]:
+def cases(name):
     return [str(case) for case in load(name)["cases"]]
 
 
-def case(name: str, case: str) -> dict[str, Any]:
+def case(name, case):
     """The fields of one case; its input, ``x`` or a weight ``w``, as a tensor in the dtype it stands for."""
     prefix = f"{case}/"
     fields = {key.removeprefix(prefix): value for key, value in load(name).items() if key.startswith(prefix)}
@@ -30,7 +28,7 @@ def case(name: str, case: str) -> dict[str, Any]:
     return {**fields, **inputs}
 
 
-def _tensor(array: np.ndarray, dtype: str) -> Tensor:
+def _tensor(array, dtype):
     if dtype == "bfloat16":  # stored as its 16 bits
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     assert dtype == "float32", f"no such input dtype: {dtype}"

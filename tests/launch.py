@@ -11,12 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +37,7 @@ _forks.set_forkserver_preload(
 )
 
 
-def start(log: Path, module: str, *arguments: str) -> Any:
+def start(log, module, *arguments):
     """``python -m MODULE ARGUMENTS`` in the current folder: its ``multiprocessing.Process``, which has begun."""
     with log.open("w") as told:
         process = _forks.Process(
@@ -49,7 +47,7 @@ def start(log: Path, module: str, *arguments: str) -> Any:
     return process
 
 
-def _run(told: "_Descriptor", folder: Path, environment: dict[str, str], module: str, *arguments: str) -> None:
+def _run(told, folder, environment, module, *arguments):
     for stream in (sys.stdout, sys.stderr):
         os.dup2(told.number, stream.fileno())
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells take it from what runs in the background
@@ -63,7 +61,7 @@ def _run(told: "_Descriptor", folder: Path, environment: dict[str, str], module:
 class Fork:
     """Stands in for ``subprocess.Popen`` of ``python -P -m MODULE ARGUMENTS``."""
 
-    def __init__(self, command: list[str], stdout: Any, pass_fds: Iterable[int] = (), **_: Any) -> None:
+    def __init__(self, command, stdout, pass_fds=(), **_):
         python, *options, module = command[:4]
         arguments = command[4:]
         assert (python, options) == (sys.executable, ["-P", "-m"]), command
@@ -73,11 +71,11 @@ class Fork:
         self._process.start()
         self.pid = self._process.pid
 
-    def wait(self) -> int | None:
+    def wait(self):
         self._process.join()
         return self._process.exitcode
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self._process.exitcode
 
 
@@ -87,23 +85,23 @@ FORKS = SimpleNamespace(Popen=Fork, STDOUT=subprocess.STDOUT, DEVNULL=subprocess
 class _Descriptor:
     """An open file that a fork shall have, too."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         self.number = number
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return _opened, (DupFd(self.number),)
 
 
-def _opened(passed: Any) -> _Descriptor:
+def _opened(passed):
     return _Descriptor(passed.detach())
 
 
-def _run_as_child(inherited: list[_Descriptor], told: _Descriptor, *what: Any) -> None:
+def _run_as_child(inherited, told, *what):
     os.setsid()
     _run(told, *what)
 
 
-def wait(processes: list[Any]) -> list[int | None]:
+def wait(processes):
     """Exit codes, once all have ended or one has failed, for which the others would wait; no process is left.
 
     None stands for one that had to be stopped.
@@ -121,7 +119,7 @@ def wait(processes: list[Any]) -> list[int | None]:
             process.join()
 
 
-def wait_for(happens: Callable[[], Any], process: Any, log: Path) -> Any:
+def wait_for(happens, process, log):
     """What something returns, once it is true, while a process is running."""
     end = time.monotonic() + LIMIT
     while not (found := happens()):
@@ -131,7 +129,7 @@ def wait_for(happens: Callable[[], Any], process: Any, log: Path) -> Any:
     return found
 
 
-def launch(module: str, ranks: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+def launch(module, ranks, folder, *arguments):
     """What each of some processes made of everything, in one start: importing takes longer than training.
 
     ``python -m MODULE RANK FOLDER ARGUMENTS`` is what each runs; it calls :func:`take_part`, which leaves
@@ -144,7 +142,7 @@ def launch(module: str, ranks: int, folder: Path, *arguments: str) -> list[dict[
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def take_part(ranks: int, work: Callable[[], dict[str, Any]]) -> None:
+def take_part(ranks, work):
     """Meets the other processes, works, and leaves what came of it."""
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     # How Lightning is told that others start the processes.

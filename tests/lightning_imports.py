@@ -7,7 +7,6 @@ imported before the package, by conftest.py in the process of pytest, and by lau
 import os
 import sys
 from importlib import import_module
-from typing import Any
 from unittest.mock import patch
 
 import yaml
@@ -60,12 +59,12 @@ _load_distributed_checkpoint = fabric.utilities.load._load_distributed_checkpoin
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
-def quiet_trainer(*plugins: Any, **kwargs: Any) -> Trainer:
+def quiet_trainer(*plugins, **kwargs):
     """A Trainer on the CPU that logs, saves and shows nothing unless it is told to."""
     return Trainer(**{"accelerator": "cpu", "plugins": [*plugins], **QUIET, **kwargs})
 
 
-def from_yaml(trainer: str, model: type[LightningModule] = BoringModel) -> Trainer:
+def from_yaml(trainer, model=BoringModel):
     """The Trainer that Lightning's command line makes of a configuration of one, in YAML."""
     defaults = {"logger": False, "enable_checkpointing": False}
     config = {"seed_everything": 1, "trainer": {**defaults, **yaml.safe_load(trainer)}}

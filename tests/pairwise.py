@@ -6,16 +6,15 @@ much longer than the others. ``@pytest.mark.fast("id", "other-id")``: these, by 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
 import pytest
 
 
-def mark_slow(items: Iterable[pytest.Item]) -> None:
+def mark_slow(items):
     """Marks as slow what is not needed of tests that are ``pairwise`` or of which some cases are ``fast``."""
-    matrices: defaultdict[str, list[Any]] = defaultdict(list)
+    matrices = defaultdict(list)
     for item in items:
         if item.get_closest_marker("pairwise") or item.get_closest_marker("fast"):
             matrices[item.nodeid.partition("[")[0]].append(item)
@@ -24,7 +23,7 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-def _not_needed(name: str, matrix: list[Any]) -> list[Any]:
+def _not_needed(name, matrix):
     if fast := {name for marker in matrix[0].iter_markers("fast") for name in marker.args}:
         unknown = fast - {item.callspec.id for item in matrix}
         if unknown and len(matrix) > 1:  # one alone has been asked for
@@ -35,7 +34,7 @@ def _not_needed(name: str, matrix: list[Any]) -> list[Any]:
     return [item for number, item in enumerate(matrix) if number not in needed]
 
 
-def cover(cases: Sequence[dict[str, int]], together: int = 2) -> set[int]:
+def cover(cases, together=2):
     """The numbers of some of these cases, in which any ``together`` values meet that meet in one of them all.
 
     Args:
@@ -56,7 +55,7 @@ def cover(cases: Sequence[dict[str, int]], together: int = 2) -> set[int]:
     return chosen
 
 
-def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
+def selected(request, name):
     """The values that a parameter has in the selected tests that use the fixture which asks."""
     tests = [item for item in request.session.items if request.node in item.listchain() and hasattr(item, "callspec")]
     calls = [test.callspec for test in tests if request.fixturename in test.fixturenames]

@@ -3,25 +3,14 @@
 ``tests/launch.py`` starts the processes; each module ``ranks*.py`` says what they do.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
 from tests.distributed.spreads import full
-from tests.lightning_imports import (
-    DDPStrategy,
-    FSDPStrategy,
-    LightningModule,
-    ModelParallelStrategy,
-    Strategy,
-    Trainer,
-    quiet_trainer,
-)
+from tests.lightning_imports import DDPStrategy, FSDPStrategy, LightningModule, ModelParallelStrategy, quiet_trainer
 
 RANKS = 2
 
@@ -29,11 +18,11 @@ RANKS = 2
 class FSDPOnCPU(FSDPStrategy):
     """FSDP1 with gloo: Lightning's own is for accelerators, and gives `FullyShardedDataParallel` an index for one."""
 
-    def _setup_model(self, model: Any) -> Any:
+    def _setup_model(self, model):
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
+STRATEGIES = {
     "ddp": DDPStrategy,
     "ddp, static graph": lambda: DDPStrategy(static_graph=True),
     "ddp, unused parameters": lambda: DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True),
@@ -60,50 +49,50 @@ class Regression(LightningModule):
     shape = (8, 16, 1)
     loss_scale = 1.0
 
-    def __init__(self, shard: bool = False) -> None:
+    def __init__(self, shard=False):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.build()
         self.shard = shard
-        self.whole: list[Tensor] = []
+        self.whole = []
 
-    def build(self) -> None:
+    def build(self):
         """Makes the layers; ``body`` is what FSDP2 cuts apart from the rest."""
         self.body = nn.Sequential(nn.Linear(16, 9), nn.Tanh(), nn.Linear(9, 1))
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         shard, self.shard = self.shard, False  # it is called again
         if shard:
-            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+            mesh = self.device_mesh["data_parallel"]
             fully_shard(self.body, mesh=mesh)
-            fully_shard(self, mesh=mesh)  # type: ignore[arg-type]
+            fully_shard(self, mesh=mesh)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.body(x)
 
-    def inputs(self, step: int, batch_idx: int) -> tuple[Tensor, Tensor]:
+    def inputs(self, step, batch_idx):
         """The whole batch: inputs and what is to be learned."""
         generator = torch.Generator().manual_seed(step)
         rows, inputs, outputs = self.shape
         return torch.randn(rows, inputs, generator=generator), torch.randn(rows, outputs, generator=generator)
 
-    def share(self, tensor: Tensor) -> Tensor:
+    def share(self, tensor):
         """The rows of this rank."""
         return tensor.chunk(self.trainer.world_size)[self.global_rank]
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x, y = map(self.share, self.inputs(self.trainer.global_step, batch_idx))
         return self.loss_scale * F.mse_loss(self(x).float(), y)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(range(64))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.05)  # type: ignore[union-attr]
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.05)
 
-    def on_train_end(self) -> None:
-        root: Any = self.trainer.model
+    def on_train_end(self):
+        root = self.trainer.model
         if isinstance(root, FullyShardedDataParallel):
             with FullyShardedDataParallel.summon_full_params(root, writeback=False):
                 self.whole = [p.detach().clone() for p in root.parameters()]
@@ -111,6 +100,6 @@ class Regression(LightningModule):
             self.whole = [full(p).clone() for p in root.parameters()]
 
 
-def trainer(*plugins: Any, **kwargs: Any) -> Trainer:
+def trainer(*plugins, **kwargs):
     """A quiet one that leaves batches as they are."""
     return quiet_trainer(*plugins, use_distributed_sampler=False, **kwargs)

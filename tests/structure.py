@@ -7,7 +7,6 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -18,28 +17,28 @@ CORE = ("QuantizedGemms.forward", "QuantizedGemms.backward")
 
 
 @cache
-def tree(path: Path) -> ast.Module:
+def tree(path):
     return ast.parse(path.read_text())
 
 
 @cache
-def nodes(path: Path) -> list[ast.AST]:
+def nodes(path):
     return list(ast.walk(tree(path)))
 
 
-def modules(package: Path) -> dict[str, Path]:
+def modules(package):
     """Files of a package by dotted names, which begin with the package's."""
     parts = {path: path.relative_to(package.parent).with_suffix("").parts for path in sorted(package.rglob("*.py"))}
     return {".".join(names).removesuffix(".__init__"): path for path, names in parts.items()}
 
 
-def code_lines(path: Path) -> int:
+def code_lines(path):
     """Lines of a file without blank ones, comments and docstrings."""
     return sum(is_code for is_code in _is_code(path))
 
 
 @cache
-def _is_code(path: Path) -> tuple[bool, ...]:
+def _is_code(path):
     prose = set()
     for node in nodes(path):
         is_block = isinstance(node, (ast.Module, ast.ClassDef, Function))
@@ -51,7 +50,7 @@ def _is_code(path: Path) -> tuple[bool, ...]:
     )
 
 
-def functions(path: Path) -> Iterator[tuple[str, Function]]:
+def functions(path):
     """Functions of a file with their qualified names."""
     waiting = [("", node) for node in tree(path).body]
     for scope, node in waiting:
@@ -61,12 +60,12 @@ def functions(path: Path) -> Iterator[tuple[str, Function]]:
             waiting += [(f"{scope}{node.name}.", inner) for inner in node.body]
 
 
-def function_lines(path: Path, function: Function) -> int:
+def function_lines(path, function):
     """Lines of code of a function's body."""
     return sum(_is_code(path)[function.body[0].lineno - 1 : function.end_lineno])
 
 
-def decisions(function: Function) -> int:
+def decisions(function):
     """Branches, loops' and comprehensions' conditions, and operands of `and` and `or` beyond the first."""
     count = 0
     for node in ast.walk(function):
@@ -78,7 +77,7 @@ def decisions(function: Function) -> int:
     return count
 
 
-def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
+def imports(path):
     """Modules that a file imports, but for type checkers alone, with the node of each import."""
     for node in nodes(path):
         if id(node) in _for_type_checkers(path):
@@ -90,13 +89,13 @@ def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
 
 
 @cache
-def _for_type_checkers(path: Path) -> set[int]:
+def _for_type_checkers(path):
     blocks = (node for node in nodes(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
     return {id(inner) for block in blocks for inner in ast.walk(block)}
 
 
 @cache
-def graph(package: Path) -> dict[str, set[str]]:
+def graph(package):
     """Modules of a package that each of its modules imports, within functions too."""
     files = modules(package)
     names = {name: {whole for whole, _ in imports(path)} for name, path in files.items()}
@@ -106,11 +105,11 @@ def graph(package: Path) -> dict[str, set[str]]:
     }
 
 
-def circles(package: Path) -> list[list[str]]:
+def circles(package):
     """Groups of modules that import each other, directly or not; the package's own ``__init__`` is left out."""
     edges = {name: targets - {package.name} for name, targets in graph(package).items() if name != package.name}
 
-    def reachable(name: str) -> set[str]:
+    def reachable(name):
         reached, waiting = set[str](), [name]
         while waiting:
             new = edges[waiting.pop()] - reached
@@ -123,7 +122,7 @@ def circles(package: Path) -> list[list[str]]:
     return [sorted(group) for group in groups if group]
 
 
-def rooms_upward(package: Path, folder: str, order: tuple[str, ...]) -> list[str]:
+def rooms_upward(package, folder, order):
     """Imports from a room of a folder to a later one; ``order`` begins with the rooms that import no other."""
     prefix = f"{package.name}.{folder}."
     upward = []
@@ -136,13 +135,13 @@ def rooms_upward(package: Path, folder: str, order: tuple[str, ...]) -> list[str
     return upward
 
 
-def dialect(path: Path) -> list[str]:
+def dialect(path):
     """Names that are assigned and say nothing of their value."""
     names = (node for node in nodes(path) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
     return [name.id for name in names if DIALECT.fullmatch(name.id)]
 
 
-def main(root: Path) -> None:
+def main(root):
     package = root / "lightning_lowbit"
     files = modules(package)
     rooms = Counter[str]()

@@ -1,10 +1,8 @@
 """Tables that one test goes through: a case costs what it computes, and no test of its own."""
 
 import inspect
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ import torch
 SEED = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
 
-def each(names: str | Iterable[str], rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each(names, rows):
     """``@pytest.mark.parametrize`` in one test, which ends with the first row that fails and names it.
 
     Each row starts with the same seed and with nothing patched by ``monkeypatch``. All else that fixtures give is of
@@ -23,9 +21,9 @@ def each(names: str | Iterable[str], rows: Iterable[Any]) -> Callable[[Callable[
     cases = [dict(zip(columns, _values(row, len(columns)), strict=True)) for row in rows]
     assert cases, f"no rows of {names}"
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+    def decorate(test):
         @wraps(test)
-        def go_through(**given: Any) -> None:
+        def go_through(**given):
             for case in cases:
                 SEED(0)
                 with ExitStack() as row:
@@ -39,13 +37,13 @@ def each(names: str | Iterable[str], rows: Iterable[Any]) -> Callable[[Callable[
 
         signature = inspect.signature(test)
         rest = [argument for name, argument in signature.parameters.items() if name not in columns]
-        go_through.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+        go_through.__signature__ = signature.replace(parameters=rest)
         return go_through
 
     return decorate
 
 
-def _values(row: Any, columns: int) -> Iterable[Any]:
+def _values(row, columns):
     if isinstance(row, type(pytest.param())):
         assert not row.marks, f"{row.id}: the rows of one test are marked alike"
         return row.values

@@ -1,8 +1,6 @@
 """Argument checks say what was needed and what came; near names are offered."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -26,17 +24,17 @@ from tests.tables import each
         ("tenary", "ternary"),
     ],
 )
-def test_a_part_of_a_name_stands_for_it(given: str, meant: str) -> None:
+def test_a_part_of_a_name_stands_for_it(given, meant):
     assert near(given, PRESETS) == [meant]
     with pytest.raises(ValueError, match=f"Unknown preset '{given}'. Did you mean '{meant}'"):
         choose("preset", given, PRESETS)
 
 
-def test_nothing_is_near() -> None:
+def test_nothing_is_near():
     assert nearest("xyz", PRESETS) == nearest("x", ["fprop_x"]) == nearest("", PRESETS) == ""
 
 
-def test_several_are_named_once_each() -> None:
+def test_several_are_named_once_each():
     assert near("llama", recipes(), most=3) == ["llama_130m", "llama_1b", "llama_350m"]
     assert nearest("fp", ["fp8", "nvfp4", "fp16"], most=2) == " Did you mean 'fp8' or 'fp16'?"
 
@@ -59,9 +57,7 @@ def test_several_are_named_once_each() -> None:
         (flag, "true or false", [True, False], [0, 1, "true", None]),
     ],
 )
-def test_a_check_returns_what_it_accepts_and_says_what_it_needs(
-    check: Callable[[str, Any], Any], needed: str, valid: list[Any], wrong: list[Any]
-) -> None:
+def test_a_check_returns_what_it_accepts_and_says_what_it_needs(check, needed, valid, wrong):
     for value in valid:
         assert check("x", value) is value
     for value in wrong:
@@ -70,13 +66,13 @@ def test_a_check_returns_what_it_accepts_and_says_what_it_needs(
         assert str(error.value) == f"x is {needed}; got {value!r}."
 
 
-def test_a_few_names_stand_for_all() -> None:
+def test_a_few_names_stand_for_all():
     assert some("abc") == "a, b, c"
     assert some("abcde") == "a, b, c and 2 more"
     assert some([]) == ""
 
 
-def test_a_dataclass_from_fields() -> None:
+def test_a_dataclass_from_fields():
     assert from_fields(Scale, "Scale", {"block": 16}) == Scale(block=16)
     with pytest.raises(ValueError, match="Unknown field of Scale 'blok'. Did you mean 'block'"):
         from_fields(Scale, "Scale", {"blok": 16})

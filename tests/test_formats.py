@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, integer, table
+from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, integer, table
 from lightning_lowbit.quant.rounding import round_nearest, round_up
 from tests.golden_vectors import load
 from tests.references import quantize as reference
@@ -27,7 +27,7 @@ ML_DTYPES = {
 }
 
 
-def expected_table(name: str) -> np.ndarray:
+def expected_table(name):
     """Code -> value, NaN where a code is no finite number."""
     if name == "e8m0":
         return ORACLE["e8m0/table"]
@@ -41,7 +41,7 @@ def expected_table(name: str) -> np.ndarray:
     return np.concatenate([half, -half]) if name in ELEMENT_FORMATS else half
 
 
-def probes(name: str) -> np.ndarray:
+def probes(name):
     """All values and midpoints of a format with their float32 neighbors, both signs, far out, subnormal, zero."""
     grid = reference.magnitudes(name)
     exact = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]).astype(np.float32)
@@ -53,7 +53,7 @@ def probes(name: str) -> np.ndarray:
 
 
 @each("name", ALL_FORMATS)
-def test_table(name: str) -> None:
+def test_table(name):
     format, expected = ALL_FORMATS[name], expected_table(name)
     found = table(format).numpy()
     assert format.name == name
@@ -65,7 +65,7 @@ def test_table(name: str) -> None:
 
 
 @each("name", ALL_FORMATS)
-def test_max(name: str) -> None:
+def test_max(name):
     largest = np.nanmax(expected_table(name))
     assert ALL_FORMATS[name].max == largest
     if f"{name}/max" in ORACLE:
@@ -73,7 +73,7 @@ def test_max(name: str) -> None:
 
 
 @each("name", ALL_FORMATS)
-def test_codes_round_trip(name: str) -> None:
+def test_codes_round_trip(name):
     format = ALL_FORMATS[name]
     codes = torch.arange(2**format.bits, dtype=torch.uint8)
     values = format.decode(codes)
@@ -88,7 +88,7 @@ def test_codes_round_trip(name: str) -> None:
 
 
 @each("name", ALL_FORMATS)
-def test_code_of_nan_stays_in_the_table(name: str) -> None:
+def test_code_of_nan_stays_in_the_table(name):
     format = ALL_FORMATS[name]
     code = format.encode(torch.tensor([torch.nan, -torch.nan]))
     assert (code.int() < 2**format.bits).all(), f"{name}: NaN is encoded as {code.tolist()}, beyond the table"
@@ -97,7 +97,7 @@ def test_code_of_nan_stays_in_the_table(name: str) -> None:
 
 
 @each("name", ELEMENT_FORMATS)
-def test_nearest(name: str) -> None:
+def test_nearest(name):
     x = probes(name)
     found = round_nearest(torch.from_numpy(x), ELEMENT_FORMATS[name]).numpy()
     np.testing.assert_array_equal(found, reference.nearest(x, name).astype(np.float32), err_msg=name)
@@ -105,7 +105,7 @@ def test_nearest(name: str) -> None:
 
 @each("name", sorted(HAS_ORACLE & set(ELEMENT_FORMATS)))
 @each("probe", ["own", "common"])
-def test_nearest_equals_other_libraries(name: str, probe: str) -> None:
+def test_nearest_equals_other_libraries(name, probe):
     keys = (f"{name}/x", f"{name}/y") if probe == "own" else ("common/x", f"common/{name}")
     x, y = (ORACLE[key] for key in keys)
     found = round_nearest(torch.from_numpy(x), ELEMENT_FORMATS[name]).numpy()
@@ -114,7 +114,7 @@ def test_nearest_equals_other_libraries(name: str, probe: str) -> None:
 
 
 @each("name", ELEMENT_FORMATS)
-def test_nearest_values_have_codes(name: str) -> None:
+def test_nearest_values_have_codes(name):
     format = ELEMENT_FORMATS[name]
     rounded = round_nearest(torch.from_numpy(probes(name)), format)
     rounded = rounded[~rounded.isnan()]
@@ -125,7 +125,7 @@ def test_nearest_values_have_codes(name: str) -> None:
 
 
 @each("name", ML_DTYPES)
-def test_every_code_decodes_as_in_ml_dtypes(name: str) -> None:
+def test_every_code_decodes_as_in_ml_dtypes(name):
     format = ALL_FORMATS[name]
     codes = np.arange(2**format.bits, dtype=np.uint8)
     expected = codes.view(ML_DTYPES[name]).astype(np.float32)
@@ -138,7 +138,7 @@ def test_every_code_decodes_as_in_ml_dtypes(name: str) -> None:
 
 
 @each("name", ML_DTYPES)
-def test_rounding_equals_ml_dtypes(name: str) -> None:
+def test_rounding_equals_ml_dtypes(name):
     """Random numbers over all binades and beyond, every midpoint, and their neighbors; clamped, for ours saturate."""
     format = ALL_FORMATS[name]
     generator = np.random.default_rng(0)
@@ -155,24 +155,24 @@ def test_rounding_equals_ml_dtypes(name: str) -> None:
     np.testing.assert_array_equal(format.encode(found).numpy(), expected, err_msg=f"{name}: codes")
 
 
-def test_every_oracle_is_used() -> None:
+def test_every_oracle_is_used():
     assert set(ALL_FORMATS) >= HAS_ORACLE, "a golden format is missing from the package"
 
 
-def test_e3m0_ties_go_to_the_even_code() -> None:
+def test_e3m0_ties_go_to_the_even_code():
     ties = torch.tensor([0.125, 0.375, 0.75, 1.5, 3.0, 6.0, 12.0])
     assert round_nearest(ties, ELEMENT_FORMATS["e3m0"]).tolist() == [0.0, 0.5, 0.5, 2.0, 2.0, 8.0, 8.0]
 
 
 @each("bits", range(2, 9))
-def test_integers_are_symmetric(bits: int) -> None:
+def test_integers_are_symmetric(bits):
     largest = 2 ** (bits - 1) - 1
     found = round_nearest(torch.tensor([-1e9, -largest - 1.0, 1e9]), ELEMENT_FORMATS[f"int{bits}"])
     assert found.tolist() == [-largest, -largest, largest]
 
 
 @each("name", ELEMENT_FORMATS)
-def test_what_hardware_multiplies(name: str) -> None:
+def test_what_hardware_multiplies(name):
     """FP8 as it is; integers, ternary among them, in int8; nothing else."""
     format = ELEMENT_FORMATS[name]
     native = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "ternary": torch.int8}
@@ -183,7 +183,7 @@ def test_what_hardware_multiplies(name: str) -> None:
 
 
 @each("bits", range(2, 10))
-def test_whole_numbers_of_any_width(bits: int) -> None:
+def test_whole_numbers_of_any_width(bits):
     """Nine bits hold what lies on either side of a zero point of eight."""
     format, largest = integer(bits), 2 ** (bits - 1) - 1
     assert ELEMENT_FORMATS.get(f"int{bits}", format) == format
@@ -197,7 +197,7 @@ def test_whole_numbers_of_any_width(bits: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["e1m6", "e2m5", "e3m4", "e6m1"])
-def test_seven_bit_scales(name: str) -> None:
+def test_seven_bit_scales(name):
     format = SCALE_FORMATS[name]
     values = table(format)
     assert values[-1].isnan(), f"{name}: the top code is NaN"
@@ -208,14 +208,14 @@ def test_seven_bit_scales(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "largest"), [("e1m6", 3.9375), ("e2m5", 7.75), ("e3m4", 30.0), ("e6m1", 2.0**32)])
-def test_seven_bit_scales_reach(name: str, largest: float) -> None:
+def test_seven_bit_scales_reach(name, largest):
     """By hand: (1 + m / 2^M) * 2^(e - bias) for the code below the top one."""
     assert SCALE_FORMATS[name].max == largest
 
 
 @each("name", BLOCK_SCALES)
 @each("rounding", ["nearest", "up"])
-def test_scale_rounding(name: str, rounding: str) -> None:
+def test_scale_rounding(name, rounding):
     x = probes(name)
     x = x[~(x < 0)]
     found = {"nearest": round_nearest, "up": round_up}[rounding](torch.from_numpy(x), SCALE_FORMATS[name]).numpy()
@@ -223,9 +223,9 @@ def test_scale_rounding(name: str, rounding: str) -> None:
     np.testing.assert_array_equal(found, expected, err_msg=f"{name} {rounding}")
 
 
-def test_e8m0_against_its_oracle() -> None:
+def test_e8m0_against_its_oracle():
     x, y = ORACLE["e8m0/x"], ORACLE["e8m0/y"]
     keep = (x > 0) & np.isfinite(x)
-    format: Format = SCALE_FORMATS["e8m0"]
+    format = SCALE_FORMATS["e8m0"]
     clamped = torch.from_numpy(np.clip(x[keep], 2.0**-127, 2.0**127).astype(np.float32))
     np.testing.assert_array_equal(round_nearest(clamped, format).numpy(), y[keep])

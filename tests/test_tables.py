@@ -40,7 +40,7 @@ def test_rows_start_alike(monkeypatch):
     assert len(drawn) == 3 and len(set(drawn)) == 1
 
 
-def matrix(*sizes: int) -> list[dict[str, int]]:
+def matrix(*sizes):
     return [dict(zip("abcdef", case, strict=False)) for case in product(*map(range, sizes))]
 
 

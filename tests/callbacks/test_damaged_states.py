@@ -3,9 +3,8 @@
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ ALERTS = {
 COUNTS = ("step", "scale", "skipped_steps", "overflows", "falls", "at_floor", "at_cap")
 
 # By callback, a state with all there can be in it.
-STATES: dict[Callable[[], Any], Any] = {
+STATES = {
     SpikeRollback: {
         "good": [3.0, 1.0],
         "seen": 9,
@@ -111,14 +110,14 @@ STATES: dict[Callable[[], Any], Any] = {
 STATELESS = {"ExactResume", "GracefulInterrupt", "LowBitProgressBar", "Throughput", "WeightDecaySwitch"}
 
 
-def load(callback: Any, state: Any) -> None:
+def load(callback, state):
     if isinstance(callback, PrecisionSwitch):
-        callback.on_load_checkpoint(None, None, {_CHECKPOINT_KEY: {callback.state_key: state}})  # type: ignore[arg-type]
+        callback.on_load_checkpoint(None, None, {_CHECKPOINT_KEY: {callback.state_key: state}})
     else:
         callback.load_state_dict(state)
 
 
-def content(value: Any) -> Any:
+def content(value):
     """All that a callback, or a part of one, knows, as a text."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.tolist()
@@ -131,7 +130,7 @@ def content(value: Any) -> Any:
     return repr(value) if isinstance(value, str | float | int | None) else type(value).__name__
 
 
-def places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(state, path=()):
     """Paths of all values within a state, itself included."""
     yield path
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
@@ -157,7 +156,7 @@ DAMAGE = [
 ]
 
 
-def damaged(state: Any, path: tuple[Any, ...], damage: Any) -> Any:
+def damaged(state, path, damage):
     if not path:
         return {} if damage is GONE else damage
     key, *rest = path
@@ -169,7 +168,7 @@ def damaged(state: Any, path: tuple[Any, ...], damage: Any) -> Any:
     return copied if isinstance(state, dict | list) else tuple(copied)
 
 
-def assert_refused_or_taken(make: Callable[[], Any], state: Any, path: tuple[Any, ...], damage: Any) -> bool:
+def assert_refused_or_taken(make, state, path, damage):
     callback, taken = make(), damaged(state, path, damage)
     load(callback, state)
     before = str(content(callback))
@@ -184,7 +183,7 @@ def assert_refused_or_taken(make: Callable[[], Any], state: Any, path: tuple[Any
     return False
 
 
-def test_every_callback_is_here() -> None:
+def test_every_callback_is_here():
     classes = {type(make()).__name__ for make in STATES} | STATELESS
     for name in lightning_lowbit.__all__:
         kind = getattr(lightning_lowbit, name)
@@ -192,7 +191,7 @@ def test_every_callback_is_here() -> None:
             assert name in classes
 
 
-def test_whole_states_are_taken() -> None:
+def test_whole_states_are_taken():
     untaken = {"seconds", "monitor", "current_score"}  # a clock, and what Lightning leaves
     for make, state in STATES.items():
         load(callback := make(), state)
@@ -202,7 +201,7 @@ def test_whole_states_are_taken() -> None:
             assert str(content(taken)) == str(content(whole))
 
 
-def test_what_is_missing_or_of_another_kind() -> None:
+def test_what_is_missing_or_of_another_kind():
     """Any entry that is gone, None where that says nothing, and a state that is none."""
     refused = 0
     for make, state in STATES.items():
@@ -217,7 +216,7 @@ def test_what_is_missing_or_of_another_kind() -> None:
 CHANGED = pytest.mark.filterwarnings("ignore:The dirpath has changed")  # Lightning's, of a path that is another
 
 
-def fuzz(cases: int) -> None:
+def fuzz(cases):
     random, refused = Random(0), 0
     makes = [*STATES]
     for _ in range(cases):
@@ -229,13 +228,13 @@ def fuzz(cases: int) -> None:
 
 
 @CHANGED
-def test_damaged_states() -> None:
+def test_damaged_states():
     fuzz(200)
 
 
 @pytest.mark.slow
 @CHANGED
-def test_many_damaged_states() -> None:
+def test_many_damaged_states():
     fuzz(2000)
 
 
@@ -247,12 +246,12 @@ def test_many_damaged_states() -> None:
     (PrecisionSummary, ("steps",), {"fqt": -1}, r"has steps\.fqt = -1, which should be a whole number, 0 or more"),
     (RunReport, ("history", "points", "loss"), torch.zeros(3), r"loss = a tensor torch.float32 of shape \(3,\), which"),
 ])  # fmt: skip
-def test_words(make: Callable[[], Any], path: tuple[Any, ...], damage: Any, words: str) -> None:
+def test_words(make, path, damage, words):
     with pytest.raises(ValueError, match=words):
         load(make(), damaged(STATES[make], path, damage))
 
 
-def test_all_switches_of_a_checkpoint_are_checked() -> None:
+def test_all_switches_of_a_checkpoint_are_checked():
     for states in (None, [], {"a": None}, {3: {}}):
         with pytest.raises(ValueError, match="WeightDecaySwitch's state in the checkpoint"):
-            WeightDecaySwitch(at=0.5).on_load_checkpoint(None, None, {_CHECKPOINT_KEY: states})  # type: ignore[arg-type]
+            WeightDecaySwitch(at=0.5).on_load_checkpoint(None, None, {_CHECKPOINT_KEY: states})

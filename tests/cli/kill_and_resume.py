@@ -87,7 +87,7 @@ class Die(Callback):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fit(folder: Path, *arguments: str, log: str, kill_after: float | None = None) -> int:
+def fit(folder, *arguments, log, kill_after=None):
     """The exit status of ``lowbit fit`` in a folder."""
     root = str(Path(__file__).parents[2])  # where Die is
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": root}
@@ -101,13 +101,13 @@ def fit(folder: Path, *arguments: str, log: str, kill_after: float | None = None
         return process.wait(300)
 
 
-def prepare(folder: Path, steps: int) -> None:
+def prepare(folder, steps):
     folder.mkdir(parents=True)
     (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     (folder / "tiny.yaml").write_text(RECIPE.replace("STEPS", str(steps)))
 
 
-def chain(folder: Path, steps: int, kills: int, seed: int) -> tuple[list[str], set[int]]:
+def chain(folder, steps, kills, seed):
     """Kills a run so often, and lets it end: where it was killed, and the steps that had been saved then."""
     prepare(folder, steps)
     draw, reached, died, saved_steps = random.Random(seed), 0, [], set()
@@ -139,20 +139,20 @@ def chain(folder: Path, steps: int, kills: int, seed: int) -> tuple[list[str], s
     return died, saved_steps
 
 
-def tail(log: Path) -> str:
+def tail(log):
     return log.read_text()[-3000:]
 
 
-def step_of(path: Path) -> int:
+def step_of(path):
     return torch.load(path, weights_only=True, mmap=True)["global_step"]
 
 
-def state(folder: Path) -> dict[str, Any]:
+def state(folder):
     """Each leaf of the newest checkpoint but paths, by its place in it."""
     newest = max(folder.glob("runs/*/checkpoints/last.ckpt"), key=step_of)
-    leaves: dict[str, Any] = {}
+    leaves = {}
 
-    def add(place: str, value: Any) -> None:
+    def add(place, value):
         if isinstance(value, dict):
             for key in value.keys() - OTHERS:
                 add(f"{place}/{key}", value[key])
@@ -166,9 +166,9 @@ def state(folder: Path) -> dict[str, Any]:
     return leaves
 
 
-def scalars(folder: Path) -> dict[tuple[str, int], set[float]]:
+def scalars(folder):
     """All values that were logged, by name and step; those that are times left out."""
-    found: dict[tuple[str, int], set[float]] = {}
+    found = {}
     for run in sorted(folder.glob("runs/version_*")):
         events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
         for tag in set(events.Tags()["scalars"]) - TIMES:
@@ -177,7 +177,7 @@ def scalars(folder: Path) -> dict[tuple[str, int], set[float]]:
     return found
 
 
-def differences(uninterrupted: Path, killed: Path, saved: set[int]) -> list[str]:
+def differences(uninterrupted, killed, saved):
     """What a run that was killed, after these steps had been saved, has else than one that was not."""
     ours, others = state(uninterrupted), state(killed)
     found = [f"only one has {place}" for place in sorted(ours.keys() ^ others.keys())]
@@ -195,7 +195,7 @@ def differences(uninterrupted: Path, killed: Path, saved: set[int]) -> list[str]
     return [*found, *(f"left {path}" for path in left)]
 
 
-def main(folder: str, kills: str = "6", seed: str = "0") -> None:
+def main(folder, kills="6", seed="0"):
     torch.set_num_threads(1)
     root, each = Path(folder), -(-int(kills) // CHAINS)
     steps = each * STEPS_PER_KILL + 4

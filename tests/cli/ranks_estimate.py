@@ -3,9 +3,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -41,11 +39,11 @@ SENDS_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
 class Sent(TorchDispatchMode):
     """Adds up the bytes of whole tensors in collectives, also of those that DDP starts from C++."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.payload: Counter[str] = Counter()
+        self.payload = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # it calls again, with what is here
         name = function.overloadpacket.__name__
@@ -55,27 +53,27 @@ class Sent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def local(tensor: Any) -> torch.Tensor:
+def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def nbytes(tensors: Any) -> int:
+def nbytes(tensors):
     return sum(tensor.numel() * tensor.itemsize for tensor in map(local, tensors))
 
 
-def step(module: CausalLM, model: Any) -> dict[str, Any]:
+def step(module, model):
     """One optimizer step; what was sent, and what is there on this rank."""
     optimizer = module.make_optimizer(list(module.named_parameters()))
     matrices = {tuple(parameter.shape) for name, parameter in module.named_parameters() if "_proj" in name}
     matrices |= {tuple(module.model.lm_head.weight.shape)}
-    copies: dict[int, int] = {}
+    copies = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         if tensor.dtype == torch.bfloat16 and matrices & {tuple(tensor.shape), tuple(tensor.t().shape)}:
             copies[local(tensor).untyped_storage().data_ptr()] = local(tensor).untyped_storage().nbytes()
         return tensor
 
-    def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    def guarded(tensor):
         return keep(tensor) if tensor.dim() == 2 else tensor
 
     with Sent() as sent:
@@ -103,7 +101,7 @@ def step(module: CausalLM, model: Any) -> dict[str, Any]:
     }
 
 
-def sharded(casts: str | None = None, **policy: torch.dtype) -> dict[str, Any]:
+def sharded(casts=None, **policy):
     module, mesh = CausalLM(config=TINY, seed=0), init_device_mesh("cpu", (RANKS,))
     mixed = MixedPrecisionPolicy(**policy)
     for block in module.model.model.layers:
@@ -114,21 +112,21 @@ def sharded(casts: str | None = None, **policy: torch.dtype) -> dict[str, Any]:
     return step(module, module)
 
 
-def cut(**kwargs: Any) -> dict[str, Any]:
+def cut(**kwargs):
     module = CausalLM(config=EVEN, seed=0, **kwargs)
     parallelize_module(module.model, init_device_mesh("cpu", (RANKS,)), tensor_parallel_plan(module.model, RANKS))
     return step(module, module)
 
 
-def replicated() -> dict[str, Any]:
+def replicated():
     module = CausalLM(config=TINY, seed=0)
     # Buffers, a few bytes that do not change, would be sent anew before each forward pass.
     return step(module, DistributedDataParallel(module, broadcast_buffers=False))
 
 
-def work() -> dict[str, Any]:
+def work():
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    runs: dict[str, Callable[[], Any]] = {
+    runs = {
         "ddp stored": replicated,
         "fsdp stored": sharded,
         "fsdp bf16": lambda: sharded(**bf16),

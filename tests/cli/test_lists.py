@@ -23,7 +23,7 @@ NORMS = "--trainer.callbacks+=lightning_lowbit.GradientNormMonitor"
         ([NORMS, "--trainer.callbacks.layers", "up"], [NORMS, "--trainer.callbacks.layers", "[up]"]),
     ],
 )  # fmt: skip
-def test_an_item_on_the_command_line(given: list[str], made: list[str]) -> None:
+def test_an_item_on_the_command_line(given, made):
     assert options_with_lists(["fit", *given], merge_all(["quickstart"])) == ["fit", *made]
 
 
@@ -45,12 +45,12 @@ def test_an_item_on_the_command_line(given: list[str], made: list[str]) -> None:
         ["--trainer.plugins=no_such_module.Plugin", f"{PLUGIN}.skip=a"],
     ],
 )
-def test_everything_else_is_left_alone(given: list[str]) -> None:
+def test_everything_else_is_left_alone(given):
     assert options_with_lists(["fit", *given], merge_all(["quickstart"])) == ["fit", *given]
 
 
-def test_an_item_in_yaml() -> None:
-    def plugin(skip: object) -> dict[str, object]:
+def test_an_item_in_yaml():
+    def plugin(skip):
         arguments = {"casts": "nvfp4", "skip": skip, "overrides": {"up": "bf16"}}
         return {"trainer": {"plugins": [{"class_path": "lightning_lowbit.FP4Precision", "init_args": arguments}]}}
 

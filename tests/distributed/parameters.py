@@ -1,26 +1,17 @@
 """Single parameters on a mesh: where their elements are, and what an optimizer does with their gradients."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_lowbit.distributed import local, local_gradient, offsets_of, sharding_of, zeros_sharded_as
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
 from lightning_lowbit.optim.moments import FP8Moments, Piece
-from lightning_lowbit.optim.optimizer import ClippedOptimizer
-from tests.distributed.spreads import (
-    Meshes,
-    Net,
-    fsdp2_of_tensor_parallel,
-    full,
-)
+from tests.distributed.spreads import Net, fsdp2_of_tensor_parallel, full
 
 PLACED = {
     "rows": ((3,), (7, 260), (Shard(0),)),
@@ -34,11 +25,11 @@ PLACED = {
 }
 
 
-def place(mesh: DeviceMesh, whole: Tensor, placements: Any) -> nn.Parameter:
+def place(mesh, whole, placements):
     return nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
-def places(meshes: Meshes) -> dict[str, Any]:
+def places(meshes):
     """What is known of parameters whose elements are their own index, and what is kept along with them."""
     parameters = {
         name: place(meshes[shape], torch.arange(float(math.prod(size))).view(size), placements)
@@ -65,12 +56,12 @@ def places(meshes: Meshes) -> dict[str, Any]:
     return results
 
 
-def last_of_blocks(rows: Tensor) -> Tensor:
+def last_of_blocks(rows):
     """Of each block of 128 in a row, the last element."""
     return torch.stack([block[:, -1] for block in rows.detach().split(128, dim=1)], dim=1)
 
 
-def partial_gradients(mesh: DeviceMesh) -> dict[str, Tensor]:
+def partial_gradients(mesh):
     """The part on this rank of the sum of gradients of 1 and 2."""
     results = {}
     for name, placement in {"rows": Shard(0), "replicas": Replicate()}.items():
@@ -83,7 +74,7 @@ def partial_gradients(mesh: DeviceMesh) -> dict[str, Tensor]:
     return results
 
 
-MISSING: dict[str, Callable[[Any], ClippedOptimizer]] = {
+MISSING = {
     "stable_spam": lambda p: StableSPAM(p, reset_interval=3, weight_decay=0.1),
     "adamw": lambda p: LowBitAdamW(p, moments="fp32"),
     # Where it sees no gradient, torch's AdamW does not decay either.
@@ -91,7 +82,7 @@ MISSING: dict[str, Callable[[Any], ClippedOptimizer]] = {
 }
 
 
-def missing_gradients(mesh: DeviceMesh | None, name: str) -> dict[str, Tensor]:
+def missing_gradients(mesh, name):
     """A parameter without a gradient on the second rank, where a whole one's is 0; one with a late one; one without."""
     shape = torch.Size((6, 4))
     p, late, idle = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(3))
@@ -117,7 +108,7 @@ def missing_gradients(mesh: DeviceMesh | None, name: str) -> dict[str, Tensor]:
     }
 
 
-def bad_elsewhere(meshes: Meshes, element: float, norm_clip: str | None) -> dict[str, Any]:
+def bad_elsewhere(meshes, element, norm_clip):
     """A bad element in the second of three steps, in a parameter of which the third rank has no part."""
     shared = place(meshes[3,], torch.ones(3, 2), [Shard(0)])
     others = [place(meshes[2,], torch.ones(2, 2), [Shard(0)])] if meshes.has((2,)) else []
@@ -135,7 +126,7 @@ def bad_elsewhere(meshes: Meshes, element: float, norm_clip: str | None) -> dict
     }
 
 
-COUNTED: dict[str, Callable[[Any], ClippedOptimizer]] = {
+COUNTED = {
     "stable_spam": lambda p: StableSPAM(p),
     "stable_spam fp8": lambda p: StableSPAM(p, moments="fp8"),
     "spam": lambda p: SPAM(p),
@@ -144,7 +135,7 @@ COUNTED: dict[str, Callable[[Any], ClippedOptimizer]] = {
 }
 
 
-def collectives(mesh: DeviceMesh, parameters: int) -> dict[str, int]:
+def collectives(mesh, parameters):
     """How many collectives are in a second step."""
     results = {}
     for name, make in COUNTED.items():
@@ -160,7 +151,7 @@ def collectives(mesh: DeviceMesh, parameters: int) -> dict[str, int]:
     return results
 
 
-def moments_in_cut_blocks(mesh: DeviceMesh | None, moments: str) -> dict[str, Tensor]:
+def moments_in_cut_blocks(mesh, moments):
     """Both moments after some steps; 130 columns on each rank, and both ranks with the same gradients."""
     p = nn.Parameter(torch.zeros(64, 260))
     if mesh is not None:
@@ -179,7 +170,7 @@ def moments_in_cut_blocks(mesh: DeviceMesh | None, moments: str) -> dict[str, Te
     return {"mean": mean, "mean_square": mean_square}
 
 
-def masters(mesh: DeviceMesh | None) -> dict[str, Tensor]:
+def masters(mesh):
     """What bf16 parameters, their fp16 masters and the scale of these become."""
     whole = torch.randn(7, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
     p = nn.Parameter(whole) if mesh is None else place(mesh, whole, [Shard(0)])

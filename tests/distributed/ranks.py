@@ -7,14 +7,10 @@ needed than there are, the first ones take part.
 
 import math
 import sys
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-from torch.distributed.fsdp import (
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Shard
 
 from lightning_lowbit.distributed import zeros_sharded_as
@@ -30,19 +26,13 @@ from tests.distributed.parameters import (
     places,
 )
 from tests.distributed.resumptions import flat_resumptions, resumptions
-from tests.distributed.spreads import (
-    SPREADS,
-    Meshes,
-    Run,
-    Spread,
-    fsdp1,
-)
+from tests.distributed.spreads import SPREADS, Meshes, Run, Spread, fsdp1
 from tests.launch import take_part
 
 RANKS = 4
 
 
-def trajectories(meshes: Meshes) -> dict[str, Any]:
+def trajectories(meshes):
     results = {}
     for trajectory in (name for name in sys.argv[3:] if name.partition(": ")[0] in SPREADS):
         name, case = trajectory.split(": ")
@@ -51,9 +41,9 @@ def trajectories(meshes: Meshes) -> dict[str, Any]:
     return results
 
 
-def refusals(meshes: Meshes) -> dict[str, str]:
+def refusals(meshes):
     """What users are told, on each rank."""
-    attempts: dict[str, tuple[str, Spread, bool]] = {
+    attempts = {
         "fp8 under fsdp1": ("fp8", SPREADS["fsdp1"], True),
         "sparse under fsdp1": ("sparse", SPREADS["fsdp1"], True),
         "sparse with cut rows": ("sparse", SPREADS["tensor parallel"], True),
@@ -72,7 +62,7 @@ def refusals(meshes: Meshes) -> dict[str, str]:
     return told
 
 
-def message(attempt: Callable[[], Any]) -> str:
+def message(attempt):
     try:
         attempt()
     except ValueError as error:
@@ -80,9 +70,9 @@ def message(attempt: Callable[[], Any]) -> str:
     return "nothing was refused"
 
 
-def work() -> dict[str, Any]:
+def work():
     meshes = Meshes()
-    results: dict[str, Any] = {
+    results = {
         "trajectories": trajectories(meshes),
         "resumptions": resumptions(meshes),
         "flat resumptions": flat_resumptions(meshes),

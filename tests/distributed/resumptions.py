@@ -1,7 +1,6 @@
 """Runs that continue from a checkpoint, perhaps on other ranks."""
 
 import sys
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -23,15 +21,15 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from tests.distributed.spreads import HALF, SPREADS, Meshes, Run
+from tests.distributed.spreads import HALF, SPREADS, Run
 
 SAVED = ("stable_spam", "adaptive", "fp8")
 
 
-def resumptions(meshes: Meshes) -> dict[str, Any]:
+def resumptions(meshes):
     """The second half of runs that go on from a checkpoint of two ranks, perhaps on other ranks."""
     whole = StateDictOptions(full_state_dict=True, cpu_offload=False)
-    results: dict[str, Any] = {}
+    results = {}
     for case in SAVED:
         if meshes.has((2,)):
             run = meshes.run(case, "fsdp2").train(end=HALF)
@@ -70,7 +68,7 @@ def resumptions(meshes: Meshes) -> dict[str, Any]:
     return results
 
 
-def load_parts(run: Run, folder: str, mesh: DeviceMesh | None = None) -> None:
+def load_parts(run, folder, mesh=None):
     state = {
         "model": get_model_state_dict(run.wrapped),
         "optimizer": get_optimizer_state_dict(run.wrapped, run.optimizer),
@@ -87,11 +85,11 @@ FLAT_STATES = {
 }
 
 
-def flat_resumptions(meshes: Meshes) -> dict[str, Any]:
+def flat_resumptions(meshes):
     """The same of FSDP1; its parts can only go on where they were."""
     results = {}
     for kind, to in (("whole", "fsdp1 on three"), ("parts", "fsdp1")):
-        state: list[Any] = [None]
+        state = [None]
         if meshes.has((2,)):
             group = meshes[2,].get_group()
             run = meshes.run("stable_spam", "fsdp1").train(end=HALF)

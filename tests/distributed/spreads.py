@@ -8,11 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -30,17 +26,17 @@ BAD = 8  # the step with a NaN, in one element
 class Net(nn.Module):
     """Rows that do not divide by three, and fewer rows than ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.up, self.down, self.out = nn.Linear(16, 32), nn.Linear(32, 3), nn.Linear(3, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.out(self.down(torch.relu(self.up(x))))
 
 
-def batch_of(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def batch_of(step, dtype):
     generator = torch.Generator().manual_seed(step)
     size = 50.0 if step in SPIKES else 1.0
     x, y = size * torch.randn(12, 16, generator=generator), torch.randn(12, 1, generator=generator)
@@ -87,29 +83,29 @@ class Spread(NamedTuple):
     elements: tuple[int, ...] = (0,)
 
 
-def ddp(model: Net, mesh: DeviceMesh) -> nn.Module:
+def ddp(model, mesh):
     return DistributedDataParallel(model, process_group=mesh.get_group())
 
 
-def fsdp2(model: Net, mesh: DeviceMesh) -> nn.Module:
+def fsdp2(model, mesh):
     for part in (model.up, model.down, model.out, model):
         fully_shard(part, mesh=mesh)
     return model
 
 
-def tensor_parallel(model: Net, mesh: DeviceMesh) -> nn.Module:
+def tensor_parallel(model, mesh):
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def fsdp2_of_tensor_parallel(model: Net, mesh: DeviceMesh) -> nn.Module:
+def fsdp2_of_tensor_parallel(model, mesh):
     tensor_parallel(model, mesh["second"])
     return fsdp2(model, mesh["first"])
 
 
-def fsdp1(strategy: ShardingStrategy, use_orig_params: bool = True) -> Callable[[Any, DeviceMesh], nn.Module]:
-    def wrap(model: Any, mesh: DeviceMesh) -> nn.Module:
+def fsdp1(strategy, use_orig_params=True):
+    def wrap(model, mesh):
         group = mesh.get_group() if mesh.ndim == 1 else (mesh.get_group(1), mesh.get_group(0))
-        options: Any = {"sharding_strategy": strategy, "device_id": torch.device("cpu")}
+        options = {"sharding_strategy": strategy, "device_id": torch.device("cpu")}
         options["use_orig_params"] = use_orig_params
         model.up = FullyShardedDataParallel(model.up, group, **options)
         return FullyShardedDataParallel(model, group, **options)
@@ -139,12 +135,10 @@ SPREADS = {
 class Run:
     """A model in training: whole without a spread, otherwise the part of this rank."""
 
-    def __init__(
-        self, case: str, spread: Spread | None = None, mesh: DeviceMesh | None = None, connected: bool = True
-    ) -> None:
+    def __init__(self, case, spread=None, mesh=None, connected=True):
         self.case, self.model, self.share, self.shares = CASES[case], Net(), 0, 1
         self.model.to(self.case.dtype)
-        self.wrapped: nn.Module = self.model
+        self.wrapped = self.model
         self.is_last = True  # of the ranks that hold parts
         if spread is not None:
             assert mesh is not None and (place := mesh.get_coordinate()) is not None
@@ -156,10 +150,10 @@ class Run:
         if connected:
             connect(self.wrapped)
         self.optimizer = self.case.make(self.wrapped.parameters())
-        self.statistics: list[dict[str, Tensor]] = []
-        self.collectives: dict[str, int] = {}
+        self.statistics = []
+        self.collectives = {}
 
-    def train(self, first: int = 0, end: int | None = None) -> "Run":
+    def train(self, first=0, end=None):
         for step in range(first, self.case.steps if end is None else end):
             x, y = (tensor.chunk(self.shares)[self.share] for tensor in batch_of(step, self.case.dtype))
             self.optimizer.zero_grad()
@@ -178,28 +172,28 @@ class Run:
             )
         return self
 
-    def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+    def _named_parameters(self):
         for name, parameter in self.wrapped.named_parameters():
             yield name.replace("_fsdp_wrapped_module.", "").removeprefix("module."), parameter
 
-    def _poison(self) -> None:
+    def _poison(self):
         for parameter in self.wrapped.parameters():
             gradient = local_gradient(parameter)
             if gradient is not None and gradient.numel():
                 gradient.view(-1)[-1] = math.nan
                 return
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self):
         if isinstance(self.wrapped, FullyShardedDataParallel):
             with FullyShardedDataParallel.summon_full_params(self.wrapped, writeback=False):
                 return {name: p.detach().clone() for name, p in self._named_parameters()}
         return {name: full(p) for name, p in self._named_parameters()}
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self):
         return {"weights": self.weights(), "statistics": self.statistics, "collectives": self.collectives}
 
 
-def full(tensor: Tensor) -> Tensor:
+def full(tensor):
     """All of it, on all ranks."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -207,12 +201,12 @@ def full(tensor: Tensor) -> Tensor:
 class Meshes(dict[tuple[int, ...], DeviceMesh]):
     """Meshes of the first ranks, by shape."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__({(n,): DeviceMesh("cpu", list(range(n))) for n in (2, 3)})
         self[2, 2] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("first", "second"))
 
-    def has(self, shape: tuple[int, ...]) -> bool:
+    def has(self, shape):
         return self[shape].get_coordinate() is not None
 
-    def run(self, case: str, spread: str) -> Run:
+    def run(self, case, spread):
         return Run(case, SPREADS[spread], self[SPREADS[spread].mesh])

@@ -1,25 +1,17 @@
 """Sharded or not, an optimizer takes the same steps: DDP, FSDP1, FSDP2, tensor parallelism and meshes of them."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
 from lightning_lowbit.distributed import Sharding, local_gradient, offsets_of, sharding_of, zeros_sharded_as
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, connect
 from lightning_lowbit.optim.optimizer import GradientStatistics
 from tests.distributed import parameters
-from tests.distributed.parameters import (
-    COUNTED,
-    MISSING,
-    PLACED,
-    masters,
-    missing_gradients,
-    moments_in_cut_blocks,
-)
+from tests.distributed.parameters import COUNTED, MISSING, PLACED, masters, missing_gradients, moments_in_cut_blocks
 from tests.distributed.ranks import RANKS
 from tests.distributed.resumptions import SAVED
 from tests.distributed.spreads import BAD, CASES, HALF, SPREADS, Run
@@ -43,28 +35,28 @@ FAST = ["fsdp2 on three: sparse", "fsdp2 of tensor parallel: stable_spam", "fsdp
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(request, tmp_path_factory):
     runs = [*selected(request, "trajectory"), *selected(request, "resumption")]
     return launch("tests.distributed.ranks", RANKS, tmp_path_factory.mktemp("sharding"), *runs)
 
 
 @pytest.fixture(scope="module")
-def whole() -> dict[str, dict[str, Any]]:
+def whole():
     """What comes out of one process."""
     return {case: Run(case).train().outcome() for case in CASES}
 
 
-def taking_part(results: list[dict[str, Any]], mesh: tuple[int, ...]) -> list[dict[str, Any]]:
+def taking_part(results, mesh):
     return results[: math.prod(mesh)]
 
 
-def column(statistics: list[dict[str, Tensor]], name: str) -> Tensor:
+def column(statistics, name):
     """One of the statistics, [steps, parameters]."""
     at = GradientStatistics._fields.index(name)
     return torch.stack([torch.stack([values[at] for values in step.values()]) for step in statistics])
 
 
-def assert_same_run(found: dict[str, Any], wanted: dict[str, Any], case: str, where: str, steps: int = 0) -> None:
+def assert_same_run(found, wanted, case, where, steps=0):
     """The same weights and, in float64, statistics of the last steps."""
     tolerance = TOLERANCE[CASES[case].dtype]
     assert found["weights"].keys() == wanted["weights"].keys(), f"{where}: parameters {list(found['weights'])}"
@@ -82,7 +74,7 @@ def assert_same_run(found: dict[str, Any], wanted: dict[str, Any], case: str, wh
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_cases_do_what_they_are_for(whole: dict[str, dict[str, Any]], case: str) -> None:
+def test_the_cases_do_what_they_are_for(whole, case):
     statistics = whole[case]["statistics"]
     if "adamw" not in case and case != "sparse":
         clipped = column(statistics, "clipped")
@@ -94,7 +86,7 @@ def test_the_cases_do_what_they_are_for(whole: dict[str, dict[str, Any]], case: 
 
 @pytest.mark.fast(*FAST)
 @pytest.mark.parametrize("trajectory", TRAJECTORIES)
-def test_trajectory(results: list[dict[str, Any]], whole: dict[str, dict[str, Any]], trajectory: str) -> None:
+def test_trajectory(results, whole, trajectory):
     """With a NaN on one rank in one of the steps, which all ranks skip."""
     spread, case = trajectory.split(": ")
     for rank, result in enumerate(taking_part(results, SPREADS[spread].mesh)):
@@ -103,7 +95,7 @@ def test_trajectory(results: list[dict[str, Any]], whole: dict[str, dict[str, An
 
 @pytest.mark.fast(*FAST)
 @pytest.mark.parametrize("trajectory", TRAJECTORIES)
-def test_collectives_of_a_model(results: list[dict[str, Any]], trajectory: str) -> None:
+def test_collectives_of_a_model(results, trajectory):
     """Maxima, and where norms are needed sums, once in each dimension of the mesh over which elements are spread."""
     spread, case = trajectory.split(": ")
     wanted = len(SPREADS[spread].elements) * (1 if "adamw" in case else 2)
@@ -114,9 +106,7 @@ def test_collectives_of_a_model(results: list[dict[str, Any]], trajectory: str) 
 
 @pytest.mark.parametrize("parameters", [3, 40])
 @pytest.mark.parametrize("name", COUNTED)
-def test_collectives_whatever_the_number_of_parameters(
-    results: list[dict[str, Any]], name: str, parameters: int
-) -> None:
+def test_collectives_whatever_the_number_of_parameters(results, name, parameters):
     for result in taking_part(results, (2,)):
         found = result["collectives"][parameters][name]
         assert found == (1 if name == "adamw" else 2), f"{found} collectives for {parameters} parameters"
@@ -131,9 +121,7 @@ def test_collectives_whatever_the_number_of_parameters(
     "fp8: whole, fsdp2 on three",
 )
 @pytest.mark.parametrize("resumption", RESUMPTIONS)
-def test_run_goes_on_from_a_checkpoint(
-    results: list[dict[str, Any]], whole: dict[str, dict[str, Any]], resumption: str
-) -> None:
+def test_run_goes_on_from_a_checkpoint(results, whole, resumption):
     """Of two ranks, each of which has written its part, or gathered."""
     case, on = resumption.split(": ")[0], resumption.split(", ")[1]
     ranks = (1,) if on == "one process" else SPREADS[on].mesh
@@ -142,9 +130,7 @@ def test_run_goes_on_from_a_checkpoint(
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("whole, fsdp1 on three", 3), ("parts, fsdp1", 2)])
-def test_run_of_fsdp1_goes_on(
-    results: list[dict[str, Any]], whole: dict[str, dict[str, Any]], name: str, ranks: int
-) -> None:
+def test_run_of_fsdp1_goes_on(results, whole, name, ranks):
     for rank, result in enumerate(results[:ranks]):
         for parameter, weights in whole["stable_spam"]["weights"].items():
             found = result["flat resumptions"][name][parameter]
@@ -157,7 +143,7 @@ def test_run_of_fsdp1_goes_on(
 # --- single parameters ---
 
 
-def last_of_blocks_by_rank(rows: Tensor, cuts: list[int]) -> Tensor:
+def last_of_blocks_by_rank(rows, cuts):
     return torch.cat([parameters.last_of_blocks(part) for part in rows.split(cuts, dim=1)], dim=1)
 
 
@@ -175,7 +161,7 @@ def last_of_blocks_by_rank(rows: Tensor, cuts: list[int]) -> Tensor:
         ("rows twice", [[0, 2], [0, 1]], [16]),
     ],
 )
-def test_places(results: list[dict[str, Any]], name: str, ranks: list[list[int]], cuts: list[int]) -> None:
+def test_places(results, name, ranks, cuts):
     mesh, shape, _ = PLACED.get(name, ((2, 2), (32, 16), ()))
     elements = torch.arange(float(math.prod(shape))).view(shape)
     parts = [result["places"][name] for result in taking_part(results, mesh)]
@@ -190,7 +176,7 @@ def test_places(results: list[dict[str, Any]], name: str, ranks: list[list[int]]
         torch.testing.assert_close(found["kept"], wanted, rtol=0, atol=0, msg=f"rank {rank}: {found['kept']}")
 
 
-def test_whole_parameters_are_in_one_place() -> None:
+def test_whole_parameters_are_in_one_place():
     model = nn.Linear(3, 2)
     connect(model)  # nothing to tell
     assert sharding_of(model.weight) == Sharding(torch.Size((2, 3)))
@@ -200,7 +186,7 @@ def test_whole_parameters_are_in_one_place() -> None:
     assert kept.shape == (2, 6) and kept.dtype == torch.float16
 
 
-def test_gradients_that_are_still_to_be_summed(results: list[dict[str, Any]]) -> None:
+def test_gradients_that_are_still_to_be_summed(results):
     total = 3 * torch.arange(6.0).view(3, 2)
     for result, rows in zip(taking_part(results, (2,)), (slice(0, 2), slice(2, 3)), strict=True):
         assert torch.equal(result["partial"]["replicas"], total), f"of all: {result['partial']['replicas']}"
@@ -208,7 +194,7 @@ def test_gradients_that_are_still_to_be_summed(results: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_gradient_on_some_ranks_only(results: list[dict[str, Any]], name: str) -> None:
+def test_gradient_on_some_ranks_only(results, name):
     """Where a rank has none, the whole gradient is 0; a parameter without any is left alone, and begins with one."""
     wanted = missing_gradients(None, name)
     for rank, result in enumerate(taking_part(results, (3,))):
@@ -220,7 +206,7 @@ def test_gradient_on_some_ranks_only(results: list[dict[str, Any]], name: str) -
 
 
 @pytest.mark.parametrize("bad", ["nan", "too large"])
-def test_a_bad_element_in_a_parameter_of_other_ranks(results: list[dict[str, Any]], bad: str) -> None:
+def test_a_bad_element_in_a_parameter_of_other_ranks(results, bad):
     """All ranks of any group that its rank is in skip the step, and ask no more often for it."""
     for rank, result in enumerate(taking_part(results, (3,))):
         found, groups = result[f"{bad} elsewhere"], 1 if rank == 2 else 2
@@ -228,7 +214,7 @@ def test_a_bad_element_in_a_parameter_of_other_ranks(results: list[dict[str, Any
         assert found["collectives"] == 2 * groups, f"rank {rank}: {found['collectives']} collectives, {groups} groups"
 
 
-def test_master_weights(results: list[dict[str, Any]]) -> None:
+def test_master_weights(results):
     wanted = masters(None)
     assert not torch.equal(wanted["weights"].float(), wanted["master"].float() * wanted["scale"]), "they add nothing"
     for rank, result in enumerate(taking_part(results, (3,))):
@@ -236,7 +222,7 @@ def test_master_weights(results: list[dict[str, Any]]) -> None:
             assert torch.equal(result["masters"][name], tensor), f"rank {rank}: {name} differs"
 
 
-def test_fp8_moments_whose_blocks_are_cut(results: list[dict[str, Any]]) -> None:
+def test_fp8_moments_whose_blocks_are_cut(results):
     """Other blocks, and so other scales: still unbiased, with errors as large, and not the same on both ranks."""
     exact = moments_in_cut_blocks(None, "fp32")
     alone = moments_in_cut_blocks(None, "fp8")
@@ -268,7 +254,7 @@ def test_fp8_moments_whose_blocks_are_cut(results: list[dict[str, Any]]) -> None
         ("rows of lengths that no one else has", 3, ["(2, 260)", "3 ranks", "moments='fp32'"]),
     ],
 )
-def test_refusals(results: list[dict[str, Any]], name: str, ranks: int, words: list[str]) -> None:
+def test_refusals(results, name, ranks, words):
     for rank, result in enumerate(results[:ranks]):
         for word in words:
             assert word in result["refusals"][name], f"rank {rank} was told: {result['refusals'][name]}"
@@ -279,7 +265,7 @@ def test_refusals(results: list[dict[str, Any]], name: str, ranks: int, words: l
     [StableSPAM, SPAM, LowBitAdamW, lambda p: Adaptive(torch.optim.AdamW(p))],
     ids=["StableSPAM", "SPAM", "LowBitAdamW", "Adaptive"],
 )
-def test_flat_buffers_put_into_a_group_from_outside(make: Any) -> None:
+def test_flat_buffers_put_into_a_group_from_outside(make):
     """As DeepSpeed's ZeRO does."""
     parameters = [Parameter(torch.ones(2, 3)), Parameter(torch.ones(3))]
     optimizer = make(parameters)

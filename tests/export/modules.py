@@ -1,7 +1,6 @@
 """Modules that users write around a model of transformers."""
 
 import copy
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from lightning_lowbit.recipes.models import CausalLM
 
 
 class Compiled(CausalLM):
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **given):
         super().__init__(**given)
         self.model = torch.compile(self.model)
 
@@ -20,7 +19,7 @@ class Compiled(CausalLM):
 class Based(LightningModule):
     """Begins with the weights of a folder."""
 
-    def __init__(self, folder: str, **others: Any) -> None:
+    def __init__(self, folder, **others):
         super().__init__()
         self.save_hyperparameters()
         self.model = AutoModelForCausalLM.from_pretrained(folder)
@@ -29,14 +28,14 @@ class Based(LightningModule):
 class Moved(Based):
     """The same, after the folder has moved to one beside it."""
 
-    def __init__(self, folder: str, **others: Any) -> None:
+    def __init__(self, folder, **others):
         super().__init__(f"{folder}-moved", **others)
 
 
 class Distilled(CausalLM):
     """With a teacher, which comes first, and a layer behind the model."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **given):
         super().__init__(**given)
         student = self.model
         del self.model

@@ -1,17 +1,15 @@
 """Small trained models, as :func:`lightning_lowbit.export.source.read` returns them."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_lowbit import LinearCasts, convert
+from lightning_lowbit import convert
 from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.nn.layers.layer import quantized_layers
 
 VOCABULARY = 96
-_SIZES: dict[str, dict[str, Any]] = {
+_SIZES = {
     "llama": {"num_key_value_heads": 2, "intermediate_size": 96},
     "qwen3": {"num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 16},
     "bitnet": {"num_key_value_heads": 2, "intermediate_size": 96},
@@ -19,13 +17,13 @@ _SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def source_of(model: nn.Module, casts: LinearCasts, skip: tuple[str, ...] = ()) -> TrainedModel:
+def source_of(model, casts, skip=()):
     """A model with random weights as one that was trained with these casts, in float32."""
     convert(model.eval(), casts, skip=[*skip])
     return TrainedModel(model, quantized_layers(model), torch.float32, getattr(model, "config", None))
 
 
-def language_model(kind: str, casts: LinearCasts, seed: int = 0, **config: Any) -> TrainedModel:
+def language_model(kind, casts, seed=0, **config):
     """A model of two layers of this type of ``transformers``; all but its last layer is quantized."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": VOCABULARY}

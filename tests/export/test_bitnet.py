@@ -1,8 +1,6 @@
 """The format ``bitnet``: the codec against golden vectors of transformers, and models in transformers itself."""
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from torch import nn
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.export.formats import Options, bitnet
 from lightning_lowbit.export.weights import Weight, weights
-from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from tests import golden_vectors as golden
 from tests.export.sources import VOCABULARY, language_model, source_of
 
@@ -20,11 +17,11 @@ FORMAT = bitnet.FORMATS["bitnet"]
 PACKED = [name for name in golden.cases("bitnet") if f"{name}/packed" in golden.load("bitnet")]
 
 
-def layer_of(casts: LinearCasts, made: nn.Module | None = None) -> QuantizedLayer:
+def layer_of(casts, made=None):
     return source_of(nn.Sequential(made or nn.Linear(16, 8)), casts).layers["0"]
 
 
-def test_bytes_and_scales_are_those_of_transformers() -> None:
+def test_bytes_and_scales_are_those_of_transformers():
     for name in PACKED:
         case = golden.case("bitnet", name)
         if len(case["w"]) % 4:
@@ -36,14 +33,14 @@ def test_bytes_and_scales_are_those_of_transformers() -> None:
         torch.testing.assert_close(tensors["weight_scale"], peer, rtol=2.0**-22, atol=0)
 
 
-def test_the_reciprocal_of_weight_scale_is_the_scale_to_the_bit() -> None:
+def test_the_reciprocal_of_weight_scale_is_the_scale_to_the_bit():
     for exponent in range(-40, 40):
         quantized = quantize(torch.randn(8, 16) * 2.0**exponent, TERNARY.cast_of("fprop_w"))
         weight_scale = bitnet.tensors(Weight("0", layer_of(TERNARY), quantized))["weight_scale"]
         assert torch.equal(weight_scale.reciprocal(), quantized.scales.reshape(1))
 
 
-def test_layers_that_it_cannot_hold_are_refused_by_name() -> None:
+def test_layers_that_it_cannot_hold_are_refused_by_name():
     weight, x = TERNARY.fprop_w, TERNARY.fprop_x
     assert isinstance(weight, Cast) and isinstance(x, Cast)
     by_row = TERNARY.replace(fprop_w=weight.replace(scale={"block": "row"}))
@@ -61,7 +58,7 @@ def test_layers_that_it_cannot_hold_are_refused_by_name() -> None:
     assert [bitnet.obstacle("0", layer_of(casts)) for casts in (TERNARY, absmax)] == [None] * 2
 
 
-def test_a_loaded_layer_shows_each_of_its_elements() -> None:
+def test_a_loaded_layer_shows_each_of_its_elements():
     pytest.importorskip("transformers")
     (weight,) = weights(source_of(nn.Sequential(nn.Linear(16, 8)), TERNARY))
     loaded = SimpleNamespace(weight=bitnet.tensors(weight)["weight"])
@@ -71,33 +68,33 @@ def test_a_loaded_layer_shows_each_of_its_elements() -> None:
     assert (FORMAT.shown(loaded, weight) != exact).sum() == 1
 
 
-def test_layers_that_stay_are_named_so_that_no_other_is() -> None:
+def test_layers_that_stay_are_named_so_that_no_other_is():
     model = nn.ModuleDict({"fc": nn.Linear(8, 8), "up_fc": nn.Linear(8, 8), "head": nn.Linear(8, 8)})
     source = source_of(model, TERNARY, skip=("fc", "head"))
     assert bitnet.quantization_config(source)["modules_to_not_convert"] == ["^fc$", "head"]
 
 
-def test_a_dtype_that_rounds_the_scale_is_told() -> None:
+def test_a_dtype_that_rounds_the_scale_is_told():
     for weight in weights(source_of(nn.Sequential(nn.Linear(64, 64)), TERNARY)):
         assert bitnet.error(weight, torch.float32) == 0
         scale = weight.quantized.scales.item()
         assert bitnet.error(weight, torch.bfloat16) == pytest.approx(abs(1 / bfloat16(1 / scale) - scale), rel=1e-4)
 
 
-def bfloat16(number: float) -> float:
+def bfloat16(number):
     return torch.tensor(number).bfloat16().item()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "bitnet"])
 @torch.compiler.set_stance("force_eager")  # else the helpers of transformers are compiled
-def test_transformers_computes_the_same(kind: str, tmp_path: Path) -> None:
+def test_transformers_computes_the_same(kind, tmp_path):
     pytest.importorskip("accelerate")
     source = language_model(kind, TERNARY)
     written = FORMAT.write(source, tmp_path, Options(dtype=torch.float32))
     assert [row.name for row in written] == [*source.layers] and all(row.error == 0 and row.inputs for row in written)
     assert FORMAT.load is not None
-    loaded: Any = FORMAT.load(tmp_path)
+    loaded = FORMAT.load(tmp_path)
 
     from transformers.integrations.bitnet import unpack_weights
 
@@ -114,5 +111,5 @@ def test_transformers_computes_the_same(kind: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(tokens).logits
         torch.testing.assert_close(loaded(tokens).logits, expected, rtol=0, atol=0.01 * expected.std().item())
-        greedy: Any = {"max_new_tokens": 16, "do_sample": False}
+        greedy = {"max_new_tokens": 16, "do_sample": False}
         assert torch.equal(loaded.generate(tokens, **greedy), model.generate(tokens, **greedy))

@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from lightning_lowbit import LinearCasts, LowBitPrecision, export_checkpoint, pack_frozen
 from lightning_lowbit.cli import main
 from lightning_lowbit.cli.evaluate import models
-from lightning_lowbit.export.checkpoint import Exported, explain_formats
+from lightning_lowbit.export.checkpoint import explain_formats
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merge_adapters
 from lightning_lowbit.export.source import TrainedModel, read
@@ -33,7 +32,7 @@ LORA = "lightning_lowbit.recipes.adapters.LoRACausalLM"
 TEXT = "for number in range(10):\n    print(number, 'of ten')\n" * 60
 
 
-def fit(model: CausalLM, precision: Any, folder: Path, steps: int) -> Path:
+def fit(model, precision, folder, steps):
     (folder / "text.txt").write_text(TEXT)
     data = TextDataModule(str(folder / "text.txt"), sequence_length=32, batch_size=8, val_fraction=0.3)
     trainer = quiet_trainer(max_steps=steps, plugins=precision, limit_val_batches=0)
@@ -43,7 +42,7 @@ def fit(model: CausalLM, precision: Any, folder: Path, steps: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A folder of a model that knows the text."""
     folder = tmp_path_factory.mktemp("base")
     config = {"vocab_size": 256, "max_position_embeddings": 128, **SIZES}
@@ -54,13 +53,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def adapted(base, tmp_path_factory):
     """A function that trains adapters on the base in some casts, and returns the checkpoint's path."""
-    made: dict[str, Path] = {}
+    made = {}
 
-    def train(casts: str) -> Path:
+    def train(casts):
         if casts not in made:
-            kept: Any = {"nvfp4": "nvfp4-nvidia", "int4": INT4, "bf16": None}[casts]
+            kept = {"nvfp4": "nvfp4-nvidia", "int4": INT4, "bf16": None}[casts]
             model = LoRACausalLM(str(base), kept, rank=4, optimizer=partial(torch.optim.AdamW, lr=1e-2))
             precision = (
                 LowBitPrecision("bf16") if kept is None else LowBitPrecision(kept, skip=["lm_head", "lora_A", "lora_B"])
@@ -87,9 +86,9 @@ CASES = [
 
 
 @each(("casts", "format", "cast"), CASES)
-def test_one_export_merges_and_rounds(adapted: Any, tmp_path: Path, casts: str, format: str, cast: str) -> None:
+def test_one_export_merges_and_rounds(adapted, tmp_path, casts, format, cast):
     folder = tmp_path / f"{casts}-{format}"
-    exported: Exported = export_checkpoint(adapted(casts), format, folder, merge=True, module=LORA)
+    exported = export_checkpoint(adapted(casts), format, folder, merge=True, module=LORA)
     assert {row.cast[: len(cast)] for row in exported.rows} == {cast}
     assert all(row.error > 0 for row in exported.rows) and len(exported.rows) == 14
     assert not any(".base_layer" in row.name or "lora" in row.name for row in exported.rows)
@@ -101,13 +100,13 @@ def test_one_export_merges_and_rounds(adapted: Any, tmp_path: Path, casts: str, 
     assert (folder / "tokenizer.json").exists() == (format != "gguf")
 
 
-def test_the_sum_is_that_of_the_training(adapted: Any, tmp_path: Path) -> None:
+def test_the_sum_is_that_of_the_training(adapted, tmp_path):
     """In a format that rounds little, the merged model is the unmerged one without its adapters."""
     exported = export_checkpoint(adapted("bf16"), "int8", tmp_path / "out", dtype="fp32", merge=True, module=LORA)
     assert exported.parity is not None and exported.parity.merged is not None
     assert exported.parity.merged < 0.03
     source = read(adapted("bf16"), LORA)
-    model: Any = source.model
+    model = source.model
     layer = model.base_model.model.model.layers[0].mlp.up_proj
     expected = layer.base_layer.weight + layer.get_delta_weight("default")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -126,7 +125,7 @@ def test_the_sum_is_that_of_the_training(adapted: Any, tmp_path: Path) -> None:
         ({"target_modules": ["lm_head", "q_proj"]}, None),
     ],
 )
-def test_merged_weights_compute_what_adapters_beside_them_do(adapters: Any, base: str | None) -> None:
+def test_merged_weights_compute_what_adapters_beside_them_do(adapters, base):
     torch.manual_seed(0)
     network = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES)).requires_grad_(False)
     if base is not None:
@@ -141,7 +140,7 @@ def test_merged_weights_compute_what_adapters_beside_them_do(adapters: Any, base
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-def test_each_layer_keeps_the_cast_of_its_base() -> None:
+def test_each_layer_keeps_the_cast_of_its_base():
     network = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES)).requires_grad_(False)
     casts = [LinearCasts.preset(name).replace(fprop_x=None, wgrad_x=None) for name in ("int4", "int8")]
     pack_frozen(network, casts[0], skip=["lm_head"], overrides={"down_proj": casts[1]})
@@ -152,7 +151,7 @@ def test_each_layer_keeps_the_cast_of_its_base() -> None:
     assert elements["down_proj"] == "int8" and {*elements.values()} == {"int4", "int8"}
 
 
-def test_adapters_are_refused_by_the_name_of_the_flag(adapted: Any, tmp_path: Path) -> None:
+def test_adapters_are_refused_by_the_name_of_the_flag(adapted, tmp_path):
     with pytest.raises(ValueError, match=r"has adapters.*Give merge \(--merge\)"):
         export_checkpoint(adapted("nvfp4"), "nvfp4-w4a16", tmp_path / "out", module=LORA)
     with pytest.raises(ValueError, match="bitnet has no cast for merged weights here"):
@@ -164,17 +163,17 @@ def test_adapters_are_refused_by_the_name_of_the_flag(adapted: Any, tmp_path: Pa
     assert "--merge adds them" in told and "nvfp4-w4a16" in told and "gguf" in told and "bitnet" not in told
 
 
-def test_adapters_are_evaluated_beside_their_base(adapted: Any) -> None:
+def test_adapters_are_evaluated_beside_their_base(adapted):
     evaluated = models.load(adapted("nvfp4"), None, LORA, torch.device("cpu"))
     assert hasattr(evaluated.model, "peft_config") and "nvfp4-nvidia in 14 layers" in evaluated.about
 
 
-def test_a_model_without_adapters_has_none_to_merge(trained: Any, tmp_path: Path) -> None:
+def test_a_model_without_adapters_has_none_to_merge(trained, tmp_path):
     with pytest.raises(ValueError, match="has no adapters to merge"):
         export_checkpoint(trained("llama", "mxfp8", steps=2), "mxfp8", tmp_path / "out", merge=True)
 
 
-def test_the_commands_of_the_guide(base: Path) -> None:
+def test_the_commands_of_the_guide(base):
     """A run of the recipe tells its class: nothing but the checkpoint is given."""
     bytes_tokenizer().save_pretrained(base)
     Path("text.txt").write_text(TEXT)

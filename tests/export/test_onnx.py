@@ -1,17 +1,14 @@
 """The format ``onnx``: codes, inputs and patches against the package's own casts, and whole models in onnxruntime."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.export.formats import Options, onnx
 from lightning_lowbit.export.formats.onnx_layers import TYPES, Decoded, InputRounding, input_obstacle, patches
-from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
@@ -24,11 +21,11 @@ FORMAT = onnx.FORMATS["onnx"]
 ROWS = Cast("int8", Scale("fp32", "row", epsilon=1e-5))
 
 
-def dequantize_linear(decoded: Decoded) -> Tensor:
+def dequantize_linear(decoded):
     """``DequantizeLinear`` of ONNX, by its specification."""
     axis, size = decoded.attributes.get("axis", 0), decoded.attributes.get("block_size")
 
-    def spread(values: Tensor) -> Tensor:
+    def spread(values):
         if size is not None:
             return values.repeat_interleave(size, axis).narrow(axis, 0, decoded.codes.shape[axis])
         return values.reshape([-1 if i == axis else 1 for i in range(decoded.codes.dim())]) if values.dim() else values
@@ -37,7 +34,7 @@ def dequantize_linear(decoded: Decoded) -> Tensor:
     return (decoded.codes.float() - zeros) * spread(decoded.scales)
 
 
-def test_codes_times_scales_are_the_weight_to_the_bit() -> None:
+def test_codes_times_scales_are_the_weight_to_the_bit():
     casts = {preset: cast for preset in PRESETS if (cast := LinearCasts.preset(preset).cast_of("fprop_w")) is not None}
     scales = {block: Scale("fp32", block) for block in ("row", "tensor", 16, (4, 16))}
     casts |= {f"{e}/{block}": Cast(e, scale) for e in ELEMENT_FORMATS for block, scale in scales.items()}
@@ -50,17 +47,17 @@ def test_codes_times_scales_are_the_weight_to_the_bit() -> None:
             assert torch.equal(found.t() if transposed else found, quantized.dequantize()), name
 
 
-def test_whole_numbers_of_up_to_four_bits_take_four_bits() -> None:
+def test_whole_numbers_of_up_to_four_bits_take_four_bits():
     types = {e: TYPES[Decoded(quantize(torch.randn(4, 8), Cast(e, ROWS.scale)), False).number] for e in ELEMENT_FORMATS}
     few = dict.fromkeys(("int2", "int3", "int4", "ternary", "e1m2"), "int4")
     whole = dict.fromkeys(("int5", "int6", "int7", "int8", "e2m1", "e3m0", "e2m3"), "int8")
     assert types == few | whole | {"e4m3": "e4m3", "e3m2": "e4m3", "e5m2": "e5m2"}
 
 
-def test_inputs_are_rounded_as_the_training_rounds_them() -> None:
+def test_inputs_are_rounded_as_the_training_rounds_them():
     x = torch.randn(3, 5, 40) * torch.logspace(-6, 4, 5)[:, None]
     x[0, 0], x[1, 1, :20] = 0, 0
-    blocks: list[Any] = ["row", "tensor", 16]
+    blocks = ["row", "tensor", 16]
     scales = [Scale("fp32", block, factor=factor) for block in blocks for factor in (1.0, 0.5)] + [ROWS.scale]
     casts = [Cast(e, scale) for e in ("int2", "int4", "int8", "ternary", "e2m1", "e4m3", "e5m2") for scale in scales]
     presets = [LinearCasts.preset(preset).cast_of("fprop_x") for preset in PRESETS]
@@ -71,12 +68,12 @@ def test_inputs_are_rounded_as_the_training_rounds_them() -> None:
         assert torch.equal(InputRounding(cast, None)(x), expected), cast
 
 
-def test_an_input_that_is_not_finite_gives_no_number() -> None:
+def test_an_input_that_is_not_finite_gives_no_number():
     x = torch.tensor([[1.0, torch.inf], [torch.nan, 1.0], [1.0, 2.0]])
     assert InputRounding(ROWS, None)(x).isnan().any(-1).tolist() == [True, True, False]
 
 
-def test_patches_are_those_of_the_layer() -> None:
+def test_patches_are_those_of_the_layer():
     windows = [
         Window((3,), (1,), (1,), (1,), (1,)),
         Window((3, 2), (2, 1), (1, 2), (1, 0), (0, 1)),
@@ -87,7 +84,7 @@ def test_patches_are_those_of_the_layer() -> None:
         assert torch.equal(patches(x, window).flatten(0, -2), window.gather(x)), window
 
 
-def test_what_operators_do_not_express_is_refused() -> None:
+def test_what_operators_do_not_express_is_refused():
     refused = {
         LinearCasts.preset("nvfp4-4over6"): r"0: its input has scales e4m3:1x16.*4/6.*do not express",
         LinearCasts(Cast("e3m0", Scale("fp32", 16)), ROWS): r"0: its input is quantized to e3m0",
@@ -104,7 +101,7 @@ def test_what_operators_do_not_express_is_refused() -> None:
 # --- in onnxruntime ---------------------------------------------------------------------------------------------------
 
 
-def written(source: TrainedModel, folder: Path, **options: Any) -> Any:
+def written(source, folder, **options):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
     rows = FORMAT.write(source, folder, Options(**options))
@@ -113,7 +110,7 @@ def written(source: TrainedModel, folder: Path, **options: Any) -> Any:
     return FORMAT.load(folder)
 
 
-def assert_same_weights(source: TrainedModel, folder: Path, example: Tensor) -> None:
+def assert_same_weights(source, folder, example):
     """What ``DequantizeLinear`` gives in onnxruntime, against the weights of the training, to the bit."""
     import onnx as package
     import onnxruntime
@@ -134,13 +131,13 @@ def assert_same_weights(source: TrainedModel, folder: Path, example: Tensor) -> 
         assert torch.equal(found[weight.name], weight.quantized.dequantize()), weight.name
 
 
-def greedy(model: Any, tokens: Tensor, length: int) -> list[int]:
+def greedy(model, tokens, length):
     for _ in range(length):
         tokens = torch.cat([tokens, model(input_ids=tokens).logits[:, -1:].argmax(-1)], 1)
     return tokens.flatten().tolist()
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found, expected):
     """Both compute in float32, and their sums differ in order: by some units of 2^-24. That takes an input, now and
     then, to the other side of a tie, which moves the outputs of a token or an image by more."""
     errors = (found - expected).abs().amax(-1) / expected.std()
@@ -153,7 +150,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     [("llama", "int4"), ("gpt2", "int8"), ("qwen3", "fp8-row"), ("bitnet", "ternary"), ("llama", "nvfp4")],
 )
 @torch.no_grad()
-def test_language_models_compute_the_same(kind: str, preset: str, tmp_path: Path) -> None:
+def test_language_models_compute_the_same(kind, preset, tmp_path):
     source = language_model(kind, LinearCasts.preset(preset))
     before = {name: parameter.clone() for name, parameter in source.model.named_parameters()}
     loaded = written(source, tmp_path)
@@ -169,12 +166,12 @@ def test_language_models_compute_the_same(kind: str, preset: str, tmp_path: Path
 
 
 class Pair(nn.Sequential):
-    def forward(self, input: Tensor) -> Any:
+    def forward(self, input):
         return super().forward(input), input
 
 
 @pytest.mark.slow
-def test_a_module_that_cannot_be_traced_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_traced_is_refused_with_the_reason(tmp_path):
     source = source_of(Pair(nn.Linear(32, 32)), LinearCasts.preset("int8"))
     with pytest.raises(ValueError, match=r"cannot trace Pair: it returns tuple"):
         written(source, tmp_path, shape=(2, 32))
@@ -183,19 +180,19 @@ def test_a_module_that_cannot_be_traced_is_refused_with_the_reason(tmp_path: Pat
 class EveryInput(nn.Module):
     """An input by all casts of presets that operators of ONNX express."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         casts = {LinearCasts.preset(preset).cast_of("fprop_x") for preset in PRESETS} - {None}
         self.inputs = nn.ModuleList(
             InputRounding(cast, None) for cast in casts if cast and input_obstacle(cast) is None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.stack([each(x) for each in self.inputs])
 
 
 @pytest.mark.slow
-def test_no_optimization_changes_a_bit_of_the_inputs(tmp_path: Path) -> None:
+def test_no_optimization_changes_a_bit_of_the_inputs(tmp_path):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
     model = EveryInput().eval()
@@ -207,7 +204,7 @@ def test_no_optimization_changes_a_bit_of_the_inputs(tmp_path: Path) -> None:
 class ConvolutionalNetwork(nn.Module):
     """Kernels of one pixel and of nine, with strides and circular padding, a batch norm, a transposed convolution."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, 1, 1)
         self.norm = nn.BatchNorm2d(16)
@@ -218,12 +215,12 @@ class ConvolutionalNetwork(nn.Module):
         nn.init.uniform_(self.norm.running_var, 0.5, 2.0)
         nn.init.normal_(self.norm.running_mean)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = torch.relu(self.norm(self.stem(x)))
         return self.head(torch.relu(self.up(self.inner(x) + self.short(x))).mean((2, 3)))
 
 
-def convolutional(casts: LinearCasts) -> TrainedModel:
+def convolutional(casts):
     torch.manual_seed(0)
     return source_of(ConvolutionalNetwork(), casts)
 
@@ -232,7 +229,7 @@ def convolutional(casts: LinearCasts) -> TrainedModel:
 @pytest.mark.parametrize("activations", [True, False])
 @pytest.mark.parametrize("preset", ["int8", "int4", "fp8-current"])
 @torch.no_grad()
-def test_convolutions_compute_the_same(preset: str, activations: bool, tmp_path: Path) -> None:
+def test_convolutions_compute_the_same(preset, activations, tmp_path):
     casts = LinearCasts.preset(preset)
     source = convolutional(casts if activations else casts.replace(fprop_x=None, wgrad_x=None))
     loaded = written(source, tmp_path, shape=(1, 3, 16, 16))
@@ -243,7 +240,7 @@ def test_convolutions_compute_the_same(preset: str, activations: bool, tmp_path:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_incomplete_blocks_tiles_and_zero_points_compute_the_same(tmp_path: Path) -> None:
+def test_incomplete_blocks_tiles_and_zero_points_compute_the_same(tmp_path):
     scales = [Scale("fp32", block) for block in (16, 128, (16, 16), "tensor")]
     casts = [Cast("int4", scale) for scale in scales] + [Cast("int8", scales[1]), Cast("e4m3", scales[1])]
     casts += [Cast(f"int{n}", Scale("fp32", 32, statistic="minmax")) for n in (4, 8)]
@@ -256,7 +253,7 @@ def test_incomplete_blocks_tiles_and_zero_points_compute_the_same(tmp_path: Path
         assert_close(loaded(x), source.model(x))
 
 
-def operators(folder: Path) -> Sequence[str]:
+def operators(folder):
     import onnx as package
 
     return [node.op_type for node in package.load(folder / "model.onnx").graph.node]
@@ -264,7 +261,7 @@ def operators(folder: Path) -> Sequence[str]:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_known_amaxes_become_static_scales(tmp_path: Path) -> None:
+def test_known_amaxes_become_static_scales(tmp_path):
     """Those of calibration, and of delayed scaling. ``QuantizeLinear`` divides where the training multiplies."""
     x = torch.randn(64, 32)
     by_tensor = LinearCasts(Cast("int8", Scale("fp32", "tensor")), ROWS)

@@ -8,7 +8,6 @@ from lightning_lowbit import Cast, IntegerPrecision, LinearCasts, Scale, Ternary
 from lightning_lowbit.export.formats import bitnet
 from lightning_lowbit.export.formats.gguf.blocks import block_type, pack
 from lightning_lowbit.export.formats.table import FORMATS
-from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.weights import weights
 from tests.export.sources import source_of
 from tests.tables import each
@@ -16,7 +15,7 @@ from tests.tables import each
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def trained(precision: IntegerPrecision | TernaryPrecision, factor: float = 1.0) -> TrainedModel:
+def trained(precision, factor=1.0):
     model = nn.Sequential(nn.Linear(256, 64))
     with torch.no_grad():
         model[0].weight.normal_(std=0.05 * factor)
@@ -33,7 +32,7 @@ def trained(precision: IntegerPrecision | TernaryPrecision, factor: float = 1.0)
     ],
 )
 @each("name", DTYPES)
-def test_rescaled_integers_keep_their_codes(precision: IntegerPrecision | TernaryPrecision, name: str) -> None:
+def test_rescaled_integers_keep_their_codes(precision, name):
     source, dtype = trained(precision), DTYPES[name]
     [exact], [rounded] = weights(source), weights(source, rescale=True, scale_dtype=dtype)
     ours, theirs = exact.quantized, rounded.quantized
@@ -52,20 +51,20 @@ def test_rescaled_integers_keep_their_codes(precision: IntegerPrecision | Ternar
         assert (advice in str(refusal.value)) == can_train
 
 
-def test_what_a_refusal_advises_can_be_trained() -> None:
+def test_what_a_refusal_advises_can_be_trained():
     casts = LinearCasts.of({"preset": "int4", "fprop_w": {"scale": {"format": "bf16"}}})
     assert casts == IntegerPrecision(4, 4, scale_format="bf16").casts
 
 
 @each(("factor", "dtype"), [(1e7, torch.float16), (1e-5, torch.float16), (1e-36, torch.bfloat16)])
-def test_scales_beyond_the_range_of_a_dtype_are_refused(factor: float, dtype: torch.dtype) -> None:
+def test_scales_beyond_the_range_of_a_dtype_are_refused(factor, dtype):
     """They would become infinite, 0 or numbers of few digits."""
     source = trained(IntegerPrecision(4, None, 32), factor)
     with pytest.raises(ValueError, match=r"whose range does not hold them: give another --dtype"):
         [*weights(source, rescale=True, scale_dtype=dtype)]
 
 
-def test_blocks_of_zeros_have_no_scale_to_round() -> None:
+def test_blocks_of_zeros_have_no_scale_to_round():
     source = trained(IntegerPrecision(4, None, 32))
     with torch.no_grad():
         source.layers["0"].weight[3, 32:64] = 0
@@ -74,7 +73,7 @@ def test_blocks_of_zeros_have_no_scale_to_round() -> None:
 
 
 @each(("factor", "is_held"), [(1.0, True), (1e7, False), (1e-5, False)])
-def test_blocks_of_gguf_know_where_float16_ends(factor: float, is_held: bool) -> None:
+def test_blocks_of_gguf_know_where_float16_ends(factor, is_held):
     cast = Cast("int4", Scale("fp32", 32))
     kind = block_type(cast, 64)
     assert not isinstance(kind, str)
@@ -83,7 +82,7 @@ def test_blocks_of_gguf_know_where_float16_ends(factor: float, is_held: bool) ->
 
 
 @each(("factor", "dtype"), [(1e-6, torch.float16), (1e9, torch.float16)])
-def test_bitnet_refuses_a_dtype_that_loses_the_scale(factor: float, dtype: torch.dtype) -> None:
+def test_bitnet_refuses_a_dtype_that_loses_the_scale(factor, dtype):
     [weight] = weights(trained(TernaryPrecision(), factor))
     with pytest.raises(ValueError, match="give --dtype bf16 or fp32"):
         bitnet.error(weight, dtype)
@@ -100,6 +99,6 @@ def test_bitnet_refuses_a_dtype_that_loses_the_scale(factor: float, dtype: torch
         (Scale("e4m3", 16, two_level=True), "int4", "int4"),
     ],
 )
-def test_a_second_level_is_not_left_out(scale: Scale, element: str, format: str) -> None:
+def test_a_second_level_is_not_left_out(scale, element, format):
     source = source_of(nn.Sequential(nn.Linear(64, 8)), LinearCasts(fprop_w=Cast(element, scale)))
     assert "and the weight has" in str(FORMATS[format].obstacle("0", source.layers["0"]))

@@ -4,7 +4,6 @@ It trains, predicts, saves, loads and predicts again, and prints what came of it
 """
 
 import json
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,17 +23,17 @@ QUIET = {
 TINY = {"h": 8, "input_size": 24, "max_steps": 3, "val_check_steps": 3, "batch_size": 2, "windows_batch_size": 16}
 
 
-def options() -> dict[str, Any]:
+def options():
     return {**TINY, **QUIET, "plugins": [FP4Precision("nvfp4")]}
 
 
-def series() -> pd.DataFrame:
+def series():
     days = pd.date_range("2020-01-01", periods=120, freq="D")
     waves = {name: np.sin(np.arange(len(days)) / 7 + phase) for phase, name in enumerate("ab")}
     return pd.concat([pd.DataFrame({"unique_id": name, "ds": days, "y": wave}) for name, wave in waves.items()])
 
 
-def main() -> None:
+def main():
     models = [
         NHITS(**options(), mlp_units=[[32, 32]] * 3),
         PatchTST(

@@ -1,7 +1,6 @@
 """Checkpoints that compressed-tensors writes, read to the bit of what it reads."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -81,7 +80,7 @@ def layer():
 
 
 @pytest.mark.filterwarnings("ignore")  # of the package, at import
-def test_weights_are_those_that_the_package_reads(tmp_path: Path):
+def test_weights_are_those_that_the_package_reads(tmp_path):
     for number, (format, arguments, scales) in enumerate(schemes()):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -93,7 +92,7 @@ def test_weights_are_those_that_the_package_reads(tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_casts_must_have_the_files(tmp_path: Path):
+def test_casts_must_have_the_files(tmp_path):
     written(tmp_path, *next(schemes()))
     with pytest.raises(ValueError, match="Give casts with fprop_w="):
         load_compressed(layer(), tmp_path, "nvfp4-nvidia")
@@ -102,7 +101,7 @@ def test_casts_must_have_the_files(tmp_path: Path):
     assert model[0].casts == LinearCasts.preset("nvfp4") and model(torch.randn(4, 256)).isfinite().all()
 
 
-def test_other_folders_are_refused(tmp_path: Path):
+def test_other_folders_are_refused(tmp_path):
     with pytest.raises(ValueError, match="it has no config.json"):
         load_compressed(layer(), tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -111,7 +110,7 @@ def test_other_folders_are_refused(tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_of_transformers_computes_as_transformers_does(tmp_path: Path):
+def test_a_model_of_transformers_computes_as_transformers_does(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, tie_word_embeddings=True, **sizes)).bfloat16()

@@ -1,16 +1,14 @@
 """A process in which Triton's kernels are interpreted."""
 
 import importlib.util
-from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Callable[..., Any]]:
+def run():
     """Calls a function of ``interpreted`` in a process in which kernels are interpreted."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed: pip install -e '.[integrations]'")

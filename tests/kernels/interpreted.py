@@ -5,8 +5,7 @@ Functions take and return what can be pickled, and say in words what differs: an
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lightning_lowbit import Cast, compilation
 from lightning_lowbit.kernels.gpu import casts as gpu
-from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.layout import make_laid_out, repeated, taken_apart
 from lightning_lowbit.kernels.products import plain_scale_and_round
 from lightning_lowbit.nn.core.watch import stage_and_choose
@@ -24,7 +22,7 @@ from lightning_lowbit.quant import Hadamard, rotate
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.operand import make_operand, operand_dtype
 from lightning_lowbit.quant.packed import pack, unpack_
-from lightning_lowbit.quant.shard import Shard, amax_of
+from lightning_lowbit.quant.shard import amax_of
 from tests.benchmarks.layers import FREE
 from tests.nn.layers import layer_like
 from tests.nn.native.stand_in import StandIn
@@ -44,12 +42,12 @@ class Case(NamedTuple):
     key: int = KEY
 
 
-def differences(cases: list[Case]) -> list[str]:
+def differences(cases):
     """What the kernels make otherwise than the plain code."""
     return [text for case in cases for text in _differences(case)]
 
 
-def _differences(case: Case) -> list[str]:
+def _differences(case):
     x, cast = case.x, case.cast
     key, dtype = torch.tensor(case.key), case.dtype or operand_dtype(x.dtype, cast)
     amax = None if case.amax is None else torch.tensor(case.amax)
@@ -62,7 +60,7 @@ def _differences(case: Case) -> list[str]:
     )
 
 
-def differences_of_both(cases: list[tuple[Cast, Cast, Tensor]]) -> list[str]:
+def differences_of_both(cases):
     """What the kernel for two operands makes otherwise than the plain code."""
     texts = []
     for row, column, x in cases:
@@ -72,7 +70,7 @@ def differences_of_both(cases: list[tuple[Cast, Cast, Tensor]]) -> list[str]:
     return texts
 
 
-def differences_of_finish(cases: list[tuple[Tensor, list[Tensor], Tensor | None, torch.dtype]]) -> list[str]:
+def differences_of_finish(cases):
     """What the kernel behind GEMMs makes otherwise than the plain code."""
     texts = []
     for product, factors, bias, dtype in cases:
@@ -83,12 +81,12 @@ def differences_of_finish(cases: list[tuple[Tensor, list[Tensor], Tensor | None,
     return texts
 
 
-def differences_of_amax(matrices: list[Tensor]) -> list[str]:
+def differences_of_amax(matrices):
     """Where the kernel's largest magnitude is another one."""
     return [text for x in matrices for text in _unequal((gpu.amax_of(x),), (amax_of(x),), describe(x))]
 
 
-def differences_of_delay(cases: list[tuple[Tensor, Tensor, Tensor | None, list[int]]]) -> list[str]:
+def differences_of_delay(cases):
     """Where the kernel of delayed scaling records or chooses another amax."""
     texts = []
     for own, in_force, staged, places in cases:
@@ -102,7 +100,7 @@ def differences_of_delay(cases: list[tuple[Tensor, Tensor, Tensor | None, list[i
     return texts
 
 
-def differences_of_packing(cases: list[Case]) -> list[str]:
+def differences_of_packing(cases):
     """Where codes and scales, or what is unpacked from them, are others than those of plain code."""
     texts = []
     for case in cases:
@@ -124,7 +122,7 @@ def differences_of_packing(cases: list[Case]) -> list[str]:
     return texts
 
 
-def differences_of_layout(cases: list[tuple[Case, int]]) -> list[str]:
+def differences_of_layout(cases):
     """Where operands of native GEMMs, with a scale for so many elements, are others than those of plain code."""
     texts = []
     for (cast, dim, x, amax, _, number), block in cases:
@@ -147,7 +145,7 @@ def differences_of_layout(cases: list[tuple[Case, int]]) -> list[str]:
     return texts
 
 
-def differences_of_rotation(cases: list[tuple[Case, int]]) -> list[str]:
+def differences_of_rotation(cases):
     """Where the kernels make others of rotated groups than the plain code: values, amaxes, and rotated matrices."""
     texts = []
     for (cast, dim, x, amax, _, number), size in cases:
@@ -169,11 +167,11 @@ def differences_of_rotation(cases: list[tuple[Case, int]]) -> list[str]:
     return texts
 
 
-def _decoded(cast: Cast, codes: Tensor) -> Tensor:
+def _decoded(cast, codes):
     return cast.format.decode(codes) if codes.dtype == torch.uint8 else codes.float()
 
 
-def native_layer(preset: str) -> tuple[list[str], int]:
+def native_layer(preset):
     """How the gradients of a layer on a stand-in for tensor cores differ with kernels, and what it launches: its GEMMs,
     kernels, and operations of torch that are not free."""
     x, g = torch.randn(48, 64).bfloat16(), torch.randn(48, 80).bfloat16()
@@ -202,12 +200,12 @@ def native_layer(preset: str) -> tuple[list[str], int]:
     return texts, counts[1]
 
 
-def emulated_layer(preset: str) -> tuple[list[str], dict[str, int]]:
+def emulated_layer(preset):
     """How the gradients of a layer differ with kernels, and how often its backward pass launches each of them."""
     x, g = torch.randn(48, 64).bfloat16(), torch.randn(48, 80).bfloat16()
     original, found, kernels = nn.Linear(64, 80, dtype=torch.bfloat16), [], Counter[str]()
 
-    def counted(launch: Launch) -> None:
+    def counted(launch):
         kernels[launch.kernel] += 1
         run(launch)
 
@@ -229,33 +227,33 @@ def emulated_layer(preset: str) -> tuple[list[str], dict[str, int]]:
 class Launches(TorchDispatchMode):
     """Counts operations that would be launches on a GPU, and calls of functions, whatever these do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.number = 0
 
-    def counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def counting(self, function):
+        def call(*args, **kwargs):
             self.number += 1
             with _disable_current_modes():
                 return function(*args, **kwargs)
 
         return call
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.number += operation.__name__.partition(".")[0] not in FREE.split()
         return operation(*args, **(kwargs or {}))
 
 
-def shard(x: Tensor, cast: Cast, dim: int, place: Shard) -> Tensor:
+def shard(x, cast, dim, place):
     """The values of a shard."""
     return gpu.make_operand(x, CastCall(cast, dim, torch.tensor(KEY), None, torch.float32, place)).values
 
 
-def describe(x: Tensor) -> str:
+def describe(x):
     return f"{x.dtype} {tuple(x.shape)} with strides {x.stride()}"
 
 
-def _unequal(found: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...], what: str) -> list[str]:
+def _unequal(found, expected, what):
     texts = []
     for name, one, other in zip(("values", "factor"), found, expected, strict=False):
         if one is None or other is None:

@@ -5,7 +5,6 @@ Branches on which threads disagree, and instructions that no kernel uses, are er
 """
 
 import re
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ _TYPES = {f"{kind}{bits}": np.dtype(f"uint{bits}") for kind in "bu" for bits in 
 _TYPES |= {f"s{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)}
 _TYPES |= {"f16": np.dtype("float16"), "f32": np.dtype("float32"), "f64": np.dtype("float64"), "pred": np.dtype(bool)}
 
-_UNARY: dict[str, Callable[[Any], Any]] = {"abs": np.abs, "neg": np.negative, "not": np.invert, "sqrt": np.sqrt}
+_UNARY = {"abs": np.abs, "neg": np.negative, "not": np.invert, "sqrt": np.sqrt}
 _UNARY["rcp"] = np.reciprocal
-_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+_BINARY = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -28,7 +27,7 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "max": np.maximum,  # of floats with .NaN, which numpy does, too
     "min": np.minimum,
 }
-_COMPARED: dict[str, Callable[[Any, Any], Any]] = {
+_COMPARED = {
     "eq": np.equal,
     "ne": np.not_equal,
     "lt": np.less,
@@ -49,14 +48,14 @@ _COMPARED: dict[str, Callable[[Any, Any], Any]] = {
 class Memory:
     """One address space, of bytes."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.bytes = np.zeros(size, np.uint8)
 
-    def load(self, address: Array, dtype: np.dtype[Any]) -> Array:
+    def load(self, address, dtype):
         assert (address % dtype.itemsize == 0).all(), "a load that is not aligned"
         return self.bytes.view(dtype)[address // dtype.itemsize]
 
-    def store(self, address: Array, values: Array) -> None:
+    def store(self, address, values):
         assert (address % values.itemsize == 0).all(), "a store that is not aligned"
         self.bytes.view(values.dtype)[address // values.itemsize] = values
 
@@ -64,13 +63,13 @@ class Memory:
 class Kernel:
     """A kernel of PTX text with one entry."""
 
-    def __init__(self, ptx: str) -> None:
+    def __init__(self, ptx):
         body = ptx[ptx.index(".entry") :]
         body = re.sub(r"//[^\n]*|^\s*\.loc[^\n]*", "", body[: body.index("\n}")], flags=re.MULTILINE)
-        self.threads = int(re.search(r"\.reqntid (\d+)", body)[1])  # type: ignore[index]
+        self.threads = int(re.search(r"\.reqntid (\d+)", body)[1])
         self.parameters = re.findall(r"\.param \.\w+[^,)]* (\w+_param_\d+)", body)
-        self.code: list[tuple[str, str, list[str]]] = []
-        self.labels: dict[str, int] = {}
+        self.code = []
+        self.labels = {}
         for statement in re.findall(r"(\$\w+):|([^;{}]*(?:\{[^}]*\}[^;{}]*)*);", body[body.index("{") + 1 :]):
             label, text = statement[0], " ".join(statement[1].split())
             while match := re.match(r"(\$\w+): ?", text):
@@ -79,10 +78,10 @@ class Kernel:
             if label:
                 self.labels[label] = len(self.code)
             elif text and not text.startswith("."):
-                guard, operation, rest = re.match(r"(?:@(!?%p\d+) )?(\S+) ?(.*)", text).groups()  # type: ignore[union-attr]
+                guard, operation, rest = re.match(r"(?:@(!?%p\d+) )?(\S+) ?(.*)", text).groups()
                 self.code.append((guard or "", operation, re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)))
 
-    def run(self, programs: int, arguments: Sequence[int], memory: Memory, shared: int) -> None:
+    def run(self, programs, arguments, memory, shared):
         """Runs all programs; ``arguments`` are addresses in ``memory`` and numbers, and ``shared`` counts bytes."""
         given = dict(zip(self.parameters, arguments, strict=False))  # Triton adds parameters, which no kernel uses
         for number in range(programs):
@@ -90,18 +89,16 @@ class Kernel:
 
 
 class _Program:
-    def __init__(
-        self, kernel: Kernel, place: tuple[int, int], parameters: dict[str, int], memory: Memory, shared: Memory
-    ) -> None:
+    def __init__(self, kernel, place, parameters, memory, shared):
         self.kernel, self.parameters, self.memories = kernel, parameters, {"global": memory, "shared": shared}
         every = np.arange(kernel.threads, dtype=np.uint32)
-        self.registers: dict[str, Array] = {"%tid.x": every}
+        self.registers = {"%tid.x": every}
         self.registers |= {
             name: np.full_like(every, n) for name, n in zip(("%ctaid.x", "%nctaid.x"), place, strict=True)
         }
         self.all = np.ones(kernel.threads, bool)
 
-    def run(self) -> None:
+    def run(self):
         position = 0
         while position < len(self.kernel.code):
             guard, operation, operands = self.kernel.code[position]
@@ -117,7 +114,7 @@ class _Program:
             elif active.any():
                 self.execute(name, modifiers, operands, active)
 
-    def execute(self, name: str, modifiers: list[str], operands: list[str], active: Array) -> None:
+    def execute(self, name, modifiers, operands, active):
         target, *sources = operands or [""]
         kind = modifiers[-1] if modifiers else ""
         dtype = _TYPES.get(kind.removesuffix("x2"), _TYPES["b32"])
@@ -127,7 +124,7 @@ class _Program:
         if kind not in _TYPES and name not in ("bar", "cvt", "ldmatrix", "stmatrix"):
             raise NotImplementedError(f"{name} of {kind}")
 
-        def value(position: int, of: str = kind) -> Array:
+        def value(position, of=kind):
             return self.value(sources[position], of)
 
         if name in ("ld", "st", "atom"):
@@ -199,7 +196,7 @@ class _Program:
         else:
             raise NotImplementedError(".".join([name, *modifiers]))
 
-    def execute_pairs(self, name: str, modifiers: list[str], target: str, sources: list[str], active: Array) -> None:
+    def execute_pairs(self, name, modifiers, target, sources, active):
         """An instruction for both halves of registers."""
         kind = modifiers[-1].removesuffix("x2")
         bits = 8 * _TYPES[kind].itemsize
@@ -215,7 +212,7 @@ class _Program:
 
     # --- registers ----------------------------------------------------------------------------------------------------
 
-    def value(self, text: str, kind: str) -> Array:
+    def value(self, text, kind):
         """A register, a number or an address of shared memory, as an array of a type."""
         dtype = _TYPES[kind]
         if text.startswith("%"):
@@ -230,11 +227,11 @@ class _Program:
         wide = np.array([number & (1 << 64) - 1], np.uint64)
         return np.broadcast_to(wide.astype(np.dtype(f"uint{8 * dtype.itemsize}")).view(dtype), self.all.shape)
 
-    def known(self, text: str) -> str:
+    def known(self, text):
         """A register, or -1 for one that was never written: compilers pack its bits, but do not read them."""
         return text if text in self.registers or text[0] != "%" else "-1"
 
-    def set(self, name: str, values: Array, active: Array) -> None:
+    def set(self, name, values, active):
         values = np.ascontiguousarray(np.broadcast_to(values, self.all.shape))
         if values.dtype != bool:
             width = {"%rs": 2, "%rd": 8}.get(name[:3], 4)
@@ -245,7 +242,7 @@ class _Program:
             values = np.where(active, values, old.view(values.dtype))
         self.registers[name] = values
 
-    def mov(self, target: str, source: str, kind: str, active: Array) -> None:
+    def mov(self, target, source, kind, active):
         if target.startswith("{"):  # unpack
             halves = self.value(source, kind).view(np.dtype(f"uint{_TYPES[kind].itemsize * 4}")).reshape(-1, 2)
             for number, part in enumerate(target.strip("{} ").split(",")):
@@ -260,7 +257,7 @@ class _Program:
 
     # --- single instructions ------------------------------------------------------------------------------------------
 
-    def move(self, name: str, modifiers: list[str], operands: list[str], active: Array) -> None:
+    def move(self, name, modifiers, operands, active):
         kind = next(m for m in reversed(modifiers) if m in _TYPES)
         place = next(text for text in operands if text.startswith("["))
         base, _, offset = (part.strip() for part in place.strip("[] ").partition("+"))
@@ -286,7 +283,7 @@ class _Program:
             else:
                 memory.store(at, self.value(register.strip(), kind)[active].astype(dtype))
 
-    def matrices(self, name: str, modifiers: list[str], operands: list[str], active: Array) -> None:
+    def matrices(self, name, modifiers, operands, active):
         """Matrices of 8 x 8 halves: threads point to rows in shared memory; four have a row (column) in registers."""
         assert "m8n8" in modifiers and active.all()
         place, registers = (operands[1], operands[0]) if name == "ldmatrix" else operands[:2]
@@ -307,7 +304,7 @@ class _Program:
                 self.set(register, value, active)
 
     @staticmethod
-    def integer_product(modifiers: list[str], a: Array, b: Array, kind: str) -> Array:
+    def integer_product(modifiers, a, b, kind):
         if "wide" in modifiers:
             wide = np.dtype(f"{'u' if kind[0] == 'u' else ''}int{int(kind[1:]) * 2}")
             return a.astype(wide) * b.astype(wide)
@@ -316,7 +313,7 @@ class _Program:
         return a * b
 
     @staticmethod
-    def permute(a: Array, b: Array, selector: Array) -> Array:
+    def permute(a, b, selector):
         both, result = np.concatenate([a[:, None], b[:, None]], 1).view(np.uint8), np.zeros((len(a), 4), np.uint8)
         for number in range(4):
             chosen = selector >> np.uint32(4 * number) & np.uint32(15)
@@ -324,7 +321,7 @@ class _Program:
             result[:, number] = np.where(chosen < 8, taken, np.where(taken & 0x80, 0xFF, 0))
         return result.view(np.uint32).reshape(-1)
 
-    def convert(self, modifiers: list[str], target: str, sources: list[str], active: Array) -> None:
+    def convert(self, modifiers, target, sources, active):
         to, of = modifiers[-2:]
         if to in ("bf16x2", "bf16"):
             halves = [self.bfloat16(self.value(source, "f32")) for source in sources]
@@ -343,7 +340,7 @@ class _Program:
         self.set(target, result, active)
 
     @staticmethod
-    def bfloat16(values: Array) -> Array:
+    def bfloat16(values):
         word = np.ascontiguousarray(values).view(np.uint32)
         rounded = (word + np.uint32(0x7FFF) + (word >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
         return np.where(np.isnan(values), np.uint32(0x7FFF), rounded).astype(np.uint16)

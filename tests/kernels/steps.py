@@ -1,18 +1,13 @@
 """Steps of the optimizers by the Triton kernels, for tests without a GPU: in a process with ``TRITON_INTERPRET=1``."""
 
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.distributed import Sharding
 from lightning_lowbit.kernels.gpu import adam as gpu
-from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.optim import Adaptive, kernels, optimizer, rules
 from lightning_lowbit.optim.adam import ClippedAdam
 from tests.optim.parameters import make_parameters, set_gradients
@@ -25,40 +20,36 @@ CPU = torch.device("cpu")
 ALIGNED = [(64,), (64, 128)]
 _RULES = {"element_clip": "ada_clip", "norm_clip": "ada_gn", "weight_decay": 0.1}
 _SPIKES = {"element_clip": "spike_clip", "spike_threshold": 0.5, "moments": "fp8", "master_weights": "fp16"}
-CASES: list[tuple[dict[str, Any], torch.dtype]] = [
+CASES = [
     (_RULES, torch.float32),
     (_SPIKES, torch.bfloat16),
     ({**_RULES, "moments": "fp8"}, torch.bfloat16),
 ]
 
 
-def small_adaptive(parameters: Sequence[Parameter], **options: Any) -> Adaptive:
+def small_adaptive(parameters, **options):
     return Adaptive(torch.optim.AdamW(parameters, lr=0.1), **options)
 
 
-def sample_is_near() -> bool:
+def sample_is_near():
     """Whether the comparison before the first use on a device finds the kernels right."""
     return kernels.triton_agrees(CPU)
 
 
-def differences_without_a_gradient(options: dict[str, Any], dtype: torch.dtype) -> list[str]:
+def differences_without_a_gradient(options, dtype):
     """The same where this rank has no gradient of one parameter, and another rank has one, of zeros."""
 
-    def reduced(values: Sequence[Tensor], *_: object) -> list[Tensor]:
+    def reduced(values, *_):
         return [value.clamp(min=0) for value in values]
 
     with (
-        mock.patch.object(optimizer, "sharding_of", lambda p: Sharding(p.shape, ("all ranks",))),  # type: ignore[arg-type]
+        mock.patch.object(optimizer, "sharding_of", lambda p: Sharding(p.shape, ("all ranks",))),
         mock.patch.object(optimizer, "all_reduce_", reduced),
     ):
         return differences([(options, dtype)], idle=3)
 
 
-def differences(
-    cases: Sequence[tuple[dict[str, Any], torch.dtype]],
-    make: Callable[..., Any] = ClippedAdam,
-    idle: int | None = None,
-) -> list[str]:
+def differences(cases, make=ClippedAdam, idle=None):
     """Where three steps, the second of which is skipped, end elsewhere than in plain torch: beyond 1e-6 of the largest
     element, 2e-6 of squares, or a place of 16 bits. Of FP8 codes, one in a thousand may differ."""
     texts = []
@@ -79,18 +70,16 @@ def differences(
     return texts
 
 
-def _three_steps(
-    make: Callable[..., Any], options: dict[str, Any], dtype: torch.dtype, name: str, idle: int | None
-) -> list[tuple[str, Tensor]]:
+def _three_steps(make, options, dtype, name, idle):
     """Parameters, their state and statistics, by name."""
-    with backend(name), mock.patch.object(rules, "SPIKE_CLIP_AFTER", 0):  # type: ignore[arg-type]
+    with backend(name), mock.patch.object(rules, "SPIKE_CLIP_AFTER", 0):
         parameters = make_parameters(dtype, SHAPES)
         optimizer = make(parameters, **options)
-        seen: list[tuple[str, Tensor]] = []
+        seen = []
         for step in range(3):
             set_gradients(parameters, seed=step)
             if step == 1:
-                parameters[-1].grad[3] = float("nan")  # type: ignore[index]
+                parameters[-1].grad[3] = float("nan")
             if idle is not None and step == 2:
                 parameters[idle].grad = None
             optimizer.step()
@@ -102,7 +91,7 @@ def _three_steps(
 
 
 @contextmanager
-def launched(run: Callable[[Launch], None]) -> Iterator[None]:
+def launched(run):
     """Within this context steps on a CPU give the launches of the kernels to ``run``."""
     with (
         backend("triton"),
@@ -113,9 +102,9 @@ def launched(run: Callable[[Launch], None]) -> Iterator[None]:
         yield
 
 
-def launches(shapes: Sequence[tuple[int, ...]]) -> list[Launch]:
+def launches(shapes):
     """Each kernel once with the same constants."""
-    found: dict[str, Launch] = {}
+    found = {}
     for options, dtype in CASES:
         parameters = make_parameters(dtype, shapes)
         set_gradients(parameters, seed=0)

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.adam import CHUNK, CppParameters
 from lightning_lowbit.kernels.cpu.library import library
@@ -14,21 +13,21 @@ from tests.tables import each
 pytestmark = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built here")
 
 
-def shard(gradient: Tensor | None, weights: Tensor) -> ParameterShard:
+def shard(gradient, weights):
     kinds = (KINDS[weights.dtype], NOTHING if gradient is None else KINDS[gradient.dtype])
     addresses = (weights.data_ptr(), 0 if gradient is None else gradient.data_ptr())
     size = weights.numel()
     return ParameterShard(*addresses, 0, 0, 0, 0, 0, *kinds, DENSE, size, size, size, 1, 0, 0, 0)
 
 
-def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
+def converted(values, dtype):
     target = torch.empty_like(values, dtype=dtype)
     one = torch.ones(1)
     CppParameters([shard(values, target)]).write_clipped(Decision(None, {"factor": one, "ratio": one}))
     return target
 
 
-def assert_same_numbers(found: Tensor, wanted: Tensor) -> None:
+def assert_same_numbers(found, wanted):
     """Bit for bit, but for the bits of NaN."""
     as_bits = torch.int32 if wanted.dtype == torch.float32 else torch.int16
     differ = (found.view(as_bits) != wanted.view(as_bits)) & ~(found.isnan() & wanted.isnan())
@@ -36,13 +35,13 @@ def assert_same_numbers(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_all_numbers_of_16_bits_become_float32(dtype: torch.dtype) -> None:
+def test_all_numbers_of_16_bits_become_float32(dtype):
     values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     assert_same_numbers(converted(values, torch.float32), values.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_float32_is_rounded_to_16_bits_as_by_torch(dtype: torch.dtype) -> None:
+def test_float32_is_rounded_to_16_bits_as_by_torch(dtype):
     """Numbers of all sizes; all numbers of 16 bits, what lies in the middle between two, and the neighbors of that."""
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).float()
     middles = (numbers[:-1].double() + numbers[1:].double()).div(2).float()
@@ -54,9 +53,9 @@ def test_float32_is_rounded_to_16_bits_as_by_torch(dtype: torch.dtype) -> None:
 
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @each("bad", [None, math.nan, math.inf, -math.inf])
-def test_amax_of_each_shard(bad: float | None, dtype: torch.dtype) -> None:
+def test_amax_of_each_shard(bad, dtype):
     sizes = [0, 1, 15, 17, CHUNK, 2 * CHUNK + 5]
-    gradients: list[Tensor | None] = [torch.randn(size).to(dtype) for size in sizes]
+    gradients = [torch.randn(size).to(dtype) for size in sizes]
     last = gradients[-1]
     assert last is not None
     if bad is not None:
@@ -70,7 +69,7 @@ def test_amax_of_each_shard(bad: float | None, dtype: torch.dtype) -> None:
 
 @each("limit", [math.inf, 3.0, 0.0])
 @each("unit", [1.0, 1e-3])
-def test_squares_after_ada_clip(limit: float, unit: float) -> None:
+def test_squares_after_ada_clip(limit, unit):
     """Where nothing is clipped, sums of the first pass are taken; a unit has all elements read again."""
     gradients = [torch.randn(size) for size in (5, CHUNK, 3 * CHUNK + 77)]
     shards = CppParameters([shard(g, torch.zeros_like(g)) for g in gradients])

@@ -2,11 +2,9 @@
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.kernels import (
@@ -25,7 +23,6 @@ from lightning_lowbit.kernels import (
 )
 from lightning_lowbit.kernels.cpu import library
 from lightning_lowbit.kernels.gpu import casts as gpu
-from lightning_lowbit.kernels.ops import Operation
 from lightning_lowbit.kernels.products import scale_and_round
 from lightning_lowbit.nn.core.watch import stage_and_choose
 from lightning_lowbit.nn.core.window import Window
@@ -48,13 +45,13 @@ class Broken(Exception):
     """An error of a compiler, a linker or a driver, each of which has its own class."""
 
 
-def staged() -> list[Tensor]:
+def staged():
     record = torch.zeros(6)
     return [stage_and_choose(torch.zeros(6), record, [1, 3], torch.tensor(3.0)), record]
 
 
 # By operation, a call that reaches it, and the languages in which it has a kernel.
-WAYS: dict[str, tuple[Operation, Callable[[], object], tuple[str, ...]]] = {
+WAYS = {
     "cast": (operands.CAST, lambda: quantize_operand(X, DRAWN, 0, KEY), ("cpp", "triton")),
     "both": (operands.CAST_BOTH, lambda: quantize_both(X, (NVFP4, DRAWN), (None, KEY), None), ("triton",)),
     "amax": (operands.AMAX, lambda: amax_of(X), ("cpp", "triton")),
@@ -74,7 +71,7 @@ CASES = [(name, language) for name, (_, _, languages) in WAYS.items() for langua
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def forgotten(monkeypatch):
     """No kernel has been compared or has failed before the test, nor is it remembered after it."""
     monkeypatch.setattr(ops, "_warned", set())
     for operation in ops._OPERATIONS.values():
@@ -82,13 +79,11 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(operation, "cpp", operation.cpp)
 
 
-def plant(
-    monkeypatch: pytest.MonkeyPatch, operation: Operation, language: str, error: BaseException, after: int
-) -> None:
+def plant(monkeypatch, operation, language, error, after):
     """Makes a kernel raise an error after some calls, in which it gives what plain code gives."""
     calls = iter(range(after))
 
-    def kernel(*arguments: object) -> object:
+    def kernel(*arguments):
         if next(calls, None) is None:
             raise error
         with backend("eager"):
@@ -96,12 +91,12 @@ def plant(
 
     monkeypatch.setattr(operation, language, kernel)
     if language == "triton":
-        samples: list[object] = []
+        samples = []
         monkeypatch.setattr(operation, "form", lambda *arguments: samples.append(arguments) or "a form")
         monkeypatch.setattr(operation, "sample", lambda form, device: samples[0])
 
 
-def bits_of(call: Callable[[], object]) -> list[Tensor]:
+def bits_of(call):
     return [tensor.clone() for tensor in _flat(call())]
 
 
@@ -147,7 +142,7 @@ def test_a_failure_of_one_form_leaves_the_others(monkeypatch):
     """A shape or dtype for which the compiler fails, after others for which it did not."""
     plain, served = operands.CAST.plain, []
 
-    def kernel(x: Tensor, *arguments: object) -> object:
+    def kernel(x, *arguments):
         if x.dtype == torch.float32:
             raise Broken
         served.append(x.dtype)
@@ -164,7 +159,7 @@ def test_a_failure_of_one_form_leaves_the_others(monkeypatch):
     assert len(caught) == 1 and served == [torch.bfloat16] * 4  # two comparisons
 
 
-def launchable() -> Iterator[tuple[str, Callable[[], object]]]:
+def launchable():
     """Calls of many forms, and in each of them of all that has kernels in Triton."""
     casts = [NVFP4, DRAWN, Cast("e4m3", Scale("fp32", "row")), LinearCasts.preset("ternary").fprop_w]
     for cast in casts:
@@ -176,7 +171,7 @@ def launchable() -> Iterator[tuple[str, Callable[[], object]]]:
 def test_launches_that_fail_are_left_to_plain_code(monkeypatch):
     """All ways into the kernels, where Triton is found but launches nothing."""
 
-    def run(launch: object) -> None:
+    def run(launch):
         raise Broken("the driver is gone")
 
     monkeypatch.setattr(gpu, "obstacle", lambda device: None)
@@ -191,7 +186,7 @@ def test_launches_that_fail_are_left_to_plain_code(monkeypatch):
 
 @each("error", [OSError("not an ELF file"), ValueError("embedded null"), AttributeError("lowbit_cast")])
 def test_a_library_that_cannot_be_loaded_is_left_to_plain_code(monkeypatch, error):
-    def fail(*arguments: object) -> None:
+    def fail(*arguments):
         raise error
 
     with monkeypatch.context() as patch:
@@ -206,7 +201,7 @@ def test_a_library_that_cannot_be_loaded_is_left_to_plain_code(monkeypatch, erro
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_that_cannot_be_imported_is_an_obstacle(monkeypatch):
-    def fail() -> None:
+    def fail():
         raise ImportError("libtriton.so: undefined symbol")
 
     monkeypatch.setattr(gpu, "_kernels", fail)

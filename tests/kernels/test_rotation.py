@@ -3,7 +3,6 @@
 import itertools
 
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.kernels import amax_of, backend, kernel_support, pack_operand, quantize_operand, rotate
@@ -34,7 +33,7 @@ CASTS = [
 PLAIN = [LinearCasts.preset("nvfp4-row").fprop_x, LinearCasts.preset("ternary").fprop_w]
 
 
-def signs_of(size: int) -> Tensor:
+def signs_of(size):
     return Hadamard(size, "keyed").diagonal(KEY, KEY.device)
 
 

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -28,7 +27,7 @@ UNEVEN = "corrected groups or blocks that are not of 2, 4, ... or 1024 elements"
 STOCHASTIC = NVFP4.replace(rounding="stochastic")
 
 
-def sample(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def sample(rows, columns, dtype=torch.float32, seed=0):
     """Rows of very different sizes, and a block of zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).mul(3).exp()
@@ -36,7 +35,7 @@ def sample(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: in
     return x.to(dtype)
 
 
-def casts_of(preset: str) -> list[Cast]:
+def casts_of(preset):
     casts = LinearCasts.preset(preset)
     found = dict.fromkeys(cast for name in OPERANDS if isinstance(cast := getattr(casts, name), Cast))
     return [cast for cast in found if gpu.lacks(cast) is None]
@@ -220,7 +219,7 @@ def test_amaxes_of_delayed_scaling(run):
 def test_factors_and_bias_behind_gemms(run):
     generator = torch.Generator().manual_seed(0)
 
-    def random_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def random_of(*shape, dtype=torch.float32):
         return torch.randn(shape, generator=generator).mul(50).to(dtype)
 
     cases = [

@@ -27,7 +27,7 @@ ALL = [name for name in PRESETS if name != "bf16"]
 STOCHASTIC = NVFP4.replace(rounding="stochastic")
 
 
-def wrong_arithmetic(ptx: str, fused: bool) -> list[str]:
+def wrong_arithmetic(ptx, fused):
     """Instructions that flush subnormal numbers, approximate, or round a product and a sum at once."""
     found = re.findall(r"^\s+(\S*(?:\.ftz|\.approx|div\.full)\S*)\s", ptx, re.MULTILINE)
     return found + ([] if fused else re.findall(r"^\s+((?:fma|mad)\.rn\.f\S+)\s", ptx, re.MULTILINE))
@@ -101,10 +101,10 @@ def test_wrong_arithmetic_is_found():
 class Driver:
     """What Triton asks of a GPU before it compiles a kernel."""
 
-    def get_current_device(self) -> int:
+    def get_current_device(self):
         return 0
 
-    def get_current_stream(self, device: int = 0) -> int:
+    def get_current_stream(self, device=0):
         return 0
 
     def get_current_target(self):

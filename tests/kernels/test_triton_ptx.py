@@ -2,8 +2,6 @@
 
 import importlib.util
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels.gpu import casts as gpu
-from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.nn import OPERANDS, PRESETS
 from lightning_lowbit.optim.adam import ClippedAdam
 from tests.benchmarks.kernels import compile_for
@@ -32,7 +29,7 @@ pytestmark = [
 ]
 
 
-def emulate(launch: Launch, reachable: Sequence[Tensor] = ()) -> None:
+def emulate(launch, reachable=()):
     """Runs a launch on tensors of the CPU, and on those that are ``reachable`` by addresses in the argument ``x``."""
     compiled = compile_for(launch, ARCH)
     kernel, constants = getattr(gpu._kernels()[0], launch.kernel), gpu.compiled_for(launch)
@@ -70,18 +67,18 @@ def emulate(launch: Launch, reachable: Sequence[Tensor] = ()) -> None:
         held[:] = memory.bytes[place : place + len(held)]
 
 
-def _bytes(tensor: Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+def _bytes(tensor):
     """The memory of a tensor."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def emulated(monkeypatch):
     monkeypatch.setattr(gpu, "run", emulate)
     monkeypatch.setattr(gpu, "obstacle", lambda device: None)
 
 
-def sample(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def sample(rows, columns, dtype=torch.bfloat16):
     """Rows of very different sizes, with a block of zeros, an infinity and what is not a number."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).mul(3).exp()
@@ -168,15 +165,15 @@ def test_random_casts(seed):
         assert interpreted.differences([Case(cast, rng.choice([0, 1]), x)]) == []
 
 
-def step_twice(options: dict[str, Any], dtype: torch.dtype, emulated: bool) -> list[Tensor]:
+def step_twice(options, dtype, emulated):
     """Parameters and their state."""
     parameters = make_parameters(dtype, [(), (300,), (2, 3, 130), (24, 128)])
     optimizer = ClippedAdam(parameters, lr=1e-2, **options)
 
-    def of_all() -> list[Tensor]:
+    def of_all():
         return [tensor for p in parameters for tensor in (p.detach(), *optimizer.state[p].values())]
 
-    def run(launch: Launch) -> None:
+    def run(launch):
         emulate(launch, [*of_all(), *(p.grad for p in parameters if p.grad is not None)])
 
     for seed in range(2):
@@ -187,7 +184,7 @@ def step_twice(options: dict[str, Any], dtype: torch.dtype, emulated: bool) -> l
 
 
 @pytest.mark.parametrize("options, dtype", steps.CASES, ids=["fp32", "SpikeClip and masters", "FP8"])
-def test_ptx_makes_the_steps_of_plain_torch(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_ptx_makes_the_steps_of_plain_torch(options, dtype):
     place = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 0.0, torch.uint8: 0.0, torch.int64: 0.0}
     for found, wanted in zip(*(step_twice(options, dtype, emulated) for emulated in (True, False)), strict=True):
         error = (found.double() - wanted.double()).abs() / wanted.double().abs().amax().clamp(min=1e-30)

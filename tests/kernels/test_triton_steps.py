@@ -1,7 +1,6 @@
 """Steps of the optimizers by the Triton kernels: few launches, and the results of plain torch."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from tests.kernels import steps
 from tests.kernels.interpreted import Launches
 from tests.optim.parameters import NoHostSync, set_gradients
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "StableSPAM": StableSPAM,
     "FP8": lambda p: StableSPAM(p, moments="fp8", weight_decay=0.1),
     "SPAM": SPAM,
@@ -21,14 +20,14 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def llama(layers: int) -> list[Parameter]:
+def llama(layers):
     """The parameters of a small LLaMA: 9 tensors per layer, and 3."""
     layer = [(64, 64)] * 4 + [(172, 64)] * 2 + [(64, 172), (64,), (64,)]
     return [Parameter(torch.randn(shape)) for shape in [(512, 64), *layer * layers, (64,), (512, 64)]]
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_launches_do_not_depend_on_the_number_of_parameters(make: Any) -> None:
+def test_launches_do_not_depend_on_the_number_of_parameters(make):
     counts = []
     for layers in (2, 8):
         parameters, count = llama(layers), Launches()
@@ -44,11 +43,11 @@ def test_launches_do_not_depend_on_the_number_of_parameters(make: Any) -> None:
     assert counts[1] <= 190
 
 
-def test_the_comparison_before_the_first_use(run: Any) -> None:
+def test_the_comparison_before_the_first_use(run):
     assert run(steps.sample_is_near)
 
 
-def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_wrong_are_not_used(monkeypatch):
     results = iter([[torch.ones(3)], [torch.full((3,), torch.nan)]])
     monkeypatch.setattr(kernels, "_sample_results", lambda passes, device: next(results))
     with pytest.warns(UserWarning, match="differ from plain torch on meta"):
@@ -60,7 +59,7 @@ SPIKES = {"element_clip": "spike_clip", "spike_threshold": 0.5}
 OTHERS = {"weight_decay": 0.1, "reset_interval": 2, "warmup_steps": 2, "maximize": True}
 
 
-def test_steps_are_those_of_plain_torch(run: Any) -> None:
+def test_steps_are_those_of_plain_torch(run):
     cases = [
         (RULES, torch.float32),
         ({"moments": "fp8", **SPIKES, **OTHERS}, torch.bfloat16),
@@ -69,18 +68,18 @@ def test_steps_are_those_of_plain_torch(run: Any) -> None:
     assert run(steps.differences, [({"lr": 1e-2, **options}, dtype) for options, dtype in cases]) == []
 
 
-def test_a_shard_whose_gradient_is_elsewhere(run: Any) -> None:
+def test_a_shard_whose_gradient_is_elsewhere(run):
     """It decays, and so do its moments."""
     options = {"lr": 1e-2, "moments": "fp8", "norm_clip": "ada_gn", "weight_decay": 0.1}
     assert run(steps.differences_without_a_gradient, options, torch.float32) == []
 
 
-def test_other_optimizers_get_the_same_gradients(run: Any) -> None:
+def test_other_optimizers_get_the_same_gradients(run):
     assert run(steps.differences, [({}, torch.float32), (SPIKES, torch.float32)], steps.small_adaptive) == []
 
 
 @pytest.mark.slow
-def test_steps_with_all_options_are_those_of_plain_torch(run: Any) -> None:
+def test_steps_with_all_options_are_those_of_plain_torch(run):
     every = itertools.product(("fp32", "fp8"), (RULES, SPIKES, {}), ({}, OTHERS))
     for number, (moments, rules, others) in enumerate(every):
         options = {"lr": 1e-2, "moments": moments, **rules, **others}

@@ -15,6 +15,6 @@ class Outliers(NamedTuple):
 
 
 @torch.no_grad()
-def activation_outliers(x: Tensor, k: float = 6.0) -> Outliers:
+def activation_outliers(x, k=6.0):
     sums, channel_amax = activation_sums(x, k)
     return Outliers(channel_amax, kurtosis(sums).float(), outlier_share(sums).float())

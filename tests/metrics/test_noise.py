@@ -4,22 +4,21 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit.metrics import gradient_noise_sums, gradient_to_noise
 
 
-def draws(gradient: Tensor, sigma: float, count: int) -> Tensor:
+def draws(gradient, sigma, count):
     """Sums of pairs, ``[count, 2]``."""
     generator = torch.Generator().manual_seed(7)
 
-    def draw() -> Tensor:
+    def draw():
         return gradient + sigma * torch.randn(gradient.shape, generator=generator)
 
     return torch.stack([gradient_noise_sums(draw(), draw()) for _ in range(count)])
 
 
-def test_sums_by_hand() -> None:
+def test_sums_by_hand():
     first, second = torch.tensor([[3.0, -1.0], [0.5, 2.0]]), torch.tensor([[1.0, 1.0], [0.5, -2.0]])
     sums = gradient_noise_sums(first, second)
     assert sums.dtype == torch.float64
@@ -27,7 +26,7 @@ def test_sums_by_hand() -> None:
 
 
 @pytest.mark.parametrize("sigma", [0.1, 1.0, 5.0])
-def test_both_are_unbiased(sigma: float) -> None:
+def test_both_are_unbiased(sigma):
     """Over 400 pairs means scatter by 1/20 of a pair's deviation; four of those are allowed."""
     gradient = torch.linspace(-1, 1, 500)
     sums = draws(gradient, sigma, 400)
@@ -39,25 +38,25 @@ def test_both_are_unbiased(sigma: float) -> None:
     assert float(gradient_to_noise(sums)) == pytest.approx(expected, rel=0.15)
 
 
-def test_without_a_gradient_the_signal_has_either_sign_and_the_ratio_is_no_lower_than_0() -> None:
+def test_without_a_gradient_the_signal_has_either_sign_and_the_ratio_is_no_lower_than_0():
     sums = draws(torch.zeros(100), 1.0, 200)
     assert 0.3 < float((sums[:, 1] > 0).double().mean()) < 0.7
     ratios = torch.stack([gradient_to_noise(pair[None]) for pair in sums])
     assert torch.equal(ratios == 0, sums[:, 1] <= 0)
 
 
-def test_squares_are_averaged_before_the_root() -> None:
+def test_squares_are_averaged_before_the_root():
     sums = torch.tensor([[1.0, 4.0], [3.0, -2.0]])
     assert float(gradient_to_noise(sums)) == pytest.approx(math.sqrt(2 / 4))
 
 
-def test_one_ratio_for_each_place() -> None:
+def test_one_ratio_for_each_place():
     sums = torch.tensor([[[1.0, 4.0], [0.0, 1.0], [2.0, -1.0]], [[1.0, 4.0], [0.0, 3.0], [2.0, 0.5]]])
     assert gradient_to_noise(sums).tolist() == [2.0, math.inf, 0.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_left_out(bad: float) -> None:
+def test_what_is_not_finite_is_left_out(bad):
     first = torch.tensor([1.0, bad])
     broken = gradient_noise_sums(first, torch.ones(2))
     assert not bool(broken.isfinite().all())
@@ -67,17 +66,17 @@ def test_what_is_not_finite_is_left_out(bad: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_added_up_in_float(dtype: torch.dtype) -> None:
+def test_half_precision_is_added_up_in_float(dtype):
     first, second = torch.full((3,), 256.0, dtype=dtype), torch.full((3,), 255.0, dtype=dtype)
     assert gradient_noise_sums(first, second).tolist() == pytest.approx([1.5, 3 * 256 * 255])
 
 
-def test_small_gradients_do_not_vanish() -> None:
+def test_small_gradients_do_not_vanish():
     """Their squares are below what float32 holds."""
     first, second = torch.full((4,), 3e-25), torch.full((4,), 1e-25)
     assert gradient_noise_sums(first, second).tolist() == pytest.approx([8e-50, 12e-50])
 
 
-def test_two_shapes_are_refused() -> None:
+def test_two_shapes_are_refused():
     with pytest.raises(ValueError, match=r"one shape; got \(2,\) and \(3,\)"):
         gradient_noise_sums(torch.ones(2), torch.ones(3))

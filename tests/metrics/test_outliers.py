@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.metrics.outliers import activation_sums, kurtosis, outlier_share
@@ -12,11 +11,11 @@ from tests.metrics.activations import activation_outliers
 from tests.tables import each
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def defined(x: Tensor, k: float) -> tuple[Tensor, Tensor, Tensor]:
+def defined(x, k):
     """Amaxes of channels, kurtosis and share as they are defined, in float64."""
     x = x.double().flatten(0, -2)
     central = x - x.mean()
@@ -26,20 +25,20 @@ def defined(x: Tensor, k: float) -> tuple[Tensor, Tensor, Tensor]:
 
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @each("leading", [(300,), (3, 70), (1,)])
-def test_equals_its_definition(leading: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_equals_its_definition(leading, dtype):
     check(leading, dtype, "eager")
 
 
 @pytest.mark.slow
-def test_compiled_equals_its_definition() -> None:
+def test_compiled_equals_its_definition():
     for leading in ((300,), (3, 70)):
         check(leading, torch.bfloat16, "compiled")
 
 
-def check(leading: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+def check(leading, dtype, name):
     x = normal(*leading, 40, dtype=dtype) * 0.3 + 0.1
     x[..., 7] *= 30
-    with backend(name):  # type: ignore[arg-type]
+    with backend(name):
         found = activation_outliers(x, 2.5)
     amax, fourth, share = defined(x, 2.5)
     assert found.channel_amax.equal(amax.float())
@@ -49,7 +48,7 @@ def check(leading: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_of_known_distributions() -> None:
+def test_of_known_distributions():
     x = normal(2000, 500)
     found = activation_outliers(x)
     assert found.kurtosis.item() == pytest.approx(3, abs=6 * math.sqrt(24 / 1e6))
@@ -62,7 +61,7 @@ def test_of_known_distributions() -> None:
     assert activation_outliers(signs).kurtosis.item() == 1
 
 
-def test_an_outlier_among_many() -> None:
+def test_an_outlier_among_many():
     x = torch.zeros(100, 10)
     x[3, 4] = -5.0
     found = activation_outliers(x)
@@ -71,7 +70,7 @@ def test_an_outlier_among_many() -> None:
     assert found.kurtosis.item() == pytest.approx(1000, rel=0.01)
 
 
-def test_parts_add_up() -> None:
+def test_parts_add_up():
     x = torch.cat([normal(40, 16), 3 * normal(60, 16, seed=1) + 1])
     parts = [activation_sums(part, 6.0) for part in (x[:40], x[40:])]
     sums, amax = parts[0][0] + parts[1][0], torch.maximum(parts[0][1], parts[1][1])
@@ -86,11 +85,11 @@ def test_parts_add_up() -> None:
 
 @pytest.mark.fast("eager")
 @pytest.mark.parametrize("name", ["eager", "compiled"])
-def test_what_is_not_finite(name: str) -> None:
+def test_what_is_not_finite(name):
     for value, bad in ((math.nan, math.isnan), (math.inf, math.isinf)):
         x = normal(20, 8).bfloat16()
         x[5, 2] = value
-        with backend(name):  # type: ignore[arg-type]
+        with backend(name):
             found = activation_outliers(x)
         assert bad(found.channel_amax[2].item())
         assert found.channel_amax[[0, 1, 3, 4, 5, 6, 7]].isfinite().all(), "other channels are"
@@ -98,7 +97,7 @@ def test_what_is_not_finite(name: str) -> None:
         assert found.outliers.isnan()
 
 
-def test_nothing_and_nothing_but_one_number() -> None:
+def test_nothing_and_nothing_but_one_number():
     for x in (torch.zeros(0, 4), torch.zeros(2, 0, 4)):
         empty = activation_outliers(x)
         assert empty.channel_amax.tolist() == [0] * 4
@@ -111,7 +110,7 @@ def test_nothing_and_nothing_but_one_number() -> None:
     assert activation_outliers(torch.arange(1.0, 5.0)).channel_amax.tolist() == [1, 2, 3, 4], "a vector is one token"
 
 
-def test_views_and_gradients() -> None:
+def test_views_and_gradients():
     x = normal(6, 5, 8).requires_grad_()
     for view in (x, x.transpose(0, 1), x[::2], x[..., ::2], x.mT):
         found = activation_outliers(view, 1.5)

@@ -1,7 +1,6 @@
 """Spike detection against its rules, written out."""
 
 import math
-from collections.abc import Callable
 from itertools import product
 from random import Random
 from statistics import fmean, pstdev
@@ -20,7 +19,7 @@ from lightning_lowbit.metrics.spikes import (
 from tests.tables import each
 
 
-def losses(seed: int, count: int = 300) -> list[float]:
+def losses(seed, count=300):
     random = Random(seed)
     values = [random.gauss(5, 0.1) for _ in range(count)]
     for step in random.sample(range(100, count), 12):
@@ -29,7 +28,7 @@ def losses(seed: int, count: int = 300) -> list[float]:
 
 
 @each("seed", range(5))
-def test_mean_and_deviation(seed: int) -> None:
+def test_mean_and_deviation(seed):
     detector, good = SpikeDetector(Window(50, mean_limit(6.0)), warmup=70), []
     found = 0
     for loss in losses(seed):
@@ -43,14 +42,14 @@ def test_mean_and_deviation(seed: int) -> None:
     assert found >= 5
 
 
-def test_constant_losses_may_move_by_rounding_errors() -> None:
+def test_constant_losses_may_move_by_rounding_errors():
     for rule, least in ((mean_limit(6.0), 0.06), (median_limit(6.0), 6 / 512)):
         detector = SpikeDetector(Window(20, rule), warmup=20)
         assert not any(detector.judge(2.0) for _ in range(20))
         assert not detector.judge(2.0 * (1 + least)) and detector.judge(2.0 * (1 + 3 * least))
 
 
-def test_a_high_level_becomes_normal_only_if_spikes_are_learned() -> None:
+def test_a_high_level_becomes_normal_only_if_spikes_are_learned():
     values = [1.0] * 20 + [5.0] * 100
     learns = SpikeDetector(Window(20, median_limit(6.0)), warmup=20, learns_spikes=True)
     assert sum(learns.judge(value) for value in values) == 10, "half a window"
@@ -58,7 +57,7 @@ def test_a_high_level_becomes_normal_only_if_spikes_are_learned() -> None:
     assert sum(ignores.judge(value) for value in values) == 100
 
 
-def test_running_mean() -> None:
+def test_running_mean():
     detector = SpikeDetector(RunningMean(factor=10.0, memory=50), warmup=10, learns_spikes=True)
     random, count, mean = Random(0), 0, 0.0
     for step in range(200):
@@ -70,14 +69,14 @@ def test_running_mean() -> None:
     assert (detector.baseline.count, detector.limit) == (50, 10 * mean)
 
 
-def test_no_multiple_of_zero_is_a_spike() -> None:
+def test_no_multiple_of_zero_is_a_spike():
     detector = SpikeDetector(RunningMean(factor=10.0, memory=50), warmup=10)
     assert not any(detector.judge(0.0) for _ in range(20)) and not detector.judge(1.0)
     endless = SpikeDetector(RunningMean(factor=math.inf, memory=50), warmup=1)
     assert not any(endless.judge(value) for value in (0.0, 1.0, 1e30))
 
 
-def test_on_device() -> None:
+def test_on_device():
     state, random = torch.zeros(len(SPIKE_STATE), dtype=torch.float32), Random(0)
     norms = [random.uniform(1, 2) for _ in range(15)] + [50.0, math.nan, 1.5]
     found = []
@@ -88,14 +87,14 @@ def test_on_device() -> None:
     assert dict(zip(SPIKE_STATE, state.tolist(), strict=True))["averaged"] == 16
 
 
-def test_on_device_many_spikes_are_a_new_level() -> None:
+def test_on_device_many_spikes_are_a_new_level():
     state = torch.zeros(len(SPIKE_STATE), dtype=torch.float32)
     for norm in [1.0] * 12 + [100.0] * 40:
         state, mean, _ = detect_spike(state, torch.tensor(norm), factor=5.0, decay=0.9, warmup=10)
     assert state[-1] == 10 and mean == 100
 
 
-def on_device(values: list[float]) -> list[bool]:
+def on_device(values):
     state, judged = torch.zeros(len(SPIKE_STATE), dtype=torch.float32), []
     for value in values:
         state, _, is_spike = detect_spike(state, torch.tensor(value), factor=5.0, decay=0.9, warmup=10)
@@ -103,8 +102,8 @@ def on_device(values: list[float]) -> list[bool]:
     return judged
 
 
-def online(make: Callable[[], SpikeDetector]) -> Callable[[list[float]], list[bool]]:
-    def judge(values: list[float]) -> list[bool]:
+def online(make):
+    def judge(values):
         detector = make()
         return [detector.judge(value) for value in values]
 
@@ -120,7 +119,7 @@ DETECTORS = {
 SIGNED = {"losses", "losses of a run"}
 
 
-def falling(start: float, end: float, steps: int = 200) -> list[float]:
+def falling(start, end, steps=200):
     """Stays, falls to ``end`` by a constant factor, and stays again, within a fifth."""
     random = Random(1)
     shares = [min(1.0, max(0, step - 30) / 100) for step in range(steps)]
@@ -128,7 +127,7 @@ def falling(start: float, end: float, steps: int = 200) -> list[float]:
 
 
 @each("name, end", product(DETECTORS, [1e-5, 1e-9, 1e-30]))
-def test_nothing_spikes_where_a_run_has_converged(name: str, end: float) -> None:
+def test_nothing_spikes_where_a_run_has_converged(name, end):
     """Relative to what is near 0, though not to what the run began with."""
     calm = falling(2.0, end)
     for value, is_spike in ((30 * end, False), (2e-4, False), (1.0, True)):
@@ -137,7 +136,7 @@ def test_nothing_spikes_where_a_run_has_converged(name: str, end: float) -> None
 
 
 @each("name", DETECTORS)
-def test_spikes_of_a_run_that_has_not_converged_are_as_before(name: str) -> None:
+def test_spikes_of_a_run_that_has_not_converged_are_as_before(name):
     """A thousandth of the beginning is within the noise of what is a tenth of it."""
     calm = falling(2.0, 0.2)
     for factor, is_spike in ((1.2, False), (20.0, True)):
@@ -145,7 +144,7 @@ def test_spikes_of_a_run_that_has_not_converged_are_as_before(name: str) -> None
 
 
 @each("name", DETECTORS.keys() - SIGNED)
-def test_what_was_off_has_no_level(name: str) -> None:
+def test_what_was_off_has_no_level(name):
     """Frozen parameters and dead layers: zeros, and then what is usual."""
     random = Random(2)
     usual = [random.uniform(1, 2) for _ in range(40)]
@@ -154,7 +153,7 @@ def test_what_was_off_has_no_level(name: str) -> None:
 
 
 @each("name", SIGNED)
-def test_losses_below_zero_and_through_it(name: str) -> None:
+def test_losses_below_zero_and_through_it(name):
     random = Random(3)
     noise = [random.gauss(0, 0.05) for _ in range(300)]
     for calm in (
@@ -169,7 +168,7 @@ def test_losses_below_zero_and_through_it(name: str) -> None:
 
 
 @each("rule", [mean_limit(6.0), median_limit(6.0)])
-def test_what_begins_after_zeros_is_no_spike(rule: Callable[..., float]) -> None:
+def test_what_begins_after_zeros_is_no_spike(rule):
     """Such as the loss of an agent whose buffer is still empty."""
     detector = SpikeDetector(Window(100, rule), warmup=20)
     assert not any(detector.judge(loss) for loss in [*[0.0] * 150, *[2.0 + 0.01 * (i % 7) for i in range(50)]])

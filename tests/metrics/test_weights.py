@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
@@ -23,7 +22,7 @@ TERNARY = Cast("ternary", Scale("fp32", "tensor", statistic="absmean"))
 ZERO_POINT = Cast("int4", Scale("fp32", 16, statistic="minmax"))
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -31,7 +30,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 @pytest.mark.parametrize(("factor", "zeros"), [(math.sqrt(3) / 2, 0.270), (1.0, 0.310), (2 / math.sqrt(3), 0.355)])
-def test_zeros_that_are_expected(factor: float, zeros: float) -> None:
+def test_zeros_that_are_expected(factor, zeros):
     assert expected_zeros(factor) == pytest.approx(zeros, abs=5e-4)
     cast = TERNARY.replace(scale={"factor": factor})
     minus, found, plus = ternary_shares(quantize(3 * normal(255, 256), cast)).tolist()
@@ -40,26 +39,26 @@ def test_zeros_that_are_expected(factor: float, zeros: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan])
-def test_a_factor_is_positive(factor: float) -> None:
+def test_a_factor_is_positive(factor):
     with pytest.raises(ValueError, match=f"a positive number; got {factor}"):
         expected_zeros(factor)
 
 
-def test_which_casts_are_ternary() -> None:
+def test_which_casts_are_ternary():
     symmetric = {name for name in ELEMENT_FORMATS if is_ternary(Cast(name, Scale("fp32", 16)))}
     assert symmetric == {"ternary", "int2"}
     assert not is_ternary(Cast("int2", Scale("fp32", 16, statistic="minmax"))), "it has levels from -3 to 3"
 
 
 @pytest.mark.parametrize("cast", [TERNARY, Cast("int2", Scale("fp32", "row"))], ids=str)
-def test_shares_by_hand(cast: Cast) -> None:
+def test_shares_by_hand(cast):
     x = torch.tensor([[2.0, -2.0, 0.1, 2.0], [2.0, 0.0, -0.1, 2.0]])
     shares = ternary_shares(quantize(x, cast))
     assert shares.dtype == torch.float32
     assert shares.tolist() == [1 / 8, 3 / 8, 4 / 8]
 
 
-def test_shares_leave_out_what_is_no_number() -> None:
+def test_shares_leave_out_what_is_no_number():
     x = torch.tensor([[2.0, -2.0, 0.0, 2.0], [2.0, math.nan, -2.0, -2.0]])
     rows = Cast("ternary", Scale("fp32", "row"))
     assert ternary_shares(quantize(x, rows)).tolist() == [1 / 4, 1 / 4, 2 / 4]
@@ -67,7 +66,7 @@ def test_shares_leave_out_what_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("cast", [Cast("int4", Scale("fp32", 16)), ZERO_POINT], ids=str)
-def test_shares_of_other_levels(cast: Cast) -> None:
+def test_shares_of_other_levels(cast):
     with pytest.raises(ValueError, match=r"has other levels than -1, 0 and 1: take code_histogram"):
         ternary_shares(quantize(normal(4, 16), cast))
 
@@ -76,7 +75,7 @@ def test_shares_of_other_levels(cast: Cast) -> None:
 
 
 @pytest.mark.parametrize("cast", [TERNARY, Cast("e2m1", Scale("e4m3", 16, two_level=True)), ZERO_POINT], ids=str)
-def test_flips_equal_counting(cast: Cast) -> None:
+def test_flips_equal_counting(cast):
     x = normal(8, 48)
     before, after = quantize(x, cast), quantize(x + 0.2 * normal(8, 48, seed=1), cast)
     pairs = zip(before.elements().flatten().tolist(), after.elements().flatten().tolist(), strict=True)
@@ -88,12 +87,12 @@ def test_flips_equal_counting(cast: Cast) -> None:
 
 
 @pytest.mark.parametrize("cast", [TERNARY, ZERO_POINT], ids=str)
-def test_a_scale_that_changes_is_no_flip(cast: Cast) -> None:
+def test_a_scale_that_changes_is_no_flip(cast):
     x = normal(4, 16)
     assert flip_rate(quantize(x, cast), quantize(4 * x, cast)) == 0
 
 
-def test_a_zero_point_that_moves_is_no_flip() -> None:
+def test_a_zero_point_that_moves_is_no_flip():
     """The least element goes from -3 to -5 and the largest from 12 to 10: each code is two more than before."""
     x = torch.tensor([[-3.0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 12]])
     y = x.clone()
@@ -103,7 +102,7 @@ def test_a_zero_point_that_moves_is_no_flip() -> None:
     assert flipped(before, after).nonzero().tolist() == [[0, 0], [0, 15]]
 
 
-def test_flips_of_different_things() -> None:
+def test_flips_of_different_things():
     one, other = quantize(normal(4, 16), TERNARY), quantize(normal(4, 16), ZERO_POINT)
     with pytest.raises(ValueError, match=r"got \(4, 16\) by ternary.* and \(4, 16\) by int4"):
         flip_rate(one, other)
@@ -131,7 +130,7 @@ CASTS = [
 ]
 
 
-def slow_distance(x: Tensor, cast: Cast) -> float:
+def slow_distance(x, cast):
     """By a loop over elements and thresholds, in Python's floats from scales as they are stored."""
     quantized = quantize(x, cast)
     scale, scales = cast.scale, quantized.scales
@@ -155,7 +154,7 @@ def slow_distance(x: Tensor, cast: Cast) -> float:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cast", CASTS, ids=str)
-def test_distance_equals_a_loop(cast: Cast, dtype: torch.dtype) -> None:
+def test_distance_equals_a_loop(cast, dtype):
     x = normal(5, 40, dtype=dtype) + 0.3
     found = threshold_distance(x, cast)
     assert (found.dtype, found.shape) == (torch.float32, ())
@@ -173,21 +172,21 @@ def test_distance_equals_a_loop(cast: Cast, dtype: torch.dtype) -> None:
         ([3.0, 0.2, -2.5, -0.1], (2.5 + 0.3 + 2.0 + 0.4) / 4),  # there is no threshold beyond the last level
     ],
 )
-def test_distance_by_hand(x: list[float], distance: float) -> None:
+def test_distance_by_hand(x, distance):
     """In units of a scale that is 2: mean magnitudes are not, and the factor makes up for it."""
     tensor = 2 * torch.tensor([x])
     cast = TERNARY.replace(scale={"factor": 2 / tensor.abs().mean().item()})
     assert threshold_distance(tensor, cast).item() == pytest.approx(distance, rel=1e-5)
 
 
-def test_there_is_no_threshold_below_the_least_element() -> None:
+def test_there_is_no_threshold_below_the_least_element():
     """With -1.4 the zero point is 1: the least level is -1, and -1.5 no threshold, though it is one of the grid's."""
     cast = Cast("int2", Scale("fp32", "row", statistic="minmax"))
     x = torch.tensor([[-1.4, 1.6, 0.0, 0.0]])
     assert threshold_distance(x, cast).item() == pytest.approx((0.9 + 0.1 + 0.5 + 0.5) / 4)
 
 
-def test_distance_by_an_amax_from_outside() -> None:
+def test_distance_by_an_amax_from_outside():
     cast = Cast("int4", Scale("fp32", "tensor", source="delayed"))
     x = torch.tensor([[1.0, 2.25, -3.0]])
     assert threshold_distance(x, cast, amax=torch.tensor(7.0)).item() == pytest.approx((0.5 + 0.25 + 0.5) / 3)
@@ -195,7 +194,7 @@ def test_distance_by_an_amax_from_outside() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_distance_leaves_out_what_is_no_number(value: float) -> None:
+def test_distance_leaves_out_what_is_no_number(value):
     cast = Cast("int4", Scale("fp32", 8))
     x = normal(2, 16)
     x[0, 0] = value
@@ -204,7 +203,7 @@ def test_distance_leaves_out_what_is_no_number(value: float) -> None:
     assert threshold_distance(x[:, :8][:1], cast).isnan()
 
 
-def test_distance_leaves_out_a_scale_that_underflows() -> None:
+def test_distance_leaves_out_a_scale_that_underflows():
     cast = Cast("e2m1", Scale("e4m3", 16, two_level=True))
     x = normal(2, 16)
     tiny = torch.cat([x, torch.full((1, 16), 1e-7)])
@@ -213,7 +212,7 @@ def test_distance_leaves_out_a_scale_that_underflows() -> None:
     assert threshold_distance(torch.zeros(2, 16), cast).item() == 0.25, "zeros are the center of their bin"
 
 
-def test_what_has_no_thresholds() -> None:
+def test_what_has_no_thresholds():
     with pytest.raises(ValueError, match=r"Thresholds are those of rounding to nearest, and int4.*~ rounds stochast"):
         threshold_distance(normal(4, 16), Cast("int4", Scale("fp32", 16), "stochastic"))
     with pytest.raises(ValueError, match=r"takes a matrix; got a tensor of shape \(2, 4, 16\)"):
@@ -224,7 +223,7 @@ def test_what_has_no_thresholds() -> None:
 
 
 @pytest.mark.parametrize("cast", [TERNARY, ZERO_POINT, CASTS[4]], ids=str)
-def test_nothing_waits_for_the_device(cast: Cast) -> None:
+def test_nothing_waits_for_the_device(cast):
     """Tensors without data: whoever asked one for its value would fail."""
     x = torch.empty(8, 64, device="meta")
     quantized = quantize(x, cast)
@@ -234,5 +233,5 @@ def test_nothing_waits_for_the_device(cast: Cast) -> None:
     assert all(value.device.type == "meta" and value.shape == () for value in found)
 
 
-def test_no_gradient_is_recorded() -> None:
+def test_no_gradient_is_recorded():
     assert not threshold_distance(normal(4, 16).requires_grad_(), TERNARY).requires_grad

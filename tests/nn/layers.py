@@ -2,10 +2,9 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_lowbit import Cast, LinearCasts, convert, quantize
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
 from lightning_lowbit.nn.core.watch import observed
-from lightning_lowbit.quant import Hadamard, Operand, rotate, split_mean, surrogate_factor
+from lightning_lowbit.quant import rotate, split_mean, surrogate_factor
 from tests.references.quantize import splitmix64, uniform
 
 # The operands of each GEMM and what it computes; of each operand, the axis of the contraction.
@@ -25,12 +24,12 @@ RESULTS = {"fprop": "y", "dgrad": "x", "wgrad": "weight"}
 CONTRACTION = {"fprop_x": 1, "fprop_w": 1, "dgrad_g": 1, "dgrad_w": 0, "wgrad_g": 0, "wgrad_x": 0}
 
 
-def every(cast: Cast, **others: Any) -> LinearCasts:
+def every(cast, **others):
     """All six operands in one cast."""
     return LinearCasts(**{**dict.fromkeys(OPERANDS, cast), **others})
 
 
-def layer_like(original: nn.Module, casts: Any, seed: int = 1, **kwargs: Any) -> nn.Module:
+def layer_like(original, casts, seed=1, **kwargs):
     """A converted copy with keys and empty amax histories."""
     layer = convert(copy.deepcopy(original), casts, **kwargs)
     LayerKeys(layer, seed).fill_(3)
@@ -38,7 +37,7 @@ def layer_like(original: nn.Module, casts: Any, seed: int = 1, **kwargs: Any) ->
     return layer
 
 
-def remember(model: nn.Module, *steps: float | Mapping[str, float]) -> AmaxHistories:
+def remember(model, *steps):
     """Histories of a model after steps in which operands had these amaxes: by name, or all of them the same."""
     histories = AmaxHistories(model)
     for step in steps:
@@ -51,18 +50,14 @@ def remember(model: nn.Module, *steps: float | Mapping[str, float]) -> AmaxHisto
     return histories
 
 
-def run(
-    layer: nn.Module, x: Tensor, g: Tensor, autocast: bool = False, needs_x: bool = True
-) -> dict[str, Tensor | None]:
+def run(layer, x, g, autocast=False, needs_x=True):
     """:func:`pass_through` for the output gradient g. Tokens are smoothed by :func:`token_amax`."""
     if isinstance(layer, QuantizedLayer) and layer.casts.smooth == "token":
         layer.lowbit.token_amax = token_amax(x)
     return pass_through(layer, x, g, autocast=autocast, needs_x=needs_x)
 
 
-def pass_through(
-    model: nn.Module, x: Tensor, g: Any = None, forward: Any = None, autocast: bool = False, needs_x: bool = True
-) -> dict[str, Tensor | None]:
+def pass_through(model, x, g=None, forward=None, autocast=False, needs_x=True):
     """Output and gradients of one pass, as ``y``, ``x`` and by the names of parameters.
 
     Args:
@@ -83,12 +78,12 @@ def pass_through(
     return {"y": y.detach(), "x": x.grad, **gradients}
 
 
-def token_amax(x: Tensor) -> Tensor:
+def token_amax(x):
     """float32 ``[tokens, 1]``, of many sizes: amaxes that an up projection might have told of, not those of x."""
     return x.detach().reshape(-1, x.shape[-1])[:, :1].abs().float() + 2.0**-7
 
 
-def identical(found: dict[str, Tensor | None], expected: dict[str, Tensor | None], message: str = "") -> None:
+def identical(found, expected, message=""):
     assert found.keys() == expected.keys()
     for name, a in found.items():
         b = expected[name]
@@ -101,26 +96,26 @@ def identical(found: dict[str, Tensor | None], expected: dict[str, Tensor | None
         assert torch.equal(a, b), f"{message} {name}: differs by up to {(a - b).abs().max()}"
 
 
-def value(operand: Operand) -> Tensor:
+def value(operand):
     """float64."""
     return operand.values.double() * (1.0 if operand.factor is None else operand.factor.double())
 
 
 class Net(nn.Module):
-    def __init__(self, dropout: float = 0.0, recompute: bool = False) -> None:
+    def __init__(self, dropout=0.0, recompute=False):
         super().__init__()
         self.first, self.second, self.head = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 8, bias=False)
         self.dropout, self.recompute = nn.Dropout(dropout), recompute
 
-    def block(self, x: Tensor) -> Tensor:
+    def block(self, x):
         return self.second(F.relu(self.first(self.dropout(x))))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = checkpoint(self.block, x, use_reentrant=False) if self.recompute else self.block(x)
         return self.head(x + y)
 
 
-def net(casts: Any = "nvfp4", **kwargs: Any) -> tuple[Net, LayerKeys]:
+def net(casts="nvfp4", **kwargs):
     torch.manual_seed(4)
     model = convert(Net(**kwargs), casts)
     keys = LayerKeys(model)
@@ -129,17 +124,17 @@ def net(casts: Any = "nvfp4", **kwargs: Any) -> tuple[Net, LayerKeys]:
     return model, keys
 
 
-def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+def gradients(model, x):
     torch.manual_seed(8)  # of dropout
     return pass_through(model, x)
 
 
 @contextmanager
-def spied() -> Iterator[dict[str, Operand]]:
+def spied():
     """Captures the operands that enter the three GEMMs, by name."""
-    seen: dict[str, Operand] = {}
+    seen = {}
 
-    def spy(how: Any, source: Any, operand: Operand, *_: Any) -> Operand:
+    def spy(how, source, operand, *_):
         assert how.name not in seen, f"{how.name} was made twice"
         seen[how.name] = operand
         return operand
@@ -153,17 +148,17 @@ def spied() -> Iterator[dict[str, Operand]]:
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's
 
 
-def rotation(transform: Hadamard, key: int) -> Tensor:
+def rotation(transform, key):
     """diag(±1) · H / √n in float64: H has a -1 where the binary numbers of row and column share an odd number of 1s."""
     n = transform.size
     matrix = [[(-1.0) ** (row & column).bit_count() for column in range(n)] for row in range(n)]
-    signs: Any = _SIGNS * (n // 16)
+    signs = _SIGNS * (n // 16)
     if transform.signs == "keyed":
         signs = np.where(uniform(np.arange(n), splitmix64((key ^ 0x48616461) % 2**64)) < 0.5, -1.0, 1.0)
     return torch.tensor(signs, dtype=torch.float64)[:, None] * torch.tensor(matrix, dtype=torch.float64) / math.sqrt(n)
 
 
-def signs_of(transform: Tensor) -> Tensor:
+def signs_of(transform):
     """The signs of a rotation: the first column of H is ones."""
     return transform[:, 0].sign().float()
 
@@ -185,7 +180,7 @@ class Definition:
     offsets: dict[str, Tensor]
 
 
-def in_force(cast: Cast, remembered: Sequence[float]) -> Tensor | None:
+def in_force(cast, remembered):
     """The amax that a cast scales by after steps with these amaxes, oldest first; None for the tensor's own."""
     if cast.scale.source == "current" or not remembered:
         return None
@@ -193,7 +188,7 @@ def in_force(cast: Cast, remembered: Sequence[float]) -> Tensor | None:
     return torch.tensor(newest[-1] if cast.scale.algorithm == "most_recent" else max(newest))
 
 
-def smoothing(casts: LinearCasts, x: Tensor) -> dict[str, Tensor]:
+def smoothing(casts, x):
     """By tensor, the powers of two, float64, that smoothing multiplies it by: s the largest with s · amax <= 1."""
     factors = dict.fromkeys("xwg", torch.ones((), dtype=torch.float64))
     if casts.smooth is None:
@@ -205,13 +200,13 @@ def smoothing(casts: LinearCasts, x: Tensor) -> dict[str, Tensor]:
     return {**factors, "x": s, "w" if casts.smooth == "channel" else "g": 1 / s}
 
 
-def smoothed(casts: LinearCasts, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def smoothed(casts, tensors):
     """x, w and g as they meet in the GEMMs, in their dtype: smoothed where the casts say so."""
     factors = smoothing(casts, tensors["x"])
     return {name: (tensor.double() * factors[name]).to(tensor.dtype) for name, tensor in tensors.items()}
 
 
-def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] = ()) -> Definition:
+def by_definition(layer, x, g, remembered=()):
     """One pass, a step at a time: smooth, split means, rotate, quantize, multiply exactly; then what stands for
     rounding, and the smoothing undone.
 
@@ -220,13 +215,13 @@ def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] 
         x, g: input and gradient of the output, matrices.
         remembered: the amaxes of former steps, oldest first, the same for all operands.
     """
-    casts: LinearCasts = layer.casts
+    casts = layer.casts
     keys = dict(zip(OPERANDS, layer.lowbit.keys.tolist(), strict=True))
     factors = smoothing(casts, x)
     tensors = smoothed(casts, {"x": x, "w": layer.weight_matrix().detach(), "g": g})
     bias = torch.zeros(()) if layer.bias is None else layer.bias.detach()
-    operands: dict[str, Tensor] = {}
-    again: dict[str, Tensor] = {}  # quantized, float32
+    operands = {}
+    again = {}  # quantized, float32
     results, sizes, offsets = {"bias": g.double().sum(0)}, {}, {}
     transforms = {gemm: rotation(t, keys[GEMMS[gemm][1]]) for gemm, t in casts.hadamard.items()}
 

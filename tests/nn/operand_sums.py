@@ -1,16 +1,15 @@
 """The operands of a run as layers quantized them, and their slow sums."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_lowbit import Cast, quantize
-from lightning_lowbit.metrics import CastStatistics, cast_statistics
+from lightning_lowbit.metrics import cast_statistics
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.casts.plan import SHARED
 from lightning_lowbit.nn.core.watch import observed
@@ -26,10 +25,10 @@ class Made(NamedTuple):
     key: Tensor | None
     amax: Tensor | None
 
-    def statistics(self) -> CastStatistics:
+    def statistics(self):
         return cast_statistics(self.x.float(), self.cast, self.dim, self.key, self.amax)
 
-    def scales(self) -> Tensor:
+    def scales(self):
         """Of the blocks that hold something."""
         quantized = quantize(self.x.float(), self.cast, self.dim, self.key, self.amax)
         scales = spread_scales(quantized) * (1.0 if quantized.tensor_scale is None else quantized.tensor_scale)
@@ -41,11 +40,11 @@ Operands = dict[tuple[int, str], list[Made]]
 
 
 @contextmanager
-def captured() -> Iterator[Operands]:
+def captured():
     """All that watched layers quantize within this context, in the order of their rows."""
-    made: Operands = defaultdict(list)
+    made = defaultdict(list)
 
-    def note(how: Any, source: Any, operand: Any, key: Tensor | None, amax: Tensor | None, rows: Tensor | None) -> Any:
+    def note(how, source, operand, key, amax, rows):
         layer = -1 if rows is None else rows.storage_offset() // rows.numel()
         if rows is not None and source.is_operand:  # what another GEMM made
             made[layer, how.name] = made[layer, SHARED[how.name]]
@@ -58,7 +57,7 @@ def captured() -> Iterator[Operands]:
         yield made
 
 
-def numbers_of(made: Sequence[Made]) -> dict[str, float]:
+def numbers_of(made):
     """What is said of an operand that was made so often."""
     first, *others = (one.statistics() for one in made)
     whole = sum(others, first)
@@ -67,7 +66,7 @@ def numbers_of(made: Sequence[Made]) -> dict[str, float]:
     return {name: float(getattr(whole, name)) for name in ("sqnr", "underflow", "saturation")} | ends
 
 
-def assert_numbers(found: Mapping[str, float], expected: Mapping[str, float], message: str) -> None:
+def assert_numbers(found, expected, message):
     """Sums of float32 squares are good for some 1e-6 of a share, so for 1e-5 dB; scales are rounded once more."""
     assert found.keys() == expected.keys(), message
     for name, value in expected.items():
@@ -75,7 +74,7 @@ def assert_numbers(found: Mapping[str, float], expected: Mapping[str, float], me
         assert found[name] == near, f"{message}, {name}: {found[name]}, not {value}"
 
 
-def places(layers: Sequence[str], made: Operands) -> dict[tuple[str, str], list[Made]]:
+def places(layers, made):
     """By layer and operand, in the order in which they are logged."""
     return {
         (layer, operand): made[i, operand]

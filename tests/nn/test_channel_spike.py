@@ -3,7 +3,6 @@
 import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ class SpikingMLP:
     mlp: MLP
     direction: Tensor
 
-    def batch(self, turned: int = 0) -> Tensor:
+    def batch(self, turned=0):
         """Tokens of the usual kind, of which the first few are turned towards the direction."""
         x = torch.randn(TOKENS, HIDDEN).clamp(-3, 3)
         along = 0.25 + 0.25 * torch.rand(TOKENS, 1)
@@ -32,7 +31,7 @@ class SpikingMLP:
         return x
 
 
-def spiking_mlp(sign: int) -> SpikingMLP:
+def spiking_mlp(sign):
     torch.manual_seed(0)
     mlp = MLP(HIDDEN, CHANNELS)
     direction = F.normalize(torch.randn(HIDDEN), dim=0)
@@ -45,7 +44,7 @@ def spiking_mlp(sign: int) -> SpikingMLP:
     return SpikingMLP(mlp, direction)
 
 
-ROWS: dict[str, dict[str, Any]] = {
+ROWS = {
     "plain": {},
     "smooth": {"smooth_swiglu": "channel"},
     "down projection in bf16": {"overrides": {"down_proj": "bf16"}},
@@ -56,7 +55,7 @@ ROWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("turned", [1, 64])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_channel_spikes_in_the_middle_of_a_run(sign: int, turned: int, dtype: torch.dtype) -> None:
+def test_a_channel_spikes_in_the_middle_of_a_run(sign, turned, dtype):
     """FP8 with delayed scaling loses the spike; smoothed channels, or a down projection in bf16, keep it.
 
     The three are rows of the paper's table 3. The model: in channel 0 gate and up projection have one direction u,
@@ -100,7 +99,7 @@ def test_a_channel_spikes_in_the_middle_of_a_run(sign: int, turned: int, dtype: 
     assert others <= 2 * errors["usual"]["plain"], f"the other tokens suffer from the spike of these: {others:.3f}"
 
 
-def test_the_spike_would_only_move_into_a_weight_with_delayed_scaling() -> None:
+def test_the_spike_would_only_move_into_a_weight_with_delayed_scaling():
     """``W · diag(1/s)`` scaled by former steps is as far off as without smoothing; by itself, it is not.
 
     The model is that above, with products and weights as they are, quantized by hand.
@@ -120,7 +119,7 @@ def test_the_spike_would_only_move_into_a_weight_with_delayed_scaling() -> None:
         h, expected = setup.mlp.product(x), setup.mlp(x)
     s = down_power(h.abs().amax(0))
 
-    def error(h: Tensor, weight: Tensor, amax_h: Tensor | None, amax_weight: Tensor | None) -> float:
+    def error(h, weight, amax_h, amax_weight):
         q = quantize(h, cast, amax=amax_h).dequantize() @ quantize(weight, cast, amax=amax_weight).dequantize().t()
         return relative(q, expected)
 
@@ -133,7 +132,7 @@ def test_the_spike_would_only_move_into_a_weight_with_delayed_scaling() -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_metric_sees_the_alignment_before_the_spike(sign: int) -> None:
+def test_the_metric_sees_the_alignment_before_the_spike(sign):
     setup = spiking_mlp(sign)
     torch.manual_seed(1)
     seen = swiglu_alignment(setup.mlp.gate_proj.weight, setup.mlp.up_proj.weight)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import OPERANDS, LayerKeys
@@ -19,22 +19,22 @@ OTHERS = [index for index in range(len(OPERANDS)) if index not in WEIGHTS]
 class Wrapper(nn.Module):
     """Puts its module under a name, as FSDP, torch.compile and activation checkpointing do."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module, name):
         super().__init__()
         self.add_module(name, module)
 
 
-def model(layers: int = 3) -> nn.Module:
+def model(layers=3):
     return convert(nn.ModuleDict({f"layer{i}": nn.Linear(2, 2) for i in range(layers)}), "nvfp4")
 
 
-def keys_at(keys: LayerKeys, *args: int) -> Tensor:
+def keys_at(keys, *args):
     """int64 ``[layers, 6]`` copied from the layers."""
     keys.fill_(*args)
     return torch.stack([layer.lowbit.keys for layer in keys.layers.values()]).clone()
 
 
-def test_pure_function() -> None:
+def test_pure_function():
     first = keys_at(LayerKeys(model(), seed=3), 5, 2, 1)
     random.seed(0)
     torch.manual_seed(99)
@@ -44,10 +44,10 @@ def test_pure_function() -> None:
     assert torch.equal(keys_at(other, 5, 2, 1), first), "keys depend on something else than their arguments"
 
 
-def test_keys_are_hashes_of_names_and_numbers() -> None:
+def test_keys_are_hashes_of_names_and_numbers():
     """The formula, in plain integers: keys decide how a checkpoint continues, so they must not change."""
 
-    def blake(text: str) -> int:
+    def blake(text):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     found = keys_at(LayerKeys(model(1), seed=-7), 2, 3, 4)
@@ -66,8 +66,8 @@ def test_keys_are_hashes_of_names_and_numbers() -> None:
     ],
     ids=["seed", "step", "micro-batch", "rank"],
 )
-def test_each_argument_moves_its_keys(change: dict[str, int], moves: range | list[int]) -> None:
-    def at(seed: int = 3, step: int = 5, micro_batch: int = 2, rank: int = 1) -> Tensor:
+def test_each_argument_moves_its_keys(change, moves):
+    def at(seed=3, step=5, micro_batch=2, rank=1):
         return keys_at(LayerKeys(model(), seed), step, micro_batch, rank)
 
     equal = at() == at(**change)
@@ -76,20 +76,20 @@ def test_each_argument_moves_its_keys(change: dict[str, int], moves: range | lis
         assert equal[:, index].all() == (index not in moves)
 
 
-def test_all_different() -> None:
+def test_all_different():
     keys = LayerKeys(model(8))
     found = torch.stack([keys_at(keys, step, mb) for step in range(40) for mb in range(3)])
     assert found.unique().numel() == found.numel(), "two of the keys coincide"
 
 
-def test_layers_are_known_by_name_not_by_place() -> None:
+def test_layers_are_known_by_name_not_by_place():
     few, many = LayerKeys(model(2)), LayerKeys(model(5))
     assert list(many.layers) == [f"layer{i}" for i in range(5)]
     assert torch.equal(keys_at(many, 1)[:2], keys_at(few, 1)), "further layers changed the keys of the first ones"
 
 
 @pytest.mark.parametrize("name", ["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"])
-def test_wrappers_leave_no_trace(name: str) -> None:
+def test_wrappers_leave_no_trace(name):
     wrapped = nn.ModuleDict({key: Wrapper(module, name) for key, module in model().items()})
     outer = Wrapper(wrapped, name)
     keys = LayerKeys(outer)
@@ -98,11 +98,11 @@ def test_wrappers_leave_no_trace(name: str) -> None:
     assert clean_name(f"a.{name}.b.{name}.{name}.weight_{name}") == f"a.b.weight_{name}"
 
 
-def test_torch_compile_leaves_no_trace() -> None:
+def test_torch_compile_leaves_no_trace():
     assert torch.equal(keys_at(LayerKeys(torch.compile(model())), 4), keys_at(LayerKeys(model()), 4))
 
 
-def test_filled_in_place() -> None:
+def test_filled_in_place():
     keys = LayerKeys(model())
     views = [layer.lowbit.keys for layer in keys.layers.values()]
     addresses = [view.data_ptr() for view in views]
@@ -117,14 +117,14 @@ def test_filled_in_place() -> None:
         assert view.all()
 
 
-def test_not_in_state_dict() -> None:
+def test_not_in_state_dict():
     converted = model()
     before = list(converted.state_dict())
     LayerKeys(converted).fill_(1)
     assert list(converted.state_dict()) == before
 
 
-def test_a_model_without_converted_layers() -> None:
+def test_a_model_without_converted_layers():
     keys = LayerKeys(nn.Linear(2, 2))
     keys.fill_(1)
     assert keys.layers == {}

@@ -1,8 +1,6 @@
 """Inside a compiled graph our functions are custom operators: what the compiler is told of their results is true."""
 
-from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -34,30 +32,30 @@ FP8_TILES = Cast("e4m3", Scale("fp32", (128, 128))).spec
 FACTORS = [(TWO, None), (torch.ones(40, 1), torch.ones(1, 40)), (None, None)]
 
 
-def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+def in_dtype(x, dtype):
     """A matrix in another dtype, which lies in memory as it does."""
     everything = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,))
     return everything.to(dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def shard() -> str:
+def shard():
     """All of 24 columns, on the one process that there is."""
     return Shard(dist.group.WORLD.group_name, dim=1, start=0, step=24, size=24).spec
 
 
 @pytest.fixture(autouse=True)
-def block_scaled_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def block_scaled_units(monkeypatch):
     monkeypatch.setattr(F, "scaled_mm", StandIn())
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
+def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def operands(x: Tensor) -> list[Any]:
+def operands(x):
     return [
         *((x, cast, 0, KEY, None, torch.float32, None) for cast in (BLOCKS, ROWS)),
         *((x, cast, 1, KEY, None, x.dtype, shard()) for cast in (BLOCKS, ROWS)),
@@ -70,13 +68,13 @@ def operands(x: Tensor) -> list[Any]:
     ]
 
 
-def layouts(x: Tensor, casts: Any, keys: Any, amaxes: Any, shards: Any, block: int) -> Iterator[tuple[Any, ...]]:
+def layouts(x, casts, keys, amaxes, shards, block):
     names = ("operands of native GEMMs",)
     return product((x,), names, casts, (0, 1), keys, amaxes, (None,), shards, (None,), (block,))
 
 
 # By operator, the arguments to try for a matrix [40, 24], which may lie in memory in any way.
-ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
+ARGUMENTS = {
     "_signs": lambda x: product((None, KEY), (16, 64), (x.device,)),
     "rotate": lambda x: [*product((x,), (SIGNS,), (0, 1), (False, True)), (x[:32], SIGNS, 0)],
     "split_mean": lambda x: [(x,)],
@@ -163,7 +161,7 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
         for values in (x.float(), x.float().reshape(4, 240))
     ],
 }
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+LAYOUTS = {
     "rows": Tensor.contiguous,
     "columns": lambda x: x.t().contiguous().t(),
     "one row": lambda x: x[:1].expand(40, 24),
@@ -171,7 +169,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def test_every_operator_is_checked() -> None:
+def test_every_operator_is_checked():
     prefix = "lightning_lowbit::"
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)]
     assert {name.removeprefix(prefix) for name in names} == set(ARGUMENTS)
@@ -181,7 +179,7 @@ def test_every_operator_is_checked() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_the_compiler_is_told_the_truth(name: str, layout: str, dtype: torch.dtype) -> None:
+def test_the_compiler_is_told_the_truth(name, layout, dtype):
     """Shapes, dtypes and strides; and that nothing is changed or aliased. Of dynamic shapes it takes longer."""
     x = LAYOUTS[layout](torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(dtype))
     operator = getattr(torch.ops.lightning_lowbit, name).default
@@ -196,7 +194,7 @@ def test_the_compiler_is_told_the_truth(name: str, layout: str, dtype: torch.dty
         torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
-def assert_pure(operator: Any, arguments: tuple[Any, ...]) -> None:
+def assert_pure(operator, arguments):
     """Nothing is changed, and the result shares no memory with an argument."""
     tensors = [one for one in arguments if isinstance(one, Tensor)]
     before = [tensor.clone() for tensor in tensors]

@@ -3,14 +3,12 @@
 import inspect
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, fields
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert, quantize
 from lightning_lowbit.formats import SCALE_FORMATS
@@ -28,7 +26,7 @@ MXFP8 = "e4m3/e8m0:1x32"
 UFP4 = "e1m2/e4m3:1x16+fp32"
 E4M3, E5M2 = "e4m3/fp32:", "e5m2/fp32:"
 TOKENS, TERNARY = "int8/fp32:row(epsilon 1e-05)", "ternary/fp32:tensor(absmean)(epsilon 1e-05)"
-EXPECTED: dict[str, tuple[list[str], dict[str, str]]] = {
+EXPECTED = {
     "bf16": (["None"] * 6, {}),
     "nvfp4": ([NVFP4, NVFP4, f"{NVFP4}~", NVFP4, f"{NVFP4}~", f"{NVFP4}~"], {}),
     "nvfp4-nvidia": ([NVFP4, TILES, f"{NVFP4}~", "fprop", f"{NVFP4}~", NVFP4], {"wgrad": "16"}),
@@ -58,7 +56,7 @@ EXPECTED: dict[str, tuple[list[str], dict[str, str]]] = {
 
 
 @each("name", PRESETS)
-def test_a_preset_is_what_its_source_says(name: str) -> None:
+def test_a_preset_is_what_its_source_says(name):
     casts = LinearCasts.preset(name)
     operands, hadamard = EXPECTED[name]
     assert [str(getattr(casts, operand)) for operand in OPERANDS] == operands
@@ -69,17 +67,17 @@ def test_a_preset_is_what_its_source_says(name: str) -> None:
     assert casts.requantize == (("dgrad_w", "wgrad_x") if name == "quartet2" else ())
 
 
-def test_no_preset_is_missing() -> None:
+def test_no_preset_is_missing():
     assert set(PRESETS) == set(EXPECTED)
 
 
 @each("name", [name for name in PRESETS if name != "bf16"])
-def test_a_preset_names_its_source(name: str) -> None:
+def test_a_preset_names_its_source(name):
     documented = getattr(PRESETS[name], "func", PRESETS[name])  # of several presets
     assert "arXiv" in (inspect.getdoc(documented) or ""), f"the docstring of {name} names no paper"
 
 
-def written_out(casts: LinearCasts) -> dict[str, Any]:
+def written_out(casts):
     """All fields of casts, as someone would write them in YAML."""
     found = {field.name: getattr(casts, field.name) for field in fields(casts)}
     for name, setting in found.items():
@@ -90,10 +88,10 @@ def written_out(casts: LinearCasts) -> dict[str, Any]:
 
 
 @each("name", PRESETS)
-def test_a_preset_from_yaml(name: str) -> None:
+def test_a_preset_from_yaml(name):
     casts = LinearCasts.preset(name)
 
-    def read(text: str) -> LinearCasts:
+    def read(text):
         return LinearCasts.of(yaml.safe_load(text))
 
     assert read(name) == casts
@@ -112,15 +110,15 @@ def test_a_preset_from_yaml(name: str) -> None:
 
 
 class Tiny(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(40, 24), nn.Linear(24, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.second(torch.tanh(self.first(x)))
 
 
-def two_steps(casts: Any, phase: str = "fqt", autocast: bool = True) -> Iterator[tuple[str, Tensor]]:
+def two_steps(casts, phase="fqt", autocast=True):
     """Trains, the second step with the amaxes of the first; yields losses and gradients."""
     torch.manual_seed(0)
     model = convert(Tiny(), casts)
@@ -147,7 +145,7 @@ def two_steps(casts: Any, phase: str = "fqt", autocast: bool = True) -> Iterator
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_trains_in_every_phase(name: str, phase: str) -> None:
+def test_a_preset_trains_in_every_phase(name, phase):
     for autocast in (True, False):
         for what, tensor in two_steps(name, phase, autocast):
             assert tensor.isfinite().all(), f"{name} in phase {phase}: {what} is not finite"
@@ -155,7 +153,7 @@ def test_a_preset_trains_in_every_phase(name: str, phase: str) -> None:
 
 @pytest.mark.fast("e4m3", "e8m0")
 @pytest.mark.parametrize("format", [name for name in SCALE_FORMATS if name != "fp32"])
-def test_fp4_with_every_scale(format: str) -> None:
+def test_fp4_with_every_scale(format):
     """The grid of FP4 All the Way, figure 1, and more: scale formats by block sizes, roundings and levels."""
     assert len(SCALE_FORMATS) == 10, "a scale format was added"
     grid = itertools.product((8, 16, 32, 64, 128), SCALE_ROUNDINGS[format], (False, True), ("nearest", "stochastic"))
@@ -166,7 +164,7 @@ def test_fp4_with_every_scale(format: str) -> None:
 
 
 @pytest.mark.parametrize(("rounding", "bias"), [("nearest", -0.007), ("up", 0.0)])
-def test_the_bias_of_nvfp4_is_the_one_that_is_told(rounding: str, bias: float) -> None:
+def test_the_bias_of_nvfp4_is_the_one_that_is_told(rounding, bias):
     """Of wgrad's products, both of whose operands are rounded stochastically, on normal data."""
     casts = LinearCasts.of({"preset": "nvfp4", "every": {"scale": {"rounding": rounding}}})
     assert (rounding == "nearest") == (casts == LinearCasts.preset("nvfp4"))

@@ -3,12 +3,10 @@
 Fake quantization with its straight-through gradient is written out here, and once more in transformers.
 """
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers.integrations.bitnet import AutoBitLinear
 from transformers.pytorch_utils import Conv1D
 
@@ -23,7 +21,7 @@ INTEGERS = [f"int{bits}" for bits in range(2, 9)]
 
 
 @pytest.fixture(autouse=True)
-def gemms_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def gemms_of_torch(monkeypatch):
     """The GEMMs that ``F.linear`` runs, also on CPUs where ours are those of float32."""
     monkeypatch.setattr("lightning_lowbit.nn.core.gemm.SLOW_ON_CPU", frozenset())
 
@@ -31,7 +29,7 @@ def gemms_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- by definition ----------------------------------------------------------------------------------------------------
 
 
-def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> Tensor:
+def fake_quantize(x, cast, dtype):
     """``code * s`` with groups along the last dimension, in float32 and then in ``dtype``; in float64 for float64.
 
     absmax   code = clamp(round(x e), -largest, largest)        e = largest / max|x|
@@ -71,7 +69,7 @@ class Straight(torch.autograd.Function):
     """Fake quantization of x, rounded to the dtype of the computation; the gradient is that of the result."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cast: Cast | None, compute: torch.dtype) -> Tensor:
+    def forward(ctx, x, cast, compute):
         """Of the dtype of x. Only what has scales of rows or tensors may be wider than the computation."""
         rounded = x.to(compute)
         if cast is None:
@@ -80,21 +78,19 @@ class Straight(torch.autograd.Function):
         return fake_quantize(rounded, cast, x.dtype if outside else compute).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, gradient):
         return gradient, None, None
 
 
 MODES = {"float32": torch.float32, "autocast": torch.bfloat16}
 
 
-def as_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
+def as_matrix(layer, weight):
     """The weight of a layer, or its gradient, as ``[out_features, in_features]``; and back."""
     return weight.t() if isinstance(layer, Conv1D) else weight
 
 
-def reference(
-    layer: nn.Module, casts: LinearCasts, x: Tensor, g: Tensor, compute: torch.dtype, exact: bool = False
-) -> dict[str, Tensor]:
+def reference(layer, casts, x, g, compute, exact=False):
     """Autograd through ``F.linear`` of fake-quantized operands, in the dtype of the computation or in float64."""
     dtype = torch.float64 if exact else compute
     given = {"x": x, "weight": as_matrix(layer, layer.weight), "bias": layer.bias}
@@ -109,7 +105,7 @@ def reference(
     return {**found, "weight": as_matrix(layer, found["weight"])}
 
 
-def sizes(layer: nn.Module, casts: LinearCasts, x: Tensor, g: Tensor, compute: torch.dtype) -> dict[str, Tensor]:
+def sizes(layer, casts, x, g, compute):
     """What each GEMM adds up, regardless of signs: its rounding errors are relative to that."""
     x, w = (
         Straight.apply(tensor.detach().double(), cast, compute).abs()
@@ -120,9 +116,7 @@ def sizes(layer: nn.Module, casts: LinearCasts, x: Tensor, g: Tensor, compute: t
     return {"y": x @ w.t(), "x": g @ w, "weight": as_matrix(layer, dw)}
 
 
-def assert_close(
-    found: dict[str, Tensor | None], expected: dict[str, Tensor], allowed: dict[str, Tensor], message: str
-) -> None:
+def assert_close(found, expected, allowed, message):
     for name, most in allowed.items():
         tensor = found[name]
         assert tensor is not None, f"{message} {name} is missing"
@@ -135,7 +129,7 @@ def assert_close(
 # --- dense operands: groups -------------------------------------------------------------------------------------------
 
 
-def group(element: str, size: int = 128, **scale: Any) -> Cast:
+def group(element, size=128, **scale):
     return Cast(element, Scale("fp32", size, **scale), round_to_bfloat16=True)
 
 
@@ -157,7 +151,7 @@ GROUPS = {
 @pytest.mark.parametrize("kind", ["bias", "no bias", "Conv1D"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", GROUPS)
-def test_groups_are_autograd_to_the_bit(name: str, mode: str, kind: str, shape: tuple[int, ...]) -> None:
+def test_groups_are_autograd_to_the_bit(name, mode, kind, shape):
     original = Conv1D(OUT, IN) if kind == "Conv1D" else nn.Linear(IN, OUT, bias=kind == "bias")
     x, g = torch.randn(*shape, IN), torch.randn(*shape, OUT)
     x[..., 3] *= 20
@@ -168,7 +162,7 @@ def test_groups_are_autograd_to_the_bit(name: str, mode: str, kind: str, shape: 
 
 
 @each("name", GROUPS)
-def test_groups_are_dense_in_the_dtype_of_the_computation(name: str) -> None:
+def test_groups_are_dense_in_the_dtype_of_the_computation(name):
     """So that no GEMM is one of float32, and nothing wider is kept for the backward pass."""
     with spied() as seen:
         run(layer_like(nn.Linear(IN, OUT), GROUPS[name]), torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT), True)
@@ -178,7 +172,7 @@ def test_groups_are_dense_in_the_dtype_of_the_computation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "e1m2", "W4A16"])
-def test_exact_layers_round_once(name: str) -> None:
+def test_exact_layers_round_once(name):
     """The same operands, which are those of bfloat16, in float32 GEMMs."""
     original = nn.Linear(IN, OUT)
     x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
@@ -198,7 +192,7 @@ def test_exact_layers_round_once(name: str) -> None:
 # --- scales outside: rows and tensors ---------------------------------------------------------------------------------
 
 
-def whole(element: str, block: Any, **scale: Any) -> Cast:
+def whole(element, block, **scale):
     return Cast(element, Scale("fp32", block, **scale))
 
 
@@ -223,7 +217,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("kind", ["bias", "no bias", "Conv1D"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_rows_and_tensors_are_autograd(name: str, mode: str, kind: str, exact: bool) -> None:
+def test_rows_and_tensors_are_autograd(name, mode, kind, exact):
     """Scales multiply sums here, elements there: the reference is exact, and results differ from it by roundings."""
     casts, compute = OUTSIDE[name], MODES[mode]
     original = Conv1D(OUT, IN) if kind == "Conv1D" else nn.Linear(IN, OUT, bias=kind == "bias")
@@ -246,7 +240,7 @@ def test_rows_and_tensors_are_autograd(name: str, mode: str, kind: str, exact: b
 
 
 @pytest.mark.parametrize("name", ["ternary", "int4", "int2", "e1m2"])
-def test_activation_checkpointing_changes_nothing(name: str) -> None:
+def test_activation_checkpointing_changes_nothing(name):
     x = torch.randn(16, 32)
     found, expected = (gradients(net(name, recompute=recompute)[0], x) for recompute in (True, False))
     identical(found, expected, "with checkpointing")
@@ -257,7 +251,7 @@ def test_activation_checkpointing_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_transformers_bitlinear(dtype: torch.dtype, bias: bool) -> None:
+def test_transformers_bitlinear(dtype, bias):
     """The same weights in transformers' online quantization, which rounds what it dequantizes to the dtype."""
     peer = AutoBitLinear(IN, OUT, bias=bias, dtype=dtype, online_quant=True)
     original = nn.Linear(IN, OUT, bias=bias, dtype=dtype)
@@ -285,7 +279,7 @@ def test_transformers_bitlinear(dtype: torch.dtype, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in golden.cases("bitnet") if name.startswith("layer_")])
-def test_golden_layers(name: str) -> None:
+def test_golden_layers(name):
     """Forward passes of whole layers, exact from the codes, and as transformers' two classes compute them."""
     case = golden.case("bitnet", name)
     x, bias = torch.from_numpy(case["layer_x"]), torch.from_numpy(case["layer_bias"])

@@ -4,13 +4,12 @@ The tables have an entry for each field, and their values are all that a field m
 to the package fails here until it is turned.
 """
 
-from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
@@ -29,9 +28,7 @@ TOKENS, IN, OUT = 48, 64, 32
 REMEMBERED = [{name: amax + "xwg".index(name[-1]) / 8 for name in OPERANDS} for amax in (0.7, 7.0, 0.1, 2.3, 0.9)]
 
 
-def traced(
-    casts: LinearCasts, dtype: torch.dtype = torch.float32
-) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+def traced(casts, dtype=torch.float32):
     """Operands (float64, by name) and results of a pass, always over the same tensors and after the same steps."""
     generator = torch.Generator().manual_seed(0)
     x, w, g = (torch.randn(shape, generator=generator) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
@@ -47,11 +44,11 @@ def traced(
     return {name: value(operand) for name, operand in seen.items()}, results
 
 
-def moved(before: Mapping[str, Tensor | None], after: Mapping[str, Tensor | None]) -> set[str]:
-    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}  # type: ignore[arg-type]
+def moved(before, after):
+    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
 
 
-def assert_turns(knob: str, before: LinearCasts, after: LinearCasts, operands: set[str]) -> None:
+def assert_turns(knob, before, after, operands):
     """Exactly these operands change, and with them exactly the results of their GEMMs."""
     (old, old_results), (new, new_results) = traced(before), traced(after)
     assert moved(old, new) == operands, f"{knob} changed {moved(old, new)}"
@@ -66,7 +63,7 @@ WHOLE = (Scale("fp32", "tensor"), Scale("e4m3", "tensor"), Scale("e4m3", 16, two
 STATISTICS = ("absmax", "absmean", "minmax")
 
 # By field, pairs of scales that differ in this field only.
-SCALES: dict[str, list[tuple[Scale, Scale]]] = {
+SCALES = {
     "format": [(Scale("e4m3", 16), Scale(name, 16)) for name in SCALE_FORMATS if name != "e4m3"],
     "block": [
         (Scale("e4m3", 16), Scale("e4m3", block)) for block in (8, 32, 64, 128, (16, 16), (4, 8), "row", "tensor")
@@ -77,16 +74,13 @@ SCALES: dict[str, list[tuple[Scale, Scale]]] = {
         for rounding in others
     ],
     "two_level": [
-        (Scale(name, 16), Scale(name, 16, two_level=level))  # type: ignore[arg-type]
+        (Scale(name, 16), Scale(name, 16, two_level=level))
         for name in SCALE_FORMATS
         for level in (True, "row")
         if name != "fp32"
     ],
     "top": [(Scale("e4m3", 16, two_level=True), Scale("e4m3", 16, two_level=True, top=top)) for top in (256, 0.1)],
-    "four_over_six": [
-        (Scale("e4m3", 16), Scale("e4m3", 16, four_over_six=measure))  # type: ignore[arg-type]
-        for measure in ("mse", "mae")
-    ],
+    "four_over_six": [(Scale("e4m3", 16), Scale("e4m3", 16, four_over_six=measure)) for measure in ("mse", "mae")],
     "prescale": [(Scale("e8m0", 32, "floor"), Scale("e8m0", 32, "floor", prescale=factor)) for factor in (0.75, 0.6)],
     "margin": [
         (Scale("fp32", block, rounding), Scale("fp32", block, rounding, margin=margin))
@@ -95,19 +89,19 @@ SCALES: dict[str, list[tuple[Scale, Scale]]] = {
         for margin in (1, 2)
     ],
     "statistic": [
-        (Scale("fp32", block), Scale("fp32", block, statistic=statistic))  # type: ignore[arg-type]
+        (Scale("fp32", block), Scale("fp32", block, statistic=statistic))
         for block in (16, "row", "tensor")
         for statistic in STATISTICS
         if statistic != "absmax"
     ],
     "factor": [
-        (Scale("fp32", block, statistic=statistic), Scale("fp32", block, statistic=statistic, factor=factor))  # type: ignore[arg-type]
+        (Scale("fp32", block, statistic=statistic), Scale("fp32", block, statistic=statistic, factor=factor))
         for block in (16, "row", "tensor")
         for statistic in STATISTICS
         for factor in (0.7, 1.3)
     ],
     "epsilon": [  # of a few elements: of more, the statistic is rarely as small
-        (Scale("fp32", 2, statistic=statistic), Scale("fp32", 2, statistic=statistic, epsilon=epsilon))  # type: ignore[arg-type]
+        (Scale("fp32", 2, statistic=statistic), Scale("fp32", 2, statistic=statistic, epsilon=epsilon))
         for statistic in STATISTICS
         for epsilon in (1.0, 0.6)
     ],
@@ -127,13 +121,13 @@ SCALES: dict[str, list[tuple[Scale, Scale]]] = {
 }
 
 
-def scaled(before: Scale, after: Scale) -> tuple[Cast, Cast]:
+def scaled(before, after):
     """Casts with these scales, and elements that both may have."""
     element = "int4" if after.statistic == "minmax" else "e2m1"
     return Cast(element, before), Cast(element, after)
 
 
-CASTS: dict[str, list[tuple[Cast, Cast]]] = {
+CASTS = {
     "element": [(ONE_LEVEL, Cast(name, ONE_LEVEL.scale)) for name in ELEMENT_FORMATS if name != "e2m1"],
     "scale": [scaled(*pair) for pairs in SCALES.values() for pair in pairs],
     "rounding": [(ONE_LEVEL, Cast("e2m1", ONE_LEVEL.scale, "stochastic"))],
@@ -145,7 +139,7 @@ CASTS: dict[str, list[tuple[Cast, Cast]]] = {
 }
 
 
-def test_every_field_of_scale_and_cast_has_a_knob() -> None:
+def test_every_field_of_scale_and_cast_has_a_knob():
     assert {field.name for field in fields(Scale)} == set(SCALES)
     assert {field.name for field in fields(Cast) if field.init} == set(CASTS)
     for table in (SCALES, CASTS):
@@ -159,7 +153,7 @@ def test_every_field_of_scale_and_cast_has_a_knob() -> None:
 
 
 @pytest.mark.parametrize("field", CASTS)
-def test_a_cast_changes_its_own_operand(field: str) -> None:
+def test_a_cast_changes_its_own_operand(field):
     # What is rounded to the dtype of the computation is in float32 already.
     dtype = torch.bfloat16 if field == "round_to_bfloat16" else torch.float32
     pairs = CASTS[field]
@@ -175,7 +169,7 @@ def test_a_cast_changes_its_own_operand(field: str) -> None:
 
 
 @pytest.mark.parametrize("cast", [TWO_LEVEL, Cast("int8", Scale("fp32", "row")), Cast("int4", Scale("fp32", "tensor"))])
-def test_what_is_exact_is_rounded_to_itself(cast: Cast) -> None:
+def test_what_is_exact_is_rounded_to_itself(cast):
     (expected, _), (found, _) = (
         traced(every(cast.replace(round_to_bfloat16=rounded)), torch.bfloat16) for rounded in (False, True)
     )
@@ -200,10 +194,10 @@ OPERAND_SETTINGS = (None, Cast("e3m0", Scale("e5m2", 32)), Cast("int4", Scale("e
 
 
 # By field: other values of it, and the operands that they change, given casts in all six of them.
-LINEAR: dict[str, list[tuple[Any, set[str]]]] = {
+LINEAR = {
     **{operand: [(setting, {operand}) for setting in OPERAND_SETTINGS] for operand in OPERANDS},
     "hadamard": [
-        ({gemm: Hadamard(size, signs)}, set(pair))  # type: ignore[arg-type]
+        ({gemm: Hadamard(size, signs)}, set(pair))
         for gemm, pair in GEMMS.items()
         for size in SIZES
         for signs in ("fixed", "keyed")
@@ -221,18 +215,18 @@ for _operand in ("dgrad_w", "wgrad_x"):
     LINEAR[_operand].append(("fprop", {_operand}))
 
 
-def test_every_field_of_linear_casts_has_a_knob() -> None:
+def test_every_field_of_linear_casts_has_a_knob():
     assert {field.name for field in fields(LinearCasts)} == set(LINEAR)
 
 
-def choices(hint: Any) -> set[Any]:
+def choices(hint):
     """What the type of a field lists by name."""
     if get_origin(hint) is Literal:
         return set(get_args(hint))
     return set().union(*map(choices, get_args(hint)))
 
 
-def test_every_choice_is_tried() -> None:
+def test_every_choice_is_tried():
     for kind, table in ((Scale, SCALES), (Cast, CASTS)):
         for name, pairs in table.items():
             missing = choices(get_type_hints(kind)[name]) - {getattr(one, name) for pair in pairs for one in pair}
@@ -245,7 +239,7 @@ def test_every_choice_is_tried() -> None:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("field", [name for name in LINEAR if name not in ("surrogate", "smooth")])
-def test_every_field_changes_what_it_names(field: str, base: str) -> None:
+def test_every_field_changes_what_it_names(field, base):
     casts = BASES[base]
     quantized = {name for name in OPERANDS if isinstance(getattr(casts, name), Cast)}
     for setting, operands in LINEAR[field]:
@@ -260,7 +254,7 @@ def test_every_field_changes_what_it_names(field: str, base: str) -> None:
 
 @each("base", BASES)
 @each(("kind", "operands"), LINEAR["smooth"])
-def test_smoothing_changes_what_it_scales(kind: str, operands: set[str], base: str) -> None:
+def test_smoothing_changes_what_it_scales(kind, operands, base):
     """And results of GEMMs that quantize what is scaled: all others have the powers of two divided out again."""
     casts = BASES[base]
     if base == "delayed" and kind == "channel":  # refused where the weight is scaled by former steps
@@ -277,7 +271,7 @@ def test_smoothing_changes_what_it_scales(kind: str, operands: set[str], base: s
 
 
 @pytest.mark.parametrize(("fprop", "reuses"), [("fprop_w", "dgrad_w"), ("fprop_x", "wgrad_x")])
-def test_what_is_reused_changes_with_the_forward_pass(fprop: str, reuses: str) -> None:
+def test_what_is_reused_changes_with_the_forward_pass(fprop, reuses):
     for base in BASES.values():
         before = base.replace(**{reuses: "fprop"})
         for setting in OPERAND_SETTINGS:
@@ -288,7 +282,7 @@ def test_what_is_reused_changes_with_the_forward_pass(fprop: str, reuses: str) -
 
 @pytest.mark.parametrize("hadamard", [{}, {"fprop": 16}], ids=["", "rotated"])
 @pytest.mark.parametrize("kind", SURROGATES)
-def test_a_surrogate_changes_the_gradient_of_its_tensor(kind: str, hadamard: dict[str, int]) -> None:
+def test_a_surrogate_changes_the_gradient_of_its_tensor(kind, hadamard):
     before = every(SATURATING, hadamard=hadamard)
     operands, results = traced(before)
     for given in ({"fprop_x"}, {"fprop_w"}, {"fprop_x", "fprop_w"}):
@@ -298,13 +292,13 @@ def test_a_surrogate_changes_the_gradient_of_its_tensor(kind: str, hadamard: dic
         assert moved(results, found_results) == expected, f"{kind} of {given} changed {moved(results, found_results)}"
 
 
-def test_fields_of_hadamard_are_all_turned() -> None:
+def test_fields_of_hadamard_are_all_turned():
     turned = {(gemm, h.size, h.signs) for setting, _ in LINEAR["hadamard"] for gemm, h in setting.items()}
     assert {field.name for field in fields(Hadamard)} == {"size", "signs"}
     assert len(turned) == len(GEMMS) * len(SIZES) * 2
 
 
-def test_groups_and_signs_all_differ() -> None:
+def test_groups_and_signs_all_differ():
     """No two transforms of a GEMM give the same operand."""
     for gemm, pair in GEMMS.items():
         settings = [setting for setting, operands in LINEAR["hadamard"] if operands == set(pair)]

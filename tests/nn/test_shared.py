@@ -1,7 +1,5 @@
 """An operand that another GEMM has made already is not quantized a second time, and nobody can tell by the numbers."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -29,7 +27,7 @@ OWN = {
 }
 
 
-def two_steps(casts: LinearCasts, **settings: Any) -> tuple[list[dict[str, Any]], AmaxHistories]:
+def two_steps(casts, **settings):
     torch.manual_seed(0)
     layer = layer_like(nn.Linear(40, 24), casts, **settings)
     histories = AmaxHistories(layer)
@@ -43,7 +41,7 @@ def two_steps(casts: LinearCasts, **settings: Any) -> tuple[list[dict[str, Any]]
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", SHARING)
-def test_sharing_changes_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, exact: bool) -> None:
+def test_sharing_changes_no_bit(monkeypatch, name, exact):
     found, histories = two_steps(SHARING[name], exact=exact)
     monkeypatch.setattr(LinearCasts, "shared", lambda *_: False)
     expected, expected_histories = two_steps(SHARING[name], exact=exact)
@@ -55,7 +53,7 @@ def test_sharing_changes_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, exac
 
 
 @each("name", [*SHARING, *OWN])
-def test_each_operand_is_made_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_each_operand_is_made_once(monkeypatch, name):
     casts = {**SHARING, **OWN}[name]
     made, original = [], operands.quantize_operand
     monkeypatch.setattr(operands, "quantize_operand", lambda *args: made.append(args) or original(*args))
@@ -66,7 +64,7 @@ def test_each_operand_is_made_once(monkeypatch: pytest.MonkeyPatch, name: str) -
     assert len(made) == count - shared, f"{len(made)} of {count} operands were quantized"
 
 
-def test_without_a_gradient_of_x_g_is_made_for_wgrad() -> None:
+def test_without_a_gradient_of_x_g_is_made_for_wgrad():
     layer = layer_like(nn.Linear(32, 48), SHARING["fp8-current"])
     x, g = torch.randn(16, 32), torch.randn(16, 48)
     with_x, without = run(layer, x, g), run(layer, x, g, needs_x=False)

@@ -4,11 +4,10 @@ That a layer computes them as they are defined is in linear/test_operands.py; he
 """
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert
 from lightning_lowbit.nn import OPERANDS, LayerKeys
@@ -25,7 +24,7 @@ KEYED = {gemm: Hadamard(16, "keyed") for gemm in GEMMS}
 ALL = tuple(GEMMS)
 
 
-def tensors(tokens: int = TOKENS, mean: float = 0.0) -> tuple[nn.Linear, Tensor, Tensor]:
+def tensors(tokens=TOKENS, mean=0.0):
     """A layer, x and g; all tokens share a direction of the given size."""
     generator = torch.Generator().manual_seed(3)
     layer = nn.Linear(IN, OUT)
@@ -38,7 +37,7 @@ def tensors(tokens: int = TOKENS, mean: float = 0.0) -> tuple[nn.Linear, Tensor,
     return layer, x, g
 
 
-def error(found: Tensor | None, expected: Tensor | None) -> float:
+def error(found, expected):
     assert found is not None
     assert expected is not None
     return ((found - expected).norm() / expected.norm()).item()
@@ -66,7 +65,7 @@ def error(found: Tensor | None, expected: Tensor | None) -> float:
     ],
     ids=str,
 )
-def test_with_lossless_casts_the_layer_is_linear(settings: dict[str, Any], exact: bool, mean: float) -> None:
+def test_with_lossless_casts_the_layer_is_linear(settings, exact, mean):
     original, x, g = tensors(mean=mean)
     found = run(layer_like(original, every(LOSSLESS, **settings), exact=exact), x, g)
     for name, expected in run(original, x, g).items():
@@ -74,7 +73,7 @@ def test_with_lossless_casts_the_layer_is_linear(settings: dict[str, Any], exact
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
-def test_splitting_the_mean_off_helps_where_there_is_one(gemm: str) -> None:
+def test_splitting_the_mean_off_helps_where_there_is_one(gemm):
     """Averaged over draws of the random bits, where there are some."""
     casts = LinearCasts.preset("nvfp4")
     for mean, low, high in ((30.0, 0.0, 0.5), (0.0, 0.7, 1.3)):
@@ -96,7 +95,7 @@ SURROGATE_CASTS = [SATURATING, Cast("e2m1", Scale("e4m3", 16, two_level=True)), 
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("cast", SURROGATE_CASTS)
 @each("kind", ["trust", "dge"])
-def test_a_surrogate_multiplies_the_straight_through_gradient(kind: str, cast: Cast, dtype: torch.dtype) -> None:
+def test_a_surrogate_multiplies_the_straight_through_gradient(kind, cast, dtype):
     original, x, g = tensors()
     original, x, g = original.to(dtype), x.to(dtype), g.to(dtype)
     casts = every(cast, dgrad_w="fprop", wgrad_x="fprop")  # dX and dW as autograd through the forward pass has them
@@ -104,7 +103,7 @@ def test_a_surrogate_multiplies_the_straight_through_gradient(kind: str, cast: C
     for operand, name, tensor in (("fprop_x", "x", x), ("fprop_w", "weight", original.weight.detach())):
         found = run(layer_like(original, casts.replace(surrogate={operand: kind})), x, g)
         factor = surrogate_factor(kind, tensor, cast, 1)
-        expected = {**straight, name: (straight[name].float() * factor).to(dtype)}  # type: ignore[union-attr]
+        expected = {**straight, name: (straight[name].float() * factor).to(dtype)}
         assert factor.unique().numel() > 1 or kind == "trust", "the surrogate has nothing to do"
         for result, values in expected.items():
             assert values is not None
@@ -115,7 +114,7 @@ def test_a_surrogate_multiplies_the_straight_through_gradient(kind: str, cast: C
             )
 
 
-def test_a_surrogate_acts_in_the_rotated_space() -> None:
+def test_a_surrogate_acts_in_the_rotated_space():
     """Where fprop is rotated, what was rounded is the rotated weight: its gradient is rotated there and back."""
     generator = torch.Generator().manual_seed(0)
     original = nn.Linear(16, 8, bias=False)
@@ -134,7 +133,7 @@ def test_a_surrogate_acts_in_the_rotated_space() -> None:
         assert not torch.allclose(expected, straight * surrogate_factor(kind, original.weight.detach(), SATURATING, 1))
 
 
-def test_trust_stops_saturated_weights_only() -> None:
+def test_trust_stops_saturated_weights_only():
     """A weight far beyond its block's largest level has no gradient, and no other is touched."""
     original = nn.Linear(32, 4, bias=False)
     original.weight.data.fill_(1.0)
@@ -154,15 +153,13 @@ def test_trust_stops_saturated_weights_only() -> None:
 
 
 class Two(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
         self.second.weight = self.first.weight
 
 
-def rotated_operands(
-    layer: str = "first", step: int = 0, rank: int = 0, micro_batch: int = 0, **h: Any
-) -> dict[str, Tensor]:
+def rotated_operands(layer="first", step=0, rank=0, micro_batch=0, **h):
     """The operands of one of two equal layers under keys of this step; rounding is deterministic."""
     torch.manual_seed(0)
     model = convert(Two(), every(NEAREST, hadamard={gemm: Hadamard(16, **h) for gemm in GEMMS}))
@@ -182,7 +179,7 @@ def rotated_operands(
     ],
     ids=str,
 )
-def test_keyed_signs_are_drawn_anew(change: dict[str, Any], same: tuple[str, ...]) -> None:
+def test_keyed_signs_are_drawn_anew(change, same):
     first, again = rotated_operands(signs="keyed"), rotated_operands(signs="keyed")
     other = rotated_operands(signs="keyed", **change)
     fixed = [rotated_operands(**changes) for changes in ({}, change)]
@@ -192,9 +189,9 @@ def test_keyed_signs_are_drawn_anew(change: dict[str, Any], same: tuple[str, ...
         assert torch.equal(fixed[0][name], fixed[1][name]), f"{name}: fixed signs change with {change}"
 
 
-def test_signs_of_the_gemms_differ() -> None:
+def test_signs_of_the_gemms_differ():
     """Three GEMMs of a layer do not share their signs, and signs do not share their bits with rounding."""
-    layer: Any = layer_like(nn.Linear(16, 16), every(NEAREST, hadamard=KEYED))
+    layer = layer_like(nn.Linear(16, 16), every(NEAREST, hadamard=KEYED))
     device = torch.device("cpu")
     signs = [
         Hadamard(128, "keyed").diagonal(layer.lowbit.keys[OPERANDS.index(names[1])], device) for names in GEMMS.values()
@@ -205,18 +202,18 @@ def test_signs_of_the_gemms_differ() -> None:
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
-def test_keyed_signs_without_keys_are_refused(gemm: str) -> None:
+def test_keyed_signs_without_keys_are_refused(gemm):
     layer = convert(nn.Linear(IN, OUT), every(NEAREST, hadamard={gemm: Hadamard(16, "keyed")}))
     x = torch.randn(2, IN, requires_grad=True)
     with pytest.raises(ValueError, match="Keyed signs of a Hadamard transform need a key.*LayerKeys"):
         layer(x).sum().backward()
 
 
-def test_copies_of_a_layer_rotate_alike() -> None:
+def test_copies_of_a_layer_rotate_alike():
     original, x, g = tensors()
     layer = layer_like(original, every(STOCHASTIC, hadamard=KEYED, subtract_mean=ALL))
     expected = run(layer, x, g)
     with pytest.warns(UserWarning, match="in a copy of the model"):
         found = run(copy.deepcopy(layer), x, g)
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), f"{name} of a copy"  # type: ignore[arg-type]
+        assert torch.equal(found[name], tensor), f"{name} of a copy"

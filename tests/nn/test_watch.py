@@ -1,13 +1,11 @@
 """Layers leave sums of their operands and gradients where somebody asks, and compute the same to the bit."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lightning_lowbit.callbacks.monitors.operand_statistics import OperandNumbers, QuantizedOperands
+from lightning_lowbit.callbacks.monitors.operand_statistics import QuantizedOperands
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from lightning_lowbit.nn.casts.plan import SHARED
 from lightning_lowbit.nn.core.watch import Watch
@@ -21,16 +19,16 @@ CPU = torch.device("cpu")
 LAYERS = ("first", "second", "head")
 
 
-def watch_of(model: nn.Module, what: Any = "operand_sums") -> Watch:
+def watch_of(model, what="operand_sums"):
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     return QuantizedOperands(layers) if what == "operand_sums" else Watch(layers, what)
 
 
-def numbers(watch: QuantizedOperands) -> OperandNumbers:
+def numbers(watch):
     return watch.numbers({name: column.tolist() for name, column in watch.measure().items()})
 
 
-def batch(seed: int = 0) -> Tensor:
+def batch(seed=0):
     return torch.randn(24, 32, generator=torch.Generator().manual_seed(seed))
 
 
@@ -38,7 +36,7 @@ def batch(seed: int = 0) -> Tensor:
 
 
 @each("casts", ["nvfp4", "nvfp4-nvidia", "mxfp4-rht", "fp8-delayed", "ternary", "int4"])
-def test_rows_tell_what_casts_did(casts: str) -> None:
+def test_rows_tell_what_casts_did(casts):
     """To the operands as they were quantized: rotated, or the other way round; also to those that were taken over."""
     model, _ = net(casts)
     watch = watch_of(model)
@@ -59,7 +57,7 @@ def test_rows_tell_what_casts_did(casts: str) -> None:
 
 @each("what", ["operand_sums", "gradient_sums"])
 @each("casts", ["nvfp4", "fp8-delayed", "ternary"])
-def test_watching_changes_nothing(casts: str, what: Any) -> None:
+def test_watching_changes_nothing(casts, what):
     found = []
     for watched in (False, True):
         model, _ = net(casts, dropout=0.2)
@@ -72,7 +70,7 @@ def test_watching_changes_nothing(casts: str, what: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["operand_sums", "gradient_sums"])
-def test_only_while_it_is_on(what: Any) -> None:
+def test_only_while_it_is_on(what):
     model, keys = net()
     watch = watch_of(model, what)
     shape = (3, 6, 8) if what == "operand_sums" else (3, 2)
@@ -98,7 +96,7 @@ def test_only_while_it_is_on(what: Any) -> None:
     assert not watch.sums.any(), "rows begin empty"
 
 
-def test_different_passes_add_up() -> None:
+def test_different_passes_add_up():
     model, _ = net()
     watch = watch_of(model)
     assert isinstance(watch, QuantizedOperands)
@@ -112,7 +110,7 @@ def test_different_passes_add_up() -> None:
         assert_numbers(found[layer][operand], numbers_of(operands), f"{layer}, {operand}")
 
 
-def test_recomputed_passes_count_twice_with_the_same_ratios() -> None:
+def test_recomputed_passes_count_twice_with_the_same_ratios():
     found = []
     for recompute in (False, True):
         model, _ = net(recompute=recompute)
@@ -126,7 +124,7 @@ def test_recomputed_passes_count_twice_with_the_same_ratios() -> None:
     assert same == ratios
 
 
-def test_a_layer_without_tokens() -> None:
+def test_a_layer_without_tokens():
     """An expert that no token was sent to."""
     for what in ("operand_sums", "gradient_sums"):
         model, _ = net()
@@ -140,7 +138,7 @@ def test_a_layer_without_tokens() -> None:
             assert not watch.sums.any()
 
 
-def test_an_operand_that_another_gemm_made_counts_once() -> None:
+def test_an_operand_that_another_gemm_made_counts_once():
     model, _ = net("fp8-current")
     watch = watch_of(model)
     watch.start(CPU)
@@ -156,7 +154,7 @@ def test_an_operand_that_another_gemm_made_counts_once() -> None:
 
 
 @each("casts", ["nvfp4", "nvfp4-nvidia", "fp8-current", "ternary", {"preset": "ternary", "wgrad_x": None}])
-def test_gradients_in_both_precisions(casts: Any) -> None:
+def test_gradients_in_both_precisions(casts):
     """By hand, from the operands that met: those of the forward pass where the backward pass takes them over."""
     layer = layer_like(nn.Linear(32, 16, bias=False), casts, exact=True)
     watch = watch_of(layer, "gradient_sums")
@@ -173,7 +171,7 @@ def test_gradients_in_both_precisions(casts: Any) -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_no_error_without_quantized_operands(autocast: bool) -> None:
+def test_no_error_without_quantized_operands(autocast):
     """In the phase of quantization-aware finetuning both gradients are one."""
     layer = layer_like(nn.Linear(32, 16), "nvfp4")
     layer.casts = layer.full_casts.phase("qaf")
@@ -185,7 +183,7 @@ def test_no_error_without_quantized_operands(autocast: bool) -> None:
     assert signal > 0
 
 
-def test_a_frozen_weight_has_no_gradient() -> None:
+def test_a_frozen_weight_has_no_gradient():
     layer = layer_like(nn.Linear(32, 16), "nvfp4")
     layer.weight.requires_grad_(False)
     watch = watch_of(layer, "gradient_sums")
@@ -202,7 +200,7 @@ def test_a_frozen_weight_has_no_gradient() -> None:
     ("what", "casts", "recompute"),
     [("operand_sums", "nvfp4", True), ("operand_sums", "ternary", False), ("gradient_sums", "nvfp4", False)],
 )
-def test_compiled(what: Any, casts: str, recompute: bool) -> None:
+def test_compiled(what, casts, recompute):
     """The same sums and gradients; one graph for each of on and off, however often it is started."""
     torch._dynamo.reset()
     model, twin = (net(casts, recompute=recompute)[0] for _ in range(2))

@@ -9,7 +9,6 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from lightning_lowbit.distributed import local
 from lightning_lowbit.optim import Adaptive
 from lightning_lowbit.optim.moments import misfit
-from tests.optim.conformance.entries import ENTRIES, Entry, assert_nothing_happened
+from tests.optim.conformance.entries import ENTRIES, assert_nothing_happened
 from tests.optim.parameters import set_gradients, snapshot, train
 
 CHOICES = [entry for entry in ENTRIES.values() if entry.base is None or entry.base[0] == "torch.optim"]
@@ -33,7 +32,7 @@ DTYPES = [
     torch.bool,
 ]
 SHAPES = [(), (0,), (1,), (3,), (6, 5), (5, 6), (1, 5, 6), (40, 6), (2**16,), (3, 2, 2, 2)]
-ODDITIES: list[Any] = [
+ODDITIES = [
     None,
     3,
     -1.5,
@@ -52,19 +51,19 @@ ODDITIES: list[Any] = [
 Saved = dict[str, Any]
 
 
-def reshape(value: Tensor, draw: random.Random) -> Any:
+def reshape(value, draw):
     return torch.zeros(draw.choice(SHAPES)).to(value.dtype)
 
 
-def swap_last_dimensions(value: Tensor, draw: random.Random) -> Any:
+def swap_last_dimensions(value, draw):
     return value.mT.contiguous() if value.dim() > 1 else value.flatten().unsqueeze(0)
 
 
-def recast(value: Tensor, draw: random.Random) -> Any:
+def recast(value, draw):
     return value if value.is_complex() else value.to(draw.choice(DTYPES))
 
 
-def fill(value: Tensor, draw: random.Random) -> Any:
+def fill(value, draw):
     if not value.dtype.is_floating_point:
         return torch.full_like(
             value, draw.choice([0, 1, 127, 255] if value.dtype == torch.uint8 else [-1, 2**62, 2**40])
@@ -72,19 +71,19 @@ def fill(value: Tensor, draw: random.Random) -> Any:
     return torch.full_like(value, draw.choice([math.nan, math.inf, -math.inf, -1.0, 1e38, 0.0]))
 
 
-def move(value: Tensor, draw: random.Random) -> Any:
-    views: list[Callable[[Tensor], Any]] = [
+def move(value, draw):
+    views = [
         torch._neg_view, lambda v: v.to("meta"), lambda v: v.to_sparse(), lambda v: v.mT if v.dim() > 1 else v,
         lambda v: v.new_zeros(()).expand(v.shape), lambda v: v.cdouble(), lambda v: torch.nn.Parameter(v.double()),
     ]  # fmt: skip
     return draw.choice(views)(value)
 
 
-def replace(value: Tensor, draw: random.Random) -> Any:
+def replace(value, draw):
     return draw.choice(ODDITIES)
 
 
-def damage_entry(saved: Saved, names: list[str], draw: random.Random) -> None:
+def damage_entry(saved, names, draw):
     states = [state for state in saved["state"].values() if isinstance(state, dict) and state.keys() & set(names)]
     if not states:
         return
@@ -97,7 +96,7 @@ def damage_entry(saved: Saved, names: list[str], draw: random.Random) -> None:
         state[name] = draw.choice(changes)(state[name], draw)
 
 
-def damage_states(saved: Saved, draw: random.Random) -> None:
+def damage_states(saved, draw):
     states, index = saved["state"], draw.choice(sorted(saved["state"], key=str) or [0])
     other = draw.choice(sorted(states, key=str) or [0])
     kind = draw.randrange(6)
@@ -115,7 +114,7 @@ def damage_states(saved: Saved, draw: random.Random) -> None:
         saved["state"] = draw.choice([*ODDITIES, {}])
 
 
-def damage_group(saved: Saved, options: list[str], draw: random.Random) -> None:
+def damage_group(saved, options, draw):
     group = draw.choice(saved["param_groups"])
     name, kind = draw.choice(options), draw.randrange(8)
     if kind < 3:
@@ -135,11 +134,11 @@ def damage_group(saved: Saved, options: list[str], draw: random.Random) -> None:
         saved["param_groups"] = draw.choice([groups[1:], groups * 2, [3], None, {"params": []}, [{}], [{"lr": 1}]])
 
 
-def of_another(draw: random.Random) -> Saved:
+def of_another(draw):
     kind, entry = draw.randrange(3), draw.choice(CHOICES)
     parameters = entry.parameters()
     if kind == 0:
-        optimizer: Any = torch.optim.AdamW(parameters)
+        optimizer = torch.optim.AdamW(parameters)
     elif kind == 1:
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=draw.choice([0.0, 0.9]))
     else:
@@ -148,7 +147,7 @@ def of_another(draw: random.Random) -> Saved:
     return copy.deepcopy(optimizer.state_dict())
 
 
-def damaged(entry: Entry, draw: random.Random) -> Any:
+def damaged(entry, draw):
     """A state that an optimizer saved, changed in one to three places."""
     parameters = entry.parameters()
     optimizer = entry(parameters)
@@ -177,7 +176,7 @@ def damaged(entry: Entry, draw: random.Random) -> Any:
     return saved
 
 
-def attempt(number: int) -> str:
+def attempt(number):
     """Loads the damaged state of a number; returns what came of it."""
     draw = random.Random(number)
     entry = draw.choice(CHOICES)
@@ -207,7 +206,7 @@ def attempt(number: int) -> str:
     return "loaded"
 
 
-def main(first: int, count: int) -> None:
+def main(first, count):
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     results = {"refused": 0, "loaded": 0}

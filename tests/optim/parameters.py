@@ -1,11 +1,7 @@
 """What the optimizers' tests share: parameters of all shapes, gradients with spikes, and comparison bit for bit."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,18 +14,18 @@ SHAPES = [(), (1,), (7,), (0,), (0, 3), (5, 6), (3, 2, 2, 2)]
 in_cpp_and_in_torch = pytest.mark.parametrize("code", ["C++", "torch"])
 
 
-def use(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def use(code, monkeypatch):
     """Plain torch, the code of all other devices, or C++ where it serves."""
     if code == "torch":
         monkeypatch.setattr(kernels, "kernels_for", lambda batch: None)
 
 
-def make_parameters(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Parameter]:
+def make_parameters(dtype=torch.float32, shapes=SHAPES):
     generator = torch.Generator().manual_seed(1)
     return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
-def set_gradients(parameters: Iterable[Tensor], seed: int) -> None:
+def set_gradients(parameters, seed):
     """Heavy-tailed gradients, so that AdaClip clips and AdaGN scales."""
     generator = torch.Generator().manual_seed(seed)
     for p in parameters:
@@ -38,19 +34,19 @@ def set_gradients(parameters: Iterable[Tensor], seed: int) -> None:
         )
 
 
-def train(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], steps: Iterable[int]) -> None:
+def train(optimizer, parameters, steps):
     for step in steps:
         set_gradients(parameters, seed=step)
         optimizer.step()
 
 
-def snapshot(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
+def snapshot(optimizer, parameters):
     """Copies of every parameter and all its state."""
     values = [value for p in parameters for value in (p.detach(), *optimizer.state[p].values())]
     return [torch.as_tensor(value).clone() for value in values]
 
 
-def assert_same(left: Sequence[Tensor], right: Sequence[Tensor], message: str) -> None:
+def assert_same(left, right, message):
     assert len(left) == len(right), f"{message}: {len(left)} tensors against {len(right)}"
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
         assert a.dtype == b.dtype and torch.equal(a, b), f"{message}: tensor {index} differs: {a} {b}"
@@ -61,7 +57,7 @@ class NoHostSync(TorchDispatchMode):
 
     FORBIDDEN = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         assert name not in self.FORBIDDEN, f"host sync: {func}"
         # What torch.tensor and torch.as_tensor make of Python's numbers: elsewhere, a copy for which the host waits.

@@ -3,11 +3,7 @@
 What came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
@@ -17,7 +13,7 @@ from tests.ranks import RANKS, trainer
 
 STEPS, HALF = 8, 4
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "stable_spam": lambda p: StableSPAM(p, reset_interval=5, weight_decay=0.1),
     "adaptive": lambda p: Adaptive(torch.optim.AdamW(p)),
     "fp8": lambda p: LowBitAdamW(p),
@@ -27,16 +23,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Regression(ranks.Regression):
     """With one of the ``OPTIMIZERS``. One batch has large inputs."""
 
-    def __init__(self, name: str, shard: bool = False) -> None:
+    def __init__(self, name, shard=False):
         super().__init__(shard)
         self.name = name
 
-    def inputs(self, step: int, batch_idx: int) -> tuple[Tensor, Tensor]:
+    def inputs(self, step, batch_idx):
         x, y = super().inputs(step, batch_idx)
         return (20.0 if step == 3 else 1.0) * x, y
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS[self.name](self.trainer.model.parameters())  # type: ignore[union-attr]
+    def configure_optimizers(self):
+        return OPTIMIZERS[self.name](self.trainer.model.parameters())
 
 
 STRATEGIES = {name: ranks.STRATEGIES[name] for name in ("ddp", "fsdp2", "fsdp2, whole checkpoints", "fsdp1")}
@@ -52,23 +48,23 @@ INTERRUPTED = [
 ]
 
 
-def describe(strategy: str, optimizer: str, with_plugin: bool) -> str:
+def describe(strategy, optimizer, with_plugin):
     return f"{strategy}, {optimizer}, {'with' if with_plugin else 'without'} plugin"
 
 
-def plugin() -> LowBitPrecision:
+def plugin():
     """Without a cast."""
     return LowBitPrecision("bf16", compute_dtype="fp32")
 
 
-def alone(name: str, ckpt_path: str | None = None) -> list[Tensor]:
+def alone(name, ckpt_path=None):
     """Weights at the end of a run in one process."""
     model = Regression(name)
     trainer(plugin(), max_steps=STEPS, devices=1).fit(model, ckpt_path=ckpt_path)
     return model.whole
 
 
-def train(strategy: str, optimizer: str, with_plugin: bool, end: int = STEPS, ckpt_path: str | None = None) -> Any:
+def train(strategy, optimizer, with_plugin, end=STEPS, ckpt_path=None):
     """A Trainer of both ranks that has trained, and the weights."""
     model = Regression(optimizer, shard=strategy.startswith("fsdp2"))
     plugins = [plugin()] if with_plugin else []
@@ -77,8 +73,8 @@ def train(strategy: str, optimizer: str, with_plugin: bool, end: int = STEPS, ck
     return run, model.whole
 
 
-def work() -> dict[str, Any]:
-    results: dict[str, Any] = {
+def work():
+    results = {
         describe(strategy, optimizer, with_plugin): train(strategy, optimizer, with_plugin)[1]
         for strategy, optimizer, with_plugin in RUNS
     }

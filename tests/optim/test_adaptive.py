@@ -7,18 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, passes
-from tests.optim.parameters import (
-    assert_same,
-    in_cpp_and_in_torch,
-    make_parameters,
-    set_gradients,
-    train,
-    use,
-)
+from tests.optim.parameters import assert_same, in_cpp_and_in_torch, make_parameters, set_gradients, train, use
 from tests.references.adaptive import Guard, guard_all
 from tests.tables import each
 
@@ -26,12 +18,11 @@ SHAPES = [(), (7,), (5, 6), (3, 2, 2, 2)]
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
-def lion(parameters: Any) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = pytest.importorskip("pytorch_optimizer").Lion(parameters, lr=1e-3)
-    return optimizer
+def lion(parameters):
+    return pytest.importorskip("pytorch_optimizer").Lion(parameters, lr=1e-3)
 
 
-OPTIMIZERS: dict[str, Make] = {
+OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
     # With this dampening, a momentum that begins with anything but the first gradient shows, with zeros too.
@@ -40,7 +31,7 @@ OPTIMIZERS: dict[str, Make] = {
     "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
     "Lion": lion,
 }
-RULES: dict[str, dict[str, Any]] = {
+RULES = {
     "ada_clip, ada_gn": {"gamma3": 0.9},
     "ada_clip": {"norm_clip": None, "gamma3": 0.9},
     "ada_gn": {"element_clip": None, "gamma1": 0.85, "gamma2": 0.99999, "norm_eps": 1e-3},
@@ -49,9 +40,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def follow_reference(
-    adaptive: Adaptive, plain: torch.optim.Optimizer, guarding: list[Guard], steps: int, tolerance: float
-) -> int:
+def follow_reference(adaptive, plain, guarding, steps, tolerance):
     """Trains both, with a skipped step on the way; ``plain`` has reference guards before it. How many were cut."""
     parameters = [p for group in adaptive.param_groups for p in group["params"]]
     twins = [p for group in plain.param_groups for p in group["params"]]
@@ -83,7 +72,7 @@ def follow_reference(
     return cut
 
 
-def uncorrected_second_moment(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
+def uncorrected_second_moment(optimizer, parameter):
     state = optimizer.state.get(parameter, {})
     return state["exp_avg_sq"].double() if "exp_avg_sq" in state else None
 
@@ -92,7 +81,7 @@ def uncorrected_second_moment(optimizer: torch.optim.Optimizer, parameter: Tenso
 @in_cpp_and_in_torch
 @pytest.mark.parametrize("options", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_reference(make: Make, options: dict[str, Any], code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference(make, options, code, monkeypatch):
     """In float64, where only the order of sums differs; Lion's signs are then safe, too."""
     use(code, monkeypatch)
     monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
@@ -103,7 +92,7 @@ def test_reference(make: Make, options: dict[str, Any], code: str, monkeypatch: 
 
 
 @each("options", RULES.values())
-def test_reference_in_fp32(options: dict[str, Any]) -> None:
+def test_reference_in_fp32(options):
     parameters, twins = make_parameters(shapes=SHAPES), make_parameters(shapes=SHAPES)
     make = OPTIMIZERS["AdamW"]
     follow_reference(Adaptive(make(parameters), **options), make(twins), [Guard(**options) for _ in twins], 10, 1e-5)
@@ -113,12 +102,10 @@ def test_reference_in_fp32(options: dict[str, Any]) -> None:
 @in_cpp_and_in_torch
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["AdamW, fused"]], ids=["AdamW", "AdamW, fused"])
 @pytest.mark.parametrize("norm_clip", ["ada_gn", "grad_clip", None])
-def test_spike_clip_by_the_wrapped_second_moment(
-    make: Make, norm_clip: str | None, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spike_clip_by_the_wrapped_second_moment(make, norm_clip, code, monkeypatch):
     use(code, monkeypatch)
     monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
-    options: dict[str, Any] = {"element_clip": "spike_clip", "norm_clip": norm_clip, "spike_threshold": 4.0}
+    options = {"element_clip": "spike_clip", "norm_clip": norm_clip, "spike_threshold": 4.0}
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
     guarding = [Guard(**options) for _ in parameters]
     cut = follow_reference(Adaptive(make(parameters), **options), make(twins), guarding, 30, 1e-9)
@@ -126,7 +113,7 @@ def test_spike_clip_by_the_wrapped_second_moment(
 
 
 @pytest.mark.parametrize("name", ["SGD", "Lion", "Adafactor"])
-def test_spike_clip_is_refused_where_there_is_no_second_moment(name: str) -> None:
+def test_spike_clip_is_refused_where_there_is_no_second_moment(name):
     parameters = make_parameters(shapes=SHAPES)
     optimizer = Adaptive(OPTIMIZERS[name](parameters), element_clip="spike_clip")
     words = f"{type(optimizer.optimizer).__name__} keeps no 'exp_avg_sq': use element_clip='ada_clip'"
@@ -134,7 +121,7 @@ def test_spike_clip_is_refused_where_there_is_no_second_moment(name: str) -> Non
         train(optimizer, parameters, range(2))
 
 
-def test_groups_have_their_own_options_and_grad_clip_is_over_all_that_have_it() -> None:
+def test_groups_have_their_own_options_and_grad_clip_is_over_all_that_have_it():
     rules = list(RULES.values())
     groups, twin_groups, guarding = [], [], []
     for options in rules:
@@ -149,15 +136,15 @@ def test_groups_have_their_own_options_and_grad_clip_is_over_all_that_have_it() 
     follow_reference(adaptive, plain, guarding, 8, 1e-9)
 
 
-def test_matrices_only_leaves_vectors_as_they_are() -> None:
+def test_matrices_only_leaves_vectors_as_they_are():
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
-    free: dict[str, Any] = {"element_clip": None, "norm_clip": None}
+    free = {"element_clip": None, "norm_clip": None}
     guarding = [Guard(**free), Guard(**free), Guard(gamma3=0.5), Guard(gamma3=0.5)]
     make = OPTIMIZERS["AdamW"]
     follow_reference(Adaptive(make(parameters), matrices_only=True, gamma3=0.5), make(twins), guarding, 8, 1e-9)
 
 
-def test_options_are_read_at_each_step() -> None:
+def test_options_are_read_at_each_step():
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
     adaptive, plain = Adaptive(torch.optim.SGD(parameters, lr=1e-2)), torch.optim.SGD(twins, lr=1e-2)
     adaptive.param_groups[0].update(element_clip=None, norm_clip=None, lr=0.5)
@@ -171,9 +158,7 @@ def test_options_are_read_at_each_step() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-11)])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_around_adamw_it_is_stable_spam_without_resets(
-    dtype: torch.dtype, tolerance: float, weight_decay: float
-) -> None:
+def test_around_adamw_it_is_stable_spam_without_resets(dtype, tolerance, weight_decay):
     parameters, twins = make_parameters(dtype), make_parameters(dtype)
     adaptive = Adaptive(torch.optim.AdamW(parameters, lr=1e-3, weight_decay=weight_decay))
     stable = StableSPAM(twins, lr=1e-3, weight_decay=weight_decay, reset_interval=None)
@@ -189,9 +174,9 @@ def test_around_adamw_it_is_stable_spam_without_resets(
         torch.testing.assert_close(tuple(left[p]), tuple(right[twin]), rtol=tolerance, atol=tolerance)
 
 
-def test_the_gradients_are_restored_when_the_wrapped_optimizer_raises() -> None:
+def test_the_gradients_are_restored_when_the_wrapped_optimizer_raises():
     class Broken(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             raise RuntimeError("out of order")
 
     [parameter] = make_parameters(shapes=[(3, 4)])
@@ -203,7 +188,7 @@ def test_the_gradients_are_restored_when_the_wrapped_optimizer_raises() -> None:
 
 
 @in_cpp_and_in_torch
-def test_gradients_are_clipped_in_their_own_memory(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_clipped_in_their_own_memory(code, monkeypatch):
     use(code, monkeypatch)
     parameters = make_parameters(shapes=[(3, 4), (5,)])
     optimizer, places, seen = Adaptive(torch.optim.SGD(parameters, lr=0.0), norm_clip="grad_clip"), [], []
@@ -217,7 +202,7 @@ def test_gradients_are_clipped_in_their_own_memory(code: str, monkeypatch: pytes
     assert seen == places, "the wrapped optimizer saw copies of gradients"
 
 
-def test_a_gradient_laid_out_unlike_its_parameter_is_clipped_in_a_copy() -> None:
+def test_a_gradient_laid_out_unlike_its_parameter_is_clipped_in_a_copy():
     """The wrapped optimizer sees the parameter's layout, and the gradient stays as it was."""
     [parameter], seen = make_parameters(shapes=[(3, 4)]), []
     parameter.grad = gradient = torch.full((4, 3), 10.0).t()
@@ -228,7 +213,7 @@ def test_a_gradient_laid_out_unlike_its_parameter_is_clipped_in_a_copy() -> None
     assert parameter.grad is gradient and bool((gradient == 10).all()), "p.grad was not restored"
 
 
-def test_base_makes_the_optimizer_from_parameters_and_groups() -> None:
+def test_base_makes_the_optimizer_from_parameters_and_groups():
     parameters = make_parameters(shapes=[(3, 4), (4,)])
     optimizer = Adaptive(iter(parameters), torch.optim.SGD)
     assert type(optimizer.optimizer) is torch.optim.SGD and optimizer.param_groups[0]["params"] == parameters
@@ -250,22 +235,22 @@ def test_base_makes_the_optimizer_from_parameters_and_groups() -> None:
         (lambda p: torch.optim.SGD, "type"),
     ],
 )
-def test_what_it_cannot_wrap_is_refused(wrong: Callable[[Parameter], Any], got: str) -> None:
+def test_what_it_cannot_wrap_is_refused(wrong, got):
     with pytest.raises(ValueError, match=f"Adaptive wraps a torch.optim.Optimizer .*got {re.escape(got)}"):
         Adaptive(wrong(Parameter(torch.ones(2, 2))))
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+def test_an_optimizer_that_needs_a_closure_is_refused():
     with pytest.raises(ValueError, match="Adaptive steps without a closure, which LBFGS needs: use it alone"):
         Adaptive(torch.optim.LBFGS([Parameter(torch.ones(2, 2))]))
 
 
-def test_a_base_beside_an_optimizer_is_refused() -> None:
+def test_a_base_beside_an_optimizer_is_refused():
     with pytest.raises(ValueError, match="Adaptive got SGD and a base that makes another: leave one of them out"):
         Adaptive(torch.optim.SGD([Parameter(torch.ones(2, 2))]), base=torch.optim.AdamW)
 
 
-def test_bad_options_of_a_group_are_refused() -> None:
+def test_bad_options_of_a_group_are_refused():
     first, second = make_parameters(shapes=[(2, 2), (3, 3)])
     with pytest.raises(ValueError, match="Adaptive needs gamma1 to be a number in .*got 1.5"):
         Adaptive(torch.optim.SGD([{"params": [first], "gamma1": 1.5}]))
@@ -277,7 +262,7 @@ def test_bad_options_of_a_group_are_refused() -> None:
     assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
 
 
-def test_statistics_of_bf16_are_fp32_and_the_wrapped_optimizer_sees_bf16() -> None:
+def test_statistics_of_bf16_are_fp32_and_the_wrapped_optimizer_sees_bf16():
     parameters = make_parameters(torch.bfloat16, SHAPES)
     optimizer = Adaptive(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     train(optimizer, parameters, range(3))

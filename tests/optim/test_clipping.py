@@ -1,13 +1,11 @@
 """The rules one by one: values that can be worked out by hand, edges, and what holds for any input."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from lightning_lowbit.optim import passes, rules
 from tests.tables import each
@@ -26,7 +24,7 @@ finite = st.floats(-(2.0**60), 2.0**60, width=32)
 vectors = st.lists(finite, min_size=1, max_size=12).map(torch.tensor)
 
 
-def from_list(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+def from_list(values, dtype=torch.float32):
     return torch.tensor(values, dtype=dtype)
 
 
@@ -37,9 +35,7 @@ def from_list(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor
     ("shape", "rows"),
     [((), [1]), ((1,), [1]), ((8,), [8]), ((9,), [8, 1]), ((5, 3), [2, 2, 1]), ((3, 20), [1, 1, 1]), ((4, 2, 1), [4])],
 )
-def test_pieces_are_rows_of_at_most_so_many_elements(
-    shape: tuple[int, ...], rows: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_are_rows_of_at_most_so_many_elements(shape, rows, monkeypatch):
     monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
     tensor = torch.arange(math.prod(shape)).reshape(shape)
     parts = [piece for (piece,) in passes.pieces_of(tensor)]
@@ -51,11 +47,11 @@ def test_pieces_are_rows_of_at_most_so_many_elements(
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4)])
-def test_an_empty_tensor_has_no_pieces(shape: tuple[int, ...]) -> None:
+def test_an_empty_tensor_has_no_pieces(shape):
     assert list(passes.pieces_of(torch.ones(shape), torch.ones(shape))) == []
 
 
-def test_the_first_tensor_decides_the_rows_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_tensor_decides_the_rows_of_all(monkeypatch):
     monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
     wide, narrow = torch.arange(20).reshape(5, 4), torch.arange(5)
     shapes = [(tuple(a.shape), tuple(b.shape)) for a, b in passes.pieces_of(wide, narrow)]
@@ -64,7 +60,7 @@ def test_the_first_tensor_decides_the_rows_of_all(monkeypatch: pytest.MonkeyPatc
         list(passes.pieces_of(wide, torch.arange(8)))
 
 
-def test_elsewhere_pieces_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_pieces_are_larger(monkeypatch):
     monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
     monkeypatch.setattr(passes, "PIECE_ON_ACCELERATOR", 16)
     on_meta = [len(piece) for (piece,) in passes.pieces_of(torch.empty(20, 4, device="meta"))]
@@ -80,20 +76,20 @@ def test_elsewhere_pieces_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     [([], 0), ([0.0], 0), ([-0.0], 0), ([1, -3, 2], 3), ([-1, 0.5], 1), ([2], 2), ([math.inf, 1], math.inf),
      ([-math.inf, 1], math.inf)],
 )  # fmt: skip
-def test_amax(values: list[float], expected: float, dtype: torch.dtype) -> None:
+def test_amax(values, expected, dtype):
     found = passes.amax(from_list(values, dtype))
     assert found.dtype == dtype and found.dim() == 0 and found == expected, f"max|{values}| is {found}"
 
 
 @pytest.mark.parametrize("place", [0, 1, 40])
-def test_amax_lets_nan_through(place: int) -> None:
+def test_amax_lets_nan_through(place):
     values = torch.ones(41)
     values[place] = math.nan
     assert passes.amax(values).isnan(), f"NaN at {place} was lost"
 
 
 @each("shape", [(), (0,), (4,), (3, 5), (2, 3, 4)])
-def test_sum_of_squares(shape: tuple[int, ...]) -> None:
+def test_sum_of_squares(shape):
     values = torch.randn(shape, dtype=torch.float64)
     found = passes.sum_of_squares(values)
     assert found.dim() == 0
@@ -107,7 +103,7 @@ def test_sum_of_squares(shape: tuple[int, ...]) -> None:
 
 @each("dtype", [torch.float32, torch.float64])
 @each("decay", [0.0, 1e-3, 0.5, 0.9, 0.99999])
-def test_weights_give_the_bias_corrected_average(decay: float, dtype: torch.dtype) -> None:
+def test_weights_give_the_bias_corrected_average(decay, dtype):
     values = torch.randn(40, dtype=torch.float64).exp().tolist()
     average, uncorrected = torch.full((), math.nan, dtype=dtype), 0.0
     for step, value in enumerate(values):
@@ -123,7 +119,7 @@ def test_weights_give_the_bias_corrected_average(decay: float, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_averaging_weight_of_many_parameters_and_steps(dtype: torch.dtype) -> None:
+def test_averaging_weight_of_many_parameters_and_steps(dtype):
     steps = torch.tensor([[0, 1], [2, 10**9]])
     weights = rules.averaging_weight(0.75, steps, dtype)
     exact = [[1, 0.25 / (1 - 0.75**2)], [0.25 / (1 - 0.75**3), 0.25]]
@@ -133,7 +129,7 @@ def test_averaging_weight_of_many_parameters_and_steps(dtype: torch.dtype) -> No
 
 @PROFILE
 @given(st.lists(st.floats(0, 0.99), min_size=1, max_size=30))
-def test_growing_weight_gives_the_average_of_decays_that_change(decays: list[float]) -> None:
+def test_growing_weight_gives_the_average_of_decays_that_change(decays):
     """Σ(1 − γᵢ)·γᵢ₊₁⋯γₜ·xᵢ over the sum of these weights, worked out from the definition."""
     values = [math.sin(index) + 2 for index in range(len(decays))]
     total, average = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
@@ -147,7 +143,7 @@ def test_growing_weight_gives_the_average_of_decays_that_change(decays: list[flo
 
 
 @pytest.mark.parametrize("new", [0.25, torch.tensor([0.25, 0.25])], ids=["number", "tensor"])
-def test_growing_weight_starts_anew_where_the_total_is_zero(new: rules.Scalar) -> None:
+def test_growing_weight_starts_anew_where_the_total_is_zero(new):
     weight, total = rules.growing_weight(new, torch.tensor([0.0, 0.75]))
     assert weight.tolist() == pytest.approx([1.0, 0.25 / 0.8125]) and weight[0] == 1, f"weights {weight}"
     assert total.tolist() == pytest.approx([0.25, 0.8125]), f"totals {total}"
@@ -156,13 +152,13 @@ def test_growing_weight_starts_anew_where_the_total_is_zero(new: rules.Scalar) -
 # --- AdaClip ---
 
 
-def test_clip_ratio() -> None:
+def test_clip_ratio():
     ratio = rules.clip_ratio(from_list([4, 2, 1, 0, 0, 3]), from_list([2, 2, 2, 0, 1, 0]))
     assert ratio.tolist() == [0.5, 1, 1, 1, 1, 0], f"T/M where M > T, otherwise 1; got {ratio}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ada_clip_by_hand(dtype: torch.dtype) -> None:
+def test_ada_clip_by_hand(dtype):
     gradient = from_list([1, -8, 2, -2, 2.5, 0], dtype)  # T = 2 itself is no spike, 2.5 ends below it
     before = gradient.clone()
     clipped, spikes = rules.AdaClip.clip(gradient, torch.tensor(2.0), torch.tensor(0.25), None)
@@ -174,7 +170,7 @@ def test_ada_clip_by_hand(dtype: torch.dtype) -> None:
 
 @PROFILE
 @given(vectors, st.floats(0, 1))
-def test_ada_clip_of_anything(gradient: Tensor, share: float) -> None:
+def test_ada_clip_of_anything(gradient, share):
     maximum = passes.amax(gradient)
     threshold = maximum * share
     ratio = rules.clip_ratio(maximum, threshold)
@@ -190,7 +186,7 @@ def test_ada_clip_of_anything(gradient: Tensor, share: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scalar", [torch.tensor, float])
-def test_spike_clip_by_hand(scalar: Callable[[float], rules.Scalar], dtype: torch.dtype) -> None:
+def test_spike_clip_by_hand(scalar, dtype):
     gradient = from_list([9, -9, 6, -5, 9, 0, -9], dtype)
     mean_square = from_list([4, 4, 4, 4, 0, 4, 1e-30], dtype)
     clipped = rules.SpikeClip.clip(gradient, scalar(9.0), 1.0, mean_square)[0]
@@ -203,7 +199,7 @@ def test_spike_clip_by_hand(scalar: Callable[[float], rules.Scalar], dtype: torc
 @given(
     st.lists(st.tuples(finite, st.floats(0, 2.0**100, width=32)), min_size=1), st.sampled_from([0.5, 5000.0, math.inf])
 )
-def test_spike_clip_of_anything(pairs: list[tuple[float, float]], factor: float) -> None:
+def test_spike_clip_of_anything(pairs, factor):
     gradient, v = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
     is_spike = (v > 0) & (gradient.square() > factor * v) if math.isfinite(factor) else torch.zeros_like(v).bool()
     expected = torch.where(is_spike, gradient.sign() * (v * (factor if is_spike.any() else 1)).sqrt(), gradient)
@@ -211,7 +207,7 @@ def test_spike_clip_of_anything(pairs: list[tuple[float, float]], factor: float)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0, msg=f"θ = {factor}: {got}, not {expected}")
 
 
-def test_spike_clip_lets_nan_through() -> None:
+def test_spike_clip_lets_nan_through():
     got = rules.SpikeClip.clip(from_list([math.nan, math.inf]), 4.0, 1.0, from_list([1, 1]))[0]
     assert got[0].isnan() and got[1] == 2, f"got {got}"
 
@@ -219,6 +215,6 @@ def test_spike_clip_lets_nan_through() -> None:
 # --- AdaGN ---
 
 
-def test_norm_ratio_by_hand() -> None:
+def test_norm_ratio_by_hand():
     ratio = rules.norm_ratio(from_list([2, 0.5, 0, 4]), from_list([3, 3, 3, 0]), from_list([4, 4, 4, 0]), 1.0)
     assert ratio.tolist() == [0.5, 2, 0, 0], f"m/(√v + ε)/n, 0 where n = 0; got {ratio}"

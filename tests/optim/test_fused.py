@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from lightning_lowbit.optim import Adaptive
 from tests.tables import each
 
 
-def with_moments(values: Any, layout: Any) -> Any:
+def with_moments(values, layout):
     """A saved state whose moments lie otherwise in memory."""
     saved = copy.deepcopy(values)
     for entry in saved["state"].values():
@@ -21,14 +20,14 @@ def with_moments(values: Any, layout: Any) -> Any:
     return saved
 
 
-def dense(layout: Any) -> Any:
+def dense(layout):
     return lambda value: layout(value).contiguous()
 
 
 @each("name", ["AdamW", "SGD", "Adagrad"])
-def test_moments_of_fused_steps_lie_as_their_parameters(name: str) -> None:
+def test_moments_of_fused_steps_lie_as_their_parameters(name):
     """torch's fused steps go through both in memory order."""
-    layouts: list[Any] = [
+    layouts = [
         lambda value: value.contiguous(memory_format=torch.channels_last),
         lambda value: value.transpose(0, 1).contiguous().transpose(0, 1),
         lambda value: value.mean().expand(value.shape),
@@ -51,7 +50,7 @@ def test_moments_of_fused_steps_lie_as_their_parameters(name: str) -> None:
 
 
 @each("data", [lambda: torch.randn(9, 4), lambda: torch.randn(1, 4).expand(8, 4)])
-def test_fused_steps_of_other_memory_are_refused(data: Any) -> None:
+def test_fused_steps_of_other_memory_are_refused(data):
     parameter = Parameter(torch.randn(8, 4))
     optimizer = Adaptive(torch.optim.AdamW([parameter], fused=True))
     parameter.grad = torch.randn(8, 4)

@@ -2,14 +2,11 @@
 
 import copy
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, StableSPAM, passes
@@ -35,17 +32,15 @@ NEAR = {"rtol": 1e-5, "atol": 1e-5}
 
 
 @pytest.fixture
-def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_torch(monkeypatch):
     use("torch", monkeypatch)
 
 
-def follow_oracle(
-    optimizers: int = 1, compiled: bool = False, chosen: Sequence[int] = range(3), steps: int | None = None
-) -> None:
+def follow_oracle(optimizers=1, compiled=False, chosen=range(3), steps=None):
     """Steps along the golden vectors, with decay and resets; one optimizer for all parameters, or each its own."""
     with np.load(ORACLE) as file:
         oracle = dict(file)
-    hyper: dict[str, Any] = {name: oracle[f"hyper/{name}"].item() for name in HYPER}
+    hyper = {name: oracle[f"hyper/{name}"].item() for name in HYPER}
     hyper["betas"] = (oracle["hyper/beta1"].item(), oracle["hyper/beta2"].item())
     hyper["weight_decay"] = oracle["hyper/weight_decays"][1].item()
     parameters = [Parameter(torch.tensor(oracle[f"p{i}/init"])) for i in chosen]
@@ -75,9 +70,7 @@ def follow_oracle(
 @in_cpp_and_in_torch
 @pytest.mark.parametrize("piece", [8, None], ids=["small pieces", "whole tensors"])
 @pytest.mark.parametrize("optimizers", [1, 3], ids=["one optimizer for all", "one optimizer for each"])
-def test_golden_vectors_on_every_path(
-    code: str, piece: int | None, optimizers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_golden_vectors_on_every_path(code, piece, optimizers, monkeypatch):
     use(code, monkeypatch)
     if piece is not None:
         monkeypatch.setattr(passes, "PIECE_ON_CPU", piece)
@@ -85,17 +78,17 @@ def test_golden_vectors_on_every_path(
 
 
 @pytest.mark.slow
-def test_golden_vectors_compiled() -> None:
+def test_golden_vectors_compiled():
     """22 steps: the first reset is in step 20. Two parameters, as the compiler's time grows with their number."""
     torch._dynamo.reset()
     follow_oracle(compiled=True, chosen=(0, 1), steps=22)
 
 
 @pytest.mark.slow
-def test_compiled_fp8_moments_are_those_of_eager_code(in_torch: None) -> None:
+def test_compiled_fp8_moments_are_those_of_eager_code(in_torch):
     """Codes are drawn, and where value and draw agree to an ulp the other side may be taken: a few may differ."""
     torch._dynamo.reset()
-    options: dict[str, Any] = {
+    options = {
         "lr": 1e-2,
         "reset_interval": 2,
         "moments": "fp8",
@@ -135,7 +128,7 @@ def test_compiled_fp8_moments_are_those_of_eager_code(in_torch: None) -> None:
     ],
     ids=["ada_clip, ada_gn", "ada_clip, grad_clip", "spike_clip", "Adaptive"],
 )
-def test_pieces_and_whole_tensors_agree(make: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_whole_tensors_agree(make, monkeypatch):
     """In float64, where only the order of sums is left to differ."""
     here, there = make_parameters(torch.float64), make_parameters(torch.float64)
     whole, cut = make(here), make(there)
@@ -156,7 +149,7 @@ def test_pieces_and_whole_tensors_agree(make: Callable[[Any], Any], monkeypatch:
 
 # --- gradient_statistics ---
 
-RULES: dict[str, dict[str, Any]] = {
+RULES = {
     "ada_clip, ada_gn": {"gamma3": 0.5},
     "ada_clip, grad_clip": {"norm_clip": "grad_clip", "max_norm": 0.5, "gamma3": 0.5},
     "spike_clip": {"element_clip": "spike_clip", "norm_clip": None, "spike_threshold": 4.0},
@@ -165,7 +158,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_saw(statistics: dict[Tensor, GradientStatistics], parameters: list[Parameter], references: Any) -> None:
+def assert_saw(statistics, parameters, references):
     for p, reference in zip(parameters, references, strict=True):
         guard, saw = reference.guard, statistics[p]
         exact = (guard.maximum, guard.threshold, guard.clipped, guard.norm, guard.norm_after, reference.k)
@@ -176,11 +169,11 @@ def assert_saw(statistics: dict[Tensor, GradientStatistics], parameters: list[Pa
 
 
 @in_cpp_and_in_torch
-def test_statistics_are_those_of_the_reference(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_are_those_of_the_reference(code, monkeypatch):
     """Groups with one rule each, so that each keeps to its own; a reset within the run."""
     use(code, monkeypatch)
     monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
-    shapes: list[tuple[int, ...]] = [(), (7,), (0, 3), (5, 6)]
+    shapes = [(), (7,), (0, 3), (5, 6)]
     groups = [{"params": make_parameters(shapes=shapes), **options} for options in RULES.values()]
     parameters = [p for group in groups for p in group["params"]]
     references = [Reference(p, reset_interval=23, **options) for options in RULES.values() for p in
@@ -196,7 +189,7 @@ def test_statistics_are_those_of_the_reference(code: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @in_cpp_and_in_torch
-def test_statistics_of_a_skipped_step(code: str, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_a_skipped_step(code, bad, monkeypatch):
     """Maxima are those of this step; T and the count are what they were; nothing was cut, and no norm is known."""
     use(code, monkeypatch)
     parameters = make_parameters(shapes=[(4,), (3, 5)])
@@ -217,7 +210,7 @@ def test_statistics_of_a_skipped_step(code: str, bad: float, monkeypatch: pytest
         assert saw[p].clipped == saw[p].norm == saw[p].norm_after == 0, f"a skipped step shows {saw[p]}"
 
 
-def test_statistics_of_a_plain_adam_and_of_a_parameter_without_gradient() -> None:
+def test_statistics_of_a_plain_adam_and_of_a_parameter_without_gradient():
     matrix, vector, unused = make_parameters(shapes=[(3, 4), (5,), (2, 2)])
     optimizer = StableSPAM([matrix, vector, unused], matrices_only=True)
     set_gradients([matrix, vector], seed=0)
@@ -232,7 +225,7 @@ def test_statistics_of_a_plain_adam_and_of_a_parameter_without_gradient() -> Non
     assert optimizer.gradient_statistics() == {}, "statistics of an older step remain"
 
 
-def test_statistics_are_of_the_whole_gradient_in_float64_too() -> None:
+def test_statistics_are_of_the_whole_gradient_in_float64_too():
     parameter = Parameter(torch.zeros(3, 4, dtype=torch.float64))
     optimizer = StableSPAM([parameter], element_clip=None)
     parameter.grad = torch.randn(3, 4, dtype=torch.float64)
@@ -241,7 +234,7 @@ def test_statistics_are_of_the_whole_gradient_in_float64_too() -> None:
     assert saw.norm.dtype == torch.float64 and saw.norm.item() == pytest.approx(norm_of(parameter.grad), rel=1e-14)
 
 
-def test_statistics_outlive_gradients_and_do_not_change_later() -> None:
+def test_statistics_outlive_gradients_and_do_not_change_later():
     [parameter] = make_parameters(shapes=[(3, 4)])
     optimizer = StableSPAM([parameter])
     train(optimizer, [parameter], range(2))
@@ -255,7 +248,7 @@ def test_statistics_outlive_gradients_and_do_not_change_later() -> None:
     assert_same(snapshot(optimizer, [parameter]), before, "reading statistics changed the state")
 
 
-def test_a_copied_optimizer_has_its_own_statistics() -> None:
+def test_a_copied_optimizer_has_its_own_statistics():
     [parameter] = make_parameters(shapes=[(3, 4)])
     optimizer = StableSPAM([parameter])
     train(optimizer, [parameter], [0])
@@ -266,7 +259,7 @@ def test_a_copied_optimizer_has_its_own_statistics() -> None:
 
 
 @pytest.mark.parametrize("options", RULES.values(), ids=RULES)
-def test_steps_and_statistics_without_host_sync(options: dict[str, Any], in_torch: None) -> None:
+def test_steps_and_statistics_without_host_sync(options, in_torch):
     parameters = make_parameters()
     optimizer = StableSPAM(
         parameters, lr=1e-2, weight_decay=0.1, reset_interval=23, warmup_steps=2, total_steps=5, **options
@@ -280,7 +273,7 @@ def test_steps_and_statistics_without_host_sync(options: dict[str, Any], in_torc
             optimizer.gradient_statistics()
 
 
-def test_sparse_moments_without_host_sync(in_torch: None) -> None:
+def test_sparse_moments_without_host_sync(in_torch):
     parameters = make_parameters()
     optimizer = SPAM(parameters, density=0.5, reset_interval=2, weight_decay=0.1)
     for step in range(4):

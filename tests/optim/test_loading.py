@@ -2,24 +2,19 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import nn
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
-from lightning_lowbit.optim.optimizer import ClippedOptimizer
-from tests.lightning_imports import LightningModule, Trainer, quiet_trainer
+from tests.lightning_imports import LightningModule, quiet_trainer
 from tests.optim.conformance.entries import assert_nothing_happened
 from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
 from tests.tables import each
 
-MAKERS: dict[str, Callable[..., ClippedOptimizer]] = {
+MAKERS = {
     "StableSPAM": lambda p: StableSPAM(p, reset_interval=4),
     "StableSPAM fp8": lambda p: StableSPAM(p, moments="fp8"),
     "SPAM": lambda p: SPAM(p),
@@ -35,7 +30,7 @@ WITH_MOMENTS = {name: make for name, make in MAKERS.items() if not name.startswi
 MATRICES = [(6, 200), (64, 64), (12, 5), (64,)]
 
 
-def trained(name: str, shapes: list[tuple[int, ...]], names: list[str] | None = None) -> Any:
+def trained(name, shapes, names=None):
     """Parameters and their optimizer after two steps."""
     dtype = torch.bfloat16 if "master" in name else torch.float32
     parameters = make_parameters(dtype, shapes)
@@ -44,7 +39,7 @@ def trained(name: str, shapes: list[tuple[int, ...]], names: list[str] | None = 
     return parameters, optimizer
 
 
-def refused(optimizer: ClippedOptimizer, parameters: list[Parameter], saved: Any) -> str:
+def refused(optimizer, parameters, saved):
     """Why a state is refused, which changes nothing."""
     before, groups = snapshot(optimizer, parameters), copy.deepcopy(optimizer.state_dict()["param_groups"])
     entries = {parameter: [*state] for parameter, state in optimizer.state.items()}
@@ -68,9 +63,7 @@ def refused(optimizer: ClippedOptimizer, parameters: list[Parameter], saved: Any
         ([()], [(1,)]),
     ],
 )
-def test_a_state_of_other_shapes_is_refused(
-    name: str, shapes: list[tuple[int, ...]], others: list[tuple[int, ...]]
-) -> None:
+def test_a_state_of_other_shapes_is_refused(name, shapes, others):
     _, saved = trained(name, shapes)
     parameters, optimizer = trained(name, others)
     why = refused(optimizer, parameters, saved.state_dict())
@@ -78,7 +71,7 @@ def test_a_state_of_other_shapes_is_refused(
     assert "is needed" in why and "in the order of the saved run" in why, why
 
 
-def test_the_message_names_the_parameter() -> None:
+def test_the_message_names_the_parameter():
     _, saved = trained("StableSPAM", [(64, 64), (64,)])
     parameters, optimizer = trained("StableSPAM", [(64, 64), (32,)], ["first.weight", "norm.weight"])
     why = refused(optimizer, parameters, saved.state_dict())
@@ -86,7 +79,7 @@ def test_the_message_names_the_parameter() -> None:
     assert "mean is a tensor of shape (64,), torch.float32, on cpu, and (32,), torch.float32 is needed" in why, why
 
 
-def damages(name: str) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
+def damages(name):
     """Ways to spoil a state: of entries that the optimizer itself keeps, of what holds them, and of groups."""
     entry = "threshold" if name.startswith("Adaptive") else "mean"
     return {
@@ -117,7 +110,7 @@ def damages(name: str) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
 
 @each("name", ["StableSPAM", "SPAM density", "LowBitAdamW master", "Adaptive AdamW"])
 @each("what", damages("StableSPAM"))
-def test_a_damaged_state_is_refused(name: str, what: str) -> None:
+def test_a_damaged_state_is_refused(name, what):
     if name.startswith(("SPAM", "LowBit")) and what == "a rate of NaN":
         what = "a rule without a name"  # the same option is there
     parameters, optimizer = trained(name, MATRICES)
@@ -127,14 +120,14 @@ def test_a_damaged_state_is_refused(name: str, what: str) -> None:
 
 
 @each("saved", [None, 3, [], "state", {}, {"state": {}}])
-def test_what_is_no_state_is_refused(saved: Any) -> None:
+def test_what_is_no_state_is_refused(saved):
     for name in MAKERS:
         parameters, optimizer = trained(name, MATRICES)
         assert "state_dict() gave" in refused(optimizer, parameters, saved)
 
 
 @each("name", WITH_MOMENTS)
-def test_entries_that_nobody_reads_are_refused(name: str) -> None:
+def test_entries_that_nobody_reads_are_refused(name):
     parameters, optimizer = trained(name, MATRICES)
     more = {**optimizer.state_dict()["state"][0], "exp_avg": torch.ones(3)}
     for change in ({0: more}, {99: {}}, {"x": torch.ones(3)}):
@@ -143,7 +136,7 @@ def test_entries_that_nobody_reads_are_refused(name: str) -> None:
         assert "exp_avg" in (why := refused(optimizer, parameters, saved)) or "damaged" in why
 
 
-def foreign(name: str, parameters: list[Parameter]) -> torch.optim.Optimizer:
+def foreign(name, parameters):
     if name in MAKERS:
         return MAKERS[name](parameters)
     return {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad}[name](parameters)
@@ -151,7 +144,7 @@ def foreign(name: str, parameters: list[Parameter]) -> torch.optim.Optimizer:
 
 @each("name", MAKERS)
 @each("other", [*MAKERS, "AdamW", "SGD", "Adagrad"])
-def test_a_state_of_another_optimizer_goes_on_or_is_refused(name: str, other: str) -> None:
+def test_a_state_of_another_optimizer_goes_on_or_is_refused(name, other):
     """What goes on is of the same class, or of a relative with the same entries."""
     dtype = torch.bfloat16 if "master" in name or "master" in other else torch.float32
     parameters, others = make_parameters(dtype, MATRICES), make_parameters(dtype, MATRICES)
@@ -169,7 +162,7 @@ def test_a_state_of_another_optimizer_goes_on_or_is_refused(name: str, other: st
         assert "another optimizer" in why or "build it with the saved value" in why, why
 
 
-def test_statistics_in_another_precision_are_converted() -> None:
+def test_statistics_in_another_precision_are_converted():
     parameters, optimizer = trained("StableSPAM", MATRICES)
     saved = copy.deepcopy(optimizer.state_dict())
     for state in saved["state"].values():
@@ -181,7 +174,7 @@ def test_statistics_in_another_precision_are_converted() -> None:
 
 # --- changed after loading ---
 
-LATER: dict[str, Callable[[ClippedOptimizer, Parameter], Any]] = {
+LATER = {
     "a moment is shorter": lambda o, p: o.state[p].update(mean=o.state[p]["mean"].new_zeros(3)),
     "a moment is longer": lambda o, p: o.state[p].update(mean_square=o.state[p]["mean_square"].new_zeros(10**4, 10)),
     "a moment is transposed": lambda o, p: o.state[p].update(mean=o.state[p]["mean"].new_zeros(5, 6)),
@@ -202,7 +195,7 @@ LATER: dict[str, Callable[[ClippedOptimizer, Parameter], Any]] = {
 @each("code", ["cpp", "eager"])
 @each("name", MAKERS)
 @each("what", LATER)
-def test_what_is_changed_later_never_reaches_a_kernel(code: str, name: str, what: str) -> None:
+def test_what_is_changed_later_never_reaches_a_kernel(code, name, what):
     if name.startswith("Adaptive") and "moment" in what:
         return  # those of the wrapped optimizer are its own
     parameters, optimizer = trained(name, [(6, 5), (4, 3)])
@@ -210,7 +203,7 @@ def test_what_is_changed_later_never_reaches_a_kernel(code: str, name: str, what
     LATER[what](optimizer, parameters[0])
     # Plain torch itself refuses another device, and takes what broadcasts.
     loose = code == "eager" and any(word in what for word in ("counter", "statistic", "elsewhere"))
-    with backend(code):  # type: ignore[arg-type]
+    with backend(code):
         if loose:
             with contextlib.suppress(RuntimeError):
                 optimizer.step()
@@ -220,7 +213,7 @@ def test_what_is_changed_later_never_reaches_a_kernel(code: str, name: str, what
 
 
 @each("name", MAKERS)
-def test_gradients_and_parameters_have_the_signs_that_torch_reads(name: str) -> None:
+def test_gradients_and_parameters_have_the_signs_that_torch_reads(name):
     runs = []
     for is_marked in (False, True):
         parameters, optimizer = trained(name, [(6, 5), (4, 130)])
@@ -238,7 +231,7 @@ def test_gradients_and_parameters_have_the_signs_that_torch_reads(name: str) -> 
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_second_moments_of_a_wrapped_optimizer_have_its_dtype() -> None:
+def test_second_moments_of_a_wrapped_optimizer_have_its_dtype():
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         parameters = make_parameters(dtype, [(6, 5), (4,)])
         optimizer = Adaptive(torch.optim.AdamW(parameters, eps=1e-3), element_clip="spike_clip")
@@ -256,22 +249,22 @@ def test_second_moments_of_a_wrapped_optimizer_have_its_dtype() -> None:
 class Swapped(LightningModule):
     """Two layers, in either order: weights are found by name, states by place."""
 
-    def __init__(self, is_swapped: bool) -> None:
+    def __init__(self, is_swapped):
         super().__init__()
         layers = {"wide": nn.Linear(16, 512), "narrow": nn.Linear(512, 4)}
         for name in reversed(layers) if is_swapped else layers:
             self.add_module(name, layers[name])
 
-    def training_step(self, batch: Tensor) -> Tensor:
+    def training_step(self, batch):
         return self.narrow(self.wide(batch)).square().mean()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return StableSPAM(self.named_parameters(), lr=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_a_run_does_not_resume_with_its_layers_swapped(tmp_path: Path) -> None:
-    def trainer(steps: int) -> Trainer:
+def test_a_run_does_not_resume_with_its_layers_swapped(tmp_path):
+    def trainer(steps):
         return quiet_trainer(default_root_dir=tmp_path, max_steps=steps)  # fmt: skip
 
     data = torch.utils.data.DataLoader(torch.randn(8, 16), batch_size=2)

@@ -1,11 +1,9 @@
 """The passes in C++ against those in plain torch, whatever the options; and which of them is chosen."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
@@ -22,13 +20,11 @@ needs_cpp = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot
 
 
 @pytest.fixture(autouse=True)
-def _early(monkeypatch: pytest.MonkeyPatch) -> None:
+def _early(monkeypatch):
     monkeypatch.setattr(rules, "SPIKE_CLIP_AFTER", 2)
 
 
-def run(
-    make: Any, code: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[Parameter], Any, list[Tensor]]:
+def run(make, code, dtype, monkeypatch):
     """Eight steps with a reset and a skipped step; parameters, optimizer, and all statistics on the way."""
     with monkeypatch.context() as patch:
         use(code, patch)
@@ -44,7 +40,7 @@ def run(
     return parameters, optimizer, seen
 
 
-def assert_near(found: Tensor, wanted: Tensor, tolerance: float, what: str, others: float = 0) -> None:
+def assert_near(found, wanted, tolerance, what, others=0):
     """All but ``others`` elements are within ``tolerance`` of the largest one."""
     found, wanted = found.detach().double(), wanted.detach().double()
     assert torch.equal(found.isnan(), wanted.isnan()), f"{what}: {found} {wanted}"
@@ -63,14 +59,8 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float, what: str, othe
     "others", [{}, {"weight_decay": 0.1, "reset_interval": 3, "maximize": True}], ids=["", "decay, resets, ascent"]
 )
 def test_trajectories_are_those_of_plain_torch(
-    dtype: torch.dtype,
-    moments: str,
-    element_clip: str | None,
-    norm_clip: str | None,
-    master_weights: str | None,
-    others: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    dtype, moments, element_clip, norm_clip, master_weights, others, monkeypatch
+):
     """To 1e-6 of the largest element, and 2e-6 of squares.
 
     Of FP8, one code in a thousand may lie on the other side of a draw, and its parameter be moved by another moment.
@@ -107,7 +97,7 @@ def test_trajectories_are_those_of_plain_torch(
 
 @needs_cpp
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e8])
-def test_fp8_codes_of_equal_moments_are_equal(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_codes_of_equal_moments_are_equal(scale, monkeypatch):
     """β = 0 keeps a gradient and its square as they are, over nine orders of magnitude."""
     runs = []
     for code in ("C++", "torch"):
@@ -126,7 +116,7 @@ def test_fp8_codes_of_equal_moments_are_equal(scale: float, monkeypatch: pytest.
 
 
 @needs_cpp
-def test_fp8_codes_are_equal_where_a_draw_hardly_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_codes_are_equal_where_a_draw_hardly_decides(monkeypatch):
     """Of two million moments some thirty are, with their draws, within a few last places of the middle of two codes."""
     gradient, runs = torch.randn(512, 2048, generator=torch.Generator().manual_seed(0)), []
     for code in ("C++", "torch"):
@@ -144,7 +134,7 @@ def test_fp8_codes_are_equal_where_a_draw_hardly_decides(monkeypatch: pytest.Mon
 @each("code", ["C++", "torch"])
 @each("rule", ["ada_clip", "spike_clip"])
 @each("size", [1.0, 1e-20])
-def test_without_a_rule_for_norms_the_update_counts_and_measures(size: float, rule: str, code: str) -> None:
+def test_without_a_rule_for_norms_the_update_counts_and_measures(size, rule, code):
     """As the pass before it does where a rule needs norms; here one that changes nothing, in all groups to none."""
     with pytest.MonkeyPatch.context() as patch:
         use(code, patch)
@@ -170,7 +160,7 @@ def test_without_a_rule_for_norms_the_update_counts_and_measures(size: float, ru
             assert_near(found, wanted, 1e-6, f"run {run_index}, column {index}")
 
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "StableSPAM": lambda p: StableSPAM(p, reset_interval=4),
     "SPAM": lambda p: SPAM(p, spike_threshold=2.0, density=0.5),
     "FP8": lambda p: StableSPAM(p, moments="fp8", element_clip="spike_clip", spike_threshold=2.0),
@@ -180,7 +170,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @needs_cpp
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_the_number_of_threads_changes_no_bit(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_threads_changes_no_bit(make, monkeypatch):
     before, runs = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 4):
@@ -196,7 +186,7 @@ def test_the_number_of_threads_changes_no_bit(make: Any, monkeypatch: pytest.Mon
 # --- which passes ---
 
 
-def chosen(parameter: Tensor, **options: Any) -> type:
+def chosen(parameter, **options):
     made = Parameter(parameter)
     optimizer = StableSPAM([made], **options)
     made.grad = torch.ones_like(made)
@@ -205,13 +195,13 @@ def chosen(parameter: Tensor, **options: Any) -> type:
 
 
 @needs_cpp
-def test_cpp_serves_what_trains_on_a_cpu() -> None:
+def test_cpp_serves_what_trains_on_a_cpu():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for moments in ("fp32", "fp8"):
             assert chosen(torch.ones(3, 4, dtype=dtype), moments=moments) is kernels.CppPasses, f"{dtype}, {moments}"
 
 
-def test_plain_torch_serves_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_serves_all_else(monkeypatch):
     cases = {
         "float64": torch.ones(3, 4, dtype=torch.float64),
         "a transposed parameter": torch.ones(3, 4).t(),
@@ -228,7 +218,7 @@ def test_plain_torch_serves_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_cpp
 @pytest.mark.parametrize("default", [torch.float64, "meta"], ids=str)
-def test_torch_s_defaults_do_not_matter(default: Any) -> None:
+def test_torch_s_defaults_do_not_matter(default):
     """What the passes make for themselves has a dtype and a device of its own."""
     runs = []
     for changed in (False, True):
@@ -247,7 +237,7 @@ def test_torch_s_defaults_do_not_matter(default: Any) -> None:
     assert_same(runs[0], runs[1], f"a default of {default} changed the step")
 
 
-def test_autograd_refuses_a_graph_from_before_the_step() -> None:
+def test_autograd_refuses_a_graph_from_before_the_step():
     for name in ("eager", "cpp"):
         parameter = torch.nn.Parameter(torch.ones(40))
         optimizer = StableSPAM([parameter], lr=1e-2)

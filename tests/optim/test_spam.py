@@ -1,22 +1,13 @@
 """SPAM against its slow reference, and the choice of the elements that have moments."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, passes
-from tests.optim.parameters import (
-    assert_same,
-    in_cpp_and_in_torch,
-    make_parameters,
-    set_gradients,
-    snapshot,
-    use,
-)
+from tests.optim.parameters import assert_same, in_cpp_and_in_torch, make_parameters, set_gradients, snapshot, use
 from tests.references.spam import Reference
 from tests.tables import each
 
@@ -40,9 +31,7 @@ SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
     ],
     ids=["spikes", "spikes, resets, warm-up, decay", "spikes, resets, ascent", "no resets", "short interval"],
 )
-def test_reference(
-    options: dict[str, Any], dtype: torch.dtype, tolerance: float, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reference(options, dtype, tolerance, code, monkeypatch):
     use(code, monkeypatch)
     monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
     parameters = make_parameters(dtype, SHAPES)
@@ -68,7 +57,7 @@ def test_reference(
 
 @pytest.mark.parametrize("gradients", [19, 20])
 @pytest.mark.parametrize("reset", [False, True], ids=["after the start", "after a reset"])
-def test_spikes_are_cut_from_20_gradients_in_the_moments_on(gradients: int, reset: bool) -> None:
+def test_spikes_are_cut_from_20_gradients_in_the_moments_on(gradients, reset):
     parameter = Parameter(torch.zeros(2))
     optimizer = SPAM([parameter], betas=(0.0, 0.999), reset_interval=30 if reset else None, warmup_steps=0)
     for _ in range(gradients + (29 if reset else 0)):  # the 30th gradient is the first one after the reset
@@ -83,7 +72,7 @@ def test_spikes_are_cut_from_20_gradients_in_the_moments_on(gradients: int, rese
     assert mean == pytest.approx([1, limit], rel=1e-5), f"the gradient 1, 100 is {mean} after SpikeClip"
 
 
-def test_rate_after_a_reset() -> None:
+def test_rate_after_a_reset():
     """With constant gradients every step of Adam is lr: what a parameter moves is the warm-up's share."""
     parameter = Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = SPAM([parameter], lr=1.0, reset_interval=10, warmup_steps=4, eps=1e-30)
@@ -97,7 +86,7 @@ def test_rate_after_a_reset() -> None:
     assert shares == pytest.approx([1.0] * 9 + rising + [1.0] * 3, rel=1e-9), f"shares of the rate: {shares}"
 
 
-def test_defaults_are_the_papers() -> None:
+def test_defaults_are_the_papers():
     group = SPAM([Parameter(torch.ones(2))]).param_groups[0]
     expected = {"spike_threshold": 5000.0, "reset_interval": 500, "warmup_steps": 150, "eps": 1e-6, "density": 1.0}
     assert {name: group[name] for name in expected} == expected
@@ -107,11 +96,11 @@ def test_defaults_are_the_papers() -> None:
 # --- density ---
 
 
-def moved_elements(parameter: Parameter, before: Tensor) -> Tensor:
+def moved_elements(parameter, before):
     return parameter.detach() != before
 
 
-def one_step(optimizer: SPAM, parameter: Parameter, seed: int) -> Tensor:
+def one_step(optimizer, parameter, seed):
     """Steps, with gradients of no zeros; which elements moved."""
     before = parameter.detach().clone()
     generator = torch.Generator().manual_seed(seed)
@@ -122,7 +111,7 @@ def one_step(optimizer: SPAM, parameter: Parameter, seed: int) -> Tensor:
 
 @each("every", [2, 3, 4, 8])
 @each("shape", [(6, 16), (5, 7), (2, 3, 9), (4, 1)])
-def test_one_of_n_neighbors_moves(shape: tuple[int, ...], every: int) -> None:
+def test_one_of_n_neighbors_moves(shape, every):
     parameter = Parameter(torch.ones(shape))
     optimizer = SPAM([parameter], lr=0.1, density=1 / every, reset_interval=3, warmup_steps=0)
     drawn = [one_step(optimizer, parameter, seed=step) for step in range(12)]
@@ -141,7 +130,7 @@ def test_one_of_n_neighbors_moves(shape: tuple[int, ...], every: int) -> None:
     assert set(kept.values()) == {compressed}, f"moments are of {kept}, wanted {compressed}"
 
 
-def test_another_interval_draws_nothing_before_its_reset() -> None:
+def test_another_interval_draws_nothing_before_its_reset():
     """Otherwise an element would move by the moments of another."""
     parameter = Parameter(torch.ones(6, 16))
     optimizer = SPAM([parameter], lr=0.1, density=0.25, reset_interval=4, warmup_steps=0)
@@ -154,7 +143,7 @@ def test_another_interval_draws_nothing_before_its_reset() -> None:
     assert not torch.equal(one_step(optimizer, parameter, seed=9), drawn), "the reset drew no new elements"
 
 
-def test_elements_are_drawn_evenly_and_for_each_parameter_and_row_anew() -> None:
+def test_elements_are_drawn_evenly_and_for_each_parameter_and_row_anew():
     parameters = [Parameter(torch.ones(64, 64)) for _ in range(2)]
     optimizer = SPAM(parameters, lr=0.1, density=0.25, reset_interval=1, warmup_steps=0)
     total = torch.zeros(64, 64)
@@ -172,7 +161,7 @@ def test_elements_are_drawn_evenly_and_for_each_parameter_and_row_anew() -> None
     assert (shares - 0.25).abs().max() < 0.0136, f"the four neighbors are drawn with shares {shares}"
 
 
-def test_elements_that_are_not_drawn_move_by_weight_decay_alone() -> None:
+def test_elements_that_are_not_drawn_move_by_weight_decay_alone():
     parameter = Parameter(torch.ones(6, 16, dtype=torch.float64))
     optimizer = SPAM([parameter], lr=0.1, density=0.25, weight_decay=0.5, reset_interval=None)
     one_step(optimizer, parameter, seed=0)
@@ -183,11 +172,11 @@ def test_elements_that_are_not_drawn_move_by_weight_decay_alone() -> None:
 
 
 @in_cpp_and_in_torch
-def test_drawn_elements_follow_the_reference(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_elements_follow_the_reference(code, monkeypatch):
     """Spikes, resets, warm-up and decay included; what was drawn is seen in a twin that does not decay."""
     use(code, monkeypatch)
     monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
-    options: dict[str, Any] = {"lr": 1e-2, "spike_threshold": 4.0, "reset_interval": 25, "warmup_steps": 3}
+    options = {"lr": 1e-2, "spike_threshold": 4.0, "reset_interval": 25, "warmup_steps": 3}
     [parameter], [twin] = make_parameters(torch.float64, [(5, 9)]), make_parameters(torch.float64, [(5, 9)])
     reference = Reference(parameter, weight_decay=0.1, **options)
     optimizer = SPAM([parameter], density=1 / 3, weight_decay=0.1, **options)
@@ -208,10 +197,10 @@ def test_drawn_elements_follow_the_reference(code: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("piece", [1, 8, 40, 2**18])
-def test_draws_do_not_depend_on_the_size_of_a_piece(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_do_not_depend_on_the_size_of_a_piece(piece, monkeypatch):
     """What moved is compared exactly; how far, to the ulps by which the last elements of a vector loop may differ."""
 
-    def run() -> tuple[list[Tensor], list[Tensor]]:
+    def run():
         [parameter] = make_parameters(shapes=[(4, 3, 10)])
         optimizer = SPAM([parameter], lr=0.1, density=0.5, reset_interval=3)
         return [one_step(optimizer, parameter, seed=step) for step in range(7)], snapshot(optimizer, [parameter])
@@ -224,6 +213,6 @@ def test_draws_do_not_depend_on_the_size_of_a_piece(piece: int, monkeypatch: pyt
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
 
 
-def test_vectors_move_whole() -> None:
+def test_vectors_move_whole():
     vector = Parameter(torch.ones(16))
     assert one_step(SPAM([vector], density=0.25), vector, seed=0).all(), "a bias moved in part"

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ ORACLE = Path(__file__).parents[1] / "data" / "stable_spam.npz"
 @pytest.mark.parametrize("decay_index", [0, 1])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("resets", [True, False])
-def test_oracle(dtype: torch.dtype, tolerance: float, decay_index: int, resets: bool) -> None:
+def test_oracle(dtype, tolerance, decay_index, resets):
     with np.load(ORACLE) as file:
         oracle = dict(file)
     hyper = {name: oracle[f"hyper/{name}"].item() for name in ("lr", "eps", "gamma1", "gamma2", "gamma3")}
@@ -68,9 +67,7 @@ def test_oracle(dtype: torch.dtype, tolerance: float, decay_index: int, resets: 
     ],
     ids=["defaults", "decay and resets", "bf16 preset", "no memory"],
 )
-def test_reference(
-    dtype: torch.dtype, tolerance: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reference(dtype, tolerance, options, monkeypatch):
     monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
     parameters = make_parameters(dtype)
     references = [Reference(p, lr=1e-2, **options) for p in parameters]
@@ -99,7 +96,7 @@ def test_reference(
 @pytest.mark.parametrize("scale", [3e38, 1e30, 1e-30, 1e-38, 1e-44])
 @pytest.mark.parametrize("history", [0, 3])
 @pytest.mark.parametrize("gamma2", [0.9, 0.0])  # at 0, AdaGN blows a vanishing gradient up by 1/ε
-def test_extreme_but_finite_gradients_train(scale: float, history: int, gamma2: float) -> None:
+def test_extreme_but_finite_gradients_train(scale, history, gamma2):
     """n² overflows fp32 from n = 1.8e19 and vanishes below 1e-23; neither may skip a step or leave a NaN."""
     parameter = Parameter(torch.ones(4, 8))
     optimizer = StableSPAM([parameter], lr=1e-2, gamma2=gamma2)
@@ -117,7 +114,7 @@ def test_extreme_but_finite_gradients_train(scale: float, history: int, gamma2: 
     assert parameter.isfinite().all(), "the extreme step poisoned later ones"
 
 
-def test_zero_gradient_moves_only_by_weight_decay() -> None:
+def test_zero_gradient_moves_only_by_weight_decay():
     parameter = Parameter(torch.ones(3))
     optimizer = StableSPAM([parameter], lr=0.5, weight_decay=0.5)
     parameter.grad = torch.zeros(3)
@@ -125,7 +122,7 @@ def test_zero_gradient_moves_only_by_weight_decay() -> None:
     assert torch.equal(parameter.detach(), torch.full((3,), 0.75)), f"got {parameter.detach()}, wanted 0.75"
 
 
-def test_bf16_update_is_the_fp32_update_rounded_once() -> None:
+def test_bf16_update_is_the_fp32_update_rounded_once():
     low = make_parameters(torch.bfloat16)
     high = [Parameter(p.detach().float()) for p in low]
     set_gradients(low, seed=0)
@@ -137,7 +134,7 @@ def test_bf16_update_is_the_fp32_update_rounded_once() -> None:
     assert_same([p.detach() for p in low], [q.detach().bfloat16() for q in high], "bf16 is not fp32 rounded")
 
 
-def test_bf16_preset_multiplier_is_accurate() -> None:
+def test_bf16_preset_multiplier_is_accurate():
     """1 − γ2ᵗ in fp32, taken literally, is off by more than 1e-3 here."""
     parameter, generator = Parameter(torch.zeros(1)), torch.Generator().manual_seed(0)
     optimizer = StableSPAM([parameter], preset="bf16")
@@ -152,7 +149,7 @@ def test_bf16_preset_multiplier_is_accurate() -> None:
         assert error < 1e-6, f"step {step + 1}: {multiplier} against {reference.multiplier}, relative error {error}"
 
 
-def test_options_are_read_from_the_group_at_each_step_and_groups_can_be_added() -> None:
+def test_options_are_read_from_the_group_at_each_step_and_groups_can_be_added():
     first, second = Parameter(torch.ones(4)), Parameter(torch.ones(4))
     optimizer = StableSPAM([first], lr=1e-2)
     train(optimizer, [first], range(2))

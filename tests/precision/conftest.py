@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 
 from tests.launch import launch
@@ -8,6 +6,6 @@ from tests.precision.ranks_ddp import RANKS
 
 
 @pytest.fixture(scope="session")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(request, tmp_path_factory):
     """What each of two processes made of everything."""
     return launch("tests.precision.ranks_ddp", RANKS, tmp_path_factory.mktemp("ddp"), *selected(request, "counted"))

@@ -6,14 +6,13 @@ What it saw and what came out lies in ``FOLDER/0.pt``, of the other rank in ``FO
 
 import sys
 from collections import Counter
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
 from tests.launch import take_part
-from tests.lightning_imports import Callback, Trainer
+from tests.lightning_imports import Callback
 from tests.precision.regression_model import Ramp, Regression, Witness, flat, state, trainer
 
 RANKS, STEPS, HISTORY, ACCUMULATE = 2, 4, 3, 2
@@ -39,7 +38,7 @@ COUNTED = {
 }
 
 
-def both(plugin: LowBitPrecision | None, **kwargs: Any) -> Trainer:
+def both(plugin, **kwargs):
     """A Trainer of all ranks."""
     defaults = {
         "devices": RANKS,
@@ -53,7 +52,7 @@ def both(plugin: LowBitPrecision | None, **kwargs: Any) -> Trainer:
     return trainer(plugin, **{**defaults, **kwargs})
 
 
-def histories(smooth: str | None) -> dict[str, Any]:
+def histories(smooth):
     """A run with validation between micro-batches, and what a witness on this rank saw."""
     model, witness = Regression(val_size=100.0), Witness()
     plugin = FP8Precision(history=HISTORY, smooth_swiglu=smooth, compute_dtype="fp32")
@@ -71,17 +70,17 @@ def histories(smooth: str | None) -> dict[str, Any]:
 class Collectives(TorchDispatchMode):
     """Counts collectives, also those that DDP starts from C++ in the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
             self.counts[function.overloadpacket.__name__] += 1
         return function(*args, **(kwargs or {}))
 
 
-def collectives(plugin: LowBitPrecision | None) -> dict[str, dict[str, int]]:
+def collectives(plugin):
     """Of a training run, and of evaluating it."""
     model, made = Regression(), both(plugin, limit_val_batches=2)
     with Collectives() as training:
@@ -94,26 +93,26 @@ def collectives(plugin: LowBitPrecision | None) -> dict[str, dict[str, int]]:
 class Keep(Callback):
     """A checkpoint of each step."""
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if (batch_idx + 1) % ACCUMULATE == 0:
             trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
 
 
-def run(ckpt_path: str | None = None, **kwargs: Any) -> dict[str, Any]:
+def run(ckpt_path=None, **kwargs):
     """A run that keeps its checkpoints, or one that goes on from one of them."""
     model, plugin = Regression(), FP8Precision(history=HISTORY, smooth_swiglu="channel", **kwargs)
     both(plugin, callbacks=[] if ckpt_path else [Keep()]).fit(model, ckpt_path=ckpt_path)
     return {"losses": torch.stack(model.losses), "weights": flat(model), "state": state(plugin)}
 
 
-def progressive(plugin: LowBitPrecision) -> dict[str, Any]:
+def progressive(plugin):
     """A run in which λ rises."""
     model = Regression()
     both(plugin, callbacks=[Ramp(0.0, 0.25, 0.5)]).fit(model)
     return {"losses": torch.stack(model.losses), "weights": flat(model), "state": state(plugin)}
 
 
-def work() -> dict[str, Any]:
+def work():
     return {
         "histories": {str(smooth): histories(smooth) for smooth in SMOOTHINGS},
         "collectives": {name: collectives(COUNTED[name]()) for name in ("without the plugin", *sys.argv[3:])},

@@ -5,28 +5,27 @@ The second one has a CPU without instructions for bf16. What came out lies in ``
 """
 
 import sys
-from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from lightning_lowbit import FP4Precision, LowBitPrecision
+from lightning_lowbit import FP4Precision
 from lightning_lowbit.precision import run_settings
 from tests.launch import take_part
-from tests.lightning_imports import NAME, Callback, Trainer
+from tests.lightning_imports import NAME, Callback
 from tests.precision.checkpoints.ranks import STRATEGIES, Regression, _in_place
 from tests.ranks import RANKS, trainer
 
 
 class Keep(Callback):
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         trainer.save_checkpoint(self.path)
 
 
-def fit(name: str, plugin: LowBitPrecision, *callbacks: Callback, ckpt_path: str | None = None) -> list[torch.Tensor]:
+def fit(name, plugin, *callbacks, ckpt_path=None):
     """All weights after one step, or after the second one."""
     make, cut = STRATEGIES[name]
     model = Regression(lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9), cut)
@@ -37,7 +36,7 @@ def fit(name: str, plugin: LowBitPrecision, *callbacks: Callback, ckpt_path: str
     return model.whole
 
 
-def run(name: str) -> dict[str, Any]:
+def run(name):
     """A run of a plugin that quantizes everything, one with defaults alone, and two that resume the first."""
     path, first, fresh = f"{name}.ckpt", FP4Precision(quantize_output=True, compute_dtype="fp32"), FP4Precision()
     fit(name, first, Keep(path))
@@ -53,7 +52,7 @@ def run(name: str) -> dict[str, Any]:
     }
 
 
-def work() -> dict[str, Any]:
+def work():
     lacking = {torch.bfloat16} if torch.distributed.get_rank() == 1 else set[torch.dtype]()
     run_settings.SLOW_ON_CPU = frozenset(lacking)
     return {name: run(name) for name in sys.argv[3:]}

@@ -1,54 +1,53 @@
 """A small module whose batches follow from their place, and a witness of operands."""
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, LinearCasts, LowBitPrecision, Scale
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
-from tests.lightning_imports import Callback, LightningModule, Trainer, quiet_trainer
+from tests.lightning_imports import Callback, LightningModule, quiet_trainer
 
 LAYERS = ("first", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "head")
 DOWN = "mlp.down_proj"
 
 
-def trainer(plugin: Any, **kwargs: Any) -> Trainer:
+def trainer(plugin, **kwargs):
     """Two steps, one epoch, nothing else; with a plugin, or None."""
     defaults = {"max_steps": 2, "limit_train_batches": 2, "limit_val_batches": 0}
     return quiet_trainer(*([] if plugin is None else [plugin]), **{**defaults, **kwargs})
 
 
-def two_casts() -> LowBitPrecision:
+def two_casts():
     """A plugin that rounds one operand of each pass: the cheapest one of which all phases differ."""
     cast = Cast("int8", Scale("fp32", "tensor"))
     return LowBitPrecision(LinearCasts(fprop_w=cast, dgrad_g=cast))
 
 
-def state(plugin: Any) -> dict[str, Any]:
+def state(plugin):
     """What a plugin puts into a checkpoint."""
-    saved: dict[str, Any] = {}
+    saved = {}
     plugin.on_save_checkpoint(saved)
     return saved["lightning_lowbit"]
 
 
-def flat(model: nn.Module) -> Tensor:
+def flat(model):
     """All weights of a model."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, size: int, inner: int) -> None:
+    def __init__(self, size, inner):
         super().__init__()
         self.gate_proj, self.up_proj = nn.Linear(size, inner, bias=False), nn.Linear(size, inner, bias=False)
         self.down_proj = nn.Linear(inner, size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down_proj(self.up_proj(x) * F.silu(self.gate_proj(x)))
 
 
@@ -60,56 +59,56 @@ class Regression(LightningModule):
         val_size: of the inputs in validation.
     """
 
-    def __init__(self, recompute: bool = False, val_size: float = 1.0) -> None:
+    def __init__(self, recompute=False, val_size=1.0):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             self.first, self.mlp, self.head = nn.Linear(16, 16), SwiGLU(16, 24), nn.Linear(16, 4, bias=False)
             self.target = torch.randn(16, 4) / 4  # no buffer
         self.recompute, self.val_size = recompute, val_size
-        self.losses: list[Tensor] = []
-        self.val_losses: list[Tensor] = []
+        self.losses = []
+        self.val_losses = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.first(x)
         return self.head(h + (checkpoint(self.mlp, h, use_reentrant=False) if self.recompute else self.mlp(h)))
 
-    def loss(self, seed: int, size: float) -> Tensor:
+    def loss(self, seed, size):
         x = size * torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
         return F.mse_loss(self(x).float(), x @ self.target)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         micro_batch = batch_idx % self.trainer.accumulate_grad_batches
         place = self.trainer.global_step * 8 + micro_batch * 2 + self.global_rank
         loss = self.loss(place, 1 + place % 7 / 2)  # some are larger, so that a history of several steps matters
         self.losses.append(loss.detach())
         return loss
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.val_losses.append(self.loss(1000 + batch_idx, self.val_size).detach())
 
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.validation_step(batch, batch_idx)
 
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def predict_step(self, batch, batch_idx):
         return self.loss(2000 + batch_idx, self.val_size)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(range(64))
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), 1e-2)
 
 
 class Ramp(Callback):
     """Sets λ at the beginning of the first optimizer steps, to these numbers, and then leaves it alone."""
 
-    def __init__(self, *shares: float) -> None:
+    def __init__(self, *shares):
         self.shares = shares
 
-    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step < len(self.shares):
             trainer.precision_plugin.set_blend(self.shares[trainer.global_step])
 
@@ -126,24 +125,24 @@ class Witness(Callback):
         in_force: per pass through a layer, by layer, how many steps came before it, and the amaxes it scales by.
     """
 
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-        self.channels: dict[str, Tensor] = {}
-        self.in_force: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-        self._amaxes: dict[str, float] = {}
-        self._channels: dict[str, Tensor] = {}
+    def __init__(self):
+        self.steps = []
+        self.channels = {}
+        self.in_force = defaultdict(list)
+        self._amaxes = {}
+        self._channels = {}
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer, pl_module):
         for name, layer in pl_module.named_modules():
             if isinstance(layer, QuantizedLayer):
                 layer.register_forward_hook(lambda layer, inputs, y, name=name: self._see(name, layer, *inputs, y))
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.steps.append(self._amaxes)
         self.channels = self._channels
         self._amaxes, self._channels = {}, {}
 
-    def _see(self, name: str, layer: Any, x: Tensor, y: Tensor) -> None:
+    def _see(self, name, layer, x, y):
         if not (layer.training and torch.is_grad_enabled()):
             return
         if layer.lowbit.amaxes is not None:
@@ -156,25 +155,25 @@ class Witness(Callback):
         weight = layer.weight.detach()
         self._raise(name, {"fprop_x": seen, "fprop_w": weight, "dgrad_w": weight})  # one weight for both GEMMs
 
-        def gradient(g: Tensor) -> None:
+        def gradient(g):
             gradients = {"wgrad_x": seen, "wgrad_g": g}
             self._raise(name, {**gradients, "dgrad_g": g} if x.requires_grad else gradients)
 
         if y.requires_grad:
             y.register_hook(gradient)
 
-    def _raise(self, name: str, operands: dict[str, Tensor]) -> None:
+    def _raise(self, name, operands):
         for operand, tensor in operands.items():
             key = f"{name}/{operand}"
             self._amaxes[key] = max(self._amaxes.get(key, 0.0), tensor.abs().max().item())
 
-    def history(self, key: str, length: int, steps: int | None = None) -> Tensor:
+    def history(self, key, length, steps=None):
         """What a history of this length holds after some steps (None: all): the last amaxes, 0 if there are fewer."""
         amaxes = [step[key] for step in self.steps[:steps] if key in step][-length:]
         return torch.tensor([0.0] * (length - len(amaxes)) + amaxes)
 
 
-def assert_histories(found: dict[str, Tensor], witness: Witness, length: int) -> None:
+def assert_histories(found, witness, length):
     """The histories of a checkpoint are what the steps saw, to the bit."""
     assert found, "there are no histories"
     for key, history in found.items():
@@ -182,7 +181,7 @@ def assert_histories(found: dict[str, Tensor], witness: Witness, length: int) ->
         assert torch.equal(history, expected), f"{key} holds {history.tolist()}, the steps saw {expected.tolist()}"
 
 
-def assert_in_force(found: dict[str, Tensor], witness: Witness, length: int) -> None:
+def assert_in_force(found, witness, length):
     """Each pass scaled by the largest amaxes of the steps before it."""
     for key in found:
         name, operand = key.split("/")

@@ -1,8 +1,5 @@
 """The dtype of what is not quantized: its names, and what "auto" is on a device, on several, and after a resume."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -21,12 +18,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoin
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, bf16: bool) -> None:
+def pretend(monkeypatch, bf16):
     """That this CPU has instructions for bf16, or not."""
     monkeypatch.setattr(run_settings, "SLOW_ON_CPU", frozenset() if bf16 else frozenset({BF16}))
 
 
-def begin(told: pytest.LogCaptureFixture) -> None:
+def begin(told):
     """As if nothing had been said."""
     told.clear()
     say_once.cache_clear()
@@ -40,7 +37,7 @@ def begin(told: pytest.LogCaptureFixture) -> None:
         (("fp32", "32-true", "32", 32, "float32", FP32, "torch.float32"), FP32, "32-true"),
     ],
 )
-def test_names_of_lightning_and_torch_are_taken(names: tuple[Any, ...], dtype: torch.dtype, precision: str) -> None:
+def test_names_of_lightning_and_torch_are_taken(names, dtype, precision):
     for name in names:
         for plugin in (FP4Precision(compute_dtype=name), LowBitPrecision("fp8-current", compute_dtype=name)):
             assert (plugin.compute_dtype, plugin.precision) == (dtype, precision)
@@ -68,7 +65,7 @@ def test_names_of_lightning_and_torch_are_taken(names: tuple[Any, ...], dtype: t
         ("", r"Unknown compute_dtype ''"),
     ],
 )
-def test_others_are_refused_with_what_to_give(name: Any, message: str) -> None:
+def test_others_are_refused_with_what_to_give(name, message):
     with pytest.raises(ValueError, match=message):
         FP4Precision(compute_dtype=name)
 
@@ -83,16 +80,14 @@ def test_others_are_refused_with_what_to_give(name: Any, message: str) -> None:
         ("LowBitPrecision", "16", FP16),
     ],
 )
-def test_a_recipe_has_the_same_names(plugin: str, text: str, dtype: torch.dtype) -> None:
+def test_a_recipe_has_the_same_names(plugin, text, dtype):
     casts = "casts: nvfp4, " if plugin == "LowBitPrecision" else ""
     plugins = f"{{class_path: lightning_lowbit.{plugin}, init_args: {{{casts}compute_dtype: {text}}}}}"
     assert from_yaml(f"{{plugins: {plugins}, accelerator: cpu}}").precision_plugin.compute_dtype == dtype
 
 
 @each("has, dtype", [(True, BF16), (False, FP32)])
-def test_auto_is_bf16_where_the_cpu_has_it(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture, has: bool, dtype: torch.dtype
-) -> None:
+def test_auto_is_bf16_where_the_cpu_has_it(monkeypatch, told, has, dtype):
     pretend(monkeypatch, has)
     begin(told)
     found, same = Regression(), Regression()
@@ -107,7 +102,7 @@ def test_auto_is_bf16_where_the_cpu_has_it(
     assert [text for text in told.messages if "compute_dtype=" in text] == expected
 
 
-def test_devices_are_asked_for_their_own_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_asked_for_their_own_instructions(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: asked.append(1) or False)
     assert not has_bf16(torch.device("cuda", 0)) and asked
@@ -118,9 +113,7 @@ def test_devices_are_asked_for_their_own_instructions(monkeypatch: pytest.Monkey
 
 
 @each("trained, has", [("bf16", False), ("fp32", True), ("fp32", False), ("bf16", True)])
-def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture, tmp_path: Path, trained: str, has: bool
-) -> None:
+def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(monkeypatch, told, tmp_path, trained, has):
     path = tmp_path / f"{trained}.ckpt"
     pretend(monkeypatch, True)
     first = trainer(FP8Precision(compute_dtype=trained), max_steps=1)
@@ -150,9 +143,7 @@ def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(
     assert plugin.trained.compute_dtype == trained, "a restored model"
 
 
-def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(monkeypatch, tmp_path):
     pretend(monkeypatch, True)
     first = trainer(FP8Precision(compute_dtype="bf16"), max_steps=1)
     first.fit(Regression())
@@ -175,7 +166,7 @@ def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(
 
 @pytest.mark.fast("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "tensor parallel"])
-def test_processes_agree_and_follow_their_checkpoint(tmp_path: Path, strategy: str) -> None:
+def test_processes_agree_and_follow_their_checkpoint(tmp_path, strategy):
     ranks = [result[strategy] for result in launch("tests.precision.ranks_defaults", RANKS, tmp_path, strategy)]
     for rank, whose in zip(ranks, ("the device of another process", "this CPU"), strict=True):
         assert rank["dtypes"] == ["torch.float32"] * 3

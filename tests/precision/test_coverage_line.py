@@ -1,12 +1,9 @@
 """One line where little is quantized: what it counts, what it says, and that it changes nothing."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -21,92 +18,92 @@ from tests.ranks import RANKS
 
 
 class Experts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Parameter(torch.randn(4, 16, 64) * 0.1)
         self.down = nn.Parameter(torch.randn(4, 64, 16) * 0.1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.stack([(x @ self.up[i]).relu() @ self.down[i] for i in range(4)]).mean(0)
 
 
 class Attention(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q = x.unflatten(-1, (2, -1)).transpose(1, 2)
         return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
 
 
 class Wide(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.convolution = nn.Conv1d(16, 64, 3, padding=1)
         self.back = nn.ConvTranspose1d(64, 16, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.back(self.convolution(x.mT)).mT
 
 
 class Odd(nn.Conv1d):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x.mT).mT
 
 
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lstm = nn.LSTM(16, 16, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.lstm(x)[0]
 
 
 class Multihead(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
 class Model(LightningModule):
     """Tokens ``[2, 8, 16]`` through ``nn.Linear(16, 16)`` and what is to be counted."""
 
-    def __init__(self, *rest: nn.Module) -> None:
+    def __init__(self, *rest):
         super().__init__()
         self.first, self.rest = nn.Linear(16, 16), nn.ModuleList(rest)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.first(x)
         for module in self.rest:
             x = module(x)
         return x
 
-    def training_step(self, batch: Tensor) -> Tensor:
+    def training_step(self, batch):
         return self(batch).float().square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(torch.randn(8, 8, 16, generator=torch.Generator().manual_seed(1)), batch_size=2)
 
 
-def special() -> nn.Module:
+def special():
     return nn.Sequential(Special(16, 64), nn.ReLU(), Special(64, 16))
 
 
-def plain() -> nn.Module:
+def plain():
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
 
 
-def lines(told: pytest.LogCaptureFixture) -> list[str]:
+def lines(told):
     found = [record.getMessage() for record in told.records if "are in quantized layers" in record.getMessage()]
     told.clear()
     return found
 
 
-def train(model: LightningModule, plugin: LowBitPrecision | None = None, *callbacks: Any, **kwargs: Any) -> Any:
+def train(model, plugin=None, *callbacks, **kwargs):
     plugin = FP4Precision("nvfp4", seed=1, quantize_output=True) if plugin is None else plugin
     settings = {"max_steps": 3, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, **kwargs}
     Trainer(accelerator="cpu", plugins=[plugin], callbacks=[*callbacks], enable_model_summary=False, **settings).fit(
@@ -115,7 +112,7 @@ def train(model: LightningModule, plugin: LowBitPrecision | None = None, *callba
     return plugin.coverage_line
 
 
-def test_little_coverage_is_said_once_with_its_reasons(told: pytest.LogCaptureFixture) -> None:
+def test_little_coverage_is_said_once_with_its_reasons(told):
     cases = {
         "subclass": (
             [special()],
@@ -142,7 +139,7 @@ def test_little_coverage_is_said_once_with_its_reasons(told: pytest.LogCaptureFi
     assert line.count("%") == 1 + 3, "the three largest"
 
 
-def test_nothing_is_said_where_most_is_quantized_or_little_is_meant_to_be(told: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_said_where_most_is_quantized_or_little_is_meant_to_be(told):
     train(Model(plain(), Attention()))
     train(Model(plain()), TernaryPrecision())
     train(Model(plain(), special()), LowBitPrecision("bf16"))
@@ -153,21 +150,21 @@ def test_nothing_is_said_where_most_is_quantized_or_little_is_meant_to_be(told: 
     assert lines(told) == []
 
 
-def test_a_summary_says_more(told: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_summary_says_more(told, capsys):
     line = train(Model(special()), None, PrecisionSummary())
     assert lines(told) == []
     assert "Coverage: " in capsys.readouterr().out
     assert "Special" in line.text, "for a report"
 
 
-def test_another_trainer_is_told_again(told: pytest.LogCaptureFixture) -> None:
+def test_another_trainer_is_told_again(told):
     plugin = FP4Precision("nvfp4")
     for _ in range(2):
         train(Model(special()), plugin)
         assert len(lines(told)) == 1
 
 
-def test_shares_are_near_those_of_all_that_was_computed() -> None:
+def test_shares_are_near_those_of_all_that_was_computed():
     tokens = torch.randn(2, 8, 16)
     for rest in ([plain(), Attention()], [special()], [Wide()], [Experts(), plain()], [Recurrent()], [Multihead()]):
         model = convert(Model(*rest), "nvfp4")
@@ -182,14 +179,14 @@ def test_shares_are_near_those_of_all_that_was_computed() -> None:
             assert found.share == pytest.approx(counter.coverage().share, abs=0.06), rest
 
 
-def test_manual_optimization_counts_all_backward_passes_of_a_step(told: pytest.LogCaptureFixture) -> None:
+def test_manual_optimization_counts_all_backward_passes_of_a_step(told):
     class Manual(Model):
         automatic_optimization = False
 
-        def training_step(self, batch: Tensor) -> None:  # type: ignore[override]
+        def training_step(self, batch):
             for loss in (self.first(batch).mean(), self(batch).mean()):
                 self.manual_backward(loss)
-            self.optimizers().step()  # type: ignore[union-attr]
+            self.optimizers().step()
 
     line = train(Manual(plain(), Odd(16, 16, 33, padding=16)))
     (text,) = lines(told)
@@ -198,18 +195,18 @@ def test_manual_optimization_counts_all_backward_passes_of_a_step(told: pytest.L
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13's Dynamo
-def test_what_is_compiled_is_counted_by_weights(told: pytest.LogCaptureFixture) -> None:
+def test_what_is_compiled_is_counted_by_weights(told):
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.up, self.down = Special(16, 64), Special(64, 16)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.down(self.up(x).relu())
 
     graphs = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         graphs.append(graph)
         return aot_eager(graph, inputs)
 
@@ -222,21 +219,21 @@ def test_what_is_compiled_is_counted_by_weights(told: pytest.LogCaptureFixture) 
     assert "the weights of matrix products" in lines(told)[0]
 
 
-def test_a_run_is_the_same_and_nothing_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_the_same_and_nothing_is_computed_again(monkeypatch):
     class Checkpointed(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner, self.calls = nn.Sequential(special(), nn.Dropout(0.5)), 0
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             self.calls += 1
             return checkpoint(self._count, x, use_reentrant=False)
 
-        def _count(self, x: Tensor) -> Tensor:
+        def _count(self, x):
             self.calls += 1
             return self.inner(x)
 
-    def run() -> tuple[dict[str, Tensor], int, Tensor]:
+    def run():
         torch.manual_seed(0)
         layer = Checkpointed()
         model = Model(layer)
@@ -254,10 +251,8 @@ def test_a_run_is_the_same_and_nothing_is_computed_again(monkeypatch: pytest.Mon
     assert all(torch.equal(state[name], without[name]) for name in state)
 
 
-def test_training_goes_on_where_autograd_tells_other_things(
-    told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
+def test_training_goes_on_where_autograd_tells_other_things(told, monkeypatch):
+    def fail(*_):
         raise AttributeError("'MmBackward0' object has no attribute '_input_metadata'")
 
     monkeypatch.setattr("lightning_lowbit.precision.coverage_line._flops", fail)
@@ -268,9 +263,9 @@ def test_training_goes_on_where_autograd_tells_other_things(
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_step_without_a_loss_is_not_the_first(told: pytest.LogCaptureFixture) -> None:
+def test_a_step_without_a_loss_is_not_the_first(told):
     class Late(Model):
-        def training_step(self, batch: Tensor) -> Tensor | None:  # type: ignore[override]
+        def training_step(self, batch):
             self.steps = getattr(self, "steps", 0) + 1
             return None if self.steps == 1 else super().training_step(batch)
 
@@ -278,12 +273,12 @@ def test_a_step_without_a_loss_is_not_the_first(told: pytest.LogCaptureFixture) 
     assert len(lines(told)) == 1
 
 
-def test_a_boring_model_is_told_nothing(told: pytest.LogCaptureFixture) -> None:
+def test_a_boring_model_is_told_nothing(told):
     train(BoringModel(), None, limit_val_batches=0)
     assert lines(told) == []
 
 
-def test_under_every_strategy_one_process_says_it(tmp_path: Path) -> None:
+def test_under_every_strategy_one_process_says_it(tmp_path):
     results = launch("tests.precision.ranks_coverage_line", RANKS, tmp_path)
     for name in ("ddp", "fsdp1", "fsdp2"):
         first, second = (result[name] for result in results)
@@ -294,7 +289,7 @@ def test_under_every_strategy_one_process_says_it(tmp_path: Path) -> None:
             assert "Special" in first["said"][0], (name, first["said"])
 
 
-def test_a_frozen_backbone_is_counted_by_weights() -> None:
+def test_a_frozen_backbone_is_counted_by_weights():
     """Its products are not in the graph of a loss."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
     convert(model, "int4", skip=["2"])

@@ -9,7 +9,7 @@ import lightning_lowbit
 from lightning_lowbit.precision import grad_scalers
 
 
-def test_the_former_module_of_the_scalers_warns_and_has_the_same_classes() -> None:
+def test_the_former_module_of_the_scalers_warns_and_has_the_same_classes():
     sys.modules.pop("lightning_lowbit.scalers", None)
     with pytest.warns(DeprecationWarning, match="import scalers from lightning_lowbit"):
         former = importlib.import_module("lightning_lowbit.scalers")

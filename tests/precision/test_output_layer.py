@@ -1,8 +1,6 @@
 """Plugins that leave the output layer in high precision: what they say, and which checkpoints they follow."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,18 +27,18 @@ REST = {*LAYERS} - {"head"}
 LEAVING = (FP4Precision, TernaryPrecision)
 
 
-def layers(plugin: LowBitPrecision) -> set[str]:
+def layers(plugin):
     """Those that are quantized, by a checkpoint's record."""
     return {name for name, casts in state(plugin)["trained"]["layers"].items() if casts != "bf16"}
 
 
-def rest_of(make: Any, folder: Path) -> Path:
+def rest_of(make, folder):
     """A checkpoint of a run that leaves the output layer out."""
     fit(make()).save_checkpoint(path := folder / "rest.ckpt")
     return path
 
 
-def fit(plugin: LowBitPrecision, steps: int = 1, ckpt_path: Path | None = None) -> Any:
+def fit(plugin, steps=1, ckpt_path=None):
     made = trainer(plugin, max_steps=steps)
     made.fit(Regression(), ckpt_path=ckpt_path)
     return made
@@ -62,9 +60,7 @@ def fit(plugin: LowBitPrecision, steps: int = 1, ckpt_path: Path | None = None) 
         (lambda: FP8Precision(quantize_output=False), REST, True),
     ],
 )
-def test_what_is_left_out_is_said(
-    told: pytest.LogCaptureFixture, make: Any, quantized: set[str], is_said: bool
-) -> None:
+def test_what_is_left_out_is_said(told, make, quantized, is_said):
     told.clear()
     say_once.cache_clear()
     plugin = make()
@@ -86,7 +82,7 @@ def test_what_is_left_out_is_said(
     )
 
 
-def test_what_is_no_flag_is_refused() -> None:
+def test_what_is_no_flag_is_refused():
     for value in ("yes", 1):
         with pytest.raises(ValueError, match="quantize_output is true or false; got"):
             FP4Precision(quantize_output=value)
@@ -101,7 +97,7 @@ def test_what_is_no_flag_is_refused() -> None:
         partial(FP4Precision, "nvfp4", overrides={"up_proj": "mxfp8"}, compute_dtype="fp32"),
     ],
 )
-def test_a_run_goes_on_with_the_output_layer_of_its_checkpoint(make: Any, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_output_layer_of_its_checkpoint(make, tmp_path):
     path = tmp_path / "all.ckpt"
     fit(make(quantize_output=True)).save_checkpoint(path)
     expected = fit(make(quantize_output=True), 3, path)
@@ -110,7 +106,7 @@ def test_a_run_goes_on_with_the_output_layer_of_its_checkpoint(make: Any, tmp_pa
     assert layers(plugin) == {*LAYERS}
 
 
-def test_what_comes_after_a_run_that_has_followed_its_checkpoint(tmp_path: Path) -> None:
+def test_what_comes_after_a_run_that_has_followed_its_checkpoint(tmp_path):
     make, path = FP4Precision, tmp_path / "all.ckpt"
     fit(make(quantize_output=True)).save_checkpoint(path)
     run = fit(plugin := make(), 3, path)
@@ -135,7 +131,7 @@ def test_what_comes_after_a_run_that_has_followed_its_checkpoint(tmp_path: Path)
     assert layers(plugin) == {*LAYERS}, "of a restored model"
 
 
-def test_an_explicit_argument_and_a_skipped_layer_are_kept_and_said(tmp_path: Path) -> None:
+def test_an_explicit_argument_and_a_skipped_layer_are_kept_and_said(tmp_path):
     path = tmp_path / "all.ckpt"
     fit(FP4Precision(quantize_output=True)).save_checkpoint(path)
     for how in ({"quantize_output": False}, {"skip": ["head"]}):
@@ -149,13 +145,13 @@ def test_an_explicit_argument_and_a_skipped_layer_are_kept_and_said(tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore:.*trained otherwise")
-def test_only_output_layers_that_the_checkpoint_has_quantized_are_followed(tmp_path: Path) -> None:
+def test_only_output_layers_that_the_checkpoint_has_quantized_are_followed(tmp_path):
     class Heads(Regression):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.heads = nn.ModuleDict({"a_head": nn.Linear(16, 16), "b_head": nn.Linear(16, 16)})
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             h = super().forward(x)
             return h + sum(head(x).mean() for head in self.heads.values())
 
@@ -168,7 +164,7 @@ def test_only_output_layers_that_the_checkpoint_has_quantized_are_followed(tmp_p
 
 
 @each("freeze", [["head"], ["down_proj", "head"], [*LAYERS]])
-def test_output_layers_that_the_checkpoint_has_left_out_stay_so(freeze: list[str], tmp_path: Path) -> None:
+def test_output_layers_that_the_checkpoint_has_left_out_stay_so(freeze, tmp_path):
     """Which layer is the output depends on what is trained: the checkpoint decides."""
     path = rest_of(FP4Precision, tmp_path)
     for resumes in (True, False):

@@ -4,7 +4,6 @@ import copy
 import inspect
 import pickle
 import pydoc
-from typing import Any
 
 import pytest
 
@@ -32,13 +31,13 @@ CALLS = [
 
 
 @each("call", CALLS)
-def test_a_plugin_is_shown_as_the_call_that_makes_it(call: str) -> None:
+def test_a_plugin_is_shown_as_the_call_that_makes_it(call):
     plugin = eval(call, {name: getattr(lightning_lowbit, name) for name in lightning_lowbit.__all__})
     assert repr(plugin) == call
     assert repr(copy.deepcopy(plugin)) == repr(pickle.loads(pickle.dumps(plugin))) == call
 
 
-def test_defaults_are_left_out_but_for_what_is_quantized() -> None:
+def test_defaults_are_left_out_but_for_what_is_quantized():
     """A command line gives all arguments, and by name."""
     assert (
         repr(FP4Precision(casts="nvfp4", rounding=None, skip=["a"], shared_amax=[]))
@@ -48,12 +47,12 @@ def test_defaults_are_left_out_but_for_what_is_quantized() -> None:
     assert repr(FP8Precision(history=16, scaling="delayed", margin=1)) == "FP8Precision('delayed', margin=1)"
 
 
-def test_help_shows_the_arguments_behind_kwargs() -> None:
+def test_help_shows_the_arguments_behind_kwargs():
     class Without(IntegerPrecision):
         pass
 
     class Own(FP8Precision):
-        def __init__(self, margin_of_mine: int = 1, **kwargs: Any) -> None:
+        def __init__(self, margin_of_mine=1, **kwargs):
             super().__init__("row", **kwargs)
 
     shared = [*inspect.signature(LowBitPrecision).parameters][1:]
@@ -68,18 +67,18 @@ def test_help_shows_the_arguments_behind_kwargs() -> None:
     assert "compute_dtype" in pydoc.render_doc(FP4Precision).split("Fully quantized training")[0]
 
 
-def test_casts_are_named_or_described() -> None:
+def test_casts_are_named_or_described():
     casts = LinearCasts.preset("nvfp4")
     plugin = LowBitPrecision(casts, overrides={"up": LinearCasts(fprop_w=casts.fprop_w)})
     described = "<fprop(x=hp, w=e2m1/e4m3:1x16+fp32) dgrad(g=hp, w=hp) wgrad(g=hp, x=hp)>"
     assert repr(plugin) == f"LowBitPrecision('nvfp4', overrides={{'up': {described}}})"
 
 
-def test_errors_of_lightning_name_it() -> None:
+def test_errors_of_lightning_name_it():
     with pytest.raises(ValueError, match=r"Received both `precision=16-mixed` and `plugins=FP4Precision\('nvfp4'\)"):
         Trainer(accelerator="cpu", precision="16-mixed", plugins=[FP4Precision("nvfp4")])
 
 
-def test_arguments_that_are_used_up_are_not_kept() -> None:
+def test_arguments_that_are_used_up_are_not_kept():
     plugin = FP4Precision(skip=(name for name in ["lm_head"]))
     assert pickle.loads(pickle.dumps(plugin)).skip == ["lm_head"], "an iterator cannot be pickled"

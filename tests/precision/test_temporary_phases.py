@@ -8,7 +8,7 @@ from lightning_lowbit import FP4Precision
 from tests.precision.regression_model import Regression, trainer
 
 
-def test_the_last_one_is_in_force_until_its_owner_pops_it() -> None:
+def test_the_last_one_is_in_force_until_its_owner_pops_it():
     plugin = FP4Precision()
     plugin.push_phase("a", "bf16")
     plugin.push_phase("b", "qaf")
@@ -21,7 +21,7 @@ def test_the_last_one_is_in_force_until_its_owner_pops_it() -> None:
     assert plugin.phase == "fqt"
 
 
-def test_whoever_sets_a_phase_ends_temporary_ones() -> None:
+def test_whoever_sets_a_phase_ends_temporary_ones():
     plugin = FP4Precision()
     plugin.push_phase("a", "bf16")
     plugin.set_phase("bf16")
@@ -30,7 +30,7 @@ def test_whoever_sets_a_phase_ends_temporary_ones() -> None:
     assert plugin.phase == "bf16"
 
 
-def test_an_owner_may_keep_its_place() -> None:
+def test_an_owner_may_keep_its_place():
     plugin = FP4Precision()
     plugin.push_phase("a", "bf16")
     plugin.push_phase("a", None)
@@ -39,7 +39,7 @@ def test_an_owner_may_keep_its_place() -> None:
     assert pickle.loads(pickle.dumps(plugin)).phase == "qaf"
 
 
-def test_layers_follow() -> None:
+def test_layers_follow():
     model, plugin = Regression(), FP4Precision(quantize_output=True)
     trainer(plugin, max_steps=1).fit(model)
     full = model.head.full_casts
@@ -49,7 +49,7 @@ def test_layers_follow() -> None:
     assert model.head.casts == full
 
 
-def test_an_unknown_phase_changes_nothing() -> None:
+def test_an_unknown_phase_changes_nothing():
     plugin = FP4Precision()
     with pytest.raises(ValueError, match="Unknown phase 'fp32'"):
         plugin.push_phase("a", "fp32")

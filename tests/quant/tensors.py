@@ -1,16 +1,12 @@
 """Samples, every setting of a scale, and equality that says what differs."""
 
 import itertools
-from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
-from lightning_lowbit.quant import Quantized
 from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
 from tests.references import quantize as reference
 
@@ -19,10 +15,10 @@ NVFP4_TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))
 EXMY = [name for name in SCALE_FORMATS if name not in ("e8m0", "bf16", "fp16", "fp32")]
 
 
-def scales(block: Any = 16, element: str = "e2m1") -> Iterator[Scale]:
+def scales(block=16, element="e2m1"):
     """Every setting of a Scale that this block and this element allow and whose scales do not depend on a key; of the
     numbers, one each."""
-    levels: list[dict[str, Any]] = [{}]
+    levels = [{}]
     levels += [] if block == "tensor" else [{"two_level": True}, {"two_level": True, "top": 1.25}]
     levels += [{"two_level": "row"}] if isinstance(block, int) and block > 1 else []
     for name, level in itertools.product(EXMY, levels):
@@ -34,7 +30,7 @@ def scales(block: Any = 16, element: str = "e2m1") -> Iterator[Scale]:
     for rounding, level in itertools.product(SCALE_ROUNDINGS["e8m0"], levels):
         yield Scale("e8m0", block, rounding, **level)
     yield Scale("e8m0", block, "floor", prescale=0.75)
-    settings: list[dict[str, Any]] = [
+    settings = [
         {"margin": 0},
         {"margin": 2},
         {"factor": 0.75, "epsilon": 0.25},
@@ -47,17 +43,17 @@ def scales(block: Any = 16, element: str = "e2m1") -> Iterator[Scale]:
 
 
 @cache  # they are checked as they are made
-def casts(element: str, block: Any = 16) -> tuple[Cast, ...]:
+def casts(element, block=16):
     """The casts of an element format with each of :func:`scales`."""
     return tuple(Cast(element, scale) for scale in scales(block, element))
 
 
-def some_casts(element: str, block: Any = 16) -> tuple[Cast, ...]:
+def some_casts(element, block=16):
     """Every third of :func:`casts`: others for the next element, so that each setting is there with several."""
     return casts(element, block)[list(ELEMENT_FORMATS).index(element) % 3 :: 3]
 
 
-def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def sample(*shape, seed=0, dtype=torch.float32):
     """Blocks of very different sizes, some of them zero."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
@@ -65,7 +61,7 @@ def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return (x * size * (torch.rand((*shape[:-1], 1), generator=generator) > 0.1)).to(dtype)
 
 
-def same(found: Tensor, expected: Tensor, message: str) -> None:
+def same(found, expected, message):
     """Equal values: NaN equals NaN, and -0 equals 0."""
     assert found.shape == expected.shape, f"{message}: shape {tuple(found.shape)}, not {tuple(expected.shape)}"
     wrong = (found != expected) & ~(found.isnan() & expected.isnan())
@@ -75,7 +71,7 @@ def same(found: Tensor, expected: Tensor, message: str) -> None:
     )
 
 
-def same_bytes(found: Quantized, expected: Quantized, message: str) -> None:
+def same_bytes(found, expected, message):
     same(found.codes, expected.codes, f"{message}, codes")
     same(found.scales.view(torch.uint8), expected.scales.view(torch.uint8), f"{message}, scales")
     assert (found.tensor_scale is None) == (expected.tensor_scale is None), f"{message}: one has no tensor scale"
@@ -86,7 +82,7 @@ def same_bytes(found: Quantized, expected: Quantized, message: str) -> None:
         same(found.zero_points, expected.zero_points, f"{message}, zero points")
 
 
-def check_against_reference(x: Tensor, cast: Cast, dim: int = -1, amax: float | None = None) -> None:
+def check_against_reference(x, cast, dim=-1, amax=None):
     """Rounds to nearest as the slow reference does, to the bit."""
     message = f"{cast} along {dim}" + ("" if amax is None else f", amax {amax}")
     found = quantize(x, cast, dim, amax=None if amax is None else torch.tensor(amax))
@@ -100,7 +96,7 @@ def check_against_reference(x: Tensor, cast: Cast, dim: int = -1, amax: float | 
     same(found.dequantize(), expected["dequantized"], f"{message}, values")
 
 
-def check_stochastic(x: Tensor, cast: Cast, dim: int = -1, key: int = 12345) -> None:
+def check_stochastic(x, cast, dim=-1, key=12345):
     """Rounds a matrix stochastically as the slow reference does."""
     found, block = quantize(x, cast, dim, key=torch.tensor(key)).elements(), cast.scale.block
     lower, upper, clipped = (
@@ -119,12 +115,12 @@ def check_stochastic(x: Tensor, cast: Cast, dim: int = -1, key: int = 12345) -> 
     same(found[~open_], expected[~open_].float(), f"{cast} along {dim}")
 
 
-def float_scales(quantized: Quantized) -> Tensor:
+def float_scales(quantized):
     storage = quantized.cast.scale.storage
     return quantized.scales.float() if storage.dtype is not None else storage.decode(quantized.scales)
 
 
-def spread_scales(quantized: Quantized) -> Tensor:
+def spread_scales(quantized):
     """The scale of each element of a matrix, float32."""
     found, shape, block = float_scales(quantized), quantized.codes.shape, quantized.cast.scale.block
     if isinstance(block, str):

@@ -4,15 +4,12 @@
 under a zero scale are not compared. Non-finite elements follow our own rule: they decode to NaN.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, LinearCasts, Scale, compilation, quantize
-from lightning_lowbit.quant import Hadamard, Quantized, quantize_operand, rotate
+from lightning_lowbit.quant import Hadamard, quantize_operand, rotate
 from tests import golden_vectors as golden
 from tests.quant.tensors import NVFP4, NVFP4_TILES, float_scales, same, sample
 from tests.tables import each
@@ -20,12 +17,12 @@ from tests.tables import each
 CPU = torch.device("cpu")
 
 
-def codes_of(case: dict[str, Any], field: str, bits: int = 4) -> np.ndarray:
+def codes_of(case, field, bits=4):
     """Golden codes, -0 folded into 0."""
     return np.where(case[field] == 1 << (bits - 1), 0, case[field])
 
 
-def equal(found: Tensor, expected: np.ndarray, where: np.ndarray | None, message: str) -> None:
+def equal(found, expected, where, message):
     found = found.view(torch.uint8).numpy()
     where = np.ones(expected.shape, bool) if where is None else np.broadcast_to(where, expected.shape)
     np.testing.assert_array_equal(found[where], expected[where], err_msg=message)
@@ -37,7 +34,7 @@ FINITE_CASES = [name for name in golden.cases("nvfp4_1x16") if not golden.case("
 PEER_CASES = sorted(set(golden.cases("nvfp4_1x16")) - set(FINITE_CASES))
 
 
-def check_nvfp4(found: Quantized, case: dict[str, Any], name: str, prefix: str = "", scale: str = "scale") -> None:
+def check_nvfp4(found, case, name, prefix="", scale="scale"):
     """``scale`` is the field with as many scales as we have; ``{prefix}scale`` has one per row in any case."""
     stored = case[scale].T if (scale, prefix) == ("block_scale", "t_") else case[scale]
     equal(found.scales, stored, None, f"{name}: scales")
@@ -51,7 +48,7 @@ def check_nvfp4(found: Quantized, case: dict[str, Any], name: str, prefix: str =
 
 
 @each("name", FINITE_CASES)
-def test_nvfp4(name: str) -> None:
+def test_nvfp4(name):
     case = golden.case("nvfp4_1x16", name)
     rows, columns = quantize(case["x"], NVFP4), quantize(case["x"].t(), NVFP4, dim=0)
     check_nvfp4(rows, case, name)
@@ -61,18 +58,18 @@ def test_nvfp4(name: str) -> None:
 
 
 @each("name", golden.cases("nvfp4_16x16"))
-def test_nvfp4_tiles(name: str) -> None:
+def test_nvfp4_tiles(name):
     case = golden.case("nvfp4_16x16", name)
     check_nvfp4(quantize(case["x"], NVFP4_TILES), case, name, scale="block_scale")
     check_nvfp4(quantize(case["x"].t(), NVFP4_TILES), case, f"{name} transposed", "t_", "block_scale")
 
 
 @pytest.mark.parametrize("name", PEER_CASES)
-def test_non_finite_inputs(name: str) -> None:
+def test_non_finite_inputs(name):
     check_non_finite(name)
 
 
-def check_non_finite(name: str) -> None:
+def check_non_finite(name):
     x = golden.case("nvfp4_1x16", name)["x"]
     found = quantize(x, NVFP4)
     bad = ~x.isfinite()
@@ -89,13 +86,13 @@ def check_non_finite(name: str) -> None:
 MX_FILES = ("mxfp4", "mxfp6", "mxfp8")
 
 
-def mx_modes(file: str, name: str) -> list[str]:
+def mx_modes(file, name):
     """The combinations of element and rule that a case has, such as ``e2m1_floor``."""
     fields = golden.case(file, name)
     return sorted({field.split("/")[0] for field in fields if field.endswith("/codes")})
 
 
-def check_mx(file: str, name: str, mode: str) -> None:
+def check_mx(file, name, mode):
     case = golden.case(file, name)
     element, rounding = mode.split("_")
     cast = Cast(element, Scale("e8m0", 32, rounding))
@@ -108,12 +105,12 @@ def check_mx(file: str, name: str, mode: str) -> None:
 
 
 @each(("file", "name"), [(file, name) for file in MX_FILES for name in golden.cases(file)])
-def test_mx(file: str, name: str) -> None:
+def test_mx(file, name):
     for mode in mx_modes(file, name):
         check_mx(file, name, mode)
 
 
-def test_mx_covers_every_element_and_rule() -> None:
+def test_mx_covers_every_element_and_rule():
     found = {mode for file in MX_FILES for name in golden.cases(file) for mode in mx_modes(file, name)}
     rules = {f"{element}_{rule}" for element in ("e2m1", "e2m3", "e4m3") for rule in ("floor", "ceil", "even", "rceil")}
     assert found >= rules | {f"{element}_{rule}" for element in ("e3m2", "e5m2") for rule in ("floor", "even", "rceil")}
@@ -122,7 +119,7 @@ def test_mx_covers_every_element_and_rule() -> None:
 # --- the Hadamard transform of NVFP4 ----------------------------------------------------------------------------------
 
 
-def rotated(name: str) -> tuple[dict[str, Any], Tensor]:
+def rotated(name):
     """A case and its x, rotated along tokens."""
     case = golden.case("nvfp4_rht", name)
     signs = torch.from_numpy(case["signs"]).float()
@@ -131,14 +128,14 @@ def rotated(name: str) -> tuple[dict[str, Any], Tensor]:
     return case, rotate(case["x"], signs, 0)
 
 
-def test_hadamard_matrix() -> None:
+def test_hadamard_matrix():
     file = golden.load("nvfp4_rht")
     expected = torch.from_numpy(file["transform_bf16"].view(np.int16)).view(torch.bfloat16).float()
     same(rotate(torch.eye(16), Hadamard(16).diagonal(None, CPU), 1), expected, "diag(signs) H / 4")
 
 
 @each("name", golden.cases("nvfp4_rht"))
-def test_hadamard(name: str) -> None:
+def test_hadamard(name):
     case, y = rotated(name)
     assert y.dtype == torch.bfloat16
     sure = ~case["ambiguous_t"]
@@ -151,7 +148,7 @@ def test_hadamard(name: str) -> None:
     equal(found.codes, codes_of(plain, "codes"), plain["scale"].repeat(16, axis=1) != 0, f"{name}: codes without it")
 
 
-def check_rotated(found: Quantized, case: dict[str, Any], name: str) -> None:
+def check_rotated(found, case, name):
     sure = ~case["ambiguous_t"].reshape(len(case["t_scale"]), -1, 16).any(-1)
     equal(found.scales.view(torch.uint8).t(), case["t_scale"], sure, f"{name}: scales")
     where = (sure & (case["t_scale"] != 0)).repeat(16, axis=1)
@@ -164,7 +161,7 @@ def check_rotated(found: Quantized, case: dict[str, Any], name: str) -> None:
 # --- 4/6 --------------------------------------------------------------------------------------------------------------
 
 
-def four_over_six(name: str, mode: str) -> tuple[dict[str, Any], Quantized]:
+def four_over_six(name, mode):
     """A case in one mode, such as ``mse256``, and what we make of it."""
     case = golden.case("nvfp4_4over6", name)
     block = (16, 16) if "2d" in name else 16
@@ -173,7 +170,7 @@ def four_over_six(name: str, mode: str) -> tuple[dict[str, Any], Quantized]:
     return fields, quantize(case["x"], cast)
 
 
-def check_four_over_six(name: str, mode: str) -> None:
+def check_four_over_six(name, mode):
     case, found = four_over_six(name, mode)
     rows = 16 if "2d" in name else 1  # a tile's scale is stored once per row
     sure = ~case["ambiguous"]
@@ -189,14 +186,14 @@ def check_four_over_six(name: str, mode: str) -> None:
 
 
 @each("name", golden.cases("nvfp4_4over6"))
-def test_four_over_six(name: str) -> None:
+def test_four_over_six(name):
     modes = {field.split("/")[0] for field in golden.case("nvfp4_4over6", name) if field.endswith("/codes")}
     assert modes >= {"mae448", "mse256"}
     for mode in sorted(modes):
         check_four_over_six(name, mode)
 
 
-def test_four_over_six_takes_both() -> None:
+def test_four_over_six_takes_both():
     """The golden cases tell the two maps apart: some blocks take 4, some 6."""
     picks = np.concatenate([golden.case("nvfp4_4over6", "randn_bf16")[f"{m}/pick4"].ravel() for m in ("mse256",)])
     assert 0.1 < picks.mean() < 0.9
@@ -213,13 +210,13 @@ TWO_ULPS = 2.0**-22
 """What codes * mean and codes / (1 / mean) differ by at most."""
 
 
-def test_every_case_of_bitnet_is_used() -> None:
+def test_every_case_of_bitnet_is_used():
     assert {*WEIGHTS, *ACTIVATIONS, *LAYERS} == set(BITNET_CASES)
     assert (len(WEIGHTS), len(ACTIVATIONS), len(LAYERS)) == (9, 3, 2)
 
 
 @each("name", WEIGHTS)
-def test_ternary_weights(name: str) -> None:
+def test_ternary_weights(name):
     """Codes are those of float64 in every case, and the scale is that of the float64 mean, rounded once."""
     case, found = BITNET_CASES[name], quantize(BITNET_CASES[name]["w"], BITNET.fprop_w)
     np.testing.assert_array_equal(found.elements().numpy(), case["codes"], err_msg=f"{name}: codes")
@@ -234,7 +231,7 @@ def test_ternary_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_int8_activations_of_bitnet(name: str) -> None:
+def test_int8_activations_of_bitnet(name):
     case, found = BITNET_CASES[name], quantize(BITNET_CASES[name]["x"], BITNET.fprop_x)
     sure = ~case["act_ambiguous"]
     np.testing.assert_array_equal(found.elements().numpy()[sure], case["act_codes"][sure], err_msg=f"{name}: codes")
@@ -245,7 +242,7 @@ def test_int8_activations_of_bitnet(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_bitnet_layers(name: str) -> None:
+def test_bitnet_layers(name):
     """Products of int8 values, summed exactly, times both scales: how a GEMM of int8 units computes them."""
     case = BITNET_CASES[name]
     x = quantize_operand(torch.from_numpy(case["layer_x"]), BITNET.fprop_x, -1, dtype=torch.int8)
@@ -259,7 +256,7 @@ def test_bitnet_layers(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_nvfp4() -> None:
+def test_compiled_nvfp4():
     with compilation.backend("compiled"):
         for name in ("randn_f32", "association_f32", "code_tie_ulp_f32", "underflow_blocks_bf16", "small_bf16"):
             case = golden.case("nvfp4_1x16", name)
@@ -272,14 +269,14 @@ def test_compiled_nvfp4() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_mx() -> None:
+def test_compiled_mx():
     with compilation.backend("compiled"):
         for name in ("randn_bf16", "block_range_bf16", "nonsquare_bf16", "zero_blocks_bf16", "peer_nonfinite_bf16"):
             check_mx("mxfp4", name, "e2m1_rceil")
 
 
 @pytest.mark.slow
-def test_compiled_hadamard() -> None:
+def test_compiled_hadamard():
     with compilation.backend("compiled"):
         for name in ("randn", "outlier_tokens", "zero_tokens", "integers"):
             case, y = rotated(name)
@@ -287,7 +284,7 @@ def test_compiled_hadamard() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_four_over_six() -> None:
+def test_compiled_four_over_six():
     with compilation.backend("compiled"):
         for name, mode in (("randn_bf16", "mse256"), ("heavy_bf16", "mse256"), ("zero_underflow_bf16", "mse256")):
             check_four_over_six(name, mode)
@@ -310,7 +307,7 @@ EDGES = torch.cat([torch.logspace(-149, 127, 277, 2), torch.tensor([3.4028235e38
     ],
     ids=str,
 )
-def test_compiled_equals_eager_to_the_last_exponent(cast: Cast, dim: int) -> None:
+def test_compiled_equals_eager_to_the_last_exponent(cast, dim):
     """E8M0 bytes 0 and 254 included, subnormal elements and scales, a NaN or an infinity in a block."""
     x = torch.linspace(-1, 1, 32) * EDGES[:, None]
     x = x if dim == -1 else x.t()
@@ -326,7 +323,7 @@ def test_compiled_equals_eager_to_the_last_exponent(cast: Cast, dim: int) -> Non
         assert {0, 254} <= set(found["compiled"].scales.view(torch.uint8).flatten().tolist())
 
 
-def test_compiled_code_sees_an_infinity_that_amax_hides() -> None:
+def test_compiled_code_sees_an_infinity_that_amax_hides():
     x = sample(8, 64)
     x[2, 5], x[3, 6] = torch.inf, torch.nan
     with compilation.backend("compiled"):

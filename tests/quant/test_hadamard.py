@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit.quant import Hadamard, rotate
 from lightning_lowbit.quant.rounding import mix_key, uniform
@@ -17,24 +16,24 @@ CPU = torch.device("cpu")
 KEYS = mix_key(torch.arange(2000))
 
 
-def signs_of(size: int, key: int | None = None) -> Tensor:
+def signs_of(size, key=None):
     keyed = {} if key is None else {"signs": "keyed"}
     return Hadamard(size, **keyed).diagonal(None if key is None else torch.tensor(key), CPU)
 
 
-def matrix(size: int, key: int | None = None) -> Tensor:
+def matrix(size, key=None):
     """T: what the unit vectors are rotated to."""
     return rotate(torch.eye(size), signs_of(size, key), 1)
 
 
-def hadamard(size: int) -> np.ndarray:
+def hadamard(size):
     """By its closed form: the sign of entry (i, j) is the parity of the bits that i and j share."""
     return np.array([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)])
 
 
 @each("key", [None, 5])
 @each("size", SIZES)
-def test_matrix(size: int, key: int | None) -> None:
+def test_matrix(size, key):
     transform, signs = matrix(size, key), signs_of(size, key)
     assert signs.dtype == transform.dtype == torch.float32
     expected = signs[:, None].numpy() * hadamard(size) / size**0.5
@@ -47,7 +46,7 @@ def test_matrix(size: int, key: int | None) -> None:
         same(product, torch.eye(size).double(), f"T of {size} is not exactly orthogonal")
 
 
-def test_larger_groups_repeat_the_fixed_signs() -> None:
+def test_larger_groups_repeat_the_fixed_signs():
     expected = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
     for size in SIZES:
         assert signs_of(size).tolist() == expected * (size // 16), f"fixed signs of {size}"
@@ -55,7 +54,7 @@ def test_larger_groups_repeat_the_fixed_signs() -> None:
 
 @each("key", [None, 5])
 @each("size", SIZES)
-def test_cancels_between_operands(size: int, key: int | None) -> None:
+def test_cancels_between_operands(size, key):
     """(A T)(T' B) = A B, whatever part of a group the contraction axis fills."""
     signs = signs_of(size, key)
     for contraction in (size, 2 * size, size + 1, 3, 2 * size - 5):
@@ -67,7 +66,7 @@ def test_cancels_between_operands(size: int, key: int | None) -> None:
 
 @each("dim", [0, 1])
 @each("size", SIZES)
-def test_rotate(size: int, dim: int) -> None:
+def test_rotate(size, dim):
     """Each group times T; zeros fill the last group and take part."""
     transform, signs, length = matrix(size), signs_of(size), 2 * size - 3
     x = torch.randn(length, 5) if dim == 0 else torch.randn(5, length)
@@ -87,7 +86,7 @@ def test_rotate(size: int, dim: int) -> None:
 
 @each("dim", [0, 1])
 @each("size", SIZES)
-def test_the_order_of_sums_is_fixed(size: int, dim: int) -> None:
+def test_the_order_of_sums_is_fixed(size, dim):
     """Number by number: neighbors 1 apart, then 2, 4, ...; powers of two first, and what is left of 1/sqrt(n) last."""
     x, signs = torch.randn(2 * size, 3), signs_of(size, 5)
     early, late = {16: (0.25, 1), 32: (0.25, 0.5**0.5), 64: (0.125, 1), 128: (0.125, 0.5**0.5)}[size]
@@ -104,7 +103,7 @@ def test_the_order_of_sums_is_fixed(size: int, dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("size", [16, 64])
-def test_bfloat16_is_rounded_once(size: int, dim: int) -> None:
+def test_bfloat16_is_rounded_once(size, dim):
     """Sums of such integers are exact in float32, and too long for bfloat16: one rounding is all there may be."""
     x = torch.randint(-255, 256, (size, size)).bfloat16()
     transform = matrix(size).double()
@@ -117,14 +116,14 @@ def test_bfloat16_is_rounded_once(size: int, dim: int) -> None:
 
 @each("dim", [0, 1])
 @each("shape", [(0, 8), (8, 0), (0, 16), (16, 0), (0, 0)])
-def test_empty(shape: tuple[int, int], dim: int) -> None:
+def test_empty(shape, dim):
     found = rotate(torch.empty(shape), signs_of(16), dim)
     expected = list(shape)
     expected[dim] = -(-shape[dim] // 16) * 16
     assert list(found.shape) == expected
 
 
-def test_what_is_not_finite_stays_in_its_group() -> None:
+def test_what_is_not_finite_stays_in_its_group():
     x = torch.randn(4, 48)
     x[1, 20], x[2, 40] = torch.inf, torch.nan
     found = rotate(x, signs_of(16), 1)
@@ -137,13 +136,13 @@ def test_what_is_not_finite_stays_in_its_group() -> None:
 # --- keyed signs ------------------------------------------------------------------------------------------------------
 
 
-def test_keyed_signs_need_a_key() -> None:
+def test_keyed_signs_need_a_key():
     with pytest.raises(ValueError, match="Keyed signs of a Hadamard transform need a key.*LayerKeys"):
         Hadamard(signs="keyed").diagonal(None, CPU)
     same(Hadamard().diagonal(torch.tensor(3), CPU), signs_of(16), "fixed signs with a key")
 
 
-def test_keyed_signs_are_a_function_of_the_key() -> None:
+def test_keyed_signs_are_a_function_of_the_key():
     key = KEYS[0]
     same(Hadamard(16, "keyed").diagonal(key, CPU), signs_of(16, int(key)), "the same key twice")
     same(Hadamard(16, "keyed").diagonal(key.reshape(1), CPU), signs_of(16, int(key)), "a key of one element")
@@ -151,7 +150,7 @@ def test_keyed_signs_are_a_function_of_the_key() -> None:
     assert len(patterns) == 200, "keys share their signs"
 
 
-def test_keyed_signs_are_balanced() -> None:
+def test_keyed_signs_are_balanced():
     """Every sign, every pair and every pattern of four neighbors, over keys as layers have them."""
     signs = torch.stack([signs_of(16, int(key)) for key in KEYS])
     assert set(signs.unique().tolist()) == {-1, 1}
@@ -170,7 +169,7 @@ def test_keyed_signs_are_balanced() -> None:
         assert z.abs().max() < 4.5, f"signs {start} to {start + 3}: pattern {z.abs().argmax()} occurs {counts.tolist()}"
 
 
-def test_keyed_signs_are_not_the_bits_of_stochastic_rounding() -> None:
+def test_keyed_signs_are_not_the_bits_of_stochastic_rounding():
     """Both come from the key of an operand; neither the raw key nor the element index may tie them together."""
     signs = torch.stack([signs_of(16, int(key)) for key in KEYS])
     index = torch.arange(64, dtype=torch.int32)
@@ -192,18 +191,18 @@ def test_keyed_signs_are_not_the_bits_of_stochastic_rounding() -> None:
         ((16, "kyed"), "signs of a Hadamard transform 'kyed'. Did you mean 'keyed'"),
     ],
 )
-def test_errors(arguments: tuple, message: str) -> None:
+def test_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         Hadamard(*arguments)
 
 
-def test_names_tell_transforms_apart() -> None:
+def test_names_tell_transforms_apart():
     every = [Hadamard(size, signs) for size, signs in itertools.product(SIZES, ("fixed", "keyed"))]
     assert len({str(transform) for transform in every}) == len(every)
     assert str(Hadamard(32, "keyed")) == "32~"
 
 
-def test_signs_are_float32_whatever_the_default_is() -> None:
+def test_signs_are_float32_whatever_the_default_is():
     torch.set_default_dtype(torch.float64)
     try:
         signs = Hadamard(16, signs="keyed").diagonal(torch.tensor(3), torch.device("cpu"))

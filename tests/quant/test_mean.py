@@ -10,7 +10,7 @@ from tests.tables import each
 
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("shape", [(1, 5), (64, 48), (4097, 3)])
-def test_split_mean(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_split_mean(shape, dtype):
     """Rest and mean add up to x, and the rest has no mean, up to one rounding each."""
     x = (torch.randn(shape) + torch.linspace(-3, 3, shape[1])).to(dtype)
     before = x.clone()
@@ -26,13 +26,13 @@ def test_split_mean(shape: tuple[int, int], dtype: torch.dtype) -> None:
     same(x, before, "the input was changed")
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     rest, mean = split_mean(torch.tensor([[1.0, -2.0], [3.0, -2.0], [8.0, 7.0]]))
     assert rest.tolist() == [[-3, -3], [-1, -3], [4, 6]]
     assert mean.tolist() == [[4, 1]]
 
 
-def test_the_sum_is_not_taken_in_bfloat16() -> None:
+def test_the_sum_is_not_taken_in_bfloat16():
     """Beyond 256 a bfloat16 sum of ones stands still."""
     rest, mean = split_mean(torch.ones(5000, 2, dtype=torch.bfloat16))
     assert mean.tolist() == [[1, 1]]
@@ -40,13 +40,13 @@ def test_the_sum_is_not_taken_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
-def test_empty(shape: tuple[int, int]) -> None:
+def test_empty(shape):
     rest, mean = split_mean(torch.empty(shape))
     assert rest.shape == shape
     same(mean, torch.zeros(1, shape[1]), "the mean of no rows")
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_what_is_not_finite_stays_so():
     x = torch.ones(4, 3)
     x[1, 0], x[2, 1] = torch.inf, torch.nan
     rest, mean = split_mean(x)

@@ -2,16 +2,14 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
-from lightning_lowbit.quant import Operand, Quantized, blend, quantize_operand
+from lightning_lowbit.quant import Operand, blend, quantize_operand
 from tests.quant.tensors import EXMY, casts, same, sample, some_casts, spread_scales
 from tests.references import quantize as reference
 from tests.tables import each
@@ -22,7 +20,7 @@ from tests.tables import each
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("element", ELEMENT_FORMATS)
 @pytest.mark.parametrize("scale_format", EXMY)
-def test_fits_bfloat16(element: str, scale_format: str) -> None:
+def test_fits_bfloat16(element, scale_format):
     left, right = (reference.magnitudes(name) for name in (element, scale_format))
     products = torch.from_numpy(np.unique(np.outer(left, right)))
     exact = bool((products.bfloat16().double() == products).all())
@@ -33,7 +31,7 @@ def test_fits_bfloat16(element: str, scale_format: str) -> None:
 
 
 @each("element", ELEMENT_FORMATS)
-def test_powers_of_two_fit_bfloat16(element: str) -> None:
+def test_powers_of_two_fit_bfloat16(element):
     """Elements have 8 significant bits at most, and a power of two adds none; other fp32 scales have all 24."""
     fits = {rule: Cast(element, Scale("fp32", 16, rule)).fits_bfloat16 for rule in ("nearest", "power_of_two")}
     assert fits == {"nearest": False, "power_of_two": True}
@@ -42,7 +40,7 @@ def test_powers_of_two_fit_bfloat16(element: str) -> None:
 
 
 @each("bits", range(2, 9))
-def test_zero_points_fit_bfloat16(bits: int) -> None:
+def test_zero_points_fit_bfloat16(bits):
     """From a zero point elements reach up to 2^bits - 1 on either side, which has as many digits."""
     reach = torch.arange(-(2.0**bits) + 1, 2**bits)
     assert (reach.bfloat16().float() == reach).all()
@@ -54,7 +52,7 @@ def test_zero_points_fit_bfloat16(bits: int) -> None:
 # --- elements times scales --------------------------------------------------------------------------------------------
 
 
-def exact_product(stored: Quantized) -> Tensor:
+def exact_product(stored):
     """Elements times block scales, float32, exactly; only fp32 scales have so many digits that it is rounded."""
     elements, scales = stored.elements(), spread_scales(stored)
     product = elements * scales
@@ -65,7 +63,7 @@ def exact_product(stored: Quantized) -> Tensor:
     return product
 
 
-def whole(operand: Operand) -> Tensor:
+def whole(operand):
     """``values * factor``, float32."""
     return operand.values.float() * (1.0 if operand.factor is None else operand.factor)
 
@@ -77,7 +75,7 @@ def whole(operand: Operand) -> Tensor:
     [(element, 16) for element in ELEMENT_FORMATS]
     + [(element, block) for element in ("e2m1", "e4m3", "int8") for block in ((16, 16), "row", "tensor")],
 )
-def test_operand_is_codes_times_scales(element: str, block: Any, dtype: torch.dtype) -> None:
+def test_operand_is_codes_times_scales(element, block, dtype):
     x, key = sample(18, 40, dtype=dtype), torch.tensor(9)
     for cast, (rounding, dim) in itertools.product(some_casts(element, block), (("nearest", -1), ("stochastic", 0))):
         mode = replace(cast, rounding=rounding)
@@ -107,7 +105,7 @@ def test_operand_is_codes_times_scales(element: str, block: Any, dtype: torch.dt
 
 
 @each("element", ELEMENT_FORMATS)
-def test_float16_operands_do_not_overflow(element: str) -> None:
+def test_float16_operands_do_not_overflow(element):
     """codes * scales are exact in bfloat16; in float16, the largest ones of some casts are infinite."""
     x = sample(4, 64).clamp(-1e4, 1e4).half()
     for cast in some_casts(element):
@@ -129,7 +127,7 @@ ROUNDED = [
 
 @each("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @each("cast", ROUNDED)
-def test_rounded_operands_are_the_dequantized_tensor(cast: Cast, dtype: torch.dtype) -> None:
+def test_rounded_operands_are_the_dequantized_tensor(cast, dtype):
     """Rounded once to the dtype of the computation; in float32, which exact mode asks for, the same numbers.
 
     float16 lacks the range: there they are float32.
@@ -154,7 +152,7 @@ def test_rounded_operands_are_the_dequantized_tensor(cast: Cast, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rounding_a_second_level_leaves_its_factor_alone(dtype: torch.dtype) -> None:
+def test_rounding_a_second_level_leaves_its_factor_alone(dtype):
     """An int8 times an e4m3 has 11 digits: of these 8 are left, and then comes the scale of the tensor."""
     x, cast = sample(8, 64, dtype=dtype), Cast("int8", Scale("e4m3", 16, two_level=True), round_to_bfloat16=True)
     stored, found = quantize(x, cast), quantize_operand(x, cast, -1)
@@ -166,7 +164,7 @@ def test_rounding_a_second_level_leaves_its_factor_alone(dtype: torch.dtype) -> 
 
 @each("block", ["row", "tensor"])
 @each("element", ["int8", "ternary", "e4m3"])
-def test_without_block_scales_there_is_nothing_to_round(element: str, block: Any) -> None:
+def test_without_block_scales_there_is_nothing_to_round(element, block):
     x = sample(8, 64).bfloat16()
     cast = Cast(element, Scale("fp32", block))
     plain, rounded = (quantize_operand(x, replace(cast, round_to_bfloat16=rounded), 0) for rounded in (False, True))
@@ -181,7 +179,7 @@ def test_without_block_scales_there_is_nothing_to_round(element: str, block: Any
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("block", ["row", "tensor"])
 @pytest.mark.parametrize("element", [name for name, format in ELEMENT_FORMATS.items() if format.gemm_dtype])
-def test_elements_in_the_dtype_of_the_hardware(element: str, block: Any) -> None:
+def test_elements_in_the_dtype_of_the_hardware(element, block):
     """Integers as int8, FP8 as itself: values times factor are the dequantized tensor, and so is what is emulated."""
     x, key, dtype = sample(9, 40).bfloat16(), torch.tensor(4), ELEMENT_FORMATS[element].gemm_dtype
     for cast, rounding, dim in itertools.product(casts(element, block), ("nearest", "stochastic"), (0, -1)):
@@ -196,7 +194,7 @@ def test_elements_in_the_dtype_of_the_hardware(element: str, block: Any) -> None
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_integers_show_in_their_factor_what_is_not_finite(bad: float) -> None:
+def test_integers_show_in_their_factor_what_is_not_finite(bad):
     x = sample(4, 40, seed=1)
     x[2, 7] = bad
     for element, statistic, block in itertools.product(("int8", "ternary"), ("absmax", "absmean"), ("row", "tensor")):
@@ -217,7 +215,7 @@ BLENDED = [
 ]
 
 
-def quantized(x: Tensor, cast: Cast, dim: int, exact: bool) -> Operand:
+def quantized(x, cast, dim, exact):
     return quantize_operand(x, cast, dim, dtype=torch.float32 if exact else None)
 
 
@@ -225,7 +223,7 @@ def quantized(x: Tensor, cast: Cast, dim: int, exact: bool) -> Operand:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("cast", BLENDED, ids=str)
-def test_blend(cast: Cast, dtype: torch.dtype, exact: bool) -> None:
+def test_blend(cast, dtype, exact):
     """x at 0 and q at 1, to the bit; in between x + λ (q - x), computed without loss and rounded once."""
     x, wide = sample(9, 40).clamp(-1e4, 1e4).to(dtype), torch.promote_types(dtype, torch.float32)
     for dim in (0, 1):
@@ -247,7 +245,7 @@ def test_blend(cast: Cast, dtype: torch.dtype, exact: bool) -> None:
             assert not off.any(), f"{message}: {found.values[off][:3].tolist()}, not {between[off][:3].tolist()}"
 
 
-def test_blend_by_hand() -> None:
+def test_blend_by_hand():
     x, q = torch.tensor([[1.0, -2.0, 3.0]]), Operand(torch.tensor([[1, 0, 1]], dtype=torch.int8), torch.tensor(2.0))
     for share, expected in ((0.25, [1.25, -1.5, 2.75]), (0.75, [1.75, -0.5, 2.25])):
         assert blend(x, q, torch.tensor(share)).values.tolist() == [expected], f"λ {share}"
@@ -255,7 +253,7 @@ def test_blend_by_hand() -> None:
 
 @each("share", [0.0, 0.4, 1.0])
 @each("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_blend_of_what_is_not_finite_is_not_finite(bad: float, share: float) -> None:
+def test_a_blend_of_what_is_not_finite_is_not_finite(bad, share):
     x = sample(4, 64, seed=1)
     x[1, 20] = bad
     for cast in BLENDED:
@@ -268,7 +266,7 @@ def test_a_blend_of_what_is_not_finite_is_not_finite(bad: float, share: float) -
                 assert found[others].isfinite().all(), f"{cast}, λ {share}: the damage leaves its row"
 
 
-def test_a_share_may_change_in_place() -> None:
+def test_a_share_may_change_in_place():
     """λ is read when the operand is made, and by nothing before: one tensor serves all steps."""
     x, share = sample(4, 32, seed=1), torch.tensor(0.0)
     q = quantize_operand(x, BLENDED[0], -1)

@@ -1,10 +1,7 @@
 """What travels of a quantized matrix makes the operand that the whole would have been, to the bit."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.compilation import backend
@@ -35,7 +32,7 @@ CASTS = {
 }
 
 
-def packed(x: Tensor, cast: Cast, parts: int) -> tuple[Tensor, Tensor]:
+def packed(x, cast, parts):
     """Bytes of all parts of a matrix, and its scale; a last part that is smaller is padded."""
     step = -(-len(x) // parts)
     padded = torch.cat([x, x.new_zeros(parts * step - len(x), x.shape[1])])
@@ -52,13 +49,13 @@ def packed(x: Tensor, cast: Cast, parts: int) -> tuple[Tensor, Tensor]:
     return torch.stack(data), factors[0]
 
 
-def check(x: Tensor, cast: Cast, parts: int) -> Tensor:
+def check(x, cast, parts):
     data, factor = packed(x, cast, parts)
     step = -(-len(x) // parts)
     with backend("eager"):
         expected = quantize_operand(x, cast, 1, KEY if cast.rounding == "stochastic" else None)
         out = torch.empty(parts * step, x.shape[1], dtype=operand_dtype(x.dtype, cast))
-        found: Any = unpack_(out, data, factor, cast, x.dtype)
+        found = unpack_(out, data, factor, cast, x.dtype)
     assert out.dtype == expected.values.dtype
     torch.testing.assert_close(out[: len(x)], expected.values, rtol=0, atol=0, equal_nan=True)
     if expected.factor is None:
@@ -73,7 +70,7 @@ def check(x: Tensor, cast: Cast, parts: int) -> Tensor:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASTS)
-def test_the_operand_of_the_whole(name: str, dtype: torch.dtype) -> None:
+def test_the_operand_of_the_whole(name, dtype):
     x = torch.randn(48, 256, generator=torch.Generator().manual_seed(2)).to(dtype)
     with backend("eager"):
         check(x, CASTS[name], 3)
@@ -82,7 +79,7 @@ def test_the_operand_of_the_whole(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("rows, columns", [(1, 1), (7, 5), (31, 33), (16, 200)])
 @pytest.mark.parametrize("name", [name for name in CASTS if name != "tiles"])
-def test_odd_sizes(name: str, rows: int, columns: int) -> None:
+def test_odd_sizes(name, rows, columns):
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2))
     with backend("eager"):
         check(x, CASTS[name], 2)
@@ -90,7 +87,7 @@ def test_odd_sizes(name: str, rows: int, columns: int) -> None:
 
 @each("value", [torch.nan, torch.inf, 0.0, -0.0])
 @each("name", ["e2m1", "e4m3", "tiles", "groups", "scales in e8m0", "scales in e1m6"])
-def test_blocks_that_are_special(name: str, value: float) -> None:
+def test_blocks_that_are_special(name, value):
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(2))
     x[:8, 128:] = value
     cast = CASTS[name]
@@ -99,7 +96,7 @@ def test_blocks_that_are_special(name: str, value: float) -> None:
 
 
 @each("name", ["e2m1", "ternary", "int8", "tiles", "groups", "rows", "tensor", "mean"])
-def test_no_more_than_the_bits_of_a_cast(name: str) -> None:
+def test_no_more_than_the_bits_of_a_cast(name):
     x, cast = torch.randn(32, 1024), CASTS[name]
     with backend("eager"):
         data = check(x, cast, 2)
@@ -107,6 +104,6 @@ def test_no_more_than_the_bits_of_a_cast(name: str) -> None:
     assert data.numel() * 8 / x.numel() == cast.bits + of_rows
 
 
-def test_tiles_that_are_cut() -> None:
+def test_tiles_that_are_cut():
     with pytest.raises(ValueError, match="in the middle of blocks of 8"):
         packed(torch.randn(24, 32), CASTS["tiles"], 2)

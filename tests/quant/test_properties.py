@@ -4,14 +4,12 @@ Elements lie within 2^±10, so that no scale in float32's range over- or underfl
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from torch import Tensor
 
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
@@ -34,24 +32,24 @@ _elements = st.one_of(st.just(0.0), _numbers, _numbers.map(lambda number: -numbe
 
 
 @st.composite
-def matrices(draw: st.DrawFn) -> Tensor:
+def matrices(draw):
     """Up to 6 x 40, many elements alike: ties, zero blocks, parts of blocks."""
     shape = draw(st.tuples(st.integers(1, 6), st.integers(1, 40)))
     return torch.from_numpy(draw(arrays.arrays(np.float32, shape, elements=_elements)))
 
 
-def some_casts(blocks: tuple[Any, ...] = (4, 16, (4, 16), "row", "tensor")) -> list[Cast]:
+def some_casts(blocks=(4, 16, (4, 16), "row", "tensor")):
     return [cast for element in ELEMENT_FORMATS for block in blocks for cast in casts(element, block)]
 
 
-def dequantized(x: Tensor, cast: Cast, dim: int = -1, **given: Any) -> Tensor:
+def dequantized(x, cast, dim=-1, **given):
     return quantize(x, cast, dim, **given).dequantize()
 
 
 # --- casting twice ----------------------------------------------------------------------------------------------------
 
 
-def exactly_idempotent() -> list[Cast]:
+def exactly_idempotent():
     """Casts whose every value is cast to itself.
 
     With one level of scales that are powers of two, a block's largest code gives the same scale again, or half of it
@@ -72,7 +70,7 @@ def exactly_idempotent() -> list[Cast]:
 
 @PROFILE
 @given(x=matrices(), cast=st.sampled_from(exactly_idempotent()), again=st.sampled_from(("nearest", "stochastic")))
-def test_values_of_a_cast_are_cast_to_themselves(x: Tensor, cast: Cast, again: str) -> None:
+def test_values_of_a_cast_are_cast_to_themselves(x, cast, again):
     """To nearest, and stochastically too: a value on the grid stays where it is."""
     once = quantize(x, cast)
     twice = dequantized(once.dequantize(), replace(cast, rounding=again), key=3)
@@ -89,7 +87,7 @@ NEARLY = [
 
 @PROFILE
 @given(x=matrices(), cast=st.sampled_from(NEARLY))
-def test_values_of_these_casts_return_within_an_ulp_or_two(x: Tensor, cast: Cast) -> None:
+def test_values_of_these_casts_return_within_an_ulp_or_two(x, cast):
     """max / (max * (1 / (max / b))) need not be max / b, nor the A of the second cast that of the first."""
     x = x.sign() * x.abs().clamp(min=x.abs().max().item() / 64)  # no scale underflows below the tensor's largest
     once = quantize(x, cast)
@@ -113,7 +111,7 @@ def test_values_of_these_casts_return_within_an_ulp_or_two(x: Tensor, cast: Cast
         (Cast("e2m1", Scale("e8m0", 2, "floor", two_level=True)), [6.8070583, 2.269, 2.3488514, 0.9415]),
     ],
 )
-def test_casting_twice_moves_these(cast: Cast, x: list[float]) -> None:
+def test_casting_twice_moves_these(cast, x):
     """The limits of the property above, one example each."""
     once = dequantized(torch.tensor([x]), cast)
     assert not torch.equal(dequantized(once, cast), once), f"{cast} is idempotent for {x}: the reason above is wrong"
@@ -122,7 +120,7 @@ def test_casting_twice_moves_these(cast: Cast, x: list[float]) -> None:
 # --- symmetries -------------------------------------------------------------------------------------------------------
 
 
-def scale_invariant() -> list[Cast]:
+def scale_invariant():
     """All but one-level ExMy scales, which have subnormals and an end within reach, and those with an epsilon."""
     return [
         cast
@@ -133,7 +131,7 @@ def scale_invariant() -> list[Cast]:
 
 @PROFILE
 @given(x=matrices(), cast=st.sampled_from(scale_invariant()), power=st.integers(-30, 30), dim=st.integers(0, 1))
-def test_powers_of_two_pass_through(x: Tensor, cast: Cast, power: int, dim: int) -> None:
+def test_powers_of_two_pass_through(x, cast, power, dim):
     """So a loss scale of a power of two does not change a gradient."""
     found, scaled = quantize(x, cast, dim), quantize(x * 2.0**power, cast, dim)
     same(scaled.codes, found.codes, f"codes of {cast} under 2^{power}")
@@ -142,7 +140,7 @@ def test_powers_of_two_pass_through(x: Tensor, cast: Cast, power: int, dim: int)
 
 @PROFILE
 @given(x=matrices(), cast=st.sampled_from(some_casts()), dim=st.integers(0, 1))
-def test_signs_pass_through(x: Tensor, cast: Cast, dim: int) -> None:
+def test_signs_pass_through(x, cast, dim):
     """But to a zero point, whose rounding decides which of the two ends of a block saturates."""
     found, other = dequantized(x, cast, dim), -dequantized(-x, cast, dim)
     if cast.scale.statistic == "minmax":
@@ -160,7 +158,7 @@ def test_signs_pass_through(x: Tensor, cast: Cast, dim: int) -> None:
     rows=st.integers(0, 5),
     more=st.integers(0, 20),
 )
-def test_padding_changes_nothing(x: Tensor, cast: Cast, dim: int, rows: int, more: int) -> None:
+def test_padding_changes_nothing(x, cast, dim, rows, more):
     """But the mean of a block: zeros that somebody else has added are elements."""
     assume(cast.scale.statistic != "absmean")
     padded = torch.nn.functional.pad(x, (0, more, 0, rows))
@@ -172,7 +170,7 @@ def test_padding_changes_nothing(x: Tensor, cast: Cast, dim: int, rows: int, mor
 
 @PROFILE
 @given(x=matrices(), cast=st.sampled_from(some_casts((16, "row"))), rows=st.integers(0, 5), key=st.integers(0, 2**40))
-def test_rows_to_come_do_not_change_random_bits(x: Tensor, cast: Cast, rows: int, key: int) -> None:
+def test_rows_to_come_do_not_change_random_bits(x, cast, rows, key):
     cast = replace(cast, rounding="stochastic")
     longer = torch.cat([x, torch.zeros(rows, x.shape[1])])
     same(dequantized(longer, cast, key=key)[: len(x)], dequantized(x, cast, key=key), f"{cast}, {rows} more rows")
@@ -183,7 +181,7 @@ def test_rows_to_come_do_not_change_random_bits(x: Tensor, cast: Cast, rows: int
 
 @PROFILE
 @given(x=matrices(), cast=st.sampled_from(some_casts()), key=st.integers(0, 2**40), dim=st.integers(0, 1))
-def test_both_roundings_end_on_a_neighbor(x: Tensor, cast: Cast, key: int, dim: int) -> None:
+def test_both_roundings_end_on_a_neighbor(x, cast, key, dim):
     """Elements within reach of the codes end at most one step away; others at the largest code."""
     positive = torch.from_numpy(reference.magnitudes(cast.grid.name)).float()
     steps = torch.cat([-positive.flip(0)[:-1], positive])

@@ -1,13 +1,10 @@
 """Quantizing one tensor: against the slow reference, in every shape, and what is not finite."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
@@ -29,7 +26,7 @@ from tests.tables import each
 # --- non-finite elements ----------------------------------------------------------------------------------------------
 
 
-def dequantized_both_ways(x: Tensor, cast: Cast, key: Any = None, amax: Any = None, dim: int = -1) -> dict[str, Tensor]:
+def dequantized_both_ways(x, cast, key=None, amax=None, dim=-1):
     operand = quantize_operand(x, cast, dim, key, amax)
     values = operand.values.float() * (1.0 if operand.factor is None else operand.factor)
     return {"quantize": quantize(x, cast, dim, key, amax).dequantize(), "quantize_operand": values}
@@ -41,7 +38,7 @@ def dequantized_both_ways(x: Tensor, cast: Cast, key: Any = None, amax: Any = No
     [(element, 16) for element in ELEMENT_FORMATS]
     + [(element, block) for element in ("e2m1", "e4m3", "int8") for block in ((2, 16), "row", "tensor")],
 )
-def test_non_finite_never_becomes_finite(element: str, block: Any) -> None:
+def test_non_finite_never_becomes_finite(element, block):
     x = sample(4, 48)
     x[0, 20], x[1, 20], x[2, 20] = torch.inf, -torch.inf, torch.nan
     damaged = torch.zeros(4, 48, dtype=torch.bool)
@@ -58,7 +55,7 @@ def test_non_finite_never_becomes_finite(element: str, block: Any) -> None:
 
 @each("amax", [torch.inf, torch.nan])
 @each("element", ["e2m1", "e4m3", "int8", "ternary"])
-def test_an_amax_that_is_not_finite(element: str, amax: float) -> None:
+def test_an_amax_that_is_not_finite(element, amax):
     """One scale for the whole tensor, shared with a tensor that overflowed: NaN. With two levels S is 1."""
     x = sample(3, 32)
     for cast in casts(element, "tensor"):
@@ -74,7 +71,7 @@ def test_an_amax_that_is_not_finite(element: str, amax: float) -> None:
 
 
 @each("element", ELEMENT_FORMATS)
-def test_equals_reference(element: str) -> None:
+def test_equals_reference(element):
     for cast in casts(element):
         check_against_reference(sample(5, 48), cast)
 
@@ -82,14 +79,14 @@ def test_equals_reference(element: str) -> None:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("block", [(16, 16), "row", "tensor"])
 @pytest.mark.parametrize("element", ["e2m1", "e5m2", "e3m0", "int8"])
-def test_blocks_of_other_shapes_equal_reference(element: str, block: Any) -> None:
+def test_blocks_of_other_shapes_equal_reference(element, block):
     for number, cast in enumerate(casts(element, block)):
         check_against_reference(sample(18, 40), cast, dim=number % 2)
 
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("block", [1, 7, 16, 32, 128, (16, 16), (1, 16), (8, 4), (128, 128), (3, 1), "row", "tensor"])
-def test_blocks_of_any_size(block: Any) -> None:
+def test_blocks_of_any_size(block):
     x = sample(13, 60)
     some = [Scale("e4m3", block), Scale("e8m0", block), Scale("fp32", block)]
     if block != "tensor":
@@ -102,7 +99,7 @@ def test_blocks_of_any_size(block: Any) -> None:
 
 
 @pytest.mark.parametrize("amax", [1e4, 0.25])
-def test_amax_from_outside_equals_reference(amax: float) -> None:
+def test_amax_from_outside_equals_reference(amax):
     """Larger or smaller than the tensor's own, which then saturates."""
     x = sample(6, 64)
     for cast in [NVFP4, NVFP4_TILES, *casts("e4m3", "tensor"), *casts("e2m1")]:
@@ -122,7 +119,7 @@ STOCHASTIC = [
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("cast", STOCHASTIC, ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_stochastic_equals_reference(cast: Cast, dim: int) -> None:
+def test_stochastic_equals_reference(cast, dim):
     check_stochastic(sample(13, 100), cast, dim)
 
 
@@ -131,7 +128,7 @@ def test_stochastic_equals_reference(cast: Cast, dim: int) -> None:
 
 @each("shape", [(40,), (7, 40), (3, 5, 40), (2, 3, 5, 18)])
 @each("scale", [Scale(two_level=True), Scale("fp32", "row"), Scale("fp32", "tensor")])
-def test_every_dimension(shape: tuple[int, ...], scale: Scale) -> None:
+def test_every_dimension(shape, scale):
     x = sample(*shape)
     for rounding, dim in itertools.product(("nearest", "stochastic"), range(-len(shape), len(shape))):
         cast = Cast("e2m1", scale, rounding)
@@ -164,7 +161,7 @@ EMPTY = [
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("shape", [(0,), (0, 32), (3, 0), (2, 0, 16), (2, 3, 0)])
 @pytest.mark.parametrize("cast", EMPTY, ids=str)
-def test_empty(shape: tuple[int, ...], cast: Cast) -> None:
+def test_empty(shape, cast):
     """A batch without tokens is no error, whatever the cast and along every dimension."""
     for dim in range(-len(shape), len(shape)):
         found = quantize(torch.empty(shape), cast, dim, key=0)
@@ -180,7 +177,7 @@ def test_empty(shape: tuple[int, ...], cast: Cast) -> None:
     [lambda x: x.t(), lambda x: x[::2], lambda x: x[:, 3:51], lambda x: x[:, ::3], lambda x: x[:1].expand(9, -1)],
 )
 @each("block", [16, (16, 16), "row", "tensor"])
-def test_non_contiguous(view: Callable[[Tensor], Tensor], block: Any) -> None:
+def test_non_contiguous(view, block):
     x = view(sample(48, 64))
     assert not x.is_contiguous()
     before = x.clone()
@@ -193,13 +190,13 @@ def test_non_contiguous(view: Callable[[Tensor], Tensor], block: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_floating_point_dtypes(dtype: torch.dtype) -> None:
+def test_floating_point_dtypes(dtype):
     x = sample(4, 64).clamp(-1e4, 1e4).to(dtype)
     for cast in (NVFP4, Cast("e2m1", Scale("e8m0", 32)), Cast("int8", Scale("fp32", "row")), *casts("e4m3", "tensor")):
         same_bytes(quantize(x, cast), quantize(x.float(), cast), f"{cast} of {dtype}")
 
 
-def test_quantized_tensors_do_not_require_gradients() -> None:
+def test_quantized_tensors_do_not_require_gradients():
     found = quantize(sample(4, 32).requires_grad_(), NVFP4)
     assert found.tensor_scale is not None
     for name, tensor in {
@@ -237,16 +234,16 @@ def test_quantized_tensors_do_not_require_gradients() -> None:
         ],
         (lambda: quantize(torch.ones(4, 16), NVFP4, amax=torch.ones(2)), "amax is a tensor of one element"),
         (lambda: quantize(torch.ones(4, 16), NVFP4, amax=1.0), "amax is a tensor of one element"),
-        (lambda: quantize([1.0, 2.0], NVFP4), "takes a tensor; got list"),  # type: ignore[arg-type]
-        (lambda: quantize(torch.ones(4, 16), "nvfp4"), "takes a Cast.*got 'nvfp4'"),  # type: ignore[arg-type]
+        (lambda: quantize([1.0, 2.0], NVFP4), "takes a tensor; got list"),
+        (lambda: quantize(torch.ones(4, 16), "nvfp4"), "takes a Cast.*got 'nvfp4'"),
     ],
 )
-def test_errors(call: Callable[[], Any], message: str) -> None:
+def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @each(("shape", "dim"), [((4, 16), 2), ((4, 16), 5), ((4, 16), -3), ((16,), 1), ((16,), -2)])
-def test_a_dimension_that_does_not_exist(shape: tuple[int, ...], dim: int) -> None:
+def test_a_dimension_that_does_not_exist(shape, dim):
     with pytest.raises((ValueError, IndexError), match="(?i)dim"):
         quantize(torch.ones(shape), NVFP4, dim)

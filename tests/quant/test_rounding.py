@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import Cast, Scale, compilation, convert, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
@@ -16,15 +16,15 @@ KEYS = [0, 1, -1, 2**31, -(2**31) - 5, 0x0123456789ABCDEF, -0x7EDCBA9876543210]
 SMALLEST, LARGEST = 2.0 ** -(reference.RANDOM_BITS + 1), 1 - 2.0 ** -(reference.RANDOM_BITS + 1)
 
 
-def bits_of(key: int, count: int) -> Tensor:
+def bits_of(key, count):
     return uniform(torch.arange(count, dtype=torch.int32), torch.tensor(key))
 
 
-def draws_for(number: int, count: int) -> Tensor:
+def draws_for(number, count):
     return bits_of(int(mix_key(torch.tensor(number))), count)
 
 
-def probes(name: str) -> Tensor:
+def probes(name):
     """Grid, midpoints and their neighbors, values far out, subnormals and zeros."""
     grid = reference.magnitudes(name)
     exact = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]).astype(np.float32)
@@ -37,7 +37,7 @@ def probes(name: str) -> Tensor:
 
 
 @each("name", ELEMENT_FORMATS)
-def test_only_neighbors(name: str) -> None:
+def test_only_neighbors(name):
     """Whatever the random number, the smallest and the largest that occur included."""
     x = probes(name)
     lower, upper = (torch.from_numpy(bound.astype(np.float32)) for bound in reference.neighbors(x.numpy(), name))
@@ -51,7 +51,7 @@ def test_only_neighbors(name: str) -> None:
 
 
 @each("name", ELEMENT_FORMATS)
-def test_both_neighbors(name: str) -> None:
+def test_both_neighbors(name):
     """In the middle between neighbors half of the random numbers lead up."""
     grid = reference.magnitudes(name)
     x = torch.from_numpy(((grid[1:] + grid[:-1]) / 2).astype(np.float32))
@@ -62,14 +62,14 @@ def test_both_neighbors(name: str) -> None:
 
 
 @each("name", ELEMENT_FORMATS)
-def test_nan_stays(name: str) -> None:
+def test_nan_stays(name):
     x = torch.tensor([torch.nan, 1.0, -torch.nan])
     found = round_stochastic(x, ELEMENT_FORMATS[name], torch.full_like(x, 0.3))
     assert found.isnan().tolist() == [True, False, True]
 
 
 @each("name", ELEMENT_FORMATS)
-def test_mean_and_variance(name: str) -> None:
+def test_mean_and_variance(name):
     largest, draws = float(reference.magnitudes(name)[-1]), 2**13
     value = torch.linspace(-largest, largest, 48)
     value = torch.cat([value, value / 64])  # the lower binades, too
@@ -90,7 +90,7 @@ def test_mean_and_variance(name: str) -> None:
 # --- a million draws --------------------------------------------------------------------------------------------------
 
 
-def many_draws(cast: Cast, key: int, count: int = 2**16) -> tuple[Tensor, Tensor]:
+def many_draws(cast, key, count=2**16):
     """16 numbers of one block, and their relative errors in ``count`` castings: float64 ``[16]``, ``[count, 16]``."""
     x = torch.randn(16, generator=torch.Generator().manual_seed(key)).expand(count, -1)
     with compilation.backend("eager"):
@@ -108,7 +108,7 @@ def many_draws(cast: Cast, key: int, count: int = 2**16) -> tuple[Tensor, Tensor
         (Scale("e4m3", 16), False),
     ],
 )
-def test_the_largest_element_of_fp4_blocks(scale: Scale, unbiased: bool) -> None:
+def test_the_largest_element_of_fp4_blocks(scale, unbiased):
     """Unbiased under every scale that leaves room for it; the others saturate, and the test sees that they do."""
     errors = []
     for key in range(40):
@@ -126,7 +126,7 @@ def test_the_largest_element_of_fp4_blocks(scale: Scale, unbiased: bool) -> None
 
 
 @each("key", KEYS)
-def test_hash_equals_reference(key: int) -> None:
+def test_hash_equals_reference(key):
     index = torch.cat([torch.arange(4096), torch.tensor([2**31 - 1, 2**30, 123456789])]).to(torch.int32)
     found = uniform(index, torch.tensor(key)).double().numpy()
     np.testing.assert_array_equal(found, reference.uniform(index.numpy(), key), err_msg=f"key {key:#x}")
@@ -134,12 +134,12 @@ def test_hash_equals_reference(key: int) -> None:
     assert found.max() <= LARGEST
 
 
-def test_mix_key_is_splitmix64() -> None:
+def test_mix_key_is_splitmix64():
     found = mix_key(torch.tensor(KEYS)).tolist()
     assert [key % 2**64 for key in found] == [reference.splitmix64(key % 2**64) for key in KEYS]
 
 
-def layer_keys(steps: int = 4, layers: int = 3) -> Tensor:
+def layer_keys(steps=4, layers=3):
     """int64 ``[steps, layers, 6]``: the keys of consecutive steps, made as training makes them."""
     model = convert(nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)]), "nvfp4")
     keys = LayerKeys(model, seed=0)
@@ -150,14 +150,14 @@ def layer_keys(steps: int = 4, layers: int = 3) -> Tensor:
     return torch.stack(found)
 
 
-def chi_square_z(samples: Tensor, bins: int = 256) -> float:
+def chi_square_z(samples, bins=256):
     """Standardized chi-square statistic of samples in (0, 1)."""
     counts = torch.bincount((samples.flatten() * bins).long(), minlength=bins).double()
     expected = samples.numel() / bins
     return float(((counts - expected).square().sum() / expected - (bins - 1)) / (2 * (bins - 1)) ** 0.5)
 
 
-def test_uniform_along_indices_and_along_keys() -> None:
+def test_uniform_along_indices_and_along_keys():
     keys = layer_keys(steps=2)
     for key in keys.flatten().tolist():
         assert abs(chi_square_z(bits_of(key, 2**15))) < 5, f"key {key}: not uniform over the elements"
@@ -167,7 +167,7 @@ def test_uniform_along_indices_and_along_keys() -> None:
         assert abs(chi_square_z(samples, bins=64)) < 5, f"element {index}: not uniform over the keys"
 
 
-def test_no_correlation_between_steps_layers_and_operands() -> None:
+def test_no_correlation_between_steps_layers_and_operands():
     count = 2**14
     keys = layer_keys().flatten().tolist()
     samples = torch.stack([bits_of(key, count) for key in keys]).double()
@@ -182,7 +182,7 @@ def test_no_correlation_between_steps_layers_and_operands() -> None:
 
 
 @pytest.mark.parametrize("lag", [1, 2, 16])
-def test_no_correlation_at_lags(lag: int) -> None:
+def test_no_correlation_at_lags(lag):
     """Neighbors in a block, and in the next block; also between a stream and another one, shifted."""
     count = 2**14
     samples = torch.stack([bits_of(key, count) for key in layer_keys(steps=2).flatten().tolist()]).double() - 0.5
@@ -194,7 +194,7 @@ def test_no_correlation_at_lags(lag: int) -> None:
 # --- no generator -----------------------------------------------------------------------------------------------------
 
 
-def test_global_generator_neither_matters_nor_moves() -> None:
+def test_global_generator_neither_matters_nor_moves():
     x = torch.linspace(-3, 3, 256).view(4, 64)
     cast = Cast(rounding="stochastic")
     torch.manual_seed(1)
@@ -207,7 +207,7 @@ def test_global_generator_neither_matters_nor_moves() -> None:
     assert not torch.equal(first.codes, quantize(x, cast, key=8).codes), "the key does not decide the bits"
 
 
-def test_integer_and_tensor_keys_agree() -> None:
+def test_integer_and_tensor_keys_agree():
     x = torch.linspace(-3, 3, 256).view(4, 64)
     cast = Cast(rounding="stochastic")
     assert torch.equal(quantize(x, cast, key=7).codes, quantize(x, cast, key=torch.tensor(7)).codes), (
@@ -217,7 +217,7 @@ def test_integer_and_tensor_keys_agree() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cast", [Cast(rounding="stochastic"), Cast("int8", Scale("e5m2", 32), "stochastic")])
-def test_compiled_code_draws_the_same_bits(cast: Cast) -> None:
+def test_compiled_code_draws_the_same_bits(cast):
     x = torch.randn(48, 96)
     with compilation.backend("eager"):
         eager = quantize(x, cast, key=7)

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit.quant import amax_along, smoothing_factor
 from tests.quant.tensors import same
@@ -15,14 +14,14 @@ FLOAT32 = torch.finfo(torch.float32)
 LIMITS = {torch.float32: 64, torch.bfloat16: 64, torch.float16: 14}  # of the exponents of factors
 
 
-def definition(amax: float, limit: int) -> float:
+def definition(amax, limit):
     """The largest power of two within 2^±limit with s * amax <= 1."""
     if not 0 < amax < math.inf:  # NaN too
         return 1.0
     return next((2.0**k for k in range(limit, -limit, -1) if 2.0**k * amax <= 1), 2.0**-limit)
 
 
-def magnitudes() -> Tensor:
+def magnitudes():
     """All binades of float32 and beside them, subnormal numbers, and random ones."""
     powers = torch.tensor([2.0**k for k in range(-149, 128)])
     beside = [torch.nextafter(powers, torch.full_like(powers, towards)) for towards in (0.0, torch.inf)]
@@ -31,19 +30,19 @@ def magnitudes() -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_factors_by_definition(dtype: torch.dtype) -> None:
+def test_factors_by_definition(dtype):
     amax = magnitudes()
     found = smoothing_factor(amax, dtype)
     assert found.dtype == dtype
     same(found.float(), torch.tensor([definition(one, LIMITS[dtype]) for one in amax.tolist()]), f"factors in {dtype}")
 
 
-def test_factors_are_float32_unless_told() -> None:
+def test_factors_are_float32_unless_told():
     assert smoothing_factor(torch.ones(3)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_factors_are_exact_and_so_are_their_reciprocals(dtype: torch.dtype) -> None:
+def test_factors_are_exact_and_so_are_their_reciprocals(dtype):
     """Normal powers of two, so that a number times s times 1/s is itself where neither product leaves its range."""
     amax = magnitudes()
     s = smoothing_factor(amax, dtype)
@@ -59,7 +58,7 @@ def test_factors_are_exact_and_so_are_their_reciprocals(dtype: torch.dtype) -> N
     assert torch.equal(there_and_back[within], x[within]), "smoothing has rounded a number"
 
 
-def test_smoothed_magnitudes_lie_between_a_half_and_one() -> None:
+def test_smoothed_magnitudes_lie_between_a_half_and_one():
     amax = magnitudes()
     amax = amax[(amax >= 2.0**-64) & (amax <= 2.0**64)]
     product = smoothing_factor(amax).double() * amax.double()
@@ -70,14 +69,14 @@ def test_smoothed_magnitudes_lie_between_a_half_and_one() -> None:
 
 @each("amax", [0.0, -0.0, torch.inf, torch.nan])
 @each("dtype", LIMITS)
-def test_what_has_no_size_is_left_alone(amax: float, dtype: torch.dtype) -> None:
+def test_what_has_no_size_is_left_alone(amax, dtype):
     """And does not change its neighbors."""
     found = smoothing_factor(torch.tensor([4.0, amax, 0.25]), dtype)
     assert found.tolist() == [0.25, 1.0, 4.0]
 
 
 @pytest.mark.parametrize(("dtype", "limit"), LIMITS.items(), ids=str)
-def test_limits(dtype: torch.dtype, limit: int) -> None:
+def test_limits(dtype, limit):
     """Also where amax itself, subnormal or huge, asks for more."""
     small = torch.tensor([2.0**-limit, 2.0 ** (-limit - 1), 2.0**-126, 2.0**-127, 2.0**-149])
     assert smoothing_factor(small, dtype).tolist() == [2.0**limit] * 5
@@ -88,7 +87,7 @@ def test_limits(dtype: torch.dtype, limit: int) -> None:
 
 
 @each("shape", [(), (0,), (7,), (3, 1), (2, 3, 4)])
-def test_any_shape(shape: tuple[int, ...]) -> None:
+def test_any_shape(shape):
     amax = torch.rand(shape) + 0.1
     before = amax.clone()
     found = smoothing_factor(amax)
@@ -102,7 +101,7 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
 
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @each("shape", [(5,), (1, 6), (6, 1), (4, 7), (2, 3, 4)])
-def test_largest_along_a_dimension(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_largest_along_a_dimension(shape, dtype):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     for layout, dim in itertools.product((x, x.mT.contiguous().mT if x.dim() > 1 else x), range(-x.dim(), x.dim())):
         found = amax_along(layout, dim)
@@ -113,7 +112,7 @@ def test_largest_along_a_dimension(shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 @each("shape", [(0,), (0, 4), (4, 0), (2, 0, 3), (0, 0)])
-def test_largest_of_nothing(shape: tuple[int, ...]) -> None:
+def test_largest_of_nothing(shape):
     for dim in range(-len(shape), len(shape)):
         found = amax_along(torch.ones(shape), dim)
         assert list(found.shape) == [1 if i == dim % len(shape) else n for i, n in enumerate(shape)]
@@ -121,13 +120,13 @@ def test_largest_of_nothing(shape: tuple[int, ...]) -> None:
         assert not found.any()
 
 
-def test_largest_shows_what_is_not_finite() -> None:
+def test_largest_shows_what_is_not_finite():
     x = torch.tensor([[1.0, -torch.inf], [torch.nan, 3.0], [-2.0, 0.5]])
     same(amax_along(x, 0), torch.tensor([[torch.nan, torch.inf]]), "along 0")
     same(amax_along(x, 1), torch.tensor([[torch.inf], [torch.nan], [2.0]]), "along 1")
 
 
-def test_largest_leaves_its_argument_alone() -> None:
+def test_largest_leaves_its_argument_alone():
     x = torch.randn(4, 5)
     before = x.clone()
     for dim in (0, 1):

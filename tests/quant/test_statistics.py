@@ -3,14 +3,12 @@
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from lightning_lowbit import Cast, Scale, compilation, quantize
 from lightning_lowbit.quant import quantize_operand
@@ -24,18 +22,18 @@ INTEGERS = [f"int{bits}" for bits in range(2, 9)]
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-def minmax(element: str, block: Any = 16, **settings: Any) -> Cast:
+def minmax(element, block=16, **settings):
     return Cast(element, Scale("fp32", block, statistic="minmax", **settings))
 
 
-def absmean(element: str, block: Any = 16, **settings: Any) -> Cast:
+def absmean(element, block=16, **settings):
     return Cast(element, Scale("fp32", block, statistic="absmean", **settings))
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def test_absmean_by_hand() -> None:
+def test_absmean_by_hand():
     """The mean becomes 1; half of it is a tie, to 0; larger elements saturate."""
     x = torch.tensor([[6.0, -2.0, 1.0, -1.0, 0.0]])  # 10 / 5
     for factor, scale, codes in (
@@ -51,7 +49,7 @@ def test_absmean_by_hand() -> None:
     assert quantize(x, absmean("int4")).elements().tolist() == [[3, -1, 0, 0, 0]], "ties to even: 1/2 of the mean is 0"
 
 
-def test_minmax_by_hand() -> None:
+def test_minmax_by_hand():
     """2^bits levels from the least element to the largest, 0 among them; codes count from the least."""
     rows = {
         "both signs": ([-1.0, 2.0, 0.0, 1.2], 1.0, 1, [0, 3, 1, 2]),
@@ -71,7 +69,7 @@ def test_minmax_by_hand() -> None:
 
 
 @each("element", INTEGERS)
-def test_zero_points_have_the_shape_of_scales(element: str) -> None:
+def test_zero_points_have_the_shape_of_scales(element):
     x, levels = sample(2, 6, 40) + 0.3, 2 ** int(element[3:]) - 1
     for block, dim in itertools.product((16, "row", "tensor"), (0, 1, -1)):
         found = quantize(x, minmax(element, block), dim)
@@ -85,7 +83,7 @@ def test_zero_points_have_the_shape_of_scales(element: str) -> None:
 
 
 @pytest.mark.parametrize("statistic", ["absmax", "absmean", "minmax"])
-def test_a_factor_multiplies_scales(statistic: Any) -> None:
+def test_a_factor_multiplies_scales(statistic):
     """By powers of two exactly; zero points stay where they are, so that both ends of a block saturate alike."""
     x = torch.randn(8, 64) + 0.3
     for block, rounding in itertools.product(BLOCKS, ("nearest", "power_of_two")):
@@ -99,7 +97,7 @@ def test_a_factor_multiplies_scales(statistic: Any) -> None:
 
 
 @pytest.mark.parametrize(("factor", "percent"), [(math.sqrt(3) / 2, 27.0), (1.0, 31.0), (2 / math.sqrt(3), 35.5)])
-def test_zeros_among_ternary_weights(factor: float, percent: float) -> None:
+def test_zeros_among_ternary_weights(factor, percent):
     """Of a normal sample those within half of factor * mean; the mean of |x| is sqrt(2 / pi) standard deviations."""
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(3)) * 0.02
     with compilation.backend("eager"):
@@ -111,7 +109,7 @@ def test_zeros_among_ternary_weights(factor: float, percent: float) -> None:
 
 
 @pytest.mark.parametrize("statistic", ["absmax", "absmean", "minmax"])
-def test_epsilon_is_the_least_of_a_statistic(statistic: Any) -> None:
+def test_epsilon_is_the_least_of_a_statistic(statistic):
     """Blocks above it are as they were; those below, zeros too, have the scale of one whose statistic it is."""
     size = {"absmax": 7.0, "absmean": 1.0, "minmax": 15.0}[statistic]
     x = torch.tensor([[1.0, 1.0, 1.0, 1.0]]) * torch.tensor([0.0, 1e-30, 0.249, 0.25, 0.2501, 3.0])[:, None]
@@ -140,21 +138,21 @@ CASTS = [
 ]
 
 
-def ragged(dtype: torch.dtype) -> Tensor:
+def ragged(dtype):
     """Blocks of one sign and of both, of zeros, and parts of blocks."""
     x = sample(13, 50)
     x[3:5], x[5:7] = x[3:5].abs(), -x[5:7].abs()
     return x.to(dtype)
 
 
-def in_block(cast: Cast, block: Any) -> Cast:
+def in_block(cast, block):
     return cast.replace(scale={"block": block})
 
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cast", CASTS, ids=str)
-def test_equals_reference(cast: Cast, dtype: torch.dtype) -> None:
+def test_equals_reference(cast, dtype):
     x = ragged(dtype)
     for block, dim in itertools.product(BLOCKS, (0, -1)):
         mode = in_block(cast, block)
@@ -166,7 +164,7 @@ def test_equals_reference(cast: Cast, dtype: torch.dtype) -> None:
 
 
 @each("cast", CASTS)
-def test_stochastic_equals_reference(cast: Cast) -> None:
+def test_stochastic_equals_reference(cast):
     for block, dim in itertools.product(BLOCKS, (0, -1)):
         check_stochastic(ragged(torch.float32), replace(in_block(cast, block), rounding="stochastic"), dim)
 
@@ -183,7 +181,7 @@ def test_stochastic_equals_reference(cast: Cast) -> None:
     ],
     ids=str,
 )
-def test_compiled_equals_reference(cast: Cast, dim: int) -> None:
+def test_compiled_equals_reference(cast, dim):
     with compilation.backend("compiled"):
         if cast.rounding == "stochastic":
             check_stochastic(ragged(torch.float32), cast, dim)
@@ -191,7 +189,7 @@ def test_compiled_equals_reference(cast: Cast, dim: int) -> None:
             check_against_reference(ragged(torch.float32), cast, dim)
 
 
-def test_compiled_operands_equal_reference() -> None:
+def test_compiled_operands_equal_reference():
     """In bfloat16, rounded to it: what a layer computes with."""
     x, cast = ragged(torch.bfloat16), replace(minmax("int4"), round_to_bfloat16=True)
     with compilation.backend("compiled"):
@@ -202,7 +200,7 @@ def test_compiled_operands_equal_reference() -> None:
 # --- means ------------------------------------------------------------------------------------------------------------
 
 
-def test_means_do_not_depend_on_order() -> None:
+def test_means_do_not_depend_on_order():
     """Of 2^14 magnitudes over 20 powers of two, whose float32 sums do."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2**14, generator=generator) * torch.rand(2**14, generator=generator).mul(20).exp2()
@@ -215,7 +213,7 @@ def test_means_do_not_depend_on_order() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [0, -1])
-def test_means_leave_out_padding(dim: int, dtype: torch.dtype) -> None:
+def test_means_leave_out_padding(dim, dtype):
     """A block that is cut short has the mean of what is there."""
     x = (torch.rand(19, 21) / 2 + 0.75).to(dtype)  # all above half of any mean
     for block in (16, 64, (8, 8), (32, 4)):
@@ -241,9 +239,7 @@ def test_means_leave_out_padding(dim: int, dtype: torch.dtype) -> None:
     sign=st.sampled_from((-1, 0, 1)),
     rounding=st.sampled_from(("nearest", "power_of_two")),
 )
-def test_every_element_is_within_half_a_step(
-    x: Tensor, element: str, block: Any, dim: int, sign: int, rounding: str
-) -> None:
+def test_every_element_is_within_half_a_step(x, element, block, dim, sign, rounding):
     """The least and the largest too, of blocks of one sign or both; and 0 is 0, without an error."""
     x = x if sign == 0 else sign * x.abs()
     cast = minmax(element, block, rounding=rounding)
@@ -258,12 +254,12 @@ def test_every_element_is_within_half_a_step(
 
 @PROFILE
 @given(x=matrices(), element=st.sampled_from(INTEGERS), block=st.sampled_from(BLOCKS), key=st.integers(0, 2**40))
-def test_zeros_stay_zero_stochastically(x: Tensor, element: str, block: Any, key: int) -> None:
+def test_zeros_stay_zero_stochastically(x, element, block, key):
     found = quantize(x, replace(minmax(element, block), rounding="stochastic"), key=key).dequantize()
     assert (found[x == 0] == 0).all(), f"{element}, {block}: 0 became {found[x == 0][:3].tolist()}"
 
 
-def test_stochastic_rounding_between_ends_is_unbiased() -> None:
+def test_stochastic_rounding_between_ends_is_unbiased():
     """Where the whole block lies within its levels nothing saturates, and means return to what was rounded."""
     x = torch.cat([torch.linspace(-1, 2, 31), torch.zeros(1)])  # -1, 0 and 2 are levels of int2
     count = 2**14
@@ -276,7 +272,7 @@ def test_stochastic_rounding_between_ends_is_unbiased() -> None:
 
 
 @each("element", INTEGERS)
-def test_the_largest_numbers_do_not_overflow(element: str) -> None:
+def test_the_largest_numbers_do_not_overflow(element):
     """Where least and largest are further apart than float32 reaches they may saturate, but keep their signs."""
     ends = ((0.0, 3e38), (-3e38, 0.0), (-1.6e38, 1.7e38), (-1e38, 3e38), (-3e38, 3e38), (-FLOAT32_MAX, 3e38))
     for block, (low, high) in itertools.product((8, "row", "tensor"), ends):
@@ -292,7 +288,7 @@ def test_the_largest_numbers_do_not_overflow(element: str) -> None:
 
 
 @each("element", INTEGERS)
-def test_the_smallest_numbers_do_not_divide_by_zero(element: str) -> None:
+def test_the_smallest_numbers_do_not_divide_by_zero(element):
     for size in (2.0**-149, 2.0**-140, 2.0**-126, 1e-37):
         x = torch.tensor([[-size, 3 * size, 0.0, size]])
         found = quantize(x, minmax(element, "row"))
@@ -305,7 +301,7 @@ def test_the_smallest_numbers_do_not_divide_by_zero(element: str) -> None:
 
 
 @each("cast", CASTS)
-def test_zeros(cast: Cast) -> None:
+def test_zeros(cast):
     for block, rounding in itertools.product(BLOCKS, ("nearest", "stochastic")):
         mode = replace(in_block(cast, block), rounding=rounding)
         found = quantize(torch.zeros(5, 20), mode, key=3)
@@ -318,7 +314,7 @@ def test_zeros(cast: Cast) -> None:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("cast", CASTS, ids=str)
-def test_one_bad_element_is_its_whole_block(cast: Cast, bad: float) -> None:
+def test_one_bad_element_is_its_whole_block(cast, bad):
     """Scale and values are NaN in the block, and all else is what it is without that element."""
     x = ragged(torch.float32) + 0.01
     broken = x.clone()
@@ -334,7 +330,7 @@ def test_one_bad_element_is_its_whole_block(cast: Cast, bad: float) -> None:
         same(values, expected, f"{mode} with {bad}, operand")
 
 
-def test_dimensions_beside_the_last_two() -> None:
+def test_dimensions_beside_the_last_two():
     """Positive and negative ones are the same, in zero points too."""
     x = sample(2, 3, 40) - 0.2
     for cast, dim in itertools.product((minmax("int4"), absmean("ternary")), range(3)):

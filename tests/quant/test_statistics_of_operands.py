@@ -2,11 +2,9 @@
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.metrics import cast_statistics
@@ -28,12 +26,12 @@ KEY = torch.tensor(12345)
 TERNARY = Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)
 
 
-def casts_of_presets() -> list[Cast]:
+def casts_of_presets():
     found = {str(cast): cast for name in PRESETS for cast in vars(LinearCasts.preset(name)).values() if _is_cast(cast)}
     return [found[name] for name in sorted(found)]
 
 
-def _is_cast(value: Any) -> bool:
+def _is_cast(value):
     return isinstance(value, Cast)
 
 
@@ -48,16 +46,14 @@ OTHERS = [
 ]
 
 
-def of_operand(
-    x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None, dtype: torch.dtype | None = None, **kwargs: Any
-) -> dict[str, float]:
+def of_operand(x, cast, dim, amax=None, dtype=None, **kwargs):
     quantized = quantize_operand(x, cast, dim, KEY, amax, dtype)
     sums = operand_statistics(x, quantized, cast, dim, amax, **kwargs)
     assert (sums.shape, sums.dtype) == ((len(SUMS) + len(MAXIMA),), torch.float64)
     return dict(zip((*SUMS, *MAXIMA), sums.tolist(), strict=True))
 
 
-def by_metrics(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> dict[str, float]:
+def by_metrics(x, cast, dim, amax=None):
     """Sums of the slow reference, and scales of the blocks that hold something."""
     found = cast_statistics(x, cast, dim, KEY, amax)
     quantized = quantize(x, cast, dim, KEY, amax)
@@ -70,7 +66,7 @@ def by_metrics(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> d
     }
 
 
-def assert_same(found: dict[str, float], expected: dict[str, float], message: str, of_scales: bool = True) -> None:
+def assert_same(found, expected, message, of_scales=True):
     """Counts exactly; norms are sums of float32, and elements times scales are rounded once more than there. Scales
     that round stochastically are taken for those to nearest: ``of_scales`` is False."""
     for name in ("elements", "nonzero", "underflowed", *(["saturated"] if of_scales else [])):
@@ -81,7 +77,7 @@ def assert_same(found: dict[str, float], expected: dict[str, float], message: st
 
 
 @each("cast", [*CASTS, *OTHERS])
-def test_sums_are_those_of_the_metrics(cast: Cast) -> None:
+def test_sums_are_those_of_the_metrics(cast):
     """Of blocks of very different sizes, of zeros, and of parts of blocks; columns and rows of one element too."""
     for shape, dim in itertools.product(((13, 50), (64, 96), (1, 40), (40, 1)), (0, 1)):
         x = sample(*shape, seed=shape[0])
@@ -91,7 +87,7 @@ def test_sums_are_those_of_the_metrics(cast: Cast) -> None:
 
 
 @each("cast", [cast for cast in [*CASTS, *OTHERS] if not cast.round_to_bfloat16])
-def test_sums_of_bfloat16(cast: Cast) -> None:
+def test_sums_of_bfloat16(cast):
     x = sample(24, 64, dtype=torch.bfloat16)
     for dim in (0, 1):
         found, expected = of_operand(x, cast, dim, dtype=torch.float32), by_metrics(x.float(), cast, dim)
@@ -99,7 +95,7 @@ def test_sums_of_bfloat16(cast: Cast) -> None:
 
 
 @pytest.mark.parametrize("element", ["int8", "ternary"])
-def test_sums_of_what_a_native_gemm_takes(element: str) -> None:
+def test_sums_of_what_a_native_gemm_takes(element):
     """Whole numbers, whose scale is a factor of rows or of the tensor."""
     x, block = sample(24, 64, dtype=torch.bfloat16), "row" if element == "int8" else "tensor"
     cast = Cast(element, Scale("fp32", block, statistic="absmax" if element == "int8" else "absmean"))
@@ -107,7 +103,7 @@ def test_sums_of_what_a_native_gemm_takes(element: str) -> None:
         assert_same(of_operand(x, cast, dim, dtype=torch.int8), by_metrics(x.float(), cast, dim), f"along {dim}")
 
 
-def test_noise_is_that_of_what_the_gemm_takes() -> None:
+def test_noise_is_that_of_what_the_gemm_takes():
     """With `round_to_bfloat16` it is rounded to bfloat16 once more."""
     cast, x = Cast("int8", Scale("fp32", 16), round_to_bfloat16=True), sample(16, 64, dtype=torch.bfloat16)
     taken = quantize(x.float(), cast).dequantize(torch.bfloat16).double()
@@ -130,7 +126,7 @@ SCALES = [
 
 
 @each("cast", SCALES)
-def test_blocks_of_zeros_have_no_scale(cast: Cast) -> None:
+def test_blocks_of_zeros_have_no_scale(cast):
     """Whatever is stored for them: 0, the least there is, 1, or that of an epsilon."""
     x = torch.zeros(32, 32)
     x[:16, :16] = torch.linspace(-6, 6, 256).view(16, 16)
@@ -142,14 +138,14 @@ def test_blocks_of_zeros_have_no_scale(cast: Cast) -> None:
 
 
 @each("cast", [*CASTS, *OTHERS])
-def test_of_zeros_and_of_nothing(cast: Cast) -> None:
+def test_of_zeros_and_of_nothing(cast):
     for shape, dim in itertools.product(((4, 32), (0, 32), (4, 0)), (0, 1)):
         found = of_operand(torch.zeros(shape), cast, dim)
         expected = {**dict.fromkeys((*SUMS, *MAXIMA), 0.0), "elements": float(math.prod(shape))}
         assert found == expected, f"{shape} along {dim}"
 
 
-def test_a_scale_that_underflowed() -> None:
+def test_a_scale_that_underflowed():
     """What became 0 with its block did not saturate, and its scale is none."""
     x = torch.full((2, 16), 1e-6)
     x[0] = 1.0
@@ -161,7 +157,7 @@ def test_a_scale_that_underflowed() -> None:
 
 @each("cast", [NVFP4, Cast("int8", Scale("fp32", "row")), Cast("e2m1", Scale("e8m0", 16))])
 @each("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_shows_in_the_noise(cast: Cast, bad: float) -> None:
+def test_what_is_not_finite_shows_in_the_noise(cast, bad):
     x = sample(8, 64)
     x[3, 5] = bad
     assert math.isnan(of_operand(x, cast, 1)["noise"])
@@ -170,7 +166,7 @@ def test_what_is_not_finite_shows_in_the_noise(cast: Cast, bad: float) -> None:
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
-def picked(count: int, stride: int) -> list[int]:
+def picked(count, stride):
     """One of each ``stride`` numbers, that a hash chooses."""
     places = range(-(-count // stride))
     return [min(i * stride + (i * 2654435761 % 2**32) * stride // 2**32, count - 1) for i in places]
@@ -179,7 +175,7 @@ def picked(count: int, stride: int) -> list[int]:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("cast", [*CASTS, *OTHERS], ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_sample_is_of_whole_blocks(cast: Cast, dim: int) -> None:
+def test_a_sample_is_of_whole_blocks(cast, dim):
     """One of n rows, columns or rows of tiles, with what scales them: that of the whole tensor, where there is one."""
     x = sample(96, 96, seed=3).t().contiguous() if dim == 0 else sample(96, 96, seed=3)
     amax = x.abs().max() if cast.scale.needs_amax else None
@@ -209,7 +205,7 @@ def test_a_sample_is_of_whole_blocks(cast: Cast, dim: int) -> None:
 
 @each("shape", [(40, 300), (300, 40), (7, 1024), (1024, 7)])
 @each("cast", [NVFP4, NVFP4_TILES, Cast("int8", Scale("fp32", "row"))])
-def test_a_sample_tells_of_the_whole(cast: Cast, shape: tuple[int, int]) -> None:
+def test_a_sample_tells_of_the_whole(cast, shape):
     x = torch.randn(shape)
     for dim in (0, 1):
         whole, found = (of_operand(x, cast, dim, most=most) for most in (x.numel(), x.numel() // 4))
@@ -223,7 +219,7 @@ def test_a_sample_tells_of_the_whole(cast: Cast, shape: tuple[int, int]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [64, 256, 512])
-def test_a_sample_is_no_choice_of_places_in_sequences(length: int) -> None:
+def test_a_sample_is_no_choice_of_places_in_sequences(length):
     """First tokens are far larger than others, as attention makes them."""
     x = torch.randn(8192 // length, length, 64)
     x[:, 0] *= 30
@@ -235,7 +231,7 @@ def test_a_sample_is_no_choice_of_places_in_sequences(length: int) -> None:
     assert ratios[1] == pytest.approx(ratios[0], abs=1.5), "of every eighth token all would be such, or none"
 
 
-def test_two_elements_more_than_the_most() -> None:
+def test_two_elements_more_than_the_most():
     x = sample(3, 6)
     assert [of_operand(x, NVFP4, 1, most=most)["elements"] for most in (18, 17, 9, 6, 1)] == [18, 12, 12, 6, 6]
 
@@ -243,7 +239,7 @@ def test_two_elements_more_than_the_most() -> None:
 # --- sums of sums -----------------------------------------------------------------------------------------------------
 
 
-def test_merging() -> None:
+def test_merging():
     """Of two tensors it is what it is of both together, where blocks know of no others."""
     cast, x = Cast("e2m1", Scale("e8m0", 32)), sample(16, 64)
     parts = [operand_statistics(part, quantize_operand(part, cast, 1), cast, 1) for part in x.split([5, 11])]
@@ -257,10 +253,10 @@ def test_merging() -> None:
 @pytest.mark.parametrize(
     ("cast", "dim"), [(NVFP4, 1), (Cast("int8", Scale("fp32", "row")), 0), (Cast("ternary", TERNARY), 1)], ids=str
 )
-def test_compiled(cast: Cast, dim: int) -> None:
+def test_compiled(cast, dim):
     """One graph; scales of blocks, of rows, which are a factor, and of the tensor."""
 
-    def look(x: Tensor, into: Tensor) -> Tensor:
+    def look(x, into):
         amax = x.abs().amax() if cast.scale.needs_amax else None
         seen = operand_statistics(x, quantize_operand(x, cast, dim, KEY, amax), cast, dim, amax)
         merge_statistics_(into, seen)
@@ -281,12 +277,12 @@ def test_compiled(cast: Cast, dim: int) -> None:
     ("signal", "noise", "expected"),
     [(100.0, 1.0, 20.0), (1.0, 0.0, math.inf), (0.0, 1.0, -math.inf), (0.0, 0.0, math.inf), (1.0, math.nan, math.nan)],
 )
-def test_sqnr_of_numbers_and_tensors(signal: float, noise: float, expected: float) -> None:
+def test_sqnr_of_numbers_and_tensors(signal, noise, expected):
     assert sqnr_db(signal, noise) == pytest.approx(expected, nan_ok=True)
     assert sqnr_db(torch.tensor(signal), torch.tensor(noise)).item() == pytest.approx(expected, nan_ok=True)
 
 
-def test_statistics_of_blocks() -> None:
+def test_statistics_of_blocks():
     """Scales of 1, 1/2 and 1/8 times a power of two, one block without error, and one of zeros."""
     x = torch.zeros(4, 32)
     x[0], x[1], x[2] = 6.0, torch.linspace(-3, 3, 32), 0.75

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.formats import ELEMENT_FORMATS
@@ -15,7 +14,7 @@ from tests.references import quantize as reference
 from tests.tables import each
 
 
-def factor(kind: str, values: list[float] | Tensor, element: str) -> Tensor:
+def factor(kind, values, element):
     """The factors of elements that are these values in units of their scale."""
     cast = Cast(element, Scale("fp32", "tensor"))
     x = torch.as_tensor(values, dtype=torch.float32).reshape(1, -1)
@@ -30,14 +29,14 @@ def factor(kind: str, values: list[float] | Tensor, element: str) -> Tensor:
     ("element", "last"),
     [("e2m1", 7.0), ("int4", 7.5), ("int8", 127.5), ("e3m0", 24.0), ("e4m3", 464.0), ("ternary", 1.5), ("e1m2", 1.875)],
 )
-def test_trust_ends_half_a_step_beyond_the_largest_level(element: str, last: float) -> None:
+def test_trust_ends_half_a_step_beyond_the_largest_level(element, last):
     beyond = torch.nextafter(torch.tensor(last), torch.tensor(torch.inf)).item()
     largest = ELEMENT_FORMATS[element].max
     found = factor("trust", [last, -last, beyond, -beyond, largest, 0.0, 1e30], element)
     assert found.tolist() == [1, 1, 0, 0, 1, 1, 0], element
 
 
-def test_trust_follows_the_scales() -> None:
+def test_trust_follows_the_scales():
     """floor gives 7.5 and 5 the scale 1, of which only 7.5 lies beyond 7; rceil gives 7.5 the scale 2."""
     x = torch.tensor([[7.5, 5.0, -7.0], [-2.0, 0.1, 0.0]])
     for rule, expected in (("floor", [[0, 1, 1], [1, 1, 1]]), ("rceil", [[1, 1, 1], [1, 1, 1]])):
@@ -46,7 +45,7 @@ def test_trust_follows_the_scales() -> None:
         assert found.dtype == torch.float32
 
 
-def test_nothing_saturates_under_scales_rounded_up() -> None:
+def test_nothing_saturates_under_scales_rounded_up():
     x = sample(16, 64)
     for scale in (Scale("e4m3", rounding="up", two_level=True), Scale("fp32", "row"), Scale("e8m0", 32)):
         assert surrogate_factor("trust", x, Cast("e2m1", scale), -1).all(), f"{scale}"
@@ -56,7 +55,7 @@ def test_nothing_saturates_under_scales_rounded_up() -> None:
 
 
 @pytest.mark.parametrize("element", ["e2m1", "int4", "e1m2", "e3m0"])
-def test_dge_at_levels_and_between(element: str) -> None:
+def test_dge_at_levels_and_between(element):
     levels = torch.from_numpy(reference.magnitudes(element)).float()
     middles = (levels[1:] + levels[:-1]) / 2
     same(factor("dge", levels, element), torch.full_like(levels, 1 / 5), f"{element}: at levels 1/k")
@@ -69,7 +68,7 @@ def test_dge_at_levels_and_between(element: str) -> None:
 
 
 @pytest.mark.parametrize("element", ["e2m1", "int4"])
-def test_dge_is_symmetric(element: str) -> None:
+def test_dge_is_symmetric(element):
     levels = torch.from_numpy(reference.magnitudes(element)).float()
     step = (levels[1:] - levels[:-1])[:, None]
     offsets = torch.linspace(1 / 64, 31 / 64, 31) * step
@@ -82,7 +81,7 @@ def test_dge_is_symmetric(element: str) -> None:
 
 
 @pytest.mark.parametrize("element", ["e2m1", "int4"])
-def test_dge_over_a_step(element: str) -> None:
+def test_dge_over_a_step(element):
     """Of the derivative of a smooth step from level to level the mean would be 1; clipping at 3 takes the peak.
 
     With t = |2 r - 1| the factor is t^(-4/5) / 5 down to t0 = 15^(-5/4), where it is 3, and 3 below: the mean over a
@@ -105,7 +104,7 @@ def test_dge_over_a_step(element: str) -> None:
 
 @pytest.mark.fast("dge")
 @pytest.mark.parametrize("kind", SURROGATES)
-def test_factors_are_those_of_the_scaled_elements(kind: str) -> None:
+def test_factors_are_those_of_the_scaled_elements(kind):
     """For every way of making scales, blocks along either dimension, sizes that do not fill them, bfloat16."""
     x = sample(13, 40).bfloat16()
     for block, dim in itertools.product((16, (16, 16), "row", "tensor"), (0, 1)):
@@ -121,7 +120,7 @@ def test_factors_are_those_of_the_scaled_elements(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SURROGATES)
-def test_a_gradient_through_rounding(kind: str) -> None:
+def test_a_gradient_through_rounding(kind):
     x, gradient = sample(8, 32).bfloat16(), torch.randn(8, 32).bfloat16()
     amax = x.abs().max() / 4  # some elements saturate
     factors = surrogate_factor(kind, x, NVFP4, 0, amax)
@@ -132,7 +131,7 @@ def test_a_gradient_through_rounding(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SURROGATES)
-def test_rounding_is_the_derivative_of_nothing_else(kind: str) -> None:
+def test_rounding_is_the_derivative_of_nothing_else(kind):
     """amax is that of the quantizer: factors agree with what quantize_operand saturates."""
     x = torch.tensor([[8.0, 5.0, -7.5, 0.2]])
     cast, amax = Cast("e2m1", Scale("fp32", "tensor")), torch.tensor(6.0)
@@ -142,7 +141,7 @@ def test_rounding_is_the_derivative_of_nothing_else(kind: str) -> None:
     assert found[0, :3].tolist() == ([0, 1, 0] if kind == "trust" else pytest.approx([0.2, 3, 0.2]))
 
 
-def test_an_unknown_surrogate() -> None:
+def test_an_unknown_surrogate():
     for call in (surrogate_factor, lambda *rest: through_rounding(torch.ones(1, 4), *rest)):
         with pytest.raises(ValueError, match="Unknown surrogate 'dgee'. Did you mean 'dge'.*'trust', 'dge'"):
             call("dgee", torch.ones(1, 4), Cast(), -1)

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.quant import Hadamard, quantize_operand, rotate
@@ -20,19 +19,19 @@ assert isinstance(EDEN, Cast)
 SALT = 0x5363616C
 
 
-def draws(shape: tuple[int, int], block: int, key: int) -> np.ndarray:
+def draws(shape, block, key):
     """Of the scale of each block along rows: by the index of its first element, from a stream of their own."""
     first = np.arange(shape[0])[:, None] * (-(-shape[1] // block) * block) + np.arange(0, shape[1], block)
     mixed = reference.splitmix64((key ^ SALT) & (2**64 - 1))
     return reference.uniform(first, mixed)
 
 
-def up_or_down(wanted: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+def up_or_down(wanted, uniform):
     lower, upper = reference.neighbors(wanted, "e4m3")
     return np.where(wanted - lower > (upper - lower) * (1 - uniform), upper, lower)
 
 
-def test_scales_go_up_with_their_draws() -> None:
+def test_scales_go_up_with_their_draws():
     x, key = sample(24, 64), 77
     stored, nearest = quantize(x, RANDOM, key=key), quantize(x, NVFP4)
     assert nearest.tensor_scale is not None
@@ -47,7 +46,7 @@ def test_scales_go_up_with_their_draws() -> None:
     assert ((found - x).abs() <= (x.abs() - 6 * units).clamp(min=0) + units * (1 + 1e-5)).all()
 
 
-def test_random_bits_of_scales_are_not_those_of_elements() -> None:
+def test_random_bits_of_scales_are_not_those_of_elements():
     key = mix_key(torch.tensor(5))
     both = RANDOM.replace(rounding="stochastic")
     x = sample(64, 128)
@@ -57,13 +56,13 @@ def test_random_bits_of_scales_are_not_those_of_elements() -> None:
     assert torch.corrcoef(torch.stack([of_scales.flatten(), of_elements.flatten()]))[0, 1].abs() < 0.15
 
 
-def test_scales_need_a_key() -> None:
+def test_scales_need_a_key():
     with pytest.raises(ValueError, match="rounds stochastically and needs a key"):
         quantize(sample(4, 32), RANDOM)
 
 
 @pytest.mark.slow
-def test_the_mean_of_scales_is_what_was_wanted() -> None:
+def test_the_mean_of_scales_is_what_was_wanted():
     amax = torch.linspace(0.5, 1, 64)
     x = torch.stack([amax, torch.zeros(64)], 1).repeat_interleave(512, 0)
     scales = float_scales(quantize(x, Cast("e2m1", Scale("e4m3", 2, "stochastic")), key=mix_key(torch.tensor(1))))
@@ -73,7 +72,7 @@ def test_the_mean_of_scales_is_what_was_wanted() -> None:
 
 @pytest.mark.fast("random")
 @pytest.mark.parametrize("cast", [RANDOM, EDEN], ids=["random", "eden"])
-def test_shards_together_equal_the_whole_matrix(cast: Cast) -> None:
+def test_shards_together_equal_the_whole_matrix(cast):
     x, key = sample(256, 256), torch.tensor(2**50 + 7)
     for dim, sharded in itertools.product((0, 1), (0, 1)):
         whole, amax = quantize_operand(x, cast, dim, key).values, x.abs().amax()
@@ -86,7 +85,7 @@ def test_shards_together_equal_the_whole_matrix(cast: Cast) -> None:
         assert torch.equal(torch.cat(parts, sharded), whole), f"blocks along {dim}, cut along {sharded}"
 
 
-def test_a_shard_boundary_within_a_corrected_group_is_refused() -> None:
+def test_a_shard_boundary_within_a_corrected_group_is_refused():
     with pytest.raises(ValueError, match="in the middle of corrected groups of 128"):
         quantize_operand(sample(8, 64), EDEN, 1, torch.tensor(1), torch.tensor(1.0), shard=Shard("g", 1, 0, 64, 128))
 
@@ -94,7 +93,7 @@ def test_a_shard_boundary_within_a_corrected_group_is_refused() -> None:
 # --- MS-EDEN ----------------------------------------------------------------------------------------------------------
 
 
-def by_steps(x: np.ndarray, key: int, four_over_six: bool) -> np.ndarray:
+def by_steps(x, key, four_over_six):
     """Steps 2 to 5 of the paper's algorithm on rows of 128, float64 but for the formats."""
     o = 0.93 * 17 / 16
     d = np.abs(x).max() / 255.99 / (6 / o)
@@ -122,7 +121,7 @@ def by_steps(x: np.ndarray, key: int, four_over_six: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("four_over_six", [False, True])
-def test_ms_eden_takes_the_steps_of_the_paper(four_over_six: bool) -> None:
+def test_ms_eden_takes_the_steps_of_the_paper(four_over_six):
     cast, x = EDEN.replace(scale={"four_over_six": "mse" if four_over_six else None}), sample(32, 256, seed=3)
     found = quantize(x, cast, key=11).dequantize()
     expected = torch.from_numpy(by_steps(x.double().numpy(), 11, four_over_six)).float()
@@ -135,7 +134,7 @@ def test_ms_eden_takes_the_steps_of_the_paper(four_over_six: bool) -> None:
     )
 
 
-def test_the_error_of_a_corrected_group_is_orthogonal_to_it() -> None:
+def test_the_error_of_a_corrected_group_is_orthogonal_to_it():
     """On average over the rounding of scales, which is what makes it unbiased over rotations."""
     x = torch.randn(8, 128) * torch.randn(8, 8).exp().repeat_interleave(16, 1)
     shares = torch.stack(
@@ -145,7 +144,7 @@ def test_the_error_of_a_corrected_group_is_orthogonal_to_it() -> None:
     assert (growth.mean(0).abs() < 4 * growth.std(0) / 20).all(), growth.mean(0)
 
 
-def test_zeros_and_what_is_not_finite() -> None:
+def test_zeros_and_what_is_not_finite():
     x = torch.randn(3, 256)
     x[0, :200], x[1, 5] = 0, torch.inf
     found = quantize(x, EDEN, key=1).dequantize()
@@ -155,7 +154,7 @@ def test_zeros_and_what_is_not_finite() -> None:
     assert quantize(torch.zeros(0, 128), EDEN, key=1).codes.shape == (0, 128)
 
 
-def rotated(x: Tensor, cast: Cast, key: int) -> Tensor:
+def rotated(x, cast, key):
     """Quantized after a random rotation of groups of 128, and rotated back."""
     signs, bits = mix_key(torch.tensor(2 * key)), mix_key(torch.tensor(2 * key + 1))
     signs = Hadamard(128, "keyed").diagonal(signs, x.device)
@@ -163,7 +162,7 @@ def rotated(x: Tensor, cast: Cast, key: int) -> Tensor:
 
 
 @pytest.mark.slow
-def test_ms_eden_has_half_the_error_of_stochastic_rounding() -> None:
+def test_ms_eden_has_half_the_error_of_stochastic_rounding():
     """The factor is that of normal data, which any data is after a rotation: 0.0098 / 0.0189."""
     x = torch.randn(128, 512) * torch.randn(128, 32).exp().repeat_interleave(16, 1)
     error = {
@@ -177,7 +176,7 @@ def test_ms_eden_has_half_the_error_of_stochastic_rounding() -> None:
 
 
 @pytest.mark.slow
-def test_the_mean_of_ms_eden_is_the_tensor() -> None:
+def test_the_mean_of_ms_eden_is_the_tensor():
     """Over 4,096 keys: each element within 4 standard errors, their mean square that of chance, and no shrinkage."""
     x, keys = sample(4, 256, seed=8), 4096
     mean, square, growth = torch.zeros(4, 256).double(), torch.zeros(4, 256).double(), []

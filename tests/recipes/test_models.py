@@ -3,11 +3,10 @@
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
@@ -16,22 +15,22 @@ from lightning_lowbit.recipes.models import NETWORKS, CausalLM, network_config
 from lightning_lowbit.recipes.schedules import TwoStageLinear, WarmupCosine, WarmupSchedule
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-TINY: dict[str, Any] = {"config": SIZE}
+TINY = {"config": SIZE}
 SCHEDULES = WarmupSchedule.__subclasses__()
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 
 
-def batches(number: int, last: int = 4, length: int = 16) -> list[torch.Tensor]:
+def batches(number, last=4, length=16):
     generator = torch.Generator().manual_seed(0)
     sizes = [4] * (number - 1) + [last]
     return [torch.randint(0, 256, (size, length + 1), generator=generator) for size in sizes]
 
 
-def trainer(**arguments: Any) -> Trainer:
+def trainer(**arguments):
     return Trainer(**{"accelerator": "cpu", "devices": 1, "logger": False, **QUIET, **arguments})
 
 
-def test_weights_depend_on_the_seed_alone() -> None:
+def test_weights_depend_on_the_seed_alone():
     models = []
     for global_seed, seed in ((1, 0), (2, 0), (2, 1)):
         torch.manual_seed(global_seed)
@@ -44,7 +43,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize(("network", "number"), [((), 3_344_640), (("bitnet-small",), 3_348_480)])
-def test_small_sizes(network: tuple[str, ...], number: int) -> None:
+def test_small_sizes(network, number):
     model = CausalLM(*network)
     config = model.model.config
     assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (256, 704, 4)
@@ -54,12 +53,12 @@ def test_small_sizes(network: tuple[str, ...], number: int) -> None:
     assert model.model.lm_head.weight is not model.model.model.embed_tokens.weight
 
 
-def test_tied_embeddings() -> None:
+def test_tied_embeddings():
     tied = CausalLM(config={**SIZE, "tie_word_embeddings": True}).model
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 
-def test_sizes_of_the_papers() -> None:
+def test_sizes_of_the_papers():
     # Stable-SPAM, table A.1: hidden, intermediate, heads, layers; and LLaMA-7B.
     table = {
         "llama-60m": (512, 1376, 8, 8),
@@ -79,12 +78,12 @@ def test_sizes_of_the_papers() -> None:
 @pytest.mark.parametrize(
     ("network", "unnormalized"), [("bitnet-small", set()), ("llama-small", {"self_attn.o_proj", "mlp.down_proj"})]
 )
-def test_bitnet_normalizes_the_input_of_every_layer(network: str, unnormalized: set[str]) -> None:
+def test_bitnet_normalizes_the_input_of_every_layer(network, unnormalized):
     """SubLN; LLaMA, which lacks it, shows that the measurement can fail."""
     model, worst = CausalLM(network, {"num_hidden_layers": 2}), {}
 
-    def measure(name: str) -> Any:
-        def hook(layer: torch.nn.Module, arguments: tuple[torch.Tensor]) -> None:
+    def measure(name):
+        def hook(layer, arguments):
             worst[name] = (arguments[0].square().mean(-1).sqrt() - 1).abs().max().item()
 
         return hook
@@ -99,7 +98,7 @@ def test_bitnet_normalizes_the_input_of_every_layer(network: str, unnormalized: 
     assert {name.partition(".")[2] for name in far} == unnormalized, f"RMS of layers' inputs, distance from 1: {far}"
 
 
-def test_any_causal_language_model_of_transformers(tmp_path: Path) -> None:
+def test_any_causal_language_model_of_transformers(tmp_path):
     tokens = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
     by_type = CausalLM("gpt2", {"n_layer": 1, "n_embd": 32, "n_head": 2, **tokens})
     assert type(by_type.model).__name__ == "GPT2LMHeadModel"
@@ -132,7 +131,7 @@ def test_any_causal_language_model_of_transformers(tmp_path: Path) -> None:
         ({"network": "half", "pretrained": True}, "transformers can load none from 'half'"),
     ],
 )
-def test_a_wrong_network(arguments: dict[str, Any], message: str) -> None:
+def test_a_wrong_network(arguments, message):
     Path("empty").mkdir()
     network_config("llama-small").save_pretrained("half")  # a configuration without weights
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -146,9 +145,9 @@ def test_a_wrong_network(arguments: dict[str, Any], message: str) -> None:
         ({"sequence_length": 1025}, "max_position_embeddings is 1024, fewer than the 1025 tokens of a sequence"),
     ],
 )
-def test_data_that_the_network_cannot_take(data: dict[str, int], message: str) -> None:
+def test_data_that_the_network_cannot_take(data, message):
     class Data(LightningDataModule):
-        def train_dataloader(self) -> Any:
+        def train_dataloader(self):
             raise AssertionError("came too far")
 
         val_dataloader = train_dataloader
@@ -160,14 +159,14 @@ def test_data_that_the_network_cannot_take(data: dict[str, int], message: str) -
         trainer(max_steps=1).fit(CausalLM(**TINY), datamodule=module)
 
 
-def test_on_the_meta_device_only_shapes_are_made() -> None:
+def test_on_the_meta_device_only_shapes_are_made():
     with torch.device("meta"):
         model = CausalLM("llama-7b")
     assert all(parameter.is_meta for parameter in model.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) == 6_738_415_616
 
 
-def test_loss_is_float32_and_each_token_predicts_the_next() -> None:
+def test_loss_is_float32_and_each_token_predicts_the_next():
     model = CausalLM(**TINY)
     (batch,) = batches(1)
     with torch.autocast("cpu", torch.bfloat16):
@@ -178,7 +177,7 @@ def test_loss_is_float32_and_each_token_predicts_the_next() -> None:
     torch.testing.assert_close(model._loss(batch), expected)
 
 
-def test_gradient_checkpointing_changes_no_gradient() -> None:
+def test_gradient_checkpointing_changes_no_gradient():
     gradients = []
     for checkpointing in (False, True):
         model = CausalLM(**TINY, gradient_checkpointing=checkpointing)
@@ -187,7 +186,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_validation_is_a_mean_over_tokens_with_a_smaller_last_batch() -> None:
+def test_validation_is_a_mean_over_tokens_with_a_smaller_last_batch():
     model, data = CausalLM(**TINY), batches(3, last=1)
     (metrics,) = trainer().validate(model, DataLoader(data, batch_size=None), verbose=False)
     whole = model._loss(torch.cat(data)).item()
@@ -196,7 +195,7 @@ def test_validation_is_a_mean_over_tokens_with_a_smaller_last_batch() -> None:
     assert abs(sum(model._loss(batch).item() for batch in data) / 3 - whole) > 1e-4  # the naive mean differs
 
 
-def test_a_loss_that_is_no_number_shows() -> None:
+def test_a_loss_that_is_no_number_shows():
     model = CausalLM(**TINY)
     torch.nn.init.constant_(model.model.lm_head.weight, math.nan)
     (metrics,) = trainer().validate(model, DataLoader(batches(1), batch_size=None), verbose=False)
@@ -206,13 +205,13 @@ def test_a_loss_that_is_no_number_shows() -> None:
 class GradientNorms(CausalLM):
     """Notes the norm of the gradients as they are before clipping."""
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_optimizer_step(self, optimizer):
         super().on_before_optimizer_step(optimizer)
-        self.expected = torch.cat([parameter.grad.flatten() for parameter in self.parameters()]).norm()  # type: ignore[union-attr]
+        self.expected = torch.cat([parameter.grad.flatten() for parameter in self.parameters()]).norm()
 
 
 @pytest.mark.parametrize(("network", "precision"), [("llama-small", "32-true"), ("bitnet-small", "bf16-mixed")])
-def test_training_lowers_the_loss_and_logs(network: str, precision: str) -> None:
+def test_training_lowers_the_loss_and_logs(network, precision):
     model = GradientNorms(
         network,
         **TINY,
@@ -231,7 +230,7 @@ def test_training_lowers_the_loss_and_logs(network: str, precision: str) -> None
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_needs_the_length_of_the_run(schedule: type[WarmupSchedule]) -> None:
+def test_a_schedule_needs_the_length_of_the_run(schedule):
     model = CausalLM(**TINY, scheduler=lambda optimizer: schedule(optimizer, warmup_steps=2))
     with pytest.raises(ValueError, match=f"{schedule.__name__} needs .* set max_steps, max_epochs or total_steps"):
         loader = DataLoader(batches(1), batch_size=None)
@@ -240,9 +239,7 @@ def test_a_schedule_needs_the_length_of_the_run(schedule: type[WarmupSchedule]) 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("given", "expected"), [(None, 6), (9, 9)])
-def test_a_schedule_gets_the_length_of_the_run(
-    schedule: type[WarmupSchedule], given: int | None, expected: int
-) -> None:
+def test_a_schedule_gets_the_length_of_the_run(schedule, given, expected):
     """Optimizer steps, of which accumulation makes fewer than batches; one that is given stays."""
     model = CausalLM(**TINY, scheduler=lambda optimizer: schedule(optimizer, warmup_steps=2, total_steps=given))
     run = trainer(max_epochs=3, accumulate_grad_batches=2)
@@ -253,16 +250,16 @@ def test_a_schedule_gets_the_length_of_the_run(
 class Notes(Callback):
     """The learning rate and the weight decay of each step."""
 
-    def __init__(self) -> None:
-        self.steps: list[tuple[float, float]] = []
+    def __init__(self):
+        self.steps = []
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer, module, optimizer):
         (group,) = optimizer.param_groups
         self.steps.append((group["lr"], group["weight_decay"]))
 
 
 @pytest.mark.parametrize(("at", "steps"), [(0.5, 5), (0.5, 7), (0.4, 5)])
-def test_the_second_stage_begins_where_weight_decay_falls(at: float, steps: int) -> None:
+def test_the_second_stage_begins_where_weight_decay_falls(at, steps):
     model = CausalLM(
         **TINY,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1.0, weight_decay=0.1),
@@ -276,7 +273,7 @@ def test_the_second_stage_begins_where_weight_decay_falls(at: float, steps: int)
     assert {decay for _, decay in notes.steps} == {0.1, 0.0}
 
 
-def test_built_by_the_command_line_and_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_by_the_command_line_and_loaded_again(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["lowbit"])
     name = f"{WarmupCosine.__module__}.WarmupCosine"
     config = {
@@ -304,5 +301,5 @@ def test_built_by_the_command_line_and_loaded_again(tmp_path: Path, monkeypatch:
     run.fit(cli.model, *[DataLoader(batches(1), batch_size=None)] * 2)
     run.save_checkpoint(tmp_path / "model.ckpt")
     torch.load(tmp_path / "model.ckpt", weights_only=True)
-    loaded: LightningModule = CausalLM.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    loaded = CausalLM.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
     assert torch.equal(loaded.model.lm_head.weight, cli.model.model.lm_head.weight)

@@ -2,16 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler, cli
@@ -28,19 +25,19 @@ SMALL = {
 }
 
 
-def batch(length: int = 17, number: int = 0, size: int = 4) -> Tensor:
+def batch(length=17, number=0, size=4):
     """Tokens (size, length): what the data module makes, with a length of one token more than is read."""
     return torch.randint(0, 256, (size, length), generator=torch.Generator().manual_seed(number))
 
 
-def model(beta: float = 0.1, lr: float = 1e-2, **kwargs: Any) -> PreferenceLM:
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+def model(beta=0.1, lr=1e-2, **kwargs):
+    def optimizer(parameters):
         return torch.optim.AdamW(parameters, lr=lr, eps=1e-12)
 
     return PreferenceLM(beta, config=SIZE, seed=0, optimizer=optimizer, **kwargs)
 
 
-def moved(beta: float = 0.1, **kwargs: Any) -> PreferenceLM:
+def moved(beta=0.1, **kwargs):
     """A model that is no longer its reference."""
     made = model(beta, **kwargs)
     generator = torch.Generator().manual_seed(1)
@@ -50,13 +47,13 @@ def moved(beta: float = 0.1, **kwargs: Any) -> PreferenceLM:
     return made
 
 
-def trainer(*callbacks: Callback, **kwargs: Any) -> Trainer:
+def trainer(*callbacks, **kwargs):
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "max_steps": 1, "log_every_n_steps": 1}
     return Trainer(callbacks=list(callbacks), **{**quiet, **defaults, **kwargs})
 
 
-def fit(module: PreferenceLM, data: list[Tensor], *callbacks: Callback, **kwargs: Any) -> Trainer:
+def fit(module, data, *callbacks, **kwargs):
     made = trainer(*callbacks, **kwargs)
     made.fit(module, *[DataLoader(data, batch_size=None)] * 2)
     return made
@@ -65,10 +62,10 @@ def fit(module: PreferenceLM, data: list[Tensor], *callbacks: Callback, **kwargs
 class History(Callback):
     """What was logged in each step."""
 
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
+    def __init__(self):
+        self.steps = []
 
-    def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, run, *_):
         self.steps.append({name: value.item() for name, value in run.callback_metrics.items()})
 
 
@@ -76,7 +73,7 @@ class History(Callback):
 
 
 @pytest.mark.parametrize("beta", [1e-6, 1e-4, 0.1, 100.0])
-def test_the_loss_begins_at_ln_2(beta: float) -> None:
+def test_the_loss_begins_at_ln_2(beta):
     """To the bit: the model and its reference are the same, and so is what they say."""
     history = History()
     fit(model(beta), [batch()], history)
@@ -85,7 +82,7 @@ def test_the_loss_begins_at_ln_2(beta: float) -> None:
     assert (first["margin"], first["accuracy"]) == (0, 0)
 
 
-def log_probability(network: Any, tokens: list[int], answer: int) -> float:
+def log_probability(network, tokens, answer):
     """Of each token of the answer, after a pass of its own over those before it."""
     found = []
     for position in range(answer, len(tokens)):
@@ -96,7 +93,7 @@ def log_probability(network: Any, tokens: list[int], answer: int) -> float:
 
 @pytest.mark.parametrize("length", [16, 17])
 @torch.no_grad()
-def test_the_loss_is_the_formula(length: int) -> None:
+def test_the_loss_is_the_formula(length):
     beta, data, module = 3.0, batch(length), moved(3.0, lr=0.0)
     margins, answer = [], length // 2
     for preferred in data.tolist():
@@ -109,7 +106,7 @@ def test_the_loss_is_the_formula(length: int) -> None:
         margins.append(ratios[0] - ratios[1])
     assert min(margins) < 0 < max(margins), "the pairs do not test what they should"
 
-    def loss(beta: float) -> float:
+    def loss(beta):
         return sum(-math.log(1 / (1 + math.exp(-beta * margin))) for margin in margins) / len(margins)
 
     history = History()
@@ -127,10 +124,10 @@ def test_the_loss_is_the_formula(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", [16, 17])
-def test_a_mirrored_answer_has_the_same_tokens(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mirrored_answer_has_the_same_tokens(length, monkeypatch):
     seen, original = [], preferences._log_probability
 
-    def spy(network: Any, tokens: Tensor, answer: int) -> Tensor:
+    def spy(network, tokens, answer):
         seen.append((tokens, answer))
         return original(network, tokens, answer)
 
@@ -146,7 +143,7 @@ def test_a_mirrored_answer_has_the_same_tokens(length: int, monkeypatch: pytest.
     assert torch.equal(preferred.sort().values, other.sort().values)
 
 
-def test_validation_is_a_mean_over_pairs_with_a_smaller_last_batch() -> None:
+def test_validation_is_a_mean_over_pairs_with_a_smaller_last_batch():
     module, data = moved(), [batch(), batch(number=1, size=1)]
     (found,) = trainer().validate(module, DataLoader(data, batch_size=None), verbose=False)
     (whole,) = trainer().validate(module, DataLoader([torch.cat(data)], batch_size=None), verbose=False)
@@ -155,11 +152,11 @@ def test_validation_is_a_mean_over_pairs_with_a_smaller_last_batch() -> None:
     assert abs(sum(one["val_loss"] for one in apart) / 2 - whole["val_loss"]) > 1e-4, "the naive mean is the same"
 
 
-def test_the_gradient_of_a_logit_is_as_small_as_the_module_says() -> None:
+def test_the_gradient_of_a_logit_is_as_small_as_the_module_says():
     """β/2 over the tokens of all answers, at most; and not far from that where the network is as it was drawn."""
     beta, module, data, logits = 0.1, model(), batch(), []
 
-    def keep(_: Any, __: Any, output: Tensor) -> None:
+    def keep(_, __, output):
         output.retain_grad()
         logits.append(output)
 
@@ -171,7 +168,7 @@ def test_the_gradient_of_a_logit_is_as_small_as_the_module_says() -> None:
 
 
 @pytest.mark.parametrize("beta", [0, -0.1, math.inf, math.nan, True, "0.1", None])
-def test_a_bad_beta(beta: Any) -> None:
+def test_a_bad_beta(beta):
     message = f"beta is what multiplies the margin, above 0; got {beta!r}."
     with pytest.raises(ValueError, match=re.escape(message)):
         PreferenceLM(beta, config=SIZE)
@@ -180,7 +177,7 @@ def test_a_bad_beta(beta: Any) -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_learns_in_a_few_steps() -> None:
+def test_it_learns_in_a_few_steps():
     history = History()
     fit(model(1.0), [batch(number=number) for number in range(2)], history, max_steps=10)
     assert history.steps[0]["accuracy"] == 0
@@ -191,9 +188,9 @@ def test_it_learns_in_a_few_steps() -> None:
     assert last["val_accuracy"] == 1
 
 
-def test_the_reference_is_frozen_and_in_the_checkpoint() -> None:
+def test_the_reference_is_frozen_and_in_the_checkpoint():
     module = model(1.0, lr=0.1)
-    modes: list[bool] = []
+    modes = []
     module.reference.register_forward_pre_hook(lambda network, _: modes.append(network.training))
     before = {name: value.clone() for name, value in module.reference.state_dict().items()}
     made = fit(module, [batch()], max_epochs=3, max_steps=3)
@@ -213,7 +210,7 @@ def test_the_reference_is_frozen_and_in_the_checkpoint() -> None:
     assert not torch.equal(loaded.model.lm_head.weight, loaded.reference.lm_head.weight), "nothing was learned"
 
 
-def test_the_reference_is_what_the_model_begins_as() -> None:
+def test_the_reference_is_what_the_model_begins_as():
     """And shares no memory with it."""
     module = model()
     for (name, one), other in zip(module.model.named_parameters(), module.reference.parameters(), strict=True):
@@ -222,9 +219,9 @@ def test_the_reference_is_what_the_model_begins_as() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-def test_zero_gradients_are_those_of_the_model(share: float) -> None:
+def test_zero_gradients_are_those_of_the_model(share):
     class Zeros(PreferenceLM):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
+        def on_before_optimizer_step(self, optimizer):
             for parameter in self.model.parameters():
                 flat = parameter.grad.fill_(1.0).view(-1)
                 flat[: round(share * flat.numel())] = 0  # numbers of elements that 4 divides
@@ -244,24 +241,24 @@ class FirstLayer(Callback):
     Weight decay, which also moves weights without gradients, is left out.
     """
 
-    def on_train_start(self, run: Trainer, module: Any) -> None:
+    def on_train_start(self, run, module):
         self.before = self._weight(module)
 
-    def on_train_end(self, run: Trainer, module: Any) -> None:
+    def on_train_end(self, run, module):
         group = run.optimizers[0].param_groups[0]
         least = 0.1 * group["lr"] * run.global_step
         decayed = self.before * (1 - group["lr"] * group["weight_decay"]) ** run.global_step
         self.share = ((self._weight(module) - decayed).abs() > least).float().mean().item()
 
     @staticmethod
-    def _weight(module: Any) -> Tensor:
+    def _weight(module):
         return module.model.model.layers[0].mlp.gate_proj.weight.detach().clone()
 
 
-def test_gradients_that_vanish_in_fp16_unless_the_loss_is_scaled() -> None:
+def test_gradients_that_vanish_in_fp16_unless_the_loss_is_scaled():
     """Without a scale none reaches a layer below the last; with it, those of tokens that are not in the text are 0."""
     zeros, moves = {}, {}
-    scalers: dict[str, Any] = {
+    scalers = {
         "1": StaticGradScaler(1, device="cpu"),
         "2^18": ConservativeGradScaler(preset="tiny-loss", device="cpu"),
     }
@@ -279,22 +276,22 @@ def test_gradients_that_vanish_in_fp16_unless_the_loss_is_scaled() -> None:
 
 
 @pytest.fixture(name="small")
-def _small() -> None:
+def _small():
     Path("text.txt").write_bytes(TEXT)
     Path("small.yaml").write_text(yaml.safe_dump(SMALL))
 
 
 @pytest.fixture(name="made")
-def _made(monkeypatch: pytest.MonkeyPatch, small: None) -> Iterator[list[Any]]:
+def _made(monkeypatch, small):
     """What the command line makes of its arguments, instead of running it."""
-    parsed: list[Any] = []
+    parsed = []
     monkeypatch.setattr(run.LowBitCLI, "_run_subcommand", lambda self, subcommand: parsed.append(self))
     yield parsed
 
 
 @pytest.mark.fast("configs0-262144")
 @pytest.mark.parametrize(("configs", "scale"), [(("dpo",), 2**18), (("quickstart", "fp16"), 2**16)])
-def test_the_scalers_of_the_recipes(made: list[Any], configs: tuple[str, ...], scale: float) -> None:
+def test_the_scalers_of_the_recipes(made, configs, scale):
     arguments = [f"--config={name}" for name in (*configs, "small.yaml")]
     assert cli.main(["fit", *arguments, "--trainer.accelerator=cpu"]) == 0
     (parsed,) = made
@@ -311,7 +308,7 @@ def test_the_scalers_of_the_recipes(made: list[Any], configs: tuple[str, ...], s
         assert len(planned) == 7 and not any("reference" in name for name in planned)
 
 
-def scalars(folder: str) -> dict[str, dict[int, float]]:
+def scalars(folder):
     events = EventAccumulator(folder).Reload()
     wanted = [tag for tag in events.Tags()["scalars"] if tag in ("loss", "margin", "zero_gradients") or "_scale" in tag]
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in wanted}
@@ -329,11 +326,11 @@ trainer:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_with_scale_and_reference(small: None) -> None:
+def test_an_interrupted_run_goes_on_with_scale_and_reference(small):
     """Its margins depend on the reference; the scale grows in the third step and in the sixth."""
     Path("grows.yaml").write_text(GROWS)
 
-    def fit(folder: str, *more: str) -> int:
+    def fit(folder, *more):
         configs = ["--config=dpo", "--config=small.yaml", "--config=grows.yaml", "--trainer.limit_val_batches=0"]
         return cli.main(["fit", *configs, "--trainer.max_steps=6", f"--trainer.default_root_dir={folder}", *more])
 

@@ -3,14 +3,12 @@
 import math
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from lightning.pytorch import seed_everything
 from matplotlib.image import imread
-from torch import Tensor
 
 from lightning_lowbit import Cast, Scale, cli, quantize
 from lightning_lowbit.cli.configs import recipes
@@ -22,26 +20,26 @@ NOISES = (2.0, 1.0, 0.5, 0.0)
 EXACT = 1e-12  # for what no noise disturbs
 
 
-def fit(model: Quadratic, steps: int) -> Quadratic:
+def fit(model, steps):
     quiet_trainer(max_steps=steps, devices=1).fit(model)
     return model
 
 
-def begin(**arguments: Any) -> Quadratic:
+def begin(**arguments):
     seed_everything(0, verbose=False)
     return Quadratic(**{"dimensions": DIMENSIONS, "noises": (), "errors": (), **arguments})
 
 
-def descend(**arguments: Any) -> dict[Curve, Tensor]:
+def descend(**arguments):
     return fit(begin(**arguments), STEPS).losses()
 
 
 @cache
-def descend_all(curvature: float) -> dict[Curve, Tensor]:
+def descend_all(curvature):
     return descend(noises=NOISES, errors=(0.1, 1.0), steps=(1, 0.3, 0.1), curvature=curvature)
 
 
-def factor(noise: float, step: float) -> tuple[float, float]:
+def factor(noise, step):
     """Mean and standard deviation of L' / L over one step, whatever happened before.
 
     The step takes θ to ‖θ‖ (a u + b/√d z), where u has length 1, z is normal, a = 1 - ηλ and b = ηλ k/√3.
@@ -50,7 +48,7 @@ def factor(noise: float, step: float) -> tuple[float, float]:
     return a**2 + b**2, math.sqrt((4 * a**2 * b**2 + 2 * b**4) / DIMENSIONS)
 
 
-def factors(losses: Tensor) -> Tensor:
+def factors(losses):
     return losses[1:] / losses[:-1]
 
 
@@ -59,7 +57,7 @@ def factors(losses: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("curvature", [1.0, 2.5])
-def test_the_loss_falls_by_the_factor_expected_of_noise_and_step(curvature: float) -> None:
+def test_the_loss_falls_by_the_factor_expected_of_noise_and_step(curvature):
     curves = {curve: losses for curve, losses in descend_all(curvature).items() if curve.error == "noise"}
     assert len(curves) == 12
     for (_, noise, step), losses in curves.items():
@@ -75,13 +73,13 @@ def test_the_loss_falls_by_the_factor_expected_of_noise_and_step(curvature: floa
 
 
 @pytest.mark.slow
-def test_each_row_has_noise_of_its_own() -> None:
+def test_each_row_has_noise_of_its_own():
     first, second = (factors(descend_all(1.0)[Curve("noise", noise, 1)]) for noise in (2, 1))
     assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 4 / math.sqrt(STEPS)
 
 
 @pytest.mark.slow
-def test_figure_4() -> None:
+def test_figure_4():
     losses = descend_all(1.0)
     full, tenth = ({noise: losses[Curve("noise", noise, step)] for noise in NOISES} for step in (1, 0.1))
     assert full[2][10] > full[2][0] and full[2][-1] > 1e12  # does not descend
@@ -97,7 +95,7 @@ def test_figure_4() -> None:
 
 
 @pytest.mark.slow
-def test_the_best_step_takes_off_a_share_of_what_the_noiseless_one_takes() -> None:
+def test_the_best_step_takes_off_a_share_of_what_the_noiseless_one_takes():
     shares = {0.5: 12 / 13, 1: 3 / 4, 2: 3 / 7}
     losses = descend(noises=tuple(shares), steps=tuple(shares.values()))
     mean = {(noise, step): factors(values).mean().item() for (_, noise, step), values in losses.items()}
@@ -108,7 +106,7 @@ def test_the_best_step_takes_off_a_share_of_what_the_noiseless_one_takes() -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1.0, 0.5, 0.1])
-def test_descent_stops_at_the_noise_that_a_step_bears(step: float) -> None:
+def test_descent_stops_at_the_noise_that_a_step_bears(step):
     limit = math.sqrt(3 * (2 / step - 1))
     below, above = descend(noises=(0.9 * limit, 1.1 * limit), steps=(step,)).values()
     assert below[-1] < 0.1 and above[-1] > 10
@@ -119,7 +117,7 @@ def test_descent_stops_at_the_noise_that_a_step_bears(step: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("curvature", [1.0, 2.5])
-def test_bias_leaves_a_floor_that_the_step_does_not_move(curvature: float) -> None:
+def test_bias_leaves_a_floor_that_the_step_does_not_move(curvature):
     start = begin(curvature=curvature, errors=(1.0,)).points[0].detach()
     curves = {curve: losses for curve, losses in descend_all(curvature).items() if curve.error == "biased"}
     assert len(curves) == 6
@@ -133,7 +131,7 @@ def test_bias_leaves_a_floor_that_the_step_does_not_move(curvature: float) -> No
 
 @pytest.mark.fast("1.0")
 @pytest.mark.parametrize("curvature", [1.0, 2.5])
-def test_unbiased_errors_of_that_size_have_a_floor_that_falls_with_the_step(curvature: float) -> None:
+def test_unbiased_errors_of_that_size_have_a_floor_that_falls_with_the_step(curvature):
     number = 100  # steps, after those in which the loss settles
     floors = {}
     for step in (1, 0.1):
@@ -149,7 +147,7 @@ def test_unbiased_errors_of_that_size_have_a_floor_that_falls_with_the_step(curv
 # --- real casts -------------------------------------------------------------------------------------------------------
 
 
-def descend_in(cast: Cast, step: float, amax: Tensor | None) -> Tensor:
+def descend_in(cast, step, amax):
     """Where 300 steps with λ = 1 and quantized gradients lead from a point of loss 1."""
     generator = torch.Generator().manual_seed(0)
     point = torch.randn(DIMENSIONS, generator=generator)
@@ -160,13 +158,13 @@ def descend_in(cast: Cast, step: float, amax: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_a_cast_whose_scales_follow_the_gradient_leaves_no_floor(rounding: Any) -> None:
+def test_a_cast_whose_scales_follow_the_gradient_leaves_no_floor(rounding):
     cast = Cast("e2m1", Scale("e4m3", block=16, two_level=True), rounding=rounding)
     for step in (1, 0.1):
         assert descend_in(cast, step, amax=None).square().sum() / 2 < 1e-12
 
 
-def test_of_casts_whose_scale_stays_rounding_to_nearest_halts_and_stochastic_rounding_obeys_the_step() -> None:
+def test_of_casts_whose_scale_stays_rounding_to_nearest_halts_and_stochastic_rounding_obeys_the_step():
     scale, amax = Scale("fp32", block="tensor"), torch.tensor(1.0)
     spacing = 0.5 / 6  # between E2M1's values around 0, where its 6 stands for 1
     loss = {}
@@ -185,7 +183,7 @@ def test_of_casts_whose_scale_stays_rounding_to_nearest_halts_and_stochastic_rou
 
 
 @pytest.mark.slow
-def test_the_recipe_runs_repeats_itself_and_draws() -> None:
+def test_the_recipe_runs_repeats_itself_and_draws():
     short = "--trainer.max_steps=10"
     for options in ([], [short], [short], [short, "--seed_everything=1"]):
         assert cli.main(["fit", "--config=quadratic", *options]) == 0
@@ -199,14 +197,14 @@ def test_the_recipe_runs_repeats_itself_and_draws() -> None:
         assert len({tuple(color) for color in panel[::5, ::5].reshape(-1, panel.shape[2]).round(1)}) > 5
 
 
-def test_the_recipe_spells_out_the_defaults() -> None:
+def test_the_recipe_spells_out_the_defaults():
     written = yaml.safe_load(recipes()["quadratic"].read_text())["model"]["init_args"]
     assert Quadratic(**written).curves == Quadratic().curves
     assert (written["dimensions"], written["curvature"]) == (Quadratic().dimensions, Quadratic().curvature)
 
 
 @pytest.mark.slow
-def test_the_picture_shows_all_curves_and_the_floors() -> None:
+def test_the_picture_shows_all_curves_and_the_floors():
     model = fit(begin(noises=NOISES, errors=(0.1, 0.01), steps=(1, 0.1), curvature=2.5), steps=5)
     left, right = draw(model.losses(), 2.5).axes
     assert left.get_yscale() == right.get_yscale() == "log"
@@ -222,7 +220,7 @@ def test_the_picture_shows_all_curves_and_the_floors() -> None:
     assert entries[1] == [*kinds, *steps, "μ²/2λ"]
 
 
-def test_it_logs_each_curve_before_its_step() -> None:
+def test_it_logs_each_curve_before_its_step():
     model = fit(begin(noises=(2, 1), errors=(0.1,), steps=(1, 0.1)), steps=1)
     names = {
         f"loss/{error}/step_{step}"
@@ -235,7 +233,7 @@ def test_it_logs_each_curve_before_its_step() -> None:
 
 
 @pytest.mark.slow
-def test_a_second_fit_forgets_the_first() -> None:
+def test_a_second_fit_forgets_the_first():
     model = fit(begin(noises=(1,), steps=(1,)), steps=3)
     end = model().detach()
     (losses,) = fit(model, steps=2).losses().values()
@@ -243,6 +241,6 @@ def test_a_second_fit_forgets_the_first() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"dimensions": 0}, {"curvature": 0}, {"curvature": -1}])
-def test_a_loss_without_minimum_is_refused(arguments: dict[str, Any]) -> None:
+def test_a_loss_without_minimum_is_refused(arguments):
     with pytest.raises(ValueError, match="at least one dimension and a positive curvature"):
         Quadratic(**arguments)

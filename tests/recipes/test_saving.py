@@ -1,14 +1,11 @@
 """Language models are loaded as they were trained, and are not saved as something else."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_lowbit import FP4Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision, bake, convert, restore
+from lightning_lowbit import FP4Precision, IntegerPrecision, TernaryPrecision, bake, convert, restore
 from lightning_lowbit.recipes.models import CausalLM
 from tests.lightning_imports import quiet_trainer
 
@@ -17,16 +14,16 @@ TOKENS = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))
 TERNARY = {"skip": ["lm_head"]}
 
 
-def loader() -> DataLoader:
+def loader():
     return DataLoader([TOKENS], batch_size=None)
 
 
-def validate(model: CausalLM, *plugins: LowBitPrecision, **kwargs: Any) -> float:
+def validate(model, *plugins, **kwargs):
     run = quiet_trainer(*plugins, **kwargs)
     return run.validate(model, loader(), verbose=False)[0]["val_loss"]
 
 
-def train(plugin: LowBitPrecision, path: Path, weights_only: bool = False) -> tuple[CausalLM, float]:
+def train(plugin, path, weights_only=False):
     model = CausalLM("llama-small", config=CONFIG)
     model.make_optimizer = lambda parameters: torch.optim.AdamW(parameters, 1e-2)
     run = quiet_trainer(plugin, max_epochs=8)
@@ -38,7 +35,7 @@ def train(plugin: LowBitPrecision, path: Path, weights_only: bool = False) -> tu
 
 @pytest.mark.fast("whole")
 @pytest.mark.parametrize("weights_only", [False, True], ids=["whole", "of weights alone"])
-def test_a_checkpoint_is_loaded_as_it_was_trained(weights_only: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_as_it_was_trained(weights_only, tmp_path):
     _, expected = train(TernaryPrecision(**TERNARY), path := tmp_path / "last.ckpt", weights_only)
     loaded = CausalLM.load_from_checkpoint(path, weights_only=True)
     assert validate(loaded) == pytest.approx(expected, abs=1e-6)
@@ -50,7 +47,7 @@ def test_a_checkpoint_is_loaded_as_it_was_trained(weights_only: bool, tmp_path: 
     assert abs(latent - expected) > 0.1
 
 
-def test_a_checkpoint_without_casts_is_loaded_with_a_warning(tmp_path: Path) -> None:
+def test_a_checkpoint_without_casts_is_loaded_with_a_warning(tmp_path):
     train(TernaryPrecision(**TERNARY), path := tmp_path / "last.ckpt")
     old = torch.load(path, weights_only=True)
     del old["lightning_lowbit"]["trained"]
@@ -59,7 +56,7 @@ def test_a_checkpoint_without_casts_is_loaded_with_a_warning(tmp_path: Path) -> 
         CausalLM.load_from_checkpoint(path, weights_only=True)
 
 
-def test_latent_weights_of_quantization_aware_training_are_saved_on_purpose_only(tmp_path: Path) -> None:
+def test_latent_weights_of_quantization_aware_training_are_saved_on_purpose_only(tmp_path):
     trained, _ = train(TernaryPrecision(**TERNARY), path := tmp_path / "last.ckpt")
     for model in (trained, CausalLM.load_from_checkpoint(path, weights_only=True)):
         with pytest.raises(ValueError, match=r"7 layers, e.g. model.layers.0.*latent=True"):
@@ -70,7 +67,7 @@ def test_latent_weights_of_quantization_aware_training_are_saved_on_purpose_only
     assert torch.equal(again.lm_head.weight, trained.model.lm_head.weight)
 
 
-def test_weights_that_compute_the_same_are_saved(tmp_path: Path) -> None:
+def test_weights_that_compute_the_same_are_saved(tmp_path):
     nvfp4, _ = train(FP4Precision("nvfp4"), tmp_path / "nvfp4.ckpt")
     nvfp4.model.save_pretrained(tmp_path / "nvfp4")
     train(IntegerPrecision(4, None, group=32), path := tmp_path / "int4.ckpt")

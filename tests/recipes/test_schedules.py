@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +13,11 @@ SCHEDULES = WarmupSchedule.__subclasses__()
 OTHERS = {"warmup_steps": 2, "total_steps": 100, "final_fraction": 0.5, "second_peak": 0.25, "at": 0.75}
 
 
-def sgd(*peaks: float) -> torch.optim.Optimizer:
+def sgd(*peaks):
     return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": peak} for peak in peaks])
 
 
-def factors(schedule: WarmupSchedule, steps: int) -> list[float]:
+def factors(schedule, steps):
     """Learning rates over the peak that the optimizer has in the next steps."""
     made = []
     for _ in range(steps):
@@ -30,7 +29,7 @@ def factors(schedule: WarmupSchedule, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1, 4])
-def test_warms_up_to_the_peak_and_then_falls(schedule: type[WarmupSchedule], warmup: int) -> None:
+def test_warms_up_to_the_peak_and_then_falls(schedule, warmup):
     made = factors(schedule(sgd(2.0), warmup, 12), 12)
     assert made[:warmup] == [(step + 1) / warmup for step in range(warmup)]
     assert made[warmup] == 1, "the decay begins at the peak"
@@ -39,13 +38,13 @@ def test_warms_up_to_the_peak_and_then_falls(schedule: type[WarmupSchedule], war
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_group_has_its_peak(schedule: type[WarmupSchedule]) -> None:
+def test_each_group_has_its_peak(schedule):
     made = schedule(sgd(2.0, 0.5), 4, 12)
     assert made.get_last_lr() == [0.5, 0.125]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_length_that_comes_later_is_as_good(schedule: type[WarmupSchedule]) -> None:
+def test_a_length_that_comes_later_is_as_good(schedule):
     late = schedule(sgd(2.0), 0)
     late.set_total_steps(12)
     assert factors(late, 14) == factors(schedule(sgd(2.0), 0, 12), 14)
@@ -53,7 +52,7 @@ def test_a_length_that_comes_later_is_as_good(schedule: type[WarmupSchedule]) ->
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("told_late", [False, True])
-def test_a_share_of_the_steps_is_that_many(schedule: type[WarmupSchedule], told_late: bool) -> None:
+def test_a_share_of_the_steps_is_that_many(schedule, told_late):
     """To the last digit, whatever the length, also where that comes after the first learning rate."""
     for share, total, steps in ((0.1, 400, 40), (0.1, 40, 4), (0.25, 12, 3), (0.1, 4, 0)):
         made = schedule(sgd(2.0, 0.5), share, None if told_late else total)
@@ -65,7 +64,7 @@ def test_a_share_of_the_steps_is_that_many(schedule: type[WarmupSchedule], told_
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_share_of_an_unknown_length_is_refused(schedule: type[WarmupSchedule]) -> None:
+def test_a_share_of_an_unknown_length_is_refused(schedule):
     made = schedule(sgd(1.0), 0.1)
     made.optimizer.step()
     with pytest.raises(ValueError, match=re.escape("is a share, 0.1, of a run whose length is not known: give total")):
@@ -73,7 +72,7 @@ def test_a_share_of_an_unknown_length_is_refused(schedule: type[WarmupSchedule])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_share_leaves_a_learning_rate_in_a_tensor_there(schedule: type[WarmupSchedule]) -> None:
+def test_a_share_leaves_a_learning_rate_in_a_tensor_there(schedule):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(2.0))
     rate = optimizer.param_groups[0]["lr"]
     schedule(optimizer, 0.25).set_total_steps(16)
@@ -82,7 +81,7 @@ def test_a_share_leaves_a_learning_rate_in_a_tensor_there(schedule: type[WarmupS
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_state_is_a_position_and_not_a_shape(schedule: type[WarmupSchedule]) -> None:
+def test_the_state_is_a_position_and_not_a_shape(schedule):
     first = schedule(sgd(2.0), 4, 12)
     factors(first, 5)
     state = first.state_dict()
@@ -96,14 +95,14 @@ def test_the_state_is_a_position_and_not_a_shape(schedule: type[WarmupSchedule])
     assert factors(longer, 96) == factors(uninterrupted, 96)
 
 
-def test_warmup_cosine() -> None:
+def test_warmup_cosine():
     made = factors(WarmupCosine(sgd(2.0), warmup_steps=4, total_steps=8, final_fraction=0.1), 10)
     # cos 45° is 0.70710678
     expected = [0.25, 0.5, 0.75, 1, 1, 0.1 + 0.9 * (1.70710678 / 2), 0.55, 0.1 + 0.9 * (0.29289322 / 2), 0.1, 0.1]
     assert made == pytest.approx(expected)
 
 
-def test_two_stage_linear() -> None:
+def test_two_stage_linear():
     made = factors(TwoStageLinear(sgd(1.5), warmup_steps=4, total_steps=12), 14)
     first = [1 / 4, 2 / 4, 3 / 4, 1, 1, 7 / 8]
     second = [6 / 12, 5 / 12, 4 / 12, 3 / 12, 2 / 12, 1 / 12]  # two thirds of 6/8, 5/8, …
@@ -111,7 +110,7 @@ def test_two_stage_linear() -> None:
 
 
 @pytest.mark.parametrize(("first_peak", "second_peak"), [(1.5e-3, 1e-3), (1.2e-3, 8e-4)])
-def test_two_stage_linear_of_the_training_tips(first_peak: float, second_peak: float) -> None:
+def test_two_stage_linear_of_the_training_tips(first_peak, second_peak):
     """375 of 100 000 steps of warm-up; the defaults suit both of the published pairs of peaks."""
     (factor,) = TwoStageLinear(sgd(first_peak), warmup_steps=375, total_steps=100_000).lr_lambdas
     rates = {step: first_peak * factor(step) for step in (0, 374, 375, 49_999, 50_000, 99_999, 100_000)}
@@ -129,7 +128,7 @@ def test_two_stage_linear_of_the_training_tips(first_peak: float, second_peak: f
 
 
 @pytest.mark.parametrize(("at", "total", "stage"), [(0.5, 12, 6), (0.07, 100, 7), (0.29, 100, 29), (0.5, 401, 200)])
-def test_the_second_stage_starts_at_a_whole_step(at: float, total: int, stage: int) -> None:
+def test_the_second_stage_starts_at_a_whole_step(at, total, stage):
     """0.07 · 100 is a little above 7 and 0.29 · 100 a little below 29."""
     (factor,) = TwoStageLinear(sgd(1.0), 0, total, second_peak=0.5, at=at).lr_lambdas
     line = [1 - step / total for step in range(total)]
@@ -137,14 +136,14 @@ def test_the_second_stage_starts_at_a_whole_step(at: float, total: int, stage: i
     assert [factor(step) for step in range(total)] == pytest.approx(expected)
 
 
-def test_without_a_drop_it_is_one_line() -> None:
+def test_without_a_drop_it_is_one_line():
     made = factors(TwoStageLinear(sgd(1.0), 0, 8, second_peak=1), 8)
     assert made == pytest.approx([1 - step / 8 for step in range(8)])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("warmup", [-1, 8, 9, 2.5])
-def test_a_warm_up_that_does_not_fit(schedule: type[WarmupSchedule], warmup: int) -> None:
+def test_a_warm_up_that_does_not_fit(schedule, warmup):
     message = f"less than the 8 steps of the run; got {warmup}. Warm up for fewer steps."
     with pytest.raises(ValueError, match=re.escape(message)):
         schedule(sgd(1.0), warmup, 8)
@@ -166,11 +165,11 @@ def test_a_warm_up_that_does_not_fit(schedule: type[WarmupSchedule], warmup: int
         (TwoStageLinear, {"warmup_steps": 0, "at": 0.01}, "starts at step 0 of 8"),
     ],
 )
-def test_wrong_arguments(schedule: type[WarmupSchedule], arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments(schedule, arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         schedule(sgd(1.0), **{"warmup_steps": 2, "total_steps": 8, **arguments})
 
 
-def test_the_warm_up_may_fill_the_first_stage() -> None:
+def test_the_warm_up_may_fill_the_first_stage():
     made = factors(TwoStageLinear(sgd(1.0), warmup_steps=4, total_steps=8), 8)
     assert made == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 4 / 6, 3 / 6, 2 / 6, 1 / 6])

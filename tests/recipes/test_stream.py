@@ -6,7 +6,6 @@ import pickle
 from collections import Counter
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,23 +20,21 @@ from tests.recipes.data.streams import C4, LENGTH, README, fit, write_c4
 from tests.recipes.test_tokenizers import save_tokenizer
 
 
-def slow_sequences(texts: list[str], number: int, length: int = LENGTH) -> list[tuple[int, ...]]:
+def slow_sequences(texts, number, length=LENGTH):
     """The first sequences of the endless stream of bytes."""
-    row: list[int] = []
+    row = []
     while len(row) <= number * length:
         for text in texts:
             row += [*text.encode(), 0]
     return [tuple(row[index * length : (index + 1) * length + 1]) for index in range(number)]
 
 
-def open_loader(
-    ranks: int = 1, rank: int = 0, batch_size: int = 2, num_workers: int = 0, tokenizer: str = "bytes"
-) -> StreamLoader:
+def open_loader(ranks=1, rank=0, batch_size=2, num_workers=0, tokenizer="bytes"):
     stream, _ = open_stream(C4, "text", load_tokenizer(tokenizer), LENGTH, 3)
     return StreamLoader(stream, StreamShard(ranks, rank, seed=0), batch_size, num_workers)
 
 
-def take(loader: StreamLoader, batches: int) -> list[list[tuple[int, ...]]]:
+def take(loader, batches):
     return [[tuple(sequence) for sequence in batch.tolist()] for batch in islice(loader, batches)]
 
 
@@ -45,7 +42,7 @@ def take(loader: StreamLoader, batches: int) -> list[list[tuple[int, ...]]]:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("shards", [(500, 1, 500), (11, 4)], ids=["once", "again and again"])
-def test_ranks_and_workers_share_the_stream(shards: tuple[int, ...], ranks: int, num_workers: int) -> None:
+def test_ranks_and_workers_share_the_stream(shards, ranks, num_workers):
     """Three blocks hold their own sequences and no others, each as often as the stream has it."""
     texts = write_c4(shards)
     batches = 3 * BLOCK // (24 // ranks * ranks)
@@ -58,7 +55,7 @@ def test_ranks_and_workers_share_the_stream(shards: tuple[int, ...], ranks: int,
     assert whole[0] != sequences[:24]
 
 
-def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:
+def test_a_tokenizer_of_transformers(tmp_path):
     name = save_tokenizer(tmp_path / "tokenizer")
     texts = write_c4((300, 300), text="the document {}")
     tokenizer = load_tokenizer(name)
@@ -71,7 +68,7 @@ def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.fast("0")
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_goes_on_with_the_next_sequence(num_workers: int) -> None:
+def test_a_state_goes_on_with_the_next_sequence(num_workers):
     write_c4((400, 30, 400))
     whole = take(open_loader(batch_size=100, num_workers=num_workers), 40)
     for batches in (1, 10, 11, 25):  # the 11th crosses from the first block into the second, the data ends in the 20th
@@ -87,7 +84,7 @@ def test_a_state_goes_on_with_the_next_sequence(num_workers: int) -> None:
         assert take(loader, 5) == whole[batches : batches + 5]
 
 
-def test_the_state_of_one_rank_serves_all() -> None:
+def test_the_state_of_one_rank_serves_all():
     write_c4((400, 30, 400))
     loaders = [open_loader(3, rank, batch_size=31) for rank in range(3)]
     for loader in loaders:
@@ -101,7 +98,7 @@ def test_the_state_of_one_rank_serves_all() -> None:
         assert take(loader, 3) == expected[rank]
 
 
-def test_resuming_reads_only_from_the_block_on() -> None:
+def test_resuming_reads_only_from_the_block_on():
     texts = write_c4((300, 500))
     loader = open_loader(batch_size=512)
     take(loader, 3)
@@ -113,7 +110,7 @@ def test_resuming_reads_only_from_the_block_on() -> None:
     assert {bytes(sequence) for sequence in take(resumed, 1)[0]} <= {bytes(sequence) for sequence in sequences[BLOCK:]}
 
 
-def test_workers_can_be_spawned() -> None:
+def test_workers_can_be_spawned():
     write_c4((50, 50))
     loader = open_loader(batch_size=4)
     copy = pickle.loads(pickle.dumps(loader.dataset))
@@ -121,7 +118,7 @@ def test_workers_can_be_spawned() -> None:
     assert torch.equal(copy[3], loader.dataset[3])
 
 
-def test_the_loader_is_endless() -> None:
+def test_the_loader_is_endless():
     write_c4((50, 50))
     loader = open_loader()
     with pytest.raises(TypeError, match="no end"):
@@ -131,7 +128,7 @@ def test_the_loader_is_endless() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_validation_comes_from_its_split_or_from_held_out_documents() -> None:
+def test_validation_comes_from_its_split_or_from_held_out_documents():
     texts = write_c4((300,), validation=30)
     held_out = [f"document {number} of many" for number in range(300, 330)]
     _, val = open_stream(C4, "text", load_tokenizer("bytes"), LENGTH, 3)
@@ -151,16 +148,14 @@ def test_validation_comes_from_its_split_or_from_held_out_documents() -> None:
 
 @pytest.mark.fast("0-None-2")
 @pytest.mark.parametrize("num_workers, limit, accumulate", [*product([0], [None, 5], [1, 2]), (2, None, 2), (2, 5, 1)])
-def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(
-    tmp_path: Path, num_workers: int, limit: int | None, accumulate: int
-) -> None:
+def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(tmp_path, num_workers, limit, accumulate):
     write_c4((400, 30, 400), validation=60)
     common = {"num_workers": num_workers, "limit_train_batches": limit, "accumulate_grad_batches": accumulate}
     common |= {"max_steps": 18 // accumulate} if limit is None else {"max_epochs": 4}
     if limit is None:
         common |= {"val_check_interval": 4, "check_val_every_n_epoch": None}
     whole = fit(callbacks=[SaveAlways(tmp_path)], **common).seen
-    loader = StreamLoader(open_loader().dataset, StreamShard(1, 0, seed=0), 100)  # type: ignore[arg-type]
+    loader = StreamLoader(open_loader().dataset, StreamShard(1, 0, seed=0), 100)
     count = 18 if limit is None else 20
     assert [[tuple(sequence) for sequence in batch] for batch in whole] == take(loader, count)
 
@@ -174,7 +169,7 @@ def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(
         assert fit(tmp_path / "epoch1.ckpt", **common).seen == whole[10:]
 
 
-def test_reloaded_loaders_and_new_runs() -> None:
+def test_reloaded_loaders_and_new_runs():
     write_c4((400, 400))
     common = {"limit_train_batches": 3, "max_epochs": 3, "limit_val_batches": 0}
     whole = fit(**common).seen
@@ -187,7 +182,7 @@ def test_reloaded_loaders_and_new_runs() -> None:
         assert model.seen == whole, "a new run begins with the first batch"
 
 
-def test_overfitting_repeats_the_first_batches() -> None:
+def test_overfitting_repeats_the_first_batches():
     texts = write_c4((100,))
     seen = fit(max_epochs=2, overfit_batches=2, data={"batch_size": 4}).seen
     assert seen == seen[:2] * 2
@@ -196,7 +191,7 @@ def test_overfitting_repeats_the_first_batches() -> None:
         fit(max_epochs=2, overfit_batches=0.5, data={"batch_size": 4, "val_batches": 4})
 
 
-def test_checkpoint_of_another_order_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_order_is_refused(tmp_path):
     write_c4((100, 100), validation=100)
     name = save_tokenizer(tmp_path / "tokenizer")
     fit(callbacks=[SaveAlways(tmp_path)], max_steps=2)
@@ -231,9 +226,7 @@ def test_checkpoint_of_another_order_is_refused(tmp_path: Path) -> None:
         (C4, {"tokenizer": "/no/where"}, "'/no/where' cannot be loaded"),
     ],
 )
-def test_mistakes_end_the_run_before_anything_is_written(
-    tmp_path: Path, path: str, arguments: dict[str, Any], message: str
-) -> None:
+def test_mistakes_end_the_run_before_anything_is_written(tmp_path, path, arguments, message):
     write_c4((3,))
     Path("c4").rename("short")
     Path("short/README.md").write_text(README.split("  - split: validation")[0] + "---\n")
@@ -249,6 +242,6 @@ def test_mistakes_end_the_run_before_anything_is_written(
     assert not list(root.iterdir())
 
 
-def test_a_stream_has_no_size_to_bound() -> None:
+def test_a_stream_has_no_size_to_bound():
     with pytest.raises(ValueError, match="max_bytes bounds text in memory, but hf:a/b is a stream"):
         TextDataModule("hf:a/b", max_bytes=10)

@@ -1,7 +1,5 @@
 """Tokenizers: the separator, the size of the vocabulary, and that text is only text."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -13,7 +11,7 @@ from lightning_lowbit.recipes.tokenizers import BATCH, ByteTokenizer, Pretrained
 LETTERS = "▁abcdefghijklmnopqrstuvwxyz0123456789</>_."
 
 
-def save_tokenizer(folder: Path, letters: str = LETTERS, **special: str) -> str:
+def save_tokenizer(folder, letters=LETTERS, **special):
     """A small T5-like tokenizer: special tokens 0 to 2, letters, and sentinels behind the vocabulary."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), *((letter, -3.0) for letter in letters), ("▁the", -4.0)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
@@ -25,7 +23,7 @@ def save_tokenizer(folder: Path, letters: str = LETTERS, **special: str) -> str:
     return str(folder)
 
 
-def test_bytes() -> None:
+def test_bytes():
     tokenizer = load_tokenizer("bytes")
     assert isinstance(tokenizer, ByteTokenizer)
     tokens = tokenizer.encode([b"ab", b"", "é".encode()])
@@ -35,7 +33,7 @@ def test_bytes() -> None:
     assert (tokenizer.separator, tokenizer.vocab_size) == (0, 256)
 
 
-def test_pretrained(tmp_path: Path) -> None:
+def test_pretrained(tmp_path):
     tokenizer = PretrainedTokenizer(save_tokenizer(tmp_path))
     letter = {piece: 3 + index for index, piece in enumerate([*LETTERS, "▁the"])}
     expected = [letter["▁the"], letter["▁"], letter["a"], 1, 1, letter["▁"], 2, 1]
@@ -46,7 +44,7 @@ def test_pretrained(tmp_path: Path) -> None:
     assert tokenizer.separator == 1
 
 
-def test_text_is_only_text(tmp_path: Path) -> None:
+def test_text_is_only_text(tmp_path):
     folder = save_tokenizer(tmp_path)
     tokenizer = PretrainedTokenizer(folder)
     assert len(tokenizer._tokenizer) == tokenizer.vocab_size + 2  # the sentinels
@@ -56,7 +54,7 @@ def test_text_is_only_text(tmp_path: Path) -> None:
     assert TextDataModule(tokenizer=folder).vocab_size == tokenizer.vocab_size == 3 + len(LETTERS) + 1
 
 
-def test_large_vocabularies_need_int32(tmp_path: Path) -> None:
+def test_large_vocabularies_need_int32(tmp_path):
     letters = LETTERS + "".join(chr(0x4E00 + index) for index in range(300))
     tokenizer = PretrainedTokenizer(save_tokenizer(tmp_path, letters))
     tokens = tokenizer.encode([letters[-1].encode()])
@@ -67,17 +65,17 @@ def test_large_vocabularies_need_int32(tmp_path: Path) -> None:
     ("special", "separator"),
     [({"sep_token": "</s>", "bos_token": "<pad>"}, 1), ({"bos_token": "<pad>", "unk_token": "<unk>"}, 0)],
 )
-def test_other_tokens_can_end_a_document(tmp_path: Path, special: dict[str, str], separator: int) -> None:
+def test_other_tokens_can_end_a_document(tmp_path, special, separator):
     assert PretrainedTokenizer(save_tokenizer(tmp_path, **special)).separator == separator
 
 
-def test_any_number_of_documents(tmp_path: Path) -> None:
+def test_any_number_of_documents(tmp_path):
     tokenizer = PretrainedTokenizer(save_tokenizer(tmp_path))
     documents = [str(number).encode() for number in range(2 * BATCH + 3)]
     assert torch.equal(encode_all(tokenizer, documents), tokenizer.encode(documents)[:-1])
 
 
-def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
+def test_mistakes_say_what_to_do(tmp_path):
     with pytest.raises(ValueError, match="has no eos, sep or bos token to stand between documents; give it one"):
         load_tokenizer(save_tokenizer(tmp_path / "endless", unk_token="<unk>"))
     with pytest.raises(ValueError, match=r"nowhere' cannot be loaded \(.+\); give `tokenizer` the name of one on the"):

@@ -1,11 +1,9 @@
 """The guards as their algorithms are written: one tensor at a time, float64, averages divided by 1 − γᵗ."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 
 @dataclass
@@ -22,14 +20,14 @@ class Guard:
     max_norm: float = 1.0
     total_steps: int | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.t = 0
         self.threshold_average = self.norm_average = self.norm_square_average = 0.0
         self.gamma1_product = 1.0
         self.maximum = self.threshold = self.multiplier = self.norm = self.norm_after = 0.0
         self.clipped = 0
 
-    def clip(self, gradient: Tensor, v: Tensor | None = None, gradients_in_v: int = 0) -> Tensor:
+    def clip(self, gradient, v=None, gradients_in_v=0):
         """AdaClip or SpikeClip; ``v`` is the second moment without its bias correction."""
         g = gradient.detach().double().clone()
         self.t += 1
@@ -47,7 +45,7 @@ class Guard:
         self.norm = norm_of(g)
         return g
 
-    def rescale(self, g: Tensor, total_norm: float) -> Tensor:
+    def rescale(self, g, total_norm):
         """AdaGN or GradClip of what `clip` gave; ``total_norm`` is that of all gradients under GradClip."""
         if self.norm_clip == "ada_gn":
             gamma1 = self.gamma1 * cosine_to_half(self.t, self.total_steps)
@@ -65,26 +63,24 @@ class Guard:
         return g
 
 
-def norm_of(*tensors: Tensor) -> float:
+def norm_of(*tensors):
     """‖·‖₂ over all elements of all tensors."""
     return math.sqrt(sum(x * x for tensor in tensors for x in tensor.double().flatten().tolist()))
 
 
-def norm_under_grad_clip(guards: Sequence[Guard]) -> float:
+def norm_under_grad_clip(guards):
     """‖·‖₂ over all gradients that GradClip bounds together, after the clip of their elements."""
     return math.sqrt(sum(guard.norm**2 for guard in guards if guard.norm_clip == "grad_clip"))
 
 
-def cosine_to_half(t: int, total_steps: int | None) -> float:
+def cosine_to_half(t, total_steps):
     """1 at the start, a half from step ``total_steps`` on."""
     if total_steps is None:
         return 1.0
     return 0.5 + 0.5 * (1 + math.cos(math.pi * min(t, total_steps) / total_steps)) / 2
 
 
-def guard_all(
-    guards: Sequence[Guard], gradients: Sequence[Tensor], second_moments: Sequence[Tensor | None]
-) -> list[Tensor] | None:
+def guard_all(guards, gradients, second_moments):
     """Gradients of one step as the wrapped optimizer sees them; None if any of them holds a NaN or Inf."""
     if not all(math.isfinite(x) for g in gradients for x in g.flatten().tolist()):
         return None

@@ -2,9 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from lightning_lowbit import Cast, LinearCasts
+from lightning_lowbit import Cast
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.quant import quantize_operand, rotate
 
@@ -12,10 +11,10 @@ from lightning_lowbit.quant import quantize_operand, rotate
 class Reference:
     """``q``, ``k``, ``v`` and ``g`` are ``[heads, tokens, features]``; ``keys`` int64 ``[2, 6]``, of both products."""
 
-    def __init__(self, casts: LinearCasts, keys: Tensor) -> None:
+    def __init__(self, casts, keys):
         self.casts, self.keys = casts, keys
 
-    def operand(self, product: int, name: str, heads: Tensor, amax: Tensor | None = None) -> Tensor:
+    def operand(self, product, name, heads, amax=None):
         """The values of an operand of all heads, ``[heads, rows, columns]``, as its cast gives them."""
         cast, contracted = getattr(self.casts, name), 1 if name in ("fprop_x", "fprop_w", "dgrad_g") else 0
         if cast == "fprop":
@@ -43,13 +42,11 @@ class Reference:
         values = values.view(rows, n, -1).transpose(0, 1) if by_rows else values.view(n, rows, -1)
         return values[:, :own_rows]
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+    def scores(self, q, k):
         qs, ks = self.operand(0, "fprop_x", q), self.operand(0, "fprop_w", k)
         return torch.stack([a @ b.T for a, b in zip(qs, ks, strict=True)])
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, seen: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def __call__(self, q, k, v, g, seen, scale):
         """``o`` and the gradients of q, k and v; ``seen`` is bool ``[queries, keys]``."""
         dtype, one, vt = q.dtype, torch.ones(()), v.transpose(1, 2)
         scores = (self.scores(q, k) * scale).masked_fill(~seen, -torch.inf)

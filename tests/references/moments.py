@@ -8,7 +8,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tests.references.quantize import splitmix64, uniform
 
@@ -17,13 +16,13 @@ DTYPES = {"mean": torch.float8_e4m3fn, "mean_square": torch.float8_e5m2}
 
 
 @cache
-def grid(name: str) -> np.ndarray:
+def grid(name):
     """All finite values of a moment's format, float64, ascending."""
     values = torch.arange(256, dtype=torch.uint8).view(DTYPES[name]).double().numpy()
     return np.unique(values[np.isfinite(values)])
 
 
-def draws(shape: tuple[int, ...], step: int, number: int, moment: int) -> np.ndarray:
+def draws(shape, step, number, moment):
     """Numbers in (0, 1) for all elements of the parameter of this number, after so many steps, for moment 0 or 1."""
     key = splitmix64((splitmix64(step + (number << 40)) + moment) % 2**64)
     return uniform(np.arange(int(np.prod(shape))), key).reshape(shape)
@@ -42,7 +41,7 @@ class Encoded:
     above: np.ndarray
 
 
-def encode(values: Tensor, drawn: np.ndarray, name: str) -> Encoded:
+def encode(values, drawn, name):
     """Rounds each block, in units in which its largest is the format's: up where the draw is above 1 − fraction."""
     columns = values.shape[-1]
     rows, row_draws = values.double().numpy().reshape(-1, columns), drawn.reshape(-1, columns)
@@ -71,7 +70,7 @@ def encode(values: Tensor, drawn: np.ndarray, name: str) -> Encoded:
     )
 
 
-def decode(encoded: Encoded, name: str) -> np.ndarray:
+def decode(encoded, name):
     """Values; a mean square of 0 is read as the smallest number that is not."""
     numbers = encoded.numbers
     if name == "mean_square":
@@ -83,16 +82,16 @@ def decode(encoded: Encoded, name: str) -> np.ndarray:
 class FP8AdamW:
     """AdamW of one parameter, whose moments are encoded after each step; averages divided by 1 − βᵏ within it."""
 
-    def __init__(self, parameter: Tensor, number: int, lr: float, weight_decay: float) -> None:
+    def __init__(self, parameter, number, lr, weight_decay):
         self.parameter = parameter.detach().double().numpy().copy()
         self.number, self.lr, self.weight_decay, self.steps = number, lr, weight_decay, 0
-        self.kept: dict[str, Encoded] = {}
+        self.kept = {}
 
-    def step(self, gradient: Tensor) -> None:
+    def step(self, gradient):
         """One step in float64."""
         g, t = gradient.double().numpy(), self.steps + 1
-        now: dict[str, np.ndarray] = {}
-        encoded: dict[str, Encoded] = {}
+        now = {}
+        encoded = {}
         for moment, (name, beta, new) in enumerate((("mean", 0.9, g), ("mean_square", 0.999, g * g))):
             before = decode(self.kept[name], name) if self.kept else np.zeros_like(g)
             # What is kept is divided by 1 − βᵗ already.
@@ -103,7 +102,7 @@ class FP8AdamW:
         self.kept, self.steps = encoded, t
 
 
-def drawn_columns(shape: tuple[int, ...], every: int, last_reset: int, number: int) -> list[list[int]]:
+def drawn_columns(shape, every, last_reset, number):
     """For each row of a parameter the columns that have moments: one in each ``every`` neighbors.
 
     ``last_reset``: steps that were taken before it, 0 at the start.

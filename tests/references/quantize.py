@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 FLOAT32_MAX = np.finfo(np.float32).max
 LEAST_INVERTIBLE = np.float32(2.0**-128 + 2.0**-149)  # the reciprocal of the float32 below is infinite
@@ -38,7 +37,7 @@ WIDE = {"bf16": (8, 7), "fp16": (5, 10)}  # exponent and mantissa bits
 
 
 @cache
-def magnitudes(name: str) -> np.ndarray:
+def magnitudes(name):
     """The magnitudes of a format, float64, ascending from 0; the code of a non-negative float is its place here.
 
     Those of E8M0 begin at 2^-127: it has no 0.
@@ -64,7 +63,7 @@ def magnitudes(name: str) -> np.ndarray:
     return np.array(values[: len(values) - not_numbers])
 
 
-def nearest(x: np.ndarray, name: str) -> np.ndarray:
+def nearest(x, name):
     """Nearest value, ties to the even code, saturating (infinities too), NaN kept. Midpoints are exact in float64."""
     grid = magnitudes(name)
     middles = (grid[1:] + grid[:-1]) / 2
@@ -77,14 +76,14 @@ def nearest(x: np.ndarray, name: str) -> np.ndarray:
     return np.where(np.isnan(x), np.nan, np.copysign(grid[np.minimum(place, len(grid) - 1)], x))
 
 
-def up(x: np.ndarray, name: str) -> np.ndarray:
+def up(x, name):
     """Smallest value that is not below ``x >= 0``; the largest one beyond it, NaN kept."""
     grid = magnitudes(name)
     place = np.minimum(np.searchsorted(grid, np.asarray(x, np.float64), side="left"), len(grid) - 1)
     return np.where(np.isnan(x), np.nan, grid[place])
 
 
-def neighbors(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+def neighbors(x, name):
     """The largest value that is not above ``x``, and the smallest not below: the same where ``x`` is on the grid."""
     positive = magnitudes(name)
     grid = np.concatenate([-positive[:0:-1], positive])
@@ -99,7 +98,7 @@ def neighbors(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
 RANDOM_BITS = 16
 
 
-def hash32(index: np.ndarray, key: int) -> np.ndarray:
+def hash32(index, key):
     """32 random bits for every element index under a 64-bit key: three multiplications, uint32."""
     low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32 & 0xFFFFFFFF)
     bits = (index.astype(np.uint32) ^ low) * np.uint32(0x9E3779B1)
@@ -110,12 +109,12 @@ def hash32(index: np.ndarray, key: int) -> np.ndarray:
     return bits ^ (bits >> np.uint32(15))
 
 
-def uniform(index: np.ndarray, key: int) -> np.ndarray:
+def uniform(index, key):
     """The upper bits of the hash as numbers in (0, 1), half a unit away from both ends."""
     return ((hash32(index, key) >> np.uint32(32 - RANDOM_BITS)) + 0.5) / 2.0**RANDOM_BITS
 
 
-def splitmix64(key: int) -> int:
+def splitmix64(key):
     """Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014."""
     mask = 2**64 - 1
     key = (key + 0x9E3779B97F4A7C15) & mask
@@ -127,14 +126,14 @@ def splitmix64(key: int) -> int:
 # --- scales -----------------------------------------------------------------------------------------------------------
 
 
-def significand_bits(element: str) -> int:
+def significand_bits(element):
     """Binary digits after the leading one of a format's largest value."""
     if element.startswith("int"):
         return int(element[3:]) - 2  # 1.11..1 * 2^(bits - 2)
     return 0 if element == "ternary" else int(element[3])
 
 
-def power_of_two_scale(largest: float, element: str, rounding: str) -> float:
+def power_of_two_scale(largest, element, rounding):
     """E8M0: the power of two for a block whose largest magnitude is this, by the words of each rule."""
     if largest == 0:
         return 2.0**-127
@@ -152,7 +151,7 @@ def power_of_two_scale(largest: float, element: str, rounding: str) -> float:
     return 2.0 ** min(max(scale, -127), 127)
 
 
-def statistic(block: np.ndarray, scale: Any) -> np.float32:
+def statistic(block, scale):
     """What the scale of a block is made from; of its elements alone, for nothing pads them."""
     if scale.statistic == "absmean":
         return np.float32(math.fsum(np.abs(block).ravel().tolist()) / block.size)
@@ -162,27 +161,25 @@ def statistic(block: np.ndarray, scale: Any) -> np.float32:
     return np.abs(block).max()
 
 
-def ends(block: np.ndarray) -> tuple[np.float32, np.float32]:
+def ends(block):
     """Least and largest element, with 0 in between; as far apart as float32 reaches, at most."""
     reach = FLOAT32_MAX / np.float32(2)
     return np.clip(block.min(), -reach, np.float32(0)), np.clip(block.max(), np.float32(0), reach)
 
 
-def levels(element: str) -> int:
+def levels(element):
     """Steps from the least to the largest code of an integer with a zero point."""
     return 2 ** int(element[3:]) - 1
 
 
-def zero_point(block: np.ndarray, factor: np.float32, scale: Any, element: str) -> np.float32:
+def zero_point(block, factor, scale, element):
     """The code of 0 where codes count from the least element; 0 where they do not."""
     if scale.statistic != "minmax":
         return np.float32(0)
     return np.clip(np.rint(-ends(block)[0] * np.float32(scale.factor) * factor), 0, levels(element))
 
 
-def scale_and_factor(
-    block: np.ndarray, amount: np.float32, encode: np.float32, decode: np.float32, element: str, scale: Any
-) -> tuple[np.float32, np.float32]:
+def scale_and_factor(block, amount, encode, decode, element, scale):
     """The scale of a block whose statistic this is, and what its elements are multiplied by."""
     one, top = np.float32(1), np.float32(magnitudes(element)[-1])
     if not (np.isfinite(amount) and np.isfinite(block).all()):
@@ -220,7 +217,7 @@ def scale_and_factor(
     return found, encode_factor(found, decode)
 
 
-def encode_factor(scale: np.float32, decode: np.float32) -> np.float32:
+def encode_factor(scale, decode):
     return np.minimum(np.float32(1) / (scale * decode), FLOAT32_MAX)
 
 
@@ -241,12 +238,12 @@ class Result:
     cast: Any
 
     @property
-    def dequantized(self) -> np.ndarray:
+    def dequantized(self):
         with np.errstate(all="ignore"):
             return self.values * (self.spread * self.decode)
 
     @property
-    def clipped(self) -> np.ndarray:
+    def clipped(self):
         """``scaled`` within the values that there are, float64."""
         least = largest = magnitudes(self.cast.element)[-1]
         if self.cast.scale.statistic == "minmax":
@@ -255,25 +252,23 @@ class Result:
             return np.clip(self.scaled.astype(np.float64), -least, largest)
 
     @property
-    def lower(self) -> np.ndarray:
+    def lower(self):
         """The largest value that is not above each element, float64."""
         return neighbors(self.clipped, self.grid)[0]
 
     @property
-    def upper(self) -> np.ndarray:
+    def upper(self):
         """The smallest value that is not below each element, float64."""
         return neighbors(self.clipped, self.grid)[1]
 
     @property
-    def grid(self) -> str:
+    def grid(self):
         """The format that holds the values: those of a zero point reach from it to either side."""
         element = self.cast.element
         return f"int{int(element[3:]) + 1}" if self.cast.scale.statistic == "minmax" else element
 
 
-def quantize_matrix(
-    x: np.ndarray, cast: Any, tile: tuple[int, int], *, amax: float | None = None, key: int | None = None
-) -> Result:
+def quantize_matrix(x, cast, tile, *, amax=None, key=None):
     """Quantizes ``x`` (float32 ``[R, C]``) tile by tile; stochastically if there is a key."""
     scale, one, top = cast.scale, np.float32(1), magnitudes(cast.element)[-1]
     (rows, columns), (k1, k2) = x.shape, tile
@@ -314,9 +309,7 @@ def quantize_matrix(
     return result
 
 
-def quantize(
-    x: Tensor, cast: Any, dim: int = -1, key: int | None = None, amax: float | None = None, *, field: str
-) -> Tensor:
+def quantize(x, cast, dim=-1, key=None, amax=None, *, field):
     """One field of :class:`Result` for a tensor of any shape and a ``Cast``, as float32; blocks lie along ``dim``."""
     block = cast.scale.block
     columns = x.dim() == 2 and dim in (0, -2)

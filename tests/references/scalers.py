@@ -4,10 +4,9 @@ import struct
 from dataclasses import dataclass
 
 
-def float32(number: float) -> float:
+def float32(number):
     """The nearest number that float32 holds."""
-    rounded: float = struct.unpack("f", struct.pack("f", number))[0]
-    return rounded
+    return struct.unpack("f", struct.pack("f", number))[0]
 
 
 @dataclass
@@ -26,12 +25,12 @@ class Reference:
     cooldown: int | None = None
     hysteresis: int = 1
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.scale = float32(self.init_scale)
         self.tracker = 0
         self.overflows = 0
 
-    def step(self, overflowed: bool) -> None:
+    def step(self, overflowed):
         """An optimizer step, after which the scale may be another one."""
         if overflowed:
             self.overflows += 1

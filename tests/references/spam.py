@@ -21,13 +21,13 @@ class Reference:
     warmup_steps: int = 150
     maximize: bool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.parameter = self.parameter.detach().double().clone()
         self.t = self.since_reset = self.spikes = 0
         self.m = torch.zeros_like(self.parameter)
         self.v = torch.zeros_like(self.parameter)
 
-    def step(self, gradient: Tensor, moves: Tensor | None = None) -> None:
+    def step(self, gradient, moves=None):
         """One step; ``moves`` is the mask of the elements that have moments, None for all."""
         g = gradient.detach().double().clone()
         self.t += 1

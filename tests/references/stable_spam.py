@@ -1,7 +1,6 @@
 """Stable-SPAM as the algorithm is written: one tensor at a time, float64, moving averages divided by 1 − γᵗ."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +31,7 @@ class Reference:
     matrices_only: bool = False
     maximize: bool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.parameter = self.parameter.detach().double().clone()
         if self.matrices_only and self.parameter.dim() < 2:
             self.element_clip = self.norm_clip = self.reset_interval = self.total_steps = None
@@ -46,15 +45,15 @@ class Reference:
         self.exp_avg_sq = torch.zeros_like(self.parameter)
 
     @property
-    def multiplier(self) -> float:
+    def multiplier(self):
         """What AdaGN made the norm in the last step."""
         return self.guard.multiplier
 
-    def step(self, gradient: Tensor) -> None:
+    def step(self, gradient):
         """A step of this parameter alone."""
         step_all([self], [gradient])
 
-    def clip(self, gradient: Tensor) -> Tensor:
+    def clip(self, gradient):
         """MoRet, and the clip of the elements."""
         self.t += 1
         if self.reset_interval is not None and self.t % self.reset_interval == 0:
@@ -64,7 +63,7 @@ class Reference:
             self.k = 0
         return self.guard.clip(gradient, self.exp_avg_sq, self.k)
 
-    def update(self, clipped: Tensor, total_norm: float) -> None:
+    def update(self, clipped, total_norm):
         """Weight decay, the rule for the norm, and Adam."""
         self.parameter = self.parameter * (1 - self.lr * self.weight_decay)
         g = self.guard.rescale(clipped, total_norm)
@@ -80,14 +79,14 @@ class Reference:
         v = self.exp_avg_sq / (1 - beta2**self.k)
         self.parameter = self.parameter - rate * m / (v.sqrt() + self.eps)
 
-    def warmth(self) -> float:
+    def warmth(self):
         """Share of the learning rate: from a hundredth in the step of a reset to all of it, along a cosine."""
         if self.warmup_steps == 0 or self.reset_interval is None or self.t < self.reset_interval:
             return 1.0
         return 1 - 0.99 * (1 + math.cos(math.pi * min(self.k, self.warmup_steps) / self.warmup_steps)) / 2
 
 
-def step_all(references: Sequence[Reference], gradients: Sequence[Tensor | None]) -> None:
+def step_all(references, gradients):
     """One step of all parameters, or none if any element of any gradient is not finite."""
     given = [(r, g) for r, g in zip(references, gradients, strict=True) if g is not None]
     if all(math.isfinite(x) for _, g in given for x in g.flatten().tolist()):

@@ -6,16 +6,15 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from lightning_lowbit import FP4Precision, PrecisionSummary
 from lightning_lowbit.callbacks.run_report import RunReport
-from tests.lightning_imports import BoringModel, MLFlowLogger, Trainer, WandbLogger, quiet_trainer
+from tests.lightning_imports import BoringModel, MLFlowLogger, WandbLogger, quiet_trainer
 
 
-def train(logger: Any, *callbacks: Any) -> Trainer:
+def train(logger, *callbacks):
     run = quiet_trainer(
         FP4Precision("nvfp4"),
         max_steps=2,
@@ -29,71 +28,71 @@ def train(logger: Any, *callbacks: Any) -> Trainer:
 
 
 class Config(dict):
-    def update(self, values: Any, allow_val_change: bool = False) -> None:  # type: ignore[override]
+    def update(self, values, allow_val_change=False):
         assert allow_val_change, "a resumed run could not say what it is"
         super().update(values)
 
 
 class Artifact:
-    def __init__(self, name: str, type: str) -> None:
+    def __init__(self, name, type):
         self.name, self.type, self.files = name, type, {}
 
-    def add_file(self, path: str, name: str) -> None:
+    def add_file(self, path, name):
         self.files[name] = Path(path).read_text()
 
 
 class Wandb(WandbLogger):
     """Has the surface of a run of W&B that is used."""
 
-    name, version, save_dir, _checkpoint_callbacks = "run", "1", "wandb", {}  # type: ignore[assignment]
+    name, version, save_dir, _checkpoint_callbacks = "run", "1", "wandb", {}
 
-    def __init__(self, fails: bool = False) -> None:
-        self.artifacts: list[Artifact] = []
+    def __init__(self, fails=False):
+        self.artifacts = []
         self.run = SimpleNamespace(id="abc", config=Config(), summary={}, log_artifact=self.take)
         self.fails = fails
 
-    def take(self, artifact: Artifact) -> None:
+    def take(self, artifact):
         if self.fails:
             raise ConnectionError("no tracker")
         self.artifacts.append(artifact)
 
-    experiment = property(lambda self: self.run)  # type: ignore[assignment]
+    experiment = property(lambda self: self.run)
 
-    def log_metrics(self, *_: Any, **__: Any) -> None:
+    def log_metrics(self, *_, **__):
         pass
 
-    log_hyperparams = log_graph = save = finalize = log_metrics  # type: ignore[assignment]
+    log_hyperparams = log_graph = save = finalize = log_metrics
 
 
 class MLFlow(MLFlowLogger):
     """Has the surface of MLflow's client that is used."""
 
-    name, version, save_dir, run_id = "run", "1", "mlflow", "r1"  # type: ignore[assignment]
+    name, version, save_dir, run_id = "run", "1", "mlflow", "r1"
 
-    def __init__(self) -> None:
-        self.tags: dict[str, str] = {}
-        self.metrics: dict[str, float] = {}
-        self.artifacts: list[str] = []
+    def __init__(self):
+        self.tags = {}
+        self.metrics = {}
+        self.artifacts = []
         self.client = SimpleNamespace(
             set_tag=lambda run, name, text: self.tags.update({name: text}),
             log_metric=lambda run, name, number: self.metrics.update({name: number}),
             log_artifact=lambda run, path: self.artifacts.append(Path(path).name),
         )
 
-    experiment = property(lambda self: self.client)  # type: ignore[assignment]
+    experiment = property(lambda self: self.client)
 
-    def log_metrics(self, *_: Any, **__: Any) -> None:
+    def log_metrics(self, *_, **__):
         pass
 
-    log_hyperparams = log_graph = save = finalize = log_metrics  # type: ignore[assignment]
+    log_hyperparams = log_graph = save = finalize = log_metrics
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Artifact=Artifact))
 
 
-def test_trackers_are_told(stand_in: None) -> None:
+def test_trackers_are_told(stand_in):
     loggers = Wandb(), MLFlow()
     train(list(loggers))
     wandb, mlflow = loggers
@@ -111,13 +110,13 @@ def test_trackers_are_told(stand_in: None) -> None:
     assert mlflow.artifacts == ["report.html", "run.json"]
 
 
-def test_a_summary_knows_the_bits_as_well(stand_in: None) -> None:
+def test_a_summary_knows_the_bits_as_well(stand_in):
     logger = Wandb()
     train(logger, PrecisionSummary(quiet=True))
     assert set(logger.run.summary) == {f"lightning_lowbit/{name}" for name in ("coverage", "average_bits", "alerts")}
 
 
-def test_a_tracker_that_is_not_reached_is_a_warning(stand_in: None) -> None:
+def test_a_tracker_that_is_not_reached_is_a_warning(stand_in):
     with pytest.warns(UserWarning, match="Wandb did not take what RunReport knows: ConnectionError: no tracker"):
         train(Wandb(fails=True))
     assert Path("wandb/report.html").exists()
@@ -125,7 +124,7 @@ def test_a_tracker_that_is_not_reached_is_a_warning(stand_in: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_takes_it(monkeypatch):
     wandb = pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
@@ -152,7 +151,7 @@ def test_wandb_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_takes_it(monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for _ in range(2):

@@ -4,7 +4,6 @@ import logging
 import sys
 import warnings
 from functools import partial
-from typing import Any
 
 from tests.strangers.architectures import ARCHITECTURES
 from tests.strangers.packages import STRANGERS, Stranger
@@ -13,13 +12,13 @@ from tests.strangers.training import train
 _REST = 2  # reasons to show
 
 
-def main(names: list[str]) -> None:
+def main(names):
     warnings.simplefilter("ignore")
     for logger in ("lightning.pytorch", "transformers"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     print(f"{'model':32}{'before':>8}{'now':>8}   rest")
     for name in names or [*ARCHITECTURES, *STRANGERS]:
-        row: Any = ARCHITECTURES.get(name) or STRANGERS[name]
+        row = ARCHITECTURES.get(name) or STRANGERS[name]
         if isinstance(row, Stranger) and not row.is_installed:
             print(f"{name:32}{row.before:7.1f}%   {row.package} is not installed")
             continue

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto as auto
 
 VOCABULARY, TOKENS, WIDTH, PIXELS = 128, 32, 64, 32
 
-_WIDTHS: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+_WIDTHS = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
 _TEXT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _ENCODER = {**_TEXT, **_WIDTHS, "intermediate_size": 128, "max_position_embeddings": 64}
 _DECODER = {**_ENCODER, "num_key_value_heads": 2}
@@ -35,56 +34,55 @@ class Architecture:
     batch: Callable[[], dict[str, Any]] = field(default=lambda: text())
     nested: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def build(self, kind: str) -> nn.Module:
+    def build(self, kind):
         torch.manual_seed(0)
         given = {name: CONFIG_MAPPING[of.pop("model_type")](**of) for name, of in map(_copied, self.nested.items())}
         config = CONFIG_MAPPING[kind](**self.config, **given)
-        model: nn.Module = getattr(auto, f"AutoModel{f'For{self.of}' if self.of else ''}").from_config(config)
-        return model
+        return getattr(auto, f"AutoModel{f'For{self.of}' if self.of else ''}").from_config(config)
 
 
-def _copied(item: tuple[str, Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
+def _copied(item):
     return item[0], dict(item[1])
 
 
-def _ids() -> Tensor:
+def _ids():
     return torch.randint(3, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def text() -> dict[str, Any]:
+def text():
     return {"input_ids": _ids(), "labels": _ids()}
 
 
-def unlabeled() -> dict[str, Any]:
+def unlabeled():
     return {"input_ids": _ids()}
 
 
-def image() -> dict[str, Any]:
+def image():
     pixels = torch.randn(2, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0))
     return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
 
 
-def unlabeled_image() -> dict[str, Any]:
+def unlabeled_image():
     return {"pixel_values": image()["pixel_values"]}
 
 
-def image_and_text() -> dict[str, Any]:
+def image_and_text():
     return {**text(), **unlabeled_image()}
 
 
-def question() -> dict[str, Any]:
+def question():
     """Text that begins with one token for each patch."""
     ids = _ids()
     ids[:, : (PIXELS // 8) ** 2] = VOCABULARY - 1
     return {"input_ids": ids, "labels": ids, **unlabeled_image()}
 
 
-def sound() -> dict[str, Any]:
+def sound():
     waves = torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))
     return {"input_values": waves, "labels": torch.randint(3, 30, (2, 4))}
 
 
-def spectrogram() -> dict[str, Any]:
+def spectrogram():
     mel = torch.randn(2, 16, 2 * TOKENS, generator=torch.Generator().manual_seed(0))
     return {"input_features": mel, "labels": _ids()[:, :16]}
 
@@ -99,7 +97,7 @@ _BART = {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_at
 _CLIP_TEXT = {**_WIDTHS, **_TEXT, "intermediate_size": 128, "max_position_embeddings": 64}
 _MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 
-ARCHITECTURES: dict[str, Architecture] = {
+ARCHITECTURES = {
     "llama": Architecture(89.6, 89, _DECODER),
     "mistral": Architecture(89.6, 89, _GROUPED),
     "qwen2": Architecture(89.6, 89, _DECODER),

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 WIDTH, PIXELS, VOCABULARY = 64, 32, 128
 
@@ -23,17 +23,17 @@ class Stranger:
     make: Callable[[], nn.Module]
     batch: Callable[[], Any]
 
-    def build(self) -> nn.Module:
+    def build(self):
         torch.manual_seed(0)
         return self.make()
 
     @property
-    def is_installed(self) -> bool:
+    def is_installed(self):
         return importlib.util.find_spec(self.package) is not None
 
 
 class _Named(type):
-    def __getattr__(cls, name: str) -> str:
+    def __getattr__(cls, name):
         return name
 
 
@@ -42,13 +42,13 @@ class _StandIn(ModuleType):
 
     __path__: list[str] = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Named(name, (nn.Module,), {})
 
 
-def _stand_in(package: str, *modules: str) -> None:
+def _stand_in(package, *modules):
     """Replaces a package that is missing, or, as torchvision's wheel beside the CPU build of torch, does not load."""
     if importlib.util.find_spec(package) is not None:
         return
@@ -61,29 +61,28 @@ def _stand_in(package: str, *modules: str) -> None:
             setattr(sys.modules[parent], child, made)
 
 
-def _timm(name: str, **sizes: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
+def _timm(name, **sizes):
+    def make():
         _stand_in("torchvision", "ops", "ops.misc", "transforms", "transforms.functional", "datasets", "models")
         import timm
 
-        model: nn.Module = timm.create_model(name, num_classes=10, **sizes)
-        return model
+        return timm.create_model(name, num_classes=10, **sizes)
 
     return make
 
 
-def _pixels() -> list[Tensor]:
+def _pixels():
     return [torch.randn(2, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0))]
 
 
-def _unet() -> nn.Module:
+def _unet():
     from diffusers import UNet2DModel
 
     blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
-    return UNet2DModel(16, 3, 3, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, **blocks)  # type: ignore[no-any-return]
+    return UNet2DModel(16, 3, 3, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, **blocks)
 
 
-def _conditioned_unet() -> nn.Module:
+def _conditioned_unet():
     from diffusers import UNet2DConditionModel
 
     blocks = {
@@ -91,26 +90,26 @@ def _conditioned_unet() -> nn.Module:
         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
     }
     sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8, "cross_attention_dim": WIDTH}
-    return UNet2DConditionModel(16, 3, 3, attention_head_dim=8, **sizes, **blocks)  # type: ignore[no-any-return]
+    return UNet2DConditionModel(16, 3, 3, attention_head_dim=8, **sizes, **blocks)
 
 
-def _dit() -> nn.Module:
+def _dit():
     from diffusers import DiTTransformer2DModel
 
     sizes = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2, "norm_num_groups": 8}
-    return DiTTransformer2DModel(in_channels=4, sample_size=16, patch_size=2, **sizes)  # type: ignore[no-any-return]
+    return DiTTransformer2DModel(in_channels=4, sample_size=16, patch_size=2, **sizes)
 
 
-def _noisy(channels: int = 3, **others: Any) -> Callable[[], dict[str, Any]]:
+def _noisy(channels=3, **others):
     return lambda: {"sample": torch.randn(2, channels, 16, 16), "timestep": torch.tensor([1, 5]), **others}
 
 
-def _latents() -> list[Tensor]:
+def _latents():
     return [torch.randn(2, 4, 16, 16), torch.tensor([1, 5]), torch.tensor([0, 1])]
 
 
 class _Graph(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         import torch_geometric.nn as geometric
 
@@ -120,55 +119,53 @@ class _Graph(nn.Module):
         else:
             self.layers = nn.ModuleList([layer(WIDTH, WIDTH) for _ in range(2)])
 
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+    def forward(self, x, edges):
         for layer in self.layers:
             x = layer(x, edges).relu()
         return x
 
 
-def _graph() -> list[Tensor]:
+def _graph():
     return [torch.randn(64, WIDTH), torch.randint(64, (2, 256))]
 
 
-def _litgpt(**kind: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
+def _litgpt(**kind):
+    def make():
         from litgpt import GPT, Config
 
-        sizes: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": WIDTH, "intermediate_size": 128, "block_size": 32}
-        model: nn.Module = GPT(Config(padded_vocab_size=VOCABULARY, **sizes, **kind))
-        return model
+        sizes = {"n_layer": 2, "n_head": 4, "n_embd": WIDTH, "intermediate_size": 128, "block_size": 32}
+        return GPT(Config(padded_vocab_size=VOCABULARY, **sizes, **kind))
 
     return make
 
 
-def _tokens() -> list[Tensor]:
+def _tokens():
     return [torch.randint(VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(0))]
 
 
-def _adapted() -> nn.Module:
+def _adapted():
     from peft import LoraConfig, get_peft_model
 
     from tests.strangers.architectures import ARCHITECTURES
 
     config = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
-    model: nn.Module = get_peft_model(ARCHITECTURES["llama"].build("llama"), config)  # type: ignore[arg-type]
-    return model
+    return get_peft_model(ARCHITECTURES["llama"].build("llama"), config)
 
 
-def _without_descriptors() -> None:
+def _without_descriptors():
     _stand_in("descriptastorus", "descriptors", "descriptors.rdNormalizedDescriptors")
     _stand_in("cuik_molmaker")
 
 
-def _molecules() -> nn.Module:
+def _molecules():
     _without_descriptors()
     from chemprop.models import MPNN
     from chemprop.nn import BondMessagePassing, MeanAggregation, RegressionFFN
 
-    return MPNN(BondMessagePassing(), MeanAggregation(), RegressionFFN())  # type: ignore[no-any-return]
+    return MPNN(BondMessagePassing(), MeanAggregation(), RegressionFFN())
 
 
-def _molecule_graph() -> list[Any]:
+def _molecule_graph():
     _without_descriptors()
     from chemprop.data import BatchMolGraph
     from chemprop.featurizers import SimpleMoleculeMolGraphFeaturizer
@@ -179,12 +176,12 @@ def _molecule_graph() -> list[Any]:
     return [BatchMolGraph([featurize(Chem.MolFromSmiles(each)) for each in smiles])]
 
 
-def _encoder() -> nn.Module:
+def _encoder():
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 128, batch_first=True), 2)
 
 
 _LLAMA = {"norm_class_name": "RMSNorm", "bias": False, "rotary_percentage": 1.0}
-STRANGERS: dict[str, Stranger] = {
+STRANGERS = {
     "torch TransformerEncoder": Stranger("torch", 47.1, 88, _encoder, lambda: [torch.randn(2, 32, WIDTH)]),
     "timm vit": Stranger(
         "timm", 95.8, 98, _timm("vit_tiny_patch16_224", img_size=PIXELS, patch_size=8, depth=2), _pixels

@@ -12,14 +12,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # theirs
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_a_type_of_transformers_is_covered(kind: str) -> None:
+def test_a_type_of_transformers_is_covered(kind):
     row = ARCHITECTURES[kind]
     trained = train(partial(row.build, kind), row.batch())
     assert 100 * trained.coverage >= row.least, trained.uncovered
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_a_model_of_another_package_is_covered(name: str) -> None:
+def test_a_model_of_another_package_is_covered(name):
     row = STRANGERS[name]
     if not row.is_installed:
         pytest.skip(f"{row.package} is not installed")

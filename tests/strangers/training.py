@@ -1,11 +1,10 @@
 """Two steps of a stranger's model with the plugin, and how much of its arithmetic was quantized."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, PrecisionSummary
@@ -23,27 +22,27 @@ class Trained:
 
 
 class Wrapped(LightningModule):
-    def __init__(self, model: nn.Module, batch: Any) -> None:
+    def __init__(self, model, batch):
         super().__init__()
         self.model, self.batch, self.losses = model, batch, list[float]()
 
-    def training_step(self, batch: Tensor) -> Tensor:
+    def training_step(self, batch):
         loss = _loss(self.model(**self.batch) if isinstance(self.batch, Mapping) else self.model(*self.batch))
         self.losses.append(loss.item())
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    def train_dataloader(self) -> DataLoader[int]:
-        return DataLoader([0, 1])  # type: ignore[arg-type]
+    def train_dataloader(self):
+        return DataLoader([0, 1])
 
 
-def _loss(output: Any) -> Tensor:
+def _loss(output):
     if isinstance(output, Tensor):
         return output.float().square().mean()
     if getattr(output, "loss", None) is not None:
-        return output.loss  # type: ignore[no-any-return]
+        return output.loss
     values = output.values() if isinstance(output, Mapping) else output
     return sum(
         (value.float().square().mean() for value in values if isinstance(value, Tensor) and value.requires_grad),
@@ -51,7 +50,7 @@ def _loss(output: Any) -> Tensor:
     )
 
 
-def train(build: Callable[[], nn.Module], batch: Any) -> Trained:
+def train(build, batch):
     """Trains a model in NVFP4, and checks that its checkpoint fits a model that was never converted."""
     model = build()
     keys = list(model.state_dict())

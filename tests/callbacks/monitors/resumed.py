@@ -1,22 +1,14 @@
 """A run of a monitor that is interrupted and resumed."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 
-from tests.lightning_imports import TensorBoardLogger, Trainer
+from tests.lightning_imports import TensorBoardLogger
 
 
-def resume(
-    make: Callable[[], Any],
-    fit: Callable[..., Trainer],
-    steps: tuple[int, int],
-    warning: str,
-    logged: Callable[[Trainer], Any],
-) -> tuple[Any, ...]:
+def resume(make, fit, steps, warning, logged):
     """Curves of a whole run, of its first part, and of the rest, which does not repeat what the first part warned of.
 
     The monitor ends in the state of the whole run, and the checkpoint holds the state that it had then.

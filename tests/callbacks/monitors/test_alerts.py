@@ -2,10 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, GradientNormMonitor, QuantizationMonitor, convert
@@ -20,15 +18,15 @@ class Owner:
     """What warns."""
 
 
-def said(work: Callable[[], object]) -> list[str]:
+def said(work):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         work()
     return [str(one.message) for one in caught if "Owner: " in str(one.message) or "Monitor: " in str(one.message)]
 
 
-def step(alerts: Alerts, number: int, severities: dict[str, float], kind: str = "underflow") -> list[str]:
-    def work() -> None:
+def step(alerts, number, severities, kind="underflow"):
+    def work():
         for subject, severity in severities.items():
             alerts.note(subject, kind, severity, f"{severity:g} is too much.")
         alerts.say(number)
@@ -36,7 +34,7 @@ def step(alerts: Alerts, number: int, severities: dict[str, float], kind: str = 
     return said(work)
 
 
-def test_layers_share_a_warning_that_names_the_worst() -> None:
+def test_layers_share_a_warning_that_names_the_worst():
     alerts = Alerts(Owner())
     texts = step(alerts, 3, {"a": 2.0, "b": 5.0, "c": 3.0})
     assert texts == ["Owner: 3 layers, the worst b, step 3: 5 is too much."]
@@ -48,7 +46,7 @@ def test_layers_share_a_warning_that_names_the_worst() -> None:
     ]
 
 
-def test_what_lasts_is_said_again_where_it_is_much_worse() -> None:
+def test_what_lasts_is_said_again_where_it_is_much_worse():
     alerts = Alerts(Owner())
     assert len(step(alerts, 1, {"a": 1.0, "b": 1.0})) == 1
     for number in range(2, 50):
@@ -63,7 +61,7 @@ def test_what_lasts_is_said_again_where_it_is_much_worse() -> None:
     assert step(alerts, 53, {"a": math.inf}) == []
 
 
-def test_state_goes_on_also_that_of_older_checkpoints() -> None:
+def test_state_goes_on_also_that_of_older_checkpoints():
     alerts = Alerts(Owner())
     step(alerts, 1, {"a": 1.0, "b": 2.0})
     other = Alerts(Owner())
@@ -82,25 +80,24 @@ def test_state_goes_on_also_that_of_older_checkpoints() -> None:
 class Classifier(LightningModule):
     """A ViT, whose gradients are those of one token of 17."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         from transformers import ViTConfig, ViTForImageClassification
 
         sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
         self.model = ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=4))
 
-    def training_step(self, batch: Tensor) -> Tensor:
-        loss: Tensor = self.model(batch, labels=torch.arange(len(batch))).loss
-        return loss
+    def training_step(self, batch):
+        return self.model(batch, labels=torch.arange(len(batch))).loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(torch.randn(16, 3, 32, 32), batch_size=4)
 
 
-def test_a_vit_is_warned_of_once_and_not_advised_what_is_on() -> None:
+def test_a_vit_is_warned_of_once_and_not_advised_what_is_on():
     run = quiet_trainer(
         FP4Precision("nvfp4", quantize_output=True),
         max_steps=4,
@@ -124,19 +121,19 @@ def test_a_vit_is_warned_of_once_and_not_advised_what_is_on() -> None:
         ("fp8-current", "fprop_x", ["e8m0"], ["maller blocks", "Hadamard"]),
     ],
 )
-def test_of_an_operand_nothing_is_advised_that_is_on(preset: str, operand: str, on: list[str], off: list[str]) -> None:
+def test_of_an_operand_nothing_is_advised_that_is_on(preset, operand, on, off):
     found = {"sqnr": 3.0, "underflow": 0.8}
     (fault,) = judge_operand(operand, LinearCasts.preset(preset), found, underflow_limit=0.5)
     assert not [remedy for remedy in on if remedy in fault.message], fault.message
     assert all(remedy in fault.message for remedy in off), fault.message
 
 
-def test_of_an_outlier_nothing_is_advised_that_is_on() -> None:
-    def layer(casts: object) -> torch.nn.Module:
+def test_of_an_outlier_nothing_is_advised_that_is_on():
+    def layer(casts):
         model = torch.nn.Sequential(torch.nn.Linear(16, 16))
-        return convert(model, casts)[0] if casts else model[0]  # type: ignore[arg-type]
+        return convert(model, casts)[0] if casts else model[0]
 
-    def advice(casts: object) -> str:
+    def advice(casts):
         return channel_fault(layer(casts), 5, 60.0, 6.0, takeoff=10.0).message.partition("learning rate.")[2]
 
     smooth = LinearCasts.preset("fp8-current").replace(smooth="channel")

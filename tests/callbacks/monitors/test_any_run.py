@@ -3,12 +3,10 @@
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lowbit import (
@@ -27,7 +25,7 @@ from tests.tables import each
 
 STEPS = 3
 
-MONITORS: dict[str, Callable[[], Any]] = {
+MONITORS = {
     "norm": lambda: GradientNormMonitor(every_n_steps=1),
     "noise, draws": lambda: GradientNoiseMonitor(every_n_steps=1),
     "noise, layers": lambda: GradientNoiseMonitor(every_n_steps=1, kind="layers"),
@@ -45,42 +43,42 @@ MONITORS: dict[str, Callable[[], Any]] = {
 class Model(LightningModule):
     """Trains a network on random inputs."""
 
-    def __init__(self, net: nn.Module, x: Any = None, scale: float = 1.0) -> None:
+    def __init__(self, net, x=None, scale=1.0):
         super().__init__()
         self.net, self.scale = net, scale
         self.x = torch.randn(8, 16) if x is None else x
 
-    def loss(self) -> Tensor:
+    def loss(self):
         y = self.net(self.x)
         y = torch.view_as_real(y) if y.is_complex() else y
         return y.float().square().mean() * self.scale
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.loss()
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(range(STEPS))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
 class Manual(Model):
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net):
         super().__init__(net)
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss())
         optimizer.step()
 
 
 class Endless(Model):
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         class Numbers(IterableDataset):
-            def __iter__(self) -> Iterator[int]:
+            def __iter__(self):
                 yield from range(STEPS)
 
         return DataLoader(Numbers())
@@ -89,28 +87,28 @@ class Endless(Model):
 class Opaque(Model):
     """Batches of which no size can be told."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(range(STEPS), collate_fn=lambda batch: object())
 
 
 class Skipped(Model):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return None
 
 
 class Complex(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(16, 4, dtype=torch.complex64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x.to(torch.complex64) @ self.weight
 
 
 class Odd(nn.Module):
     """Parameters of integers, without elements, without a gradient; a layer without inputs, and one not called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.whole = nn.Parameter(torch.arange(4), requires_grad=False)
         self.empty = nn.Parameter(torch.empty(0, 3))
@@ -120,21 +118,21 @@ class Odd(nn.Module):
             self.none = nn.Linear(0, 4)
         self.linear = nn.Linear(16, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.linear(x) + self.empty.sum() + self.none(x[:, :0])
 
 
-def mlp() -> nn.Module:
+def mlp():
     return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def frozen(net: nn.Module) -> nn.Module:
-    net[0].requires_grad_(False)  # type: ignore[index]
+def frozen(net):
+    net[0].requires_grad_(False)
     return net
 
 
 IDS, IMAGES = torch.arange(8), torch.randn(2, 3, 8, 8)
-RUNS: dict[str, Callable[[], LightningModule]] = {
+RUNS = {
     "usual": lambda: Model(mlp()),
     "convolutions": lambda: Model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 2, 3)), IMAGES),
     "convolution of one image": lambda: Model(nn.Conv2d(3, 8, 3), IMAGES[0]),
@@ -156,11 +154,11 @@ RUNS: dict[str, Callable[[], LightningModule]] = {
 
 
 class Last(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net):
         super().__init__()
         self.net = net
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.net(x)[0]
 
 
@@ -171,7 +169,7 @@ REPORTS = ("summary", "report")  # which take longer
 TOGETHER = [[name for name in MONITORS if name not in VARIANTS + REPORTS], list(VARIANTS)]
 
 
-def run(model: LightningModule, monitors: Any, plugins: Any, **kwargs: Any) -> list[str]:
+def run(model, monitors, plugins, **kwargs):
     """Trains, and returns the lines that say what is not measured."""
     used = {"max_steps": STEPS, "logger": False, "log_every_n_steps": 1, "enable_model_summary": False}
     used |= {"enable_checkpointing": False, "enable_progress_bar": False, **kwargs}
@@ -184,7 +182,7 @@ def run(model: LightningModule, monitors: Any, plugins: Any, **kwargs: Any) -> l
     return [str(one.message) for one in said if "Not measured" in str(one.message)]
 
 
-def check(name: str, plugin: str, monitors: Any, **kwargs: Any) -> None:
+def check(name, plugin, monitors, **kwargs):
     try:
         lines = run(RUNS[name](), monitors, PLUGINS[plugin](), **kwargs)
     except ValueError as error:  # of the plugin, not of a monitor
@@ -195,19 +193,19 @@ def check(name: str, plugin: str, monitors: Any, **kwargs: Any) -> None:
 
 
 @each("name, plugin", [(name, plugin) for name in RUNS for plugin in PLUGINS])
-def test_any_run_trains(name: str, plugin: str, tmp_path: Any) -> None:
+def test_any_run_trains(name, plugin, tmp_path):
     for monitors in TOGETHER if plugin == "plugin" else TOGETHER[:1]:
         check(name, plugin, monitors, default_root_dir=str(tmp_path))
 
 
 @pytest.mark.slow
 @each("name, plugin", [(name, plugin) for name in RUNS for plugin in PLUGINS])
-def test_any_run_trains_with_each_monitor(name: str, plugin: str, tmp_path: Any) -> None:
+def test_any_run_trains_with_each_monitor(name, plugin, tmp_path):
     for monitor in MONITORS:
         check(name, plugin, [monitor], default_root_dir=str(tmp_path))
 
 
-def test_reports_of_any_run(tmp_path: Any) -> None:
+def test_reports_of_any_run(tmp_path):
     for name, plugin in (("convolutions", "plugin"), ("embedding", "none"), ("odd parameters", "plugin")):
         check(name, plugin, REPORTS, default_root_dir=str(tmp_path))
 
@@ -218,12 +216,12 @@ def test_reports_of_any_run(tmp_path: Any) -> None:
     {"enable_model_summary": True, "fast_dev_run": STEPS},
     {"accumulate_grad_batches": 2, "max_steps": STEPS // 2},
 ])  # fmt: skip
-def test_any_trainer(kwargs: Any, tmp_path: Any) -> None:
+def test_any_trainer(kwargs, tmp_path):
     for monitors in TOGETHER:
         check("usual", "plugin", monitors, default_root_dir=str(tmp_path), **kwargs)
 
 
-def test_a_line_for_what_is_missing() -> None:
+def test_a_line_for_what_is_missing():
     """One line for each monitor that measures nothing, and none for the others."""
     names = ["norm", "noise, draws", "outliers", "loss scale", "throughput"]
     said = {name: run(RUNS["opaque batches"](), [name], None) for name in names}
@@ -233,7 +231,7 @@ def test_a_line_for_what_is_missing() -> None:
     assert said["throughput"][0].startswith("Not measured: samples/s, for Throughput cannot tell how many a object")
 
 
-def test_convolutions_are_measured() -> None:
+def test_convolutions_are_measured():
     """By the channels of their inputs, with and without a batch dimension."""
     for image, plugin in ((IMAGES, "plugin"), (IMAGES[0], "none")):
         model, monitor = Model(nn.Conv2d(3, 8, 3), image.clone()), OutlierMonitor()

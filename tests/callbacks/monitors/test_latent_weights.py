@@ -1,7 +1,6 @@
 """Callbacks see the weights that the forward pass rounds, to the bit, and no others."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from lightning_lowbit.callbacks.monitors.latent_weights import latent_weights, n
 from lightning_lowbit.nn import AmaxHistories, QuantizedLayer, set_blend
 from lightning_lowbit.precision.base import compute_dtype
 from lightning_lowbit.quant import quantize
-from tests.lightning_imports import BoringModel, Callback, MisconfigurationException, Trainer, quiet_trainer
+from tests.lightning_imports import BoringModel, Callback, MisconfigurationException, quiet_trainer
 from tests.nn.layers import remember, spied
 from tests.tables import each
 
 
 class Two(BoringModel):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
 
@@ -29,7 +28,7 @@ class Two(BoringModel):
 class LastForward(Callback):
     """What the forward pass of the last step made of the first layer's weight, and what the callbacks' view makes."""
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         layer = pl_module.layer[0]
         ((_, weight),) = latent_weights({"": layer}, compute_dtype(trainer.precision_plugin))
         self.found = weight.quantize().dequantize()
@@ -39,7 +38,7 @@ class LastForward(Callback):
         self.expected = values.float() if factor is None else values.float() * factor
 
 
-PLUGINS: dict[str, Any] = {
+PLUGINS = {
     "ternary": lambda: TernaryPrecision(backend="emulated", quantize_output=True),
     "int4 in fp32": lambda: LowBitPrecision("int4", compute_dtype="fp32"),
     "int4 with zero points": lambda: IntegerPrecision(4, None, group="row", symmetric=False, exact=True),
@@ -51,13 +50,13 @@ PLUGINS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_it_is_what_the_forward_pass_uses(plugin: str) -> None:
+def test_it_is_what_the_forward_pass_uses(plugin):
     seen = LastForward()
     quiet_trainer(PLUGINS[plugin](), max_steps=2, callbacks=[seen], limit_val_batches=0).fit(Two())
     torch.testing.assert_close(seen.found, seen.expected, rtol=1e-6, atol=0)
 
 
-def test_delayed_scaling_uses_the_amax_in_force() -> None:
+def test_delayed_scaling_uses_the_amax_in_force():
     layer = convert(nn.Linear(16, 4), "fp8-delayed")
     AmaxHistories(layer)
     ((_, empty),) = latent_weights({"a": layer}, torch.float32)
@@ -79,14 +78,14 @@ def test_delayed_scaling_uses_the_amax_in_force() -> None:
         ({"preset": "int4", "fprop_w": {"rounding": "stochastic"}}, False),
     ],
 )
-def test_weights_that_are_rounded_to_nearest_as_they_are(casts: Any, is_seen: bool) -> None:
+def test_weights_that_are_rounded_to_nearest_as_they_are(casts, is_seen):
     layer = convert(nn.Linear(32, 8), casts)
     assert (nearest_cast(layer.casts) == layer.casts.fprop_w) == (is_seen or casts == "bf16")
     assert (nearest_cast(layer.casts) is not None) == is_seen
     assert len(list(latent_weights({"a": layer}, torch.bfloat16))) == is_seen
 
 
-def test_phases_and_blending() -> None:
+def test_phases_and_blending():
     layers = {name: convert(nn.Linear(32, 8), "int4") for name in "ab"}
     layers["b"].casts = layers["b"].full_casts.phase("hp-forward")
     assert [name for name, _ in latent_weights(layers, torch.float32)] == ["a"]
@@ -95,7 +94,7 @@ def test_phases_and_blending() -> None:
         assert [name for name, _ in latent_weights(layers, torch.float32)] == seen, f"λ = {blend}"
 
 
-def test_weights_stored_the_other_way_round() -> None:
+def test_weights_stored_the_other_way_round():
     from transformers.pytorch_utils import Conv1D
 
     layer = convert(Conv1D(8, 32), "int4")
@@ -104,19 +103,19 @@ def test_weights_stored_the_other_way_round() -> None:
     assert not weight.values.requires_grad
 
 
-def test_names_are_without_wrappers() -> None:
+def test_names_are_without_wrappers():
     model = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(8, 8)), backend="eager"), nn.Linear(8, 8))
     layers = whole_layers(Callback(), *_trained(convert(model, "int4")))
     assert list(layers) == ["0.0", "1"]
     assert all(isinstance(layer, QuantizedLayer) for layer in layers.values())
 
 
-def _trained(module: Any, wrapped: Any = None) -> tuple[Any, Any]:
+def _trained(module, wrapped=None):
     """A Trainer and its module, as far as they are asked for."""
     return SimpleNamespace(model=wrapped or module, strategy=SimpleNamespace()), module
 
 
-def test_sharded_weights_are_gathered_or_refused(tmp_path: Any) -> None:
+def test_sharded_weights_are_gathered_or_refused(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = convert(nn.Sequential(nn.Linear(8, 8)), LinearCasts.preset("int4"))
@@ -140,7 +139,7 @@ def test_sharded_weights_are_gathered_or_refused(tmp_path: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["nvfp4", "nvfp4-nvidia", "fp8-current", "ternary"])
-def test_a_sample_of_a_large_weight_has_the_scales_of_the_whole(preset: str) -> None:
+def test_a_sample_of_a_large_weight_has_the_scales_of_the_whole(preset):
     layer = convert(nn.Linear(256, 512), LinearCasts.preset(preset))
     ((_, weight),) = latent_weights({"": layer}, torch.float32)
     some = weight.sample()

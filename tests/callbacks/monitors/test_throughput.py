@@ -2,7 +2,6 @@
 
 import csv
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -154,7 +153,7 @@ def test_native_gemms_have_the_peak_of_int8(clock, monkeypatch, peaks):
     first_of_two_is_native(clock, monkeypatch, TernaryPrecision(**SECOND_IN_HP), peaks, "int8", 1)
 
 
-SECOND_IN_HP: dict[str, Any] = {"overrides": {r"layer\.1": "bf16"}, "compute_dtype": "fp32"}
+SECOND_IN_HP = {"overrides": {r"layer\.1": "bf16"}, "compute_dtype": "fp32"}
 
 
 def first_of_two_is_native(clock, monkeypatch, plugin, peaks, kind, native):

@@ -1,13 +1,11 @@
 """Monitors in a YAML: every argument arrives."""
 
-from typing import Any
-
 import pytest
 import yaml
 
 from tests.lightning_imports import from_yaml
 
-ARGUMENTS: dict[str, dict[str, Any]] = {
+ARGUMENTS = {
     "GradientNormMonitor": {
         "layers": ["layer"],
         "every_n_steps": 1,
@@ -28,7 +26,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_arrive(name: str) -> None:
+def test_arguments_arrive(name):
     callback = {"class_path": f"lightning_lowbit.{name}", "init_args": ARGUMENTS[name]}
     run = from_yaml(yaml.safe_dump({"accelerator": "cpu", "callbacks": [callback]}))
     (monitor,) = [one for one in run.callbacks if type(one).__name__ == name]

@@ -1,10 +1,8 @@
 """Which weights are reset, and when."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, IntegerPrecision, Scale, quantize
@@ -25,7 +23,7 @@ from tests.callbacks.osci_reset.weights import (
 from tests.lightning_imports import Callback, CSVLogger, RandomDataset
 
 
-def test_what_oscillates_is_set_to_its_center() -> None:
+def test_what_oscillates_is_set_to_its_center():
     weights = fit(OsciReset(window=10, every=20))
     assert reset_at(weights) == {10: ["oscillating", "oscillating below 0"]}
     after = dict(zip(MOVES, weights[9].flatten().tolist(), strict=True))
@@ -46,13 +44,13 @@ def test_what_oscillates_is_set_to_its_center() -> None:
         (1.2, ["oscillating", "oscillating below 0", "oscillating widely", "crossing once"]),
     ],
 )
-def test_the_ratio_of_two_paths(threshold: float, caught: list[str]) -> None:
+def test_the_ratio_of_two_paths(threshold, caught):
     """50 for what oscillates, 5 for what crosses a threshold once, 2.5 for wide steps, 1 for what travels."""
     weights = fit(OsciReset(window=10, every=20, threshold=threshold))
     assert reset_at(weights) == ({10: caught} if caught else {})
 
 
-def test_a_scale_that_changes_is_no_jump() -> None:
+def test_a_scale_that_changes_is_no_jump():
     """The largest element trembles by 5 %, and with it every quantized value, by much more than the weights move."""
     script = WEIGHT.clone()
     script[1::2, 0, 0] = 7.35
@@ -64,7 +62,7 @@ def test_a_scale_that_changes_is_no_jump() -> None:
     assert reset_at(fit(OsciReset(window=10, every=20), model=Row(script)), script) == {}
 
 
-def test_what_does_not_move_is_left_alone() -> None:
+def test_what_does_not_move_is_left_alone():
     """The largest element moves thresholds across weights that rest: codes flip, and yet these do not oscillate."""
     script = WEIGHT.clone()
     script[1::2, 0, 0] = 7.35
@@ -74,7 +72,7 @@ def test_what_does_not_move_is_left_alone() -> None:
     assert reset_at(fit(OsciReset(window=10, every=20, threshold=1.01), model=Row(script)), script) == {}
 
 
-def test_a_zero_point() -> None:
+def test_a_zero_point():
     """Rows from -8 to 7: levels are whole numbers, and codes count from -8."""
     script = torch.cat([torch.full((64, 1, 1), -8.0), WEIGHT], -1)
     weights = fit(OsciReset(window=10, every=20), model=Row(script), plugin=IntegerPrecision(symmetric=False, **PLUGIN))
@@ -83,20 +81,20 @@ def test_a_zero_point() -> None:
     assert weights[9][0, 2:4].tolist() == pytest.approx([2.0, 0.0])
 
 
-def test_weights_stored_the_other_way_round() -> None:
+def test_weights_stored_the_other_way_round():
     from transformers.pytorch_utils import Conv1D
 
     class Turned(Row):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = Conv1D(1, len(MOVES))
             self.layer.weight.data = WEIGHT[0].t().clone()
             self.layer.bias.requires_grad_(False)
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return Scripted([self.layer.weight], WEIGHT)
 
-        def train_dataloader(self) -> Any:
+        def train_dataloader(self):
             return DataLoader(RandomDataset(len(MOVES), 64), batch_size=1)
 
     weights = [weight.t() for weight in fit(OsciReset(window=10, every=20), model=Turned())]
@@ -113,7 +111,7 @@ def test_weights_stored_the_other_way_round() -> None:
         ({}, []),
     ],
 )
-def test_windows(arguments: dict[str, int], ends: list[int]) -> None:
+def test_windows(arguments, ends):
     """A window ends after ``window`` optimizer steps, whatever the epochs, and that is when it is logged."""
     run = trainer(
         OsciReset(**arguments), max_steps=30, limit_train_batches=7, logger=CSVLogger("logs"), log_every_n_steps=9
@@ -128,7 +126,7 @@ def test_windows(arguments: dict[str, int], ends: list[int]) -> None:
         assert run.callback_metrics["reset/fprop_w/layer"] == list(found.values())[-1]["reset/fprop_w/layer"]
 
 
-def test_accumulated_gradients() -> None:
+def test_accumulated_gradients():
     """Windows are counted in optimizer steps, and weights change in no other batch."""
     watch = Watch()
     run = trainer(
@@ -140,12 +138,12 @@ def test_accumulated_gradients() -> None:
     assert logged(run) == {3: {"reset/fprop_w/layer": 2 / 8}, 9: {"reset/fprop_w/layer": 0.0}}, "set once, it is quiet"
 
 
-def test_only_optimizer_steps_of_a_window_cost_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches: list[int] = []
+def test_only_optimizer_steps_of_a_window_cost_something(monkeypatch):
+    batches = []
     original = osci_reset.latent_weights
     run = trainer(OsciReset(window=2, every=4), accumulate_grad_batches=3, max_steps=5)
 
-    def spy(*arguments: Any) -> Any:
+    def spy(*arguments):
         batches.append(run.fit_loop.epoch_loop.batch_idx)
         return original(*arguments)
 
@@ -154,24 +152,24 @@ def test_only_optimizer_steps_of_a_window_cost_something(monkeypatch: pytest.Mon
     assert batches == [0, 2, 5, 12, 14], "once where a window opens, and once where the optimizer steps within it"
 
 
-def test_several_optimizers() -> None:
+def test_several_optimizers():
     class Manual(Row):
         """The second optimizer steps in every second batch."""
 
         automatic_optimization = False
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.other = nn.Linear(2, 2)
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        def training_step(self, batch, batch_idx):
             one, other = self.optimizers()
             self.manual_backward(super().training_step(batch, batch_idx)["loss"])
             one.step()
             if batch_idx % 2:
                 other.step()
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return [Scripted([self.layer.weight], WEIGHT), torch.optim.SGD(self.other.parameters(), lr=0.0)]
 
     weights = fit(OsciReset(window=9, every=30, threshold=12), model=Manual(), max_steps=12, limit_train_batches=8)
@@ -179,11 +177,11 @@ def test_several_optimizers() -> None:
 
 
 @pytest.mark.parametrize("off", ["phase", "λ"])
-def test_weights_that_are_not_quantized(off: str) -> None:
+def test_weights_that_are_not_quantized(off):
     class Switch(Callback):
         """Off for one step within the first window."""
 
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             plugin, on = trainer.precision_plugin, batch_idx != 5
             plugin.set_phase("fqt" if on else "bf16") if off == "phase" else plugin.set_blend(float(on))
 
@@ -192,11 +190,11 @@ def test_weights_that_are_not_quantized(off: str) -> None:
     assert [step + 1 for step in logged(run)] == [18]
 
 
-def test_no_memory_between_windows() -> None:
+def test_no_memory_between_windows():
     reset, held = OsciReset(window=4, every=10), []
 
     class Look(Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
+        def on_train_batch_start(self, *_):
             held.append(len(reset._paths))
 
     trainer(reset, Look(), max_steps=12).fit(Row())

@@ -1,17 +1,14 @@
 """Resets in real runs, resumed runs, and what is refused."""
 
 import math
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import Cast, LowBitPrecision, TernaryPrecision, quantize
+from lightning_lowbit import LowBitPrecision, TernaryPrecision, quantize
 from lightning_lowbit.callbacks import osci_reset
 from lightning_lowbit.callbacks.osci_reset import OsciReset
 from tests.callbacks.osci_reset.weights import WEIGHT, Row, Watch, fit, logged, reset_at, trainer
@@ -22,22 +19,22 @@ from tests.tables import each
 class Small(BoringModel):
     """Steps that are small beside the bins, on data that differ from step to step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(32, 16)
         self.head = nn.Linear(16, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.layer(x).relu())
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(RandomDataset(32, 64), batch_size=2)
 
 
-def slow(path: list[Tensor], cast: Cast, threshold: float) -> Iterator[bool]:
+def slow(path, cast, threshold):
     """Whether each element oscillates, by a loop over the steps of a window."""
     quantized = [quantize(weight.bfloat16(), cast) for weight in path]
     codes = [q.codes.flatten().tolist() for q in quantized]
@@ -51,7 +48,7 @@ def slow(path: list[Tensor], cast: Cast, threshold: float) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("plugin", [TernaryPrecision, partial(LowBitPrecision, "nvfp4")])
-def test_a_real_run(plugin: Any) -> None:
+def test_a_real_run(plugin):
     before, after = Watch(), Watch()
     model, run = (
         Small(),
@@ -72,12 +69,12 @@ def test_a_real_run(plugin: Any) -> None:
         assert torch.equal(before.weights[step], after.weights[step]), f"reset in step {step}"
 
 
-def test_the_moments_stay() -> None:
+def test_the_moments_stay():
     class Moments(Callback):
-        def __init__(self) -> None:
-            self.seen: list[Tensor] = []
+        def __init__(self):
+            self.seen = []
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, pl_module, *_):
             state = trainer.optimizers[0].state[pl_module.layer.weight]
             self.seen.append(torch.stack([state["exp_avg"], state["exp_avg_sq"]]).clone())
 
@@ -91,18 +88,18 @@ def test_the_moments_stay() -> None:
 
 
 @pytest.mark.parametrize("at", [3, 4, 5, 6, 9, 10])
-def test_a_resumed_run_goes_on_with_its_window(tmp_path: Path, at: int) -> None:
+def test_a_resumed_run_goes_on_with_its_window(tmp_path, at):
     """Windows are open from 0 to 5 and from 10 to 15; checkpoints lie within, at the ends and in between.
 
     Were paths of the first four steps lost, the fifth alone would not reach the threshold, or too easily.
     """
 
     class Keep(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, *_):
             if trainer.global_step == at:
                 trainer.save_checkpoint(tmp_path / "x.ckpt")
 
-    def run(*callbacks: Callback, **kwargs: Any) -> tuple[Tensor, dict[int, Any]]:
+    def run(*callbacks, **kwargs):
         made = trainer(
             OsciReset(window=5, every=10, threshold=12),
             *callbacks,
@@ -122,7 +119,7 @@ def test_a_resumed_run_goes_on_with_its_window(tmp_path: Path, at: int) -> None:
     assert torch.equal(whole, resumed)
 
 
-def test_a_window_is_part_of_the_checkpoint_while_it_is_open(tmp_path: Path) -> None:
+def test_a_window_is_part_of_the_checkpoint_while_it_is_open(tmp_path):
     for steps, size in ((3, 2 * WEIGHT[0].numel()), (5, 0)):
         run = trainer(OsciReset(window=4, every=10), max_steps=steps)
         run.fit(Row())
@@ -134,7 +131,7 @@ def test_a_window_is_part_of_the_checkpoint_while_it_is_open(tmp_path: Path) -> 
         assert loaded.state_dict() == state, "what is loaded and saved again before training starts is lost"
 
 
-def test_another_run_begins_anew() -> None:
+def test_another_run_begins_anew():
     reset = OsciReset(window=4, every=10)
     fit(reset, max_steps=2)
     assert reset_at(fit(reset, max_steps=6)) == {4: ["oscillating", "oscillating below 0"]}
@@ -154,19 +151,19 @@ def test_another_run_begins_anew() -> None:
         ({"start": 0.6}, "got 0.6"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         OsciReset(**arguments)
 
 
 @pytest.mark.parametrize("casts", ["bf16", "ufp4", {"preset": "int4", "fprop_w": {"rounding": "stochastic"}}], ids=str)
-def test_nothing_to_act_on(casts: Any) -> None:
+def test_nothing_to_act_on(casts):
     with pytest.raises(MisconfigurationException, match="OsciReset needs .* and of 1 converted layers none has one"):
         fit(OsciReset(), plugin=LowBitPrecision(casts))
 
 
-def test_sharded_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(callback: Any, run: Any, module: Any) -> Any:
+def test_sharded_weights_are_refused(monkeypatch):
+    def refuse(callback, run, module):
         assert isinstance(callback, OsciReset) and isinstance(run, Trainer) and isinstance(module, Row)
         raise MisconfigurationException("sharded")
 
@@ -175,11 +172,11 @@ def test_sharded_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         fit(OsciReset())
 
 
-def test_a_window_of_another_model_is_refused() -> None:
+def test_a_window_of_another_model_is_refused():
     paths = {"layer": {"latent": torch.ones(3, 4), "quantized": torch.ones(3, 4)}}
 
     class Loads(Callback):
-        def on_train_start(self, run: Trainer, module: Any) -> None:
+        def on_train_start(self, run, module):
             callback.load_state_dict({"step": 1, "end": 9, "paths": paths})
 
     callback = OsciReset(window=6, every=8)

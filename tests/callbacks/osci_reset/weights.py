@@ -1,22 +1,19 @@
 """Weights that oscillate between levels."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import IntegerPrecision
-from tests.curves import Curves, csv_curves
-from tests.lightning_imports import BoringModel, Callback, RandomDataset, Trainer, quiet_trainer
+from tests.curves import csv_curves
+from tests.lightning_imports import BoringModel, Callback, RandomDataset, quiet_trainer
 
 # Of a row whose largest element is 7 the int4 scale is 1, and the levels are whole numbers.
 PLUGIN = {"weight_bits": 4, "activation_bits": None, "group": "row", "compute_dtype": "fp32"}
 
 
 # Element by element what a weight is after t steps, and its ratio over ten steps.
-MOVES: dict[str, tuple[Callable[[int], float], str]] = {
+MOVES = {
     "the largest": (lambda t: 7.0, "still"),
     "oscillating": (lambda t: 2.49 + 0.02 * (t % 2), "1 / 0.02"),
     "oscillating below 0": (lambda t: -0.49 - 0.02 * (t % 2), "1 / 0.02"),
@@ -34,12 +31,12 @@ WEIGHT = torch.tensor([[[move(t) for move, _ in MOVES.values()]] for t in range(
 class Scripted(torch.optim.Optimizer):
     """Adds to a weight what a script does in this step, from wherever it is."""
 
-    def __init__(self, parameters: Any, script: Tensor) -> None:
+    def __init__(self, parameters, script):
         super().__init__(parameters, {"steps": 0})
         self.script = script
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure=None):
         loss = closure() if closure is not None else None
         (group,) = self.param_groups
         (weight,) = group["params"]
@@ -49,43 +46,43 @@ class Scripted(torch.optim.Optimizer):
 
 
 class Row(BoringModel):
-    def __init__(self, script: Tensor = WEIGHT) -> None:
+    def __init__(self, script=WEIGHT):
         super().__init__()
         self.layer = nn.Linear(script.shape[-1], script.shape[-2], bias=False)
         self.layer.weight.data = script[0].clone()
         self.script = script
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return Scripted(self.parameters(), self.script)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(RandomDataset(self.layer.weight.shape[-1], 64), batch_size=1)
 
 
 class Watch(Callback):
     """The weight at the end of each batch."""
 
-    def __init__(self) -> None:
-        self.weights: list[Tensor] = []
+    def __init__(self):
+        self.weights = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         self.weights.append(pl_module.layer.weight.detach().clone())
 
 
-def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
+def trainer(*callbacks, plugin=None, **kwargs):
     defaults = {"max_steps": 10, "limit_val_batches": 0}
     plugins = [plugin or IntegerPrecision(**PLUGIN)]
     return quiet_trainer(plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
-def fit(*callbacks: Callback, model: Any = None, **kwargs: Any) -> list[Tensor]:
+def fit(*callbacks, model=None, **kwargs):
     """Runs, and returns the weight after each batch and its callbacks."""
     watch = Watch()
     trainer(*callbacks, watch, **kwargs).fit(model or Row())
     return watch.weights
 
 
-def reset_at(weights: list[Tensor], script: Tensor = WEIGHT, accumulate: int = 1) -> dict[int, list[str]]:
+def reset_at(weights, script=WEIGHT, accumulate=1):
     """Which elements did something else than the script, by optimizer step."""
     found = {}
     before = script[0]
@@ -99,5 +96,5 @@ def reset_at(weights: list[Tensor], script: Tensor = WEIGHT, accumulate: int = 1
     return found
 
 
-def logged(run: Trainer) -> Curves:
+def logged(run):
     return csv_curves(run, lambda name: name.startswith("reset/"))

@@ -2,10 +2,7 @@
 
 from torch import nn
 
-from lightning_lowbit import (
-    FP4Precision,
-    PrecisionSummary,
-)
+from lightning_lowbit import FP4Precision, PrecisionSummary
 from tests.lightning_imports import BoringModel, quiet_trainer
 
 # Of Two, with one sample in a batch: the first layer's input needs no gradient.

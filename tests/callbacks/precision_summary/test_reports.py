@@ -9,14 +9,7 @@ from torch import nn
 from torch.nn.modules import module as module_globals
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_lowbit import (
-    FP8Precision,
-    GradientNoiseMonitor,
-    LowBitPrecision,
-    PrecisionSummary,
-    QAFSwitch,
-    convert,
-)
+from lightning_lowbit import FP8Precision, GradientNoiseMonitor, LowBitPrecision, PrecisionSummary, QAFSwitch, convert
 from lightning_lowbit.callbacks.layer_table import layer_table
 from tests.callbacks.precision_summary.runs import AVERAGE, BITS, COVERAGE, FIRST, LAST, TOTAL, Two, fit, trainer_with
 from tests.lightning_imports import BoringModel, Callback, TensorBoardLogger, quiet_trainer

@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import (
-    FP4Precision,
-    LowBitProgressBar,
-    PrecisionSummary,
-    QAFSwitch,
-)
+from lightning_lowbit import FP4Precision, LowBitProgressBar, PrecisionSummary, QAFSwitch
 from lightning_lowbit.callbacks.layer_table import layer_table
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.report.tables import plain

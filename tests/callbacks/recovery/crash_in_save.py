@@ -13,29 +13,20 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import CrashSafeCheckpoint, StableSPAM
 from tests.distributed.spreads import full
-from tests.lightning_imports import (
-    Callback,
-    LightningModule,
-    ModelCheckpoint,
-    ModelParallelStrategy,
-    Trainer,
-    quiet_trainer,
-)
+from tests.lightning_imports import Callback, LightningModule, ModelCheckpoint, ModelParallelStrategy, quiet_trainer
 
 SAVED, KILLED, LAST = 1, 2, 3  # steps: of the save before, of the one that is killed, of the end
 OPERATIONS = {"os.remove", "os.rmdir", "os.symlink", "half a copy"}
@@ -48,29 +39,29 @@ class Line(LightningModule):
         shard: its parameters, for FSDP2.
     """
 
-    def __init__(self, shard: bool) -> None:
+    def __init__(self, shard):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.line = nn.Linear(4, 4)
         self.shard = shard
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.shard:
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])  # type: ignore[arg-type,index]
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
             self.shard = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.line(x)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(self.trainer.global_step))
         return F.mse_loss(self(x), -x)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(range(8))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return StableSPAM(self.parameters(), lr=0.1)
 
 
@@ -84,13 +75,11 @@ class Case:
         resumed: another run has made the save before.
     """
 
-    def __init__(
-        self, callback: Callable[[str], Callback], directory: bool = False, far: bool = False, resumed: bool = False
-    ) -> None:
+    def __init__(self, callback, directory=False, far=False, resumed=False):
         self.callback, self.directory, self.far, self.resumed = callback, directory, far, resumed
 
 
-def _saver(kind: type[ModelCheckpoint], **kwargs: Any) -> Callable[[str], Callback]:
+def _saver(kind, **kwargs):
     return lambda folder: kind(folder, every_n_train_steps=1, enable_version_counter=False, **kwargs)
 
 
@@ -112,14 +101,14 @@ class Kill(Callback):
         note: a file in which its name is left.
     """
 
-    def __init__(self, moment: int, note: Path) -> None:
+    def __init__(self, moment, note):
         self.left, self.note, self.armed = moment, note, False
         sys.addaudithook(self.hear)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:  # callbacks that save come after all others
+    def on_train_batch_end(self, trainer, *_):  # callbacks that save come after all others
         self.armed = trainer.global_step == KILLED
 
-    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def hear(self, event, arguments):
         if not self.armed or not changes_something(event, arguments):
             return
         if self.left == 0:
@@ -129,7 +118,7 @@ class Kill(Callback):
         self.left -= 1
 
 
-def changes_something(event: str, arguments: tuple[Any, ...]) -> bool:
+def changes_something(event, arguments):
     if event == "open":
         return bool(arguments[2] & (os.O_WRONLY | os.O_RDWR)) and isinstance(arguments[0], str | os.PathLike)
     if event == "os.mkdir":
@@ -139,7 +128,7 @@ def changes_something(event: str, arguments: tuple[Any, ...]) -> bool:
     return event in OPERATIONS
 
 
-def _copy_by_halves(source: Any, target: Any, *, follow_symlinks: bool = True) -> Any:
+def _copy_by_halves(source, target, *, follow_symlinks=True):
     content = Path(source).read_bytes()
     with open(target, "wb") as file:
         file.write(content[: len(content) // 2])
@@ -150,11 +139,11 @@ def _copy_by_halves(source: Any, target: Any, *, follow_symlinks: bool = True) -
 
 
 @contextmanager
-def _file_systems(far: bool) -> Any:
+def _file_systems(far):
     """Lets nothing be renamed that comes from the temporary folder."""
     rename = os.rename
 
-    def refuse(source: Any, target: Any) -> None:
+    def refuse(source, target):
         if Path(source).parent == Path(tempfile.gettempdir()):
             raise OSError("another file system")
         rename(source, target)
@@ -163,16 +152,16 @@ def _file_systems(far: bool) -> Any:
         yield
 
 
-def train(case: Case, folder: Path, end: int, callbacks: list[Callback]) -> list[Tensor]:
+def train(case, folder, end, callbacks):
     """Weights when training starts (those of a checkpoint, if there is one) and at the end."""
-    weights: list[Tensor] = []
+    weights = []
 
     class Weights(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def on_train_start(self, trainer, pl_module):
             weights.append(torch.cat([full(p).flatten() for p in pl_module.parameters()]))
             weights.append(torch.tensor(trainer.global_step))
 
-        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def on_train_end(self, trainer, pl_module):
             weights.append(torch.cat([full(p).flatten() for p in pl_module.parameters()]))
 
     quiet_trainer(
@@ -185,7 +174,7 @@ def train(case: Case, folder: Path, end: int, callbacks: list[Callback]) -> list
     return weights
 
 
-def _in_a_process(work: Callable[[], None]) -> int:
+def _in_a_process(work):
     """How one ended that works and shares nothing with this one."""
     child = os.fork()
     if child == 0:
@@ -200,19 +189,19 @@ def _in_a_process(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def crash(case: Case, folder: Path, moment: int) -> dict[str, Any] | None:
+def crash(case, folder, moment):
     """What one moment leads to; None if there are not so many."""
     place, note, found = folder / "checkpoints", folder / "note", folder / "found.json"
 
-    def begin() -> None:
+    def begin():
         with _meeting(folder), _file_systems(case.far):
             train(case, place, KILLED, [case.callback(str(place)), Kill(moment, note)])
 
-    def save_once() -> None:
+    def save_once():
         with _meeting(folder):
             train(case, place, SAVED, [case.callback(str(place))])
 
-    def go_on() -> None:
+    def go_on():
         with _meeting(folder):
             start, step, end = train(case, place, LAST, [case.callback(str(place))])
         found.write_text(json.dumps({"step": int(step), "start": start.tolist(), "end": end.tolist()}))
@@ -229,7 +218,7 @@ def crash(case: Case, folder: Path, moment: int) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _meeting(folder: Path) -> Any:
+def _meeting(folder):
     """A process group of one."""
     store = folder / "store"
     store.unlink(missing_ok=True)
@@ -238,8 +227,8 @@ def _meeting(folder: Path) -> Any:
     dist.destroy_process_group()
 
 
-def work(name: str, folder: Path) -> None:
-    results: list[dict[str, Any]] = []
+def work(name, folder):
+    results = []
     while True:
         place = folder / "place"
         place.mkdir()
@@ -251,7 +240,7 @@ def work(name: str, folder: Path) -> None:
     (folder / f"{name}.json").write_text(json.dumps(results))
 
 
-def main(folder: str, *names: str) -> None:
+def main(folder, *names):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ.update(LOCAL_RANK="0", NODE_RANK="0", WORLD_SIZE="1")

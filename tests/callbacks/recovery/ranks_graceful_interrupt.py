@@ -8,26 +8,25 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_lowbit import GracefulInterrupt
-from tests.lightning_imports import BoringModel, Callback, Trainer, quiet_trainer
+from tests.lightning_imports import BoringModel, Callback, quiet_trainer
 
 
 class Terminate(Callback):
-    def __init__(self, steps: Path) -> None:
+    def __init__(self, steps):
         self.steps = steps
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         self.steps.write_text(str(trainer.global_step + 1))
         if trainer.global_rank == 1 and trainer.global_step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def main(rank: str, folder: str) -> None:
+def main(rank, folder):
     torch.set_num_threads(1)
     # How torchrun tells them; they meet in a file.
     os.environ.update(TORCHELASTIC_RUN_ID="1", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")

@@ -1,7 +1,5 @@
 """One of two processes that train with a report: ``python -m tests.callbacks.run_report.ranks RANK FOLDER``."""
 
-from typing import Any
-
 import torch
 
 from tests.callbacks.run_report.runs import Known, trainer
@@ -14,16 +12,16 @@ RANKS, STEPS = 2, 4
 class Shared(Known):
     """Logs which process it is."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.k = self.trainer.global_step + 1
         self.log("rank", torch.tensor(float(self.trainer.global_rank)), on_step=True, on_epoch=True, sync_dist=True)
         return BoringModel.training_step(self, batch, batch_idx)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", torch.tensor(float(self.trainer.global_rank)), sync_dist=True)
 
 
-def work() -> dict[str, Any]:
+def work():
     logger = CSVLogger(".", name=None)
     made = trainer(devices=RANKS, strategy="ddp", logger=logger, max_steps=STEPS, limit_train_batches=2)
     made.fit(Shared())

@@ -7,11 +7,7 @@ import torch
 
 from lightning_lowbit import FP4Precision
 from lightning_lowbit.callbacks.run_report import RunReport
-from tests.lightning_imports import (
-    BoringModel,
-    Checkpoint,
-    quiet_trainer,
-)
+from tests.lightning_imports import BoringModel, Checkpoint, quiet_trainer
 from tests.report.test_html import EVIL
 
 

@@ -17,10 +17,7 @@ from lightning_lowbit.report.contents import in_words
 from lightning_lowbit.report.history import History
 from lightning_lowbit.report.html import Section, Table, Text
 from tests.callbacks.run_report.runs import Known, load, steps, trainer
-from tests.lightning_imports import (
-    Callback,
-    Trainer,
-)
+from tests.lightning_imports import Callback, Trainer
 from tests.report.test_html import EVIL, check_self_contained
 
 

@@ -10,11 +10,7 @@ from lightning_lowbit import PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.run_report import RunReport
 from lightning_lowbit.report import page as run_page
 from tests.callbacks.run_report.runs import Known, load, steps, trainer
-from tests.lightning_imports import (
-    BoringModel,
-    CSVLogger,
-    LearningRateMonitor,
-)
+from tests.lightning_imports import BoringModel, CSVLogger, LearningRateMonitor
 from tests.report.test_html import check_self_contained
 
 

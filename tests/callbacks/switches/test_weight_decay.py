@@ -1,15 +1,14 @@
 """Weight decay that changes in mid-training: of which groups, when, after a resume, and what it does to weights."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, StableSPAM, WeightDecaySwitch
-from tests.lightning_imports import Callback, LightningModule, MisconfigurationException
+from tests.lightning_imports import Callback, MisconfigurationException
 from tests.precision.regression_model import Regression, flat, trainer
 from tests.tables import each
 
@@ -19,11 +18,11 @@ Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 class Decayed(Regression):
     """Its first layer has one weight decay, its MLP another, and its head none."""
 
-    def __init__(self, optimizer: Optimizer = torch.optim.AdamW) -> None:
+    def __init__(self, optimizer=torch.optim.AdamW):
         super().__init__()
         self.optimizer = optimizer
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         decays = {self.first: 0.5, self.mlp: 0.25, self.head: 0.0}
         return self.optimizer([{"params": list(p.parameters()), "weight_decay": decay} for p, decay in decays.items()])
 
@@ -33,11 +32,11 @@ class Manual(Decayed):
 
     automatic_optimization = False
 
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+    def configure_optimizers(self):
         groups = [{"params": self.first.parameters(), "weight_decay": 0.5}, {"params": self.mlp.parameters()}]
         return [torch.optim.AdamW(groups, weight_decay=0), torch.optim.SGD(self.head.parameters(), weight_decay=0.25)]
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch, batch_idx):
         self.manual_backward(super().training_step(batch, batch_idx))
         for optimizer in self.optimizers():
             optimizer.step()
@@ -47,27 +46,21 @@ class Manual(Decayed):
 class Witness(Callback):
     """The weight decays of all groups in each micro-batch, by optimizer step."""
 
-    def __init__(self, keep: bool) -> None:
-        self.decays: dict[int, list[float]] = {}
+    def __init__(self, keep):
+        self.decays = {}
         self.keep = keep
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         decays = [group["weight_decay"] for group in groups]
         assert self.decays.setdefault(trainer.global_step, decays) == decays, "it changes within a step"
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         if self.keep and not trainer.fit_loop._should_accumulate():
             trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
 
 
-def fit(
-    *callbacks: Callback,
-    model: LightningModule | None = None,
-    ckpt_path: str | None = None,
-    keep: bool = False,
-    **kwargs: Any,
-) -> list[list[float]]:
+def fit(*callbacks, model=None, ckpt_path=None, keep=False, **kwargs):
     """Six steps; the weight decays of each."""
     witness = Witness(keep)
     defaults = {"max_steps": 6, "limit_train_batches": 64}
@@ -82,32 +75,32 @@ BEFORE, AFTER = [0.5, 0.25, 0], [0, 0, 0]
 
 @pytest.mark.parametrize("switch", [lambda: WeightDecaySwitch(at=0.5), lambda: WeightDecaySwitch(step=3)])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_from_a_step_on(switch: Callable[[], WeightDecaySwitch], accumulate: int) -> None:
+def test_from_a_step_on(switch, accumulate):
     assert fit(switch(), accumulate_grad_batches=accumulate) == [BEFORE] * 3 + [AFTER] * 3
 
 
 @pytest.mark.parametrize(("at", "expected"), [(0.0, [AFTER] * 6), (1.0, [BEFORE] * 6)])
-def test_ends_of_the_run(at: float, expected: list[list[float]]) -> None:
+def test_ends_of_the_run(at, expected):
     assert fit(WeightDecaySwitch(at=at)) == expected
 
 
-def test_to_another_value_where_there_is_any() -> None:
+def test_to_another_value_where_there_is_any():
     assert fit(WeightDecaySwitch(0.125, step=2)) == [BEFORE] * 2 + [[0.125, 0.125, 0]] * 4
 
 
-def test_back_from_zero() -> None:
+def test_back_from_zero():
     found = fit(WeightDecaySwitch(step=1), WeightDecaySwitch(0.125, step=3))
     assert found == [BEFORE] + [AFTER] * 2 + [[0.125, 0.125, 0]] * 3
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_back_from_zero_after_a_resume() -> None:
+def test_back_from_zero_after_a_resume():
     switches = [WeightDecaySwitch(step=1), WeightDecaySwitch(0.125, step=3)]
     fit(*switches, keep=True)
     assert fit(*switches, ckpt_path="2.ckpt") == [AFTER] + [[0.125, 0.125, 0]] * 3
 
 
-def test_no_weight_decay_to_change() -> None:
+def test_no_weight_decay_to_change():
     model = Decayed(lambda groups: torch.optim.SGD([{**group, "weight_decay": 0} for group in groups], lr=0.1))
     with pytest.raises(
         MisconfigurationException, match="here it is 0 for all parameters. Give the optimizer a weight decay"
@@ -115,12 +108,12 @@ def test_no_weight_decay_to_change() -> None:
         fit(WeightDecaySwitch(step=1), model=model)
 
 
-def test_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_says_so(caplog):
     fit(WeightDecaySwitch(step=2))
     assert "Step 2: weight decay 0.25, 0.5 -> 0.0." in caplog.text
 
 
-def test_several_optimizers() -> None:
+def test_several_optimizers():
     """``global_step`` counts the steps of both, and manual optimization has a number of them only where it is given."""
     assert fit(WeightDecaySwitch(at=0.5), model=Manual(), max_steps=8) == [[0.5, 0, 0.25]] * 2 + [AFTER] * 2
     message = r"WeightDecaySwitch\(at=0.5\) is a fraction .* set max_steps, or give step instead"
@@ -129,14 +122,14 @@ def test_several_optimizers() -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_the_last_one_due_holds_whatever_their_order(reverse: bool) -> None:
+def test_the_last_one_due_holds_whatever_their_order(reverse):
     switches = [WeightDecaySwitch(1.0, step=1), WeightDecaySwitch(2.0, step=3), WeightDecaySwitch(step=4)]
     found = fit(*(reversed(switches) if reverse else switches))
     assert found == [BEFORE, [1, 1, 0], [1, 1, 0], [2, 2, 0], AFTER, AFTER]
 
 
 @pytest.mark.filterwarnings("ignore:Training ended at")
-def test_goes_with_a_switch_of_something_else() -> None:
+def test_goes_with_a_switch_of_something_else():
     plugin, witness = FP4Precision(quantize_output=True), Witness(keep=False)
     switches = [WeightDecaySwitch(step=3), PrecisionSwitch("qaf", step=4), PrecisionSwitch("hp-forward", step=3)]
     trainer(plugin, callbacks=[*switches, witness], max_steps=6, limit_train_batches=6).fit(Decayed())
@@ -147,9 +140,9 @@ def test_goes_with_a_switch_of_something_else() -> None:
     assert plugin.blend == 0.5, "a switch of the weight decay ends that of the precision"
 
 
-def test_a_later_change_by_hand_stands() -> None:
+def test_a_later_change_by_hand_stands():
     class ByHand(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_start(self, trainer, *_):
             if trainer.global_step == 4:
                 trainer.optimizers[0].param_groups[0]["weight_decay"] = 3.0
 
@@ -157,15 +150,15 @@ def test_a_later_change_by_hand_stands() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, StableSPAM])
-def test_weights_decay_no_more(make: Any) -> None:
+def test_weights_decay_no_more(make):
     """With zero gradients nothing else moves them."""
 
     class Still(Decayed):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(lambda groups: make(groups, lr=0.5))
-            self.sizes: list[list[float]] = []
+            self.sizes = []
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             weights = self.first.weight, self.mlp.up_proj.weight, self.head.weight
             self.sizes.append([weight.norm().item() for weight in weights])
             return 0 * sum(p.sum() for p in self.parameters())
@@ -180,8 +173,8 @@ def test_weights_decay_no_more(make: Any) -> None:
 
 # The loader begins again, and nothing depends on it: a batch follows from its place in the run.
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_a_resumed_run_repeats_the_uninterrupted_one() -> None:
-    def run(**kwargs: Any) -> tuple[list[list[float]], Tensor]:
+def test_a_resumed_run_repeats_the_uninterrupted_one():
+    def run(**kwargs):
         model = Decayed()
         return fit(WeightDecaySwitch(0.125, step=2), WeightDecaySwitch(step=4), model=model, **kwargs), flat(model)
 
@@ -193,35 +186,35 @@ def test_a_resumed_run_repeats_the_uninterrupted_one() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_a_run_that_resumes_after_the_step_switches() -> None:
+def test_a_run_that_resumes_after_the_step_switches():
     """Of several, as the last one that is due does."""
     fit(keep=True, max_steps=4)
     switches = [WeightDecaySwitch(2.0, step=3), WeightDecaySwitch(1.0, step=2)]
     assert fit(*switches, ckpt_path="4.ckpt") == [[2, 2, 0]] * 2
 
 
-def test_an_optimizer_without_weight_decay() -> None:
+def test_an_optimizer_without_weight_decay():
     message = "WeightDecaySwitch needs optimizers with weight decay, and LBFGS has none.* such as AdamW"
     with pytest.raises(MisconfigurationException, match=message):
         fit(WeightDecaySwitch(step=9), model=Decayed(lambda groups: torch.optim.LBFGS(groups[0]["params"])))
 
 
-def test_one_of_two_optimizers_without_weight_decay() -> None:
+def test_one_of_two_optimizers_without_weight_decay():
     class Without(Manual):
-        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        def configure_optimizers(self):
             return [super().configure_optimizers()[0], torch.optim.LBFGS(self.head.parameters())]
 
     with pytest.raises(MisconfigurationException, match="LBFGS has none"):
         fit(WeightDecaySwitch(step=9), model=Without())
 
 
-def test_groups_without_weight_decay_are_left_alone() -> None:
+def test_groups_without_weight_decay_are_left_alone():
     class Groups(torch.optim.SGD):
-        def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        def __init__(self, groups):
             super().__init__(groups, lr=0.1)
             del self.param_groups[1]["weight_decay"]
 
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             return closure()
 
     model = Decayed(Groups)
@@ -242,12 +235,12 @@ def test_groups_without_weight_decay_are_left_alone() -> None:
         ({"step": -1}, "0 or more; got -1"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         WeightDecaySwitch(**arguments)
 
 
-def test_a_fraction_of_an_endless_run() -> None:
+def test_a_fraction_of_an_endless_run():
     with pytest.raises(
         MisconfigurationException, match="WeightDecaySwitch.* set max_steps or max_epochs, or give step"
     ):

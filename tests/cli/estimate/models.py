@@ -6,9 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_lowbit.cli.lab.estimate.formulas import (
-    Batch,
-)
+from lightning_lowbit.cli.lab.estimate.formulas import Batch
 from lightning_lowbit.cli.lab.estimate.shapes import describe
 from lightning_lowbit.recipes.models import CausalLM
 

@@ -15,7 +15,7 @@ from tests.cli.run.commands import lowbit, scalars
 LAST = Path("runs/tiny/version_0/checkpoints/last.ckpt")
 
 
-def validated(capsys: pytest.CaptureFixture[str], *recipes: str, option: str = "--trainer.num_nodes=1") -> float:
+def validated(capsys, *recipes, option="--trainer.num_nodes=1"):
     """The validation loss that the command prints."""
     assert lowbit(f"--ckpt_path={LAST}", option, recipes=("quickstart", *recipes), command="validate") == 0
     return float(re.findall(r"val_loss\s+│\s+([\d.]+)", capsys.readouterr().out)[-1])
@@ -24,9 +24,7 @@ def validated(capsys: pytest.CaptureFixture[str], *recipes: str, option: str = "
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
 @pytest.mark.parametrize("overlay", ["ternary", "int2_qat", "nvfp4", "fp8"])
-def test_four_ways_to_evaluate_give_the_loss_of_training(
-    overlay: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_ways_to_evaluate_give_the_loss_of_training(overlay, capsys, monkeypatch):
     assert lowbit(recipes=("quickstart", overlay)) == 0
     trained = scalars(LAST.parent.parent, "val_loss")[5]
     capsys.readouterr()
@@ -35,7 +33,7 @@ def test_four_ways_to_evaluate_give_the_loss_of_training(
     batches = []  # those of the command
     step = CausalLM.validation_step
 
-    def noted(model: CausalLM, batch: torch.Tensor, batch_idx: int) -> None:
+    def noted(model, batch, batch_idx):
         batches.append(batch)
         step(model, batch, batch_idx)
 
@@ -60,7 +58,7 @@ def test_four_ways_to_evaluate_give_the_loss_of_training(
 
 
 @pytest.mark.slow
-def test_casts_are_those_of_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_casts_are_those_of_the_checkpoint(capsys):
     # Two layers in another preset, and a phase that begins in mid-training: what no recipe below knows.
     casts = "--trainer.plugins.init_args.overrides={'down_proj': mxfp4}"
     assert lowbit(casts, recipes=("quickstart", "ternary")) == 0

@@ -2,10 +2,8 @@
 with the trained model. ``gguf`` reads the metadata; the chats are slow, and take llama.cpp."""
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ gguf = pytest.importorskip("gguf")
 INT4 = {"element": "int4", "scale": {"format": "bf16", "block": 32}}
 
 
-def untrained(tokenizer: Any, ends: Any = None, **changes: Any) -> TrainedModel:
+def untrained(tokenizer, ends=None, **changes):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     positions = {"vocab_size": 512, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None}
@@ -38,7 +36,7 @@ def untrained(tokenizer: Any, ends: Any = None, **changes: Any) -> TrainedModel:
     return TrainedModel(model, quantized_layers(model), torch.float32, config, {"tokenizer": tokenizer})
 
 
-def metadata(folder: Path) -> dict[str, Any]:
+def metadata(folder):
     fields = gguf.GGUFReader(folder / "model.gguf").fields
     return {
         name.removeprefix("tokenizer."): field.contents()
@@ -47,7 +45,7 @@ def metadata(folder: Path) -> dict[str, Any]:
     }
 
 
-TOLD: list[tuple[Callable[[Path], Any], Any, dict[str, Any]]] = [
+TOLD = [
     (
         tokenizers.llama3,
         lambda ids: [ids["<|end|>"], ids["<|eot_id|>"]],
@@ -88,9 +86,7 @@ TOLD: list[tuple[Callable[[Path], Any], Any, dict[str, Any]]] = [
 
 
 @each(("make", "ends", "told"), TOLD)
-def test_a_file_tells_what_the_tokenizer_does(
-    make: Callable[[Path], Any], ends: Any, told: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_file_tells_what_the_tokenizer_does(make, ends, told, tmp_path):
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     tokenizer = make(folder)
     vocabulary = tokenizer.get_vocab()
@@ -107,7 +103,7 @@ def test_a_file_tells_what_the_tokenizer_does(
     assert found.get("chat_template.tool_use") == named.get("tool_use")
 
 
-def test_a_file_of_bytes_begins_no_text(tmp_path: Path) -> None:
+def test_a_file_of_bytes_begins_no_text(tmp_path):
     GGUF.write(untrained("bytes"), tmp_path, Options())
     found = metadata(tmp_path)
     ends = {name: found[name] for name in found if "_token" in name}
@@ -116,7 +112,7 @@ def test_a_file_of_bytes_begins_no_text(tmp_path: Path) -> None:
     assert "chat_template" not in found
 
 
-def test_tokens_around_a_text_that_no_file_tells_leave_the_tokenizer_out(tmp_path: Path) -> None:
+def test_tokens_around_a_text_that_no_file_tells_leave_the_tokenizer_out(tmp_path):
     tokenizers.cls(tmp_path)
     with pytest.warns(UserWarning, match="puts other tokens around a text than its bos_token"):
         GGUF.write(untrained(str(tmp_path)), tmp_path, Options())
@@ -125,7 +121,7 @@ def test_tokens_around_a_text_that_no_file_tells_leave_the_tokenizer_out(tmp_pat
 # --- llama.cpp --------------------------------------------------------------------------------------------------------
 
 
-def client(folder: Path) -> Any:
+def client(folder):
     assert GGUF.load is not None
     try:
         return GGUF.load(folder)
@@ -133,14 +129,14 @@ def client(folder: Path) -> Any:
         pytest.skip(str(error))
 
 
-def trained(make: Callable[[Path], Any], folder: Path) -> TrainedModel:
+def trained(make, folder):
     """A model that has learned one answer, and other answers to prompts that are made in other ways."""
     tokenizer = make(folder)
     ids = tokenizer.get_vocab()
     ends = [ids[token] for token in ("<|end|>", "<|eot_id|>") if token in ids] or [tokenizer.eos_token_id]
     source = untrained(str(folder), ends)
 
-    def learned(answer: str) -> list[int]:
+    def learned(answer):
         if tokenizer.chat_template is None:
             return [*tokenizer(f"{QUESTION} {answer}")["input_ids"], tokenizer.eos_token_id]
         turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}]
@@ -153,7 +149,7 @@ def trained(make: Callable[[Path], Any], folder: Path) -> TrainedModel:
             tokenizer(spelled, add_special_tokens=False)["input_ids"],
             [tokenizer.eos_token_id, *learned(other)[1:]],
         ]
-    model: Any = source.model.train()
+    model = source.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(100):
         for text in texts:
@@ -167,7 +163,7 @@ def trained(make: Callable[[Path], Any], folder: Path) -> TrainedModel:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3", "chatml", "plain"])
-def test_a_chat_with_the_file_is_one_with_the_training(name: str, tmp_path: Path) -> None:
+def test_a_chat_with_the_file_is_one_with_the_training(name, tmp_path):
     source = trained(getattr(tokenizers, name), tmp_path)
     GGUF.write(source, tmp_path, Options(dtype=torch.float32))
     found = chat(source, client(tmp_path))
@@ -178,7 +174,7 @@ def test_a_chat_with_the_file_is_one_with_the_training(name: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_report_shows_another_prompt(tmp_path: Path) -> None:
+def test_a_report_shows_another_prompt(tmp_path):
     """A template without ``bos``, of a tokenizer that begins texts with it: llama.cpp begins chats with it, too."""
     source = trained(tokenizers.llama3, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -193,7 +189,7 @@ def test_a_report_shows_another_prompt(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_template_that_takes_other_turns_is_no_chat(tmp_path: Path) -> None:
+def test_a_template_that_takes_other_turns_is_no_chat(tmp_path):
     tokenizer = tokenizers.llama3(tmp_path)
     tokenizer.chat_template = "{{ raise_exception('the first turn is of the system') }}"
     tokenizer.save_pretrained(tmp_path)
@@ -203,7 +199,7 @@ def test_a_template_that_takes_other_turns_is_no_chat(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_room_or_a_tokenizer_there_is_no_chat(tmp_path: Path) -> None:
+def test_without_room_or_a_tokenizer_there_is_no_chat(tmp_path):
     for tokenizer, changes in ((None, {}), ("bytes", {"max_position_embeddings": 8})):
         source = untrained("bytes", **changes)
         GGUF.write(source, tmp_path, Options())

@@ -36,13 +36,13 @@ HELD = [
 ]
 
 
-def weight(inner: int, rows: int = 20) -> torch.Tensor:
+def weight(inner, rows=20):
     generator = torch.Generator().manual_seed(inner)
     scales = torch.logspace(-2, 0, rows)[:, None]
     return torch.randn(rows, inner, generator=generator) * scales
 
 
-def test_blocks_hold_codes_and_scales() -> None:
+def test_blocks_hold_codes_and_scales():
     for cast, inner, name, ternary in HELD:
         q = quantize(weight(inner), cast)
         kind = block_type(cast, inner, ternary)
@@ -58,7 +58,7 @@ def test_blocks_hold_codes_and_scales() -> None:
         assert torch.equal(elements * (scales * overall), q.dequantize()), cast
 
 
-def test_the_error_of_scales_that_float16_does_not_hold() -> None:
+def test_the_error_of_scales_that_float16_does_not_hold():
     cast = Cast("int4", Scale("fp32", 64))
     q = quantize(weight(128), cast)
     rounded = q.scales.half().float().repeat_interleave(64, 1) * q.elements()
@@ -67,10 +67,10 @@ def test_the_error_of_scales_that_float16_does_not_hold() -> None:
     assert pack(q, kind).error == pytest.approx(float((rounded - q.dequantize()).abs().max()), rel=1e-3)
     assert pack(q, kind).error > 0
     with pytest.raises(ValueError, match="NaN or infinite"):
-        pack(quantize(torch.full((4, 64), math.inf), E2M1), block_type(E2M1, 64))  # type: ignore[arg-type]
+        pack(quantize(torch.full((4, 64), math.inf), E2M1), block_type(E2M1, 64))
 
 
-def test_what_no_block_type_holds() -> None:
+def test_what_no_block_type_holds():
     for cast, inner, why in [
         (E2M1, 96, "in_features, 96, are no multiple of 64, the block of NVFP4"),
         (Cast("e2m1", Scale("e8m0", 32)), 80, "no multiple of 32, the block of MXFP4"),
@@ -85,10 +85,10 @@ def test_what_no_block_type_holds() -> None:
     ]:
         assert why in str(block_type(cast, inner)), cast
     for preset in ("mxfp8", "mxfp6", "fp8-row", "int2", "ufp4"):
-        assert "no block type" in str(block_type(LinearCasts.preset(preset).fprop_w, 256)), preset  # type: ignore[arg-type]
+        assert "no block type" in str(block_type(LinearCasts.preset(preset).fprop_w, 256)), preset
 
 
-def test_rows_of_q_and_k_are_neighbors_in_a_rotation() -> None:
+def test_rows_of_q_and_k_are_neighbors_in_a_rotation():
     config = AutoConfig.for_model("llama", hidden_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=12)
     network = network_of(config)
     for part, heads in (("blk.0.attn_q", 4), ("blk.0.attn_k", 2)):
@@ -102,13 +102,13 @@ def test_rows_of_q_and_k_are_neighbors_in_a_rotation() -> None:
     assert NETWORKS["qwen3"].rows("blk.0.attn_q", config) is None
 
 
-def test_names_of_parts() -> None:
+def test_names_of_parts():
     assert NETWORKS["llama"].name("model.layers.12.mlp.down_proj") == "blk.12.ffn_down"
     assert NETWORKS["gpt2"].name("transformer.h.3.attn.c_attn") == "blk.3.attn_qkv"
     assert NETWORKS["llama"].name("model.layers.0.mlp.experts") is None
 
 
-def test_networks_that_llama_cpp_would_compute_wrongly_are_refused() -> None:
+def test_networks_that_llama_cpp_would_compute_wrongly_are_refused():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
     for kind, changes, why in [
         ("olmo2", {}, "llama, mistral, qwen3, gpt2, bitnet of transformers"),
@@ -126,7 +126,7 @@ def test_networks_that_llama_cpp_would_compute_wrongly_are_refused() -> None:
         network_of(None)
 
 
-def test_the_vocabulary_of_bytes() -> None:
+def test_the_vocabulary_of_bytes():
     found = vocabulary("bytes", 300)
     assert isinstance(found, Vocabulary)
     assert len(found.tokens) == len({*found.tokens}) == len(found.types) == 300

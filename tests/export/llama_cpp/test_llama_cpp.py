@@ -9,12 +9,10 @@ alone; they differ by 0.2 to 0.4 % of their norm (llama.cpp b11739, AVX2).
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tokenizers.normalizers import NFC
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import lightning_lowbit
@@ -54,7 +52,7 @@ GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
 HEAD = ["lm_head"]
 
 
-def integers(bits: int) -> LinearCasts:
+def integers(bits):
     """Groups of 128 with scales that float16 holds."""
     casts = LinearCasts.preset(f"int{bits}")
     assert casts.fprop_w is not None
@@ -62,7 +60,7 @@ def integers(bits: int) -> LinearCasts:
 
 
 # Network, configuration, casts, what is left in high precision, types of blocks.
-CASES: dict[str, tuple[str, dict[str, Any], Any, list[str], set[str]]] = {
+CASES = {
     "llama-nvfp4": ("llama", SIZE, "nvfp4", HEAD, {"NVFP4"}),
     "llama-head-nvfp4": ("llama", SIZE, "nvfp4-4over6", [], {"NVFP4"}),
     "llama-biases-mxfp4": ("llama", SIZE | {"attention_bias": True, "mlp_bias": True}, "mxfp4", HEAD, {"MXFP4"}),
@@ -88,7 +86,7 @@ class Export:
     rows: list[Written]
 
 
-def train(network: str, config: dict[str, Any], casts: Any, skip: list[str], folder: Path) -> TrainedModel:
+def train(network, config, casts, skip, folder):
     model = CausalLM(network, {**config, "use_cache": False}, optimizer=partial(torch.optim.AdamW, lr=3e-3))
     trainer = quiet_trainer(LowBitPrecision(casts, skip=skip), max_steps=30, limit_val_batches=0)
     data = TextDataModule(str(CODE / "quant"), sequence_length=64, batch_size=8)
@@ -99,7 +97,7 @@ def train(network: str, config: dict[str, Any], casts: Any, skip: list[str], fol
 
 
 @pytest.fixture(scope="module", params=CASES)
-def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Export:
+def export(request, tmp_path_factory):
     *case, kinds = CASES[request.param]
     folder = tmp_path_factory.mktemp("export")
     source = train(*case, folder)
@@ -109,7 +107,7 @@ def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Export(source, folder, rows)
 
 
-def client(folder: Path) -> Any:
+def client(folder):
     assert GGUF.load is not None
     try:
         return GGUF.load(folder)
@@ -117,12 +115,12 @@ def client(folder: Path) -> Any:
         pytest.skip(str(error))
 
 
-def read_file(folder: Path) -> dict[str, Tensor]:
+def read_file(folder):
     tensors = gguf.GGUFReader(folder / "model.gguf").tensors
     return {tensor.name: torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)) for tensor in tensors}
 
 
-def test_the_file_holds_the_weights(export: Export) -> None:
+def test_the_file_holds_the_weights(export):
     source, found = export.source, read_file(export.folder)
     network = network_of(source.config)
     sizes = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(export.folder / "model.gguf").tensors}
@@ -138,29 +136,28 @@ def test_the_file_holds_the_weights(export: Export) -> None:
             assert torch.equal(decoded, replace(q, tensor_scale=None).dequantize()), weight.name
         else:
             assert torch.equal(decoded * (1.0 if scale is None else scale), q.dequantize()), weight.name
-    embedding = source.model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+    embedding = source.model.get_input_embeddings().weight.detach()
     assert torch.equal(found["token_embd.weight"], embedding.bfloat16().float())
     assert all(found[name].dtype == torch.float32 for name in found if "norm" in name)
 
 
-def logits(source: TrainedModel, tokens: Tensor) -> Tensor:
+def logits(source, tokens):
     with torch.no_grad():
-        result: Tensor = source.model(input_ids=tokens).logits.float()
-    return result
+        return source.model(input_ids=tokens).logits.float()
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def difference(found, expected):
     """The norm of the difference of logits, relative to their own."""
     return float((found - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
 
 
-def with_high_precision_inputs(source: TrainedModel) -> TrainedModel:
+def with_high_precision_inputs(source):
     for layer in source.layers.values():
         layer.casts = hp_forward(layer.casts)
     return source
 
 
-def test_llama_cpp_computes_the_logits_of_the_training(export: Export) -> None:
+def test_llama_cpp_computes_the_logits_of_the_training(export):
     llama, source = client(export.folder), export.source
     text = (CODE / "checks.py").read_bytes()[1000:1256]
     tokens = torch.tensor([*text]).view(2, 128)
@@ -172,16 +169,16 @@ def test_llama_cpp_computes_the_logits_of_the_training(export: Export) -> None:
         assert float((found.argmax(-1) == ours.argmax(-1)).float().mean()) >= 0.95
 
 
-def untrained(casts: Any, network: str = "llama", skip: list[str] | None = None, **changes: Any) -> TrainedModel:
+def untrained(casts, network="llama", skip=None, **changes):
     """A model with random weights, as :func:`read` gives it."""
-    config: Any = network_config(network, {**(GPT2 if network == "gpt2" else SIZE), **changes})
+    config = network_config(network, {**(GPT2 if network == "gpt2" else SIZE), **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     convert(model, casts, skip=HEAD if skip is None else skip)
     return TrainedModel(model, quantized_layers(model), torch.float32, config, {"tokenizer": "bytes"})
 
 
-def test_llama_cpp_knows_positions_as_the_model_does(tmp_path: Path) -> None:
+def test_llama_cpp_knows_positions_as_the_model_does(tmp_path):
     tokens = torch.randint(256, (1, 100), generator=torch.Generator().manual_seed(0))
     silu = {"hidden_act": "silu", "tie_word_embeddings": True}
     for network, changes in [
@@ -203,7 +200,7 @@ def test_llama_cpp_knows_positions_as_the_model_does(tmp_path: Path) -> None:
         assert difference(client(tmp_path)(input_ids=tokens).logits, expected) < 0.05, network
 
 
-def test_ternary_weights_in_base_3(tmp_path: Path) -> None:
+def test_ternary_weights_in_base_3(tmp_path):
     source = untrained("ternary", **WIDE)
     for format, name in ((GGUF, "TQ2_0"), (GGUF_TQ1, "TQ1_0")):
         (tmp_path / name).mkdir()
@@ -216,7 +213,7 @@ def test_ternary_weights_in_base_3(tmp_path: Path) -> None:
     assert torch.allclose(*found, atol=1e-4)
 
 
-def test_scales_that_float16_does_not_hold_are_refused_or_rounded(tmp_path: Path) -> None:
+def test_scales_that_float16_does_not_hold_are_refused_or_rounded(tmp_path):
     source = untrained("int4")
     with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj .* float16, which Q4_0 has.*--rescale"):
         GGUF.write(source, tmp_path, Options())
@@ -229,7 +226,7 @@ def test_scales_that_float16_does_not_hold_are_refused_or_rounded(tmp_path: Path
             assert 0 < difference == pytest.approx(row.error, rel=1e-2)
 
 
-def test_layers_whose_scale_llama_cpp_does_not_apply_are_refused(tmp_path: Path) -> None:
+def test_layers_whose_scale_llama_cpp_does_not_apply_are_refused(tmp_path):
     for source, names in [
         (untrained("nvfp4", "gpt2"), "transformer.h.0.mlp.c_fc"),
         (untrained("nvfp4", mlp_bias=True), "model.layers.0.mlp.gate_proj"),
@@ -240,24 +237,24 @@ def test_layers_whose_scale_llama_cpp_does_not_apply_are_refused(tmp_path: Path)
     assert not [*tmp_path.iterdir()]
 
 
-def test_tensors_that_are_not_quantized_have_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
+def test_tensors_that_are_not_quantized_have_the_dtype_that_was_asked_for(tmp_path):
     source = untrained("nvfp4", "gpt2", skip=[*HEAD, "c_fc", r"mlp\.c_proj"])
-    embedding = source.model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+    embedding = source.model.get_input_embeddings().weight.detach()
     up = source.model.get_submodule("transformer.h.0.mlp.c_fc").weight.detach()
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         GGUF.write(source, tmp_path, Options(dtype=dtype))
         found = read_file(tmp_path)
-        assert torch.equal(found["token_embd.weight"], embedding.to(dtype).float())  # type: ignore[union-attr]
-        assert torch.equal(found["blk.0.ffn_up.weight"], up.mT.to(dtype).float())  # type: ignore[union-attr]
+        assert torch.equal(found["token_embd.weight"], embedding.to(dtype).float())
+        assert torch.equal(found["blk.0.ffn_up.weight"], up.mT.to(dtype).float())
 
 
-def byte_level(cut: str | None, whole: bool, normalizer: Any = None) -> PreTrainedTokenizerFast:
+def byte_level(cut, whole, normalizer=None):
     texts = [path.read_text() for path in (CODE / "quant").glob("*.py")]
     made = tokenizers.byte_level(cut, whole, ["<end>"], normalizer=normalizer, texts=texts)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
 
 
-def test_llama_cpp_tokenizes_as_the_training_did(tmp_path: Path) -> None:
+def test_llama_cpp_tokenizes_as_the_training_did(tmp_path):
     text = "def quantize(x: Tensor) -> Quantized:\n    return 12345 + 678  # don't — naïve 漢字\n\n\tif x:"
     for name, made in {
         "gpt-2": byte_level(None, False),
@@ -271,7 +268,7 @@ def test_llama_cpp_tokenizes_as_the_training_did(tmp_path: Path) -> None:
         assert found == made(text)["input_ids"] and len(found) < len(text.encode()), name
 
 
-def test_llama_cpp_gives_texts_of_bytes_back(tmp_path: Path) -> None:
+def test_llama_cpp_gives_texts_of_bytes_back(tmp_path):
     text = "f (a , b) .  don 't\n\té e\u0301 漢 Ā"
     bytes_tokenizer().save_pretrained(tmp_path)
     for tokenizer in ("bytes", str(tmp_path)):
@@ -281,7 +278,7 @@ def test_llama_cpp_gives_texts_of_bytes_back(tmp_path: Path) -> None:
         assert llama.text(tokens) == text
 
 
-def test_a_tokenizer_that_a_file_cannot_tell_is_left_out(tmp_path: Path) -> None:
+def test_a_tokenizer_that_a_file_cannot_tell_is_left_out(tmp_path):
     other = byte_level(r"\s+|\w+|.", False)
     other.save_pretrained(tmp_path / "other")
     for tokenizer, size, why in [
@@ -296,9 +293,7 @@ def test_a_tokenizer_that_a_file_cannot_tell_is_left_out(tmp_path: Path) -> None
     assert client(tmp_path)(input_ids=tokens).logits.shape == (1, 32, 512)
 
 
-def test_what_llama_cpp_cannot_compute_is_an_error_without_noise(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_llama_cpp_cannot_compute_is_an_error_without_noise(tmp_path, capfd):
     GGUF.write(untrained("mxfp4"), tmp_path, Options())
     with pytest.raises(ValueError, match="128 positions, and got 129 tokens"):
         client(tmp_path)(input_ids=torch.zeros(1, 129))

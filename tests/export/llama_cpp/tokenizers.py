@@ -1,9 +1,5 @@
 """Byte-level tokenizers of chat models, as folders."""
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -23,14 +19,7 @@ CHATML = (
 )
 
 
-def byte_level(
-    cut: str | None,
-    whole: bool,
-    special: list[str],
-    around: str | None = None,
-    normalizer: Any = None,
-    texts: Iterable[str] = (f"{QUESTION} user assistant {ANSWER}",) * 3,
-) -> tokenizers.Tokenizer:
+def byte_level(cut, whole, special, around=None, normalizer=None, texts=(f"{QUESTION} user assistant {ANSWER}",) * 3):
     """A tokenizer of 500 pieces of some texts; ``around`` is what its post-processor makes of a text, ``$A``."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=whole))
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut is None)
@@ -50,34 +39,34 @@ def byte_level(
     return made
 
 
-def save(folder: Path, made: tokenizers.Tokenizer, template: Any = None, **tokens: str) -> Any:
+def save(folder, made, template=None, **tokens):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **tokens)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
-def llama3(folder: Path) -> Any:
+def llama3(folder):
     """A text begins with ``bos``; a turn ends with ``eot``, which is not ``eos``."""
     special = ["<|begin|>", "<|end|>", "<|start|>", "<|eot_id|>", "<|pad|>"]
     made = byte_level(LLAMA3, True, special, "<|begin|> $A")
     return save(folder, made, TURNS, bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|pad|>")
 
 
-def chatml(folder: Path) -> Any:
+def chatml(folder):
     """No ``bos``; ``eos`` ends a turn."""
     made = byte_level(QWEN2, False, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     return save(folder, made, CHATML, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
-def own_turns(folder: Path) -> Any:
+def own_turns(folder):
     """As :func:`chatml`, with an end of turns that llama.cpp does not know by name, and two templates."""
     made = byte_level(None, False, ["<stop>", "<turn>", "<turn_over>"], "$A <stop>")
     default = CHATML.replace("<|im_start|>", "<turn>").replace("<|im_end|>", "<turn_over>")
     return save(folder, made, {"default": default, "tool_use": TURNS}, eos_token="<stop>")
 
 
-def plain(folder: Path) -> Any:
+def plain(folder):
     """A base model's, with all kinds of tokens and no template."""
     made = byte_level(None, False, ["<s>", "</s>", "<sep>", "<mask>", "<unk>"])
     names = ("bos", "eos", "sep", "mask", "unk")
@@ -91,7 +80,7 @@ def plain(folder: Path) -> Any:
     )
 
 
-def cls(folder: Path) -> Any:
+def cls(folder):
     """Puts a token before a text that is not its ``bos``."""
     made = byte_level(None, False, ["<cls>", "</s>"], "<cls> $A")
     return save(folder, made, cls_token="<cls>", eos_token="</s>")

@@ -3,10 +3,8 @@
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,13 +21,13 @@ FAILS, SAME, ANY = "fails", "same", "any"  # an error; the outputs of the whole 
 TOKENS = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(0))
 
 
-def _weights_alone(element: str, **scale: Any) -> dict[str, Any]:
+def _weights_alone(element, **scale):
     cast = {"element": element, "scale": scale, "round_to_bfloat16": scale["format"] != "fp32"}
     return {"fprop_w": cast, "dgrad_w": "fprop"}
 
 
 # name: (format, casts, configuration)
-KINDS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+KINDS = {
     "nvfp4": ("nvfp4-w4a16", "nvfp4", {}),
     "nvfp4, inputs": ("nvfp4-w4a4", "nvfp4", {"tie_word_embeddings": True}),
     "mxfp4": ("mxfp4", "mxfp4", {}),
@@ -58,7 +56,7 @@ KINDS: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 
-def whole(kind: str, parent: Path, recorded: bool = True) -> Path:
+def whole(kind, parent, recorded=True):
     """A folder with a model of one layer, made once, with or without a record of its training."""
     folder = parent / f"{kind.replace(', ', '-')}-{recorded}"
     if folder.exists():
@@ -73,7 +71,7 @@ def whole(kind: str, parent: Path, recorded: bool = True) -> Path:
     return folder
 
 
-def in_shards(folder: Path) -> None:
+def in_shards(folder):
     """Writes the tensors of a folder to two files with an index."""
     tensors = load_file(folder / WEIGHTS)
     names, half = sorted(tensors), len(tensors) // 2
@@ -90,7 +88,7 @@ def in_shards(folder: Path) -> None:
 Change = Callable[[Tensor, random.Random], Tensor | None]
 
 
-def _one_number(tensor: Tensor, value: float, draw: random.Random) -> Tensor:
+def _one_number(tensor, value, draw):
     changed = tensor.clone()
     place = draw.randrange(tensor.numel())
     if tensor.is_floating_point() and tensor.element_size() > 1:
@@ -100,7 +98,7 @@ def _one_number(tensor: Tensor, value: float, draw: random.Random) -> Tensor:
     return changed
 
 
-def _other_dtype(tensor: Tensor, draw: random.Random) -> Tensor:
+def _other_dtype(tensor, draw):
     possible = [torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
     dtype = draw.choice([each for each in possible if each != tensor.dtype])
     if tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == 1 and dtype in (torch.int32, torch.int64):
@@ -108,7 +106,7 @@ def _other_dtype(tensor: Tensor, draw: random.Random) -> Tensor:
     return tensor.float().to(dtype)
 
 
-SHAPES: dict[str, Change] = {
+SHAPES = {
     "a row is cut": lambda t, draw: t[:-1] if t.dim() else None,
     "a row alone": lambda t, draw: t[:1] if t.dim() and len(t) > 1 else None,
     "no rows": lambda t, draw: t[:0] if t.dim() else None,
@@ -123,7 +121,7 @@ SHAPES: dict[str, Change] = {
     "missing": lambda t, draw: None,
     "another dtype": _other_dtype,
 }
-VALUES: dict[str, Change] = {
+VALUES = {
     "a bit": lambda t, draw: _one_number(t, draw.choice([0.0, -1.0, 3e38, 1e-30]), draw),
     "all zero": lambda t, draw: torch.zeros_like(t),
     "NaN": lambda t, draw: _one_number(t, torch.nan, draw),
@@ -132,7 +130,7 @@ VALUES: dict[str, Change] = {
 }
 
 
-def change_tensor(folder: Path, draw: random.Random, change: Change) -> str:
+def change_tensor(folder, draw, change):
     """Applies a change to one tensor; returns its name."""
     tensors = load_file(folder / WEIGHTS)
     name = draw.choice(sorted(tensors))
@@ -143,7 +141,7 @@ def change_tensor(folder: Path, draw: random.Random, change: Change) -> str:
     return name
 
 
-def rename(folder: Path, draw: random.Random) -> None:
+def rename(folder, draw):
     tensors = load_file(folder / WEIGHTS)
     one, other = draw.sample(sorted(tensors), 2)
     kind = draw.randrange(3)
@@ -156,33 +154,33 @@ def rename(folder: Path, draw: random.Random) -> None:
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def truncate(folder: Path, draw: random.Random, names: tuple[str, ...]) -> None:
+def truncate(folder, draw, names):
     path = folder / draw.choice([name for name in names if (folder / name).exists()])
     content = path.read_bytes()
     path.write_bytes(content[: draw.randrange(len(content.rstrip()))])
 
 
-def swap_files(folder: Path, draw: random.Random) -> None:
+def swap_files(folder, draw):
     one, other = draw.sample([name for name in (WEIGHTS, "config.json", "lowbit.json") if (folder / name).exists()], 2)
     contents = (folder / one).read_bytes(), (folder / other).read_bytes()
     (folder / one).write_bytes(contents[1])
     (folder / other).write_bytes(contents[0])
 
 
-def to_folder(folder: Path, draw: random.Random, names: tuple[str, ...]) -> None:
+def to_folder(folder, draw, names):
     path = folder / draw.choice([name for name in names if (folder / name).exists()])
     path.unlink()
     path.mkdir()
 
 
-def add_strays(folder: Path, draw: random.Random) -> None:
+def add_strays(folder, draw):
     tensors = load_file(folder / WEIGHTS)
     other = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     for name in ("zzz.safetensors", "consolidated.safetensors", "model.safetensors.bak"):
         save_file(other, folder / name)
 
 
-def edit_index(folder: Path, draw: random.Random) -> None:
+def edit_index(folder, draw):
     in_shards(folder)
     index = json.loads((folder / INDEX).read_text())
     where, name = index["weight_map"], draw.choice(sorted(index["weight_map"]))
@@ -212,7 +210,7 @@ def edit_index(folder: Path, draw: random.Random) -> None:
 WRONG = [None, True, -1, 0, 3, 10**6, 1.5, "", "nvfp4", "../x", [], [1], {}, {"a": 1}]
 
 
-def edit(value: Any, draw: random.Random) -> Any:
+def edit(value, draw):
     """JSON with one entry changed, removed or added somewhere."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         key = draw.choice(sorted(value))
@@ -225,7 +223,7 @@ def edit(value: Any, draw: random.Random) -> Any:
     return draw.choice([each for each in WRONG if each != value])
 
 
-def edit_json(folder: Path, draw: random.Random, name: str, key: str | None = None) -> None:
+def edit_json(folder, draw, name, key=None):
     path = folder / name
     content = json.loads(path.read_text())
     if key is None:
@@ -235,7 +233,7 @@ def edit_json(folder: Path, draw: random.Random, name: str, key: str | None = No
     path.write_text(json.dumps(content))
 
 
-def drop_from_record(folder: Path, draw: random.Random) -> None:
+def drop_from_record(folder, draw):
     path = folder / "lowbit.json"
     record = json.loads(path.read_text())
     if record["format"] == "dequantized":  # whose casts are for people
@@ -244,7 +242,7 @@ def drop_from_record(folder: Path, draw: random.Random) -> None:
     path.write_text(json.dumps(record))
 
 
-DAMAGE: dict[str, tuple[str, Callable[[Path, random.Random], Any]]] = {
+DAMAGE = {
     **{name: (FAILS, partial(change_tensor, change=change)) for name, change in SHAPES.items()},
     **{name: (ANY, partial(change_tensor, change=change)) for name, change in VALUES.items()},
     "renamed": (FAILS, rename),
@@ -263,7 +261,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path, random.Random], Any]]] = {
 }
 
 
-def cases(count: int, seed: int, without: Sequence[str] = ()) -> Iterator[tuple[str, str, random.Random]]:
+def cases(count, seed, without=()):
     """Kinds of folders and of damage, without some, each with a generator of its own."""
     draw = random.Random(seed)
     kinds, damage = ([name for name in names if name not in without] for names in (KINDS, DAMAGE))
@@ -271,7 +269,7 @@ def cases(count: int, seed: int, without: Sequence[str] = ()) -> Iterator[tuple[
         yield draw.choice(kinds), damage[number % len(damage)], random.Random(f"{seed} {number}")
 
 
-def damaged(folder: Path, target: Path, damage: str, draw: random.Random) -> str:
+def damaged(folder, target, damage, draw):
     """A copy of a folder with some damage; returns what reading it may do."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(folder, target)

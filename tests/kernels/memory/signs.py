@@ -31,25 +31,25 @@ CASTS = {
 View = Callable[[Tensor], Tensor]
 
 
-def same(tensor: Tensor) -> Tensor:
+def same(tensor):
     return tensor
 
 
-def marked(tensor: Tensor) -> Tensor:
+def marked(tensor):
     """The same numbers, contiguous, with the bit that makes torch read them as their negatives."""
     view = torch._neg_view(-tensor)
     assert view.is_neg() and view.is_contiguous() and torch.equal(view, tensor)
     return view
 
 
-def part_of_a_conjugate(tensor: Tensor) -> Tensor:
+def part_of_a_conjugate(tensor):
     """The same numbers as the imaginary part of a conjugate, which has that bit too."""
     view = torch.complex(tensor.float(), -tensor.float()).conj().imag
     assert view.is_neg() and torch.equal(view, tensor.float())
     return view
 
 
-def calls(view: View, source: torch.dtype) -> dict[str, Callable[[], object]]:
+def calls(view, source):
     """What the kernels make of views of some tensors, by the name of the way in."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(32, 64, generator=draw).to(source)
@@ -57,7 +57,7 @@ def calls(view: View, source: torch.dtype) -> dict[str, Callable[[], object]]:
     key, amax, signs = torch.tensor(0x5DEECE66D), torch.tensor(6.0), Hadamard(16).diagonal(None, torch.device("cpu"))
     factors = [torch.rand(32, 1, generator=draw), torch.rand(1, 64, generator=draw)]
     bias = torch.randn(64, generator=draw)
-    ways: dict[str, Callable[[], object]] = {}
+    ways = {}
     for name, cast in CASTS.items():
         for dim in (0, 1):
             what = f"{name}, dim {dim}: "
@@ -90,12 +90,12 @@ def calls(view: View, source: torch.dtype) -> dict[str, Callable[[], object]]:
     return ways
 
 
-def _unpacked(view: View, packed: tuple[Tensor, Tensor], cast: Cast, dim: int, x: Tensor) -> object:
+def _unpacked(view, packed, cast, dim, x):
     data, factor = packed
-    return unpack_operand(type(packed)(data, view(factor)), cast, dim, x.shape, x.dtype)  # type: ignore[call-arg]
+    return unpack_operand(type(packed)(data, view(factor)), cast, dim, x.shape, x.dtype)
 
 
-def differences(name: str) -> list[str]:
+def differences(name):
     """Where a view of another sign changes what kernels of a backend make."""
     differing = []
     with backend(name):
@@ -111,11 +111,11 @@ def differences(name: str) -> list[str]:
     return differing
 
 
-def _flat(made: object) -> list[Tensor]:
+def _flat(made):
     if isinstance(made, Tensor):
         return [made]
-    return [tensor for part in made if part is not None for tensor in _flat(part)]  # type: ignore[attr-defined]
+    return [tensor for part in made if part is not None for tensor in _flat(part)]
 
 
-def _bits(tensor: Tensor) -> bytes:
+def _bits(tensor):
     return tensor.resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,7 +1,6 @@
 """What reaches C++ and Triton is compared with what they touch, and has the signs that torch reads."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,7 +96,7 @@ PACKED = [
 ]
 
 
-def cut(data: Tensor) -> dict[str, Tensor]:
+def cut(data):
     """Bytes that are not those of a matrix."""
     return {
         "one less": data[:-1],
@@ -160,7 +159,7 @@ def test_the_kernel_itself_reads_no_other_number_of_bytes():
 # --- other arguments --------------------------------------------------------------------------------------------------
 
 
-def outcome(call: Callable[[], object]) -> object:
+def outcome(call):
     try:
         result = call()
     except Exception as error:  # which one is the plain code's matter

@@ -23,7 +23,7 @@ RANDOM = "from tests.optim.damaged_states import main; main(5000, 100)"
 FLAGS = "-g -fsanitize=address,undefined -fno-sanitize-recover=all"
 
 
-def runtimes() -> str:
+def runtimes():
     """The libraries that must be in a process before all others."""
     names = ["libasan.so", "libubsan.so"]
     paths = [subprocess.run(["g++", f"-print-file-name={n}"], capture_output=True, text=True).stdout for n in names]
@@ -33,7 +33,7 @@ def runtimes() -> str:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def environment(tmp_path_factory):
     """In which kernels are built with the sanitizers."""
     folder = tmp_path_factory.mktemp("sanitized")
     compiler = folder / "compiler"
@@ -46,7 +46,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }  # fmt: skip
 
 
-def run(environment: dict[str, str], *arguments: str) -> None:
+def run(environment, *arguments):
     command = [sys.executable, *arguments]
     result = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True)
     output = result.stdout + result.stderr
@@ -55,15 +55,15 @@ def run(environment: dict[str, str], *arguments: str) -> None:
     assert list(Path(environment["LOWBIT_CACHE_DIR"]).glob("*.so")), "kernels were built"
 
 
-def test_sanitizers_find_nothing(environment: dict[str, str]) -> None:
+def test_sanitizers_find_nothing(environment):
     run(environment, "-m", "pytest", "-q", "-n", "0", *FILES, f"--deselect={LONG}")
 
 
-def test_sanitizers_find_nothing_in_loads_of_damaged_states(environment: dict[str, str]) -> None:
+def test_sanitizers_find_nothing_in_loads_of_damaged_states(environment):
     run(environment, "-c", RANDOM)
 
 
-def test_sanitizers_find_what_is_beyond(environment: dict[str, str]) -> None:
+def test_sanitizers_find_what_is_beyond(environment):
     """Bytes of which the last one is missing, past the check."""
     code = (
         "import torch; from lightning_lowbit.kernels.cpu import codes; from lightning_lowbit.quant.packed import pack; "

@@ -1,11 +1,10 @@
 """Casts, tensors of a given amax, models with histories, what those remember."""
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import Cast, Scale, convert
 from lightning_lowbit.nn import AmaxHistories
@@ -15,7 +14,7 @@ TOKENS, IN, OUT = 32, 48, 16
 BY_TENSOR = {"x": ("fprop_x", "wgrad_x"), "w": ("fprop_w", "dgrad_w"), "g": ("dgrad_g", "wgrad_g")}
 
 
-def delayed(element: str = "e4m3", rounding: str | None = None, **scale: Any) -> Cast:
+def delayed(element="e4m3", rounding=None, **scale):
     return Cast(element, Scale("fp32", "tensor", rounding, source="delayed", **scale))
 
 
@@ -26,13 +25,13 @@ NVFP4 = every(
 )
 
 
-def single(casts: Any, inputs: int = IN, outputs: int = OUT) -> tuple[Any, AmaxHistories]:
+def single(casts, inputs=IN, outputs=OUT):
     """A layer of its own, and its histories."""
     layer = layer_like(nn.Linear(inputs, outputs, bias=False), casts)
     return layer, AmaxHistories(layer)
 
 
-def filled(shape: tuple[int, ...], amax: float, seed: int = 0) -> Tensor:
+def filled(shape, amax, seed=0):
     """Numbers of all sizes, one of which is minus the largest magnitude."""
     tensor = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     tensor *= amax if math.isfinite(amax) else 1
@@ -40,14 +39,14 @@ def filled(shape: tuple[int, ...], amax: float, seed: int = 0) -> Tensor:
     return tensor
 
 
-def one_pass(layer: Any, x: float, w: float | None = None, g: float | None = None) -> dict[str, Tensor | None]:
+def one_pass(layer, x, w=None, g=None):
     """Forward and backward pass of tensors with these largest magnitudes, those of w and g by default that of x."""
     layer.weight.data.copy_(filled(layer.weight.shape, x if w is None else w, 1))
     outputs, inputs = layer.weight.shape
     return run(layer, filled((TOKENS, inputs), x), filled((TOKENS, outputs), x if g is None else g, 2))
 
 
-def remembered(histories: AmaxHistories) -> dict[str, list[float]]:
+def remembered(histories):
     """By layer and operand, the amaxes that there are, oldest first."""
     found = {}
     for name, tensor in histories.state_dict()["amax_history"].items():
@@ -58,7 +57,7 @@ def remembered(histories: AmaxHistories) -> dict[str, list[float]]:
     return found
 
 
-def same_states(found: AmaxHistories, expected: AmaxHistories, message: str = "") -> None:
+def same_states(found, expected, message=""):
     for kind, tensors in expected.state_dict().items():
         own = found.state_dict()[kind]
         assert own.keys() == tensors.keys()
@@ -66,7 +65,7 @@ def same_states(found: AmaxHistories, expected: AmaxHistories, message: str = ""
             assert torch.equal(own[name], tensor), f"{message} {kind} of {name}: {own[name]}, not {tensor}"
 
 
-def trained(casts: Any = "fp8-delayed", steps: int = 3, start: int = 0, **kwargs: Any) -> tuple[Net, AmaxHistories]:
+def trained(casts="fp8-delayed", steps=3, start=0, **kwargs):
     torch.manual_seed(0)
     model = convert(Net(), casts, **kwargs)
     histories = AmaxHistories(model)
@@ -74,7 +73,7 @@ def trained(casts: Any = "fp8-delayed", steps: int = 3, start: int = 0, **kwargs
     return model, histories
 
 
-def steps_of(model: nn.Module, histories: AmaxHistories, steps: range) -> list[dict[str, Tensor | None]]:
+def steps_of(model, histories, steps):
     found = []
     for step in steps:
         found.append(gradients(model, filled((16, 32), [2.0, 0.5, 5.0, 1.0, 0.3][step % 5], step)))
@@ -83,16 +82,16 @@ def steps_of(model: nn.Module, histories: AmaxHistories, steps: range) -> list[d
 
 
 class Gated(nn.Module):
-    def __init__(self, width: int = 24) -> None:
+    def __init__(self, width=24):
         super().__init__()
         self.gate_proj, self.up_proj = nn.Linear(16, width), nn.Linear(16, width)
         self.down_proj = nn.Linear(width, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def gated(casts: Any = "fp8-delayed", width: int = 24, smooth: str | None = "channel") -> tuple[Gated, AmaxHistories]:
+def gated(casts="fp8-delayed", width=24, smooth="channel"):
     torch.manual_seed(0)
     model = convert(Gated(width), casts, smooth_swiglu=smooth)
     return model, AmaxHistories(model)

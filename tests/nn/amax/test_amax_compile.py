@@ -22,7 +22,7 @@ COMPILED = {
 
 @pytest.mark.fast("fp8-delayed-False")
 @pytest.mark.parametrize(("casts", "recompute"), [("fp8-delayed", False), ("nvfp4", True), ("transformed", False)])
-def test_compiled_layers_stage_the_same(casts: str, recompute: bool) -> None:
+def test_compiled_layers_stage_the_same(casts, recompute):
     """One compilation serves all steps, whatever histories hold."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def test_compiled_layers_stage_the_same(casts: str, recompute: bool) -> None:
 
 
 @pytest.mark.slow
-def test_evaluation_costs_one_compilation() -> None:
+def test_evaluation_costs_one_compilation():
     torch._dynamo.reset()
     model, histories = trained(steps=0)
     counter = CompileCounterWithBackend("aot_eager")
@@ -63,7 +63,7 @@ def test_evaluation_costs_one_compilation() -> None:
 
 
 @pytest.mark.slow
-def test_generated_code_stages_the_same() -> None:
+def test_generated_code_stages_the_same():
     torch._dynamo.reset()
     layer, histories = single("fp8-delayed")
     twin, expected = single("fp8-delayed")
@@ -83,7 +83,7 @@ def test_generated_code_stages_the_same() -> None:
 # Dynamo looks at the gradient of what the piece before gives.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed")
-def test_a_model_that_is_compiled_in_pieces() -> None:
+def test_a_model_that_is_compiled_in_pieces():
     """The pass of one piece changes nothing that the backward pass of another needs."""
     torch._dynamo.reset()
     torch.manual_seed(0)

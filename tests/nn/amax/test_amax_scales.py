@@ -1,11 +1,10 @@
 """Delayed scaling's scales: every operand's are by its own casts and histories, and what exceeds those saturates."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert, quantize
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, QuantizedLayer
@@ -29,7 +28,7 @@ from tests.tables import each
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-def test_what_exceeds_the_histories_saturates(element: str) -> None:
+def test_what_exceeds_the_histories_saturates(element):
     layer, histories = single(LinearCasts(fprop_x=delayed(element)), 4, 4)
     layer.weight.data.copy_(torch.eye(4))
     x = torch.tensor([[3.5, -3.5, 3.0, 0.25], [14.0, -7.0, 5.0, 0.25]])
@@ -47,7 +46,7 @@ def test_what_exceeds_the_histories_saturates(element: str) -> None:
 
 # By what is asked of the scale, the factors of amaxes 3.5, 0.75, 1.75 and 0.875, step by step, in E4M3: a factor is
 # the amax in force over 448.
-FACTORS: dict[str, tuple[dict[str, Any], list[float]]] = {
+FACTORS = {
     "the largest": ({}, [3.5 / 448, 3.5 / 448, 3.5 / 448, 3.5 / 448, 3.5 / 448]),
     "the largest of 2": ({"history": 2}, [3.5 / 448, 3.5 / 448, 3.5 / 448, 1.75 / 448, 1.75 / 448]),
     "the largest of 1": ({"history": 1}, [3.5 / 448, 3.5 / 448, 0.75 / 448, 1.75 / 448, 0.875 / 448]),
@@ -65,7 +64,7 @@ FACTORS: dict[str, tuple[dict[str, Any], list[float]]] = {
 
 
 @each("name", FACTORS)
-def test_scales_by_hand(name: str) -> None:
+def test_scales_by_hand(name):
     """The first step scales by its own amax, each other one by those before it."""
     settings, factors = FACTORS[name]
     layer, histories = single(every(delayed(**settings)))
@@ -81,7 +80,7 @@ def test_scales_by_hand(name: str) -> None:
                 assert math.frexp(found.item())[0] == 0.5, f"{operand}: {found.item()} is no power of two"
 
 
-def test_every_operand_has_its_own_settings() -> None:
+def test_every_operand_has_its_own_settings():
     casts = LinearCasts(
         fprop_x=delayed(history=2),
         fprop_w=delayed(history=5),
@@ -108,7 +107,7 @@ def test_every_operand_has_its_own_settings() -> None:
     assert found == pytest.approx(scaled_by, rel=2e-7)
 
 
-def test_every_layer_has_its_own_settings() -> None:
+def test_every_layer_has_its_own_settings():
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
     overrides = {
         "1": every(delayed(history=2)),
@@ -119,7 +118,7 @@ def test_every_layer_has_its_own_settings() -> None:
     histories = AmaxHistories(model)
     assert len(histories) == 3
     assert [layer.lowbit.amaxes is not None for layer in model[:4]] == [True, True, False, True]
-    expected: dict[str, list[float]] = {}
+    expected = {}
     for amax in (5.0, 3.0, 1.0, 2.0):
         for layer in model[:4]:
             one_pass(layer, amax)
@@ -149,13 +148,13 @@ CASTS = {
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
-def test_operands_are_quantized_with_the_amax_in_force(name: str, dtype: torch.dtype) -> None:
+def test_operands_are_quantized_with_the_amax_in_force(name, dtype):
     casts = CASTS[name]
     layer = layer_like(nn.Linear(IN, OUT, dtype=dtype), casts)
     histories = AmaxHistories(layer)
     sizes = {"x": (5.0, 17.0, 0.13), "w": (0.25, 0.11, 0.6), "g": (1e-3, 1.3e-4, 3e-3)}
     shapes = {"x": (TOKENS, IN), "w": (OUT, IN), "g": (TOKENS, OUT)}
-    largest: dict[str, list[Tensor]] = {name: [] for name in sizes}
+    largest = {name: [] for name in sizes}
     for step in range(3):
         tensors = {key: filled(shape, sizes[key][step], step).to(dtype) for key, shape in shapes.items()}
         layer.weight.data.copy_(tensors["w"])
@@ -179,7 +178,7 @@ def test_operands_are_quantized_with_the_amax_in_force(name: str, dtype: torch.d
             largest[key].append(amax_of(tensor))
 
 
-def test_two_levels_saturate_above_the_histories() -> None:
+def test_two_levels_saturate_above_the_histories():
     """2688 = 6 * 448 in force: the scale of the tensor is 1, and no block reaches higher."""
     layer, histories = single(NVFP4)
     layer(filled((TOKENS, IN), 2688.0))
@@ -196,7 +195,7 @@ def test_two_levels_saturate_above_the_histories() -> None:
     assert decoded.count_nonzero() == 6
 
 
-TRANSFORMS: dict[str, dict[str, Any]] = {
+TRANSFORMS = {
     "hadamard": {"hadamard": dict.fromkeys(GEMMS, 16)},
     "keyed": {"hadamard": {"fprop": 16, "wgrad": {"size": 32, "signs": "keyed"}}},
     "means": {"subtract_mean": tuple(GEMMS)},
@@ -206,12 +205,12 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
 
 @each("element", ["e4m3", "nvfp4"])
 @each("name", TRANSFORMS)
-def test_amaxes_are_those_of_the_transformed_tensor(name: str, element: str) -> None:
+def test_amaxes_are_those_of_the_transformed_tensor(name, element):
     cast = E4M3 if element == "e4m3" else NVFP4.fprop_x
-    layer, histories = single(every(cast, **TRANSFORMS[name]))  # type: ignore[arg-type]
+    layer, histories = single(every(cast, **TRANSFORMS[name]))
     casts = layer.casts
 
-    def transformed(operand: str, tensor: Tensor) -> Tensor:
+    def transformed(operand, tensor):
         gemm, kind = operand.split("_")
         if gemm in casts.subtract_mean and kind != "w":
             tensor = split_mean(tensor)[0]
@@ -220,7 +219,7 @@ def test_amaxes_are_those_of_the_transformed_tensor(name: str, element: str) -> 
             tensor = rotate(tensor, signs_of(matrix), CONTRACTION[operand])
         return tensor
 
-    expected: dict[str, list[float]] = {f"/{operand}": [] for operand in OPERANDS}
+    expected = {f"/{operand}": [] for operand in OPERANDS}
     for step, amax in enumerate((3.0, 1.0)):
         tensors = {"x": filled((TOKENS, IN), amax) + amax, "g": filled((TOKENS, OUT), amax, 2) + amax}
         tensors["w"] = layer.weight.data.copy_(filled((OUT, IN), amax, 1)).clone()
@@ -245,9 +244,9 @@ def test_amaxes_are_those_of_the_transformed_tensor(name: str, element: str) -> 
 
 
 @pytest.mark.parametrize("operand", ["fprop_x", "fprop_w"])
-def test_trust_ends_where_the_forward_pass_saturated(operand: str) -> None:
+def test_trust_ends_where_the_forward_pass_saturated(operand):
     """With 3.5 in force elements are multiplied by 128, and 448 + 16 is the last one that is trusted: 3.625."""
-    casts = LinearCasts(**{operand: E4M3}, surrogate={operand: "trust"})  # type: ignore[arg-type]
+    casts = LinearCasts(**{operand: E4M3}, surrogate={operand: "trust"})
     layer, histories = single(casts, 6, 1)
     sample = torch.tensor([[1.0, 3.5, -3.625, 3.65, -7.0, 14.0]])
     # With an empty history the own amax is in force, which saturates nothing.
@@ -268,8 +267,8 @@ def test_trust_ends_where_the_forward_pass_saturated(operand: str) -> None:
 
 @pytest.mark.parametrize("hadamard", [{}, {"fprop": 16}], ids=["", "rotated"])
 @pytest.mark.parametrize("kind", ["trust", "dge"])
-def test_surrogates_take_the_amax_of_the_forward_pass(kind: str, hadamard: dict[str, int]) -> None:
-    bare = LinearCasts(fprop_x=E4M3, fprop_w=E4M3, hadamard=hadamard)  # type: ignore[arg-type]
+def test_surrogates_take_the_amax_of_the_forward_pass(kind, hadamard):
+    bare = LinearCasts(fprop_x=E4M3, fprop_w=E4M3, hadamard=hadamard)
     (layer, histories), (straight, plain) = (
         single(bare.replace(surrogate=surrogate)) for surrogate in ({"fprop_x": kind, "fprop_w": kind}, {})
     )

@@ -5,8 +5,6 @@ And whose histories are when models are copied, converted anew or moved.
 
 import copy
 import io
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ from tests.nn.amax.histories import (
 from tests.nn.layers import Net, every, gradients, identical
 
 
-def test_state_is_plain_tensors() -> None:
+def test_state_is_plain_tensors():
     casts = LinearCasts(fprop_x=delayed(history=3), wgrad_g=delayed("e5m2", history=5))
     model, histories = trained(every(delayed(history=2)), steps=1, overrides={"second": casts, "head": "fp8-current"})
     expected = {f"first/{name}": 2 for name in OPERANDS} | {"second/fprop_x": 3, "second/wgrad_g": 5}
@@ -46,14 +44,14 @@ def test_state_is_plain_tensors() -> None:
     assert all(7 not in history for history in remembered(histories).values()), "the state is not a copy"
 
 
-def test_names_are_those_of_the_unwrapped_model() -> None:
+def test_names_are_those_of_the_unwrapped_model():
     model = nn.Sequential(torch.compile(convert(nn.Linear(8, 8), LinearCasts(fprop_x=E4M3))))
     assert list(AmaxHistories(model).state_dict()["amax_history"]) == ["0/fprop_x"]
 
 
 @pytest.mark.parametrize("casts", ["fp8-delayed", "mixed"])
-def test_a_loaded_state_goes_on_bit_for_bit(casts: str) -> None:
-    setup: dict[str, Any] = {}
+def test_a_loaded_state_goes_on_bit_for_bit(casts):
+    setup = {}
     if casts == "mixed":
         setup = {"casts": every(delayed(history=2)), "overrides": {"second": NVFP4.replace(dgrad_g=None)}}
     model, histories = trained(**setup)
@@ -73,9 +71,9 @@ def test_a_loaded_state_goes_on_bit_for_bit(casts: str) -> None:
     assert not torch.equal(steps_of(anew, anew_histories, range(3, 4))[0]["y"], expected[0]["y"]), "nothing to resume"
 
 
-def test_smoothed_channels_are_state() -> None:
+def test_smoothed_channels_are_state():
     model, histories = gated()
-    seen: list[Tensor] = []
+    seen = []
     model.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
     for micro_batch in range(2):
         model(filled((TOKENS, 16), 2.0, micro_batch)).sum().backward()
@@ -98,7 +96,7 @@ def test_smoothed_channels_are_state() -> None:
     assert torch.equal(histories.state_dict()["channel_amax"]["down_proj"], state["channel_amax"]["down_proj"])
 
 
-def test_loading_forgets_the_step_under_way() -> None:
+def test_loading_forgets_the_step_under_way():
     model, histories = trained()
     state = copy.deepcopy(histories.state_dict())
     gradients(model, filled((16, 32), 100.0))
@@ -109,7 +107,7 @@ def test_loading_forgets_the_step_under_way() -> None:
 
 
 # By case: how the state was saved, who loads it, and what the message says.
-OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = {
+OTHERS = {
     "shorter": (
         lambda: trained(),
         lambda: trained(every(delayed(history=8))),
@@ -162,7 +160,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_a_state_of_something_else_is_refused_whole(case: str) -> None:
+def test_a_state_of_something_else_is_refused_whole(case):
     save, load, words = OTHERS[case]
     state = save()[1].state_dict()
     model, histories = load()
@@ -187,7 +185,7 @@ def test_a_state_of_something_else_is_refused_whole(case: str) -> None:
     assert all(map(torch.equal, after, in_force))
 
 
-def test_the_model_holds_no_state() -> None:
+def test_the_model_holds_no_state():
     model, _ = trained()
     assert list(model.state_dict()) == list(Net().state_dict())
     assert not list(model.buffers())
@@ -195,7 +193,7 @@ def test_the_model_holds_no_state() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_dtype_of_the_model_is_not_that_of_amaxes(dtype: torch.dtype) -> None:
+def test_the_dtype_of_the_model_is_not_that_of_amaxes(dtype):
     model, histories = trained(steps=0)
     model.to(dtype)
     amax = 1.0 + 2**-7  # which both hold
@@ -206,7 +204,7 @@ def test_the_dtype_of_the_model_is_not_that_of_amaxes(dtype: torch.dtype) -> Non
         assert tensor.dtype == torch.float32
 
 
-def test_copies_are_independent() -> None:
+def test_copies_are_independent():
     model, histories = trained()
     before = copy.deepcopy(histories.state_dict())
     twin = copy.deepcopy(model)
@@ -229,7 +227,7 @@ def test_copies_are_independent() -> None:
     same_states(own, histories, "one by itself")
 
 
-def test_new_histories_take_the_place_of_old_ones() -> None:
+def test_new_histories_take_the_place_of_old_ones():
     model, old = trained()
     new = AmaxHistories(model)
     gradients(model, filled((16, 32), 9.0))
@@ -240,14 +238,14 @@ def test_new_histories_take_the_place_of_old_ones() -> None:
     assert remembered(new)["first/fprop_x"] == [9]
 
 
-def test_without_histories_is_refused() -> None:
+def test_without_histories_is_refused():
     layer = convert(nn.Linear(IN, OUT), LinearCasts(dgrad_g=E4M3))
     with pytest.raises(ValueError, match=r"Delayed scaling needs histories.*lightning_lowbit\.nn\.AmaxHistories"):
         layer(torch.ones(1, IN))
 
 
 @pytest.mark.parametrize("change", ["convert", "smooth"])
-def test_casts_that_the_histories_do_not_know_are_refused(change: str) -> None:
+def test_casts_that_the_histories_do_not_know_are_refused(change):
     """Other operands than those that are remembered would be scaled by their own amaxes for ever, without a word."""
     model, _ = gated(LinearCasts(fprop_x=E4M3), smooth=None)
     if change == "convert":
@@ -262,7 +260,7 @@ def test_casts_that_the_histories_do_not_know_are_refused(change: str) -> None:
     assert ("down_proj/dgrad_g" in remembered(histories)) == (change == "convert")
 
 
-def test_nothing_to_remember() -> None:
+def test_nothing_to_remember():
     model, _ = trained(steps=1)
     histories = AmaxHistories(convert(model, "fp8-current"))
     assert not histories
@@ -273,7 +271,7 @@ def test_nothing_to_remember() -> None:
     assert model.first.lowbit.amaxes is None, "it still holds those of former casts"
 
 
-def test_the_first_pass_may_be_in_inference_mode() -> None:
+def test_the_first_pass_may_be_in_inference_mode():
     """Evaluation before training moves what layers hold to their device; training then fills it in place."""
     model, histories = trained(steps=0)
     with torch.inference_mode():
@@ -286,7 +284,7 @@ def test_the_first_pass_may_be_in_inference_mode() -> None:
     histories.advance_()
 
 
-def test_moving_to_the_same_device_changes_nothing() -> None:
+def test_moving_to_the_same_device_changes_nothing():
     model, histories = trained()
     before = model.first.lowbit.amaxes
     gradients(model, filled((16, 32), 9.0))

@@ -1,12 +1,10 @@
 """Delayed scaling, step by step: what a pass stages, what is remembered of a step, and what is no step."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import convert
@@ -31,7 +29,7 @@ from tests.optim.parameters import NoHostSync
 from tests.tables import each
 
 
-def test_a_step_is_the_largest_of_its_passes() -> None:
+def test_a_step_is_the_largest_of_its_passes():
     layer, histories = single(every(E4M3))
     for step, amaxes in enumerate(([1.0, 3.0, 2.0], [0.5, 0.25])):
         for amax in amaxes:
@@ -48,7 +46,7 @@ def test_a_step_is_the_largest_of_its_passes() -> None:
     assert remembered(histories) == {f"/{operand}": [3, 0.5] for operand in OPERANDS}, "advanced without a pass"
 
 
-def test_each_tensor_has_its_own_history() -> None:
+def test_each_tensor_has_its_own_history():
     layer, histories = single(every(E4M3))
     for x, w, g in ((1.0, 2.0, 3.0), (6.0, 5.0, 4.0)):
         one_pass(layer, x, w, g)
@@ -57,7 +55,7 @@ def test_each_tensor_has_its_own_history() -> None:
     assert remembered(histories) == {f"/{operand}": expected[operand[-1]] for operand in OPERANDS}
 
 
-def test_amaxes_are_those_of_the_compute_dtype() -> None:
+def test_amaxes_are_those_of_the_compute_dtype():
     layer, histories = single(every(E4M3))
     layer.weight.data.copy_(filled((OUT, IN), 1.001))
     run(layer, filled((TOKENS, IN), 1.002), filled((TOKENS, OUT), 1.003), autocast=True)
@@ -67,7 +65,7 @@ def test_amaxes_are_those_of_the_compute_dtype() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_evaluation_is_no_step(mode: Callable[[], Any]) -> None:
+def test_evaluation_is_no_step(mode):
     layer, histories = single(every(E4M3))
     one_pass(layer, 3.5)
     histories.advance_()
@@ -89,7 +87,7 @@ def test_evaluation_is_no_step(mode: Callable[[], Any]) -> None:
     assert remembered(histories)["/fprop_x"] == [3.5, 7]
 
 
-def test_a_pass_that_the_step_overtakes_keeps_its_scales() -> None:
+def test_a_pass_that_the_step_overtakes_keeps_its_scales():
     """The backward pass scales by what was in force in its forward pass."""
     found = []
     for overtaken in (False, True):
@@ -110,14 +108,14 @@ class Blocks(Net):
 
     use_reentrant: bool | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.block(x) if self.use_reentrant is None else checkpoint(self.block, x, use_reentrant=self.use_reentrant)
         return self.head(x + y)
 
 
 @pytest.mark.parametrize("casts", ["fp8-delayed", NVFP4], ids=["fp8", "nvfp4"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_changes_nothing(use_reentrant: bool, casts: Any) -> None:
+def test_activation_checkpointing_changes_nothing(use_reentrant, casts):
     models = []
     for kind in (None, use_reentrant):
         torch.manual_seed(0)
@@ -136,7 +134,7 @@ def test_activation_checkpointing_changes_nothing(use_reentrant: bool, casts: An
     assert len(remembered(histories)["first/fprop_x"]) == 4
 
 
-def test_a_layer_that_does_not_run_keeps_what_it_has() -> None:
+def test_a_layer_that_does_not_run_keeps_what_it_has():
     model = convert(nn.ModuleList(nn.Linear(IN, OUT, bias=False) for _ in range(2)), every(E4M3))
     histories = AmaxHistories(model)
     for amax, layers in ((3.5, (0, 1)), (7.0, (0,)), (14.0, (1,))):
@@ -149,7 +147,7 @@ def test_a_layer_that_does_not_run_keeps_what_it_has() -> None:
     assert remembered(histories) == {f"{i}/{name}": history for i, history in expected.items() for name in OPERANDS}
 
 
-def test_a_phase_leaves_the_histories_of_what_it_does_not_quantize() -> None:
+def test_a_phase_leaves_the_histories_of_what_it_does_not_quantize():
     layer, histories = single(every(E4M3))
     for phase in ("fqt", "qaf", "bf16", "hp-forward", "fqt"):
         set_phase(layer, phase)
@@ -159,7 +157,7 @@ def test_a_phase_leaves_the_histories_of_what_it_does_not_quantize() -> None:
     assert remembered(histories) == forward | {f"/{name}": [1, 4, 1] for name in OPERANDS[2:]}
 
 
-def test_a_layer_that_runs_twice_remembers_the_larger() -> None:
+def test_a_layer_that_runs_twice_remembers_the_larger():
     layer, histories = single(every(E4M3), IN, IN)
     x = filled((TOKENS, IN), 2.0)
     middle = layer(x)
@@ -170,7 +168,7 @@ def test_a_layer_that_runs_twice_remembers_the_larger() -> None:
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["", "first"])
-def test_zeros_change_nothing(first: bool) -> None:
+def test_zeros_change_nothing(first):
     layer, histories = single(every(E4M3))
     if not first:
         one_pass(layer, 3.5)
@@ -190,7 +188,7 @@ def test_zeros_change_nothing(first: bool) -> None:
 @each("first", [False, True])
 @each("bad", [torch.inf, -torch.inf, torch.nan])
 @each("where", BY_TENSOR)
-def test_an_overflow_is_seen_and_not_remembered(where: str, bad: float, first: bool) -> None:
+def test_an_overflow_is_seen_and_not_remembered(where, bad, first):
     layer, histories = single(every(E4M3))
     if not first:
         one_pass(layer, 3.5)
@@ -215,7 +213,7 @@ def test_an_overflow_is_seen_and_not_remembered(where: str, bad: float, first: b
     assert all(tensor is not None and tensor.isfinite().all() for tensor in found.values()), "it lasts"
 
 
-def test_an_overflow_in_one_micro_batch_leaves_the_others() -> None:
+def test_an_overflow_in_one_micro_batch_leaves_the_others():
     layer, histories = single(every(E4M3))
     for amax in (2.0, torch.inf, 3.0, torch.nan):
         one_pass(layer, amax)
@@ -226,7 +224,7 @@ def test_an_overflow_in_one_micro_batch_leaves_the_others() -> None:
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def test_amaxes_of_gradients_follow_the_scale_of_the_loss() -> None:
+def test_amaxes_of_gradients_follow_the_scale_of_the_loss():
     """Those of the step under way too; without an index that the host would copy to the device."""
 
     class NoIndex(NoHostSync):
@@ -252,7 +250,7 @@ def test_amaxes_of_gradients_follow_the_scale_of_the_loss() -> None:
         assert remembered(histories)["/dgrad_g"] == [], "what is unknown is 0: they are empty"
 
 
-def test_a_state_knows_the_scale_of_its_amaxes() -> None:
+def test_a_state_knows_the_scale_of_its_amaxes():
     layer, histories = single(every(E4M3))
     histories.follow_(0.25)
     one_pass(layer, 1.0)
@@ -268,13 +266,13 @@ def test_a_state_knows_the_scale_of_its_amaxes() -> None:
     assert remembered(histories)["/wgrad_g"] == [1], "a state without a scale is taken to be unscaled"
 
 
-def test_one_collective_per_step() -> None:
+def test_one_collective_per_step():
     """Whatever is given as the maximum over ranks is what is remembered."""
     model, histories = gated()
     plain, alone = gated()
-    calls: list[Tensor] = []
+    calls = []
 
-    def as_if_twice_as_large_elsewhere(tensor: Tensor) -> None:
+    def as_if_twice_as_large_elsewhere(tensor):
         calls.append(tensor.clone())
         tensor.mul_(2)
 
@@ -300,11 +298,11 @@ def test_one_collective_per_step() -> None:
     assert not calls[3].any()
 
 
-def test_ranks_that_reduce_agree() -> None:
+def test_ranks_that_reduce_agree():
     """Two replicas with different batches: the larger amax of both is what either remembers."""
     ranks = [trained(steps=0) for _ in range(2)]
     for step in range(2):
-        staged: list[Tensor] = []
+        staged = []
         for rank, (model, histories) in enumerate(ranks):
             gradients(model, filled((16, 32), [[1.0, 4.0], [3.0, 2.0]][rank][step], rank))
             reference = copy.deepcopy(histories)

@@ -4,9 +4,9 @@ remembered."""
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_lowbit import Cast, LinearCasts, convert, quantize
+from lightning_lowbit import LinearCasts, convert, quantize
 from lightning_lowbit.nn import AmaxHistories
 from lightning_lowbit.quant.scales import scales_of
 from tests.golden_vectors import load
@@ -24,7 +24,7 @@ CONFIGS = [
 ]
 
 
-def by_the_rule(amaxes: np.ndarray, cast: Cast) -> tuple[Tensor, Tensor, list[float]]:
+def by_the_rule(amaxes, cast):
     """At the last of the steps with these amaxes: what is in force, what elements are multiplied by, and the history
     after it. An amax that is 0 or not finite is not remembered, and with nothing remembered the own one is in force."""
     scale = cast.scale
@@ -46,7 +46,7 @@ def by_the_rule(amaxes: np.ndarray, cast: Cast) -> tuple[Tensor, Tensor, list[fl
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("sequence", SEQUENCES)
 @pytest.mark.parametrize("config", range(len(CONFIGS)))
-def test_the_rule_is_that_of_the_golden_vectors(config: int, sequence: str) -> None:
+def test_the_rule_is_that_of_the_golden_vectors(config, sequence):
     """And where it is not: before the first amax, where theirs is a scale of 1, and after one that is not finite."""
     cast, amaxes = CONFIGS[config], GOLDEN[f"{sequence}/amax"]
     scales, histories = GOLDEN[f"{sequence}/scale_used"][config], GOLDEN[f"{sequence}/history_after"][config]
@@ -64,7 +64,7 @@ def test_the_rule_is_that_of_the_golden_vectors(config: int, sequence: str) -> N
 
 
 @pytest.mark.parametrize("first", range(0, len(SEQUENCES), 3), ids=lambda i: "-".join(SEQUENCES[i : i + 3]))
-def test_golden_vectors(first: int) -> None:
+def test_golden_vectors(first):
     """Layers of all configurations in one model, with a sequence for x, one for w and one for g: every operand is
     scaled, bit for bit, as the rule has it, and the histories are the rule's."""
     size = 4
@@ -76,7 +76,7 @@ def test_golden_vectors(first: int) -> None:
     for step in range(12):
         amaxes = {kind: GOLDEN[f"{name}/amax"][: step + 1] for kind, name in names.items()}
         tensors = {kind: filled((size, size), float(given[-1]), step) for kind, given in amaxes.items()}
-        state: dict[str, list[float]] = {}
+        state = {}
         for i, (layer, cast) in enumerate(zip(model, CONFIGS, strict=True)):
             layer.weight.data.copy_(tensors["w"])
             with spied() as seen:
@@ -108,7 +108,7 @@ def test_golden_vectors(first: int) -> None:
         assert not wrong, f"after step {step}: {wrong[0]} is {found[wrong[0]]}, not {state[wrong[0]]}"
 
 
-def test_golden_single_amaxes() -> None:
+def test_golden_single_amaxes():
     """A history of one step: 0 and what is not finite leave the scale at 1."""
     amaxes, scales, largest = (GOLDEN[f"unit_tests/{name}"] for name in ("amax", "scale", "fp8_max"))
     casts = [LinearCasts(fprop_x=delayed("e4m3" if most == 448 else "e5m2", history=1)) for most in largest]
@@ -127,7 +127,7 @@ def test_golden_single_amaxes() -> None:
 
 
 @pytest.mark.parametrize(("sequence", "frozen_until"), [("inf", 7), ("nan", 5)])
-def test_what_is_not_finite_is_forgotten_at_once(sequence: str, frozen_until: int) -> None:
+def test_what_is_not_finite_is_forgotten_at_once(sequence, frozen_until):
     """On purpose: with an infinity in its history the peer's scale stays what it was until that has left. After step 4,
     whose amax is 100, it is 448 / 100."""
     config, amaxes = 0, GOLDEN[f"{sequence}/amax"]  # E4M3, the largest of 4 steps

@@ -2,13 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from lightning_lowbit import LinearCasts
 from lightning_lowbit.nn import OPERANDS
@@ -21,7 +18,7 @@ HEADS = 3
 NEAREST = ("dgrad_g", "wgrad_g", "wgrad_x")
 
 
-def products(casts: Any, keys: Tensor | None = None) -> dict[str, Any]:
+def products(casts, keys=None):
     made = {name: ActivationProduct(torch.nn.Module()) for name in ("qk", "pv")}
     for i, product in enumerate(made.values()):
         product.set_casts(LinearCasts.of(casts))
@@ -29,39 +26,39 @@ def products(casts: Any, keys: Tensor | None = None) -> dict[str, Any]:
     return made
 
 
-def keys_of(seed: int) -> Tensor:
+def keys_of(seed):
     return torch.randint(-(2**62), 2**62, (2, len(OPERANDS)), generator=torch.Generator().manual_seed(seed))
 
 
-def in_tiles(tile: int) -> Callable[..., Tensor]:
+def in_tiles(tile):
     """:func:`attend` with this many queries in a tile."""
 
-    def call(made: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **given: Any) -> Tensor:
+    def call(made, q, k, v, mask=None, **given):
         how = Attention(
             *(made[name].product_pass(q.dtype, q.device) for name in ("qk", "pv")),
             q.shape[-1] ** -0.5,
             given.get("is_causal", False),
             tile,
         )
-        return QuantizedAttention.apply(q, k, v, mask, how)[0]  # type: ignore[no-any-return, no-untyped-call]
+        return QuantizedAttention.apply(q, k, v, mask, how)[0]
 
     return call
 
 
-def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+def drawn(*shapes, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def run(call: Callable[..., Tensor], inputs: list[Tensor], g: Tensor | None = None) -> list[Tensor]:
+def run(call, inputs, g=None):
     """The output and all gradients."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     y = call(*leaves)
     y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) if g is None else g)
-    return [y.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "square": {"queries": 40, "keys": 40},
     "causal": {"queries": 40, "keys": 40, "is_causal": True},
     "causal, more keys": {"queries": 24, "keys": 40, "is_causal": True},
@@ -76,7 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def inputs_of(case: dict[str, Any], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+def inputs_of(case, dtype):
     given = dict(case)
     queries, keys, mask = given.pop("queries"), given.pop("keys"), given.pop("mask", None)
     of_kv = given.pop("of_kv", HEADS)
@@ -90,7 +87,7 @@ def inputs_of(case: dict[str, Any], dtype: torch.dtype) -> tuple[list[Tensor], d
     return inputs, given
 
 
-def test_without_casts_it_is_torchs_attention_up_to_rounding() -> None:
+def test_without_casts_it_is_torchs_attention_up_to_rounding():
     """In float64, sums of up to 40 terms in another order; float32 likewise, with 2^29 times its rounding."""
     for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 2e-6)):
         for name, case in CASES.items():
@@ -123,7 +120,7 @@ def test_without_casts_it_is_torchs_attention_up_to_rounding() -> None:
     ],
 )
 @pytest.mark.fast("nvfp4-True", "fp8-row-False", "nvfp4-nvidia-True", "int4-True")
-def test_with_casts_it_is_what_whole_matrices_give(casts: str, is_causal: bool) -> None:
+def test_with_casts_it_is_what_whole_matrices_give(casts, is_causal):
     """Equal but for the order of sums, where these are not exact. The data keep results of casts off ties."""
     queries, keys = 40, 40
     for dtype in (torch.float32, torch.bfloat16):
@@ -142,7 +139,7 @@ def test_with_casts_it_is_what_whole_matrices_give(casts: str, is_causal: bool) 
 
 @pytest.mark.parametrize("casts", ["nvfp4", "mxfp4"])  # whose sums of scores are exact in float32
 @pytest.mark.fast("nvfp4")
-def test_tiles_change_no_bits_but_the_order_of_sums_over_queries(casts: str) -> None:
+def test_tiles_change_no_bits_but_the_order_of_sums_over_queries(casts):
     """Scales of tensors are those of all tiles, and random bits those of the whole matrix."""
     for is_causal, dtype in itertools.product((False, True), (torch.float32, torch.bfloat16)):
         inputs = drawn((2, HEADS, 300, 20), (2, HEADS, 300, 20), (2, HEADS, 300, 20), dtype=dtype)
@@ -157,8 +154,8 @@ def test_tiles_change_no_bits_but_the_order_of_sums_over_queries(casts: str) -> 
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def test_tiles_hold_whole_blocks_and_scales() -> None:
-    def tile(casts: str, size: int) -> int:
+def test_tiles_hold_whole_blocks_and_scales():
+    def tile(casts, size):
         return calls._queries_in_tile(LinearCasts.of(casts), LinearCasts.of(casts), 4096, size)
 
     assert tile("nvfp4", 2**20) == 16
@@ -169,7 +166,7 @@ def test_tiles_hold_whole_blocks_and_scales() -> None:
         assert tile(casts, 2**30) == 4096, "a scale or a rotation reaches over all queries"
 
 
-def test_random_bits_are_those_of_the_keys() -> None:
+def test_random_bits_are_those_of_the_keys():
     inputs = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
     one, same, other = (run(lambda *x, s=s: attend(products("nvfp4", keys_of(s)), *x), inputs) for s in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
@@ -177,7 +174,7 @@ def test_random_bits_are_those_of_the_keys() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(one[1:], other[1:], strict=True))
 
 
-def test_each_operand_has_its_cast() -> None:
+def test_each_operand_has_its_cast():
     """Each of the twelve changes what its GEMM gives, and what follows from that, and nothing else."""
     inputs = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
     results = ("o", "dq", "dk", "dv")
@@ -195,10 +192,10 @@ def test_each_operand_has_its_cast() -> None:
         assert differing == changed[product][operand.partition("_")[0]], (product, operand)
 
 
-def test_annealing_blends_operands() -> None:
+def test_annealing_blends_operands():
     inputs = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
 
-    def at(share: float | None) -> list[Tensor]:
+    def at(share):
         made = products("mxfp8")
         for product in made.values():
             product.lowbit.blend = None if share is None else torch.tensor(share)
@@ -210,7 +207,7 @@ def test_annealing_blends_operands() -> None:
     assert not torch.equal(at(0.5)[0], at(1.0)[0])
 
 
-def test_autocast_gives_its_dtype() -> None:
+def test_autocast_gives_its_dtype():
     inputs = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
     with torch.autocast("cpu", torch.bfloat16):
         y = attend(products("nvfp4"), *inputs)
@@ -218,9 +215,9 @@ def test_autocast_gives_its_dtype() -> None:
     assert torch.equal(y, attend(products("nvfp4"), *(x.bfloat16() for x in inputs)))
 
 
-def test_refusals() -> None:
+def test_refusals():
     q, k, v = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
-    calls: dict[str, dict[str, Any]] = {
+    calls = {
         "dropout_p": {"dropout_p": 1.5},
         "is bool .* got torch.int64": {"attn_mask": torch.ones(20, 20, dtype=torch.int64)},
         "not both": {"attn_mask": torch.ones(20, 20, dtype=torch.bool), "is_causal": True},
@@ -234,13 +231,13 @@ def test_refusals() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_gradients_are_those_of_differences(is_causal: bool) -> None:
+def test_gradients_are_those_of_differences(is_causal):
     inputs = [x.requires_grad_() for x in drawn((2, 5, 3), (2, 4, 3), (2, 4, 2), (5, 4), dtype=torch.float64)]
     inputs = inputs[:3] if is_causal else inputs  # the last one is a mask
     assert torch.autograd.gradcheck(lambda *x: in_tiles(3)(products("bf16"), *x, is_causal=is_causal), inputs)
 
 
-def test_rotated_operands_are_scaled_by_their_own_amax() -> None:
+def test_rotated_operands_are_scaled_by_their_own_amax():
     """A column of P may be all ones, and its rotation four times as large: one scale for an amax of 1 would clip it."""
     q, v, g = torch.zeros(1, 16, 16), torch.randn(1, 1, 16), torch.ones(1, 16, 16)
     k = torch.zeros(1, 1, 16)  # one key, which all queries see
@@ -248,14 +245,14 @@ def test_rotated_operands_are_scaled_by_their_own_amax() -> None:
     torch.testing.assert_close(got[3], torch.full((1, 1, 16), 16.0), rtol=0.02, atol=0)
 
 
-def test_dropout_drops_its_share_of_p_alike_in_both_passes_and_all_tiles() -> None:
+def test_dropout_drops_its_share_of_p_alike_in_both_passes_and_all_tiles():
     inputs = drawn((2, HEADS, 40, 20), (2, HEADS, 40, 20), (2, HEADS, 40, 12), dtype=torch.float64)
     key = torch.tensor(0x1234567890ABCDEF)
 
-    def call(*x: Tensor, tile: int = 64) -> Tensor:
+    def call(*x, tile=64):
         made = products("bf16")
         passes = [made[name].product_pass(torch.float64, x[0].device) for name in ("qk", "pv")]
-        return QuantizedAttention.apply(*x, None, Attention(*passes, 0.2, True, tile, 0.25, key))[0]  # type: ignore[no-any-return, no-untyped-call]
+        return QuantizedAttention.apply(*x, None, Attention(*passes, 0.2, True, tile, 0.25, key))[0]
 
     ones = torch.ones(6, 40, 40, dtype=torch.float64)
     both = [products("bf16")["qk"].product_pass(torch.float64, ones.device)] * 2
@@ -263,7 +260,7 @@ def test_dropout_drops_its_share_of_p_alike_in_both_passes_and_all_tiles() -> No
     assert set(kept.unique().tolist()) == {0.0, 1 / 0.75}
     assert (kept == 0).double().mean().item() == pytest.approx(0.25, abs=0.02)  # of 9600
 
-    def wanted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def wanted(q, k, v):
         scores = (q @ k.mT * 0.2).masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -torch.inf)
         return (scores.softmax(-1) * kept.view(2, HEADS, 40, 40)) @ v
 
@@ -272,10 +269,10 @@ def test_dropout_drops_its_share_of_p_alike_in_both_passes_and_all_tiles() -> No
             torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
 
 
-def test_dropout_follows_the_generator_and_the_scale_of_p_leaves_it_room() -> None:
+def test_dropout_follows_the_generator_and_the_scale_of_p_leaves_it_room():
     inputs = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
 
-    def at(seed: int, casts: str = "nvfp4") -> Tensor:
+    def at(seed, casts="nvfp4"):
         torch.manual_seed(seed)
         return attend(products(casts), *inputs, dropout_p=0.5)
 

@@ -3,13 +3,11 @@
 import copy
 import inspect
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as renamed
 from torch.utils.checkpoint import checkpoint
 
@@ -23,36 +21,36 @@ WIDTH, HEADS = 32, 4
 
 
 class Base(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, x):
         return self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind()
 
-    def merged(self, o: Tensor) -> Tensor:
-        return self.out(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+    def merged(self, o):
+        return self.out(o.transpose(1, 2).flatten(2))
 
 
 class InForward(Base):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.merged(F.scaled_dot_product_attention(*self.heads(x), is_causal=True))
 
 
 class InMethod(Base):
-    def attend(self, x: Tensor) -> Tensor:
+    def attend(self, x):
         return torch.nn.functional.scaled_dot_product_attention(*self.heads(x))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.merged(self.attend(x))
 
 
-def helper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def helper(q, k, v):
     return renamed(q, k, v)
 
 
 class InFunction(Base):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.merged(helper(*self.heads(x)))
 
 
@@ -63,7 +61,7 @@ class Inherited(InMethod):
 class ByHand(Base):
     """Attention that is not found: it calls no function of torch for it."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.heads(x)
         return self.merged((q @ k.mT).softmax(-1) @ v)
 
@@ -71,27 +69,27 @@ class ByHand(Base):
 class Holds(Base):
     """Calls attention outside of its forward pass, which only runs a module that attends."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = InForward()
 
-    def other(self, x: Tensor) -> Tensor:
+    def other(self, x):
         return F.scaled_dot_product_attention(*self.heads(x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x)  # type: ignore[no-any-return]
+    def forward(self, x):
+        return self.attention(x)
 
 
 class WithDropout(InForward):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.merged(F.scaled_dot_product_attention(*self.heads(x), dropout_p=0.2))
 
 
-def x_of(tokens: int = 20) -> Tensor:
+def x_of(tokens=20):
     return torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def model_of(*classes: type[nn.Module], casts: Any = "nvfp4", **kwargs: Any) -> tuple[nn.Sequential, LayerKeys]:
+def model_of(*classes, casts="nvfp4", **kwargs):
     torch.manual_seed(0)
     model = convert(nn.Sequential(*(cls() for cls in classes)), "bf16", attention=casts, **kwargs)
     keys = LayerKeys(model)
@@ -99,11 +97,11 @@ def model_of(*classes: type[nn.Module], casts: Any = "nvfp4", **kwargs: Any) -> 
     return model, keys
 
 
-def names(model: nn.Module) -> set[str]:
+def names(model):
     return {clean_name(name) for name in quantized_layers(model)}
 
 
-def test_modules_attend_where_their_forward_pass_calls_it() -> None:
+def test_modules_attend_where_their_forward_pass_calls_it():
     for cls in (InForward, InMethod, InFunction, Inherited):
         assert list(attending(cls())) == ["_products.qk", "_products.pv"], cls
     assert not attending(ByHand())
@@ -112,7 +110,7 @@ def test_modules_attend_where_their_forward_pass_calls_it() -> None:
 
 
 @pytest.mark.parametrize("cls", [InForward, InMethod, InFunction])
-def test_calls_reach_the_products_and_nothing_stays_behind(cls: type[nn.Module]) -> None:
+def test_calls_reach_the_products_and_nothing_stays_behind(cls):
     model, _ = model_of(cls)
     assert inspect.signature(model[0].forward) == inspect.signature(cls().forward)
     plain = restore_classes(copy.deepcopy(model))
@@ -135,13 +133,13 @@ def test_calls_reach_the_products_and_nothing_stays_behind(cls: type[nn.Module])
     assert torch.equal(renamed(q, q, q), F.scaled_dot_product_attention(q, q, q))
 
 
-def test_none_by_default() -> None:
+def test_none_by_default():
     model = convert(nn.Sequential(InForward(), nn.MultiheadAttention(WIDTH, HEADS)), "nvfp4")
     assert type(model[0]) is InForward
     assert not {name for name in names(model) if name.endswith(("qk", "pv"))}
 
 
-def test_names_hold_for_patterns() -> None:
+def test_names_hold_for_patterns():
     classes = (InForward, InMethod, InFunction)
     model, _ = model_of(*classes, skip=["0"], overrides={"2\\.pv": "mxfp8"})
     of_each = {clean_name(name): layer.casts for name, layer in quantized_layers(model).items()}
@@ -155,7 +153,7 @@ def test_names_hold_for_patterns() -> None:
     assert all(layer.casts == LinearCasts() for layer in quantized_layers(model).values() if layer.kind == "attention")
 
 
-def test_state_dict_copies_and_pickles() -> None:
+def test_state_dict_copies_and_pickles():
     model, _ = model_of(InForward, InMethod)
     assert model.state_dict().keys() == nn.Sequential(InForward(), InMethod()).state_dict().keys()
     y = model(x_of())
@@ -167,7 +165,7 @@ def test_state_dict_copies_and_pickles() -> None:
         assert not torch.equal(copied(x_of()), y)
 
 
-def gradients(model: nn.Module, keys: LayerKeys, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def gradients(model, keys, call):
     keys.fill_(3)
     torch.manual_seed(3)
     model.zero_grad()
@@ -177,10 +175,10 @@ def gradients(model: nn.Module, keys: LayerKeys, call: Callable[[Tensor], Tensor
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed_activations_have_the_same_bits(use_reentrant: bool) -> None:
+def test_recomputed_activations_have_the_same_bits(use_reentrant):
     model, keys = model_of(InForward, WithDropout)
 
-    def call(x: Tensor) -> Tensor:
+    def call(x):
         for module in model:
             x = checkpoint(module, x.requires_grad_(), use_reentrant=use_reentrant)
         return x
@@ -191,7 +189,7 @@ def test_recomputed_activations_have_the_same_bits(use_reentrant: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13's Dynamo
-def test_compiled_models_run_the_modules_eagerly() -> None:
+def test_compiled_models_run_the_modules_eagerly():
     model, keys = model_of(InForward, InMethod)
     wanted = gradients(model, keys, model)
     got = gradients(model, keys, torch.compile(model, backend="aot_eager"))
@@ -200,12 +198,12 @@ def test_compiled_models_run_the_modules_eagerly() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_nn_multihead_attention_is_compiled_as_one_graph() -> None:
-    model: Any = convert(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), "bf16", attention="nvfp4")
+def test_nn_multihead_attention_is_compiled_as_one_graph():
+    model = convert(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), "bf16", attention="nvfp4")
     keys = LayerKeys(model)
 
-    def call(x: Tensor) -> Tensor:
-        return model(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+    def call(x):
+        return model(x, x, x, need_weights=False)[0]
 
     wanted = gradients(model, keys, call)
     got = gradients(model, keys, torch.compile(call, backend="aot_eager", fullgraph=True))
@@ -214,8 +212,8 @@ def test_nn_multihead_attention_is_compiled_as_one_graph() -> None:
     assert not torch.equal(wanted[0], plain(x_of(), x_of(), x_of())[0])
 
 
-def test_weights_that_are_asked_for_are_in_high_precision() -> None:
-    model: Any = convert(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), "bf16", attention="nvfp4")
+def test_weights_that_are_asked_for_are_in_high_precision():
+    model = convert(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), "bf16", attention="nvfp4")
     LayerKeys(model).fill_(0)
     x = x_of()
     with_weights, without = model(x, x, x), model(x, x, x, need_weights=False)
@@ -225,7 +223,7 @@ def test_weights_that_are_asked_for_are_in_high_precision() -> None:
     assert not torch.equal(with_weights[0], plain[0])
 
 
-def test_flops_of_both_products() -> None:
+def test_flops_of_both_products():
     """The backward pass computes scores once more; a second pass over tiles for one scale would count likewise."""
     model, _ = model_of(InMethod)
     with GemmCounter(model) as counter:
@@ -238,7 +236,7 @@ def test_flops_of_both_products() -> None:
     assert not counter.others
 
 
-def test_annealing() -> None:
+def test_annealing():
     model, _ = model_of(InForward, casts="mxfp8")
     plain = restore_classes(copy.deepcopy(model))
     set_blend(model, 0.0)
@@ -255,8 +253,8 @@ class Eager(InForward):
     config = Config()
 
 
-def test_refusals() -> None:
-    cases: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+def test_refusals():
+    cases = {
         "has none": (nn.Linear(4, 4), {"attention": "nvfp4"}),
         "skip and only leave none": (InForward(), {"attention": "nvfp4", "only": ["qkv"]}),
         "'fp8-current'": (InForward(), {"attention": "fp8-delayed"}),

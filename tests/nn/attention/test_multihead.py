@@ -3,13 +3,11 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import IntegerPrecision, LinearCasts, convert
@@ -22,7 +20,7 @@ from tests.pairwise import cover
 
 WIDTH, HEADS, BATCH, QUERIES, KEYS = 48, 3, 2, 5, 7
 
-OPTIONS: dict[str, tuple[Any, ...]] = {
+OPTIONS = {
     "inputs": ("one", "key is value", "three", "of other widths"),
     "batch_first": (False, True),
     "unbatched": (False, True),
@@ -37,16 +35,16 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def cases() -> list[dict[str, Any]]:
+def cases():
     return [dict(zip(OPTIONS, values, strict=True)) for values in product(*OPTIONS.values())]
 
 
-def some_cases(count: int, seed: int) -> list[dict[str, Any]]:
+def some_cases(count, seed):
     every = cases()
     return [every[int(i)] for i in torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))[:count]]
 
 
-def in_pairs() -> list[dict[str, Any]]:
+def in_pairs():
     """A sample of all cases in which any two options meet."""
     sample = some_cases(600, 0)
     numbers = [{name: OPTIONS[name].index(value) for name, value in case.items()} for case in sample]
@@ -57,7 +55,7 @@ def in_pairs() -> list[dict[str, Any]]:
     return chosen
 
 
-def attention(case: dict[str, Any]) -> nn.MultiheadAttention:
+def attention(case):
     torch.manual_seed(1)
     widths = {"kdim": 32, "vdim": 16} if case["inputs"] == "of other widths" else {}
     options = {name: case[name] for name in ("bias", "add_bias_kv", "add_zero_attn", "batch_first")}
@@ -67,12 +65,12 @@ def attention(case: dict[str, Any]) -> nn.MultiheadAttention:
     return module.train(case["training"])
 
 
-def arguments(case: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
+def arguments(case):
     """The tensors that differ from each other, and keyword arguments."""
     generator = torch.Generator().manual_seed(2)
     keys = QUERIES if case["inputs"] == "one" else KEYS
 
-    def tokens(count: int, width: int) -> Tensor:
+    def tokens(count, width):
         batched = (BATCH, count, width) if case["batch_first"] else (count, BATCH, width)
         return torch.randn((count, width) if case["unbatched"] else batched, generator=generator)
 
@@ -95,7 +93,7 @@ def arguments(case: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
     return inputs, given
 
 
-def run(module: nn.Module, inputs: list[Tensor], given: dict[str, Any]) -> dict[str, Tensor | None]:
+def run(module, inputs, given):
     leaves = [x.clone().requires_grad_() for x in inputs]
     torch.manual_seed(3)
     y, weights = module(leaves[0], leaves[min(1, len(leaves) - 1)], leaves[-1], **given)
@@ -106,7 +104,7 @@ def run(module: nn.Module, inputs: list[Tensor], given: dict[str, Any]) -> dict[
     return {"y": y, "weights": weights, **{f"x{i}": leaf.grad for i, leaf in enumerate(leaves)}, **grads}
 
 
-def compare_with_torch(options: list[dict[str, Any]]) -> None:
+def compare_with_torch(options):
     for case in options:
         original = attention(case)
         converted = convert(copy.deepcopy(original), "bf16")
@@ -122,19 +120,19 @@ def compare_with_torch(options: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
-def test_its_own_forward_pass_without_casts_equals_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_own_forward_pass_without_casts_equals_that_of_torch(monkeypatch):
     monkeypatch.setattr(QuantizedMultihead, "is_plain", False)
     compare_with_torch(in_pairs())
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
-def test_many_options_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_options_together(monkeypatch):
     monkeypatch.setattr(QuantizedMultihead, "is_plain", False)
     compare_with_torch(some_cases(1500, 1))
 
 
-def by_hand(module: nn.MultiheadAttention, casts: Any, sizes: tuple[int, ...]) -> tuple[list[nn.Linear], nn.Linear]:
+def by_hand(module, casts, sizes):
     """Converted linear layers for the parts of ``in_proj``, and ``out_proj``."""
     parts = []
     bounds = [WIDTH * size for size in sizes]
@@ -148,7 +146,7 @@ def by_hand(module: nn.MultiheadAttention, casts: Any, sizes: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("inputs", ["one", "key is value", "three"])
-def test_with_casts_its_projections_are_those_of_layers(inputs: str) -> None:
+def test_with_casts_its_projections_are_those_of_layers(inputs):
     """One GEMM per tensor that differs from the others, each with scales of its own."""
     casts = LinearCasts.preset("nvfp4").with_rounding(dict.fromkeys(("dgrad_g", "wgrad_g", "wgrad_x"), "nearest"))
     case = {**cases()[0], "inputs": inputs, "bias": True, "need_weights": False, "training": True}
@@ -164,7 +162,7 @@ def test_with_casts_its_projections_are_those_of_layers(inputs: str) -> None:
     else:
         q, k, v = qkv.chunk(3, -1)
 
-    def heads(x: Tensor) -> Tensor:
+    def heads(x):
         return x.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3)
 
     o = nn.functional.scaled_dot_product_attention(heads(q), heads(k), heads(v))
@@ -175,16 +173,16 @@ def test_with_casts_its_projections_are_those_of_layers(inputs: str) -> None:
     g = torch.randn_like(y)
     wanted.backward(g)
     y.backward(g)
-    weights = torch.cat([layer.weight.grad for layer in parts])  # type: ignore[arg-type]
+    weights = torch.cat([layer.weight.grad for layer in parts])
     assert torch.equal(converted.in_proj_weight.grad, weights)
     assert torch.equal(converted.out_proj.weight.grad, out.weight.grad)
 
 
-def names(model: nn.Module) -> set[str]:
+def names(model):
     return {clean_name(name) for name in quantized_layers(model)}
 
 
-def test_names_of_parameters_stay_and_products_have_theirs() -> None:
+def test_names_of_parameters_stay_and_products_have_theirs():
     original = nn.TransformerDecoderLayer(WIDTH, HEADS, 64)
     model = convert(copy.deepcopy(original), "nvfp4")
     assert model.state_dict().keys() == original.state_dict().keys()
@@ -198,7 +196,7 @@ def test_names_of_parameters_stay_and_products_have_theirs() -> None:
 
 
 @pytest.mark.parametrize(("kept", "skip"), [("in_proj", "out_proj"), ("out_proj", "in_proj")])
-def test_either_of_its_layers_alone_is_quantized(kept: str, skip: str) -> None:
+def test_either_of_its_layers_alone_is_quantized(kept, skip):
     x = torch.randn(QUERIES, BATCH, WIDTH)
     original = nn.MultiheadAttention(WIDTH, HEADS)
     wanted = {name: convert(copy.deepcopy(original), casts) for name, casts in (("hp", "bf16"), ("both", "mxfp8"))}
@@ -213,23 +211,23 @@ def test_either_of_its_layers_alone_is_quantized(kept: str, skip: str) -> None:
     assert torch.equal(one(x, x, x)[0], original(x, x, x)[0])
 
 
-def copies() -> dict[str, Callable[[nn.Module], nn.Module]]:
-    def saved(model: nn.Module) -> nn.Module:
+def copies():
+    def saved(model):
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
-        return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+        return torch.load(file, weights_only=False)
 
     return {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model)), "saved": saved}
 
 
-def test_copies_compute_alike_on_weights_of_their_own() -> None:
+def test_copies_compute_alike_on_weights_of_their_own():
     x = torch.randn(BATCH, QUERIES, WIDTH)
     model = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True), "nvfp4")
     LayerKeys(model).fill_(0)
     y = model(x)
     for how, make in copies().items():
-        copied: Any = make(model)
+        copied = make(model)
         LayerKeys(copied).fill_(0)
         assert torch.equal(copied(x), y), how
         nn.init.zeros_(copied.self_attn.in_proj_weight)
@@ -237,26 +235,24 @@ def test_copies_compute_alike_on_weights_of_their_own() -> None:
     assert torch.equal(model(x), y)
 
 
-def test_recomputed_under_autocast() -> None:
+def test_recomputed_under_autocast():
     compare_calls(lambda model: lambda x: checkpoint(model, x, use_reentrant=False), torch.bfloat16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("skip", [(), ("out_proj", "linear1", "linear2"), ("in_proj", "linear1", "linear2")])
-def test_compiled(dtype: torch.dtype | None, skip: tuple[str, ...]) -> None:
+def test_compiled(dtype, skip):
     compare_calls(lambda model: torch.compile(model, backend="eager", fullgraph=True), dtype, skip)
 
 
-def compare_calls(
-    how: Callable[[nn.Module], Callable[[Tensor], Tensor]], dtype: torch.dtype | None, skip: tuple[str, ...] = ()
-) -> None:
+def compare_calls(how, dtype, skip=()):
     """Results and gradients of a model that is called in another way equal those of the model to the bit."""
     x = torch.randn(BATCH, QUERIES, WIDTH)
     model = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True), "nvfp4", skip=skip)
     keys = LayerKeys(model)
 
-    def gradients(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def gradients(call):
         keys.fill_(5)
         model.zero_grad()
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
@@ -268,10 +264,10 @@ def compare_calls(
     assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
 
 
-def test_phases_and_histories_of_delayed_scaling() -> None:
+def test_phases_and_histories_of_delayed_scaling():
     x = torch.randn(QUERIES, BATCH, WIDTH)
     original = nn.MultiheadAttention(WIDTH, HEADS)
-    model: Any = convert(copy.deepcopy(original), "fp8-delayed")
+    model = convert(copy.deepcopy(original), "fp8-delayed")
     LayerKeys(model).fill_(0)
     histories = AmaxHistories(model)
     model(x, x, x)[0].sum().backward()
@@ -283,11 +279,11 @@ def test_phases_and_histories_of_delayed_scaling() -> None:
     assert torch.equal(model(x, x, x)[0], original(x, x, x)[0])
 
 
-def test_baked_weights_give_the_same_results() -> None:
+def test_baked_weights_give_the_same_results():
     casts = IntegerPrecision(4, activation_bits=None).casts
     x = torch.randn(QUERIES, BATCH, WIDTH)
     memory = torch.randn(KEYS, BATCH, WIDTH)
-    model: Any = convert(nn.MultiheadAttention(WIDTH, HEADS), casts)
+    model = convert(nn.MultiheadAttention(WIDTH, HEADS), casts)
     wanted = [model(x, x, x)[0], model(x, memory, memory)[0]]
     bake(model)
     assert type(model) is nn.MultiheadAttention
@@ -298,10 +294,10 @@ def test_baked_weights_give_the_same_results() -> None:
         bake(convert(nn.MultiheadAttention(WIDTH, HEADS), one_scale, skip=["out_proj"]))
 
 
-def test_refusals() -> None:
+def test_refusals():
     model = convert(nn.MultiheadAttention(WIDTH, HEADS), "nvfp4")
     x, few = torch.randn(QUERIES, BATCH, WIDTH), torch.randn(QUERIES - 1, BATCH, WIDTH)
-    calls: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
+    calls = {
         "as many tokens": ((x, x, few), {}),
         "no attn_mask": ((x, x, x), {"is_causal": True}),
         "has shape": ((x, x, x), {"attn_mask": torch.zeros(2, 2)}),
@@ -312,12 +308,12 @@ def test_refusals() -> None:
             model(*inputs, **given)
 
 
-def test_a_subclass_with_a_forward_pass_of_its_own_stays() -> None:
+def test_a_subclass_with_a_forward_pass_of_its_own_stays():
     class Inherits(nn.MultiheadAttention):
         pass
 
     class Overrides(nn.MultiheadAttention):
-        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        def forward(self, x):
             return super().forward(x, x, x)
 
     assert names(convert(Inherits(WIDTH, HEADS), "nvfp4")) == {"in_proj", "out_proj"}

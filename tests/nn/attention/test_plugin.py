@@ -1,12 +1,9 @@
 """``attention=`` of the precision plugins: training, checkpoints, phases, casts that change, and what is shown."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, LowBitPrecision, restore
@@ -18,43 +15,43 @@ PRODUCTS = {"own.qk", "own.pv", "block.self_attn.qk", "block.self_attn.pv"}
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
 class Model(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.own = Attention()
         self.block = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(self.own(x))  # type: ignore[no-any-return]
+    def forward(self, x):
+        return self.block(self.own(x))
 
-    def training_step(self, batch: Tensor) -> Tensor:
+    def training_step(self, batch):
         loss = self(batch).float().square().mean()
         self.log("loss", loss)
         return loss
 
-    def validation_step(self, batch: Tensor) -> None:
+    def validation_step(self, batch):
         self.log("found", self(batch).float().square().mean())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(torch.randn(8, 20, WIDTH, generator=torch.Generator().manual_seed(1)), batch_size=2)
 
     val_dataloader = train_dataloader
 
 
-def trainer(plugin: LowBitPrecision, folder: Path, *callbacks: Any, **kwargs: Any) -> Trainer:
+def trainer(plugin, folder, *callbacks, **kwargs):
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
     quiet |= {"enable_checkpointing": False, "num_sanity_val_steps": 0, "limit_val_batches": 1}
     return Trainer(
@@ -62,7 +59,7 @@ def trainer(plugin: LowBitPrecision, folder: Path, *callbacks: Any, **kwargs: An
     )
 
 
-def fitted(folder: Path, attention: Any = "nvfp4", *callbacks: Any, **kwargs: Any) -> tuple[Trainer, Model]:
+def fitted(folder, attention="nvfp4", *callbacks, **kwargs):
     model = Model()
     run = trainer(
         FP4Precision("nvfp4", attention=attention, seed=1, quantize_output=True),
@@ -76,7 +73,7 @@ def fitted(folder: Path, attention: Any = "nvfp4", *callbacks: Any, **kwargs: An
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*Starting from v1.9.0")
-def test_training_with_all_monitors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_with_all_monitors(tmp_path, capsys):
     monitors = PrecisionSummary(), QuantizationMonitor(), OutlierMonitor(), GradientNoiseMonitor(kind="layers")
     run, model = fitted(tmp_path, "nvfp4", *monitors, logger=CSVLogger(tmp_path))
     shown = capsys.readouterr().out
@@ -89,7 +86,7 @@ def test_training_with_all_monitors(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
-def test_a_checkpoint_tells_attention(tmp_path: Path) -> None:
+def test_a_checkpoint_tells_attention(tmp_path):
     run, model = fitted(tmp_path, "mxfp8", logger=False)
     path = tmp_path / "last.ckpt"
     run.save_checkpoint(path)
@@ -112,10 +109,10 @@ def test_a_checkpoint_tells_attention(tmp_path: Path) -> None:
         )
 
 
-def test_phases_and_changed_casts(tmp_path: Path) -> None:
+def test_phases_and_changed_casts(tmp_path):
     run, model = fitted(tmp_path, "nvfp4", logger=False)
-    plugin: Any = run.precision_plugin
-    qk: Any = model.own.part("qk")  # type: ignore[operator]
+    plugin = run.precision_plugin
+    qk = model.own.part("qk")
     plugin.set_phase("qaf")
     assert qk.casts.quantized_gemms == ("fprop",)
     plugin.set_phase("fqt")
@@ -127,12 +124,12 @@ def test_phases_and_changed_casts(tmp_path: Path) -> None:
     assert str(qk.casts) == "mxfp8"
 
 
-def test_refusals() -> None:
+def test_refusals():
     for message, attention in {"delayed": "fp8-delayed", "Unknown preset|preset": "fp5"}.items():
         with pytest.raises(ValueError, match=message):
             FP8Precision("current", attention=attention)
     assert "attention='mxfp8'" in repr(FP8Precision("current", attention="mxfp8"))
 
 
-def test_fp8_is_scaled_by_its_own_amax() -> None:
+def test_fp8_is_scaled_by_its_own_amax():
     assert FP8Precision(attention="fp8").attention == LinearCasts.preset("fp8-current")

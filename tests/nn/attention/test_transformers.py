@@ -1,7 +1,5 @@
 """Attention of transformers, which is found by its interface: everything in the model has two quantized operands."""
 
-from typing import Any
-
 import pytest
 import torch
 import transformers as hf
@@ -19,7 +17,7 @@ WITHOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 TOKENS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
 
 
-def models() -> dict[str, Any]:
+def models():
     return {
         "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=2, **SMALL)),
         "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL, **WITHOUT)),
@@ -44,7 +42,7 @@ def models() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", models())
-def test_everything_is_quantized(name: str) -> None:
+def test_everything_is_quantized(name):
     torch.manual_seed(0)
     model = models()[name]().train()
     convert(model, "nvfp4", attention="mxfp8")
@@ -56,7 +54,7 @@ def test_everything_is_quantized(name: str) -> None:
     if name == "t5":
         given["decoder_input_ids"] = tokens
 
-    def gradients() -> list[torch.Tensor]:
+    def gradients():
         keys.fill_(0)
         model.zero_grad()
         model(**given)[0].square().sum().backward()
@@ -72,7 +70,7 @@ def test_everything_is_quantized(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(), wanted, strict=True))
 
 
-def test_one_token_at_a_time() -> None:
+def test_one_token_at_a_time():
     """Decoding with a cache gives what a pass over all tokens does: scales of blocks see one token alone."""
     model = models()["llama"]().eval()
     each_its_own = {"element": "e4m3", "scale": {"format": "e8m0", "block": 1}}

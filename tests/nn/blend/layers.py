@@ -1,19 +1,11 @@
 """Blended layers, and the casts that tests blend."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import set_blend
 from lightning_lowbit.nn.casts.presets import quantization_aware
-from tests.nn.layers import (
-    GEMMS,
-    every,
-    layer_like,
-    remember,
-)
+from tests.nn.layers import GEMMS, every, layer_like, remember
 
 TOKENS, IN, OUT = 24, 64, 32
 NVFP4 = LinearCasts.preset("nvfp4")
@@ -50,7 +42,7 @@ CASTS = {
 }
 
 
-def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def tensors(dtype=torch.float32):
     """Input, with a channel that is far larger, and gradient of the output."""
     generator = torch.Generator().manual_seed(6)
     x, g = (torch.randn(TOKENS, size, generator=generator) for size in (IN, OUT))
@@ -58,7 +50,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return x.to(dtype), g.to(dtype)
 
 
-def blended(original: nn.Module, casts: LinearCasts, blend: float | None, **kwargs: Any) -> nn.Module:
+def blended(original, casts, blend, **kwargs):
     """A converted copy; λ is set as a tensor, which it stays at 1."""
     layer = layer_like(original, casts, **kwargs)
     remember(layer, *REMEMBERED)

@@ -1,31 +1,22 @@
 """When the share λ of quantization takes effect, and what it may be."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import set_blend
 from tests.nn.blend.layers import CASTS, IN, OUT, REMEMBERED, blended, tensors
-from tests.nn.layers import (
-    Net,
-    gradients,
-    identical,
-    layer_like,
-    net,
-    remember,
-    run,
-)
+from tests.nn.layers import Net, gradients, identical, layer_like, net, remember, run
 from tests.tables import each
 
 
 @each("name", ["ternary", "int4", "nvfp4", "surrogates", "nvfp4-nvidia"])
-def test_activation_checkpointing_changes_nothing(name: str) -> None:
+def test_activation_checkpointing_changes_nothing(name):
     x = torch.randn(16, 32)
     found = {}
     for recompute in (True, False):
@@ -36,7 +27,7 @@ def test_activation_checkpointing_changes_nothing(name: str) -> None:
 
 
 @each("name", CASTS)
-def test_a_backward_pass_has_the_share_of_its_forward_pass(name: str) -> None:
+def test_a_backward_pass_has_the_share_of_its_forward_pass(name):
     """λ of the next micro-batch may be set before this one's backward pass."""
     original, (x, g) = nn.Linear(IN, OUT), tensors()
     found = {}
@@ -54,7 +45,7 @@ def test_a_backward_pass_has_the_share_of_its_forward_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ternary", "fp8-current"])
-def test_on_its_way_nothing_is_native(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_on_its_way_nothing_is_native(monkeypatch, name):
     """Neither computed so nor said to be."""
     monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", lambda device, kind: None)
     layer = layer_like(nn.Linear(IN, OUT), name)
@@ -65,7 +56,7 @@ def test_on_its_way_nothing_is_native(monkeypatch: pytest.MonkeyPatch, name: str
     assert layer.native_gemms(torch.device("cpu"), layer.full_casts) == native, "what it will be, all the way"
 
 
-def test_it_changes_in_place_and_for_all_layers() -> None:
+def test_it_changes_in_place_and_for_all_layers():
     model, _ = net("int4")
     share, x = torch.tensor(0.0), torch.randn(16, 32)
     set_blend(model, share)
@@ -81,7 +72,7 @@ def test_it_changes_in_place_and_for_all_layers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("casts", ["ternary", "surrogates, delayed"])
-def test_it_costs_no_compilation_to_change(casts: str) -> None:
+def test_it_costs_no_compilation_to_change(casts):
     torch._dynamo.reset()
     model, keys = net(CASTS[casts])
     counter = CompileCounterWithBackend("aot_eager")
@@ -102,7 +93,7 @@ def test_it_costs_no_compilation_to_change(casts: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "Conv1D"])
-def test_generated_code_computes_the_same(kind: str) -> None:
+def test_generated_code_computes_the_same(kind):
     torch._dynamo.reset()
     original = nn.Linear(IN, OUT) if kind == "linear" else Conv1D(OUT, IN)
     layer = blended(original, CASTS["ternary"], 0.3)
@@ -117,7 +108,7 @@ def test_generated_code_computes_the_same(kind: str) -> None:
 
 
 @each("blend", [-0.1, 1.1, 2, torch.inf, torch.nan, True, "0.5"])
-def test_what_is_no_share_is_refused(blend: Any) -> None:
+def test_what_is_no_share_is_refused(blend):
     model = convert(Net(), "int4")
     set_blend(model, 0.5)
     with pytest.raises(ValueError, match=rf"blend is λ, .*, 0 or more and at most 1; got {blend!r}"):
@@ -128,7 +119,7 @@ def test_what_is_no_share_is_refused(blend: Any) -> None:
 @pytest.mark.parametrize(
     "blend", [torch.tensor(1.5), torch.tensor([0.5]), torch.tensor(0.5, dtype=torch.float64)], ids=str
 )
-def test_a_tensor_that_is_no_share_is_refused(blend: Tensor) -> None:
+def test_a_tensor_that_is_no_share_is_refused(blend):
     """When it is set, and not by the kernel that meets it first."""
     model = convert(Net(), "int4")
     with pytest.raises(ValueError, match="0-d float32 tensor|at most 1"):
@@ -136,7 +127,7 @@ def test_a_tensor_that_is_no_share_is_refused(blend: Tensor) -> None:
     assert model.first.lowbit.blend is None, "what was refused has been set"
 
 
-def test_numbers_and_copies() -> None:
+def test_numbers_and_copies():
     model = convert(Net(), "int4")
     for number in (0, 0.0, 0.5):
         set_blend(model, number)

@@ -10,16 +10,7 @@ from lightning_lowbit.nn import OPERANDS, AmaxHistories, set_blend
 from lightning_lowbit.quant import rotate, surrogate_factor
 from tests.nn.amax.histories import remembered
 from tests.nn.blend.layers import CASTS, IN, OUT, PLAIN, SATURATING, blended, tensors
-from tests.nn.layers import (
-    GEMMS,
-    RESULTS,
-    every,
-    identical,
-    layer_like,
-    run,
-    spied,
-    value,
-)
+from tests.nn.layers import GEMMS, RESULTS, every, identical, layer_like, run, spied, value
 from tests.tables import each
 
 
@@ -27,7 +18,7 @@ from tests.tables import each
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "float64", "autocast"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", PLAIN)
-def test_at_0_it_is_linear_to_the_bit(name: str, bias: bool, mode: str) -> None:
+def test_at_0_it_is_linear_to_the_bit(name, bias, mode):
     dtype = torch.float32 if mode == "autocast" else getattr(torch, mode)
     original = nn.Linear(IN, OUT, bias=bias, dtype=dtype)
     x, g = tensors(dtype)
@@ -38,7 +29,7 @@ def test_at_0_it_is_linear_to_the_bit(name: str, bias: bool, mode: str) -> None:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PLAIN)
-def test_at_0_it_is_conv1d(name: str, dtype: torch.dtype) -> None:
+def test_at_0_it_is_conv1d(name, dtype):
     """Whose gradients come from GEMMs of other layouts."""
     original, (x, g) = Conv1D(OUT, IN).to(dtype), tensors(dtype)
     found, expected = run(blended(original, PLAIN[name], 0.0), x, g), run(original, x, g)
@@ -49,7 +40,7 @@ def test_at_0_it_is_conv1d(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
-def test_at_0_only_what_transforms_do_remains(name: str, dtype: torch.dtype) -> None:
+def test_at_0_only_what_transforms_do_remains(name, dtype):
     """A rotation and its inverse, a mean and the rest, a power of two and its reciprocal: the same up to roundings."""
     original = nn.Linear(IN, OUT, dtype=dtype)
     x, g = tensors(dtype)
@@ -64,7 +55,7 @@ def test_at_0_only_what_transforms_do_remains(name: str, dtype: torch.dtype) -> 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
-def test_at_1_operands_are_the_quantized_ones(name: str, dtype: torch.dtype) -> None:
+def test_at_1_operands_are_the_quantized_ones(name, dtype):
     """As a tensor they are dense, in the dtype of the computation; as a number they are as if λ had never been."""
     original, (x, g) = nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)
     with spied() as expected:
@@ -87,7 +78,7 @@ def test_at_1_operands_are_the_quantized_ones(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
-def test_operands_are_on_their_way(name: str, dtype: torch.dtype, exact: bool) -> None:
+def test_operands_are_on_their_way(name, dtype, exact):
     """In the space where they are quantized, by the casts and random bits that they have without λ."""
     casts, original, (x, g) = CASTS[name], nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)
     seen = {}
@@ -117,7 +108,7 @@ def test_operands_are_on_their_way(name: str, dtype: torch.dtype, exact: bool) -
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name, casts in PLAIN.items() if not casts.surrogate])
-def test_results_are_the_products_of_the_operands(name: str, dtype: torch.dtype) -> None:
+def test_results_are_the_products_of_the_operands(name, dtype):
     original, (x, g) = nn.Linear(IN, OUT, bias=False, dtype=dtype), tensors(dtype)
     with spied() as seen:
         found = run(blended(original, PLAIN[name], 0.3), x, g)
@@ -128,7 +119,7 @@ def test_results_are_the_products_of_the_operands(name: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "ternary"])
-def test_what_the_forward_pass_used_is_what_the_backward_pass_uses(name: str) -> None:
+def test_what_the_forward_pass_used_is_what_the_backward_pass_uses(name):
     casts = LinearCasts.preset(name).replace(dgrad_w="fprop", wgrad_x="fprop")
     with spied() as seen:
         run(blended(nn.Linear(IN, OUT), casts, 0.3), *tensors())
@@ -139,7 +130,7 @@ def test_what_the_forward_pass_used_is_what_the_backward_pass_uses(name: str) ->
 @each("blend", [0.0, 0.3, 0.99, 1.0])
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("kind", ["trust", "dge"])
-def test_surrogates_are_on_their_way(kind: str, dtype: torch.dtype, blend: float) -> None:
+def test_surrogates_are_on_their_way(kind, dtype, blend):
     """The gradient is multiplied by ``1 + λ (f - 1)``: of what is quantized in part, that part alone rounds."""
     original, (x, g) = nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)
     casts = every(SATURATING)
@@ -158,7 +149,7 @@ def test_surrogates_are_on_their_way(kind: str, dtype: torch.dtype, blend: float
 
 
 @pytest.mark.parametrize("kind", ["trust", "dge"])
-def test_rotated_surrogates_are_on_their_way(kind: str) -> None:
+def test_rotated_surrogates_are_on_their_way(kind):
     """In the space in which the tensor was rounded; at λ = 0 the gradient does not go there."""
     original, (x, g) = nn.Linear(IN, OUT), tensors()
     casts = every(SATURATING, hadamard={"fprop": 16})
@@ -175,7 +166,7 @@ def test_rotated_surrogates_are_on_their_way(kind: str) -> None:
             torch.testing.assert_close(found[result], expected, rtol=0, atol=allowed)
 
 
-def test_histories_go_on() -> None:
+def test_histories_go_on():
     """λ or not, a step's amaxes are those of the tensors."""
     original, (x, g) = nn.Linear(IN, OUT), tensors()
     found = {}

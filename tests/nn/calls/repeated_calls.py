@@ -1,7 +1,6 @@
 """A model whose layers are called several times, regions to recompute, and a step of it."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,46 +11,46 @@ from lightning_lowbit.nn import OPERANDS, LayerKeys
 
 SIZE = 16
 STOCHASTIC = Cast("int4", Scale("fp32", SIZE), rounding="stochastic")
-EVERYTHING: dict[str, Any] = dict.fromkeys(OPERANDS, STOCHASTIC)
+EVERYTHING = dict.fromkeys(OPERANDS, STOCHASTIC)
 
 Region = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
-def plain(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def plain(function, x):
     return function(x)
 
 
-def reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def reentrant(function, x):
     return checkpoint(function, x, use_reentrant=True)
 
 
-def non_reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def non_reentrant(function, x):
     return checkpoint(function, x, use_reentrant=False)
 
 
 class Recurrent(nn.Module):
     """Four steps in depth through the same two layers, one of them twice, and a layer that is called once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 4)
-        self.outer: Region = plain
-        self.inner: Region = plain
+        self.outer = plain
+        self.inner = plain
         self.shape = "each step"
 
-    def step(self, x: Tensor) -> Tensor:
+    def step(self, x):
         return x + torch.tanh(self.b(torch.relu(self.a(x)))) + self.a(x)
 
-    def two(self, x: Tensor) -> Tensor:
+    def two(self, x):
         return self.inner(self.step, self.inner(self.step, x))
 
-    def four(self, x: Tensor) -> Tensor:
+    def four(self, x):
         return self.two(self.two(x))
 
-    def whole(self, x: Tensor) -> Tensor:
+    def whole(self, x):
         return self.head(self.four(x))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         region = self.outer
         if self.shape == "each step":
             return self.head(region(self.step, region(self.step, region(self.step, region(self.step, x)))))
@@ -65,18 +64,18 @@ class Recurrent(nn.Module):
 SHAPES = ("each step", "several steps", "some steps", "whole")
 
 
-def recurrent(casts: Any = EVERYTHING) -> tuple[Recurrent, LayerKeys]:
+def recurrent(casts=EVERYTHING):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = convert(Recurrent(), casts)
     return model, LayerKeys(model, seed=1)
 
 
-def batch() -> Tensor:
+def batch():
     return torch.randn(8, SIZE, generator=torch.Generator().manual_seed(2)).requires_grad_()
 
 
-def gradients(model: nn.Module, keys: LayerKeys, forward: Any = None, backwards: int = 1) -> dict[str, Tensor]:
+def gradients(model, keys, forward=None, backwards=1):
     """Of a step, in which there may be several backward passes."""
     model.zero_grad()
     keys.fill_(5)
@@ -89,7 +88,7 @@ def gradients(model: nn.Module, keys: LayerKeys, forward: Any = None, backwards:
     return {"y": y.detach(), "x": x.grad, **used}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: str, is_reordered: bool = False) -> None:
+def assert_equal(found, expected, what, is_reordered=False):
     """To the bit, but for sums over calls that are added up in another order."""
     for (name, a), b in zip(found.items(), expected.values(), strict=True):
         if is_reordered and name not in "yx":  # other bits would make a difference of about a tenth

@@ -3,11 +3,10 @@
 import copy
 import hashlib
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -21,7 +20,6 @@ from tests.nn.calls.repeated_calls import (
     EVERYTHING,
     SHAPES,
     SIZE,
-    Region,
     assert_equal,
     batch,
     gradients,
@@ -35,7 +33,7 @@ from tests.nn.layers import spied
 # --- bits of each call ------------------------------------------------------------------------------------------------
 
 
-def test_noise_of_several_calls_averages_out() -> None:
+def test_noise_of_several_calls_averages_out():
     """Eight calls on one input: the mean of their gradients has an eighth of the variance of one."""
     layer = convert(nn.Linear(SIZE, SIZE, bias=False), EVERYTHING)
     exact, keys = copy.deepcopy(layer.weight.detach()), LayerKeys(layer)
@@ -54,7 +52,7 @@ def test_noise_of_several_calls_averages_out() -> None:
     assert variance[8] / variance[1] == pytest.approx(1 / 8, rel=0.15)
 
 
-def test_the_first_call_has_the_keys_that_were_filled_in() -> None:
+def test_the_first_call_has_the_keys_that_were_filled_in():
     model, keys = recurrent()
     keys.fill_(5)
     layer = model.a
@@ -70,10 +68,10 @@ def test_the_first_call_has_the_keys_that_were_filled_in() -> None:
     assert all(map(torch.equal, *passes)), "a layer whose calls nobody counts computes otherwise"
 
 
-def test_operands_made_of_data_differ_between_calls_and_weights_do_not() -> None:
+def test_operands_made_of_data_differ_between_calls_and_weights_do_not():
     model, keys = recurrent({**EVERYTHING, "hadamard": {"wgrad": Hadamard(16, "keyed")}})
     keys.fill_(5)
-    made: list[dict[str, Any]] = []
+    made = []
     for _ in range(3):
         with spied() as seen:
             model.a(batch()).square().sum().backward()
@@ -84,7 +82,7 @@ def test_operands_made_of_data_differ_between_calls_and_weights_do_not() -> None
         assert same == [operand.endswith("_w")] * 3, f"{operand} of three calls: equal is {same}"
 
 
-def test_a_backward_pass_has_the_keys_of_its_call() -> None:
+def test_a_backward_pass_has_the_keys_of_its_call():
     """In whatever order. The formula in plain integers: keys decide how a checkpoint continues, and must not change."""
     model, keys = recurrent()
     keys.fill_(5)
@@ -105,12 +103,12 @@ def test_a_backward_pass_has_the_keys_of_its_call() -> None:
 class Operations(TorchDispatchMode):
     count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += 1
         return function(*args, **(kwargs or {}))
 
 
-def test_a_layer_that_is_called_once_costs_no_further_operation() -> None:
+def test_a_layer_that_is_called_once_costs_no_further_operation():
     counts = []
     for numbered in (True, False):
         model, keys = recurrent("nvfp4")
@@ -122,13 +120,13 @@ def test_a_layer_that_is_called_once_costs_no_further_operation() -> None:
     assert counts[0] == counts[1]
 
 
-def test_casts_that_round_to_nearest_have_no_calls_to_count() -> None:
+def test_casts_that_round_to_nearest_have_no_calls_to_count():
     model, keys = recurrent("int4")
     gradients(model, keys)
     assert not keys._calls._counts
 
 
-def test_keys_of_calls_are_as_independent_as_random_ones() -> None:
+def test_keys_of_calls_are_as_independent_as_random_ones():
     index = torch.arange(2**16, dtype=torch.int32)
     for key in mix_key(torch.arange(4)):
         bits = torch.stack([uniform(index, key ^ calls._hash(number) if number else key) for number in range(8)])
@@ -137,7 +135,7 @@ def test_keys_of_calls_are_as_independent_as_random_ones() -> None:
         assert others.abs().max() < 5 / 256, f"of 2^16 pairs of numbers the correlation is {others.abs().max()}"
 
 
-def test_counts_begin_anew_with_the_keys_of_a_micro_batch() -> None:
+def test_counts_begin_anew_with_the_keys_of_a_micro_batch():
     model, keys = recurrent()
     first = gradients(model, keys)
     assert_equal(gradients(model, keys), first, "the same micro-batch again")
@@ -147,7 +145,7 @@ def test_counts_begin_anew_with_the_keys_of_a_micro_batch() -> None:
     assert_equal(gradients(model, keys), first, "after an evaluation")
 
 
-def test_copies_and_pickles_count_for_themselves() -> None:
+def test_copies_and_pickles_count_for_themselves():
     model, keys = recurrent()
     keys.fill_(5)
     model.a(batch())
@@ -167,7 +165,7 @@ def test_copies_and_pickles_count_for_themselves() -> None:
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("inner", [plain, non_reentrant, reentrant])
 @pytest.mark.parametrize("outer", [non_reentrant, reentrant])
-def test_recomputed_calls_have_the_bits_that_they_had(outer: Region, inner: Region, early_stop: bool) -> None:
+def test_recomputed_calls_have_the_bits_that_they_had(outer, inner, early_stop):
     model, keys = recurrent()
     expected = {backwards: gradients(model, keys, backwards=backwards) for backwards in (1, 2)}
     model.outer, model.inner = outer, inner
@@ -179,17 +177,17 @@ def test_recomputed_calls_have_the_bits_that_they_had(outer: Region, inner: Regi
             assert_equal(found, expected[backwards], f"{model.shape}, {backwards} backward passes", reordered)
 
 
-def test_regions_of_checkpoints_that_others_wrote() -> None:
+def test_regions_of_checkpoints_that_others_wrote():
     class Foreign(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, function: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        def forward(ctx, function, x, *parameters):
             ctx.function = function
             ctx.save_for_backward(x)
             with torch.no_grad():
                 return function(x)
 
         @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Any:
+        def backward(ctx, g):
             (x,) = ctx.saved_tensors
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
@@ -203,12 +201,12 @@ def test_regions_of_checkpoints_that_others_wrote() -> None:
         assert_equal(gradients(model, keys), expected, model.shape, is_reordered=True)
 
 
-def test_a_step_or_an_evaluation_between_forward_and_backward_pass() -> None:
+def test_a_step_or_an_evaluation_between_forward_and_backward_pass():
     model, keys = recurrent()
     model.outer = non_reentrant
     expected = gradients(model, keys)
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         y = model(x)
         keys.fill_(5)  # as a context of the plugin does
         with torch.no_grad():
@@ -218,7 +216,7 @@ def test_a_step_or_an_evaluation_between_forward_and_backward_pass() -> None:
     assert_equal(gradients(model, keys, forward), expected, "an evaluation came between")
 
 
-def test_a_recomputation_that_cannot_be_told_is_refused() -> None:
+def test_a_recomputation_that_cannot_be_told_is_refused():
     """Of a layer that is called several times; one that is called once has its bits anyway."""
     model, keys = recurrent()
     expected = gradients(model, keys, lambda x: model.head(x))
@@ -228,7 +226,7 @@ def test_a_recomputation_that_cannot_be_told_is_refused() -> None:
         gradients(model, keys, lambda x: model.head(x) + model.head(2 * x))
 
 
-def test_without_a_region_nobody_looks_at_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_region_nobody_looks_at_the_stack(monkeypatch):
     model, keys = recurrent()
     monkeypatch.setattr(calls.sys, "_getframe", None)
     gradients(model, keys)

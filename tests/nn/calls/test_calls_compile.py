@@ -1,11 +1,9 @@
 """Several calls of one layer in compiled graphs and in sharded models: the bits of a plain model."""
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -16,8 +14,6 @@ from lightning_lowbit.nn import LayerKeys
 from tests.nn.calls.repeated_calls import (
     EVERYTHING,
     SIZE,
-    Recurrent,
-    Region,
     assert_equal,
     batch,
     gradients,
@@ -31,7 +27,7 @@ from tests.nn.calls.repeated_calls import (
 
 
 @pytest.fixture
-def compiler() -> Iterator[CompileCounterWithBackend]:
+def compiler():
     torch._dynamo.reset()
     yield CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
@@ -39,7 +35,7 @@ def compiler() -> Iterator[CompileCounterWithBackend]:
 
 @pytest.mark.fast("non_reentrant")
 @pytest.mark.parametrize("inner", [plain, non_reentrant])
-def test_a_compiled_model(compiler: CompileCounterWithBackend, inner: Region) -> None:
+def test_a_compiled_model(compiler, inner):
     """The loop is in one graph, and what is recomputed, parts of which it computes in another order."""
     model, keys = recurrent()
     expected = gradients(model, keys, model.two)
@@ -53,9 +49,7 @@ def test_a_compiled_model(compiler: CompileCounterWithBackend, inner: Region) ->
 @pytest.mark.fast("plain-plain")
 @pytest.mark.parametrize("within", [plain, non_reentrant])
 @pytest.mark.parametrize("around", [plain, non_reentrant, reentrant])
-def test_a_compiled_part_that_is_called_several_times(
-    compiler: CompileCounterWithBackend, around: Region, within: Region
-) -> None:
+def test_a_compiled_part_that_is_called_several_times(compiler, around, within):
     """With regions around it, and with regions in its graph."""
     model, keys = recurrent()
     expected = gradients(model, keys, model.two)
@@ -66,14 +60,14 @@ def test_a_compiled_part_that_is_called_several_times(
     assert compiler.frame_count == (2 if around is reentrant else 1), "with and without gradients"
 
 
-def test_compiled_blocks_share_a_graph(compiler: CompileCounterWithBackend) -> None:
+def test_compiled_blocks_share_a_graph(compiler):
     """No number of a layer is a constant of it."""
     blocks = nn.ModuleList(convert(nn.Linear(SIZE, SIZE), EVERYTHING) for _ in range(3))
     keys = LayerKeys(blocks)
     for block in blocks:
         block.compile(backend=compiler, fullgraph=True)
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         for block in blocks:
             x = block(block(x))
         return x
@@ -89,24 +83,24 @@ def test_compiled_blocks_share_a_graph(compiler: CompileCounterWithBackend) -> N
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def _fsdp1(model: Recurrent) -> nn.Module:
+def _fsdp1(model):
     return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
 
 
-def _fsdp2(model: Recurrent) -> nn.Module:
+def _fsdp2(model):
     mesh = init_device_mesh("cpu", (1,))
     for layer in (model.a, model.b, model):
         fully_shard(layer, mesh=mesh)
     return model
 
 
-def _tensor_parallel(model: Recurrent) -> nn.Module:
+def _tensor_parallel(model):
     styles = {"a": ColwiseParallel(), "b": RowwiseParallel()}
     return parallelize_module(model, init_device_mesh("cpu", (1,)), styles)
 
@@ -115,7 +109,7 @@ def _tensor_parallel(model: Recurrent) -> nn.Module:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 @pytest.mark.parametrize("shard", [_fsdp1, _fsdp2, _tensor_parallel])
-def test_sharded_layers(shard: Callable[[Recurrent], nn.Module]) -> None:
+def test_sharded_layers(shard):
     model, keys = recurrent()
     expected = gradients(model, keys)
     wrapped = shard(model)

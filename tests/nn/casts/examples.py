@@ -47,7 +47,7 @@ EXPECTED_PHASES = {
 }
 
 
-def assert_phases(casts: LinearCasts) -> None:
+def assert_phases(casts):
     for phase in PHASES:
         changed = casts.phase(phase)
         quantized = set()

@@ -12,16 +12,16 @@ from lightning_lowbit.nn.sharded import gather
 USERS = (bake, frozen, shared_amax, gather, exported)
 
 
-def test_every_name_that_a_user_takes_is_a_fact() -> None:
+def test_every_name_that_a_user_takes_is_a_fact():
     for user in USERS:
         assert {*CAST_FACTS, *LAYER_FACTS} >= user.TAKES, user
 
 
-def test_every_fact_is_refused_by_somebody() -> None:
+def test_every_fact_is_refused_by_somebody():
     assert not set.intersection(*(user.TAKES for user in USERS))
 
 
-def test_a_new_fact_is_refused_by_all(monkeypatch) -> None:
+def test_a_new_fact_is_refused_by_all(monkeypatch):
     casts = LinearCasts.preset("nvfp4").replace(fprop_x=None)
     layer = convert(nn.Sequential(nn.Linear(32, 32)), casts)[0]
     monkeypatch.setitem(CAST_FACTS, "new", (lambda casts: casts.fprop_w, "it is new: {casts.fprop_w}"))

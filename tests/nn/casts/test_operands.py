@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from tests.tables import each
 
 
 @each("name", [*PRESETS, *AWKWARD])
-def test_casts_of_operands(name: str) -> None:
+def test_casts_of_operands(name):
     casts = AWKWARD[name] if name in AWKWARD else LinearCasts.preset(name)
     for operand in OPERANDS:
         given = getattr(casts, operand)
@@ -24,7 +23,7 @@ def test_casts_of_operands(name: str) -> None:
 
 
 @each("operand", OPERANDS)
-def test_any_delayed_operand_makes_casts_delayed(operand: str) -> None:
+def test_any_delayed_operand_makes_casts_delayed(operand):
     assert not SIX.is_delayed
     assert SIX.replace(**{operand: DELAYED}).is_delayed
     assert LinearCasts(**{operand: DELAYED}).is_delayed
@@ -32,7 +31,7 @@ def test_any_delayed_operand_makes_casts_delayed(operand: str) -> None:
     assert LinearCasts(**{operand: DELAYED}).quantizes_x_or_w == (operand[-1] != "g")
 
 
-def test_former_spellings_warn() -> None:
+def test_former_spellings_warn():
     with pytest.warns(DeprecationWarning, match="quantised_gemms is now quantized_gemms"):
         assert SIX.quantised_gemms == SIX.quantized_gemms
     with pytest.warns(DeprecationWarning, match="quantises_x_or_w is now quantizes_x_or_w"):
@@ -65,7 +64,7 @@ TAKEN = {
 }
 
 
-def taken(left: str | None, right: str | None) -> str | None:
+def taken(left, right):
     """In what hardware computes a GEMM of these two: FP8 takes E4M3 and E5M2, not E5M2 twice, and by rows E4M3 last."""
     for kind in ("int8", "mxfp8"):
         if {left, right} <= TAKEN[kind]:
@@ -76,7 +75,7 @@ def taken(left: str | None, right: str | None) -> str | None:
     return "fp8" if str(right).startswith("e4m3") or (str(left).startswith("e4m3") and not rows) else None
 
 
-def test_native_gemms() -> None:
+def test_native_gemms():
     for left, right in itertools.product(FORMS, repeat=2):
         for gemm, (one, other) in GEMMS.items():
             found = LinearCasts(**{one: FORMS[left], other: FORMS[right]}).native_gemms
@@ -84,7 +83,7 @@ def test_native_gemms() -> None:
             assert found == ({gemm: kind} if kind else {}), f"{gemm}: {left} times {right}"
 
 
-def test_native_gemms_of_what_is_reused() -> None:
+def test_native_gemms_of_what_is_reused():
     """It is in few bits if the forward pass had it so, and its scales do not lie along what is now the contraction."""
     weights = ("e4m3", "e5m2", "e4m3 rows", "e4m3 delayed", "ternary", "int8 rows", "int8 groups", None)
     for x, w, g in itertools.product(FORMS, weights, FORMS):
@@ -118,7 +117,7 @@ def test_native_gemms_of_what_is_reused() -> None:
         ("ternary", {"fprop": "int8"}),
     ],
 )
-def test_native_gemms_of_presets(name: str, native: dict[str, str]) -> None:
+def test_native_gemms_of_presets(name, native):
     casts = LinearCasts.preset(name)
     assert casts.native_gemms == native
     assert casts.phase("qaf").native_gemms == {gemm: kind for gemm, kind in native.items() if gemm == "fprop"}
@@ -147,7 +146,7 @@ TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))
         (None, False),
     ],
 )
-def test_operands_that_are_one(cast: Any, one: bool) -> None:
+def test_operands_that_are_one(cast, one):
     for first, second in (("fprop_w", "dgrad_w"), ("dgrad_g", "wgrad_g")):
         casts = LinearCasts(**{first: cast, second: cast})
         others = {"dgrad_w", "wgrad_g"} - {second}

@@ -3,8 +3,6 @@
 import ast
 import inspect
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -18,7 +16,7 @@ from tests.tables import each
 EDEN = LinearCasts.preset("quartet2").wgrad_x
 
 # Fields that contradict each other, what the error says of them, and a change that it proposes.
-CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+CONTRADICTIONS = {
     "hadamard of nothing": (
         {"hadamard": {"wgrad": 16}},
         "hadamard rotates wgrad, which quantizes nothing: leave wgrad out of hadamard",
@@ -154,7 +152,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 
 
 @each("name", CONTRADICTIONS)
-def test_contradictions(name: str) -> None:
+def test_contradictions(name):
     given, message, remedy = CONTRADICTIONS[name]
     with pytest.raises(ValueError, match=message) as caught:
         LinearCasts(**given)
@@ -162,7 +160,7 @@ def test_contradictions(name: str) -> None:
     LinearCasts(**{**given, **remedy})
 
 
-def test_every_contradiction_is_in_the_table() -> None:
+def test_every_contradiction_is_in_the_table():
     code = ast.parse(inspect.getsource(contradictions))
     kinds = [node for node in ast.walk(code) if isinstance(node, ast.Yield)] + [*contradictions._WITHOUT_SURROGATE]
     starts = [
@@ -186,7 +184,7 @@ def test_every_contradiction_is_in_the_table() -> None:
         assert any(message.startswith(start.split(" .*")[0]) for _, message, _ in CONTRADICTIONS.values()), start
 
 
-def impossible(casts: dict[str, Any]) -> bool:
+def impossible(casts):
     """Whether the fields contradict each other, in other words than the package's."""
     quantized = {name for name in OPERANDS if isinstance(casts.get(name), Cast)}
     reused = {name for name in OPERANDS if casts.get(name) == "fprop"}
@@ -211,7 +209,7 @@ def impossible(casts: dict[str, Any]) -> bool:
 
 
 @pytest.mark.slow
-def test_all_combinations_are_honored_or_refused_and_have_phases() -> None:
+def test_all_combinations_are_honored_or_refused_and_have_phases():
     forward = itertools.product((None, NEAREST), (None, NEAREST, STOCHASTIC))
     backward = itertools.product((None, NEAREST), (None, NEAREST, "fprop"), (None, NEAREST), (None, NEAREST, "fprop"))
     extras = [{}, *({"hadamard": {gemm: 16}} for gemm in GEMMS), *({"subtract_mean": (gemm,)} for gemm in GEMMS)]
@@ -340,6 +338,6 @@ def test_all_combinations_are_honored_or_refused_and_have_phases() -> None:
         (lambda: LinearCasts.of({"preset": "ufp4", "wgrad_g": None, "wgrad_x": None}), "hadamard rotates wgrad, which"),
     ],
 )
-def test_errors(call: Callable[[], Any], message: str) -> None:
+def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()

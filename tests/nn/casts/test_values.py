@@ -2,9 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 import yaml
@@ -17,24 +15,24 @@ from tests.nn.layers import GEMMS
 from tests.tables import each
 
 
-def test_operands_are_the_first_fields() -> None:
+def test_operands_are_the_first_fields():
     names = tuple(field.name for field in fields(LinearCasts))
     assert names == (*OPERANDS, "hadamard", "subtract_mean", "surrogate", "smooth", "requantize")
 
 
 @each("name", PRESETS)
-def test_presets(name: str) -> None:
+def test_presets(name):
     casts = LinearCasts.preset(name)
     assert LinearCasts.of(name) == casts == LinearCasts.of({"preset": name})
     assert str(casts) == name
     assert hash(casts) == hash(LinearCasts.preset(name))
 
 
-def test_bf16_quantizes_nothing() -> None:
+def test_bf16_quantizes_nothing():
     assert LinearCasts.preset("bf16") == LinearCasts() == LinearCasts(**dict.fromkeys(OPERANDS))
 
 
-def test_nvfp4_is_that_of_the_paper() -> None:
+def test_nvfp4_is_that_of_the_paper():
     """FP4 All the Way, section 3: stochastic for both gradients and wgrad's activations, nearest elsewhere."""
     found = LinearCasts.preset("nvfp4")
     for operand in OPERANDS:
@@ -42,11 +40,11 @@ def test_nvfp4_is_that_of_the_paper() -> None:
         assert getattr(found, operand) == expected, operand
 
 
-def test_of_takes_casts_as_they_are() -> None:
+def test_of_takes_casts_as_they_are():
     assert LinearCasts.of(SIX) is SIX
 
 
-def test_of_mapping_starts_from_a_preset() -> None:
+def test_of_mapping_starts_from_a_preset():
     given = {"preset": "nvfp4", "fprop_x": None, "wgrad_x": "fprop", "dgrad_w": {"element": "int4"}}
     found = LinearCasts.of(given)
     int4 = Cast("int4", Scale("e4m3", 16, two_level=True))
@@ -120,14 +118,14 @@ NVFP4, NVIDIA = LinearCasts.preset("nvfp4"), LinearCasts.preset("nvfp4-nvidia")
         ),
     ],
 )
-def test_of_changes_what_it_names(given: dict[str, Any], expected: LinearCasts) -> None:
+def test_of_changes_what_it_names(given, expected):
     given = {"preset": "nvfp4", **given}
     before = copy.deepcopy(given)
     assert LinearCasts.of(given) == expected
     assert given == before, "the mapping that was given was changed"
 
 
-def test_of_mapping_without_preset_starts_from_high_precision() -> None:
+def test_of_mapping_without_preset_starts_from_high_precision():
     assert LinearCasts.of({"wgrad_g": {"element": "int4"}}) == LinearCasts(wgrad_g=Cast("int4"))
     assert LinearCasts.of({}) == LinearCasts()
 
@@ -187,12 +185,12 @@ smooth: token
         (YAML_DELAYED, LinearCasts(fprop_x=DELAYED, smooth="token")),
     ],
 )
-def test_yaml(text: str, expected: LinearCasts) -> None:
+def test_yaml(text, expected):
     assert LinearCasts.of(yaml.safe_load(text)) == expected
 
 
 @each("operand", OPERANDS)
-def test_replace_changes_one(operand: str) -> None:
+def test_replace_changes_one(operand):
     changed = SIX.replace(**{operand: INT4})
     for name in OPERANDS:
         assert getattr(changed, name) == (INT4 if name == operand else NEAREST)
@@ -200,7 +198,7 @@ def test_replace_changes_one(operand: str) -> None:
 
 
 @each("operand", OPERANDS)
-def test_with_rounding_changes_one(operand: str) -> None:
+def test_with_rounding_changes_one(operand):
     changed = SIX.with_rounding({operand: "stochastic"})
     for name in OPERANDS:
         assert getattr(changed, name) == (STOCHASTIC if name == operand else NEAREST)
@@ -209,13 +207,13 @@ def test_with_rounding_changes_one(operand: str) -> None:
 
 
 @each("name", [*PRESETS, *AWKWARD, "six", "reuse of a weight"])
-def test_phases(name: str) -> None:
+def test_phases(name):
     others = {**AWKWARD, "six": SIX, "reuse of a weight": LinearCasts(fprop_w=INT4, dgrad_w="fprop")}
     assert_phases(others[name] if name in others else LinearCasts.preset(name))
 
 
 @each("name", [*PRESETS, *AWKWARD])
-def test_values(name: str) -> None:
+def test_values(name):
     """They compare and hash by what they say, and survive copying and pickling."""
     casts = AWKWARD[name] if name in AWKWARD else LinearCasts.preset(name)
     for twin in (copy.copy(casts), copy.deepcopy(casts), pickle.loads(pickle.dumps(casts)), casts.replace()):
@@ -225,16 +223,16 @@ def test_values(name: str) -> None:
         assert twin.phase("qaf") == casts.phase("qaf")
 
 
-def test_no_two_are_equal_or_say_the_same() -> None:
+def test_no_two_are_equal_or_say_the_same():
     given = [*AWKWARD.values(), *map(LinearCasts.preset, PRESETS)]
     assert [sum(casts == other for other in given) for casts in given] == [1] * len(given)
     assert len(set(given)) == len(given)
     assert len(set(map(str, given))) == len(given), f"some say less than they are: {sorted(map(str, given))}"
 
 
-def test_settings_of_gemms_have_one_form() -> None:
+def test_settings_of_gemms_have_one_form():
     """However they are written, and whatever becomes of what was given."""
-    given: dict[str, Any] = {"wgrad": 16, "fprop": {"size": 32, "signs": "keyed"}}
+    given = {"wgrad": 16, "fprop": {"size": 32, "signs": "keyed"}}
     casts = SIX.replace(hadamard=given, subtract_mean=iter(["wgrad", "fprop", "wgrad"]))
     same = SIX.replace(
         hadamard={"fprop": Hadamard(32, "keyed"), "wgrad": Hadamard(16, "fixed")}, subtract_mean=("fprop", "wgrad")
@@ -250,7 +248,7 @@ def test_settings_of_gemms_have_one_form() -> None:
     assert hash(SIX.replace(surrogate=one)) == hash(SIX.replace(surrogate=other))
 
 
-def test_str() -> None:
+def test_str():
     casts = LinearCasts(fprop_x=NEAREST, fprop_w=INT4, dgrad_w="fprop", wgrad_g=STOCHASTIC)
     assert str(casts) == (
         "fprop(x=e2m1/e4m3:1x16+fp32, w=int4/e5m2:1x128) dgrad(g=hp, w=fprop) wgrad(g=e2m1/e4m3:1x16+fp32~, x=hp)"
@@ -278,7 +276,7 @@ def test_str() -> None:
         lambda settings: settings.clear(),
     ],
 )
-def test_settings_do_not_change(change: Callable[[Any], Any]) -> None:
+def test_settings_do_not_change(change):
     casts = LinearCasts.preset("ufp4")
     with pytest.raises(TypeError, match="LinearCasts.replace"):
         change(casts.hadamard)

@@ -1,9 +1,7 @@
 """MLPs and models of them, a training step, what a pass quantizes, s by definition."""
 
 import math
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +19,7 @@ from transformers import (
 )
 
 from lightning_lowbit import LinearCasts, convert
-from lightning_lowbit.nn import AmaxHistories, QuantizedLayer
+from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.core.watch import observed
 from lightning_lowbit.quant import Operand
 
@@ -32,34 +30,27 @@ CURRENT = LinearCasts.preset("fp8-current")
 QAT = LinearCasts(fprop_x=CURRENT.fprop_x, fprop_w=CURRENT.fprop_w, dgrad_w="fprop", wgrad_x="fprop")
 
 
-def plain_linear(inputs: int, outputs: int, bias: bool) -> nn.Module:
+def plain_linear(inputs, outputs, bias):
     return nn.Linear(inputs, outputs, bias=bias)
 
 
 class MLP(nn.Module):
     """A SwiGLU; ``between`` is what the product goes through on its way to the down projection."""
 
-    def __init__(
-        self,
-        hidden: int = 16,
-        channels: int = 24,
-        bias: bool = False,
-        between: nn.Module | None = None,
-        layer: Callable[[int, int, bool], nn.Module] = plain_linear,
-    ) -> None:
+    def __init__(self, hidden=16, channels=24, bias=False, between=None, layer=plain_linear):
         super().__init__()
         self.gate_proj, self.up_proj = layer(hidden, channels, bias), layer(hidden, channels, bias)
         self.between = nn.Identity() if between is None else between
         self.down_proj = layer(channels, hidden, bias)
-        self.recompute: str | None = None
+        self.recompute = None
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x):
         return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
-    def all_of_it(self, x: Tensor) -> Tensor:
+    def all_of_it(self, x):
         return self.down_proj(self.between(self.product(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.recompute is None:
             return self.all_of_it(x)
         return checkpoint(self.all_of_it, x, use_reentrant=self.recompute == "reentrant")
@@ -72,30 +63,30 @@ class Named(nn.Module):
     up_proj = property(lambda self: self.w1)
     down_proj = property(lambda self: self.w3)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w1, self.w2, self.w3 = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.w3(self.w1(x) * F.silu(self.w2(x)))
 
 
 class Net(nn.Module):
     """Two residual MLPs between other layers."""
 
-    def __init__(self, mlp: Callable[[], nn.Module] = MLP) -> None:
+    def __init__(self, mlp=MLP):
         super().__init__()
         self.embed, self.layers = nn.Linear(8, 16), nn.ModuleList([mlp(), mlp()])
         self.head = nn.Linear(16, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embed(x)
         for layer in self.layers:
             x = x + layer(x)
         return self.head(x)
 
 
-TINY: dict[str, Any] = {
+TINY = {
     "vocab_size": 31,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -103,7 +94,7 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 2,
     "head_dim": 16,
 }
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=1)),
     "llama-bias": lambda: LlamaForCausalLM(LlamaConfig(**TINY, mlp_bias=True)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**TINY, num_key_value_heads=1)),
@@ -113,23 +104,23 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def inputs_of(model: nn.Module, seed: int = 0) -> Tensor:
+def inputs_of(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
     if isinstance(model, Net):
         return torch.randn(2, 10, 8, generator=generator)
     return torch.randint(31, (2, 10), generator=generator)
 
 
-def output_of(model: nn.Module, x: Tensor) -> Tensor:
+def output_of(model, x):
     y = model(x)
     return y if isinstance(y, Tensor) else y.logits
 
 
-def casts_by_name(model: nn.Module) -> dict[str, LinearCasts]:
+def casts_by_name(model):
     return {name: layer.casts for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
 
 
-def everything(model: nn.Module) -> dict[str, Any]:
+def everything(model):
     """What an error must leave as it was."""
     return {
         "classes": {name: type(module) for name, module in model.named_modules()},
@@ -142,7 +133,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def unchanged(model: nn.Module, before: dict[str, Any]) -> None:
+def unchanged(model, before):
     for what, now in everything(model).items():
         assert now.keys() == before[what].keys(), f"{what} changed"
         for name, value in now.items():
@@ -151,11 +142,11 @@ def unchanged(model: nn.Module, before: dict[str, Any]) -> None:
 
 
 @contextmanager
-def sources(lossless: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+def sources(lossless=False):
     """Captures what is to be quantized, by operand, in the order of the GEMMs; ``lossless`` then leaves it as it is."""
-    seen: list[tuple[str, Tensor]] = []
+    seen = []
 
-    def spy(how: Any, source: Any, operand: Any, *_: Any) -> Any:
+    def spy(how, source, operand, *_):
         seen.append((how.name, source.values))
         return Operand(source.values, source.factor) if lossless else operand
 
@@ -163,7 +154,7 @@ def sources(lossless: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
         yield seen
 
 
-def factors(mlp: Any, x: Tensor) -> Tensor:
+def factors(mlp, x):
     """The s per channel that a forward pass through one MLP uses: W over what it makes of W."""
     with sources() as seen, torch.no_grad():
         mlp(x)
@@ -174,24 +165,24 @@ def factors(mlp: Any, x: Tensor) -> Tensor:
     return s[0]
 
 
-def only_down(mlp: MLP, casts: LinearCasts) -> MLP:
+def only_down(mlp, casts):
     """With smoothed channels; what enters the down projection is that of the plain MLP, and depends on no history."""
     return convert(mlp, "bf16", overrides={"down_proj": casts}, smooth_swiglu="channel")
 
 
-def product_amax(mlp: MLP, x: Tensor) -> Tensor:
+def product_amax(mlp, x):
     """Largest magnitude of each channel of what enters the down projection."""
     with torch.no_grad():
         return mlp.product(x).abs().flatten(0, -2).amax(0)
 
 
-def down_power(amax: Tensor) -> Tensor:
+def down_power(amax):
     """1 / amax rounded down to a power of two, 1 for 0: number by number, by logarithms in float64."""
     powers = [2.0 ** math.floor(-math.log2(a)) if a > 0 else 1.0 for a in amax.flatten().tolist()]
     return torch.tensor(powers, dtype=amax.dtype).view(amax.shape)
 
 
-def step(model: nn.Module, histories: AmaxHistories, *micro_batches: Tensor) -> None:
+def step(model, histories, *micro_batches):
     histories.recording = True
     for x in micro_batches:
         output_of(model, x).square().mean().backward()
@@ -199,5 +190,5 @@ def step(model: nn.Module, histories: AmaxHistories, *micro_batches: Tensor) -> 
     histories.recording = False
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def relative(found, expected):
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()

@@ -1,7 +1,5 @@
 """Baked layers are plain ones that compute what the converted ones did."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -14,18 +12,18 @@ from tests.tables import each
 X = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
 
 
-def weight_only(preset: str, **changes: Any) -> LinearCasts:
+def weight_only(preset, **changes):
     """The casts of a preset for the weight in the forward pass, and for nothing else."""
     return LinearCasts(fprop_w=LinearCasts.preset(preset).fprop_w, **changes)
 
 
-def network() -> nn.Sequential:
+def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), Conv1D(32, 48), nn.ReLU(), nn.Linear(32, 8, bias=False))
 
 
 @each("preset", ["int4", "ternary", "nvfp4", "mxfp4", "fp8-row", "fp8-delayed"])
-def test_baked_layers_compute_the_same(preset: str) -> None:
+def test_baked_layers_compute_the_same(preset):
     model = convert(network(), weight_only(preset), overrides={"4": "bf16"})
     if preset == "fp8-delayed":
         histories = AmaxHistories(model)
@@ -42,14 +40,14 @@ def test_baked_layers_compute_the_same(preset: str) -> None:
     torch.testing.assert_close(baked(X), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_are_rounded_to_the_dtype_of_autocast_first() -> None:
+def test_weights_are_rounded_to_the_dtype_of_autocast_first():
     with torch.autocast("cpu", torch.bfloat16):
         model = convert(network(), weight_only("mxfp4"))
         expected = model(X)
         assert torch.equal(bake(model)(X), expected), "mxfp4 is exact in bfloat16"
 
 
-def test_layers_that_share_an_amax_and_layers_on_their_way_are_baked_as_they_compute() -> None:
+def test_layers_that_share_an_amax_and_layers_on_their_way_are_baked_as_they_compute():
     model = convert(nn.ModuleDict({"q_proj": nn.Linear(64, 64), "k_proj": nn.Linear(64, 32)}), weight_only("nvfp4"))
     SharedAmaxes(model, ["(q|k)_proj"]).measure()
     set_blend(model, 0.5)
@@ -57,7 +55,7 @@ def test_layers_that_share_an_amax_and_layers_on_their_way_are_baked_as_they_com
     torch.testing.assert_close(bake(model)["k_proj"](X), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_no_weight_can_hold_is_refused_and_nothing_is_changed() -> None:
+def test_what_no_weight_can_hold_is_refused_and_nothing_is_changed():
     tied = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 8, bias=False))
     tied[1].weight = tied[0].weight
     stochastic = weight_only("int4").replace(fprop_w=weight_only("int4").fprop_w.replace(rounding="stochastic"))

@@ -2,8 +2,6 @@
 
 import pickle
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,14 +18,14 @@ INT8 = LinearCasts(fprop_w=Cast("int8"))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.ModuleDict({"qkv": nn.Linear(4, 12), "out": nn.Linear(4, 4)})
         self.mlp = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4, bias=False)})
 
 
 class Model(nn.Module):
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self, blocks=2):
         super().__init__()
         self.embed = nn.Embedding(7, 4)
         self.layers = nn.ModuleList(Block() for _ in range(blocks))
@@ -37,7 +35,7 @@ class Model(nn.Module):
 class SpecialLinear(nn.Linear):
     """Somebody's own linear layer: what it computes is its own affair."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input):
         return super().forward(input).relu()
 
 
@@ -45,18 +43,18 @@ ALL = {f"layers.{i}.{name}" for i in range(2) for name in ("attention.qkv", "att
 ALL |= {"lm_head"}
 
 
-def converted(model: nn.Module) -> set[str]:
+def converted(model):
     return {name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
 
 
-def classes(model: nn.Module) -> dict[str, type]:
+def classes(model):
     return {name: type(module) for name, module in model.named_modules()}
 
 
 # --- which layers -----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_skipped_by_default() -> None:
+def test_nothing_is_skipped_by_default():
     model = Model()
     assert convert(model, "nvfp4") is model
     assert converted(model) == ALL
@@ -87,7 +85,7 @@ def test_nothing_is_skipped_by_default() -> None:
         (r"layers\.(?!0).*", {name for name in ALL if name.startswith("layers.1.")}),  # 0 is not -2 here
     ],
 )
-def test_patterns(pattern: str, matched: set[str]) -> None:
+def test_patterns(pattern, matched):
     assert set(plan(Model(), NVFP4, only=[pattern])) == matched
     if matched != ALL:
         assert set(plan(Model(), NVFP4, skip=[pattern])) == ALL - matched
@@ -98,11 +96,11 @@ def test_patterns(pattern: str, matched: set[str]) -> None:
 
 @each("pattern", ["head", "lm", "m_head", "p", "ayers", "layers.", "0.mlp.u", "embed", "", "UP", "layers.-3"])
 @each("argument", ["skip", "only", "overrides"])
-def test_a_pattern_that_matches_nothing(pattern: str, argument: str) -> None:
+def test_a_pattern_that_matches_nothing(pattern, argument):
     """Parts of a word do not match, nor do modules that hold no linear layer; nothing has been changed then."""
     model = Model()
     before = classes(model)
-    given: Any = {pattern: INT4} if argument == "overrides" else ["lm_head", pattern]
+    given = {pattern: INT4} if argument == "overrides" else ["lm_head", pattern]
     with pytest.raises(ValueError, match=f"{argument}: the pattern '{pattern}' matches no linear layer. There are 9"):
         convert(model, NVFP4, **{argument: given})
     assert classes(model) == before
@@ -110,7 +108,7 @@ def test_a_pattern_that_matches_nothing(pattern: str, argument: str) -> None:
 
 @each("patterns, message", [(None, "a list of patterns.*got None"), ([3], "a pattern is a string.*got 3")])
 @each("argument", ["skip", "only", "overrides"])
-def test_what_is_no_pattern_is_refused(patterns: Any, message: str, argument: str) -> None:
+def test_what_is_no_pattern_is_refused(patterns, message, argument):
     if patterns is not None or argument == "skip":  # the others take None
         given = {3: INT4} if argument == "overrides" else patterns
         with pytest.raises(ValueError, match=f"{argument}.*{message}"):
@@ -118,29 +116,29 @@ def test_what_is_no_pattern_is_refused(patterns: Any, message: str, argument: st
 
 
 @each("model", [Model, "model"])
-def test_what_is_no_model_is_refused(model: Any) -> None:
+def test_what_is_no_model_is_refused(model):
     with pytest.raises(ValueError, match="an instance of nn.Module; got"):
         convert(model, NVFP4)
 
 
-def test_numbers_count_from_the_end_of_each_list() -> None:
+def test_numbers_count_from_the_end_of_each_list():
     model = nn.ModuleDict({"encoder": Model(3), "decoder": Model(5)})
     model["net"] = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
     found = set(plan(model, NVFP4, only=[r"layers\.-1\.mlp\.up", r"net\.-1"]))
     assert found == {"encoder.layers.2.mlp.up", "decoder.layers.4.mlp.up", "net.2"}  # the last one that holds a layer
 
 
-def test_skip_and_only_together() -> None:
+def test_skip_and_only_together():
     model = convert(Model(), NVFP4, skip=["down"], only=["mlp", "lm_head"])
     assert converted(model) == {"layers.0.mlp.up", "layers.1.mlp.up", "lm_head"}
 
 
-def test_patterns_may_come_from_an_iterator() -> None:
+def test_patterns_may_come_from_an_iterator():
     model = convert(Model(), NVFP4, skip=iter(["mlp"]), only=iter(["layers"]))
     assert converted(model) == {name for name in ALL if "attention" in name}
 
 
-def test_first_override_wins() -> None:
+def test_first_override_wins():
     overrides = {r"layers\.0\.mlp\.up": INT4, "mlp": INT8, "lm_head": "bf16", "up": NVFP4}
     casts = plan(Model(), NVFP4, overrides=overrides)
     assert casts["layers.0.mlp.up"] == INT4
@@ -149,7 +147,7 @@ def test_first_override_wins() -> None:
     assert casts["layers.0.attention.out"] == NVFP4
 
 
-def test_plan_is_what_convert_does() -> None:
+def test_plan_is_what_convert_does():
     model, arguments = Model(), {"skip": ["qkv"], "overrides": {"mlp": {"preset": "nvfp4", "dgrad_w": "fprop"}}}
     before = classes(model)
     expected = plan(model, NVFP4, **arguments)
@@ -178,7 +176,7 @@ def test_plan_is_what_convert_does() -> None:
         ),
     ],
 )
-def test_errors_change_nothing(call: Callable[[nn.Module], Any], message: str) -> None:
+def test_errors_change_nothing(call, message):
     model = Model()
     before = classes(model)
     with pytest.raises(ValueError, match=message):
@@ -189,18 +187,18 @@ def test_errors_change_nothing(call: Callable[[nn.Module], Any], message: str) -
 # --- what is converted ------------------------------------------------------------------------------------------------
 
 
-def test_a_layer_by_itself() -> None:
+def test_a_layer_by_itself():
     assert type(convert(nn.Linear(2, 3), NVFP4)) is QuantLinear
 
 
-def test_subclasses_with_a_forward_of_their_own_stay() -> None:
+def test_subclasses_with_a_forward_of_their_own_stay():
     model = nn.ModuleDict({"special": SpecialLinear(4, 4), "plain": nn.Linear(4, 4)})
     convert(model, NVFP4)
     assert converted(model) == {"plain"}
     assert type(model["special"]) is SpecialLinear
 
 
-def test_conv1d() -> None:
+def test_conv1d():
     layer = Conv1D(6, 4)
     weight = layer.weight
     convert(layer, NVFP4)
@@ -211,7 +209,7 @@ def test_conv1d() -> None:
 
 
 @pytest.mark.parametrize("make", [nn.Linear, Conv1D])
-def test_converted_layers_pickle(make: Callable[[int, int], nn.Module]) -> None:
+def test_converted_layers_pickle(make):
     """torch.save(model) and processes that are spawned pickle modules whole."""
     layer = convert(make(4, 4), NVFP4)
     twin = pickle.loads(pickle.dumps(layer))
@@ -219,11 +217,11 @@ def test_converted_layers_pickle(make: Callable[[int, int], nn.Module]) -> None:
     assert twin.casts == NVFP4
 
 
-def test_parameters_and_references_stay() -> None:
+def test_parameters_and_references_stay():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     head, parameters, names = model.lm_head, dict(model.named_parameters()), list(model.state_dict())
-    calls: list[int] = []
+    calls = []
     head.register_forward_hook(lambda *_: calls.append(1))
     convert(model, NVFP4)
     assert model.lm_head is head
@@ -236,7 +234,7 @@ def test_parameters_and_references_stay() -> None:
     Model().load_state_dict(model.state_dict())
 
 
-def test_tied_weights_stay_tied() -> None:
+def test_tied_weights_stay_tied():
     model = Model()
     model.lm_head.weight = model.embed.weight
     convert(model, INT4)
@@ -246,7 +244,7 @@ def test_tied_weights_stay_tied() -> None:
     assert model.embed.weight.grad.isfinite().all()
 
 
-def test_a_layer_with_two_names_is_one_layer() -> None:
+def test_a_layer_with_two_names_is_one_layer():
     model = nn.ModuleDict({"first": nn.Linear(2, 2)})
     model["second"] = model["first"]
     assert list(plan(model, NVFP4)) == ["first"]
@@ -256,7 +254,7 @@ def test_a_layer_with_two_names_is_one_layer() -> None:
 # --- again ------------------------------------------------------------------------------------------------------------
 
 
-def test_idempotent() -> None:
+def test_idempotent():
     model = convert(Model(), NVFP4, skip=["lm_head"])
     before, casts = classes(model), plan(model, NVFP4, skip=["lm_head"])
     convert(model, NVFP4, skip=["lm_head"])
@@ -264,7 +262,7 @@ def test_idempotent() -> None:
     assert {name: model.get_submodule(name).casts for name in converted(model)} == casts
 
 
-def test_other_casts() -> None:
+def test_other_casts():
     model = convert(Model(), NVFP4)
     convert(model, INT4, overrides={"lm_head": INT8}, exact=True)
     for name in ALL:
@@ -273,7 +271,7 @@ def test_other_casts() -> None:
         assert layer.lowbit.exact
 
 
-def test_phases_of_a_model() -> None:
+def test_phases_of_a_model():
     model = convert(Model(), NVFP4, overrides={"lm_head": INT4})
     for phase in ("qaf", "hp-forward", "bf16", "qaf", "fqt"):
         set_phase(model, phase)
@@ -294,7 +292,7 @@ def test_phases_of_a_model() -> None:
         ("q", "such as 'x'"),
     ],
 )
-def test_the_error_shows_how_to_match_a_piece_of_a_part(pattern: str, advice: str) -> None:
+def test_the_error_shows_how_to_match_a_piece_of_a_part(pattern, advice):
     model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("x", "up_proj", "down_proj")})
     with pytest.raises(ValueError, match="must match one or more whole parts of a name.*" + re.escape(advice)):
         convert(model, NVFP4, skip=[pattern])

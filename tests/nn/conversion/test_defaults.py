@@ -1,7 +1,5 @@
 """What stays in high precision unless it is named: routers, adapters, narrow layers."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ from tests.tables import each
 ROUTER, ADAPTER = "a router of experts", "an adapter"
 
 
-def named(kind: str, base: type = nn.Module, module: str = __name__, **children: nn.Module) -> Any:
+def named(kind, base=nn.Module, module=__name__, **children):
     """A module of a new class of this name, with children."""
     made = type(kind, (base,), {"__module__": module})()
     for name, child in children.items():
@@ -22,21 +20,21 @@ def named(kind: str, base: type = nn.Module, module: str = __name__, **children:
     return made
 
 
-def mlp() -> nn.Module:
+def mlp():
     return named("MLP", gate_proj=nn.Linear(64, 96), up_proj=nn.Linear(64, 96), down_proj=nn.Linear(96, 64))
 
 
-def stack(count: int = 4) -> nn.Module:
+def stack(count=4):
     experts = named("SomeExperts")
     experts.gate_up_proj = nn.Parameter(torch.zeros(count, 64, 64))
     return experts
 
 
-def experts() -> nn.ModuleList:
+def experts():
     return nn.ModuleList([mlp() for _ in range(4)])
 
 
-def test_routers_of_experts_are_recognized_by_their_names() -> None:
+def test_routers_of_experts_are_recognized_by_their_names():
     inner = nn.Linear(64, 8)  # no number of experts: the class around it tells
     models = {
         "litgpt": (named("LLaMAMoE", gate=nn.Linear(64, 4), experts=experts()), {"gate"}),
@@ -68,13 +66,13 @@ def test_routers_of_experts_are_recognized_by_their_names() -> None:
         assert found == {f"layers.0.{name}": ROUTER for name in expected}, kind
 
 
-def _linears(model: nn.Module) -> list[str]:
+def _linears(model):
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def test_adapters_are_recognized_by_what_is_around_them() -> None:
+def test_adapters_are_recognized_by_what_is_around_them():
     low, high = nn.Linear(64, 8), nn.Linear(8, 64)
-    adapted: dict[str, Any] = {"base_layer": nn.Linear(64, 64)}
+    adapted = {"base_layer": nn.Linear(64, 64)}
     adapted |= {"lora_A": nn.ModuleDict({"default": low}), "lora_B": nn.ModuleDict({"default": high})}
     other = named("Layer", module="peft.tuners.bottleneck", base_layer=nn.Linear(64, 64), down=nn.Linear(64, 32))
     model = nn.ModuleDict({"q_proj": named("Linear", **adapted), "v_proj": other, "saved": nn.Linear(64, 64)})
@@ -100,17 +98,15 @@ def test_adapters_are_recognized_by_what_is_around_them() -> None:
         (IntegerPrecision(4, 8).casts, 63, 512, "narrow, 63 inputs for blocks of 128"),
     ],
 )
-def test_a_layer_is_narrow_if_a_contraction_is_shorter_than_half_a_block(
-    casts: Any, inputs: int, outputs: int, why: str | None
-) -> None:
+def test_a_layer_is_narrow_if_a_contraction_is_shorter_than_half_a_block(casts, inputs, outputs, why):
     """Only in forward and dgrad, only where something is quantized in blocks, and only beside four blocks."""
     model = nn.Sequential(nn.Linear(inputs, outputs), nn.Linear(64, 64))
     found = default_reasons(model, dict.fromkeys(_linears(model), LinearCasts.of(casts)))
     assert found == ({} if why is None else {"0": why})
 
 
-def test_patterns_that_name_a_layer_quantize_it() -> None:
-    def model() -> nn.Module:
+def test_patterns_that_name_a_layer_quantize_it():
+    def model():
         return nn.ModuleDict(
             {"body": nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)), "head": nn.Sequential(nn.Linear(64, 1))}
         )

@@ -1,14 +1,12 @@
 """Folding into the weights: the same function to the bit, or a refusal that changes nothing; and what comes after."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import convert, fold
@@ -32,7 +30,7 @@ from tests.nn.conversion.swiglus import (
 from tests.tables import each
 
 
-def conv1d(inputs: int, outputs: int, bias: bool) -> nn.Module:
+def conv1d(inputs, outputs, bias):
     layer = Conv1D(outputs, inputs)
     nn.init.normal_(layer.weight, std=inputs**-0.5)
     nn.init.normal_(layer.bias, std=0.1)
@@ -42,11 +40,11 @@ def conv1d(inputs: int, outputs: int, bias: bool) -> nn.Module:
 class Swapped(MLP):
     """The activation is that of what calls itself the up projection."""
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x):
         return F.silu(self.up_proj(x)) * self.gate_proj(x)
 
 
-def trained(model: Any, scale: float = 1.0) -> AmaxHistories:
+def trained(model, scale=1.0):
     histories = AmaxHistories(model)
     for seed in range(2):
         x = inputs_of(model, seed)
@@ -64,7 +62,7 @@ FOLDED = {name: make for name, make in MODELS.items() if name in ("llama-bias", 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", FOLDED)
-def test_fold_keeps_the_function(name: str, autocast: bool) -> None:
+def test_fold_keeps_the_function(name, autocast):
     """To the bit, in float32 and bfloat16: of the converted model, unquantized, and of an unconverted copy."""
     plain = FOLDED[name]()
     with torch.no_grad():
@@ -102,7 +100,7 @@ def test_fold_keeps_the_function(name: str, autocast: bool) -> None:
             assert torch.equal(found, expected), f"{what}, {dtype}: off by {(found - expected).abs().max()}"
 
 
-def test_fold_multiplies_by_s() -> None:
+def test_fold_multiplies_by_s():
     """``up`` by s, weight and bias; ``down`` by 1/s; with s from the last training step."""
     for layer in (plain_linear, conv1d):
         mlp = convert(MLP(bias=True, layer=layer), DELAYED, smooth_swiglu="channel")
@@ -118,7 +116,7 @@ def test_fold_multiplies_by_s() -> None:
             assert torch.equal(found, wanted)
 
 
-def test_fold_of_some_mlps() -> None:
+def test_fold_of_some_mlps():
     """Those that are given, or smoothed; the others stay as they are."""
     plain = Net()
     amax = {"layers.1.down_proj": torch.full((24,), 3.0)}
@@ -135,7 +133,7 @@ def test_fold_of_some_mlps() -> None:
 
 
 @pytest.mark.parametrize("phase", ["qaf", "bf16"])
-def test_fold_in_a_phase(phase: str) -> None:
+def test_fold_in_a_phase(phase):
     """What is smoothed only outside the phase is folded too."""
     model = convert(MLP(), DELAYED, smooth_swiglu="channel")
     histories = AmaxHistories(model)
@@ -146,7 +144,7 @@ def test_fold_in_a_phase(phase: str) -> None:
     assert model.down_proj.full_casts.smooth is None
 
 
-def test_fold_is_done_once() -> None:
+def test_fold_is_done_once():
     model = convert(MLP(), DELAYED, smooth_swiglu="channel")
     step(model, AmaxHistories(model), torch.randn(9, 16))
     fold(model)
@@ -159,20 +157,20 @@ def test_fold_is_done_once() -> None:
 class Norm(nn.Module):
     """What BitNet puts between product and down projection."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.RMSNorm(24)
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h):
         return self.norm(h)
 
 
 class Masked(MLP):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, mask):
         return super().forward(x) * mask
 
 
-def smoothed(model: nn.Module, steps: bool = True, kind: Any = "channel") -> nn.Module:
+def smoothed(model, steps=True, kind="channel"):
     convert(model, DELAYED, smooth_swiglu=kind)
     if steps:
         trained(model)
@@ -208,7 +206,7 @@ GOOD = {"layers.0.down_proj": torch.full((24,), 3.0)}
         (lambda: Net(Masked), GOOD, r"layers\.0\.down_proj: its MLP must take x alone"),
     ],
 )
-def test_fold_refuses(make: Callable[[], nn.Module], amax: dict[str, Tensor] | None, message: str) -> None:
+def test_fold_refuses(make, amax, message):
     """And has changed nothing, though layers before the one that is refused are fine."""
     model = make()
     before = everything(model)
@@ -218,7 +216,7 @@ def test_fold_refuses(make: Callable[[], nn.Module], amax: dict[str, Tensor] | N
 
 
 @pytest.mark.parametrize("order", [0, 1])
-def test_fold_refuses_as_a_whole(order: int) -> None:
+def test_fold_refuses_as_a_whole(order):
     """One MLP of two has a norm: neither is folded."""
     makes = [MLP, lambda: MLP(between=Norm())]
     model = Net(iter([makes[order](), makes[1 - order]()]).__next__)
@@ -228,7 +226,7 @@ def test_fold_refuses_as_a_whole(order: int) -> None:
     unchanged(model, before)
 
 
-def test_fold_keeps_the_mode_of_each_module() -> None:
+def test_fold_keeps_the_mode_of_each_module():
     """A frozen dropout of a model in training stays frozen."""
     model = Net(lambda: MLP(between=nn.Dropout(0.5)))
     model.layers[0].between.eval()
@@ -238,7 +236,7 @@ def test_fold_keeps_the_mode_of_each_module() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 100.0])
-def test_after_folding_quantized_evaluation_is_close(scale: float) -> None:
+def test_after_folding_quantized_evaluation_is_close(scale):
     """The up projection's weight is another one now, and its former amax would saturate or flush it."""
     plain = MLP()
     with torch.no_grad():
@@ -256,7 +254,7 @@ def test_after_folding_quantized_evaluation_is_close(scale: float) -> None:
     assert relative(after, before) < 0.1
 
 
-def test_training_goes_on_after_folding() -> None:
+def test_training_goes_on_after_folding():
     """With the gradients of the folded function: none saturates at an amax from before."""
     plain = MLP()
     with torch.no_grad():

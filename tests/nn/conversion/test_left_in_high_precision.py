@@ -1,12 +1,10 @@
 """Layers that conversion cannot take: complex, integer and float8 parameters, sparse ones, and computed weights."""
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 from transformers.pytorch_utils import Conv1D
 
@@ -15,7 +13,7 @@ from lightning_lowbit.nn import GroupedLinear, QuantizedLayer
 from lightning_lowbit.nn.conversion.reasons import Reasons
 from tests.tables import each
 
-MAKE: dict[str, Callable[[], nn.Module]] = {
+MAKE = {
     "linear": lambda: nn.Linear(32, 32),
     "Conv1D": lambda: Conv1D(32, 32),
     "convolution": lambda: nn.Conv2d(16, 16, 3),
@@ -28,25 +26,25 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
 DTYPES = (torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.int8, torch.uint8, torch.bool)
 
 
-def of_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+def of_parameters(module, change):
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             setattr(part, name, nn.Parameter(change(parameter.detach()), requires_grad=False))
     return module
 
 
-def beside(odd: nn.Module) -> nn.ModuleDict:
+def beside(odd):
     return nn.ModuleDict({"usual": nn.Linear(32, 32), "odd": odd})
 
 
-def converted(model: nn.Module) -> list[str]:
+def converted(model):
     return [name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)]
 
 
 @each("kind", MAKE)
 @each("dtype", DTYPES)
-def test_parameters_of_odd_dtypes(dtype: torch.dtype, kind: str) -> None:
-    def model() -> nn.ModuleDict:
+def test_parameters_of_odd_dtypes(dtype, kind):
+    def model():
         return beside(of_parameters(MAKE[kind](), lambda w: w.to(dtype)))
 
     name = "odd.self_attn" if kind == "encoder" else "odd"
@@ -64,7 +62,7 @@ def test_parameters_of_odd_dtypes(dtype: torch.dtype, kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse C:UserWarning")
 @each("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_sparse_weights(layout: torch.layout) -> None:
+def test_sparse_weights(layout):
     odd = nn.Linear(32, 32, bias=False)
     odd.weight = nn.Parameter(odd.weight.detach().to_sparse(layout=layout))
     model = convert(beside(odd), "nvfp4")
@@ -73,7 +71,7 @@ def test_sparse_weights(layout: torch.layout) -> None:
     model["odd"](torch.randn(2, 32))
 
 
-def test_complex_layers_compute_as_before() -> None:
+def test_complex_layers_compute_as_before():
     odd, x = nn.Linear(32, 32, dtype=torch.complex64), torch.randn(4, 32, dtype=torch.complex64)
     expected = odd(x)
     model = convert(beside(odd), "nvfp4")
@@ -89,7 +87,7 @@ COMPUTED = "its weight is computed (torch.nn.utils.parametrize)"
 
 @each("kind", ["linear", "Conv1D", "convolution", "transposed"])
 @each("parametrize", PARAMETRIZATIONS)
-def test_computed_weights(parametrize: Any, kind: str) -> None:
+def test_computed_weights(parametrize, kind):
     odd = parametrize(MAKE[kind]())
     model = convert(beside(odd), "nvfp4")
     assert converted(model) == ["usual"]
@@ -102,7 +100,7 @@ def test_computed_weights(parametrize: Any, kind: str) -> None:
         convert(beside(odd), "nvfp4", only=["odd"])
 
 
-def test_registering_a_computed_weight_changes_nothing() -> None:
+def test_registering_a_computed_weight_changes_nothing():
     odd = parametrizations.weight_norm(nn.Linear(32, 32))
     register_linear(type(odd))
     assert str(Reasons(convert(beside(odd), "nvfp4")).of("odd")) == COMPUTED
@@ -114,7 +112,7 @@ def test_registering_a_computed_weight_changes_nothing() -> None:
 class Shared(nn.Module):
     """Holds a layer, a block and an attention twice each."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ModuleDict({"up": nn.Linear(32, 32)}))
         self.alias, self.net, self.block = net[2], net, net[3]
@@ -142,7 +140,7 @@ EVERY = {"alias", "net.0", "net.3.up", "first.out_proj", "first._products.in_pro
     ],
 )
 @each("again", [False, True])
-def test_a_pattern_matches_any_name_of_a_layer(again: bool, pattern: str, matched: set[str]) -> None:
+def test_a_pattern_matches_any_name_of_a_layer(again, pattern, matched):
     model = convert(Shared(), "int4") if again else Shared()
     convert(model, "nvfp4", overrides={pattern: "mxfp8"})
     found = {name for name in converted(model) if str(model.get_submodule(name).casts) == "mxfp8"}
@@ -151,7 +149,7 @@ def test_a_pattern_matches_any_name_of_a_layer(again: bool, pattern: str, matche
     assert {name for name in converted(model) if not model.get_submodule(name).casts.plan.is_empty} == EVERY - matched
 
 
-def test_a_module_that_holds_itself_has_names_too() -> None:
+def test_a_module_that_holds_itself_has_names_too():
     model = nn.Module()
     model.layer, model.child = nn.Linear(32, 32), nn.Module()
     model.child.layer, model.child.parent = model.layer, model

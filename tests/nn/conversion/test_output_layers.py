@@ -1,7 +1,6 @@
 """Which layer of a model is its output layer, and when ``quantize_output=False`` leaves it out."""
 
 import copy
-from typing import Any
 
 import pytest
 from torch import nn
@@ -15,28 +14,28 @@ from tests.nn.conversion.test_defaults import experts, mlp, named
 from tests.tables import each
 
 
-def linear(inputs: int = 64, outputs: int = 64, frozen: bool = False) -> nn.Linear:
+def linear(inputs=64, outputs=64, frozen=False):
     layer = nn.Linear(inputs, outputs)
     return layer.requires_grad_(not frozen)
 
 
-def perceptron() -> nn.Module:
+def perceptron():
     return nn.Sequential(linear(), nn.ReLU(), linear())
 
 
-def tied() -> nn.Module:
+def tied():
     head, embedding = linear(64, 256), nn.Embedding(256, 64)
     embedding.weight = head.weight
     return named("LM", decoder=head, embedding=embedding, block=mlp())
 
 
-def adapted() -> nn.Module:
+def adapted():
     lora = nn.ModuleDict({"default": linear(64, 8)}), nn.ModuleDict({"default": linear(8, 64)})
     head = named("Linear", base_layer=linear(frozen=True), lora_A=lora[0], lora_B=lora[1])
     return named("Adapted", body=linear(frozen=True), head=head)
 
 
-def of_transformers(kind: str, **sizes: Any) -> nn.Module:
+def of_transformers(kind, **sizes):
     import transformers
 
     settings = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
@@ -44,16 +43,16 @@ def of_transformers(kind: str, **sizes: Any) -> nn.Module:
     return named("Module", model=getattr(transformers, kind.split(":")[1])(config), loss=linear())
 
 
-def wide() -> nn.Module:
+def wide():
     return nn.Sequential(linear(64, 128), nn.ReLU(), linear(128, 64))
 
 
-def averaged(model: Any) -> nn.Module:
+def averaged(model):
     model.average = AveragedModel(model.net)
     return model
 
 
-MODELS: dict[str, tuple[Any, list[str]]] = {
+MODELS = {
     "a stack": (perceptron, ["2"]),
     "one layer within a module": (lambda: nn.Sequential(linear()), ["0"]),
     "one layer": (linear, []),
@@ -99,7 +98,7 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
     "a block of torch": (lambda: nn.TransformerEncoderLayer(64, 2, 64), ["linear2"]),
     "attention alone": (lambda: nn.MultiheadAttention(64, 2), ["out_proj"]),
 }
-LARGE: dict[str, tuple[Any, list[str]]] = {
+LARGE = {
     "LLaMA": (
         lambda: of_transformers("LlamaConfig:LlamaForCausalLM", intermediate_size=64),
         ["model.lm_head"],
@@ -118,7 +117,7 @@ LARGE: dict[str, tuple[Any, list[str]]] = {
 
 
 @each("name", [*MODELS, *LARGE])
-def test_the_output_layer_is_found_whatever_its_name(name: str) -> None:
+def test_the_output_layer_is_found_whatever_its_name(name):
     make, expected = {**MODELS, **LARGE}[name]
     model = make()
     assert output_layers(model, convertible(model)) == expected
@@ -129,8 +128,8 @@ def test_the_output_layer_is_found_whatever_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("casts", ["nvfp4", "ternary"])
-def test_it_is_left_out_unless_it_is_named_or_nothing_else_is_left(casts: str) -> None:
-    def planned(model: nn.Module, **settings: Any) -> list[str]:
+def test_it_is_left_out_unless_it_is_named_or_nothing_else_is_left(casts):
+    def planned(model, **settings):
         return list(plan(model, casts, **{"quantize_output": False, **settings}))
 
     model = nn.ModuleDict({"body": perceptron(), "out": nn.Sequential(linear())})

@@ -3,14 +3,12 @@
 import inspect
 import re
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_lowbit
@@ -22,12 +20,12 @@ from tests.tables import each
 
 
 class Special(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input):
         return super().forward(input).relu()
 
 
 class Matrix(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(64, 64))
 
@@ -35,7 +33,7 @@ class Matrix(nn.Module):
 class Kernel(nn.Module):
     """With a weight that register_linear does not take."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(64, 64, 3, 3))
 
@@ -45,18 +43,18 @@ class SomeTopKRouter(Matrix):
 
 
 class SomeExperts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Parameter(torch.zeros(4, 64, 64))
 
 
 class LoRALinear(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lora_A = nn.Parameter(torch.zeros(8, 64))
 
 
-def model() -> nn.Module:
+def model():
     of_experts = nn.ModuleDict({"experts": SomeExperts(), "gate": nn.Linear(64, 4), "router": SomeTopKRouter()})
     return nn.ModuleDict(
         {
@@ -97,7 +95,7 @@ WHY = {
 }
 
 
-def test_each_module_has_its_reason() -> None:
+def test_each_module_has_its_reason():
     converted = convert(model(), "nvfp4", skip=["kept"], overrides={"later": "bf16"})
     found = Reasons(converted)
     for name, why in WHY.items():
@@ -105,11 +103,11 @@ def test_each_module_has_its_reason() -> None:
     assert found.module_reason("body", converted["body"]) is None
 
 
-def test_without_a_plugin_layers_are_not_converted() -> None:
+def test_without_a_plugin_layers_are_not_converted():
     assert str(Reasons(model()).of("body")).startswith("not converted: a LowBitPrecision among the plugins")
 
 
-def test_lazy_layers_wait_for_a_batch_and_say_so() -> None:
+def test_lazy_layers_wait_for_a_batch_and_say_so():
     waiting = nn.ModuleDict({"body": nn.Linear(64, 64), "lazy": nn.LazyLinear(64)})
     why = "no weight yet: run one batch before the Trainer starts"
     with pytest.warns(UserWarning, match=f"^lazy: {why}. It is left in high precision"):
@@ -121,13 +119,13 @@ def test_lazy_layers_wait_for_a_batch_and_say_so() -> None:
 
 
 @pytest.mark.parametrize("again", ["moe.gate", "head"])
-def test_a_layer_that_is_converted_no_more_has_the_reason_of_one_that_never_was(again: str) -> None:
+def test_a_layer_that_is_converted_no_more_has_the_reason_of_one_that_never_was(again):
     converted = convert(convert(model(), "nvfp4", only=[".*"]), "nvfp4")
     assert converted.get_submodule(again).casts == LinearCasts()
     assert str(Reasons(converted).of(again)).startswith(WHY[again])
 
 
-def test_remedies_name_what_there_is() -> None:
+def test_remedies_name_what_there_is():
     remedies = [value.remedy for value in vars(reasons).values() if isinstance(value, Reason)]
     remedies.append(str(Reasons(convert(model(), "nvfp4")).of("head")))
     arguments = inspect.signature(LowBitPrecision).parameters
@@ -138,12 +136,12 @@ def test_remedies_name_what_there_is() -> None:
             assert hasattr(lightning_lowbit, name), remedy
 
 
-def relu_of(layer: Any, multiply: Any, x: Tensor) -> Tensor:
-    return multiply(x).relu()  # type: ignore[no-any-return]
+def relu_of(layer, multiply, x):
+    return multiply(x).relu()
 
 
 class Attends(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.scaled_dot_product_attention(x, x, x)
 
 
@@ -152,32 +150,32 @@ class Registered(Special):
 
 
 class RegisteredMatrix(Matrix):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x @ self.weight.t()
 
 
-def linear_of(weight: Tensor) -> nn.Linear:
+def linear_of(weight):
     layer = nn.Linear(*reversed(weight.shape), bias=False)
     layer.weight = nn.Parameter(weight.detach())
     return layer
 
 
-def lazy_after_a_batch() -> nn.Module:
+def lazy_after_a_batch():
     layer = nn.LazyLinear(64)
     layer(torch.randn(2, 64))
     return layer
 
 
-def of_a_trainer(layer: nn.Module) -> nn.Module:
+def of_a_trainer(layer):
     class Model(LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.odd = layer
 
-        def training_step(self, batch: Any, _: int) -> Tensor:
+        def training_step(self, batch, _):
             return self.odd(batch[0]).sum()
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     model, loader = Model(), DataLoader(TensorDataset(torch.randn(2, 64)))
@@ -187,7 +185,7 @@ def of_a_trainer(layer: nn.Module) -> nn.Module:
 
 
 # What a remedy says, the module that it is for, and what is done; "odd" is quantized then.
-REMEDIES: list[tuple[str, Callable[[], nn.Module], Callable[[nn.Module], nn.Module]]] = [
+REMEDIES = [
     (
         "register_linear takes it, given that forward",
         lambda: Registered(64, 64),
@@ -234,7 +232,7 @@ REMEDIES: list[tuple[str, Callable[[], nn.Module], Callable[[nn.Module], nn.Modu
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:Lazy modules are a new feature")
 @each("remedy, make, apply", REMEDIES)
-def test_each_remedy_does_what_it_says(remedy: str, make: Any, apply: Any) -> None:
+def test_each_remedy_does_what_it_says(remedy, make, apply):
     model = nn.ModuleDict({"usual": nn.Linear(64, 64), "odd": make()})
     is_converted = not remedy.startswith("a LowBitPrecision")
     with warnings.catch_warnings():
@@ -245,12 +243,12 @@ def test_each_remedy_does_what_it_says(remedy: str, make: Any, apply: Any) -> No
     assert any(name.startswith("odd") for name in converted)
 
 
-def test_the_table_has_every_remedy() -> None:
+def test_the_table_has_every_remedy():
     written = {value.remedy for value in vars(reasons).values() if isinstance(value, Reason)} - {""}
     assert written - {row[0] for row in REMEDIES} == {"call an nn.Linear there"}
 
 
-def test_a_model_without_layers_is_told_what_it_has_instead() -> None:
+def test_a_model_without_layers_is_told_what_it_has_instead():
     message = (
         r"^ModuleDict holds no layer to quantize: .* It has Special \(a subclass .* register_linear .*\), such as one, "
         r"LSTM \(recurrent\), such as two\. Layers that are created in configure_model"

@@ -3,12 +3,11 @@
 import copy
 import re
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_lowbit import LowBitPrecision, convert
@@ -24,7 +23,7 @@ CASTS = ("nvfp4", "nvfp4-4over6", "nvfp4-nvidia", "fp8-current", "fp8-delayed")
 class Attention(nn.Module):
     """Projections of one input, whose weights are of other sizes; and the same as one layer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj = nn.Linear(32, 64), nn.Linear(32, 16), nn.Linear(32, 16)
         self.o_proj = nn.Linear(96, 32)
@@ -32,20 +31,20 @@ class Attention(nn.Module):
             layer.weight.data.mul_(size)
 
     @property
-    def projections(self) -> tuple[Any, Any, Any]:
+    def projections(self):
         return self.q_proj, self.k_proj, self.v_proj
 
-    def fused(self) -> nn.Linear:
+    def fused(self):
         layer = nn.Linear(32, 96)
         layer.weight.data = torch.cat([part.weight.data for part in self.projections])
         layer.bias.data = torch.cat([part.bias.data for part in self.projections])
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.cat([layer(x) for layer in self.projections], -1)
 
 
-def prepare(module: nn.Module, casts: Any) -> Any:
+def prepare(module, casts):
     LayerKeys(convert(module, casts)).fill_(1)
     AmaxHistories(module)
     return module
@@ -54,7 +53,7 @@ def prepare(module: nn.Module, casts: Any) -> Any:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("casts", CASTS)
-def test_they_are_as_one_layer(casts: str, autocast: bool) -> None:
+def test_they_are_as_one_layer(casts, autocast):
     parts = Attention()
     one, apart, parts = prepare(parts.fused(), casts), prepare(copy.deepcopy(parts), casts), prepare(parts, casts)
     SharedAmaxes(parts, ["(q|k|v)_proj"]).measure()
@@ -66,7 +65,7 @@ def test_they_are_as_one_layer(casts: str, autocast: bool) -> None:
 
 
 @each("casts", CASTS)
-def test_both_gemms_of_a_weight_use_it(casts: str) -> None:
+def test_both_gemms_of_a_weight_use_it(casts):
     """Half of all weights are those of a layer with a larger one; their values are multiples of its steps."""
     parts = prepare(Attention(), casts)
     SharedAmaxes(parts, ["(q|k|v)_proj"]).measure()
@@ -76,7 +75,7 @@ def test_both_gemms_of_a_weight_use_it(casts: str) -> None:
     layer = nn.Linear(33, 16)  # one more column holds the largest weight
     layer.weight.data = torch.cat([parts.v_proj.weight.data, largest.expand(16, 1)], 1)
     prepare(layer, casts)
-    own: dict[str, Any] = {}
+    own = {}
     with spied() as own_seen:
         layer(torch.randn(8, 33, requires_grad=True)).sum().backward()
         own.update(own_seen)
@@ -84,7 +83,7 @@ def test_both_gemms_of_a_weight_use_it(casts: str) -> None:
         assert torch.equal(value(seen[operand]), value(own[operand])[:, :32]), operand
 
 
-def test_what_delayed_scaling_remembers_is_that_of_the_group() -> None:
+def test_what_delayed_scaling_remembers_is_that_of_the_group():
     parts = prepare(Attention(), "fp8-delayed")
     shared = SharedAmaxes(parts, ["(q|k|v)_proj"])
     histories = remember(parts, 1.0)
@@ -99,7 +98,7 @@ def test_what_delayed_scaling_remembers_is_that_of_the_group() -> None:
     }
 
 
-def test_new_weights_have_a_new_amax_and_backward_passes_the_one_of_before() -> None:
+def test_new_weights_have_a_new_amax_and_backward_passes_the_one_of_before():
     parts = prepare(Attention(), "nvfp4")
     shared = SharedAmaxes(parts, ["(q|k|v)_proj"])
     gradients = []
@@ -121,7 +120,7 @@ def test_new_weights_have_a_new_amax_and_backward_passes_the_one_of_before() -> 
 
 
 @pytest.mark.slow
-def test_a_compiled_layer() -> None:
+def test_a_compiled_layer():
     torch._dynamo.reset()
     parts = prepare(Attention(), "nvfp4")
     shared, x = SharedAmaxes(parts, ["(q|k|v)_proj"]), torch.randn(8, 32)
@@ -150,12 +149,12 @@ def test_a_compiled_layer() -> None:
         ("bf16", ["(q|k)_proj"], "all layers that the patterns match are in high precision"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(casts: Any, patterns: Any, message: str) -> None:
+def test_what_cannot_be_shared_is_refused(casts, patterns, message):
     with pytest.raises(ValueError, match=f"shared_amax.*{message}"):
         SharedAmaxes(convert(Attention(), casts), patterns)
 
 
-def test_all_groups_that_cannot_share_are_named() -> None:
+def test_all_groups_that_cannot_share_are_named():
     model = nn.ModuleList(Attention() for _ in range(3))
     with pytest.raises(ValueError, match="0.q_proj, 0.k_proj cannot .* Nor can 1.q_proj, 1.k_proj, 2.q_"):
         SharedAmaxes(convert(model, "mxfp4"), ["(q|k)_proj"])
@@ -163,9 +162,9 @@ def test_all_groups_that_cannot_share_are_named() -> None:
         SharedAmaxes(convert(model, "mxfp4"), ["(q|k)_proj"])
 
 
-def test_casts_that_cannot_be_shared_are_refused_in_a_run() -> None:
+def test_casts_that_cannot_be_shared_are_refused_in_a_run():
     class Change(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_start(self, trainer, *_):
             with pytest.raises(ValueError, match="shared_amax: mlp.gate_proj, mlp.up_proj cannot share"):
                 trainer.precision_plugin.set_casts({"up_proj": "fp8-current"})
             trainer.precision_plugin.set_casts({".*": "bf16"})
@@ -175,7 +174,7 @@ def test_casts_that_cannot_be_shared_are_refused_in_a_run() -> None:
     trainer(plugin, callbacks=[Change()], max_steps=1).fit(Regression())
 
 
-def test_other_casts_are_refused_before_anything_is_converted() -> None:
+def test_other_casts_are_refused_before_anything_is_converted():
     model = Regression()
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     plugin = LowBitPrecision("nvfp4", overrides={re.escape(names[0]): "fp8-current"}, shared_amax=[".*"])

@@ -4,7 +4,6 @@ import copy
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ from tests.tables import each
 @each("bias", [False, True])
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("kind", KINDS)
-def test_unquantized_it_is_the_same_function(kind: Any, dtype: torch.dtype, bias: bool) -> None:
+def test_unquantized_it_is_the_same_function(kind, dtype, bias):
     """Output and all gradients, to the bit, channels being of sizes from 1e-6 to 1e6 and one of them 0.
 
     A bias comes after the division per token, and with it a second rounding in bfloat16.
@@ -85,10 +84,10 @@ class Pass:
     product: Tensor
 
 
-def passed(mlp: MLP, x: Tensor, dtype: torch.dtype) -> Pass:
-    kept: dict[str, Tensor] = {}
+def passed(mlp, x, dtype):
+    kept = {}
 
-    def keep(name: str, tensor: Tensor) -> None:
+    def keep(name, tensor):
         tensor.retain_grad()
         kept[name] = tensor
 
@@ -107,7 +106,7 @@ def passed(mlp: MLP, x: Tensor, dtype: torch.dtype) -> Pass:
     return Pass(x, y.detach(), g, **kept)
 
 
-def down_by_definition(casts: LinearCasts, weight: Tensor, bias: Tensor, went: Pass, kind: str) -> dict[str, Tensor]:
+def down_by_definition(casts, weight, bias, went, kind):
     """The equations, in float64; s is a constant in them, by which y, and so the g that is quantized, is divided."""
     h, up, g = (tensor.detach().double() for tensor in (went.product, went.up, went.g))
     w = weight.detach().double()
@@ -117,7 +116,7 @@ def down_by_definition(casts: LinearCasts, weight: Tensor, bias: Tensor, went: P
     else:
         s = down_power(up.abs().amax(1, keepdim=True))
         x, w, g, back = h * s, w, g / s, 1 / s
-    made: dict[str, Tensor] = {}
+    made = {}
     for name, tensor in {"fprop_x": x, "fprop_w": w, "dgrad_g": g, "dgrad_w": w, "wgrad_g": g, "wgrad_x": x}.items():
         cast = getattr(casts, name)
         if cast == "fprop":
@@ -135,7 +134,7 @@ def down_by_definition(casts: LinearCasts, weight: Tensor, bias: Tensor, went: P
     }
 
 
-def close(found: Tensor | None, expected: Tensor, dtype: torch.dtype, name: str) -> None:
+def close(found, expected, dtype, name):
     """Up to the rounding of sums: relative to their own size, which cancellation makes smaller than their terms'."""
     assert found is not None, f"{name} has no gradient"
     tolerance = 1e-5 if dtype == torch.float32 else 2.0**-7
@@ -147,7 +146,7 @@ def close(found: Tensor | None, expected: Tensor, dtype: torch.dtype, name: str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("casts", [DELAYED, LinearCasts.preset("fp8-row"), QAT], ids=["fp8-delayed", "fp8-row", "qat"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_forward_and_gradients_by_definition(kind: Any, casts: LinearCasts, dtype: torch.dtype) -> None:
+def test_forward_and_gradients_by_definition(kind, casts, dtype):
     """Stage by stage: down projection, product, up and gate projection. Were s not detached, h or up would show it."""
     mlp = convert(MLP(bias=True), casts, smooth_swiglu=kind)
     with torch.no_grad():  # powers of two, so that bfloat16 sees the same W / s
@@ -155,7 +154,7 @@ def test_forward_and_gradients_by_definition(kind: Any, casts: LinearCasts, dtyp
     LayerKeys(mlp).fill_(0)
     AmaxHistories(mlp)
     went = passed(mlp, torch.randn(20, 16), dtype)
-    down: Any = mlp.down_proj
+    down = mlp.down_proj
     # The weight as autocast rounds it.
     expected = down_by_definition(down.casts, down.weight.to(dtype), down.bias.to(dtype), went, kind)
     close(went.y, expected["y"], dtype, "y")
@@ -170,7 +169,7 @@ def test_forward_and_gradients_by_definition(kind: Any, casts: LinearCasts, dtyp
 
     dx = torch.zeros(20, 16, dtype=torch.float64)
     for name, g in (("gate_proj", went.gate.grad), ("up_proj", went.up.grad)):
-        layer: Any = getattr(mlp, name)
+        layer = getattr(mlp, name)
         rounded = copy.deepcopy(layer).to(dtype)
         results = by_definition(rounded, went.x.detach(), g).results
         dx += results["x"]
@@ -182,7 +181,7 @@ def test_forward_and_gradients_by_definition(kind: Any, casts: LinearCasts, dtyp
 # --- s ----------------------------------------------------------------------------------------------------------------
 
 
-def test_s_is_one_over_the_amax_rounded_down_to_a_power_of_two() -> None:
+def test_s_is_one_over_the_amax_rounded_down_to_a_power_of_two():
     exact = torch.ldexp(torch.ones(127), torch.arange(-63, 64))
     next_up = torch.nextafter(exact, torch.tensor(math.inf))
     assert torch.equal(smoothing_factor(exact), 1 / exact)
@@ -208,11 +207,11 @@ def test_s_is_one_over_the_amax_rounded_down_to_a_power_of_two() -> None:
         (3e38, 2.0**-64),
     ],
 )
-def test_s_at_the_ends(amax: float, s: float) -> None:
+def test_s_at_the_ends(amax, s):
     assert smoothing_factor(torch.tensor([amax, 4.0])).tolist() == [s, 0.25]
 
 
-def test_s_per_channel_is_of_all_tokens() -> None:
+def test_s_per_channel_is_of_all_tokens():
     """Of every sequence of a batch; |up * silu(gate)|, not |up|. A channel that is 0 keeps 1."""
     mlp = MLP()
     with torch.no_grad():
@@ -226,14 +225,14 @@ def test_s_per_channel_is_of_all_tokens() -> None:
     assert len(s.unique()) > 10
 
 
-def test_s_per_token_is_of_the_up_projection() -> None:
+def test_s_per_token_is_of_the_up_projection():
     """Of its output as it is, quantized; each token its own, those of every sequence. A token of 0 keeps 1."""
     mlp = convert(MLP(), CURRENT, smooth_swiglu="token")
     x = torch.randn(2, 3, 16) * torch.logspace(-3, 3, 6).view(2, 3, 1)
     x[1, 1] = 0
-    up: list[Tensor] = []
+    up = []
     mlp.up_proj.register_forward_hook(lambda _, __, output: up.append(output.detach()))
-    product: list[Tensor] = []
+    product = []
     mlp.down_proj.register_forward_pre_hook(lambda _, inputs: product.append(inputs[0].detach()))
     with sources() as seen:
         mlp(x)
@@ -246,7 +245,7 @@ def test_s_per_token_is_of_the_up_projection() -> None:
     assert len(s.unique()) >= 5
 
 
-def test_a_dead_channel_does_no_harm() -> None:
+def test_a_dead_channel_does_no_harm():
     """All zeros, or so small that its s would be beyond what numbers hold."""
     for size in (0.0, 1e-38, 1e-30):
         mlp = MLP()
@@ -262,7 +261,7 @@ def test_a_dead_channel_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_float16_stays_finite(kind: Any) -> None:
+def test_float16_stays_finite(kind):
     """A channel of 1e-5 and one of 3e4 lie within its range, which is small: s and 1/s must, too."""
     mlp = MLP()
     with torch.no_grad():
@@ -278,7 +277,7 @@ def test_float16_stays_finite(kind: Any) -> None:
     assert relative(y, expected) < 0.15
 
 
-def test_an_infinite_channel_stays_visible() -> None:
+def test_an_infinite_channel_stays_visible():
     """An overflow never becomes a finite number, and is no amax to remember."""
     mlp = convert(MLP(), DELAYED, smooth_swiglu="channel")
     histories = AmaxHistories(mlp)
@@ -295,7 +294,7 @@ def test_an_infinite_channel_stays_visible() -> None:
     assert (after[others] != before[others]).all(), "finite channels were forgotten"
 
 
-def test_tokens_need_the_up_projection() -> None:
+def test_tokens_need_the_up_projection():
     """A down projection that is called by itself, or after an up projection of other tokens, cannot know its s."""
     mlp = convert(MLP(), CURRENT, smooth_swiglu="token")
     with pytest.raises(ValueError, match="none has come before this pass"):

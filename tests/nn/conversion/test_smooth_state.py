@@ -1,11 +1,10 @@
 """Smooth-SwiGLU over steps: evaluation by what the last training step told, recomputation, and the state."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import LinearCasts, convert, smooth_swiglu
 from lightning_lowbit.nn import AmaxHistories, swiglus
@@ -23,7 +22,7 @@ from tests.nn.conversion.swiglus import (
 )
 
 
-def test_histories_hold_what_is_quantized() -> None:
+def test_histories_hold_what_is_quantized():
     """Of s * h, whose largest magnitude is between 1/2 and 1, and of no weight, which has its own scale."""
     mlp = only_down(MLP(), DELAYED)
     histories = AmaxHistories(mlp)
@@ -36,7 +35,7 @@ def test_histories_hold_what_is_quantized() -> None:
         assert not of_down[name][:-3].any()
 
 
-def test_evaluation_uses_the_last_training_step() -> None:
+def test_evaluation_uses_the_last_training_step():
     """The largest of its micro-batches; training uses the batch's own, and evaluation leaves no trace."""
     mlp = MLP()
     model = only_down(copy.deepcopy(mlp), DELAYED)
@@ -62,7 +61,7 @@ def test_evaluation_uses_the_last_training_step() -> None:
     torch.testing.assert_close(histories.state_dict()["channel_amax"]["down_proj"], amaxes[3])
 
 
-def test_a_channel_that_was_silent_keeps_its_amax() -> None:
+def test_a_channel_that_was_silent_keeps_its_amax():
     """Silent in the last step: that of the step before; silent so far: evaluation takes the batch's own."""
     mlp = MLP()
     model = only_down(copy.deepcopy(mlp), DELAYED)
@@ -84,7 +83,7 @@ def test_a_channel_that_was_silent_keeps_its_amax() -> None:
     torch.testing.assert_close(kept[:7], product_amax(mlp, 2 * x)[:7])
 
 
-def test_evaluation_of_one_token_does_not_depend_on_the_others() -> None:
+def test_evaluation_of_one_token_does_not_depend_on_the_others():
     """What s per channel of the batch would make it do."""
     mlp = only_down(MLP(), LinearCasts.preset("fp8-row"))
     histories = AmaxHistories(mlp)
@@ -94,7 +93,7 @@ def test_evaluation_of_one_token_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.parametrize("in_training", [False, True], ids=["eval", "train"])
-def test_without_histories_it_uses_the_batch(in_training: bool) -> None:
+def test_without_histories_it_uses_the_batch(in_training):
     mlp = MLP()
     model = only_down(copy.deepcopy(mlp), CURRENT)
     model.train(in_training)
@@ -105,7 +104,7 @@ def test_without_histories_it_uses_the_batch(in_training: bool) -> None:
 
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_activation_checkpointing_changes_nothing(kind: Any, recompute: str) -> None:
+def test_activation_checkpointing_changes_nothing(kind, recompute):
     """Losses, gradients and histories of three steps of two micro-batches each."""
     runs = []
     for how in (None, recompute):
@@ -115,7 +114,7 @@ def test_activation_checkpointing_changes_nothing(kind: Any, recompute: str) -> 
         for mlp in swiglus(model).values():
             mlp.recompute = how
         histories, optimizer = AmaxHistories(model), torch.optim.SGD(model.parameters(), lr=0.1)
-        seen: dict[str, Tensor] = {}
+        seen = {}
         for i in range(3):
             optimizer.zero_grad()
             for j in range(2):
@@ -133,7 +132,7 @@ def test_activation_checkpointing_changes_nothing(kind: Any, recompute: str) -> 
         assert torch.equal(runs[1][name], expected), name
 
 
-def test_amaxes_round_trip() -> None:
+def test_amaxes_round_trip():
     """Through state_dict, weights_only, into another model of the same layers, which then evaluates alike."""
     model = convert(Net(), DELAYED, smooth_swiglu="channel")
     other = copy.deepcopy(model)
@@ -156,7 +155,7 @@ def test_amaxes_round_trip() -> None:
         assert all(torch.equal(others.state_dict()[what][name], tensor) for name, tensor in tensors.items()), what
 
 
-def test_amaxes_of_other_channels_are_refused() -> None:
+def test_amaxes_of_other_channels_are_refused():
     histories = AmaxHistories(convert(MLP(), DELAYED, smooth_swiglu="channel"))
     wider = AmaxHistories(convert(MLP(channels=32), DELAYED, smooth_swiglu="channel"))
     with pytest.raises(ValueError, match="channel_amax of down_proj has 32 channels, and this run's 24"):
@@ -167,13 +166,13 @@ def test_amaxes_of_other_channels_are_refused() -> None:
         histories.load_state_dict(plain.state_dict())
 
 
-def test_token_smoothing_alone_has_nothing_to_remember() -> None:
+def test_token_smoothing_alone_has_nothing_to_remember():
     assert len(AmaxHistories(convert(MLP(), CURRENT, smooth_swiglu="token"))) == 0
     assert len(AmaxHistories(convert(MLP(), CURRENT, smooth_swiglu="channel"))) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_deepcopy(kind: Any) -> None:
+def test_deepcopy(kind):
     """A copy computes by its own up projection, and shares nothing with the original. It has the same amaxes once
     training is over, and before that its own."""
     model = convert(Net(), DELAYED, smooth_swiglu=kind)
@@ -197,7 +196,7 @@ def test_deepcopy(kind: Any) -> None:
     assert torch.equal(twin(x), expected), "training the original changed the copy"
 
 
-def test_smoothing_after_the_histories_is_refused() -> None:
+def test_smoothing_after_the_histories_is_refused():
     """Which have no room for channels then."""
     model = convert(MLP(), DELAYED)
     AmaxHistories(model)

@@ -1,8 +1,6 @@
 """Smooth-SwiGLU's layers: which are smoothed, with which casts and in which phases, and which models are refused."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ from tests.nn.conversion.swiglus import (
 from tests.tables import each
 
 
-def down_names(model: nn.Module) -> set[str]:
+def down_names(model):
     downs = {id(mlp.down_proj) for mlp in swiglus(model).values()}
     return {name for name, module in model.named_modules() if id(module) in downs}
 
@@ -37,7 +35,7 @@ def down_names(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize("in_place", [False, True], ids=["convert", "smooth_swiglu"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_only_down_projections_change(name: str, kind: Any, in_place: bool) -> None:
+def test_only_down_projections_change(name, kind, in_place):
     """Channel mode takes delayed scaling from their weights, and from nothing else; the model still computes."""
     model = MODELS[name]()
     skip = [] if name == "named" else ["lm_head"]
@@ -62,7 +60,7 @@ def test_only_down_projections_change(name: str, kind: Any, in_place: bool) -> N
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_it_is_shown() -> None:
+def test_it_is_shown():
     """print(model) tells of the smoothing, once per MLP; str of the casts does, with the scale of the weight."""
     model = convert(Net(), DELAYED, smooth_swiglu="channel")
     assert [str(layer).count("smooth=channel") for layer in model.layers] == [1, 1]
@@ -75,7 +73,7 @@ def test_it_is_shown() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_again_changes_nothing(kind: Any) -> None:
+def test_again_changes_nothing(kind):
     model = convert(Net(), DELAYED, smooth_swiglu=kind)
     before = everything(model)
     smooth_swiglu(model, kind)
@@ -84,7 +82,7 @@ def test_again_changes_nothing(kind: Any) -> None:
     unchanged(model, before)
 
 
-def test_converting_without_takes_it_away() -> None:
+def test_converting_without_takes_it_away():
     """Hooks that tell tokens, too."""
     plain = everything(convert(Net(), DELAYED))
     for kind in KINDS:
@@ -95,17 +93,17 @@ def test_converting_without_takes_it_away() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plan_is_what_convert_does(kind: Any) -> None:
+def test_plan_is_what_convert_does(kind):
     model = Net()
     overrides = {r"layers\.0": QAT, "layers.1.gate_proj": "bf16"}
-    arguments: dict[str, Any] = {"skip": ["head"], "overrides": overrides, "smooth_swiglu": kind}
+    arguments = {"skip": ["head"], "overrides": overrides, "smooth_swiglu": kind}
     planned = plan(model, DELAYED, **arguments)
     assert not casts_by_name(model), "plan converted"
     assert planned == casts_by_name(convert(model, DELAYED, **arguments))
     assert planned["layers.0.down_proj"] == QAT.replace(smooth=kind)
 
 
-def test_unquantized_down_projections_are_left_alone() -> None:
+def test_unquantized_down_projections_are_left_alone():
     """One of two is quantized: that one is smoothed."""
     model = convert(Net(), DELAYED, overrides={r"layers\.0\.down_proj": "bf16"}, smooth_swiglu="channel")
     assert model.layers[0].down_proj.casts == LinearCasts()
@@ -115,7 +113,7 @@ def test_unquantized_down_projections_are_left_alone() -> None:
     assert [len(layer.up_proj._forward_hooks) for layer in model.layers] == [0, 1]
 
 
-def gradients_only() -> LinearCasts:
+def gradients_only():
     return LinearCasts(dgrad_g=DELAYED.dgrad_g, wgrad_g=DELAYED.wgrad_g)
 
 
@@ -130,9 +128,9 @@ def gradients_only() -> LinearCasts:
         (Net, {"smooth_swiglu": "chanel"}, "Unknown kind of smooth_swiglu 'chanel'. Did you mean 'channel'"),
     ],
 )
-def test_refusals(model: Callable[[], nn.Module], arguments: dict[str, Any], message: str) -> None:
+def test_refusals(model, arguments, message):
     """By convert, plan, and smooth_swiglu on a converted model; nothing has been changed then."""
-    given: dict[str, Any] = {"smooth_swiglu": "channel", **arguments}
+    given = {"smooth_swiglu": "channel", **arguments}
     fresh = model()
     before = everything(fresh)
     for call in (convert, plan):
@@ -147,13 +145,13 @@ def test_refusals(model: Callable[[], nn.Module], arguments: dict[str, Any], mes
     unchanged(converted, before)
 
 
-def test_an_unconverted_model_has_no_quantized_down_projection() -> None:
+def test_an_unconverted_model_has_no_quantized_down_projection():
     with pytest.raises(ValueError, match="none of the 2"):
         smooth_swiglu(Net())
 
 
 @pytest.mark.parametrize("operand", ["fprop_w", "dgrad_w"])
-def test_casts_refuse_delayed_scaling_of_a_weight_that_changes(operand: str) -> None:
+def test_casts_refuse_delayed_scaling_of_a_weight_that_changes(operand):
     fine = DELAYED.replace(smooth="token")
     assert fine.fprop_w == DELAYED.fprop_w
     with pytest.raises(ValueError, match=f"delayed scaling of {operand} would meet the leap"):
@@ -171,7 +169,7 @@ def test_casts_refuse_delayed_scaling_of_a_weight_that_changes(operand: str) -> 
     ],
 )
 @each("kind", KINDS)
-def test_phases_keep_it_as_long_as_x_or_w_is_quantized(casts: LinearCasts, keeping: set[str], kind: Any) -> None:
+def test_phases_keep_it_as_long_as_x_or_w_is_quantized(casts, keeping, kind):
     model = convert(MLP(), casts, smooth_swiglu=kind)
     AmaxHistories(model)
     for phase in ("qaf", "bf16", "hp-forward", "fqt"):
@@ -183,7 +181,7 @@ def test_phases_keep_it_as_long_as_x_or_w_is_quantized(casts: LinearCasts, keepi
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bf16_phase_is_the_plain_model(kind: Any) -> None:
+def test_the_bf16_phase_is_the_plain_model(kind):
     """To the bit; nothing enters the histories, and no amax of tokens stays behind."""
     plain, x = MLP(), torch.randn(9, 16)
     model = convert(copy.deepcopy(plain), DELAYED, smooth_swiglu=kind)

@@ -1,10 +1,8 @@
 """One of two processes that train a block of convolutions, each on its images:
 ``python -m tests.nn.convolutions.ranks_convolutions RANK FOLDER``."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,27 +18,27 @@ RANKS, CASTS = 2, "mxfp8"  # which has no scale of a whole tensor, and rounds to
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Conv2d(32, 64, 3, 2, 1, dtype=torch.float64)
         self.second = nn.Conv2d(64, 64, 3, 1, 1, groups=2, dtype=torch.float64)
         self.up = nn.ConvTranspose2d(64, 32, 2, 2, dtype=torch.float64)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.up(self.second(self.first(x).relu()).relu())
 
 
-def block() -> tuple[Block, Tensor]:
+def block():
     torch.manual_seed(0)
     return Block(), torch.randn(RANKS, 32, 8, 8, dtype=torch.float64)
 
 
-def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+def gradients(model, x):
     model(x).square().mean().backward()
     return {name.removeprefix("module."): full(p.grad) for name, p in model.named_parameters()}
 
 
-def sharded() -> Any:
+def sharded():
     model, _ = block()
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in (model.first, model.second, model.up, model):
@@ -50,7 +48,7 @@ def sharded() -> Any:
     return model
 
 
-def work() -> dict[str, Any]:
+def work():
     rank = torch.distributed.get_rank()
     model, images = block()
     LayerKeys(convert(model, CASTS)).fill_(0)

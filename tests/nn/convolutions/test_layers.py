@@ -2,12 +2,11 @@
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert
@@ -28,18 +27,18 @@ INT4 = Cast("int4", Scale("fp32", "row"))
 class Block(nn.Module):
     """A residual block, with groups, a strided shortcut and a transposed convolution."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.norm = nn.Conv2d(16, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32)
         self.second = nn.Conv2d(32, 32, 3, 1, 1, groups=2)
         self.shortcut, self.up = nn.Conv2d(16, 32, 1, 2), nn.ConvTranspose2d(32, 16, 2, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.second(self.norm(self.first(x)).relu_())
         return self.up((y + self.shortcut(x)).relu_())
 
 
-def block(casts: object = "nvfp4", **kwargs: object) -> tuple[Block, LayerKeys]:
+def block(casts="nvfp4", **kwargs):
     torch.manual_seed(0)
     model = convert(Block(), casts, **kwargs)
     keys = LayerKeys(model)
@@ -48,7 +47,7 @@ def block(casts: object = "nvfp4", **kwargs: object) -> tuple[Block, LayerKeys]:
     return model, keys
 
 
-def results(model: nn.Module, x: Tensor, keys: LayerKeys | None = None, forward: object = None) -> dict[str, Any]:
+def results(model, x, keys=None, forward=None):
     if keys is not None:
         keys.fill_(0)
     return pass_through(model, x, forward=forward, autocast=True)
@@ -62,7 +61,7 @@ LAYERS = [
 ]
 
 
-def test_without_casts_bits_are_torchs() -> None:
+def test_without_casts_bits_are_torchs():
     for original, shape in LAYERS:
         x = torch.randn(shape)
         for autocast in (False, True):
@@ -71,7 +70,7 @@ def test_without_casts_bits_are_torchs() -> None:
             identical(found, expected, f"{original}:")
 
 
-def test_shapes_strides_and_refusals_are_torchs() -> None:
+def test_shapes_strides_and_refusals_are_torchs():
     for original, shape in LAYERS:
         layer, x = layer_like(original, "nvfp4"), torch.randn(shape)
         for given in (x, x[0] if x.dim() == len(original.kernel_size) + 2 else x):
@@ -87,9 +86,9 @@ def test_shapes_strides_and_refusals_are_torchs() -> None:
         layer_like(nn.Conv2d(4, 4, 5), "nvfp4")(torch.randn(1, 4, 3, 3))
 
 
-def test_depthwise_and_other_convolutions_are_left_out() -> None:
+def test_depthwise_and_other_convolutions_are_left_out():
     class Other(nn.Conv2d):
-        def _conv_forward(self, *args: Tensor) -> Tensor:
+        def _conv_forward(self, *args):
             return 2 * super()._conv_forward(*args)
 
     class Same(nn.Conv2d):
@@ -106,7 +105,7 @@ def test_depthwise_and_other_convolutions_are_left_out() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This training goes on in low precision without the precision plugin")
-def test_copies_pickles_and_state_dicts() -> None:
+def test_copies_pickles_and_state_dicts():
     model, keys = block()
     expected, x = dict(Block().state_dict()), torch.randn(2, 16, 8, 8)
     assert [(name, p.shape) for name, p in model.state_dict().items()] == [(n, p.shape) for n, p in expected.items()]
@@ -116,14 +115,14 @@ def test_copies_pickles_and_state_dicts() -> None:
     identical(results(pickle.loads(pickle.dumps(model)), x), found)
 
 
-def test_recomputation_changes_no_bits() -> None:
+def test_recomputation_changes_no_bits():
     (model, keys), x = block(), torch.randn(2, 16, 8, 8)
     expected = results(model, x, keys)
     identical(results(model, x, keys, lambda x: checkpoint(model, x, use_reentrant=False)), expected)
 
 
 @pytest.mark.slow
-def test_compiled_without_breaks_to_the_same_bits() -> None:
+def test_compiled_without_breaks_to_the_same_bits():
     model, keys = block()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for size in (8, 12):  # the second with dynamic sizes
@@ -131,7 +130,7 @@ def test_compiled_without_breaks_to_the_same_bits() -> None:
         identical(results(model, x, keys, compiled), results(model, x, keys))
 
 
-def test_images_are_kept_and_not_their_patches() -> None:
+def test_images_are_kept_and_not_their_patches():
     for save in ("inputs", "codes"):
         layer, x = layer_like(nn.Conv2d(16, 16, 3), "int8", save=save), torch.randn(2, 16, 9, 9, requires_grad=True)
         y = layer(x)
@@ -141,14 +140,14 @@ def test_images_are_kept_and_not_their_patches() -> None:
         assert max(t.numel() for t in node.saved_tensors if t is not None) == max(x.numel(), layer.weight.numel())
 
 
-def test_codes_are_kept_where_patches_do_not_overlap() -> None:
+def test_codes_are_kept_where_patches_do_not_overlap():
     x, (plain, _), (packed, _) = torch.randn(2, 16, 8, 8), block(), block(save="codes")
     identical(results(packed, x), results(plain, x))
     images, patches = packed.first.saved_input(torch.bfloat16), packed.shortcut.saved_input(torch.bfloat16)
     assert (images, patches) == ((16, 16.0), (16, 4.5))
 
 
-def test_another_draw_changes_the_gradients_of_all_groups() -> None:
+def test_another_draw_changes_the_gradients_of_all_groups():
     (model, keys), x = block(), torch.randn(2, 16, 8, 8)
     keys.expect_draws(True)
     keys.fill_(0)
@@ -159,7 +158,7 @@ def test_another_draw_changes_the_gradients_of_all_groups() -> None:
     assert all(not torch.equal(a, b) for a, b in zip(first.chunk(2), second.chunk(2), strict=True))
 
 
-def test_delayed_scales_are_those_of_patches() -> None:
+def test_delayed_scales_are_those_of_patches():
     layer = layer_like(nn.Conv2d(8, 8, 3, 2), "fp8-delayed")
     histories, x = AmaxHistories(layer), torch.ones(1, 8, 6, 6)
     x[..., 5] = 100  # a stride of 2 leaves out the last column
@@ -170,7 +169,7 @@ def test_delayed_scales_are_those_of_patches() -> None:
     assert in_force["dgrad_g"] == 1
 
 
-def test_watched_operands_are_patches() -> None:
+def test_watched_operands_are_patches():
     layer, x = layer_like(nn.Conv2d(16, 8, 3), "nvfp4"), torch.randn(2, 16, 5, 5)
     plain = layer(x)
     watch = Watch({"layer": layer}, "operand_sums")
@@ -185,7 +184,7 @@ def test_watched_operands_are_patches() -> None:
     assert 0 < gradients.sums[0, 0] < 0.1 * gradients.sums[0, 1]
 
 
-def test_baked_weights_are_those_of_the_forward_pass() -> None:
+def test_baked_weights_are_those_of_the_forward_pass():
     for original, shape in LAYERS:
         for cast in (INT4, INT4.replace(scale={"block": "tensor"})):
             layer, x = convert(copy.deepcopy(original), LinearCasts(fprop_w=cast, dgrad_w="fprop")), torch.randn(shape)
@@ -195,7 +194,7 @@ def test_baked_weights_are_those_of_the_forward_pass() -> None:
             torch.testing.assert_close(baked(x), expected)
 
 
-def test_a_weight_that_is_computed_stays_in_high_precision() -> None:
+def test_a_weight_that_is_computed_stays_in_high_precision():
     normed = torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3))
     model = convert(nn.Sequential(normed, nn.Conv2d(4, 4, 3)), LinearCasts(fprop_w=INT4))
     assert not isinstance(model[0], QuantizedLayer) and isinstance(model[1], QuantizedLayer)
@@ -203,7 +202,7 @@ def test_a_weight_that_is_computed_stays_in_high_precision() -> None:
     assert normed.parametrizations.weight.original0.grad is not None
 
 
-def test_a_weight_that_others_give_is_not_baked() -> None:
+def test_a_weight_that_others_give_is_not_baked():
     with pytest.warns(FutureWarning):
         layer = convert(torch.nn.utils.weight_norm(nn.Conv2d(4, 4, 3)), LinearCasts(fprop_w=INT4))
     layer(torch.randn(1, 4, 3, 3)).sum().backward()
@@ -212,7 +211,7 @@ def test_a_weight_that_others_give_is_not_baked() -> None:
         bake(layer)
 
 
-def test_flops_are_those_of_the_formula() -> None:
+def test_flops_are_those_of_the_formula():
     (model, _), x = block(), torch.randn(2, 16, 8, 8, requires_grad=True)
     with GemmCounter(model) as counter:
         loss = model(x).sum()
@@ -226,13 +225,13 @@ def test_flops_are_those_of_the_formula() -> None:
     assert coverage.quantized == 2 * points * sum(sizes.values()) and not coverage.others
 
 
-def test_sizes_in_tables() -> None:
+def test_sizes_in_tables():
     model, _ = block()
     texts = [layer.size_text for layer in (model.first, model.second, model.shortcut, model.up)]
     assert texts == ["16×3×3 → 32", "16×3×3 → 16, 2 groups", "16×1×1 → 32", "32 → 16×2×2"]
 
 
-def test_sums_of_patches_are_those_of_plain_code() -> None:
+def test_sums_of_patches_are_those_of_plain_code():
     for window, channels in (
         (Window((3, 2), (1, 2), (2, 1), (1, 0), (0, 1)), 20),
         (Window((2, 3), (2, 3), (1, 2), (0, 1), (0, -1)), 3),  # pixels that no patch holds

@@ -1,7 +1,5 @@
 """Convolutions of several processes have the gradients of one."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from tests.nn.convolutions.ranks_convolutions import CASTS, RANKS, block, gradie
 
 
 @pytest.mark.slow
-def test_ddp_and_fsdp2_give_the_gradients_of_one_process(tmp_path: Path) -> None:
+def test_ddp_and_fsdp2_give_the_gradients_of_one_process(tmp_path):
     model, images = block()
     LayerKeys(convert(model, CASTS)).fill_(0)
     for image in images:

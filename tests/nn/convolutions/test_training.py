@@ -2,19 +2,16 @@
 
 import io
 from contextlib import redirect_stdout
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowbit import (
     FP4Precision,
     GradientNoiseMonitor,
     IntegerPrecision,
-    LowBitPrecision,
     OsciReset,
     PrecisionSummary,
     QuantizationMonitor,
@@ -23,41 +20,41 @@ from lightning_lowbit import (
 from lightning_lowbit.cli.lab.estimate.shapes import describe
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.bake import bake
-from tests.lightning_imports import Callback, LightningModule, Trainer, quiet_trainer
+from tests.lightning_imports import Callback, LightningModule, quiet_trainer
 
 
 class Images(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16)
         self.body, self.groups = nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 32, 3, groups=2)
         self.depthwise, self.head = nn.Conv2d(32, 32, 1, groups=32), nn.Linear(32, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.body(self.norm(self.stem(x)).relu()).relu()
         return self.head(self.depthwise(self.groups(x)).mean((2, 3)))
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return F.cross_entropy(self(batch[0]).float(), batch[1])
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         draw = torch.Generator().manual_seed(0)
         images = torch.randn(24, 3, 8, 8, generator=draw)
         return DataLoader(TensorDataset(images, images.mean((1, 2, 3)).gt(0).long()), 4)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Metrics(Callback):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.seen: set[str] = set()
+class Metrics(Callback):
+    def __init__(self):
+        self.seen = set()
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         self.seen |= set(trainer.callback_metrics)
 
 
-def fit(plugin: LowBitPrecision, folder: Path, *callbacks: Any, steps: int = 4) -> Trainer:
+def fit(plugin, folder, *callbacks, steps=4):
     torch.manual_seed(0)
     trainer = quiet_trainer(
         plugin,
@@ -72,7 +69,7 @@ def fit(plugin: LowBitPrecision, folder: Path, *callbacks: Any, steps: int = 4) 
     return trainer
 
 
-def test_callbacks_see_convolutions(tmp_path: Path) -> None:
+def test_callbacks_see_convolutions(tmp_path):
     metrics, out, monitor = Metrics(), io.StringIO(), QuantizationMonitor()
     noise, resets = GradientNoiseMonitor(every_n_steps=2), OsciReset(window=2, every=2, threshold=1.01)
     with redirect_stdout(out):
@@ -88,7 +85,7 @@ def test_callbacks_see_convolutions(tmp_path: Path) -> None:
     assert "depthwise" in uncovered and "body" not in uncovered
 
 
-def test_a_checkpoint_is_restored_and_baked(tmp_path: Path) -> None:
+def test_a_checkpoint_is_restored_and_baked(tmp_path):
     trainer = fit(IntegerPrecision(4, activation_bits=None, group="row"), tmp_path)
     trainer.save_checkpoint(path := tmp_path / "last.ckpt")
     images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -101,7 +98,7 @@ def test_a_checkpoint_is_restored_and_baked(tmp_path: Path) -> None:
         assert torch.allclose(baked(images).float(), y.float(), atol=0.05)
 
 
-def test_an_estimate_counts_weights_and_says_what_it_cannot_know() -> None:
+def test_an_estimate_counts_weights_and_says_what_it_cannot_know():
     with torch.device("meta"):
         model, notes = describe(Images())
     assert model.parameters == sum(p.numel() for p in Images().parameters())

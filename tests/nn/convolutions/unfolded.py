@@ -1,22 +1,19 @@
 """Convolutions by definition: ``F.unfold`` and converted linear layers."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn.core.calls import keys_of_part
 from tests.nn.layers import pass_through
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-def unfold(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+def unfold(x, kernel, stride, dilation):
     """Patches of images without padding ``[N, C, *sizes]`` with one or two sizes: ``[N, positions, kernel · C]``. Their
     gradients are added up in float32."""
     one = len(kernel) == 1
@@ -26,7 +23,7 @@ def unfold(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Se
     return columns.unflatten(1, (x.shape[1], -1)).permute(0, 3, 2, 1).flatten(2)
 
 
-def unfold_depth(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+def unfold_depth(x, kernel, stride, dilation):
     """:func:`unfold` of three sizes, of which the first is not overlapped: its slices are images of their own."""
     assert kernel[0] == stride[0]
     n, depth = len(x), x.shape[2] // kernel[0]
@@ -36,7 +33,7 @@ def unfold_depth(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilati
     return patches.flatten(-2).flatten(1, 2)
 
 
-def rows_of_weight(layer: Any) -> Tensor:
+def rows_of_weight(layer):
     """``[groups, C_out, kernel · C_in]``, transposed ``[groups, kernel · C_out, C_in]``, written out."""
     w = layer.weight.detach().flatten(2)
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):  # [C_in, C_out, k]
@@ -44,7 +41,7 @@ def rows_of_weight(layer: Any) -> Tensor:
     return torch.stack([part.permute(0, 2, 1).flatten(1) for part in w.chunk(layer.groups)])
 
 
-def linears(layer: Any) -> list[nn.Linear]:
+def linears(layer):
     """A converted linear layer for each group, with its keys and weights."""
     layers = []
     for i, matrix in enumerate(rows_of_weight(layer)):
@@ -57,7 +54,7 @@ def linears(layer: Any) -> list[nn.Linear]:
     return layers
 
 
-def by_unfolding(layer: Any, x: Tensor, g: Tensor, autocast: bool) -> dict[str, Tensor]:
+def by_unfolding(layer, x, g, autocast):
     """Output and gradients of a converted convolution, those of its weight as ``[groups, C_out, kernel · C_in]``."""
     x = x.detach().clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -86,7 +83,7 @@ def by_unfolding(layer: Any, x: Tensor, g: Tensor, autocast: bool) -> dict[str, 
     return {"y": y.detach(), "x": x.grad, **gradients}
 
 
-def by_folding(layer: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+def by_folding(layer, x, g):
     """Output and gradients of a converted transposed convolution with two sizes, as :func:`by_unfolding`."""
     x = x.detach().clone().requires_grad_()
     parts, results = linears(layer), []
@@ -104,18 +101,18 @@ def by_folding(layer: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": x.grad, **gradients, **({} if bias is None else {"bias": bias.grad})}
 
 
-def passed(layer: Any, x: Tensor, autocast: bool = False, seed: int = 3) -> tuple[dict[str, Any], Tensor]:
+def passed(layer, x, autocast=False, seed=3):
     """Output and gradients of a layer, those of a convolution's weight as :func:`rows_of_weight`; and the g."""
-    drawn: list[Tensor] = []
+    drawn = []
 
-    def g(y: Tensor) -> Tensor:
+    def g(y):
         drawn.append(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y.dtype))
         return drawn[0]
 
     return pass_through(layer, x, g, autocast=autocast), drawn[0]
 
 
-def as_rows(layer: Any, results: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_rows(layer, results):
     weight = layer.weight.data
     layer.weight.data = results["weight"]
     rows = rows_of_weight(layer)

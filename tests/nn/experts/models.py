@@ -1,7 +1,5 @@
 """Tiny models of transformers with experts, by model type."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -38,7 +36,7 @@ _SHARED = {"shared_expert_intermediate_size": 32}
 _MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8}
 
 # What each model type needs beside these sizes.
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "mixtral": {},
     "olmoe": {},
     "gpt_oss": {},
@@ -69,14 +67,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def settings(name: str) -> dict[str, Any]:
+def settings(name):
     """What the configuration of a model type has of these."""
     default = AutoConfig.for_model(name)
     known = {*default.to_dict(), *default.attribute_map}
     return {key: value for key, value in {**_SIZES, **MODELS[name]}.items() if key in known}
 
 
-def tiny(name: str, **changes: Any) -> Any:
+def tiny(name, **changes):
     """A causal language model of a type, with random weights."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**settings(name), **changes})
@@ -90,6 +88,5 @@ def tiny(name: str, **changes: Any) -> Any:
 TOKENS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
-def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(input_ids=TOKENS, use_cache=False).logits
-    return found
+def logits(model):
+    return model(input_ids=TOKENS, use_cache=False).logits

@@ -4,9 +4,7 @@ Both get the same batches with the same random bits, so that means of gradients 
 What came of each kind of run lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +24,7 @@ from tests.nn.experts.models import logits, tiny
 RANKS, STEPS = 2, 3
 
 
-def shard(model: Any) -> None:
+def shard(model):
     """Experts, blocks and the rest by themselves."""
     mesh = init_device_mesh("cpu", (RANKS,))
     for block in model.model.layers:
@@ -35,7 +33,7 @@ def shard(model: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def train(sharded: bool, packed: bool = False, **kwargs: Any) -> dict[str, Any]:
+def train(sharded, packed=False, **kwargs):
     model = tiny("olmoe")
     if sharded:
         shard(model)
@@ -56,7 +54,7 @@ def train(sharded: bool, packed: bool = False, **kwargs: Any) -> dict[str, Any]:
     return {"losses": torch.stack(losses), "weights": weights, "gathered": names}
 
 
-def losses(wrap: Callable[[Any], Any]) -> torch.Tensor:
+def losses(wrap):
     """The losses of a model that is converted first, and wrapped then."""
     model = convert(tiny("olmoe"), "nvfp4")
     keys, wrapped, found = LayerKeys(model), wrap(model), []
@@ -70,22 +68,22 @@ def losses(wrap: Callable[[Any], Any]) -> torch.Tensor:
     return torch.stack(found).detach()
 
 
-def fsdp1(model: Any, use_orig_params: bool) -> Any:
+def fsdp1(model, use_orig_params):
     policy = ModuleWrapPolicy({type(model.model.layers[0].mlp.experts)})
     device = torch.device("cpu")
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=device)
 
 
-def whole(parameter: nn.Parameter) -> torch.Tensor:
+def whole(parameter):
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 
-def refusal() -> str:
+def refusal():
     """What experts say whose weights are cut in another way."""
     model = convert(tiny("olmoe"), "nvfp4")
     host = next(module for module in model.modules() if isinstance(module, RoutedExperts))
     mesh = init_device_mesh("cpu", (RANKS,))
-    cut: Any = distribute_tensor(host.gate_up_proj.detach(), mesh, [Shard(1)])
+    cut = distribute_tensor(host.gate_up_proj.detach(), mesh, [Shard(1)])
     host.gate_up_proj = nn.Parameter(cut)
     LayerKeys(model).fill_(0)
     try:
@@ -95,7 +93,7 @@ def refusal() -> str:
     return ""
 
 
-def work() -> dict[str, Any]:
+def work():
     runs = {
         "inputs": [train(sharded) for sharded in (False, True)],
         "codes": [train(sharded, save="codes") for sharded in (False, True)],

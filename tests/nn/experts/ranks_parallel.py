@@ -6,7 +6,6 @@ of the pairs of runs lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt
 
 import os
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from tests.nn.layers import identical
 STEPS = 3
 ONLY = ["experts"]  # of other layers, the bits of tokens depend on their place among those of a process
 ONE_BATCH, OWN_BATCHES = {"tp_size": RANKS, "ep_size": RANKS}, {"fsdp_size": RANKS, "ep_size": RANKS}
-RUNS: dict[str, dict[str, Any]] = {
+RUNS = {
     "tokens travel": {"plan": ONE_BATCH},
     "tokens travel, all layers": {"plan": ONE_BATCH, "only": None},
     "sums travel, converted first": {"plan": {**ONE_BATCH, "ep_implementation": "all_reduce"}, "early": True},
@@ -38,15 +37,13 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def spread(model: Any, plan: dict[str, Any]) -> Any:
+def spread(model, plan):
     """What ``from_pretrained`` does with a ``distributed_config``."""
     config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(**plan))
     return type(model).maybe_distribute_model(model, config, mesh)
 
 
-def train(
-    plan: dict[str, Any] | None, casts: str = "nvfp4", early: bool = False, only: Any = ONLY, save: str = "inputs"
-) -> dict[str, Any]:
+def train(plan, casts="nvfp4", early=False, only=ONLY, save="inputs"):
     """Losses and weights of a run, of one process without a plan."""
     model = tiny("olmoe", eos_token_id=None)
     for at in (True, False):
@@ -75,34 +72,34 @@ def train(
 class Network(LightningModule):
     """An OLMoE that ``transformers`` spreads when the strategy has its processes."""
 
-    def __init__(self, plan: dict[str, Any] | None) -> None:
+    def __init__(self, plan):
         super().__init__()
         self.model, self.plan, self.losses = tiny("olmoe", eos_token_id=None), plan, []
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.plan is not None:
             self.model, self.plan = spread(self.model, self.plan), None
 
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+    def training_step(self, batch, index):
         loss = self.model(input_ids=batch, use_cache=False).logits.square().mean()
         self.losses.append(loss.detach())
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return StableSPAM(self.parameters(), lr=1e-3, eps=1e-4)  # gradients that are rounding errors move no weight
 
 
-def fit(plan: dict[str, Any] | None, casts: str, steps: int, from_: str | None = None, to: str = "") -> dict[str, Any]:
+def fit(plan, casts, steps, from_=None, to=""):
     """Losses and weights of a run with a Trainer, which begins at the checkpoint ``from_`` and saves one at ``to``."""
     network, has_own = Network(plan), plan is not None and "fsdp_size" in plan
-    kwargs: dict[str, Any] = {"devices": 1}
+    kwargs = {"devices": 1}
     if plan is not None:
         strategy = ModelParallelStrategy(*((RANKS, 1) if has_own else (1, RANKS)))
         kwargs = {"devices": RANKS, "strategy": strategy, "use_distributed_sampler": False}
     own = TOKENS[dist.get_rank() :][:1] if has_own else TOKENS
     plugin = LowBitPrecision(casts, only=ONLY, compute_dtype="fp32")
     trainer = quiet_trainer(plugin, max_steps=steps, max_epochs=-1, gradient_clip_val=0.5, **kwargs)
-    trainer.fit(network, DataLoader(own, batch_size=len(own)), ckpt_path=from_)  # type: ignore[arg-type]
+    trainer.fit(network, DataLoader(own, batch_size=len(own)), ckpt_path=from_)
     if to:
         trainer.save_checkpoint(to)
     found = torch.stack(network.losses)
@@ -112,7 +109,7 @@ def fit(plan: dict[str, Any] | None, casts: str, steps: int, from_: str | None =
     return {"losses": found, "weights": [whole(p) for p in network.parameters()]}
 
 
-def fits() -> dict[str, Any]:
+def fits():
     """Runs of one process and of two with a Trainer, and a resumed one. Ranks with batches of their own draw other bits
     than one process: there, the casts draw none."""
     one = {casts: fit(None, casts, STEPS) for casts in ("nvfp4", "mxfp8")}
@@ -125,7 +122,7 @@ def fits() -> dict[str, Any]:
     }
 
 
-def refusal() -> str:
+def refusal():
     """What experts say whose matrices are cut."""
     model = convert(spread(tiny("olmoe", eos_token_id=None), {"tp_size": RANKS}), "nvfp4", only=ONLY)
     LayerKeys(model).fill_(0)
@@ -136,7 +133,7 @@ def refusal() -> str:
     return ""
 
 
-def stack() -> None:
+def stack():
     """A stack of which each process holds some experts computes what these do of the whole one."""
     (layer, _), (x, g) = converted("nvfp4"), inputs()
     expected = run_stack(converted("nvfp4")[0], x, g)
@@ -151,7 +148,7 @@ def stack() -> None:
     identical(own, {name: expected[name][slice(first, last) if name in ("weight", "bias") else rows] for name in own})
 
 
-def work() -> dict[str, Any]:
+def work():
     os.environ["RANK"] = str(dist.get_rank())  # transformers asks for it
     stack()
     runs = {}

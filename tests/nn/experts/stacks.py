@@ -1,10 +1,7 @@
 """A stack of linear layers, and the same matrices as layers of their own."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import AmaxHistories, GroupedLinear, LayerKeys
@@ -16,12 +13,12 @@ ENDS = [7, 7, 40, 41, 77]  # one expert has no rows, and one has one
 ROWS = 80  # three of which belong to none
 
 
-def stack(bias: bool = True) -> GroupedLinear:
+def stack(bias=True):
     torch.manual_seed(0)
     return GroupedLinear(EXPERTS, INNER, OUT, bias)
 
 
-def loop(of: GroupedLinear) -> nn.ModuleList:
+def loop(of):
     """A linear layer for each expert."""
     layers = nn.ModuleList(nn.Linear(INNER, OUT, bias=of.bias is not None) for _ in range(EXPERTS))
     for i, layer in enumerate(layers):
@@ -29,7 +26,7 @@ def loop(of: GroupedLinear) -> nn.ModuleList:
     return layers
 
 
-def converted(casts: Any, bias: bool = True, **kwargs: Any) -> tuple[GroupedLinear, nn.ModuleList]:
+def converted(casts, bias=True, **kwargs):
     """A converted stack with keys, and layers whose keys are those of its experts."""
     together = stack(bias)
     apart = convert(loop(together), casts, **kwargs)
@@ -41,31 +38,27 @@ def converted(casts: Any, bias: bool = True, **kwargs: Any) -> tuple[GroupedLine
     return together, apart
 
 
-def inputs(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+def inputs(rows=ROWS):
     generator = torch.Generator().manual_seed(1)
     return torch.randn(rows, INNER, generator=generator), torch.randn(rows, OUT, generator=generator)
 
 
-def run(
-    compute: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, g: Tensor, autocast: bool = False
-) -> dict[str, Tensor]:
+def run(compute, model, x, g, autocast=False):
     """Output and gradients, those of experts that were not called as zeros; of separate layers as stacks."""
     results = pass_through(model, x, g, compute, autocast)
-    gradients: dict[str, list[Tensor]] = {}
+    gradients = {}
     for name, p in model.named_parameters():
         gradient = results.pop(name)
         gradients.setdefault(name.rpartition(".")[2], []).append(torch.zeros_like(p) if gradient is None else gradient)
     return {**results, **{name: torch.stack(all_) if len(all_) > 1 else all_[0] for name, all_ in gradients.items()}}
 
 
-def run_stack(layer: Any, x: Tensor, g: Tensor, ends: Any = ENDS, autocast: bool = False) -> dict[str, Tensor]:
+def run_stack(layer, x, g, ends=ENDS, autocast=False):
     return run(lambda x: layer(x, torch.tensor(ends, dtype=torch.int32)), layer, x, g, autocast)
 
 
-def run_loop(
-    layers: nn.ModuleList, x: Tensor, g: Tensor, ends: Any = ENDS, autocast: bool = False
-) -> dict[str, Tensor]:
-    def compute(x: Tensor) -> Tensor:
+def run_loop(layers, x, g, ends=ENDS, autocast=False):
+    def compute(x):
         bounds = [0, *ends, len(x)]
         *parts, rest = (x[start:end] for start, end in zip(bounds, bounds[1:], strict=False))
         results = [layer(part) for layer, part in zip(layers, parts, strict=True) if len(part)]

@@ -10,7 +10,7 @@ from tests.nn.experts.models import CHOSEN, EXPERTS, settings
 
 
 @pytest.mark.parametrize(("name", "rows"), [("olmoe", CHOSEN), ("jetmoe", CHOSEN), ("llama4_text", EXPERTS)])
-def test_rows_are_those_of_the_experts_that_a_token_gets(name: str, rows: int) -> None:
+def test_rows_are_those_of_the_experts_that_a_token_gets(name, rows):
     with torch.device("meta"):
         model = CausalLM(name, settings(name))
     found, _ = describe(model, FP4Precision("nvfp4", skip=["lm_head"]))

@@ -1,7 +1,5 @@
 """Experts of transformers that keep their matrices in ways of their own: DBRX and LongCat."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -42,11 +40,11 @@ _LONGCAT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MODELS: dict[str, dict[str, Any]] = {"dbrx": _DBRX, "longcat_flash": _LONGCAT}
+MODELS = {"dbrx": _DBRX, "longcat_flash": _LONGCAT}
 PRODUCTS = {"dbrx": {"w1", "v1", "w2"}, "longcat_flash": {"gate_up_proj", "down_proj"}}
 
 
-def tiny(name: str) -> Any:
+def tiny(name):
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, vocab_size=64, pad_token_id=0, **MODELS[name])
     model = AutoModelForCausalLM.from_config(config).float().eval()
@@ -57,7 +55,7 @@ def tiny(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_experts_compute_what_transformers_does(name: str) -> None:
+def test_experts_compute_what_transformers_does(name):
     model = tiny(name)
     expected, keys = logits(model), [*model.state_dict()]
     convert(model, "bf16")
@@ -79,7 +77,7 @@ def test_experts_compute_what_transformers_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_products_are_quantized_and_counted(name: str) -> None:
+def test_products_are_quantized_and_counted(name):
     model = convert(tiny(name), "nvfp4")
     LayerKeys(model).fill_(0)
     with GemmCounter(model.train()) as counter:

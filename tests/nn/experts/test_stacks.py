@@ -3,7 +3,6 @@
 import copy
 import pickle
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ CASTS = {
 
 @pytest.mark.fast("nvfp4", "fp8-current")
 @pytest.mark.parametrize("name", CASTS)
-def test_each_expert_equals_a_linear_layer_of_its_own(name: str) -> None:
+def test_each_expert_equals_a_linear_layer_of_its_own(name):
     packs = CASTS[name].plan.packed is not None
     for autocast, save in product((False, True), SAVES if packs else SAVES[:1]):
         together, apart = converted(CASTS[name], bias=autocast, save=save)
@@ -39,7 +38,7 @@ def test_each_expert_equals_a_linear_layer_of_its_own(name: str) -> None:
         identical(run(together, x, g, autocast=autocast), run_loop(apart, x, g, autocast=autocast))
 
 
-def test_a_stack_that_is_not_converted_is_a_loop_of_linear_layers() -> None:
+def test_a_stack_that_is_not_converted_is_a_loop_of_linear_layers():
     x, g = inputs()
     for autocast in (False, True):
         layer = stack()
@@ -48,7 +47,7 @@ def test_a_stack_that_is_not_converted_is_a_loop_of_linear_layers() -> None:
         identical(run(convert(layer, "bf16"), x, g, autocast=autocast), expected)
 
 
-def test_results_of_an_expert_do_not_depend_on_the_rows_of_others() -> None:
+def test_results_of_an_expert_do_not_depend_on_the_rows_of_others():
     layer, _ = converted("nvfp4")
     x, g = inputs()
     start, end = ENDS[1], ENDS[2]  # of the third expert
@@ -61,7 +60,7 @@ def test_results_of_an_expert_do_not_depend_on_the_rows_of_others() -> None:
         assert not alone[name][[0, 1, 3, 4]].any()
 
 
-def test_no_rows_at_all_give_gradients_of_zero() -> None:
+def test_no_rows_at_all_give_gradients_of_zero():
     for casts in ("bf16", "nvfp4", "fp8-delayed"):
         layer, _ = converted(casts)
         found = run(layer, *inputs(0), [0] * EXPERTS)
@@ -69,7 +68,7 @@ def test_no_rows_at_all_give_gradients_of_zero() -> None:
         assert not found["weight"].any() and not found["bias"].any()
 
 
-def test_offsets_that_fit_neither_rows_nor_experts_are_refused() -> None:
+def test_offsets_that_fit_neither_rows_nor_experts_are_refused():
     x, _ = inputs()
     for layer in (stack(), converted("nvfp4")[0]):
         for wrong in ([7, 7], [7, 3, 40, 41, 77], [7, 7, 40, 41, ROWS + 1], [-1, 7, 40, 41, 77]):
@@ -77,12 +76,12 @@ def test_offsets_that_fit_neither_rows_nor_experts_are_refused() -> None:
                 layer(x, wrong)
 
 
-def test_smoothing_is_refused() -> None:
+def test_smoothing_is_refused():
     with pytest.raises(ValueError, match="Leave the stacks out by skip"):
         convert(stack(), LinearCasts.preset("fp8-current").replace(smooth="channel"))
 
 
-def test_activation_checkpoints_draw_the_same_bits() -> None:
+def test_activation_checkpoints_draw_the_same_bits():
     layer, _ = converted("nvfp4")
     x, g = inputs()
     expected = run(layer, x, g)
@@ -99,7 +98,7 @@ def test_activation_checkpoints_draw_the_same_bits() -> None:
         )
 
 
-def test_another_draw_of_the_backward_pass_has_other_bits() -> None:
+def test_another_draw_of_the_backward_pass_has_other_bits():
     layer = convert(stack(), "nvfp4")
     keys = LayerKeys(layer)
     keys.expect_draws(True)
@@ -114,7 +113,7 @@ def test_another_draw_of_the_backward_pass_has_other_bits() -> None:
     assert changed == [True, False, True, True, True]  # the second expert has no rows
 
 
-def test_copies_and_pickles_compute_the_same() -> None:
+def test_copies_and_pickles_compute_the_same():
     layer, _ = converted("nvfp4")
     expected = run(layer, *inputs())
     for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -124,13 +123,13 @@ def test_copies_and_pickles_compute_the_same() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # from Dynamo
-def test_compiled_layers_break_the_graph_once_and_compute_the_same() -> None:
+def test_compiled_layers_break_the_graph_once_and_compute_the_same():
     class Network(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.first, self.experts = torch.nn.Linear(INNER, INNER), convert(stack(), "nvfp4")
 
-        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        def forward(self, x, ends):
             return self.experts(self.first(x).relu(), ends).square()
 
     torch.manual_seed(0)
@@ -140,7 +139,7 @@ def test_compiled_layers_break_the_graph_once_and_compute_the_same() -> None:
     expected = model(x, ends)
     graphs = []
 
-    def count(graph: Any, _: Any) -> Any:
+    def count(graph, _):
         graphs.append(graph)
         return graph.forward
 
@@ -149,7 +148,7 @@ def test_compiled_layers_break_the_graph_once_and_compute_the_same() -> None:
     assert len(graphs) == 2
 
 
-def test_phases_annealing_and_exact_gemms_reach_every_expert() -> None:
+def test_phases_annealing_and_exact_gemms_reach_every_expert():
     for prepare, kwargs in (
         (lambda model: set_phase(model, "qaf"), {}),
         (lambda model: set_blend(model, 0.5), {}),
@@ -160,7 +159,7 @@ def test_phases_annealing_and_exact_gemms_reach_every_expert() -> None:
         identical(run(together, *inputs()), run_loop(apart, *inputs()))
 
 
-def test_one_history_holds_the_amaxes_of_all_experts() -> None:
+def test_one_history_holds_the_amaxes_of_all_experts():
     layer = convert(stack(), "fp8-delayed")
     histories = AmaxHistories(layer)
     x, g = inputs()
@@ -173,7 +172,7 @@ def test_one_history_holds_the_amaxes_of_all_experts() -> None:
     assert found["/fprop_w"][-1] == with_rows.abs().max()
 
 
-def test_measurements_are_sums_over_the_experts() -> None:
+def test_measurements_are_sums_over_the_experts():
     for what in ("operand_sums", "gradient_sums"):
         together, apart = converted("nvfp4")
         watches = [Watch({"": together}, what), Watch({str(i): layer for i, layer in enumerate(apart)}, what)]
@@ -186,7 +185,7 @@ def test_measurements_are_sums_over_the_experts() -> None:
         torch.testing.assert_close(whole[0][..., added], parts.sum(0)[..., added])
 
 
-def test_baked_stacks_compute_the_same() -> None:
+def test_baked_stacks_compute_the_same():
     casts = LinearCasts(fprop_w=LinearCasts.preset("nvfp4").fprop_w)
     layer = convert(stack(), casts)
     x = inputs()[0]
@@ -196,7 +195,7 @@ def test_baked_stacks_compute_the_same() -> None:
     torch.testing.assert_close(layer(x, ENDS), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_frozen_stacks_have_no_gradients_of_their_own() -> None:
+def test_frozen_stacks_have_no_gradients_of_their_own():
     together, apart = converted("nvfp4")
     together.requires_grad_(False), apart.requires_grad_(False)
     x, g = inputs()

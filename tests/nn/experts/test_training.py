@@ -1,13 +1,8 @@
 """Experts under a precision plugin: what is shown, measured, saved and resumed."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, QuantizationMonitor
 from lightning_lowbit.callbacks.layer_table import layer_table
@@ -20,12 +15,12 @@ STACK = "model.model.layers.0.mlp.experts.down_proj"
 
 
 class Model(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = tiny("olmoe", num_hidden_layers=1)
-        self.losses: list[float] = []
+        self.losses = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         torch.manual_seed(self.global_step)
         tokens = torch.randint(0, 64, (2, 9))
         found = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -33,14 +28,14 @@ class Model(LightningModule):
         self.losses.append(loss.item())
         return loss
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return torch.utils.data.DataLoader(range(8))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), 1e-3)
 
 
-def test_summaries_coverage_and_monitors_know_the_experts() -> None:
+def test_summaries_coverage_and_monitors_know_the_experts():
     model, monitor = Model(), QuantizationMonitor(underflow_limit=1.0)
     run = trainer(
         FP4Precision("nvfp4", quantize_output=True), callbacks=[PrecisionSummary(), monitor], log_every_n_steps=1
@@ -55,8 +50,8 @@ def test_summaries_coverage_and_monitors_know_the_experts() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
-def test_runs_go_on_from_checkpoints(tmp_path: Path) -> None:
-    makers: list[Callable[[], Any]] = [
+def test_runs_go_on_from_checkpoints(tmp_path):
+    makers = [
         lambda: FP4Precision("nvfp4", quantize_output=True),
         lambda: FP8Precision("delayed"),
     ]

@@ -2,11 +2,10 @@
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys
@@ -16,16 +15,16 @@ from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from tests.nn.experts.models import CHOSEN, EXPERTS, MODELS, logits, tiny
 
 
-def stacks(model: nn.Module) -> dict[str, Any]:
+def stacks(model):
     layers = quantized_layers(model).items()
     return {clean_name(name): layer for name, layer in layers if layer.kind == "experts"}
 
 
-def routed(model: nn.Module) -> Any:
+def routed(model):
     return next(module for module in model.modules() if isinstance(module, RoutedExperts))
 
 
-def inputs(host: Any, tokens: int = 11) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(host, tokens=11):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, host.part("down_proj").weight_matrix().shape[1], generator=generator)
     chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOSEN] for _ in range(tokens)])
@@ -34,7 +33,7 @@ def inputs(host: Any, tokens: int = 11) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.fast("olmoe", "gpt_oss", "llama4_text", "jetmoe")
 @pytest.mark.parametrize("name", MODELS)
-def test_experts_are_found_and_are_plain_without_casts(name: str) -> None:
+def test_experts_are_found_and_are_plain_without_casts(name):
     model = tiny(name)
     model.eval()
     expected, keys = logits(model), [*model.state_dict()]
@@ -52,7 +51,7 @@ def test_experts_are_found_and_are_plain_without_casts(name: str) -> None:
 
 @pytest.mark.fast("olmoe", "gpt_oss")
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama4_text", "jetmoe")])
-def test_loops_over_experts_compute_what_transformers_does(name: str) -> None:
+def test_loops_over_experts_compute_what_transformers_does(name):
     host = routed(convert(tiny(name), "bf16"))
     host.config._experts_implementation = "eager"
     x, chosen, weights = inputs(host)
@@ -61,7 +60,7 @@ def test_loops_over_experts_compute_what_transformers_does(name: str) -> None:
 
 @pytest.mark.fast("olmoe", "gpt_oss", "llama4_text", "jetmoe")
 @pytest.mark.parametrize("name", MODELS)
-def test_products_of_experts_are_quantized_and_counted(name: str) -> None:
+def test_products_of_experts_are_quantized_and_counted(name):
     model = convert(tiny(name), "nvfp4")
     LayerKeys(model).fill_(0)
     model.train()
@@ -75,7 +74,7 @@ def test_products_of_experts_are_quantized_and_counted(name: str) -> None:
     assert not any(name.rpartition(".")[2].startswith("expert") for name in uncovered)  # gates are another thing
 
 
-def test_flops_are_those_of_the_experts_that_tokens_choose() -> None:
+def test_flops_are_those_of_the_experts_that_tokens_choose():
     model = convert(tiny("mixtral"), "nvfp4")
     LayerKeys(model).fill_(0)
     with GemmCounter(model) as counter:
@@ -86,7 +85,7 @@ def test_flops_are_those_of_the_experts_that_tokens_choose() -> None:
     )
 
 
-def test_results_of_a_token_do_not_depend_on_other_tokens_with_scales_of_their_rows() -> None:
+def test_results_of_a_token_do_not_depend_on_other_tokens_with_scales_of_their_rows():
     host = routed(convert(tiny("olmoe"), "mxfp4"))
     x, chosen, weights = inputs(host)
     whole = host(x, chosen, weights)
@@ -94,7 +93,7 @@ def test_results_of_a_token_do_not_depend_on_other_tokens_with_scales_of_their_r
         assert torch.equal(host(x[rows], chosen[rows], weights[rows]), whole[rows])
 
 
-def test_rows_of_other_processes_experts_are_left_out() -> None:
+def test_rows_of_other_processes_experts_are_left_out():
     host = routed(convert(tiny("olmoe"), "mxfp4"))
     LayerKeys(host).fill_(0)
     x, chosen, weights = inputs(host)
@@ -107,7 +106,7 @@ def test_rows_of_other_processes_experts_are_left_out() -> None:
     assert x.grad.isfinite().all()
 
 
-def test_no_token_at_all_gives_gradients_of_zero() -> None:
+def test_no_token_at_all_gives_gradients_of_zero():
     model = convert(tiny("olmoe"), "nvfp4")
     LayerKeys(model).fill_(0)
     host = routed(model)
@@ -117,7 +116,7 @@ def test_no_token_at_all_gives_gradients_of_zero() -> None:
     assert not host.gate_up_proj.grad.any() and not host.down_proj.grad.any()
 
 
-def test_products_may_have_casts_of_their_own() -> None:
+def test_products_may_have_casts_of_their_own():
     model = convert(tiny("olmoe"), "nvfp4", overrides={"gate_up_proj": "fp8-current"}, skip=["layers.0.*down_proj"])
     found = {name: layer.full_casts for name, layer in stacks(model).items()}
     assert found == {
@@ -128,7 +127,7 @@ def test_products_may_have_casts_of_their_own() -> None:
     }
 
 
-def gradients(model: Any, seed: int = 1) -> dict[str, Tensor]:
+def gradients(model, seed=1):
     LayerKeys(model, seed).fill_(3)
     model.train()
     model.zero_grad()
@@ -137,13 +136,13 @@ def gradients(model: Any, seed: int = 1) -> dict[str, Tensor]:
     return {"logits": found.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+def same(found, expected):
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @pytest.mark.fast("olmoe")
 @pytest.mark.parametrize("name", ["olmoe", "gpt_oss", "llama4_text", "jetmoe"])
-def test_copies_codes_and_recomputed_activations_give_the_same_gradients(name: str) -> None:
+def test_copies_codes_and_recomputed_activations_give_the_same_gradients(name):
     model = convert(tiny(name), "nvfp4")
     expected = gradients(model)
     assert same(gradients(copy.deepcopy(model)), expected)
@@ -157,7 +156,7 @@ def test_copies_codes_and_recomputed_activations_give_the_same_gradients(name: s
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # from Dynamo
 @pytest.mark.parametrize("name", ["olmoe", "gpt_oss", "llama4_text", "jetmoe"])
-def test_compiled_models_give_the_same_gradients(name: str) -> None:
+def test_compiled_models_give_the_same_gradients(name):
     model = convert(tiny(name), "nvfp4")
     expected = gradients(model)
     model.compile(backend="aot_eager")
@@ -165,7 +164,7 @@ def test_compiled_models_give_the_same_gradients(name: str) -> None:
         torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=1e-5)
 
 
-def test_a_module_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_waits_for_the_device_once(monkeypatch):
     model = convert(tiny("olmoe", num_hidden_layers=1), "mxfp4")
     LayerKeys(model).fill_(0)
     waits, read = [], Tensor.tolist

@@ -1,14 +1,10 @@
 """The calls of native GEMMs, checked for all tests of this folder."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 
-def as_gpus_want_it(left: Tensor, right: Tensor, arguments: dict[str, Any]) -> None:
+def as_gpus_want_it(left, right, arguments):
     """What cuBLAS and CUTLASS ask of layouts, sizes and scales, and the CPU does not."""
     (rows, inner), columns = left.shape, right.shape[1]
     assert inner % 16 == columns % 16 == 0, f"sizes {inner} and {columns}"
@@ -28,12 +24,12 @@ def as_gpus_want_it(left: Tensor, right: Tensor, arguments: dict[str, Any]) -> N
 
 
 @pytest.fixture(autouse=True)
-def native_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+def native_calls(monkeypatch):
     """What the native GEMM is called with. Nothing may call it with large operands, which take the CPU minutes."""
-    calls: list[dict[str, Any]] = []
+    calls = []
     original = torch._scaled_mm
 
-    def spy(left: Tensor, right: Tensor, **arguments: Any) -> Tensor:
+    def spy(left, right, **arguments):
         assert left.numel() * right.shape[1] < 2**20, "too large for the CPU"
         as_gpus_want_it(left, right, arguments)
         calls.append(arguments)

@@ -1,12 +1,9 @@
 """Operands of GEMMs and their calls, compared with float64."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, Scale
-from lightning_lowbit.quant import Operand, quantize_operand
+from lightning_lowbit.quant import quantize_operand
 from tests.nn.layers import value
 
 NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
@@ -15,27 +12,19 @@ ROWS = Cast("int8", Scale("fp32", "row"))
 TENSOR = Cast("e4m3", Scale("fp32", "tensor"))
 
 
-def operands(m: int = 24, k: int = 80, n: int = 40, *, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+def operands(m=24, k=80, n=40, *, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(m, k, generator=generator).to(dtype), torch.randn(k, n, generator=generator).to(dtype))
 
 
-def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+def ulp(x, dtype):
     """Distance of neighboring numbers of ``dtype`` at the size of x."""
     info = torch.finfo(dtype)
     exponent = torch.frexp(x.double().abs().clamp(min=info.tiny)).exponent - 1
     return torch.ldexp(torch.full_like(x.double(), info.eps), exponent)
 
 
-def check(
-    found: Tensor,
-    a: Operand,
-    b: Operand,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    ulps: float,
-    scaled_before_rounding: bool = False,
-) -> None:
+def check(found, a, b, bias, dtype, ulps, scaled_before_rounding=False):
     product = value(a) @ value(b)
     exact = product + (0.0 if bias is None else bias.double())
     # Rounding of partial sums counts against what was added up, not against what is left after cancellation.
@@ -52,7 +41,7 @@ def check(
 SIZES = [(1e18, 1e18), (1e-15, 1e-15), (1e30, 1e-30), (1e-25, 1e8), (1e-30, 1.0), (1e-18, 1e-17)]
 
 
-def native(x: Tensor, element: str, block: Any, dim: int, **scale: Any) -> Operand:
+def native(x, element, block, dim, **scale):
     """An operand whose values are in FP8 themselves: the same numbers as those of the emulated one."""
     cast = Cast(element, Scale("fp32", block, **scale))
     operand, emulated = quantize_operand(x, cast, dim, dtype=cast.format.dtype), quantize_operand(x, cast, dim)

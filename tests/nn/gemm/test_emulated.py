@@ -1,7 +1,6 @@
 """The emulated GEMM against float64."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ ONE_LEVEL = Cast("e2m1", Scale("e4m3", 16))
     ids=lambda cast: "hp" if cast is None else str(cast),
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_against_float64(left: Cast | None, right: Cast | None, dtype: torch.dtype, with_bias: bool) -> None:
+def test_against_float64(left, right, dtype, with_bias):
     x, w = operands(dtype=dtype)
     bias = torch.randn(40).to(dtype) if with_bias else None
     a = Operand(x) if left is None else quantize_operand(x, left, 1)
@@ -34,7 +33,7 @@ def test_against_float64(left: Cast | None, right: Cast | None, dtype: torch.dty
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_exact_mode_rounds_once(with_bias: bool) -> None:
+def test_exact_mode_rounds_once(with_bias):
     x, w = operands(dtype=torch.bfloat16)
     bias = torch.randn(40).bfloat16() if with_bias else None
     a, b = quantize_operand(x, NVFP4, 1, dtype=torch.float32), quantize_operand(w, NVFP4, 0, dtype=torch.float32)
@@ -47,18 +46,18 @@ def test_exact_mode_rounds_once(with_bias: bool) -> None:
 class DtypesOfGemms(TorchDispatchMode):
     """Collects the dtypes in which products are summed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.found: set[torch.dtype] = set()
+        self.found = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.found |= {args[-1].dtype, args[-2].dtype}
         return func(*args, **(kwargs or {}))
 
 
 @each("dtype", [torch.bfloat16, torch.float16])
-def test_cpus_without_units_for_a_dtype_compute_in_float32(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_cpus_without_units_for_a_dtype_compute_in_float32(monkeypatch, dtype):
     """And round once, as GEMMs of the dtype do."""
     monkeypatch.setattr("lightning_lowbit.nn.core.gemm.SLOW_ON_CPU", frozenset({dtype}))
     x, w = operands(dtype=dtype)
@@ -88,7 +87,7 @@ PAIRS = {"nvfp4": (NVFP4, NVFP4), "rows": (ROWS, ROWS), "tensor": (TENSOR, TENSO
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_tensors_of_extreme_size(size_a: float, size_b: float, pair: str, dtype: torch.dtype) -> None:
+def test_tensors_of_extreme_size(size_a, size_b, pair, dtype):
     x, w = operands(dtype=torch.float32)
     x, w = (x * size_a).to(dtype), (w * size_b).to(dtype)
     bias = (torch.randn(40) * size_a * size_b).to(dtype)
@@ -99,7 +98,7 @@ def test_tensors_of_extreme_size(size_a: float, size_b: float, pair: str, dtype:
 
 @each("dtype", [torch.bfloat16, torch.float32])
 @each("pair", PAIRS)
-def test_huge_maxima_that_never_meet(pair: str, dtype: torch.dtype) -> None:
+def test_huge_maxima_that_never_meet(pair, dtype):
     """The product of the two tensor scales is infinite, no element of the result is."""
     x, w = (torch.zeros(2, 32, dtype=dtype), torch.zeros(32, 2, dtype=dtype))
     x[0, 0], x[1, 20] = 1e28, 1e26
@@ -113,7 +112,7 @@ def test_huge_maxima_that_never_meet(pair: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("cast", [None, ONE_LEVEL, NVFP4, ROWS], ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["a", "b", "bias"])
-def test_non_finite_propagates(where: str, bad: float, cast: Cast | None, dtype: torch.dtype) -> None:
+def test_non_finite_propagates(where, bad, cast, dtype):
     x, w = operands(dtype=dtype)
     bias = torch.zeros(40, dtype=dtype)
     {"a": x, "b": w, "bias": bias[None]}[where][0, 0] = bad
@@ -130,7 +129,7 @@ def test_non_finite_propagates(where: str, bad: float, cast: Cast | None, dtype:
 @pytest.mark.parametrize("shape", [(0, 32, 8), (4, 32, 0), (4, 0, 8), (1, 1, 1)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("cast", [NVFP4, ROWS, TENSOR], ids=str)
-def test_empty(shape: tuple[int, int, int], with_bias: bool, cast: Cast) -> None:
+def test_empty(shape, with_bias, cast):
     x, w = operands(*shape, dtype=torch.bfloat16)
     bias = torch.randn(shape[2]).bfloat16() if with_bias else None
     a, b = quantize_operand(x, cast, 1), quantize_operand(w, cast, 0)
@@ -138,7 +137,7 @@ def test_empty(shape: tuple[int, int, int], with_bias: bool, cast: Cast) -> None
 
 
 @pytest.mark.parametrize("cast", [NVFP4, ROWS], ids=str)
-def test_transposed_operands(cast: Cast) -> None:
+def test_transposed_operands(cast):
     x, w = operands(dtype=torch.bfloat16)
     a, b = quantize_operand(x, cast, 1), quantize_operand(w, cast, 0)
     assert torch.equal(value(a.t()), value(a).t())

@@ -1,7 +1,5 @@
 """GEMMs in FP8 against float64 and the emulated one; the CPU computes them too where operands are small."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,12 +15,7 @@ BIASES = {"": lambda n, dtype: None, "bias": lambda n, dtype: torch.randn(n).to(
 BIASES["with a mean"] = lambda n, dtype: torch.randn(1, n)  # float32
 
 
-def native_pair(
-    elements: tuple[str, str],
-    blocks: tuple[str, str],
-    shape: tuple[int, int, int] = (16, 16, 16),
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Operand, Operand]:
+def native_pair(elements, blocks, shape=(16, 16, 16), dtype=torch.float32):
     x, w = operands(*shape, dtype=dtype)
     return native(x, elements[0], blocks[0], 1), native(w, elements[1], blocks[1], 0)
 
@@ -32,9 +25,7 @@ def native_pair(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("blocks", PAIRS_OF_BLOCKS, ids=lambda pair: " x ".join(pair))
 @pytest.mark.parametrize("elements", PAIRS_OF_ELEMENTS, ids=lambda pair: " x ".join(pair))
-def test_native_against_float64(
-    native_calls: list[Any], elements: tuple[str, str], blocks: tuple[str, str], dtype: torch.dtype, bias: str
-) -> None:
+def test_native_against_float64(native_calls, elements, blocks, dtype, bias):
     """For sizes that are multiples of 16 and others; a result that is rounded once."""
     for fast, shape in enumerate([(16, 16, 16), (5, 20, 7), (1, 32, 16), (33, 15, 1), (1, 1, 1), (3, 48, 17)]):
         a, b = native_pair(elements, blocks, shape)
@@ -49,7 +40,7 @@ def test_native_against_float64(
 
 @each("dtype", [torch.bfloat16, torch.float32])
 @each("blocks", PAIRS_OF_BLOCKS)
-def test_native_is_the_emulated_gemm(blocks: tuple[str, str], dtype: torch.dtype) -> None:
+def test_native_is_the_emulated_gemm(blocks, dtype):
     """To the bit where sums are exact: then their order makes no difference."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randint(-3, 4, (16, 16), generator=generator).to(dtype) for _ in range(2))
@@ -65,7 +56,7 @@ def test_native_is_the_emulated_gemm(blocks: tuple[str, str], dtype: torch.dtype
 
 @each("shape", [(0, 16, 16), (0, 20, 7), (16, 16, 0), (5, 0, 7), (16, 0, 16), (0, 0, 0)])
 @each("blocks", PAIRS_OF_BLOCKS)
-def test_native_of_nothing(shape: tuple[int, int, int], blocks: tuple[str, str]) -> None:
+def test_native_of_nothing(shape, blocks):
     a, b = native_pair(("e4m3", "e5m2"), blocks, shape)
     for dtype in (torch.bfloat16, torch.float32):
         for bias in BIASES.values():
@@ -78,7 +69,7 @@ def test_native_of_nothing(shape: tuple[int, int, int], blocks: tuple[str, str])
 
 @each("dtype", [torch.bfloat16, torch.float32])
 @each("blocks", PAIRS_OF_BLOCKS)
-def test_native_of_any_layout(blocks: tuple[str, str], dtype: torch.dtype) -> None:
+def test_native_of_any_layout(blocks, dtype):
     """The left operand of wgrad is transposed; others may be parts of larger matrices."""
     a, b = native_pair(("e5m2", "e4m3"), blocks, (24, 32, 40))
     expected = matmul(a, b, None, dtype)
@@ -102,9 +93,7 @@ def test_native_of_any_layout(blocks: tuple[str, str], dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("blocks", PAIRS_OF_BLOCKS, ids=lambda pair: " x ".join(pair))
 @pytest.mark.parametrize("elements", PAIRS_OF_ELEMENTS, ids=lambda pair: " x ".join(pair))
-def test_native_propagates_what_is_not_finite(
-    elements: tuple[str, str], blocks: tuple[str, str], dtype: torch.dtype, where: str, bad: float
-) -> None:
+def test_native_propagates_what_is_not_finite(elements, blocks, dtype, where, bad):
     """To its row or column, or all of the result where one scale serves all of the tensor."""
     x, w = operands(16, 20, 16, dtype=dtype)
     bias = torch.zeros(16, dtype=dtype)
@@ -124,9 +113,7 @@ def test_native_propagates_what_is_not_finite(
 @pytest.mark.parametrize(("size_a", "size_b"), SIZES)
 @pytest.mark.parametrize("blocks", PAIRS_OF_BLOCKS, ids=lambda pair: " x ".join(pair))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_native_of_tensors_of_extreme_size(
-    size_a: float, size_b: float, blocks: tuple[str, str], dtype: torch.dtype
-) -> None:
+def test_native_of_tensors_of_extreme_size(size_a, size_b, blocks, dtype):
     x, w = operands(16, 32, 16, dtype=torch.float32)
     a, b = native((x * size_a).to(dtype), "e4m3", blocks[0], 1), native((w * size_b).to(dtype), "e4m3", blocks[1], 0)
     check(matmul(a, b, None, dtype), a, b, None, dtype, ulps=1)
@@ -135,9 +122,7 @@ def test_native_of_tensors_of_extreme_size(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("other", [None, NVFP4, WIDE, ROWS], ids=str)
 @pytest.mark.parametrize("side", [0, 1])
-def test_one_operand_in_fp8_is_emulated(
-    native_calls: list[Any], side: int, other: Cast | None, dtype: torch.dtype
-) -> None:
+def test_one_operand_in_fp8_is_emulated(native_calls, side, other, dtype):
     tensors = operands(16, 32, 16, dtype=dtype)
     pair = [Operand(x) if other is None else quantize_operand(x, other, 1 - i) for i, x in enumerate(tensors)]
     pair[side] = native(tensors[side], "e4m3", "tensor", 1 - side)
@@ -148,7 +133,7 @@ def test_one_operand_in_fp8_is_emulated(
     assert not native_calls
 
 
-def test_the_cpu_is_no_place_for_native_gemms() -> None:
+def test_the_cpu_is_no_place_for_native_gemms():
     for device in ("cpu", "meta", "mps"):
         found = native_obstacle(torch.device(device), "fp8")
         assert f"8.9 or more (Ada, Hopper, Blackwell); the device is '{device}'" in str(found)
@@ -176,9 +161,7 @@ def test_the_cpu_is_no_place_for_native_gemms() -> None:
         ("int8", (9, 4), "6.4", "Some GPU is AMD's, which has not been tried"),
     ],
 )
-def test_gpus(
-    monkeypatch: pytest.MonkeyPatch, kind: str, capability: tuple[int, int], hip: Any, obstacle: str | None
-) -> None:
+def test_gpus(monkeypatch, kind, capability, hip, obstacle):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(torch.version, "hip", hip)

@@ -1,10 +1,8 @@
 """Layers whose GEMMs are in FP8: equal to emulated ones; where they run and where not."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import LinearCasts
 from lightning_lowbit.nn import AmaxHistories, GemmCounter
@@ -19,7 +17,7 @@ REUSE = {"dgrad_w": "fprop", "wgrad_x": "fprop"}
 
 
 # Casts, and the GEMMs that are native with them.
-LAYERS: dict[str, tuple[LinearCasts, list[str]]] = {
+LAYERS = {
     "current": (CURRENT, list(GEMMS)),
     "delayed": (DELAYED, list(GEMMS)),
     "row": (ROW, list(GEMMS)),
@@ -40,7 +38,7 @@ LAYERS: dict[str, tuple[LinearCasts, list[str]]] = {
 
 
 @pytest.fixture
-def has_native_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+def has_native_gemms(monkeypatch):
     """As if the CPU were a device for FP8."""
     monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", lambda device, kind: None)
 
@@ -50,12 +48,7 @@ def has_native_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("sizes", [(16, 16, 32), (13, 24, 7), (1, 16, 16), (16, 16, 1), (16, 1, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_native_layer_is_the_emulated_one(
-    native_calls: list[dict[str, Any]],
-    name: str,
-    dtype: torch.dtype,
-    sizes: tuple[int, int, int],
-) -> None:
+def test_a_native_layer_is_the_emulated_one(native_calls, name, dtype, sizes):
     """The same operands; results differ by the order of sums, and by roundings that native GEMMs do not have."""
     tokens, inputs, outputs = sizes
     casts, native_gemms = LAYERS[name]
@@ -89,7 +82,7 @@ def test_a_native_layer_is_the_emulated_one(
 
 @pytest.mark.usefixtures("has_native_gemms")
 @each("name", LAYERS)
-def test_a_native_layer_of_no_tokens(name: str) -> None:
+def test_a_native_layer_of_no_tokens(name):
     layer = layer_like(nn.Linear(16, 32), LAYERS[name][0])
     found = run(layer, torch.randn(0, 16), torch.randn(0, 32))
     assert (found["y"].shape, found["x"].shape) == ((0, 32), (0, 16))
@@ -99,14 +92,14 @@ def test_a_native_layer_of_no_tokens(name: str) -> None:
 
 @pytest.mark.usefixtures("has_native_gemms")
 @pytest.mark.parametrize("name", LAYERS)
-def test_only_the_forward_pass_accumulates_fast(native_calls: list[dict[str, Any]], name: str) -> None:
+def test_only_the_forward_pass_accumulates_fast(native_calls, name):
     run(layer_like(nn.Linear(16, 16), LAYERS[name][0]), torch.randn(16, 16), torch.randn(16, 16))
     assert [call["use_fast_accum"] for call in native_calls] == [gemm == "fprop" for gemm in LAYERS[name][1]]
 
 
 @pytest.mark.usefixtures("has_native_gemms")
 @pytest.mark.parametrize("casts", ["fp8-current", "fp8-row"])
-def test_autocast_goes_native(native_calls: list[dict[str, Any]], casts: str) -> None:
+def test_autocast_goes_native(native_calls, casts):
     original, x, g = nn.Linear(16, 32), torch.randn(16, 16), torch.randn(16, 32)
     found = run(layer_like(original, casts), x, g, autocast=True)
     assert [call["out_dtype"] for call in native_calls] == [torch.bfloat16] * 3
@@ -117,18 +110,18 @@ def test_autocast_goes_native(native_calls: list[dict[str, Any]], casts: str) ->
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_asking_for_the_hardware_breaks_no_graph(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+def test_asking_for_the_hardware_breaks_no_graph(monkeypatch, capability):
     """As on a GPU of this capability, of which the compiler can trace neither name nor properties."""
     torch._dynamo.reset()
 
-    def name(device: Any = None) -> str:
+    def name(device=None):
         torch._dynamo.graph_break()
         return "a GPU"
 
     monkeypatch.setattr(torch.cuda, "get_device_name", name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (name(), capability)[1])
 
-    def asks(x: Tensor) -> Tensor:
+    def asks(x):
         return x * (2 if native_obstacle(torch.device("cuda"), "fp8") is None else 3)
 
     compiled = torch.compile(asks, backend="eager", fullgraph=True)
@@ -138,7 +131,7 @@ def test_asking_for_the_hardware_breaks_no_graph(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("has_native_gemms")
 @pytest.mark.parametrize("shape", [(16, 32, 48), (13, 24, 7)], ids=str)
-def test_padding_is_no_work_of_the_models(shape: tuple[int, int, int]) -> None:
+def test_padding_is_no_work_of_the_models(shape):
     tokens, inputs, outputs = shape
     model = nn.Sequential(layer_like(nn.Linear(inputs, outputs), CURRENT))
     AmaxHistories(model)
@@ -151,7 +144,7 @@ def test_padding_is_no_work_of_the_models(shape: tuple[int, int, int]) -> None:
 @pytest.mark.usefixtures("has_native_gemms")
 @pytest.mark.fast("row, w reused")
 @pytest.mark.parametrize("casts", ["delayed", "row, w reused"])
-def test_a_compiled_native_layer(native_calls: list[dict[str, Any]], casts: str) -> None:
+def test_a_compiled_native_layer(native_calls, casts):
     torch._dynamo.reset()
     layer = layer_like(nn.Linear(16, 32), LAYERS[casts][0])
     histories = AmaxHistories(layer)

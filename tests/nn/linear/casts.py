@@ -2,13 +2,7 @@
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.quant import Hadamard
-from tests.nn.named_casts import (
-    FP8_TENSORS,
-    INT8_ROWS,
-    SATURATING,
-    STOCHASTIC,
-    TWO_LEVEL,
-)
+from tests.nn.named_casts import FP8_TENSORS, INT8_ROWS, SATURATING, STOCHASTIC, TWO_LEVEL
 
 ONE_LEVEL = Cast("e2m1", Scale("e4m3", 16))
 TOKENS, IN, OUT = 48, 64, 32

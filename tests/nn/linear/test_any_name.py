@@ -3,13 +3,11 @@
 import copy
 import pickle
 import sys
-from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from transformers.models.falcon.modeling_falcon import FalconLinear
@@ -22,54 +20,54 @@ from tests.nn.layers import every, identical, layer_like, run
 from tests.tables import each
 
 IN, OUT = 48, 24
-NEAREST = every(LinearCasts.preset("nvfp4").fprop_x)  # type: ignore[arg-type]  # each call has the same bits
+NEAREST = every(LinearCasts.preset("nvfp4").fprop_x)  # each call has the same bits
 
 
 class Plain(nn.Linear):
     """Has a constructor of its own only, as ESMFold's has."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs, outputs):
         super().__init__(inputs, outputs)
 
 
 class Halved(nn.Linear):
-    def forward(self, input: Tensor, whole: bool = False) -> Tensor:
+    def forward(self, input, whole=False):
         return super().forward(input) if whole else super().forward(input) / 2
 
 
 class Columns(nn.Module):
     """Stores its weight as ``[in, out]``, and has no attribute ``bias``."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs, outputs):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(inputs, outputs))
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return hidden @ self.weight
 
 
 class Linear(nn.Module):
     """Like that of torch_geometric, whose copies are constructed."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs, outputs):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.randn(outputs, inputs)), nn.Parameter(torch.randn(outputs))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return nn.functional.linear(x, self.weight, self.bias)
 
-    def __deepcopy__(self, memo: Any) -> "Linear":
+    def __deepcopy__(self, memo):
         twin = Linear(*self.weight.shape[::-1])
         twin.load_state_dict(self.state_dict())
         return twin
 
 
-def halved(layer: Any, multiply: Callable[[Tensor], Tensor], input: Tensor, whole: bool = False) -> Tensor:
+def halved(layer, multiply, input, whole=False):
     return multiply(input) if whole else multiply(input) / 2
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def registered(monkeypatch):
     monkeypatch.setattr(known_linears, "_REGISTERED", {})
     register_linear(Halved, forward=halved)
     register_linear(Columns, "[in, out]")
@@ -78,12 +76,10 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.converted_class.cache_clear()
 
 
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    cls.__name__: lambda cls=cls: cls(IN, OUT) for cls in (Plain, FalconLinear, Halved, Columns, Linear)
-}
+LAYERS = {cls.__name__: lambda cls=cls: cls(IN, OUT) for cls in (Plain, FalconLinear, Halved, Columns, Linear)}
 
 
-def twin_of(layer: Any) -> nn.Linear:
+def twin_of(layer):
     """An ``nn.Linear`` with the weights of a layer."""
     twin, weight = nn.Linear(IN, OUT, bias=hasattr(layer, "bias")), layer.weight.detach()
     twin.weight.data = (weight.t() if isinstance(layer, Columns) else weight).clone()
@@ -94,7 +90,7 @@ def twin_of(layer: Any) -> nn.Linear:
 
 @each("name", LAYERS)
 @each("autocast", [False, True])
-def test_each_equals_a_converted_linear_layer_to_the_bit(name: str, autocast: bool) -> None:
+def test_each_equals_a_converted_linear_layer_to_the_bit(name, autocast):
     original, factor = LAYERS[name](), 0.5 if name == "Halved" else 1.0
     x, g = torch.randn(3, 5, IN), torch.randn(3, 5, OUT)
     found = run(layer_like(original, "nvfp4"), x, g, autocast)
@@ -106,14 +102,14 @@ def test_each_equals_a_converted_linear_layer_to_the_bit(name: str, autocast: bo
 
 
 @each("name", LAYERS)
-def test_without_casts_each_computes_as_before(name: str) -> None:
+def test_without_casts_each_computes_as_before(name):
     original = LAYERS[name]()
     x, g = torch.randn(7, IN), torch.randn(7, OUT)
     identical(run(layer_like(original, LinearCasts()), x, g, True), run(original, x, g, True), name)
 
 
 @each("name", LAYERS)
-def test_copies_pickles_and_state_dicts_are_those_of_the_class(name: str) -> None:
+def test_copies_pickles_and_state_dicts_are_those_of_the_class(name):
     layer = layer_like(original := LAYERS[name](), NEAREST)
     assert isinstance(layer, type(original)) and isinstance(layer, QuantizedLayer)
     assert "casts=" in repr(layer)
@@ -127,7 +123,7 @@ def test_copies_pickles_and_state_dicts_are_those_of_the_class(name: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
-def test_compiled_and_recomputed_passes_have_the_same_bits(name: str) -> None:
+def test_compiled_and_recomputed_passes_have_the_same_bits(name):
     torch._dynamo.reset()
     layer, x, g = layer_like(LAYERS[name](), NEAREST), torch.randn(16, IN), torch.randn(16, OUT)
     expected, given = run(layer, x, g), x.clone().requires_grad_()
@@ -136,14 +132,14 @@ def test_compiled_and_recomputed_passes_have_the_same_bits(name: str) -> None:
     assert torch.equal(y, expected["y"]) and torch.equal(given.grad, expected["x"])
 
 
-def test_a_forward_of_its_own_gets_all_arguments() -> None:
+def test_a_forward_of_its_own_gets_all_arguments():
     layer, x = layer_like(Halved(IN, OUT), NEAREST), torch.randn(4, IN)
     assert torch.equal(layer(x, whole=True), 2 * layer(input=x))
     with pytest.raises(ValueError, match=r"QuantColumns is registered .* got 2 arguments\. .*forward="):
         layer_like(Columns(IN, OUT), "nvfp4")(x, x)
 
 
-def test_a_known_class_with_additional_outputs() -> None:
+def test_a_known_class_with_additional_outputs():
     layer = IdeficsDecoupledLinear(IN, OUT, out_additional_features=16, partially_freeze=False)
     model, x = nn.Sequential(layer), torch.randn(4, IN)
     y = convert(model, LinearCasts.preset("nvfp4").replace(wgrad_g=None))(x)
@@ -155,7 +151,7 @@ def test_a_known_class_with_additional_outputs() -> None:
 @pytest.mark.parametrize(
     "module, name", [("torch_geometric.nn.dense.linear", "Linear"), ("timm.layers.linear", "Linear")]
 )
-def test_layers_of_other_packages_are_known_by_name(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_other_packages_are_known_by_name(module, name, monkeypatch):
     stand_in = type(name, (Linear,), {"__module__": module})
     holder = ModuleType(module)
     setattr(holder, name, stand_in)
@@ -163,10 +159,10 @@ def test_layers_of_other_packages_are_known_by_name(module: str, name: str, monk
     assert list(plan(nn.Sequential(stand_in(IN, OUT)), "nvfp4")) == ["0"]
 
 
-def test_what_cannot_be_converted_stays_in_high_precision() -> None:
+def test_what_cannot_be_converted_stays_in_high_precision():
     class Weighted(nn.Linear):
         @property
-        def weight(self) -> Tensor:
+        def weight(self):
             return self.own.exp()
 
     clash = Plain(IN, OUT)
@@ -179,7 +175,7 @@ def test_what_cannot_be_converted_stays_in_high_precision() -> None:
     assert list(plan(model, "nvfp4")) == ["lazy", "plain"], "it has a weight now"
 
 
-def test_registering_takes_effect_at_the_next_conversion() -> None:
+def test_registering_takes_effect_at_the_next_conversion():
     class Late(Halved):
         pass
 
@@ -190,12 +186,12 @@ def test_registering_takes_effect_at_the_next_conversion() -> None:
     assert list(plan(model, "nvfp4")) == ["0", "1"]
 
 
-def test_registrations_that_cannot_be_honored_say_what_was_needed() -> None:
-    refused: dict[str, Callable[[], Any]] = {
-        r"takes a class of modules, such as MyLinear; got Columns\(": lambda: register_linear(Columns(2, 2)),  # type: ignore[arg-type]
-        r"takes a class of modules, .*; got <class 'int'>": lambda: register_linear(int),  # type: ignore[type-var]
+def test_registrations_that_cannot_be_honored_say_what_was_needed():
+    refused = {
+        r"takes a class of modules, such as MyLinear; got Columns\(": lambda: register_linear(Columns(2, 2)),
+        r"takes a class of modules, .*; got <class 'int'>": lambda: register_linear(int),
         r"Unknown order of a weight 'in, out'\. .*'\[in, out\]'": lambda: register_linear(Columns, "in, out"),
-        r"forward is a function .*; got 3\.": lambda: register_linear(Columns, forward=3),  # type: ignore[arg-type]
+        r"forward is a function .*; got 3\.": lambda: register_linear(Columns, forward=3),
         r"Columns is registered already, with weight='\[in, out\]'": lambda: register_linear(Columns),
         "Plain is converted without being registered": lambda: register_linear(Plain),
         "Linear is converted without being registered": lambda: register_linear(nn.Linear),

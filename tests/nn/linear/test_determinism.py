@@ -10,25 +10,15 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import LinearCasts, convert, quantize
 from lightning_lowbit.nn import set_phase
-from tests.nn.layers import (
-    Net,
-    gradients,
-    identical,
-    layer_like,
-    net,
-    run,
-    spied,
-)
+from tests.nn.layers import Net, gradients, identical, layer_like, net, run, spied
 from tests.nn.linear.casts import EVERYTHING, IN, ONE_LEVEL, OUT, TOKENS
-from tests.nn.named_casts import (
-    STOCHASTIC,
-)
+from tests.nn.named_casts import STOCHASTIC
 from tests.tables import each
 
 
 @each("casts", ["nvfp4", *EVERYTHING])
 @each("dropout", [0.0, 0.3])
-def test_activation_checkpointing_changes_nothing(dropout: float, casts: str) -> None:
+def test_activation_checkpointing_changes_nothing(dropout, casts):
     x = torch.randn(16, 32)
     found, expected = (
         gradients(net(EVERYTHING.get(casts, casts), dropout=dropout, recompute=recompute)[0], x)
@@ -37,7 +27,7 @@ def test_activation_checkpointing_changes_nothing(dropout: float, casts: str) ->
     identical(found, expected, "with checkpointing")
 
 
-def test_repeated_runs_are_equal_and_steps_are_not() -> None:
+def test_repeated_runs_are_equal_and_steps_are_not():
     x = torch.randn(16, 32)
     model, keys = net()
     first = gradients(model, x)
@@ -53,7 +43,7 @@ def test_repeated_runs_are_equal_and_steps_are_not() -> None:
     identical(gradients(model, x), first, "the first step again")
 
 
-def test_dropout_leaves_random_bits_alone() -> None:
+def test_dropout_leaves_random_bits_alone():
     """The bits of a layer do not depend on who else draws random numbers."""
     model, _ = net()
     cast = STOCHASTIC
@@ -64,7 +54,7 @@ def test_dropout_leaves_random_bits_alone() -> None:
     assert torch.equal(quantize(x, cast, key=key).codes, before)
 
 
-def test_copies_and_state_dicts() -> None:
+def test_copies_and_state_dicts():
     model, _ = net()
     x = torch.randn(16, 32)
     expected = gradients(model, x)
@@ -80,7 +70,7 @@ def test_copies_and_state_dicts() -> None:
     identical(gradients(loaded, x), expected, "after load_state_dict")
 
 
-def test_print_shows_the_casts() -> None:
+def test_print_shows_the_casts():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4, bias=False), Conv1D(4, 4))
     convert(model, "nvfp4", overrides={"1": LinearCasts(fprop_w=ONE_LEVEL)})
     lines = str(model).splitlines()
@@ -94,13 +84,13 @@ def test_print_shows_the_casts() -> None:
     assert "casts=bf16" in str(model[0])
 
 
-def test_stochastic_rounding_without_keys_is_refused() -> None:
+def test_stochastic_rounding_without_keys_is_refused():
     layer = convert(nn.Linear(IN, OUT), LinearCasts(fprop_x=STOCHASTIC))
     with pytest.raises(ValueError, match="needs a key.*LayerKeys"):
         layer(torch.randn(2, IN))
 
 
-def test_gradient_of_what_is_not_needed_is_not_computed() -> None:
+def test_gradient_of_what_is_not_needed_is_not_computed():
     layer = layer_like(nn.Linear(IN, OUT), "nvfp4")
     layer.weight.requires_grad_(False)
     with spied() as seen:

@@ -1,7 +1,5 @@
 """Whole language models, and layers under ``torch.compile``."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -10,27 +8,22 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import AmaxHistories, LayerKeys, QuantizedLayer, set_phase
-from tests.nn.layers import (
-    gradients,
-    identical,
-    layer_like,
-    net,
-)
+from tests.nn.layers import gradients, identical, layer_like, net
 from tests.nn.linear.casts import EVERYTHING, IN, OUT
 
 
-def gpt2() -> nn.Module:
+def gpt2():
     return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2))
 
 
-def llama() -> nn.Module:
+def llama():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes))
 
 
 @pytest.mark.parametrize(("make", "layers"), [(gpt2, 4 * 2 + 1), (llama, 7 * 2 + 1)])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_language_models(make: Callable[[], nn.Module], layers: int, autocast: bool) -> None:
+def test_language_models(make, layers, autocast):
     model = convert(make(), "nvfp4")
     keys = LayerKeys(model)
     assert len(keys.layers) == layers
@@ -51,7 +44,7 @@ def test_language_models(make: Callable[[], nn.Module], layers: int, autocast: b
     "casts, autocast",
     [(name, number % 2 == 0) for number, name in enumerate(["nvfp4", *EVERYTHING])],
 )
-def test_torch_compile_gives_the_same_bits(casts: str, autocast: bool) -> None:
+def test_torch_compile_gives_the_same_bits(casts, autocast):
     torch._dynamo.reset()  # the graphs of other casts count towards its limit
     x = torch.randn(16, 32)
     model, keys = net(EVERYTHING.get(casts, casts))
@@ -72,7 +65,7 @@ def test_torch_compile_gives_the_same_bits(casts: str, autocast: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("casts", ["nvfp4", "surrogates", "fp8-delayed"])
-def test_a_phase_costs_one_compilation(casts: str) -> None:
+def test_a_phase_costs_one_compilation(casts):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     x = torch.randn(16, 32)
@@ -89,7 +82,7 @@ def test_a_phase_costs_one_compilation(casts: str) -> None:
     torch._dynamo.reset()
 
 
-def test_one_graph_takes_any_number_of_rows() -> None:
+def test_one_graph_takes_any_number_of_rows():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(convert(nn.Linear(32, 16), "nvfp4"), backend=counter, fullgraph=True)
@@ -99,14 +92,14 @@ def test_one_graph_takes_any_number_of_rows() -> None:
     assert counter.frame_count == 2  # the second has found out that rows change
 
 
-def test_converted_layers_of_one_shape_share_a_class() -> None:
+def test_converted_layers_of_one_shape_share_a_class():
     model = convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "nvfp4")
     assert type(model[0]) is type(model[1])
     assert isinstance(model[0], QuantizedLayer)
 
 
 @pytest.mark.parametrize("casts", ["nvfp4", "ufp4"])
-def test_wrong_width_is_refused(casts: str) -> None:
+def test_wrong_width_is_refused(casts):
     """A rotation would pad 60 and 64 features to the same groups."""
     with pytest.raises(ValueError, match=r"The layer takes 64 features; got \(4, 60\)"):
         layer_like(nn.Linear(IN, OUT), casts)(torch.randn(4, 60))

@@ -1,22 +1,19 @@
 """The six operands of a layer: what is quantized, for which GEMM, and what autograd makes of it."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.nn import OPERANDS, PHASES, LayerKeys, set_phase
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS
-from lightning_lowbit.quant import Operand
 from tests.nn.layers import (
     CONTRACTION,
     GEMMS,
     RESULTS,
-    Definition,
     by_definition,
     every,
     identical,
@@ -28,12 +25,7 @@ from tests.nn.layers import (
     value,
 )
 from tests.nn.linear.casts import IN, ONE_LEVEL, OUT, TOKENS
-from tests.nn.named_casts import (
-    CASTS,
-    FP8_TENSORS,
-    REMEMBERED,
-    TWO_LEVEL,
-)
+from tests.nn.named_casts import CASTS, FP8_TENSORS, REMEMBERED, TWO_LEVEL
 from tests.references.fake_quantize import fake_quantize
 from tests.tables import each
 
@@ -42,11 +34,11 @@ class Straight(torch.autograd.Function):
     """Quantized and dequantized by the package itself; the gradient passes straight through."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cast: Cast) -> Tensor:
+    def forward(ctx, x, cast):
         return quantize(x, cast).dequantize().to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, gradient):
         return gradient, None
 
 
@@ -63,14 +55,14 @@ class Straight(torch.autograd.Function):
         Cast("ternary", Scale("fp32", "tensor")),
     ],
 )
-def test_fprop_is_autograd_through_fake_quantize(cast: Cast) -> None:
+def test_fprop_is_autograd_through_fake_quantize(cast):
     original = nn.Linear(IN, OUT)
     layer = layer_like(original, LinearCasts(fprop_x=cast, fprop_w=cast, dgrad_w="fprop", wgrad_x="fprop"))
     x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
     found = run(layer, x, g)
 
     class Reference(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             fake = fake_quantize if isinstance(cast.scale.block, int) else Straight.apply
             return F.linear(fake(x, cast), fake(self.weight, cast), self.bias)
 
@@ -91,7 +83,7 @@ def test_fprop_is_autograd_through_fake_quantize(cast: Cast) -> None:
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
-def test_operands_and_gemms(name: str, dtype: torch.dtype, exact: bool, sizes: tuple[int, int, int]) -> None:
+def test_operands_and_gemms(name, dtype, exact, sizes):
     """Each operand is ``quantize`` along its contraction; each GEMM is the product of what its operands decode to."""
     tokens, inputs, outputs = sizes
     casts = CASTS[name]
@@ -122,7 +114,7 @@ def test_operands_and_gemms(name: str, dtype: torch.dtype, exact: bool, sizes: t
     assert torch.equal(found["bias"], g.sum(0)), "db is not the sum of the unquantized g"
 
 
-def allowance(casts: LinearCasts, gemm: str, expected: Definition, dtype: torch.dtype, exact: bool) -> Tensor:
+def allowance(casts, gemm, expected, dtype, exact):
     """How far a result may be off: one rounding where the GEMM is exact, else two; sums in float32; and what else is
     rounded on the way."""
     result, eps = RESULTS[gemm], torch.finfo(dtype).eps
@@ -141,10 +133,10 @@ def allowance(casts: LinearCasts, gemm: str, expected: Definition, dtype: torch.
 
 
 @each("name", CASTS)
-def test_phases_quantize_what_they_say(name: str) -> None:
+def test_phases_quantize_what_they_say(name):
     """What a phase leaves quantized it leaves as it was, smoothed or not; the rest is the tensor itself."""
     original, x, g = nn.Linear(40, 24), torch.randn(50, 40), torch.randn(50, 24)
-    full: dict[str | None, dict[str, Operand]] = {}
+    full = {}
     for smooth in {CASTS[name].smooth, None}:
         layer = layer_like(original, CASTS[name].replace(smooth=smooth))
         remember(layer, *REMEMBERED)
@@ -152,7 +144,7 @@ def test_phases_quantize_what_they_say(name: str) -> None:
             run(layer, x, g)
     layer = layer_like(original, CASTS[name])
     remember(layer, *REMEMBERED)
-    layer.forward = lambda x: layer.quantized_forward(x, layer.weight, layer.bias)  # type: ignore[method-assign]  # in the phase "bf16" too
+    layer.forward = lambda x: layer.quantized_forward(x, layer.weight, layer.bias)  # in the phase "bf16" too
     for phase in PHASES:
         set_phase(layer, phase)
         LayerKeys(layer, 1).fill_(3)  # a further call would have other bits
@@ -170,7 +162,7 @@ def test_phases_quantize_what_they_say(name: str) -> None:
 
 
 @each("name", CASTS)
-def test_nothing_in_nothing_out(name: str) -> None:
+def test_nothing_in_nothing_out(name):
     """No tokens: an empty result, and gradients of zero."""
     layer = layer_like(nn.Linear(IN, OUT), CASTS[name])
     found = run(layer, torch.randn(0, IN), torch.randn(0, OUT))
@@ -185,7 +177,7 @@ def test_nothing_in_nothing_out(name: str) -> None:
 
 
 @each("name", OPERANDS)
-def test_blocks_lie_along_the_contraction(name: str) -> None:
+def test_blocks_lie_along_the_contraction(name):
     """A huge element flushes its block, one row or column of 16: the blocks that flush show where blocks lie."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"x": (TOKENS, IN), "w": (OUT, IN), "g": (TOKENS, OUT)}
@@ -206,13 +198,13 @@ def test_blocks_lie_along_the_contraction(name: str) -> None:
     assert not (flushed & ~block).any(), f"{name}: blocks do not lie along axis {axis}"
 
 
-def alike(cast: Cast, source: str) -> LinearCasts:
+def alike(cast, source):
     return every(cast.replace(scale={"source": source}))
 
 
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("cast", [TWO_LEVEL, Cast("e5m2", Scale("fp32", "tensor", margin=2)), Cast("int4", Scale("e8m0", "tensor"))])
-def test_without_a_history_delayed_scaling_is_current(cast: Cast, dtype: torch.dtype) -> None:
+def test_without_a_history_delayed_scaling_is_current(cast, dtype):
     """So is it with one whose amaxes are those of the tensors."""
     original = nn.Linear(IN, OUT, dtype=dtype)
     x, g = torch.randn(TOKENS, IN).to(dtype), torch.randn(TOKENS, OUT).to(dtype)
@@ -226,7 +218,7 @@ def test_without_a_history_delayed_scaling_is_current(cast: Cast, dtype: torch.d
 
 @pytest.mark.parametrize("kind", SMOOTHINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_smoothing_leaves_unquantized_gemms_alone(kind: str, dtype: torch.dtype) -> None:
+def test_smoothing_leaves_unquantized_gemms_alone(kind, dtype):
     """To the bit: powers of two scale products and sums exactly."""
     original = nn.Linear(IN, OUT, bias=False, dtype=dtype)
     x, g = torch.randn(TOKENS, IN).to(dtype), torch.randn(TOKENS, OUT).to(dtype)

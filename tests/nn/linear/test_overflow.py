@@ -5,14 +5,7 @@ import torch
 from torch import nn
 
 from lightning_lowbit import Cast, Scale
-from tests.nn.layers import (
-    GEMMS,
-    every,
-    layer_like,
-    remember,
-    run,
-    token_amax,
-)
+from tests.nn.layers import GEMMS, every, layer_like, remember, run, token_amax
 from tests.nn.linear.casts import IN, OUT, TOKENS
 from tests.nn.named_casts import (
     ALL_MEANS,
@@ -47,7 +40,7 @@ OVERFLOW = {
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["x", "w", "g"])
 @pytest.mark.parametrize("casts", OVERFLOW)
-def test_grad_scaler_sees_overflows(where: str, bad: float, casts: str) -> None:
+def test_grad_scaler_sees_overflows(where, bad, casts):
     layer = layer_like(nn.Linear(IN, OUT), OVERFLOW[casts])
     remember(layer, *REMEMBERED)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -75,7 +68,7 @@ def test_grad_scaler_sees_overflows(where: str, bad: float, casts: str) -> None:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("casts", OVERFLOW)
-def test_overflows_reach_every_gradient(bad: float, casts: str) -> None:
+def test_overflows_reach_every_gradient(bad, casts):
     """A bad element of g is seen in dX and dW by its row or column, one of w in dX, one of x in dW."""
     hits = {"x": {"weight": (slice(None), 20), "y": (20,)}, "w": {"x": (slice(None), 20), "y": (slice(None), 20)}}
     hits["g"] = {"weight": (20,), "x": (20,)}

@@ -3,9 +3,7 @@
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ PICKLED = Path(__file__).parents[2] / "data" / "older_version_model.pt"
 
 
 @each("make", [lambda: nn.Linear(8, 8), lambda: Conv1D(8, 8), lambda: nn.Conv2d(8, 8, 3)])
-def test_a_converted_module_has_one_more_attribute(make: Callable[[], nn.Module]) -> None:
+def test_a_converted_module_has_one_more_attribute(make):
     layer = make()
     before, buffers = {*vars(layer)}, dict(layer.named_buffers())
     model = convert(nn.Sequential(layer), "nvfp4", save="codes", exact=True)
@@ -31,7 +29,7 @@ def test_a_converted_module_has_one_more_attribute(make: Callable[[], nn.Module]
     assert {*vars(restore_classes(model)[0])} == before
 
 
-def test_models_that_earlier_versions_pickled_are_those_that_they_were() -> None:
+def test_models_that_earlier_versions_pickled_are_those_that_they_were():
     """Pickled in the middle of a training: keys, amaxes and settings were attributes of the layers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # modules have moved since
@@ -55,8 +53,8 @@ def test_models_that_earlier_versions_pickled_are_those_that_they_were() -> None
 
 
 @each("copied", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_has_a_state_of_its_own(copied: Callable[[Any], Any]) -> None:
-    model: Any = convert(nn.Sequential(nn.Linear(8, 8)), "fp8-delayed")
+def test_a_copy_has_a_state_of_its_own(copied):
+    model = convert(nn.Sequential(nn.Linear(8, 8)), "fp8-delayed")
     LayerKeys(model), AmaxHistories(model)
     layer = model[0]
     layer.lowbit.weight_amax = torch.tensor(2.0)
@@ -68,8 +66,8 @@ def test_a_copy_has_a_state_of_its_own(copied: Callable[[Any], Any]) -> None:
     assert all(getattr(layer.lowbit, name) is value for name, value in before.items()), "the original has changed"
 
 
-def test_casts_may_be_set() -> None:
-    layer: Any = convert(nn.Linear(8, 8), "nvfp4")
+def test_casts_may_be_set():
+    layer = convert(nn.Linear(8, 8), "nvfp4")
     layer.casts = layer.full_casts.phase("hp-forward")
     assert layer.lowbit.casts != layer.lowbit.full_casts == layer.full_casts
     with pytest.raises(AttributeError):

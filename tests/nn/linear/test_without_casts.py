@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import LinearCasts
-from tests.nn.layers import (
-    identical,
-    layer_like,
-    run,
-)
+from tests.nn.layers import identical, layer_like, run
 from tests.nn.linear.casts import IN, ONE_LEVEL, OUT, TOKENS
 from tests.tables import each
 
@@ -19,20 +15,20 @@ from tests.tables import each
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "float64", "autocast"])
 @pytest.mark.parametrize("shape", [(IN,), (1, IN), (13, IN), (3, 5, IN), (2, 3, 5, IN), (0, IN), (3, 0, IN)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_without_casts_is_linear(shape: tuple[int, ...], bias: bool, mode: str) -> None:
+def test_without_casts_is_linear(shape, bias, mode):
     dtype = torch.float32 if mode == "autocast" else getattr(torch, mode)
     original = nn.Linear(IN, OUT, bias=bias, dtype=dtype)
     x, g = torch.randn(shape, dtype=dtype), torch.randn(*shape[:-1], OUT, dtype=dtype)
     expected = run(original, x, g, mode == "autocast")
     layer = layer_like(original, "bf16")
     identical(run(layer, x, g, mode == "autocast"), expected, f"{mode} {shape}")
-    layer.forward = lambda x: layer.quantized_forward(x, layer.weight, layer.bias)  # type: ignore[method-assign]
+    layer.forward = lambda x: layer.quantized_forward(x, layer.weight, layer.bias)
     identical(run(layer, x, g, mode == "autocast"), expected, f"through the six casts, {mode} {shape}")
 
 
 @each("autocast", [False, True])
 @each("frozen", ["weight", "bias", "input", "weight and bias", "all"])
-def test_without_casts_frozen(frozen: str, autocast: bool) -> None:
+def test_without_casts_frozen(frozen, autocast):
     original = nn.Linear(IN, OUT)
     for name, p in original.named_parameters():
         p.requires_grad_(name not in frozen and frozen != "all")
@@ -44,7 +40,7 @@ def test_without_casts_frozen(frozen: str, autocast: bool) -> None:
     assert {n for n, t in quantized.items() if t is None} == {n for n, t in expected.items() if t is None}
 
 
-def test_without_casts_float64_under_autocast() -> None:
+def test_without_casts_float64_under_autocast():
     """Autocast leaves float64 alone."""
     original = nn.Linear(IN, OUT, dtype=torch.float64)
     x, g = torch.randn(TOKENS, IN, dtype=torch.float64), torch.randn(TOKENS, OUT, dtype=torch.float64)
@@ -52,15 +48,15 @@ def test_without_casts_float64_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_without_casts_used_twice(autocast: bool) -> None:
+def test_without_casts_used_twice(autocast):
     """The gradients of both uses add up in the dtype in which they add up in nn.Linear."""
 
     class Twice(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = nn.Linear(IN, IN)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.layer(self.layer(x))
 
     original = Twice()
@@ -68,7 +64,7 @@ def test_without_casts_used_twice(autocast: bool) -> None:
     identical(run(layer_like(original, "bf16"), x, g, autocast), run(original, x, g, autocast))
 
 
-def test_without_casts_non_contiguous() -> None:
+def test_without_casts_non_contiguous():
     original = nn.Linear(IN, OUT)
     x, g = torch.randn(IN, 6, 5).permute(1, 2, 0), torch.randn(OUT, 6, 5).permute(1, 2, 0)
     identical(run(layer_like(original, "bf16"), x, g), run(original, x, g))
@@ -76,7 +72,7 @@ def test_without_casts_non_contiguous() -> None:
 
 @each("shape", [(IN,), (13, IN), (3, 5, IN)])
 @each("autocast", [False, True])
-def test_without_casts_is_conv1d(shape: tuple[int, ...], autocast: bool) -> None:
+def test_without_casts_is_conv1d(shape, autocast):
     original = Conv1D(OUT, IN)
     x, g = torch.randn(shape), torch.randn(*shape[:-1], OUT)
     found, expected = (run(layer, x, g, autocast) for layer in (layer_like(original, "bf16"), original))
@@ -85,7 +81,7 @@ def test_without_casts_is_conv1d(shape: tuple[int, ...], autocast: bool) -> None
         torch.testing.assert_close(found[name], expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_conv1d_is_linear_of_the_transposed_weight() -> None:
+def test_conv1d_is_linear_of_the_transposed_weight():
     conv, plain = Conv1D(OUT, IN), nn.Linear(IN, OUT)
     plain.weight.data, plain.bias.data = conv.weight.data.t().contiguous(), torch.randn(OUT)
     conv.bias.data = plain.bias.data.clone()
@@ -99,7 +95,7 @@ def test_conv1d_is_linear_of_the_transposed_weight() -> None:
         )
 
 
-def test_mixed_dtypes_are_refused() -> None:
+def test_mixed_dtypes_are_refused():
     layer = layer_like(nn.Linear(IN, OUT), LinearCasts(fprop_w=ONE_LEVEL))
     with pytest.raises(ValueError, match=r"got torch\.bfloat16 and torch\.float32"):
         layer(torch.randn(2, IN).bfloat16())

@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import pytest
 import torch.nn.functional as F
 
@@ -9,7 +7,7 @@ from tests.nn.native.stand_in import StandIn
 
 
 @pytest.fixture
-def scaled_mm(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+def scaled_mm(monkeypatch):
     """As if the CPU had block-scaled tensor cores."""
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)

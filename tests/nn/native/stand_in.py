@@ -4,11 +4,8 @@ What it asks for is in torch 2.13's ``ScaledBlas.cpp`` and its meta function, wh
 and scales by the formulas of the formats, with none of the package's code.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.functional import ScalingType as Scaling
 from torch.nn.functional import SwizzleType as Swizzle
 from torch.utils._python_dispatch import _disable_current_modes
@@ -18,13 +15,13 @@ BLOCKS = {Scaling.BlockWise1x16: 16, Scaling.BlockWise1x32: 32}
 _REAL = F.scaled_mm
 
 
-def unpacked(codes: Tensor) -> Tensor:
+def unpacked(codes):
     """float64 elements ``[rows, k]`` of ``float4_e2m1fn_x2`` ``[rows, k / 2]``."""
     data = codes.contiguous().view(torch.uint8).long()
     return E2M1.double()[torch.stack([data & 15, data >> 4], -1)].flatten(1)
 
 
-def unswizzled(scales: Tensor, rows: int, columns: int) -> Tensor:
+def unswizzled(scales, rows, columns):
     """float64 ``[rows, columns]`` of the flat layout, element by element by its formula."""
     across = -(-columns // 4)
     r, c = torch.arange(rows)[:, None], torch.arange(columns)[None]
@@ -35,23 +32,23 @@ def unswizzled(scales: Tensor, rows: int, columns: int) -> Tensor:
 class StandIn:
     """Called like ``torch.nn.functional.scaled_mm``; ``calls`` are the recipes and the dtypes of results so far."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, torch.dtype]] = []
+    def __init__(self):
+        self.calls = []
 
     def __call__(
         self,
-        a: Tensor,
-        b: Tensor,
-        scales_a: Any,
-        recipes_a: Any,
-        scales_b: Any,
-        recipes_b: Any,
-        swizzles_a: Any = None,
-        swizzles_b: Any = None,
-        bias: Tensor | None = None,
-        output_dtype: torch.dtype = torch.bfloat16,
-        use_fast_accum: bool = False,
-    ) -> Tensor:
+        a,
+        b,
+        scales_a,
+        recipes_a,
+        scales_b,
+        recipes_b,
+        swizzles_a=None,
+        swizzles_b=None,
+        bias=None,
+        output_dtype=torch.bfloat16,
+        use_fast_accum=False,
+    ):
         amd = torch.version.hip is not None
         # Torch says of its check for AMD that it is probably wrong. For MXFP4 it counts blocks of bytes, not elements.
         if not amd and (a.dtype != torch.float4_e2m1fn_x2 or recipes_a != [Scaling.BlockWise1x32]):
@@ -125,10 +122,10 @@ class StandIn:
         return (left @ right.t() * alpha).to(output_dtype)
 
     @staticmethod
-    def _meta(*arguments: Any) -> None:
+    def _meta(*arguments):
         """The call on the meta device, where torch checks sizes, dtypes, strides and swizzles."""
 
-        def there(x: Any) -> Any:
+        def there(x):
             if isinstance(x, list):
                 return [there(y) for y in x]
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if torch.is_tensor(x) else x
@@ -139,7 +136,7 @@ class StandIn:
         assert out.shape == (arguments[0].shape[0], arguments[1].shape[1]) and out.dtype == output_dtype
 
 
-def _of_rows(scales: Tensor, rows: int, inner: int) -> Tensor:
+def _of_rows(scales, rows, inner):
     assert scales.dtype == torch.float32
     assert scales.shape == (rows, inner // 128)
     assert scales.stride(0) == 1 and scales.stride(1) in (1, rows), "outer dimension first"

@@ -1,12 +1,11 @@
 """Where block-scaled GEMMs run: what a GPU says of itself, and what it computes when asked."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn.native import devices
@@ -17,24 +16,24 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+def gpu(monkeypatch):
     """Makes torch speak of a GPU, and run on the CPU what it is asked to compute."""
 
-    def make(capability: tuple[int, int] = (10, 0), hip: str | None = None, arch: str = "") -> None:
+    def make(capability=(10, 0), hip=None, arch=""):
         properties = type("Properties", (), {"gcnArchName": arch})()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.version, "hip", hip)
 
-    trial = devices._trial_obstacle.__wrapped__  # type: ignore[attr-defined]
+    trial = devices._trial_obstacle.__wrapped__
     monkeypatch.setattr(devices, "_trial_obstacle", lambda device, kind: trial(CPU, kind))
     monkeypatch.setattr(devices, "_name", lambda device: "Some GPU")
     monkeypatch.setattr(F, "scaled_mm", StandIn())
     return make
 
 
-def test_gpus_by_what_they_say(gpu: Any) -> None:
+def test_gpus_by_what_they_say(gpu):
     everywhere = {"fp8", "int8"}
     for capability, kinds in {
         (8, 9): everywhere,
@@ -52,7 +51,7 @@ def test_gpus_by_what_they_say(gpu: Any) -> None:
     )
 
 
-def test_amd_is_told_apart(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amd_is_told_apart(gpu, monkeypatch):
     gpu((9, 5), "7.0", "gfx950:sramecc+:xnack-")
     assert {kind for kind in NATIVE if devices.native_obstacle(GPU, kind) is None} == {"mxfp4", "mxfp8"}
     gpu((9, 4), "7.0", "gfx942:sramecc+:xnack-")
@@ -64,14 +63,12 @@ def test_amd_is_told_apart(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(BLOCK_SCALED))
-def test_a_device_that_computes_something_else_is_not_believed(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_device_that_computes_something_else_is_not_believed(gpu, monkeypatch, kind):
     """Such as one that reads scales in another order, or none."""
     gpu((9, 0) if kind == "fp8-blockwise" else (10, 0))
     right = StandIn()
 
-    def reads_another_order(a: Tensor, b: Tensor, scales_a: Any, *rest: Any, **kwargs: Any) -> Tensor:
+    def reads_another_order(a, b, scales_a, *rest, **kwargs):
         first, *others = scales_a if isinstance(scales_a, list) else [scales_a]
         turned = first.clone(memory_format=torch.preserve_format)
         turned.copy_(first.flatten().roll(1).view(first.shape))
@@ -83,10 +80,10 @@ def test_a_device_that_computes_something_else_is_not_believed(
     assert "off by nan of its norm" in str(devices.native_obstacle(GPU, kind))
 
 
-def test_what_torch_refuses_is_said(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_refuses_is_said(gpu, monkeypatch):
     gpu((10, 0))
 
-    def refuses(*_: Any, **kwargs: Any) -> Tensor:
+    def refuses(*_, **kwargs):
         raise NotImplementedError("MXFP4 scaling supported on ROCM and CUDA+FBGEMM_GENAI only\nException raised from")
 
     monkeypatch.setattr(F, "scaled_mm", refuses)
@@ -95,7 +92,7 @@ def test_what_torch_refuses_is_said(gpu: Any, monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_asked_once(monkeypatch):
     monkeypatch.setattr(devices, "_without_gpu", lambda device_type, kind: None)
     monkeypatch.setattr(devices, "_declared_obstacle", lambda device, kind: None)
     stand_in = StandIn()
@@ -109,7 +106,7 @@ def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     devices._trial_obstacle.cache_clear()
 
 
-def test_asking_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asking_breaks_no_graph(monkeypatch):
     """A compiled layer asks the device while it is traced."""
     monkeypatch.setattr(devices, "_without_gpu", lambda device_type, kind: None)
     monkeypatch.setattr(devices, "_declared_obstacle", lambda device, kind: None)
@@ -126,7 +123,7 @@ def test_asking_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
-def test_native_where_there_is_none_is_refused() -> None:
+def test_native_where_there_is_none_is_refused():
     for name, needed in {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "mxfp8": "MXFP8", "fp8-blockwise": "FP8"}.items():
         layer = convert(nn.Linear(32, 32), name, backend="native")
         expected = f"backend='native': native {needed} GEMMs.* need .*; the device is 'cpu'. Use backend='auto' or"
@@ -137,8 +134,8 @@ def test_native_where_there_is_none_is_refused() -> None:
             convert(nn.Linear(32, 32), casts, backend="native")
 
 
-def test_the_emulation_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asks(*_: Any) -> None:
+def test_the_emulation_asks_nothing(monkeypatch):
+    def asks(*_):
         raise AssertionError("asked")
 
     monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", asks)

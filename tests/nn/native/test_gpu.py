@@ -1,11 +1,10 @@
 """Native GEMMs of GPUs: the emulated ones, up to the order of sums and the digits of accumulation."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import Cast, Scale, convert
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys
@@ -14,7 +13,7 @@ from lightning_lowbit.nn.native.table import NATIVE
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "meta")
 OBSTACLES = {kind: native_obstacle(GPU, kind) for kind in NATIVE}
-CASTS: dict[str, list[Any]] = {
+CASTS = {
     "fp8": ["fp8-delayed", "fp8-current", "fp8-row", {"preset": "fp8-current", "smooth": "channel"}],
     "int8": ["ternary", *(dict.fromkeys(OPERANDS, Cast("int8", Scale("fp32", block))) for block in ("row", "tensor"))],
     "nvfp4": ["nvfp4", "nvfp4-nvidia", "nvfp4-4over6", {"preset": "nvfp4", "subtract_mean": ["fprop"]}],
@@ -24,7 +23,7 @@ CASTS: dict[str, list[Any]] = {
 }
 
 
-def results(casts: Any, backend: str, original: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+def results(casts, backend, original, x, g):
     layer = convert(copy.deepcopy(original), casts, backend=backend)
     keys = LayerKeys(layer)
     histories = AmaxHistories(layer)
@@ -37,14 +36,14 @@ def results(casts: Any, backend: str, original: nn.Module, x: Tensor, g: Tensor)
         y.backward(g)
         histories.advance_()
     assert x.grad is not None
-    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}  # type: ignore[dict-item]
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
 
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", [(256, 512, 768), (200, 100, 60), (64, 256, 1), (1, 64, 48), (0, 64, 48)], ids=str)
 @pytest.mark.parametrize(("kind", "casts"), [(kind, casts) for kind in CASTS for casts in CASTS[kind]])
-def test_native_equals_emulated(kind: str, casts: Any, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_native_equals_emulated(kind, casts, sizes, dtype):
     if OBSTACLES[kind] is not None:
         pytest.skip(str(OBSTACLES[kind]))
     tokens, inputs, outputs = sizes

@@ -1,12 +1,10 @@
 """GEMMs of int8 units: what they take, and that they give the numbers of the emulated ones, of which sums are exact."""
 
-from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, compilation, convert
 from lightning_lowbit.callbacks.layer_table import layer_table
@@ -26,7 +24,7 @@ GROUPS = Cast("int8", Scale("fp32", 32), round_to_bfloat16=True)
 FP8 = Cast("e4m3", Scale("fp32", "tensor"))
 
 # Casts, and the GEMMs that are native with them.
-LAYERS: dict[str, tuple[LinearCasts, list[str]]] = {
+LAYERS = {
     "ternary": (TERNARY, ["fprop"]),
     "rows": (quantization_aware(TOKENS, TOKENS), ["fprop"]),
     "tensors": (quantization_aware(TENSOR, TENSOR), ["fprop"]),
@@ -54,12 +52,12 @@ LAYERS: dict[str, tuple[LinearCasts, list[str]]] = {
 
 
 @pytest.fixture(autouse=True)
-def native_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, int]]]:
+def native_calls(monkeypatch):
     """Sizes of the native GEMMs."""
-    calls: list[tuple[int, int, int]] = []
+    calls = []
     original = torch._int_mm
 
-    def spy(left: Tensor, right: Tensor) -> Tensor:
+    def spy(left, right):
         calls.append((*left.shape, right.shape[1]))
         return original(left, right)
 
@@ -69,14 +67,14 @@ def native_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, in
 
 
 @each("name", LAYERS)
-def test_what_is_native(name: str) -> None:
+def test_what_is_native(name):
     casts, gemms = LAYERS[name]
     assert casts.native_gemms == dict.fromkeys(gemms, "int8")
 
 
 @on_int8_units
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_runs_natively(native_calls: list[tuple[int, int, int]], name: str) -> None:
+def test_what_runs_natively(native_calls, name):
     casts, gemms = LAYERS[name]
     sizes = {"fprop": (8, 64, 48), "dgrad": (8, 48, 64), "wgrad": (48, 8, 64)}
     layer = layer_like(nn.Linear(64, 48), casts)
@@ -92,9 +90,7 @@ LONGEST = 2**24 // 127
 SIZES = [(24, 160, 40), (1, 64, 32), (5, 33, 7), (1, 1, 1), (3, 7, 1), (2, LONGEST, 3)]
 
 
-def pass_through(
-    casts: Any, sizes: tuple[int, int, int], dtype: torch.dtype, bias: bool = True, largest: bool = False, **how: Any
-) -> dict[str, Tensor | None]:
+def pass_through(casts, sizes, dtype, bias=True, largest=False, **how):
     """A pass, always over the same tensors; ``largest``: in which all elements have the largest code."""
     torch.manual_seed(3)
     tokens, inputs, outputs = sizes
@@ -112,9 +108,7 @@ def pass_through(
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_ternary_is_the_exact_emulation_to_the_bit(
-    native_calls: list[Any], sizes: tuple[int, int, int], dtype: torch.dtype, bias: bool, largest: bool
-) -> None:
+def test_ternary_is_the_exact_emulation_to_the_bit(native_calls, sizes, dtype, bias, largest):
     found = pass_through("ternary", sizes, dtype, bias, largest)
     assert native_calls == [sizes], "not the native GEMM"
     exact = pass_through("ternary", sizes, dtype, bias, largest, exact=True)
@@ -133,7 +127,7 @@ def test_ternary_is_the_exact_emulation_to_the_bit(
 @on_int8_units
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("name", [name for name, (_, gemms) in LAYERS.items() if gemms and name != "more than a product"])
-def test_native_gemms_round_once(name: str, dtype: torch.dtype) -> None:
+def test_native_gemms_round_once(name, dtype):
     """The product of the operands, as float32 has it after their scales, and rounded to the dtype."""
     casts, gemms = LAYERS[name]
     with spied() as seen:
@@ -150,7 +144,7 @@ def test_native_gemms_round_once(name: str, dtype: torch.dtype) -> None:
 
 @on_int8_units
 @pytest.mark.parametrize("inner", [133144, 133145])
-def test_sums_that_int32_does_not_hold(inner: int) -> None:
+def test_sums_that_int32_does_not_hold(inner):
     """Up to which inner size it holds those of 127 · 127; beyond it, there is the emulated GEMM."""
     layer = layer_like(nn.Linear(inner, 1, bias=False), LAYERS["rows"][0])
     layer.weight.data = torch.ones(1, inner)
@@ -163,7 +157,7 @@ def test_sums_that_int32_does_not_hold(inner: int) -> None:
 @on_int8_units
 @pytest.mark.parametrize("casts", ["ternary", every(TOKENS)], ids=["ternary", "all six"])
 @pytest.mark.parametrize("sizes", [(0, 33, 7), *product((1, 2, 17), repeat=3)], ids=str)
-def test_of_few_rows(casts: Any, sizes: tuple[int, int, int]) -> None:
+def test_of_few_rows(casts, sizes):
     """Among them those with strides of which the CPU's GEMM would make nothing, and return whatever was in memory."""
     found = pass_through(casts, sizes, torch.float32)
     expected = pass_through(casts, sizes, torch.float32, backend="emulated")
@@ -172,7 +166,7 @@ def test_of_few_rows(casts: Any, sizes: tuple[int, int, int]) -> None:
 
 
 @on_int8_units
-def test_under_autocast(native_calls: list[Any]) -> None:
+def test_under_autocast(native_calls):
     original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
     found = run(layer_like(original, "ternary"), x, g, autocast=True)
     expected = run(layer_like(original.bfloat16(), "ternary"), x.bfloat16(), g.bfloat16())
@@ -184,7 +178,7 @@ def test_under_autocast(native_calls: list[Any]) -> None:
 
 @on_int8_units
 @pytest.mark.parametrize("recompute", [False, True])
-def test_activation_checkpointing_changes_nothing(native_calls: list[Any], recompute: bool) -> None:
+def test_activation_checkpointing_changes_nothing(native_calls, recompute):
     x = torch.randn(16, 32)
     found = gradients(net("ternary", recompute=recompute)[0], x)
     assert len(native_calls) == (5 if recompute else 3)
@@ -192,7 +186,7 @@ def test_activation_checkpointing_changes_nothing(native_calls: list[Any], recom
 
 
 @on_int8_units
-def test_a_compiled_layer(native_calls: list[Any]) -> None:
+def test_a_compiled_layer(native_calls):
     torch._dynamo.reset()
     layer = layer_like(nn.Linear(33, 7), "ternary")
     x, g = torch.randn(5, 33), torch.randn(5, 7)
@@ -208,7 +202,7 @@ def test_a_compiled_layer(native_calls: list[Any]) -> None:
 
 # What a bad element [0, 3] of an operand spoils in the result of its GEMM where scales are those of rows.
 ALL = slice(None)
-SPOILT: dict[str, tuple[Any, Any]] = {
+SPOILT = {
     "fprop_x": (0, ALL),
     "fprop_w": (ALL, 0),
     "dgrad_g": (0, ALL),
@@ -223,7 +217,7 @@ SPOILT: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["x", "w", "bias", "g"])
 @pytest.mark.parametrize("name", ["ternary", "rows", "all six", "all six, of tensors"])
-def test_what_is_not_finite_shows(native_calls: list[Any], name: str, where: str, bad: float) -> None:
+def test_what_is_not_finite_shows(native_calls, name, where, bad):
     """As NaN in the rows or columns that share its scale; and nowhere else, where all is as it was."""
     casts, gemms = LAYERS[name]
     original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
@@ -256,7 +250,7 @@ def test_what_is_not_finite_shows(native_calls: list[Any], name: str, where: str
 
 @on_int8_units
 @pytest.mark.parametrize("name", LAYERS)
-def test_backend_native_takes_what_is_native_and_refuses_the_rest(native_calls: list[Any], name: str) -> None:
+def test_backend_native_takes_what_is_native_and_refuses_the_rest(native_calls, name):
     casts, gemms = LAYERS[name]
     original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
     quantizes = [any(isinstance(getattr(casts, o), Cast) for o in casts.operands_of(gemm)) for gemm in GEMMS]
@@ -272,9 +266,7 @@ def test_backend_native_takes_what_is_native_and_refuses_the_rest(native_calls: 
     identical(found, run(layer_like(original, casts), x, g), "backend='native'")
 
 
-def test_without_int8_units_layers_are_emulated_or_refuse(
-    monkeypatch: pytest.MonkeyPatch, native_calls: list[Any]
-) -> None:
+def test_without_int8_units_layers_are_emulated_or_refuse(monkeypatch, native_calls):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
     layer = layer_like(original, "ternary")
@@ -290,7 +282,7 @@ def test_without_int8_units_layers_are_emulated_or_refuse(
 
 @on_int8_units
 @pytest.mark.parametrize("backend", ["auto", "emulated"])
-def test_flops_and_where_they_run(backend: str) -> None:
+def test_flops_and_where_they_run(backend):
     """The table says where; coverage is the same."""
     model = nn.Sequential(nn.Linear(33, 24, bias=False), nn.Linear(24, 7))
     convert(model, "ternary", overrides={"1": LinearCasts.preset("int4")}, backend=backend)
@@ -306,8 +298,8 @@ def test_flops_and_where_they_run(backend: str) -> None:
 
 @on_int8_units
 @pytest.mark.parametrize(("backend", "wanted"), [("auto", torch.int8), ("emulated", torch.bfloat16)])
-def test_one_byte_per_element_is_kept_for_the_backward_pass(backend: str, wanted: torch.dtype) -> None:
-    kept: list[Tensor] = []
+def test_one_byte_per_element_is_kept_for_the_backward_pass(backend, wanted):
+    kept = []
     layer = layer_like(nn.Linear(64, 48, dtype=torch.bfloat16), "ternary", backend=backend)
     x = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(

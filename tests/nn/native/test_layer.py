@@ -1,10 +1,8 @@
 """Layers on a stand-in for block-scaled tensor cores: the emulated ones, up to the order of sums."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import ScalingType as Scaling
 
 from lightning_lowbit import Cast, LinearCasts, Scale
@@ -15,7 +13,6 @@ from lightning_lowbit.nn.native import gemms
 from lightning_lowbit.nn.native.operand import BlockOperand
 from lightning_lowbit.nn.native.table import NATIVE, kind_of
 from tests.nn.layers import GEMMS, RESULTS, by_definition, identical, layer_like, run, spied
-from tests.nn.native.stand_in import StandIn
 from tests.tables import each
 
 CPU = torch.device("cpu")
@@ -23,7 +20,7 @@ NV, MX = Cast("e2m1", Scale("e4m3", 16, two_level=True)), Cast("e4m3", Scale("e8
 NVFP4, MXFP8 = LinearCasts.preset("nvfp4"), LinearCasts.preset("mxfp8")
 TILES = MX.replace(scale={"block": (32, 32)})
 # Casts, and the GEMMs that are native with them.
-LAYERS: dict[str, tuple[Any, list[str]]] = {
+LAYERS = {
     **{
         name: (LinearCasts.preset(name), list(GEMMS))
         for name in ("nvfp4", "nvfp4-nvidia", "nvfp4-4over6", "mxfp8", "fp8-blockwise")
@@ -58,9 +55,7 @@ BFLOAT16 = {"mxfp4", "mxfp4-rht"}  # whose results are rounded to bfloat16 befor
 @pytest.mark.parametrize("sizes", [(16, 32, 48), (13, 40, 7), (1, 16, 16), (130, 200, 150), (0, 16, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_native_layer_is_the_emulated_one(
-    scaled_mm: StandIn, name: str, dtype: torch.dtype, sizes: tuple[int, int, int]
-) -> None:
+def test_a_native_layer_is_the_emulated_one(scaled_mm, name, dtype, sizes):
     tokens, inputs, outputs = sizes
     casts, native = LAYERS[name]
     original = nn.Linear(inputs, outputs, dtype=dtype)
@@ -74,7 +69,7 @@ def test_a_native_layer_is_the_emulated_one(
     without = not tokens or (name in BFLOAT16 and dtype == torch.float32)
     assert len(scaled_mm.calls) == (0 if without else len(native))
     for operand, emulated_operand in seen["emulated"].items():
-        quantized: Any = seen["auto"][operand]
+        quantized = seen["auto"][operand]
         if isinstance(quantized, BlockOperand):
             dim = {"fprop": 1, "dgrad": 1 if operand == "dgrad_g" else 0, "wgrad": 0}[operand.partition("_")[0]]
             quantized = quantized.decoded(dtype, dim)
@@ -93,7 +88,7 @@ def test_a_native_layer_is_the_emulated_one(
     assert torch.equal(found["auto"]["bias"], found["emulated"]["bias"])
 
 
-def test_the_recipes_of_the_presets(scaled_mm: StandIn) -> None:
+def test_the_recipes_of_the_presets(scaled_mm):
     for name, recipes in {
         "nvfp4": {(Scaling.BlockWise1x16, Scaling.TensorWise) * 2},
         "mxfp4": {(Scaling.BlockWise1x32,) * 2},
@@ -111,7 +106,7 @@ def test_the_recipes_of_the_presets(scaled_mm: StandIn) -> None:
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-nvidia", "mxfp8", "mxfp4", "fp8-blockwise", "both in tiles"])
-def test_activations_as_codes_give_the_same_gradients(scaled_mm: StandIn, name: str) -> None:
+def test_activations_as_codes_give_the_same_gradients(scaled_mm, name):
     original = nn.Linear(200, 136, dtype=torch.bfloat16)
     x, g = torch.randn(130, 200).bfloat16(), torch.randn(130, 136).bfloat16()
     found = [run(layer_like(original, LAYERS[name][0], save=save), x, g) for save in ("codes", "inputs")]
@@ -119,7 +114,7 @@ def test_activations_as_codes_give_the_same_gradients(scaled_mm: StandIn, name: 
     assert len(scaled_mm.calls) == 6
 
 
-def test_non_finite_elements_reach_their_rows(scaled_mm: StandIn) -> None:
+def test_non_finite_elements_reach_their_rows(scaled_mm):
     for name in ("nvfp4", "mxfp8", "fp8-blockwise"):
         for bad in (torch.nan, torch.inf):
             x = torch.randn(8, 48)
@@ -134,7 +129,7 @@ def test_non_finite_elements_reach_their_rows(scaled_mm: StandIn) -> None:
 @pytest.mark.usefixtures("scaled_mm")
 @pytest.mark.fast("nvfp4-nvidia")
 @pytest.mark.parametrize("name", ["nvfp4-nvidia", "fp8-blockwise"])
-def test_a_compiled_native_layer(name: str) -> None:
+def test_a_compiled_native_layer(name):
     torch._dynamo.reset()
     nearest = dict.fromkeys(("dgrad_g", "wgrad_g"), "nearest")  # calls have keys of their own
     layer = layer_like(nn.Linear(32, 48), LinearCasts.preset(name).with_rounding(nearest))
@@ -147,11 +142,11 @@ def test_a_compiled_native_layer(name: str) -> None:
 
 
 @pytest.mark.usefixtures("scaled_mm")
-def test_statistics_are_those_of_the_emulation() -> None:
+def test_statistics_are_those_of_the_emulation():
     x, g, measured = torch.randn(40, 48), torch.randn(40, 32), []
     original = nn.Linear(48, 32)
     for backend in ("auto", "emulated"):
-        layer: Any = layer_like(original, "nvfp4-nvidia", backend=backend)
+        layer = layer_like(original, "nvfp4-nvidia", backend=backend)
         watch = Watch({"layer": layer}, "operand_sums")
         watch.start(CPU)
         run(layer, x, g)
@@ -160,8 +155,8 @@ def test_statistics_are_those_of_the_emulation() -> None:
     assert torch.equal(*measured)
 
 
-def test_annealing_exact_layers_and_gathered_weights_are_emulated(scaled_mm: StandIn) -> None:
-    layer: Any = layer_like(nn.Linear(32, 32), "nvfp4")
+def test_annealing_exact_layers_and_gathered_weights_are_emulated(scaled_mm):
+    layer = layer_like(nn.Linear(32, 32), "nvfp4")
     set_blend(layer, 0.5)
     assert layer.native_gemms(CPU) == ()
     set_blend(layer, None)
@@ -177,7 +172,7 @@ def test_annealing_exact_layers_and_gathered_weights_are_emulated(scaled_mm: Sta
 
 
 @pytest.mark.usefixtures("scaled_mm")
-def test_padding_is_no_work_of_the_models() -> None:
+def test_padding_is_no_work_of_the_models():
     model = nn.Sequential(layer_like(nn.Linear(40, 7), "nvfp4"))
     with GemmCounter(model) as counter:
         run(model, torch.randn(13, 40), torch.randn(13, 7))
@@ -185,7 +180,7 @@ def test_padding_is_no_work_of_the_models() -> None:
     assert counter.native_shares(CPU) == {"nvfp4": 1}
 
 
-def test_phases_keep_their_native_gemms(scaled_mm: StandIn) -> None:
+def test_phases_keep_their_native_gemms(scaled_mm):
     layer = layer_like(nn.Linear(32, 32), "nvfp4")
     for phase, count in {"fqt": 3, "qaf": 1, "hp-forward": 2, "bf16": 0}.items():
         scaled_mm.calls.clear()
@@ -194,7 +189,7 @@ def test_phases_keep_their_native_gemms(scaled_mm: StandIn) -> None:
         assert len(scaled_mm.calls) == count, phase
 
 
-def test_amd_takes_scales_as_they_are(monkeypatch: pytest.MonkeyPatch, scaled_mm: StandIn) -> None:
+def test_amd_takes_scales_as_they_are(monkeypatch, scaled_mm):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert gemms.results("mxfp8") == (torch.bfloat16, torch.float16)
     for name in ("mxfp8", "mxfp4"):
@@ -211,16 +206,16 @@ def test_amd_takes_scales_as_they_are(monkeypatch: pytest.MonkeyPatch, scaled_mm
         layer(torch.randn(4, 32))
 
 
-def test_delayed_scales_of_two_levels(scaled_mm: StandIn) -> None:
+def test_delayed_scales_of_two_levels(scaled_mm):
     delayed = NV.replace(scale={"source": "delayed"})
     casts = LinearCasts(fprop_x=delayed, fprop_w=delayed, dgrad_g=delayed, dgrad_w=delayed)
     original, x, g = nn.Linear(32, 48), torch.randn(16, 32), torch.randn(16, 48)
-    results: list[dict[str, Tensor]] = []
+    results = []
     for backend in ("auto", "emulated"):
         layer = layer_like(original, casts, backend=backend)
         histories = AmaxHistories(layer)
         for factor in (1, 3):
-            found: Any = run(layer, factor * x, g)
+            found = run(layer, factor * x, g)
             histories.advance_()
         results.append({name: found[name] for name in ("y", "x")})
     assert len(scaled_mm.calls) == 4
@@ -252,7 +247,7 @@ def test_delayed_scales_of_two_levels(scaled_mm: StandIn) -> None:
         (Cast("int8", Scale("fp32", "row", statistic="minmax")), Cast("int8", Scale("fp32", "row")), None),
     ],
 )
-def test_the_table(left: Cast, right: Cast | None, kind: str | None) -> None:
+def test_the_table(left, right, kind):
     assert LinearCasts(fprop_x=left, fprop_w=right).native_gemms.get("fprop") == kind
     if right is not None:
         assert kind_of([left, right], [1, 1]) == kind

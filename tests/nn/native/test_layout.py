@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.compilation import backend
@@ -27,7 +26,7 @@ TILES = {
 }
 
 
-def test_scales_lie_where_the_formula_says() -> None:
+def test_scales_lie_where_the_formula_says():
     for rows, columns in ((1, 1), (128, 4), (129, 5), (300, 7), (32, 4), (257, 16)):
         scales = torch.randint(1, 256, (rows, columns), dtype=torch.uint8)
         flat = swizzle(scales)
@@ -37,28 +36,28 @@ def test_scales_lie_where_the_formula_says() -> None:
         assert int(flat.long().sum()) == int(scales.long().sum()), "the padding is not zero"
 
 
-def test_the_first_tile_by_hand() -> None:
+def test_the_first_tile_by_hand():
     scales = torch.arange(128)[:, None] + torch.tensor([0, 128])  # two of its four columns
     flat = swizzle(scales.to(torch.uint8)).tolist()
     assert flat[:16] == [0, 128, 0, 0, 32, 160, 0, 0, 64, 192, 0, 0, 96, 224, 0, 0]
     assert flat[16:20] == [1, 129, 0, 0]
 
 
-def test_scales_equal_torchao() -> None:
+def test_scales_equal_torchao():
     blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
     for rows, columns in ((128, 4), (129, 5), (40, 9)):
         scales = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
         assert torch.equal(swizzle(scales), blocked(scales).flatten())
 
 
-def test_the_first_element_is_in_the_low_bits() -> None:
+def test_the_first_element_is_in_the_low_bits():
     codes = torch.tensor([[1, 2, 15, 8]], dtype=torch.uint8)
     packed = pack_codes(codes)
     assert packed.tolist() == [[0x21, 0x8F]]
     assert unpacked(packed).tolist() == [[0.5, 1.0, -6.0, -0.0]]
 
 
-def test_codes_equal_compressed_tensors() -> None:
+def test_codes_equal_compressed_tensors():
     module = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
     codes = torch.randint(0, 16, (6, 32), dtype=torch.uint8)
     values = ELEMENT_FORMATS["e2m1"].decode(codes) + 0.0  # our casts make no -0
@@ -66,20 +65,20 @@ def test_codes_equal_compressed_tensors() -> None:
     assert torch.equal(pack_codes(codes), module.pack_fp4_to_uint8(values))
 
 
-def test_codes_equal_torchao() -> None:
+def test_codes_equal_torchao():
     pack = pytest.importorskip("torchao.prototype.mx_formats.kernels").pack_uint4
     codes = torch.randint(0, 16, (6, 32), dtype=torch.uint8)
     assert torch.equal(pack_codes(codes), pack(codes))
 
 
-def test_scales_of_128_have_the_rows_first() -> None:
+def test_scales_of_128_have_the_rows_first():
     for shape in ((1, 1), (5, 1), (1, 5), (7, 3)):
         scales = torch.randn(shape)
         assert torch.equal(outer_major(scales), scales)
         assert outer_major(scales).stride() == (1, shape[0])
 
 
-def decoded(kind: str, cast: Cast, x: Tensor, dim: int, key: Tensor) -> Tensor:
+def decoded(kind, cast, x, dim, key):
     """The packed and swizzled operand, decoded by formulas: float64, in the orientation of ``x``."""
     operand = block_operand(x, cast, kind, dim, key)
     codes, levels = gemm_arguments(operand)
@@ -96,7 +95,7 @@ def decoded(kind: str, cast: Cast, x: Tensor, dim: int, key: Tensor) -> Tensor:
     return values if dim == 1 else values.t()
 
 
-def check(shape: tuple[int, int], seed: int) -> None:
+def check(shape, seed):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 4 ** (seed % 7 - 3)
     key = torch.tensor(seed)
     for kind, dim in ((kind, dim) for kind in CASTS for dim in (0, 1)):
@@ -107,12 +106,12 @@ def check(shape: tuple[int, int], seed: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 40), (130, 70), (16, 128)], ids=str)
-def test_packed_and_swizzled_operands_hold_the_plain_values(shape: tuple[int, int]) -> None:
+def test_packed_and_swizzled_operands_hold_the_plain_values(shape):
     check(shape, seed=1)
 
 
 @pytest.mark.slow
-def test_generated_code_gives_the_same_bytes() -> None:
+def test_generated_code_gives_the_same_bytes():
     x, key = torch.randn(40, 96), torch.tensor(3)
     for kind, dim in (("nvfp4", 1), ("mxfp4", 0), ("mxfp8", 1)):
         made = []
@@ -123,7 +122,7 @@ def test_generated_code_gives_the_same_bytes() -> None:
         assert all(torch.equal(a, b) for a, b in zip(*made, strict=True)), kind
 
 
-def test_codes_are_those_of_the_format() -> None:
+def test_codes_are_those_of_the_format():
     for kind in ("nvfp4", "mxfp4"):
         packed = block_operand(torch.randn(48, 96), CASTS[kind], kind, 1, torch.tensor(3)).values
         codes = torch.cat([packed & 15, packed >> 4])
@@ -132,7 +131,7 @@ def test_codes_are_those_of_the_format() -> None:
 
 
 @pytest.mark.slow
-def test_packed_and_swizzled_operands_of_a_thousand_shapes() -> None:
+def test_packed_and_swizzled_operands_of_a_thousand_shapes():
     draw = random.Random(0)
     for seed in range(1000):
         check((draw.randint(1, 300), draw.randint(1, 300)), seed)

@@ -17,7 +17,7 @@ WIDTH = 32
 
 
 class Scaled(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input):
         return 0.5 * super().forward(input)
 
 
@@ -27,20 +27,20 @@ register_linear(Scaled, forward=lambda layer, multiply, x: 0.5 * multiply(x))
 class Called(nn.Module):
     """Calls its layer in a way of its own, and returns one tensor."""
 
-    def __init__(self, layer: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, layer, call):
         super().__init__()
         self.layer, self.call = layer, call
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.call(self.layer, x)
 
 
 class Attends(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.scaled_dot_product_attention(x, x.flip(-1), x * 2)
 
 
-def experts() -> nn.Module:
+def experts():
     config = OlmoeConfig(hidden_size=WIDTH, intermediate_size=WIDTH, num_experts=3)
     made = OlmoeExperts(config)
     for parameter in made.parameters():
@@ -48,14 +48,14 @@ def experts() -> nn.Module:
     return made
 
 
-def routed(layer: Any, x: Tensor) -> Tensor:
+def routed(layer, x):
     chosen = torch.arange(len(x))[:, None] % 3
     weights = torch.ones(len(x), 1)
-    return layer(x, chosen, weights)  # type: ignore[no-any-return]
+    return layer(x, chosen, weights)
 
 
-def self_attention(layer: Any, x: Tensor) -> Tensor:
-    return layer(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+def self_attention(layer, x):
+    return layer(x, x, x, need_weights=False)[0]
 
 
 class Situation(NamedTuple):
@@ -67,7 +67,7 @@ class Situation(NamedTuple):
     name: str = "layer"
     options: dict[str, Any] = {}
 
-    def model(self, casts: Any = "nvfp4") -> Called:
+    def model(self, casts="nvfp4"):
         """Converted, unless the casts are None."""
         torch.manual_seed(0)
         model = Called(self.make(), self.call)
@@ -78,7 +78,7 @@ class Situation(NamedTuple):
             AmaxHistories(model)
         return model
 
-    def input(self, requires_grad: bool = True) -> Tensor:
+    def input(self, requires_grad=True):
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(1)).requires_grad_(requires_grad)
 
 
@@ -107,7 +107,7 @@ SITUATIONS = {
 LINEAR = ("linear", "codes", "Conv1D", "registered")
 
 
-def frozen() -> nn.Module:
+def frozen():
     """A layer whose weight is kept as bytes."""
     model = nn.Sequential(nn.Linear(WIDTH, 48).requires_grad_(False))
     pack_frozen(model, "nvfp4")

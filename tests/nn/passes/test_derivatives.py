@@ -3,7 +3,6 @@
 import copy
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,43 +18,43 @@ from lightning_lowbit import LowBitPrecision, convert
 from lightning_lowbit.nn import LayerKeys, set_phase
 from tests.nn.layers import layer_like, token_amax
 from tests.nn.named_casts import CASTS
-from tests.nn.passes.situations import SITUATIONS, WIDTH, Situation, frozen
+from tests.nn.passes.situations import SITUATIONS, WIDTH, frozen
 from tests.tables import each
 
 Model = Callable[[Tensor], Tensor]
 
 
-def refused(name: str) -> Any:
+def refused(name):
     return pytest.raises(ValueError, match=rf"^Layer {re.escape(name)}: the gradient of a quantized layer cannot be")
 
 
-def gradient(model: Model, x: Tensor, to: Any = None) -> Any:
+def gradient(model, x, to=None):
     """Of a sum, whose own derivative depends on nothing: only the layer leads back to its inputs."""
     return torch.autograd.grad(model(x).sum(), x if to is None else to, create_graph=True)[0]
 
 
-def penalty(model: Any, x: Tensor) -> Any:
+def penalty(model, x):
     (found,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     found.square().sum().backward()
     return [p.grad for p in model.parameters()]
 
 
-def product_with_hessian(model: Any, x: Tensor) -> Any:
+def product_with_hessian(model, x):
     return hvp(lambda x: model(x).square().sum(), x.detach(), torch.ones_like(x))[1]
 
 
-def whole_hessian(model: Any, x: Tensor) -> Any:
+def whole_hessian(model, x):
     return hessian(lambda s: model(x.detach() * s).square().sum(), torch.ones(()))
 
 
-def gradient_of_jacobian(model: Any, x: Tensor) -> Any:
+def gradient_of_jacobian(model, x):
     found = jacobian(
         lambda s: model(x.detach() * s).flatten()[:3], torch.ones((), requires_grad=True), create_graph=True
     )
     return torch.autograd.grad(found.square().sum(), [*model.parameters()], allow_unused=True)
 
 
-def meta_learning(model: Any, x: Tensor) -> Any:
+def meta_learning(model, x):
     """The outer gradient through a step of the inner loop."""
     weights = dict(model.named_parameters())
     inner = torch.autograd.grad(model(x.detach()).square().sum(), [*weights.values()], create_graph=True)
@@ -64,17 +63,17 @@ def meta_learning(model: Any, x: Tensor) -> Any:
     return torch.autograd.grad(outer, [*weights.values()])
 
 
-def of_input_alone(model: Any, x: Tensor) -> Any:
+def of_input_alone(model, x):
     return torch.autograd.grad(gradient(model, x).square().sum(), [*model.parameters()], allow_unused=True)
 
 
-def beside_the_loss(model: Any, x: Tensor) -> Any:
+def beside_the_loss(model, x):
     """The penalty is one term: without an error the other one would hide that it has no gradient."""
     found = gradient(model, x)
     return torch.autograd.grad(model(x).sum() + found.square().sum(), [*model.parameters()], allow_unused=True)
 
 
-def double_backward_jvp(model: Any, x: Tensor) -> Any:
+def double_backward_jvp(model, x):
     return jvp(model, x.detach(), torch.ones_like(x))[1]
 
 
@@ -91,9 +90,9 @@ WAYS = (
 
 
 @each("kind", SITUATIONS)
-def test_a_second_derivative_of_any_layer_is_refused_in_any_way(kind: str) -> None:
+def test_a_second_derivative_of_any_layer_is_refused_in_any_way(kind):
     """In the backward pass of two high-precision GEMMs, too."""
-    of: Situation = SITUATIONS[kind]
+    of = SITUATIONS[kind]
     model = of.model()
     names = "|".join(re.escape(name) for name in (of.name, "layer.out_proj", "layer.down_proj", "layer.0"))
     ways = WAYS if kind == "linear" else (penalty, product_with_hessian, beside_the_loss, of_input_alone)
@@ -107,8 +106,8 @@ def test_a_second_derivative_of_any_layer_is_refused_in_any_way(kind: str) -> No
 
 
 @each("kind", SITUATIONS)
-def test_without_casts_second_derivatives_are_those_of_the_original(kind: str) -> None:
-    of: Situation = SITUATIONS[kind]
+def test_without_casts_second_derivatives_are_those_of_the_original(kind):
+    of = SITUATIONS[kind]
     model, original = of.model(), of.model(None)
     set_phase(model, "bf16")
     for way in WAYS:
@@ -120,7 +119,7 @@ def test_without_casts_second_derivatives_are_those_of_the_original(kind: str) -
 
 
 @each("casts", CASTS)
-def test_with_all_casts(casts: str) -> None:
+def test_with_all_casts(casts):
     """Of a layer alone, whose gradient depends on what it has kept only by its mark; with surrogates and smoothing."""
     layer = layer_like(nn.Linear(WIDTH, 48), CASTS[casts])
     if layer.casts.plan.is_empty:
@@ -134,18 +133,18 @@ def test_with_all_casts(casts: str) -> None:
             torch.autograd.grad(found.square().sum(), by)
 
 
-def test_of_a_frozen_weight() -> None:
+def test_of_a_frozen_weight():
     x = torch.randn(4, WIDTH, requires_grad=True)
     with refused("0"):
         gradient(frozen(), x).square().sum().backward()
 
 
 @each("kind", SITUATIONS)
-def test_gradients_with_a_graph_that_nobody_uses_are_the_same(kind: str) -> None:
-    of: Situation = SITUATIONS[kind]
+def test_gradients_with_a_graph_that_nobody_uses_are_the_same(kind):
+    of = SITUATIONS[kind]
     model = of.model()
 
-    def gradients(**kwargs: Any) -> Any:
+    def gradients(**kwargs):
         LayerKeys(model).fill_(0)
         x = of.input()
         return torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()], allow_unused=True, **kwargs)
@@ -155,13 +154,13 @@ def test_gradients_with_a_graph_that_nobody_uses_are_the_same(kind: str) -> None
         assert found is None or found.requires_grad
 
 
-def test_other_terms_keep_their_derivatives() -> None:
+def test_other_terms_keep_their_derivatives():
     model, x, y = SITUATIONS["linear"].model(), SITUATIONS["linear"].input(), torch.randn(3, requires_grad=True)
     (found,) = torch.autograd.grad(model(x).sum() + y.pow(3).sum(), y, create_graph=True)
     assert torch.allclose(torch.autograd.grad(found.sum(), y)[0], 6 * y)
 
 
-def test_in_a_region_that_is_recomputed() -> None:
+def test_in_a_region_that_is_recomputed():
     model, x = SITUATIONS["linear"].model(), SITUATIONS["linear"].input()
     with refused("layer"):
         gradient(lambda x: checkpoint(model, x, use_reentrant=False), x).square().sum().backward()
@@ -169,7 +168,7 @@ def test_in_a_region_that_is_recomputed() -> None:
 
 @pytest.mark.slow
 @each("backend", ["eager", "aot_eager"])
-def test_compiled_torch_refuses(backend: str) -> None:
+def test_compiled_torch_refuses(backend):
     torch._dynamo.reset()
     model = SITUATIONS["linear"].model("int4")
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -179,11 +178,11 @@ def test_compiled_torch_refuses(backend: str) -> None:
 
 
 class Penalized(LightningModule):
-    def __init__(self, phase: str | None) -> None:
+    def __init__(self, phase):
         super().__init__()
         self.net, self.phase = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), phase
 
-    def training_step(self, batch: Any, _: int) -> Tensor:
+    def training_step(self, batch, _):
         plugin, x = self.trainer.precision_plugin, batch[0].requires_grad_()
         plugin.push_phase("penalty", self.phase)
         self.penalty = gradient(self.net, x).square().sum()
@@ -191,15 +190,15 @@ class Penalized(LightningModule):
         plugin.pop_phase("penalty")
         return self.net(x).square().sum() + self.penalty.detach()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_the_way_out_with_a_plugin() -> None:
+def test_the_way_out_with_a_plugin():
     """What the error says, done."""
     loader = DataLoader(TensorDataset(torch.randn(4, WIDTH)), batch_size=4)
 
-    def fit(model: Penalized) -> None:
+    def fit(model):
         plugin = LowBitPrecision("nvfp4", compute_dtype="fp32")
         Trainer(fast_dev_run=True, accelerator="cpu", plugins=[plugin], enable_progress_bar=False).fit(model, loader)
 
@@ -215,7 +214,7 @@ def test_the_way_out_with_a_plugin() -> None:
     assert not model.net[0].casts.plan.is_empty
 
 
-def test_the_name_is_that_in_the_model() -> None:
+def test_the_name_is_that_in_the_model():
     model = nn.ModuleDict({"net": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))})
     convert(model, "int4", only=["net.1"])
     with refused("net.1"):

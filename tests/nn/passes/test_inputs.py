@@ -15,34 +15,34 @@ from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, v
 
 from lightning_lowbit import bake, convert
 from lightning_lowbit.nn import LayerKeys, set_phase
-from tests.nn.passes.situations import LINEAR, SITUATIONS, WIDTH, Situation, frozen
+from tests.nn.passes.situations import LINEAR, SITUATIONS, WIDTH, frozen
 from tests.tables import each
 
 Transform = Callable[[Any, Tensor], Any]
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
+def weights(model):
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def per_sample(model: Any, x: Tensor) -> Any:
+def per_sample(model, x):
     loss = lambda w, one: functional_call(model, w, (one[None],)).square().sum()  # noqa: E731
     return vmap(grad(loss), (None, 0))(weights(model), x)
 
 
-def ensemble(model: Any, x: Tensor) -> Any:
+def ensemble(model, x):
     parameters, buffers = stack_module_state([model, model])
     return vmap(lambda p, b: functional_call(model, (p, b), (x,)))(parameters, buffers)
 
 
-TRANSFORMS: dict[str, Transform] = {
+TRANSFORMS = {
     "grad": lambda model, x: grad(lambda x: model(x).sum())(x),
     "vjp": lambda model, x: vjp(model, x)[0],
     "jvp": lambda model, x: jvp(model, (x,), (x,)),
     "jacrev": lambda model, x: jacrev(lambda x: model(x).sum())(x),
     "vmap": lambda model, x: vmap(model)(x[None]),
 }
-LINEAR_ONLY: dict[str, Transform] = {
+LINEAR_ONLY = {
     "vmap without gradients": torch.no_grad()(lambda model, x: vmap(model)(x[None])),
     "per sample": per_sample,
     "ensemble": ensemble,
@@ -54,8 +54,8 @@ OF_TORCH = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  #
 
 @OF_TORCH
 @each("kind", SITUATIONS)
-def test_transforms_of_torch_func_are_refused_and_work_without_casts(kind: str) -> None:
-    of: Situation = SITUATIONS[kind]
+def test_transforms_of_torch_func_are_refused_and_work_without_casts(kind):
+    of = SITUATIONS[kind]
     model, x = of.model(), of.input(False)
     transforms = TRANSFORMS | (LINEAR_ONLY if kind in LINEAR else {})
     for transform in transforms.values():
@@ -70,8 +70,8 @@ def test_transforms_of_torch_func_are_refused_and_work_without_casts(kind: str) 
 
 
 @each("kind", SITUATIONS)
-def test_a_functional_call_and_a_jacobian_by_a_loop_work(kind: str) -> None:
-    of: Situation = SITUATIONS[kind]
+def test_a_functional_call_and_a_jacobian_by_a_loop_work(kind):
+    of = SITUATIONS[kind]
     model, x = of.model(), of.input(False)
     expected = model(x)
     LayerKeys(model).fill_(0)
@@ -81,12 +81,12 @@ def test_a_functional_call_and_a_jacobian_by_a_loop_work(kind: str) -> None:
 
 @OF_TORCH
 @each("kind", SITUATIONS)
-def test_forward_mode_is_refused(kind: str) -> None:
-    of: Situation = SITUATIONS[kind]
+def test_forward_mode_is_refused(kind):
+    of = SITUATIONS[kind]
     model, x = of.model(), of.input(False)
     with forward_ad.dual_level():
         model(x)  # without a tangent
-        duals: list[Callable[[], Any]] = [lambda: model(forward_ad.make_dual(x, x))]
+        duals = [lambda: model(forward_ad.make_dual(x, x))]
         if kind != "attention":
             tangents = {name: forward_ad.make_dual(w, w) for name, w in weights(model).items()}
             duals.append(lambda: functional_call(model, tangents, (x,)))
@@ -96,8 +96,8 @@ def test_forward_mode_is_refused(kind: str) -> None:
 
 
 @each("kind", SITUATIONS)
-def test_batches_of_gradients_are_refused(kind: str) -> None:
-    of: Situation = SITUATIONS[kind]
+def test_batches_of_gradients_are_refused(kind):
+    of = SITUATIONS[kind]
     model, x = of.model(), of.input()
     told = r"^Layer layer\S*: the backward pass of a quantized layer takes one gradient at a time"
     with pytest.raises(ValueError, match=told):
@@ -109,7 +109,7 @@ def test_batches_of_gradients_are_refused(kind: str) -> None:
         vmap(lambda g: torch.autograd.grad(y, x, g))(torch.ones(3, *y.shape))
 
 
-def test_a_compiled_transform_is_refused() -> None:
+def test_a_compiled_transform_is_refused():
     """It gave zeros."""
     torch._dynamo.reset()
     model, x = SITUATIONS["linear"].model("int4"), SITUATIONS["linear"].input(False)
@@ -119,7 +119,7 @@ def test_a_compiled_transform_is_refused() -> None:
     torch._dynamo.reset()
 
 
-TRACERS: dict[str, Callable[[Any, Tensor], Any]] = {
+TRACERS = {
     "traced by torch.jit": lambda model, x: torch.jit.trace(model, x),
     "compiled by torch.jit.script": lambda model, x: torch.jit.script(model),
     "traced by torch.fx": lambda model, x: torch.fx.symbolic_trace(model),
@@ -130,7 +130,7 @@ TRACERS: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @each("kind", SITUATIONS)
 def test_tracers_are_refused_in_one_line_whose_remedy_works(kind: str) -> None:
-    of: Situation = SITUATIONS[kind]
+    of = SITUATIONS[kind]
     for how, trace in TRACERS.items():
         model = of.model()
         told = (
@@ -147,7 +147,7 @@ def test_tracers_are_refused_in_one_line_whose_remedy_works(kind: str) -> None:
 
 
 @each("kind", [*LINEAR, "stack"])
-def test_what_is_no_dense_tensor_of_reals_is_refused(kind: str) -> None:
+def test_what_is_no_dense_tensor_of_reals_is_refused(kind):
     model, x = SITUATIONS[kind].model(), SITUATIONS[kind].input(False)
     for odd in (np.ones((2, WIDTH)), [[0.0] * WIDTH], None):
         with pytest.raises(TypeError, match=rf"^Layer layer takes a Tensor; got {type(odd).__name__}"):
@@ -166,8 +166,8 @@ def test_what_is_no_dense_tensor_of_reals_is_refused(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 @each("kind", [kind for kind in SITUATIONS if kind != "attention"])
-def test_a_weight_that_becomes_complex_is_refused(kind: str) -> None:
-    of: Situation = SITUATIONS[kind]
+def test_a_weight_that_becomes_complex_is_refused(kind):
+    of = SITUATIONS[kind]
     model = of.model().to(torch.complex64)
     for x in (of.input(False), of.input(False) + 0j):
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"is quantized, and takes float16"):
@@ -179,14 +179,14 @@ def test_a_weight_that_becomes_complex_is_refused(kind: str) -> None:
 NESTED = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 
 
-def nested(layout: torch.layout = torch.jagged, **kwargs: Any) -> Tensor:
+def nested(layout=torch.jagged, **kwargs):
     parts = [torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(n)) for n in (3, 5)]
     return torch.nested.nested_tensor(parts, layout=layout, **kwargs)
 
 
 @NESTED
 @each("kind", LINEAR)
-def test_jagged_tensors_are_rows(kind: str) -> None:
+def test_jagged_tensors_are_rows(kind):
     """Bits, shapes and gradients of the rows together, and the result can be added to the input's kind."""
     model, x = SITUATIONS[kind].model(), nested(requires_grad=True)
     rows = x.values().detach().clone().requires_grad_()
@@ -201,7 +201,7 @@ def test_jagged_tensors_are_rows(kind: str) -> None:
 
 @NESTED
 @each("kind", SITUATIONS)
-def test_other_nested_tensors_are_refused_with_what_to_do(kind: str) -> None:
+def test_other_nested_tensors_are_refused_with_what_to_do(kind):
     model = SITUATIONS[kind].model()
     odd = [nested(torch.strided)]
     odd += [torch.nested.narrow(torch.randn(2, 6, WIDTH), 1, torch.tensor([0, 1]), torch.tensor([3, 4]), torch.jagged)]
@@ -217,8 +217,8 @@ def test_other_nested_tensors_are_refused_with_what_to_do(kind: str) -> None:
 
 
 @each("kind", [kind for kind in SITUATIONS if kind != "experts"])
-def test_on_meta_shapes_and_flops_are_those_of_the_original(kind: str) -> None:
-    of: Situation = SITUATIONS[kind]
+def test_on_meta_shapes_and_flops_are_those_of_the_original(kind):
+    of = SITUATIONS[kind]
     x = of.input(False).to("meta")
     found, expected = (of.model(casts).to("meta") for casts in ("nvfp4", None))
     assert found(x).shape == expected(x).shape
@@ -226,7 +226,7 @@ def test_on_meta_shapes_and_flops_are_those_of_the_original(kind: str) -> None:
     assert measured[0] == measured[1] > 0
 
 
-def test_a_frozen_weight_on_meta_and_a_model_that_is_made_there() -> None:
+def test_a_frozen_weight_on_meta_and_a_model_that_is_made_there():
     assert frozen().to("meta")(torch.empty(2, WIDTH, device="meta")).shape == (2, 48)
     with torch.device("meta"):
         model = convert(nn.Sequential(nn.Linear(WIDTH, 48)), "nvfp4")

@@ -6,14 +6,12 @@ Each run is made twice, with weights that are quantized before they are gathered
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +31,7 @@ NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 ROWS = Cast("e4m3", Scale("fp32", "row"))
 
 # By name, casts under which the weights are gathered in few bits.
-CASTS: dict[str, Any] = {
+CASTS = {
     "nvfp4-nvidia": "nvfp4-nvidia",
     "fp8-current": "fp8-current",
     "fp8-delayed": "fp8-delayed",
@@ -68,13 +66,7 @@ class Network(LightningModule):
         **kwargs: of ``fully_shard``.
     """
 
-    def __init__(
-        self,
-        sizes: tuple[int, ...] = (40, 64, 96, 32, 4),
-        recompute: bool = False,
-        by_hand: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, sizes=(40, 64, 96, 32, 4), recompute=False, by_hand=False, **kwargs):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
@@ -83,74 +75,74 @@ class Network(LightningModule):
         self.sizes, self.recompute, self.how = sizes, recompute, kwargs
         self.automatic_optimization = not by_hand
         self.sharded = False
-        self.losses: list[Tensor] = []
-        self.whole: list[Tensor] = []
+        self.losses = []
+        self.whole = []
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.sharded or self.device_mesh is None:
             return
         mesh = self.device_mesh["data_parallel"]
         for layer in self.layers[1:]:  # the first one belongs to the root, which stays gathered after a forward pass
             fully_shard(layer, mesh=mesh, **self.how)
-        fully_shard(self, mesh=mesh, **self.how)  # type: ignore[arg-type]
+        fully_shard(self, mesh=mesh, **self.how)
         self.sharded = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
             x = F.silu(x)
         return x
 
-    def loss(self, seed: int) -> Tensor:
+    def loss(self, seed):
         generator = torch.Generator().manual_seed(seed)
         x, y = (torch.randn(16, n, generator=generator) for n in (self.sizes[0], self.sizes[-1]))
         loss = F.mse_loss(self(x.to(self.layers[0].weight.dtype)).float(), y)
         self.losses.append(loss.detach())
         return loss
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+    def training_step(self, batch, batch_idx):
         if self.automatic_optimization:
             return self.loss(2 * batch_idx + self.global_rank)
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         for number in range(2):
             optimizer.zero_grad()
             self.manual_backward(self.loss(100 * number + 2 * batch_idx + self.global_rank))
             optimizer.step()
         return None
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.loss(1000 + 2 * batch_idx + self.global_rank)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(range(64))
 
     val_dataloader = train_dataloader
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), 1e-2)
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         self.whole = [full(p) for p in self.parameters()]
 
 
 class Phases(Callback):
     """Enters a phase in each step, also one in which nothing can be gathered in few bits, and leaves it."""
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         trainer.precision_plugin.set_phase(("fqt", "qaf", "fqt")[trainer.global_step])
 
 
 class Blend(Callback):
     """Quantizes half way in the second step."""
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         trainer.precision_plugin.set_blend((1.0, 0.5, 1.0)[trainer.global_step])
 
 
 class Rewrite(Callback):
     """Other weights, in ways that no version counter tells of."""
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         for parameter in pl_module.parameters():
             parameter.data.to_local().data.mul_(1.5)
 
@@ -158,26 +150,17 @@ class Rewrite(Callback):
 class Bytes(TorchDispatchMode):
     """Adds up what this process gives to all-gathers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gathered, self.calls = 0, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d" and "_allgather_base" in function.overloadpacket.__name__:
             self.gathered, self.calls = self.gathered + args[1].nbytes, self.calls + 1
         return function(*args, **(kwargs or {}))
 
 
-def train(
-    casts: Any,
-    before: bool,
-    model: dict[str, Any],
-    ckpt_path: str | None = None,
-    dtype: str = "bf16",
-    whole: bool = False,
-    shared: tuple[str, ...] = (),
-    **kwargs: Any,
-) -> tuple[Network, Any]:
+def train(casts, before, model, ckpt_path=None, dtype="bf16", whole=False, shared=(), **kwargs):
     """A model that has been trained, and its Trainer."""
     plugin = LowBitPrecision(casts, compute_dtype=dtype, quantize_before_gather=before, shared_amax=shared)
     network = Network(**model)
@@ -188,7 +171,7 @@ def train(
     return network, used
 
 
-def outcome(network: Network) -> Tensor:
+def outcome(network):
     """All losses and weights."""
     return torch.cat([torch.stack(network.losses), *(weight.float().flatten() for weight in network.whole)])
 
@@ -197,7 +180,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 EVALUATE = {"val_check_interval": 1, "limit_val_batches": 2}
 
 # By name: casts, arguments of the model, arguments of `train`.
-RUNS: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]] = {
+RUNS = {
     **{name: (name, {}, dict) for name in CASTS},
     "kept after forward": ("nvfp4-nvidia", {"reshard_after_forward": False}, lambda: EVALUATE),
     "stochastic, evaluated": ("stochastic", {}, lambda: EVALUATE),
@@ -222,10 +205,10 @@ RUNS: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]] = {
 }
 
 
-def compare(name: str) -> dict[str, Any]:
+def compare(name):
     """A run in both ways: what came out, and the bytes of all-gathers."""
     casts, model, how = RUNS[name]
-    found: dict[str, Any] = {"bytes": [], "calls": []}
+    found = {"bytes": [], "calls": []}
     outcomes = []
     for before in (False, True):
         with Bytes() as counted:
@@ -236,7 +219,7 @@ def compare(name: str) -> dict[str, Any]:
     return found | {"same": torch.equal(*outcomes), "finite": bool(outcomes[0].isfinite().all())}
 
 
-def share(casts: str, model: dict[str, Any]) -> float:
+def share(casts, model):
     """Bytes of all-gathers of a training with weights quantized before, over those of one without."""
     gathered = []
     for before in (False, True):
@@ -246,7 +229,7 @@ def share(casts: str, model: dict[str, Any]) -> float:
     return gathered[1] / gathered[0]
 
 
-def resumed(whole: bool) -> list[bool]:
+def resumed(whole):
     """Whether runs that go on from a checkpoint, in either way, are those that were not interrupted."""
     expected, _ = train("nvfp4-nvidia", False, {})
     _, used = train("nvfp4-nvidia", True, {}, max_steps=2, whole=whole)
@@ -256,7 +239,7 @@ def resumed(whole: bool) -> list[bool]:
     return [all(map(torch.equal, network.whole, expected.whole)) for network in networks]
 
 
-def again() -> bool:
+def again():
     """One model that is trained in turn: in few bits, in full, and in few bits."""
     networks = []
     for orders in ((True, False, True), (False, False, False)):
@@ -269,7 +252,7 @@ def again() -> bool:
     return torch.equal(*map(outcome, networks))
 
 
-def by_replicas(shape: tuple[int, int]) -> bool:
+def by_replicas(shape):
     """Without a Trainer, on a mesh of replicas and shards."""
     mesh, gradients = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")), []
     for before in (False, True):
@@ -281,11 +264,11 @@ def by_replicas(shape: tuple[int, int]) -> bool:
             WeightGathers(model).prepare()
         x = torch.randn(8, 40, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
         model(x).square().sum().backward()
-        gradients.append(torch.cat([full(p.grad).flatten() for p in model.parameters()]))  # type: ignore[arg-type]
+        gradients.append(torch.cat([full(p.grad).flatten() for p in model.parameters()]))
     return torch.equal(*gradients)
 
 
-def refused(casts: Any, strategy: Any = None, **model: Any) -> str:
+def refused(casts, strategy=None, **model):
     plugin = LowBitPrecision(casts, quantize_before_gather=True)
     try:
         trainer(plugin, devices=RANKS, strategy=strategy or ModelParallelStrategy(RANKS, 1)).fit(Network(**model))
@@ -294,7 +277,7 @@ def refused(casts: Any, strategy: Any = None, **model: Any) -> str:
     return "nothing"
 
 
-SHARES: dict[str, tuple[str, dict[str, Any]]] = {
+SHARES = {
     "nvfp4, float32": ("stochastic", {}),
     "nvfp4, bfloat16": ("stochastic", {"mp_policy": BF16}),
     "fp8, float32": ("fp8-current", {}),
@@ -302,7 +285,7 @@ SHARES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def work() -> dict[str, Any]:
+def work():
     asked = sys.argv[3:]
     return {
         "runs": {name: compare(name) for name in asked if name in RUNS},

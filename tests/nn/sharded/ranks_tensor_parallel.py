@@ -7,7 +7,6 @@ Each computes the whole layer, too, and says in ``FOLDER/0.pt`` where its part o
 
 import copy
 import sys
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ RANKS, TOKENS = 2, 32
 STYLES = {"column": ColwiseParallel, "row": RowwiseParallel}
 
 # Which dimension of x, w and g each style cuts.
-CUT: dict[str, dict[str, int]] = {"column": {"w": 0, "g": 1}, "row": {"x": 1, "w": 1}}
+CUT = {"column": {"w": 0, "g": 1}, "row": {"x": 1, "w": 1}}
 
 # Scales of tensors and rows alone: any size will do, also one of which some processes get less, or nothing. DTensor
 # itself asks for even parts where they are handed over, so that all are given the whole x.
@@ -39,7 +38,7 @@ SIZES = {"even": (256, 256), "uneven": (7, 5), "empty": (1, 1)}
 Results = dict[str, Tensor]
 
 
-def part(tensor: Tensor, dim: int | None) -> Tensor:
+def part(tensor, dim):
     """What of a matrix this rank holds."""
     if dim is None:
         return tensor
@@ -48,7 +47,7 @@ def part(tensor: Tensor, dim: int | None) -> Tensor:
     return parts[rank] if rank < len(parts) else tensor.narrow(dim, 0, 0)
 
 
-def passes(layer: Any, x: Tensor, g: Tensor, tokens: Tensor, autocast: bool) -> tuple[Results, Results]:
+def passes(layer, x, g, tokens, autocast):
     """A forward and a backward pass: the operands, and y and the gradients."""
     if layer.casts.smooth == "token":
         layer.lowbit.token_amax = tokens
@@ -63,12 +62,12 @@ def passes(layer: Any, x: Tensor, g: Tensor, tokens: Tensor, autocast: bool) -> 
     }
 
 
-def statistics(layer: Any, cut: dict[str, int], is_whole: bool) -> Tensor:
+def statistics(layer, cut, is_whole):
     """What a watched layer has seen of its operands, of all processes together, ``[6, 8]``."""
     sums = layer.lowbit.operand_sums.clone()
     if is_whole:
         return sums
-    others: list[Tensor] = [torch.empty_like(sums) for _ in range(RANKS)]
+    others = [torch.empty_like(sums) for _ in range(RANKS)]
     torch.distributed.all_gather(others, sums)
     for row, operand in enumerate(OPERANDS):
         if operand[-1] in cut:
@@ -78,17 +77,17 @@ def statistics(layer: Any, cut: dict[str, int], is_whole: bool) -> Tensor:
     return sums
 
 
-def prepare(layer: nn.Module) -> None:
+def prepare(layer):
     LayerKeys(layer, 1).fill_(3)
     AmaxHistories(layer)
     remember(layer, *REMEMBERED)
 
 
-def differences(casts: LinearCasts, style: str, sizes: tuple[int, int], early: bool, autocast: bool) -> list[str]:
+def differences(casts, style, sizes, early, autocast):
     """Of what this rank computes from what it would of the whole; none if all is well."""
     mesh, told = init_device_mesh("cpu", (RANKS,)), []
     torch.manual_seed(5)
-    whole: Any = nn.Linear(*sizes)
+    whole = nn.Linear(*sizes)
     x, g = torch.randn(2, TOKENS // 2, sizes[0]), torch.randn(2, TOKENS // 2, sizes[1])
     spread = copy.deepcopy(whole)
     if early:
@@ -111,7 +110,7 @@ def differences(casts: LinearCasts, style: str, sizes: tuple[int, int], early: b
         if not torch.equal(found_operands[name], mine):
             off = (found_operands[name] != mine).sum() if found_operands[name].shape == mine.shape else "all"
             told.append(f"{name}: {off} of {mine.numel()} elements")
-    last: dict[str, int | None] = {"y": 2 if style == "column" else None, "x": 2 if style == "row" else None}
+    last = {"y": 2 if style == "column" else None, "x": 2 if style == "row" else None}
     last = last if is_even else {"y": None, "x": None}
     last |= {"weight": cut["w"], "bias": 0 if style == "column" else None}
     coarse = 2.0**-7 if autocast else 2.0**-20  # sums are made in another order, in bf16 of rounded terms
@@ -134,18 +133,18 @@ def differences(casts: LinearCasts, style: str, sizes: tuple[int, int], early: b
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(6)
         self.norm, self.gate_proj, self.up_proj = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
         self.down_proj = nn.Linear(64, 64)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.norm(x)
         return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
 
 
-def compiled() -> dict[str, float]:
+def compiled():
     """Of generated code, largest relative differences of gradients from those of eager code, for two sizes of x."""
     plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
     models = [parallelize_module(MLP(), init_device_mesh("cpu", (RANKS,)), plan) for _ in range(2)]
@@ -165,9 +164,9 @@ def compiled() -> dict[str, float]:
     return told
 
 
-def refused(sizes: tuple[int, int], style: str, casts: Any) -> str:
+def refused(sizes, style, casts):
     """What a layer says that cannot be parallelized."""
-    layer: Any = nn.Linear(*sizes)
+    layer = nn.Linear(*sizes)
     parallelize_module(layer, init_device_mesh("cpu", (RANKS,)), STYLES[style]())
     prepare(convert(layer, casts))
     cut = CUT[style]
@@ -179,8 +178,8 @@ def refused(sizes: tuple[int, int], style: str, casts: Any) -> str:
     return "nothing"
 
 
-def plain_input() -> str:
-    layer: Any = parallelize_module(nn.Linear(32, 32), init_device_mesh("cpu", (RANKS,)), ColwiseParallel())
+def plain_input():
+    layer = parallelize_module(nn.Linear(32, 32), init_device_mesh("cpu", (RANKS,)), ColwiseParallel())
     prepare(convert(layer, "nvfp4"))
     try:
         QuantizedLayer.forward(layer, torch.randn(4, 32))
@@ -189,8 +188,8 @@ def plain_input() -> str:
     return "nothing"
 
 
-def work() -> dict[str, Any]:
-    runs: dict[str, tuple[Any, ...]] = {}
+def work():
+    runs = {}
     for number, (name, casts) in enumerate(CASTS.items()):
         for style in STYLES:
             runs[f"{name}, {style}"] = casts, style, SIZES["even"], number % 2 == 0, number % 5 == 0

@@ -1,8 +1,6 @@
 """Weights that are quantized before FSDP2 gathers them: fewer bytes, and the same results to the bit."""
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -22,14 +20,14 @@ from tests.tables import each
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(request, tmp_path_factory):
     names = [*selected(request, "name"), *selected(request, "kind")]
     return launch("tests.nn.sharded.ranks_gather", RANKS, tmp_path_factory.mktemp("ranks"), *names)
 
 
 @pytest.mark.fast("fp8-delayed", "rows", "phases")
 @pytest.mark.parametrize("name", RUNS)
-def test_losses_and_weights_are_the_same(ranks: list[dict[str, Any]], name: str) -> None:
+def test_losses_and_weights_are_the_same(ranks, name):
     for results in ranks:
         found = results["runs"][name]
         assert found["finite"]
@@ -39,7 +37,7 @@ def test_losses_and_weights_are_the_same(ranks: list[dict[str, Any]], name: str)
 
 @pytest.mark.fast("fp8-delayed", "rows")
 @pytest.mark.parametrize("name", CASTS)
-def test_one_collective_measures_all_weights(ranks: list[dict[str, Any]], name: str) -> None:
+def test_one_collective_measures_all_weights(ranks, name):
     cast = LinearCasts.of(CASTS[name]).fprop_w
     assert isinstance(cast, Cast)
     for results in ranks:
@@ -52,19 +50,19 @@ def test_one_collective_measures_all_weights(ranks: list[dict[str, Any]], name: 
     "name, bits, of",
     [("nvfp4, float32", 4.5, 32), ("nvfp4, bfloat16", 4.5, 16), ("fp8, float32", 8, 32), ("ternary, float32", 2, 32)],
 )
-def test_codes_and_scales_are_what_travels(ranks: list[dict[str, Any]], name: str, bits: float, of: int) -> None:
+def test_codes_and_scales_are_what_travels(ranks, name, bits, of):
     for results in ranks:
         assert results["shares"][name] == pytest.approx(bits / of, rel=0.001)
 
 
 @pytest.mark.fast("distributed")
 @pytest.mark.parametrize("kind", ["whole", "distributed"])
-def test_runs_go_on_from_checkpoints_either_way(ranks: list[dict[str, Any]], kind: str) -> None:
+def test_runs_go_on_from_checkpoints_either_way(ranks, kind):
     assert all(results["resumed"][kind] == [True, True] for results in ranks)
 
 
 @pytest.mark.parametrize("what", ["again", "by replicas"])
-def test_what_else_is_the_same(ranks: list[dict[str, Any]], what: str) -> None:
+def test_what_else_is_the_same(ranks, what):
     assert all(results[what] for results in ranks)
 
 
@@ -77,12 +75,12 @@ def test_what_else_is_the_same(ranks: list[dict[str, Any]], what: str) -> None:
         ("strategy", "FSDP2 shards no weight of a converted layer. It needs ModelParallelStrategy"),
     ],
 )
-def test_what_cannot_be_honored_is_refused(ranks: list[dict[str, Any]], case: str, message: str) -> None:
+def test_what_cannot_be_honored_is_refused(ranks, case, message):
     for results in ranks:
         assert re.search(message, results["refused"][case]), results["refused"][case]
 
 
-def test_one_process_without_shards_is_refused() -> None:
+def test_one_process_without_shards_is_refused():
     model = Regression()
     with pytest.raises(ValueError, match="FSDP2 shards no weight"):
         trainer(LowBitPrecision("fp8-current", quantize_before_gather=True)).fit(model)
@@ -114,13 +112,13 @@ NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
         ({"preset": "nvfp4-nvidia", "subtract_mean": ["dgrad"]}, None),
     ],
 )
-def test_what_stands_in_the_way(casts: Any, why: str | None) -> None:
+def test_what_stands_in_the_way(casts, why):
     found = casts_obstacle(LinearCasts.of(casts))
     assert (found is None) if why is None else (found is not None and why in found)
 
 
 @pytest.mark.parametrize("phase", ["qaf", "hp-forward", "bf16"])
-def test_phases_in_which_a_gemm_takes_the_weight_itself(phase: str) -> None:
+def test_phases_in_which_a_gemm_takes_the_weight_itself(phase):
     assert casts_obstacle(LinearCasts.preset("nvfp4-nvidia").phase(phase)) is not None
 
 
@@ -128,13 +126,13 @@ def test_phases_in_which_a_gemm_takes_the_weight_itself(phase: str) -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def make(casts: Any, **kwargs: Any) -> nn.Module:
+def make(casts, **kwargs):
     torch.manual_seed(0)
     layers = (nn.Linear(24, 40), nn.Linear(40, 16, bias=False))
     model = nn.Sequential(*(nn.Sequential(layer, nn.SiLU()) for layer in layers))
@@ -145,12 +143,12 @@ def make(casts: Any, **kwargs: Any) -> nn.Module:
     return model
 
 
-def passes(model: nn.Module, autocast: bool = True) -> list[torch.Tensor]:
+def passes(model, autocast=True):
     x = torch.randn(8, 24, generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = model(x)
     y.float().square().sum().backward()
-    gradients: Any = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     return [y.detach(), *(gradient.full_tensor() for gradient in gradients)]
 
@@ -159,7 +157,7 @@ def passes(model: nn.Module, autocast: bool = True) -> list[torch.Tensor]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", [name for name in CASTS if name not in ("fp8-delayed", "nvfp4-nvidia")])
-def test_one_process_has_nothing_to_send(name: str, exact: bool) -> None:
+def test_one_process_has_nothing_to_send(name, exact):
     model = make(CASTS[name], exact=exact)
     gathers = WeightGathers(model, torch.bfloat16)
     gathers.prepare()
@@ -168,11 +166,11 @@ def test_one_process_has_nothing_to_send(name: str, exact: bool) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("change", ["nan", "inf"])
-def test_what_is_not_finite_shows(change: str) -> None:
+def test_what_is_not_finite_shows(change):
     outcomes = []
     for before in (False, True):
         model = make("fp8-current")
-        model[0][0].weight.to_local().detach()[3, 5] = float(change)  # type: ignore[union-attr, operator]
+        model[0][0].weight.to_local().detach()[3, 5] = float(change)
         if before:
             WeightGathers(model, torch.bfloat16).prepare()
         outcomes.append(passes(model))
@@ -181,7 +179,7 @@ def test_what_is_not_finite_shows(change: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_calls_of_one_layer_share_the_weight_that_was_gathered() -> None:
+def test_calls_of_one_layer_share_the_weight_that_was_gathered():
     """Rounded stochastically: a weight has the same bits in all calls, and x and g in none."""
     outcomes = []
     for gathered in (False, True):
@@ -196,7 +194,7 @@ def test_calls_of_one_layer_share_the_weight_that_was_gathered() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_pass_in_another_dtype_is_refused() -> None:
+def test_a_pass_in_another_dtype_is_refused():
     model = make("fp8-current")
     WeightGathers(model, torch.bfloat16).prepare()
     with pytest.raises(ValueError, match="quantized in torch.bfloat16.*in torch.float32"):
@@ -206,7 +204,7 @@ def test_a_pass_in_another_dtype_is_refused() -> None:
 @pytest.mark.usefixtures("alone")
 # Dynamo of torch 2.13 asks for it, of any weight that FSDP2 gathers.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
-def test_compiled_layers_take_what_was_gathered() -> None:
+def test_compiled_layers_take_what_was_gathered():
     model, twin = make(CASTS["stochastic"]), make(CASTS["stochastic"])
     WeightGathers(model, torch.bfloat16).prepare()
     for layer in model:
@@ -216,7 +214,7 @@ def test_compiled_layers_take_what_was_gathered() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_delayed_scaling_still_needs_histories() -> None:
+def test_delayed_scaling_still_needs_histories():
     model = make("fp8-delayed")
     WeightGathers(model, torch.bfloat16).prepare()
     with pytest.raises(ValueError, match="Delayed scaling needs histories"):
@@ -224,7 +222,7 @@ def test_delayed_scaling_still_needs_histories() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_model_is_let_go() -> None:
+def test_a_model_is_let_go():
     model = make("fp8-current")
     expected = passes(model)
     for _ in range(2):
@@ -236,7 +234,7 @@ def test_a_model_is_let_go() -> None:
 
 @pytest.mark.usefixtures("alone")
 @each("how", ["in place", "by data", "by the optimizer", "loaded", "assigned"])
-def test_changed_weights_are_measured_anew(how: str) -> None:
+def test_changed_weights_are_measured_anew(how):
     """Also within one step, that is without `prepare`, where a version tells."""
     model, twin = make("fp8-current"), make("fp8-current")
     gathers = WeightGathers(model, torch.bfloat16)
@@ -248,7 +246,7 @@ def test_changed_weights_are_measured_anew(how: str) -> None:
     assert all(map(torch.equal, passes(model), passes(twin)))
 
 
-def _optimize(model: nn.Module) -> None:
+def _optimize(model):
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(torch.ones(2, 24)).sum()
     loss.backward()
@@ -256,22 +254,22 @@ def _optimize(model: nn.Module) -> None:
     model.zero_grad()
 
 
-def _in_place(model: nn.Module) -> None:
+def _in_place(model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
 
 
-def _by_data(model: nn.Module) -> None:
+def _by_data(model):
     for parameter in model.parameters():
-        parameter.data.to_local().data.mul_(3)  # type: ignore[operator]
+        parameter.data.to_local().data.mul_(3)
 
 
-def _load(model: nn.Module, assign: bool = False) -> None:
+def _load(model, assign=False):
     model.load_state_dict({name: 3 * value for name, value in model.state_dict().items()}, assign=assign)
 
 
-CHANGES: dict[str, Callable[[nn.Module], None]] = {
+CHANGES = {
     "in place": _in_place,
     "by data": _by_data,
     "by the optimizer": _optimize,

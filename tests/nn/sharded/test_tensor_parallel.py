@@ -2,7 +2,6 @@
 
 import re
 from itertools import cycle
-from typing import Any
 
 import pytest
 import torch
@@ -26,21 +25,21 @@ FAST += [case for case in CASES if case.rpartition(", ")[2] in SIZES]
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(request, tmp_path_factory):
     work = [*selected(request, "case"), *selected(request, "compiled")]
     return launch("tests.nn.sharded.ranks_tensor_parallel", RANKS, tmp_path_factory.mktemp("ranks"), *work)
 
 
 @pytest.mark.fast(*FAST)
 @pytest.mark.parametrize("case", CASES)
-def test_parts_are_those_of_the_whole(ranks: list[dict[str, Any]], case: str) -> None:
+def test_parts_are_those_of_the_whole(ranks, case):
     for rank, results in enumerate(ranks):
         assert results["differences"][case] == [], f"rank {rank} differs"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["compiled"])
-def test_generated_code_has_the_same_gradients(ranks: list[dict[str, Any]], compiled: str) -> None:
+def test_generated_code_has_the_same_gradients(ranks, compiled):
     for rank, results in enumerate(ranks):
         wrong = {name: off for name, off in results[compiled].items() if off > 1e-6}
         assert not wrong, f"rank {rank}: {wrong}"
@@ -55,12 +54,12 @@ def test_generated_code_has_the_same_gradients(ranks: list[dict[str, Any]], comp
         ("plain", "its input is a plain tensor"),
     ],
 )
-def test_what_has_no_scale_is_refused_on_all_ranks(ranks: list[dict[str, Any]], what: str, message: str) -> None:
+def test_what_has_no_scale_is_refused_on_all_ranks(ranks, what, message):
     for results in ranks:
         assert re.search(message, results["refused"][what]), results["refused"][what]
 
 
-def test_a_rotated_shard_is_one_of_a_padded_matrix() -> None:
+def test_a_rotated_shard_is_one_of_a_padded_matrix():
     """Random bits belong to elements of the matrix that was rotated, which is padded to whole groups."""
     shards = Shards(x=Shard("", dim=1, start=16, step=16, size=31))
     casts = LinearCasts.preset("ufp4")

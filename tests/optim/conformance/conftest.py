@@ -6,7 +6,7 @@ from lightning_lowbit.optim import passes, rules
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch):
     """Even small tensors are worked on in pieces, and SpikeClip does not wait for 20 steps."""
     monkeypatch.setattr(passes, "PIECE_ON_CPU", 12)
     monkeypatch.setattr(passes, "PIECE_ON_ACCELERATOR", 12)

@@ -2,22 +2,15 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
-from tests.optim.parameters import (
-    SHAPES,
-    assert_same,
-    make_parameters,
-    snapshot,
-)
+from tests.optim.parameters import SHAPES, assert_same, make_parameters, snapshot
 from tests.tables import each
 
 LR = 0.01
@@ -46,34 +39,34 @@ class Entry(NamedTuple):
     can_be_copied: bool = True
     shapes: Sequence[tuple[int, ...]] = SHAPES
 
-    def parameters(self, dtype: torch.dtype | None = None) -> list[Parameter]:
+    def parameters(self, dtype=None):
         return make_parameters(dtype or self.dtype, self.shapes)
 
-    def __call__(self, params: Iterable[Any], lr: Any = LR) -> ClippedOptimizer:
+    def __call__(self, params, lr=LR):
         if self.base is None:
             return self.kind(params, lr=lr, **self.options)
         return self.kind(self.make_base(params, lr=lr), **self.options)
 
-    def make_base(self, params: Iterable[Any], lr: Any = LR) -> torch.optim.Optimizer:
+    def make_base(self, params, lr=LR):
         assert self.base is not None
         module, name = self.base
         if not module.startswith("torch."):
             pytest.importorskip(module)
         return getattr(importlib.import_module(module), name)(params, lr=lr, **self.base_options)
 
-    def takes(self, dtype: torch.dtype) -> bool:
+    def takes(self, dtype):
         """Whether parameters may be of a dtype: what keeps 16 bits more is for 16 bits, and FP8 is not for float64."""
         if "master_weights" in self.options:
             return dtype in (torch.bfloat16, torch.float16)
         return dtype != torch.float64 or self.options.get("moments") != "fp8"
 
     @property
-    def waits_for_the_host(self) -> bool:
+    def waits_for_the_host(self):
         """Whether the wrapped optimizer cannot be told on the device that a step is to be skipped."""
         return self.base is not None and not self.base_options.get("fused")
 
     @property
-    def norm_clip(self) -> str | None:
+    def norm_clip(self):
         parameter = inspect.signature(self.kind.__init__).parameters.get("norm_clip")
         return self.options.get("norm_clip", parameter and parameter.default)
 
@@ -115,12 +108,12 @@ ENTRIES = {
 }
 
 
-def entries(condition: Callable[[Entry], bool]) -> pytest.MarkDecorator:
+def entries(condition):
     chosen = [pytest.param(entry, id=name) for name, entry in ENTRIES.items() if condition(entry)]
     return pytest.mark.parametrize("entry", chosen)
 
 
-def entries_and_dtypes(*dtypes: torch.dtype) -> pytest.MarkDecorator:
+def entries_and_dtypes(*dtypes):
     chosen = [
         pytest.param(entry, dtype, id=f"{name}-{dtype}")
         for name, entry in ENTRIES.items()
@@ -134,15 +127,13 @@ every_entry = entries(lambda entry: True)
 each_entry = each("entry", ENTRIES.values())  # in one test
 
 
-def subclasses(kind: type) -> Iterator[type]:
+def subclasses(kind):
     for child in kind.__subclasses__():
         if child.__module__.startswith("lightning_lowbit."):  # Lightning makes subclasses of its own
             yield child
             yield from subclasses(child)
 
 
-def assert_nothing_happened(
-    optimizer: ClippedOptimizer, parameters: Sequence[Tensor], before: list[Tensor], groups: Any, what: str
-) -> None:
+def assert_nothing_happened(optimizer, parameters, before, groups, what):
     assert_same(snapshot(optimizer, parameters), before, f"{what} left traces")
     assert optimizer.state_dict()["param_groups"] == groups, f"{what} changed the groups"

@@ -1,11 +1,9 @@
 """What every optimizer does with gradients: missing, sparse, not finite, of any size."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
@@ -37,7 +35,7 @@ STATISTICS = {*SCALARS[1:], "mean", "mean_square", "mean_weight"}
 
 @pytest.mark.pairwise(1)
 @entries_and_dtypes(torch.float32, torch.bfloat16, torch.float16, torch.float64)
-def test_gradients_are_left_alone_and_statistics_are_wide(entry: Entry, dtype: torch.dtype) -> None:
+def test_gradients_are_left_alone_and_statistics_are_wide(entry, dtype):
     """``Adaptive`` alone clips them, in place."""
     parameters = entry.parameters(dtype)
     optimizer = entry(parameters)
@@ -61,7 +59,7 @@ def test_gradients_are_left_alone_and_statistics_are_wide(entry: Entry, dtype: t
 
 
 @each_entry
-def test_gradients_that_come_and_go(entry: Entry) -> None:
+def test_gradients_that_come_and_go(entry):
     parameters = entry.parameters()
     optimizer = entry(parameters)
     index = len(parameters) - 2
@@ -91,7 +89,7 @@ def test_gradients_that_come_and_go(entry: Entry) -> None:
 
 
 @each_entry
-def test_nothing_to_do(entry: Entry) -> None:
+def test_nothing_to_do(entry):
     parameters = entry.parameters()
     optimizer = entry(parameters)
     before = snapshot(optimizer, parameters)
@@ -110,9 +108,7 @@ def test_nothing_to_do(entry: Entry) -> None:
     ],
     ids=["sparse", "complex"],
 )
-def test_sparse_and_complex_gradients_are_refused(
-    entry: Entry, bad: tuple[Callable[[Tensor], Tensor], str], trained: int
-) -> None:
+def test_sparse_and_complex_gradients_are_refused(entry, bad, trained):
     gradient, message = bad
     parameters, twins = entry.parameters(), entry.parameters()
     odd = Parameter(torch.ones(3, 2, dtype=torch.complex64 if "complex" in message else torch.float32))
@@ -141,9 +137,7 @@ def test_sparse_and_complex_gradients_are_refused(
     [(0, math.nan), (3, math.inf), (5, -math.inf)],
     ids=["first step", "before a reset", "in a warm-up"],
 )
-def test_non_finite_step_is_skipped_whole(
-    entry: Entry, bad: float, trained: int, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_non_finite_step_is_skipped_whole(entry, bad, trained, code, monkeypatch):
     use(code, monkeypatch)
     runs = []
     for skips in (True, False):
@@ -177,9 +171,7 @@ UNTAMED = {
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("entry", [pytest.param(entry, id=name) for name, entry in {**ENTRIES, **UNTAMED}.items()])
-def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(
-    entry: Entry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(entry, monkeypatch):
     """fp32 squares up to 1.8e19. One element or all of a matrix, of either sign; then steps as usual."""
     for dtype, extent, code in (
         (torch.float32, 2 * 130, "C++"),
@@ -207,7 +199,7 @@ def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(
 
 
 @pytest.mark.parametrize("size", [1.9e19, 1e30, 3.4e38])
-def test_a_gradient_too_large_to_be_squared_leaves_no_trace(size: float) -> None:
+def test_a_gradient_too_large_to_be_squared_leaves_no_trace(size):
     """Of a block of 128 elements, the others would stand still for thousands of steps if it left one."""
     runs = []
     for steps in (1, 0):
@@ -225,7 +217,7 @@ def test_a_gradient_too_large_to_be_squared_leaves_no_trace(size: float) -> None
 
 
 @each_entry
-def test_grad_scaler(entry: Entry) -> None:
+def test_grad_scaler(entry):
     """With a scale that is a power of two nothing is rounded, and the run is the one without a scaler."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     parameters, plain = entry.parameters(), entry.parameters()
@@ -250,7 +242,7 @@ def test_grad_scaler(entry: Entry) -> None:
 
 @every_entry
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(entry: Entry, set_to_none: bool) -> None:
+def test_zero_grad(entry, set_to_none):
     parameters = entry.parameters()
     optimizer = entry(parameters)
     for steps in (range(1), range(1, 2)):

@@ -2,26 +2,16 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from lightning_lowbit.optim import Adaptive
-from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from lightning_lowbit.optim.rules import OPTIONS
-from tests.optim.conformance.entries import ENTRIES, LR, Entry, each_entry, entries
-from tests.optim.parameters import (
-    assert_same,
-    in_cpp_and_in_torch,
-    make_parameters,
-    snapshot,
-    train,
-    use,
-)
+from tests.optim.conformance.entries import ENTRIES, LR, each_entry, entries
+from tests.optim.parameters import assert_same, in_cpp_and_in_torch, make_parameters, snapshot, train, use
 from tests.tables import each
 
 entries_and_rates = pytest.mark.parametrize(
@@ -35,7 +25,7 @@ entries_and_rates = pytest.mark.parametrize(
 
 
 @each_entry
-def test_options_may_be_a_group_s(entry: Entry) -> None:
+def test_options_may_be_a_group_s(entry):
     parameters, grouped = entry.parameters(), entry.parameters()
     optimizer = entry(parameters)
     if entry.base is None:
@@ -49,7 +39,7 @@ def test_options_may_be_a_group_s(entry: Entry) -> None:
 
 
 @each_entry
-def test_groups_train_with_their_own_options(entry: Entry) -> None:
+def test_groups_train_with_their_own_options(entry):
     parameters, twins = entry.parameters(), entry.parameters()
     optimizer = entry([{"params": parameters[:-1]}, {"params": parameters[-1:], "lr": 0.0}])
     twin = entry([{"params": twins[:-1]}, {"params": twins[-1:], "lr": LR}])
@@ -65,7 +55,7 @@ def test_groups_train_with_their_own_options(entry: Entry) -> None:
 
 
 @each_entry
-def test_a_group_added_in_mid_training_is_one_without_gradients_before(entry: Entry) -> None:
+def test_a_group_added_in_mid_training_is_one_without_gradients_before(entry):
     parameters, twins = entry.parameters(), entry.parameters()
     optimizer, twin = entry(parameters[:3]), entry([{"params": twins[:3]}, {"params": twins[3:], "lr": 0.5}])
     train(optimizer, parameters[:3], range(3))
@@ -77,7 +67,7 @@ def test_a_group_added_in_mid_training_is_one_without_gradients_before(entry: En
     assert optimizer.state[parameters[0]]["steps"] == 8 and optimizer.state[parameters[-1]]["steps"] == 5
 
 
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+SCHEDULERS = {
     "StepLR": lambda optimizer: StepLR(optimizer, step_size=1, gamma=0.5),
     "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "OneCycleLR": lambda optimizer: OneCycleLR(
@@ -89,7 +79,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 @pytest.mark.pairwise(1)
 @entries_and_rates
 @pytest.mark.parametrize("schedule", SCHEDULERS)
-def test_schedulers_are_followed(entry: Entry, schedule: str, lr_is_tensor: bool) -> None:
+def test_schedulers_are_followed(entry, schedule, lr_is_tensor):
     """The same values, put into the groups by hand, give the same trajectory; as they change, that means they count."""
     parameters, by_hand = entry.parameters(), entry.parameters()
     optimizer, other = entry(parameters, lr=torch.tensor(LR) if lr_is_tensor else LR), entry(by_hand)
@@ -111,7 +101,7 @@ def test_schedulers_are_followed(entry: Entry, schedule: str, lr_is_tensor: bool
 @pytest.mark.pairwise(1)
 @entries(lambda entry: entry.takes_tensor_lr)
 @in_cpp_and_in_torch
-def test_lr_may_be_a_tensor(entry: Entry, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lr_may_be_a_tensor(entry, code, monkeypatch):
     use(code, monkeypatch)
     lr = 2.0**-7  # the same in all dtypes
     with_float, with_tensor = entry.parameters(), entry.parameters()
@@ -122,7 +112,7 @@ def test_lr_may_be_a_tensor(entry: Entry, code: str, monkeypatch: pytest.MonkeyP
 
 
 #: For each option a value that it must not have, and a few that are easily let through.
-BAD: dict[str, list[Any]] = {
+BAD = {
     "lr": [-1.0, True, torch.ones(2)],
     "betas": [(0.9, 1.0), (True, 0.9)],
     "eps": [-1e-8],
@@ -144,21 +134,21 @@ BAD: dict[str, list[Any]] = {
 }
 
 
-def _bad_options() -> Iterator[Any]:
+def _bad_options():
     for kind in dict.fromkeys(entry.kind for entry in ENTRIES.values()):
         for name in inspect.signature(kind.__init__).parameters:
             for value in BAD.get(name, ()):
                 yield pytest.param(kind, name, value, id=f"{kind.__name__}-{name}-{value}")
 
 
-def test_every_option_has_bad_values() -> None:
+def test_every_option_has_bad_values():
     assert BAD.keys() == OPTIONS.keys(), "an option without bad values to try, or values without an option"
 
 
 @each(("kind", "name", "value"), list(_bad_options()))
-def test_bad_options_are_refused(kind: type[ClippedOptimizer], name: str, value: Any) -> None:
-    def make(parameters: list[Parameter], **options: Any) -> ClippedOptimizer:
-        return kind(torch.optim.SGD(parameters) if kind is Adaptive else parameters, **options)  # type: ignore[arg-type]
+def test_bad_options_are_refused(kind, name, value):
+    def make(parameters, **options):
+        return kind(torch.optim.SGD(parameters) if kind is Adaptive else parameters, **options)
 
     parameter, twin = Parameter(torch.ones(2, 2)), Parameter(torch.ones(2, 2))
     message = rf"(?s){kind.__name__} needs {name} to be .*, got .*; "
@@ -175,7 +165,7 @@ def test_bad_options_are_refused(kind: type[ClippedOptimizer], name: str, value:
     assert_same(snapshot(optimizer, [parameter]), snapshot(untouched, [twin]), "a refused group left traces")
 
 
-def test_a_refused_wrapper_leaves_the_optimizer_as_it_was() -> None:
+def test_a_refused_wrapper_leaves_the_optimizer_as_it_was():
     wrapped = torch.optim.AdamW(make_parameters())
     before = copy.deepcopy(wrapped.state_dict())
     with pytest.raises(ValueError, match="Adaptive needs gamma1"):
@@ -184,10 +174,10 @@ def test_a_refused_wrapper_leaves_the_optimizer_as_it_was() -> None:
 
 
 @each_entry
-def test_parameters_are_checked_as_in_torch(entry: Entry) -> None:
+def test_parameters_are_checked_as_in_torch(entry):
     first, second = make_parameters(entry.dtype, [(2, 2), (2, 2)])
     with pytest.raises(TypeError, match="iterable of Tensors"):
-        entry(first)  # type: ignore[arg-type]
+        entry(first)
     with pytest.raises(ValueError, match="empty parameter list"):
         entry([])
     with pytest.raises(ValueError, match="more than one parameter group"):

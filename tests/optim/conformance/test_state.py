@@ -2,28 +2,19 @@
 
 import copy
 import io
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
-from lightning_lowbit.optim.optimizer import ClippedOptimizer
-from tests.optim.conformance.entries import LR, Entry, assert_nothing_happened, each_entry, entries, entries_and_dtypes
-from tests.optim.parameters import (
-    assert_same,
-    make_parameters,
-    set_gradients,
-    snapshot,
-    train,
-)
+from tests.optim.conformance.entries import LR, assert_nothing_happened, each_entry, entries, entries_and_dtypes
+from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
 
 own_state = entries(lambda entry: entry.base is None)
 
 
-def through_a_file(value: Any, weights_only: bool = True) -> Any:
+def through_a_file(value, weights_only=True):
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -32,7 +23,7 @@ def through_a_file(value: Any, weights_only: bool = True) -> Any:
 
 @pytest.mark.pairwise(1)
 @entries_and_dtypes(torch.float32, torch.bfloat16)
-def test_resume_is_bit_for_bit(entry: Entry, dtype: torch.dtype) -> None:
+def test_resume_is_bit_for_bit(entry, dtype):
     """Early, just before a reset, and within a warm-up."""
     parameters = entry.parameters(dtype)
     optimizer = entry(parameters)
@@ -56,7 +47,7 @@ def test_resume_is_bit_for_bit(entry: Entry, dtype: torch.dtype) -> None:
 
 
 @own_state
-def test_loaded_state_is_a_copy(entry: Entry) -> None:
+def test_loaded_state_is_a_copy(entry):
     parameters, others = entry.parameters(), entry.parameters()
     optimizer, other = entry(parameters), entry(others)
     train(optimizer, parameters, range(2))
@@ -66,7 +57,7 @@ def test_loaded_state_is_a_copy(entry: Entry) -> None:
     assert_same(snapshot(optimizer, parameters), before, "two optimizers share state after load_state_dict")
 
 
-def _pickled(value: Any) -> Any:
+def _pickled(value):
     return through_a_file(value, weights_only=False)  # Python's pickle cannot read FP8 tensors
 
 
@@ -74,7 +65,7 @@ def _pickled(value: Any) -> Any:
 @entries(lambda entry: entry.can_be_copied)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled])
 @pytest.mark.parametrize("trained", [0, 5])
-def test_copies_go_on_alike(entry: Entry, duplicate: Callable[[Any], Any], trained: int) -> None:
+def test_copies_go_on_alike(entry, duplicate, trained):
     parameters = entry.parameters()
     optimizer = entry(parameters)
     train(optimizer, parameters, range(trained))
@@ -87,7 +78,7 @@ def test_copies_go_on_alike(entry: Entry, duplicate: Callable[[Any], Any], train
 
 
 @each_entry
-def test_named_parameters(entry: Entry) -> None:
+def test_named_parameters(entry):
     parameters, named = entry.parameters(), entry.parameters()
     optimizer, with_names = entry(parameters), entry((f"p{i}", p) for i, p in enumerate(named))
     train(optimizer, parameters, range(3))
@@ -104,13 +95,13 @@ def test_named_parameters(entry: Entry) -> None:
 
 
 @each_entry
-def test_state_of_another_size_is_refused(entry: Entry) -> None:
+def test_state_of_another_size_is_refused(entry):
     parameters = entry.parameters()
     optimizer = entry(parameters)
     train(optimizer, parameters, range(2))
     before, groups = snapshot(optimizer, parameters), optimizer.state_dict()["param_groups"]
 
-    def of(*others: Sequence[Parameter]) -> dict[str, Any]:
+    def of(*others):
         other = entry([{"params": list(group)} for group in others])
         for group in others:
             set_gradients(group, seed=0)
@@ -128,7 +119,7 @@ def test_state_of_another_size_is_refused(entry: Entry) -> None:
     ("name", "saved", "wanted"),
     [("moments", "fp8", "fp32"), ("moments", "fp32", "fp8"), ("master_weights", "fp16", None), ("density", 0.5, 1.0)],
 )
-def test_other_kinds_of_moments_are_refused(name: str, saved: Any, wanted: Any) -> None:
+def test_other_kinds_of_moments_are_refused(name, saved, wanted):
     kind = SPAM if name == "density" else StableSPAM
     parameters, others = make_parameters(torch.bfloat16), make_parameters(torch.bfloat16)
     optimizer, other = kind(parameters, **{name: wanted}), kind(others, **{name: saved})
@@ -143,7 +134,7 @@ def test_other_kinds_of_moments_are_refused(name: str, saved: Any, wanted: Any) 
 
 
 @pytest.mark.parametrize("kind", [StableSPAM, SPAM, LowBitAdamW])
-def test_the_state_of_a_foreign_adam_is_refused(kind: type[ClippedOptimizer]) -> None:
+def test_the_state_of_a_foreign_adam_is_refused(kind):
     parameters = make_parameters()
     foreign = torch.optim.AdamW(parameters)
     train(foreign, parameters, range(2))
@@ -151,7 +142,7 @@ def test_the_state_of_a_foreign_adam_is_refused(kind: type[ClippedOptimizer]) ->
         kind(make_parameters()).load_state_dict(foreign.state_dict())
 
 
-def test_adaptive_takes_up_the_state_of_what_it_wraps() -> None:
+def test_adaptive_takes_up_the_state_of_what_it_wraps():
     parameters = make_parameters()
     plain = torch.optim.AdamW(parameters, lr=LR)
     train(plain, parameters, range(3))

@@ -1,9 +1,6 @@
 """Every optimizer in a training loop: closures, hooks, Lightning, memory layouts, host syncs."""
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from lightning_lowbit.optim import LowBitAdamW
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from tests.lightning_imports import quiet_trainer
-from tests.optim.conformance.entries import ENTRIES, LR, Entry, each_entry, entries, every_entry, subclasses
+from tests.optim.conformance.entries import ENTRIES, LR, each_entry, entries, every_entry, subclasses
 from tests.optim.parameters import (
     NoHostSync,
     assert_same,
@@ -28,20 +25,20 @@ from tests.optim.parameters import (
 )
 
 
-def test_every_optimizer_has_an_entry() -> None:
+def test_every_optimizer_has_an_entry():
     kinds = {kind for kind in subclasses(ClippedOptimizer) if not any(subclasses(kind))}
     assert kinds == {entry.kind for entry in ENTRIES.values()}, "classes and entries of the table differ"
 
 
 @each_entry
-def test_closure_runs_first_with_gradients_enabled(entry: Entry) -> None:
+def test_closure_runs_first_with_gradients_enabled(entry):
     with_closure, without = entry.parameters(), entry.parameters()
     optimizer, other = entry(with_closure), entry(without)
 
-    def loss_of(parameters: list[Parameter]) -> Tensor:
+    def loss_of(parameters):
         return torch.stack([(p.float() ** 2).sum() for p in parameters]).sum()
 
-    def closure() -> Any:
+    def closure():
         assert torch.is_grad_enabled(), "the closure runs without gradients"
         assert not optimizer.state, "state was read before the closure ran"
         optimizer.zero_grad()
@@ -60,10 +57,10 @@ def test_closure_runs_first_with_gradients_enabled(entry: Entry) -> None:
 
 
 @each_entry
-def test_hooks_of_torch(entry: Entry) -> None:
+def test_hooks_of_torch(entry):
     parameters = entry.parameters()
     optimizer = entry(parameters)
-    calls: list[str] = []
+    calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before step"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after step"))
     optimizer.register_state_dict_pre_hook(lambda _: calls.append("before state_dict"))
@@ -79,12 +76,12 @@ def test_hooks_of_torch(entry: Entry) -> None:
 
 
 @each_entry
-def test_load_pre_hooks_count(entry: Entry) -> None:
+def test_load_pre_hooks_count(entry):
     parameters, others = entry.parameters(), entry.parameters()
     optimizer, other = entry(parameters), entry(others)
     train(optimizer, parameters, range(2))
 
-    def count_from_ten(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+    def count_from_ten(_, loaded):
         return {**loaded, "state": {i: {**state, "steps": torch.tensor(10)} for i, state in loaded["state"].items()}}
 
     other.register_load_state_dict_pre_hook(count_from_ten)
@@ -95,7 +92,7 @@ def test_load_pre_hooks_count(entry: Entry) -> None:
 class _Model(LightningModule):
     """A linear layer on fixed data."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry):
         super().__init__()
         self.entry = entry
         self.layer = torch.nn.Linear(8, 4, dtype=entry.dtype)
@@ -103,16 +100,16 @@ class _Model(LightningModule):
             for p, start in zip(self.parameters(), make_parameters(entry.dtype, [(4, 8), (4,)]), strict=True):
                 p.copy_(start)
 
-    def training_step(self, batch: Tensor) -> Tensor:
+    def training_step(self, batch):
         return self.layer(batch).float().square().mean()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         self.optimizer = self.entry(self.parameters(), lr=0.1)
         return [self.optimizer], [StepLR(self.optimizer, step_size=1, gamma=0.5)]
 
 
 @every_entry
-def test_lightning_trains_as_a_loop_by_hand_does(entry: Entry, tmp_path: Path) -> None:
+def test_lightning_trains_as_a_loop_by_hand_does(entry, tmp_path):
     data = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(2)).to(entry.dtype)
     model, by_hand = _Model(entry), _Model(entry)
     trainer = quiet_trainer(default_root_dir=tmp_path, max_epochs=2, accumulate_grad_batches=2)
@@ -134,7 +131,7 @@ def test_lightning_trains_as_a_loop_by_hand_does(entry: Entry, tmp_path: Path) -
     )  # fmt: skip
 
 
-def _close(left: Sequence[Tensor], right: Sequence[Tensor], what: str) -> None:
+def _close(left, right, what):
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
         torch.testing.assert_close(
             a.detach(), b.detach(), rtol=1e-5, atol=1e-6, msg=lambda text, i=index: f"{what}, parameter {i}: {text}"
@@ -142,7 +139,7 @@ def _close(left: Sequence[Tensor], right: Sequence[Tensor], what: str) -> None:
 
 
 @each_entry
-def test_layouts(entry: Entry) -> None:
+def test_layouts(entry):
     """Channels last, and a transposed matrix, train as their contiguous copies do."""
     conv, matrix, expanded = make_parameters(entry.dtype, [(4, 3, 2, 2), (6, 5), (4, 6)])
     strided = [Parameter(conv.detach().to(memory_format=torch.channels_last)), Parameter(matrix.detach().t()), expanded]
@@ -163,7 +160,7 @@ def test_layouts(entry: Entry) -> None:
 @pytest.mark.pairwise(1)
 @entries(lambda entry: not entry.waits_for_the_host)  # only fused ones can be told on the device to skip a step
 @pytest.mark.parametrize("lr_is_tensor", [False, True], ids=["float", "tensor"])
-def test_no_host_sync(entry: Entry, lr_is_tensor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_host_sync(entry, lr_is_tensor, monkeypatch):
     use("torch", monkeypatch)
     parameters = entry.parameters()
     optimizer = entry(parameters, lr=torch.tensor(LR) if lr_is_tensor else LR)
@@ -176,13 +173,13 @@ def test_no_host_sync(entry: Entry, lr_is_tensor: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("sync", [lambda: bool(torch.ones(()) > 0), lambda: torch.tensor([True, False])])
-def test_no_host_sync_is_noticed(sync: Callable[[], Any]) -> None:
+def test_no_host_sync_is_noticed(sync):
     with pytest.raises(AssertionError, match="host sync"), NoHostSync():
         sync()
 
 
 @each_entry
-def test_plain_torch_trains_as_cpp_does(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_trains_as_cpp_does(entry, monkeypatch):
     parameters, twins = entry.parameters(), entry.parameters()
     train(entry(parameters), parameters, range(10))
     use("torch", monkeypatch)
@@ -206,9 +203,7 @@ def test_plain_torch_trains_as_cpp_does(entry: Entry, monkeypatch: pytest.Monkey
     ],
     ids=str,
 )
-def test_is_the_adamw_of_torch(
-    options: dict[str, Any], dtype: torch.dtype, tolerance: float, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_is_the_adamw_of_torch(options, dtype, tolerance, code, monkeypatch):
     use(code, monkeypatch)
     parameters, references = make_parameters(dtype), make_parameters(dtype)
     optimizer = LowBitAdamW(parameters, moments="fp32", **options)

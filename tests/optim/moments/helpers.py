@@ -1,68 +1,60 @@
 """Parameters, gradients and pieces of moments."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import nn
 
-from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.moments import Draw, FP8Moments, Piece
 from tests.references import moments as reference
 
 
-def heavy_tailed(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+def heavy_tailed(shape, seed=0):
     """Of both signs, over nine orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator) * 10 ** (torch.rand(shape, generator=generator) * -9)
 
 
-def draw(whole: Sequence[int], step: int = 0, number: int = 0, last_reset: int = 0, taken: bool = True) -> Draw:
+def draw(whole, step=0, number=0, last_reset=0, taken=True):
     own = number << 40
     key, epoch = torch.tensor(step + own), torch.tensor(last_reset + own)
     return Draw((0,) * len(whole), torch.Size(whole), key, epoch, torch.tensor(taken))
 
 
-def kept(mean: Tensor, mean_square: Tensor, drawn: Draw) -> Piece:
+def kept(mean, mean_square, drawn):
     """Both moments in FP8."""
     piece = Piece(FP8Moments().new_state(mean, torch.float32), drawn)
     FP8Moments().store(piece, mean, mean_square)
     return piece
 
 
-def set_gradients(parameters: Sequence[Parameter], seed: int) -> None:
+def set_gradients(parameters, seed):
     generator = torch.Generator().manual_seed(seed)
     for p in parameters:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
-def train(optimizer: ClippedAdam, parameters: Sequence[Parameter], steps: range) -> None:
+def train(optimizer, parameters, steps):
     for step in steps:
         set_gradients(parameters, seed=step)
         optimizer.step()
 
 
-def elements(state: Mapping[str, Tensor], name: str) -> np.ndarray:
+def elements(state, name):
     """What the codes of a moment stand for, in units of the scales: float64, the parameter's shape."""
     return state[name].view(reference.DTYPES[name]).double().numpy()
 
 
-def snapshot(optimizer: ClippedAdam, parameters: Sequence[Parameter]) -> list[Tensor]:
+def snapshot(optimizer, parameters):
     """Copies of every parameter and all its state."""
     return [t.clone() for p in parameters for t in (p.detach(), *optimizer.state[p].values())]
 
 
-def assert_same(left: list[Tensor], right: list[Tensor], message: str) -> None:
+def assert_same(left, right, message):
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
         assert a.dtype == b.dtype and torch.equal(a, b), f"{message}: tensor {index} differs: {a} {b}"
 
 
-def final_loss(
-    make: Callable[[Any], torch.optim.Optimizer], seed: int, lr: float = 1e-2, dtype: torch.dtype = torch.float32
-) -> float:
+def final_loss(make, seed, lr=1e-2, dtype=torch.float32):
     """Of a small network that learns another one's outputs, averaged over the last batches."""
     torch.manual_seed(seed)
     teacher = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 8))

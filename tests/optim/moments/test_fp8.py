@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
@@ -19,7 +18,7 @@ SHAPES = [(3, 130), (5, 1), (2, 127), (2, 129), (3, 256), (0, 5), (2, 3, 130), (
 
 
 @each("shape", SHAPES)
-def test_fp8_is_the_reference(shape: tuple[int, ...]) -> None:
+def test_fp8_is_the_reference(shape):
     values = heavy_tailed(shape)
     piece = kept(values, values.square(), draw(shape, step=7, number=2))
     loaded = FP8Moments().load(piece)
@@ -40,7 +39,7 @@ def test_fp8_is_the_reference(shape: tuple[int, ...]) -> None:
                 assert error <= 2**-23, f"{name}: the largest of a block, {row[at]}, came back as {out[at]}"
 
 
-def test_fp8_of_what_fp32_can_hardly_hold() -> None:
+def test_fp8_of_what_fp32_can_hardly_hold():
     """Scales themselves leave the normal numbers here; what is lost is below their last place times the largest."""
     rows = [
         [3e38, -1e30, 1.0, 1e-20, 1e-38, 1e-45, 0.0],
@@ -64,7 +63,7 @@ def test_fp8_of_what_fp32_can_hardly_hold() -> None:
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_fp8_zeros_stay_zero(sign: float) -> None:
+def test_fp8_zeros_stay_zero(sign):
     values = heavy_tailed((3, 300)).abs()
     values[1, 128:256] = 0.0
     values[2] = 0.0
@@ -79,7 +78,7 @@ def test_fp8_zeros_stay_zero(sign: float) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fp8_is_unbiased(name: str) -> None:
+def test_fp8_is_unbiased(name):
     """Also where one of hundreds of draws rounds up, and all others to 0: the mean over 2^14 draws against theory."""
     row = torch.logspace(0, -8 if name == "mean" else -12, 128)
     repeats, keys, total = 256, 64, torch.zeros(128, dtype=torch.float64)
@@ -102,7 +101,7 @@ def test_fp8_is_unbiased(name: str) -> None:
     assert abs(excess) < 5, f"{name}: z² sums to {(z**2).sum():.0f} over {len(z)}, {excess:.1f} sigma off"
 
 
-def coins(step: int = 0, number: int = 0, moment: int = 0) -> Tensor:
+def coins(step=0, number=0, moment=0):
     """4096 draws above a half or not: elements in the middle between two numbers, in blocks with a scale of 1."""
     largest, middle = ((448.0, 1.0625), (57344.0, 1.125))[moment]
     values = torch.full((32, 128), middle)
@@ -112,7 +111,7 @@ def coins(step: int = 0, number: int = 0, moment: int = 0) -> Tensor:
     return torch.from_numpy(elements(state, NAMES[moment]))[:, 1:] > middle
 
 
-def test_draws_are_of_the_step_the_parameter_and_the_moment() -> None:
+def test_draws_are_of_the_step_the_parameter_and_the_moment():
     cases = [dict(zip(("step", "number", "moment"), case, strict=True)) for case in np.ndindex(4, 4, 2)]
     thrown = [coins(**case) for case in cases]
     for case, once in zip(cases, thrown, strict=True):
@@ -127,7 +126,7 @@ def test_draws_are_of_the_step_the_parameter_and_the_moment() -> None:
 
 
 @pytest.mark.parametrize("shape", [(9, 130), (8, 3, 130)], ids=str)
-def test_rows_of_a_parameter_get_the_bits_of_those_rows(shape: tuple[int, ...]) -> None:
+def test_rows_of_a_parameter_get_the_bits_of_those_rows(shape):
     values = heavy_tailed(shape)
     whole = draw(shape, step=3, number=1)
     expected = kept(values, values.square(), whole).state
@@ -144,7 +143,7 @@ def test_rows_of_a_parameter_get_the_bits_of_those_rows(shape: tuple[int, ...]) 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("shape", [(9, 130), (8, 3, 129)], ids=str)
 @pytest.mark.parametrize("piece", [1, 300, 2**18])
-def test_codes_do_not_depend_on_the_pieces(shape: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_do_not_depend_on_the_pieces(shape, piece, monkeypatch):
     """β = 0 keeps a gradient and its square as they are: Adam's own arithmetic, in vectors, is not what is tested."""
     gradient = heavy_tailed(shape)
     monkeypatch.setattr(passes, "PIECE_ON_CPU", piece)
@@ -163,17 +162,17 @@ def test_codes_do_not_depend_on_the_pieces(shape: tuple[int, ...], piece: int, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 130), (2, 3, 256)], ids=str)
-def test_compiled_rounding_is_eager_rounding(shape: tuple[int, ...]) -> None:
+def test_compiled_rounding_is_eager_rounding(shape):
     values = heavy_tailed(shape)
     states = []
     for name in ("eager", "compiled"):
-        with backend(name):  # type: ignore[arg-type]
+        with backend(name):
             states.append(kept(values, values.square(), draw(shape)).state)
     for name in FP8Moments().names:
         assert torch.equal(states[0][name].float(), states[1][name].float()), f"{name}: compiled code gives other bits"
 
 
-def test_compiled_code_is_told_the_shapes_of_codes_and_scales() -> None:
+def test_compiled_code_is_told_the_shapes_of_codes_and_scales():
     for shape in ((300,), (5, 130), (2, 3, 300)):
         given = torch.randn(shape), torch.zeros(shape, dtype=torch.int32), torch.tensor(1), "mean"
         for told, made in zip(_fake_encoded(*given), _encode_moment(*given), strict=True):
@@ -181,7 +180,7 @@ def test_compiled_code_is_told_the_shapes_of_codes_and_scales() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_step() -> None:
+def test_compiled_step():
     """Generated code may fuse a product into a sum: a moment that then lies across a draw becomes its neighbor."""
     runs = []
     for wrap in (lambda step: step, torch.compile):

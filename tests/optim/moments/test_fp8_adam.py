@@ -2,18 +2,15 @@
 
 import io
 import math
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.optim import SPAM, LowBitAdamW, StableSPAM, moments
-from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.moments import NAMES, FP8Moments, Piece
 from lightning_lowbit.quant.rounding import round_nearest
 from tests.optim.moments.helpers import (
@@ -32,7 +29,7 @@ from tests.references import moments as reference
 
 
 @in_cpp_and_in_torch
-def test_adam_is_the_reference(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adam_is_the_reference(code, monkeypatch):
     use(code, monkeypatch)
     parameters = [Parameter(heavy_tailed(shape)) for shape in ((5, 130), (3, 2, 129))]
     optimizer = LowBitAdamW(parameters, lr=1e-2, weight_decay=0.1)
@@ -51,7 +48,7 @@ def test_adam_is_the_reference(code: str, monkeypatch: pytest.MonkeyPatch) -> No
             assert near[same.all(0)].mean() > 0.998, f"step {step}: parameters are not the reference's"
 
 
-def second_moments(steps: int, deviation: Tensor) -> tuple[Tensor, Tensor]:
+def second_moments(steps, deviation):
     """Mean squares of normal gradients at the end, in FP8 and in fp32, that began four times too large.
 
     Those of the first column, the largest of their blocks, do not vary: what is rounded in units of the largest would
@@ -72,7 +69,7 @@ def second_moments(steps: int, deviation: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-def test_second_moment_converges_and_rounded_to_nearest_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_moment_converges_and_rounded_to_nearest_it_stands_still(monkeypatch):
     """At β2 = .999 it moves by a thousandth, where numbers are a quarter apart."""
     deviation = torch.cat([torch.tensor([3.0]), torch.logspace(0, -3, 127)]).expand(12, 128).contiguous()
     stored, exact = second_moments(3000, deviation)
@@ -90,7 +87,7 @@ def test_second_moment_converges_and_rounded_to_nearest_it_stands_still(monkeypa
     assert ratio > 3, f"rounded to nearest, the mean square is {ratio:.2f} of the exact one: what are draws good for?"
 
 
-def test_updates_of_small_elements_stay_bounded() -> None:
+def test_updates_of_small_elements_stay_bounded():
     """Quiet for long, then growing by 11 % a step, which is what makes a mean most roots of its mean square: 7.3.
 
     Sizes in a block span 2^27, and the roots of E5M2 2^16. Of several constructions (constant, growing, sparse, spiky,
@@ -119,7 +116,7 @@ def test_updates_of_small_elements_stay_bounded() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [LowBitAdamW, StableSPAM])
-def test_training_in_fp8_is_nearly_as_good(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+def test_training_in_fp8_is_nearly_as_good(optimizer):
     ratios = []
     for seed in range(3):
         full, low = (final_loss(partial(optimizer, moments=kind), seed) for kind in ("fp32", "fp8"))
@@ -127,7 +124,7 @@ def test_training_in_fp8_is_nearly_as_good(optimizer: Callable[..., torch.optim.
     assert max(ratios) < 1.02, f"final losses with FP8 moments, over those with fp32: {ratios}"
 
 
-def test_two_moments_take_two_bytes() -> None:
+def test_two_moments_take_two_bytes():
     width, inner, words = 256, 688, 1000  # LLaMA, smaller: attention, feed-forward, embedding, norm
     shapes = [*[(width, width)] * 4, *[(inner, width)] * 2, (width, inner), (words, width)]
     parameters = [Parameter(torch.ones(shape)) for shape in shapes]
@@ -144,8 +141,8 @@ def test_two_moments_take_two_bytes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fp8_state_is_resumed_bit_for_bit(dtype: torch.dtype) -> None:
-    def make() -> list[Parameter]:
+def test_fp8_state_is_resumed_bit_for_bit(dtype):
+    def make():
         return [Parameter(torch.ones(shape, dtype=dtype)) for shape in ((), (7,), (3, 130), (2, 2, 5), (0, 3))]
 
     parameters, resumed_parameters = make(), make()
@@ -183,9 +180,7 @@ def test_fp8_state_is_resumed_bit_for_bit(dtype: torch.dtype) -> None:
     ],
     ids=["fp8", "fp8 and masters", "masters", "sparse"],
 )
-def test_a_skipped_step_changes_nothing(
-    bad: float, make: Callable[..., ClippedAdam], dtype: torch.dtype, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_skipped_step_changes_nothing(bad, make, dtype, code, monkeypatch):
     use(code, monkeypatch)
     parameters = [Parameter(heavy_tailed(shape).to(dtype)) for shape in ((3, 130), (9,), (30, 40))]
     optimizer = make(parameters)
@@ -203,7 +198,7 @@ def test_a_skipped_step_changes_nothing(
     assert_same(snapshot(optimizer, parameters), before, "a skipped step left traces")
 
 
-def test_float64_parameters_are_refused() -> None:
+def test_float64_parameters_are_refused():
     """Statistics of such a parameter are float64; who wants that does not want moments of three and four bits."""
     parameter = Parameter(torch.ones(2, 3, dtype=torch.float64))
     parameter.grad = torch.ones_like(parameter)

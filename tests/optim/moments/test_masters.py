@@ -6,11 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, LowBitAdamW, passes
-from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.moments import NAMES, Piece, SparseMoments
 from tests.optim.moments.helpers import assert_same, draw, final_loss, set_gradients, snapshot, train
 from tests.optim.parameters import in_cpp_and_in_torch, use
@@ -18,12 +16,12 @@ from tests.references import moments as reference
 from tests.tables import each
 
 
-def masters_times_scale(optimizer: ClippedAdam, parameter: Parameter) -> Tensor:
+def masters_times_scale(optimizer, parameter):
     state = optimizer.state[parameter]
     return state["master"].float() * state["master_scale"]
 
 
-def test_masters_take_steps_below_a_place_of_bf16() -> None:
+def test_masters_take_steps_below_a_place_of_bf16():
     """From 1.5 by .001 at a time: half a place of bf16 is .0039 there, of fp16 .0005."""
     moved = {}
     for name, dtype, masters in (("fp32", torch.float32, None), ("bf16", torch.bfloat16, None),
@@ -40,7 +38,7 @@ def test_masters_take_steps_below_a_place_of_bf16() -> None:
 
 
 @pytest.mark.slow
-def test_training_with_masters_is_nearly_as_good_as_in_fp32() -> None:
+def test_training_with_masters_is_nearly_as_good_as_in_fp32():
     """At a rate of 2e-4 and less, half a place of bf16 or less for most weights here."""
     full, masters, bare = (
         [final_loss(partial(LowBitAdamW, moments="fp32", master_weights=kind), seed, 2e-4, dtype) for seed in range(3)]
@@ -53,7 +51,7 @@ def test_training_with_masters_is_nearly_as_good_as_in_fp32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @in_cpp_and_in_torch
-def test_parameters_are_their_masters_rounded(dtype: torch.dtype, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_their_masters_rounded(dtype, code, monkeypatch):
     use(code, monkeypatch)
     parameters = [Parameter(torch.randn(shape).to(dtype)) for shape in ((40, 130), (50,), ())]
     optimizer = LowBitAdamW(parameters, lr=1e-2, master_weights="fp16")
@@ -65,7 +63,7 @@ def test_parameters_are_their_masters_rounded(dtype: torch.dtype, code: str, mon
             assert other == 0, f"step {step}: {other:.1%} of the elements are not their masters, rounded"
 
 
-def test_scale_of_the_masters_follows_the_weights() -> None:
+def test_scale_of_the_masters_follows_the_weights():
     p = Parameter(torch.full((2, 130), 0.01, dtype=torch.bfloat16))
     optimizer = LowBitAdamW([p], lr=0.01, weight_decay=0.0, master_weights="fp16")
     scales = []
@@ -83,7 +81,7 @@ def test_scale_of_the_masters_follows_the_weights() -> None:
 
 
 @each("size", [0.0, 1e-30, 1e-6, 1e-2, 1.0, 1e4, 1e38])
-def test_masters_of_any_size_train(size: float) -> None:
+def test_masters_of_any_size_train(size):
     """One step may be far larger than all weights: those that begin at almost 0, as of a last layer."""
     start = (torch.rand(3, 130, generator=torch.Generator().manual_seed(0)) + 0.5).mul(size).bfloat16()
     low, full = Parameter(start.clone()), Parameter(start.float())
@@ -95,7 +93,7 @@ def test_masters_of_any_size_train(size: float) -> None:
     for step in range(20):
         for p, optimizer in zip((low, full), optimizers, strict=True):
             set_gradients([p], seed=step // 10)
-            p.grad = p.grad.bfloat16().to(p.dtype)  # type: ignore[union-attr]
+            p.grad = p.grad.bfloat16().to(p.dtype)
             optimizer.step()
         master = masters_times_scale(optimizers[0], low)
         assert master.isfinite().all() and low.isfinite().all()
@@ -108,7 +106,7 @@ def test_masters_of_any_size_train(size: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_masters_of_wide_parameters_are_refused(dtype: torch.dtype) -> None:
+def test_masters_of_wide_parameters_are_refused(dtype):
     p, low = Parameter(torch.ones(2, 3, dtype=dtype)), Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=f"bfloat16.*float16, got .*{dtype}.*leave"):
         LowBitAdamW([p], moments="fp32", master_weights="fp16")
@@ -119,8 +117,8 @@ def test_masters_of_wide_parameters_are_refused(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp8"])
-def test_masters_are_resumed_bit_for_bit(kind: str) -> None:
-    def make() -> tuple[list[Parameter], LowBitAdamW]:
+def test_masters_are_resumed_bit_for_bit(kind):
+    def make():
         parameters = [Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((3, 130), (7,), ())]
         return parameters, LowBitAdamW(parameters, moments=kind, master_weights="fp16")
 
@@ -145,7 +143,7 @@ def test_masters_are_resumed_bit_for_bit(kind: str) -> None:
         other.load_state_dict(saved)
 
 
-def is_drawn(shape: tuple[int, ...], every: int, last_reset: int, number: int) -> Tensor:
+def is_drawn(shape, every, last_reset, number):
     mask = torch.zeros(math.prod(shape[:-1]), shape[-1], dtype=torch.bool)
     for row, columns in enumerate(reference.drawn_columns(shape, every, last_reset, number)):
         mask[row, columns] = True
@@ -153,7 +151,7 @@ def is_drawn(shape: tuple[int, ...], every: int, last_reset: int, number: int) -
 
 
 @pytest.mark.parametrize("piece", [8, 2**18])
-def test_only_what_was_drawn_moves_until_the_next_reset(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_was_drawn_moves_until_the_next_reset(piece, monkeypatch):
     monkeypatch.setattr(passes, "PIECE_ON_CPU", piece)
     shapes = [(6, 8), (6, 8), (5, 10), (4, 1), (2, 3, 7), (2, 3)]
     parameters = [Parameter(torch.zeros(shape)) for shape in (*shapes, (9,))]
@@ -174,7 +172,7 @@ def test_only_what_was_drawn_moves_until_the_next_reset(piece: int, monkeypatch:
 
 
 @each(("columns", "every"), [(64, 4), (64, 2), (100, 10), (62, 4), (65, 3)])
-def test_choice_is_uniform(columns: int, every: int) -> None:
+def test_choice_is_uniform(columns, every):
     """Chi-square over positions among neighbors, with those at a ragged end by themselves."""
     rows = torch.arange(columns).expand(500, columns).contiguous()
     format, whole = SparseMoments(every=every), Parameter(torch.zeros(500, columns))
@@ -193,7 +191,7 @@ def test_choice_is_uniform(columns: int, every: int) -> None:
         assert len(counts) == width and z < 4, f"among {width} neighbors, positions were drawn {counts.tolist()} times"
 
 
-def test_sparse_moments_and_masters_are_refused_together() -> None:
+def test_sparse_moments_and_masters_are_refused_together():
     """The scale of masters is the whole tensor's, and the masters of what does not move would keep an old one."""
     group = {"params": [Parameter(torch.ones(2, 8, dtype=torch.bfloat16))], "density": 0.25}
     with pytest.raises(ValueError, match="density=0.25.*master_weights"):

@@ -1,8 +1,6 @@
 """StableSPAM's options against the slow reference, alone, together and per group."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -10,17 +8,13 @@ from torch.nn import Parameter
 
 from lightning_lowbit.optim import StableSPAM, passes
 from lightning_lowbit.optim.adam import PRESETS
-from tests.optim.parameters import (
-    make_parameters,
-    set_gradients,
-    use,
-)
+from tests.optim.parameters import make_parameters, set_gradients, use
 from tests.references.adaptive import norm_of
 from tests.references.stable_spam import Reference, step_all
 from tests.tables import each
 
 # fp32 loses some ulps a step; float64 shows what is computed in fp32 where it should not be.
-PLACES: dict[str, tuple[torch.dtype, float, str]] = {
+PLACES = {
     "fp32, C++": (torch.float32, 1e-5, "C++"),
     "fp32": (torch.float32, 1e-5, "torch"),
     "fp64": (torch.float64, 1e-11, "torch"),
@@ -28,11 +22,11 @@ PLACES: dict[str, tuple[torch.dtype, float, str]] = {
 
 everywhere = pytest.mark.parametrize(("dtype", "tolerance", "code"), PLACES.values(), ids=PLACES)
 SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
-ADAM: dict[str, Any] = {"element_clip": None, "norm_clip": None, "reset_interval": None}
+ADAM = {"element_clip": None, "norm_clip": None, "reset_interval": None}
 
 
 # The ablation table 4.6 of the thesis, with resets that come within a few steps.
-TABLE_4_6: dict[str, dict[str, Any]] = {
+TABLE_4_6 = {
     "Adam": ADAM,
     "MoRet": ADAM | {"reset_interval": 4},
     "MoRet, AdaClip": {"norm_clip": None, "reset_interval": 4},
@@ -42,7 +36,7 @@ TABLE_4_6: dict[str, dict[str, Any]] = {
     "MoRet, GradClip, AdaClip": {"norm_clip": "grad_clip", "reset_interval": 4},
 }
 
-ALONE: dict[str, dict[str, Any]] = {
+ALONE = {
     "AdaClip": ADAM | {"element_clip": "ada_clip"},
     "SpikeClip": ADAM | {"element_clip": "spike_clip", "spike_threshold": 4.0},
     "AdaGN": ADAM | {"norm_clip": "ada_gn"},
@@ -61,7 +55,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "preset": {"gamma1": 0.85, "gamma2": 0.99999, "gamma3": 0.9},
 }  # fmt: skip
 
-TOGETHER: dict[str, dict[str, Any]] = {
+TOGETHER = {
     "all of Stable-SPAM": {
         "weight_decay": 0.1, "reset_interval": 5, "warmup_steps": 2, "total_steps": 9, "maximize": True,
         "matrices_only": True,
@@ -73,7 +67,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def compare(optimizer: torch.optim.Optimizer, references: Sequence[Reference], steps: int, tolerance: float) -> int:
+def compare(optimizer, references, steps, tolerance):
     """Trains both, with a parameter that has no gradient and a skipped step on the way; how many elements were cut."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     cut = 0
@@ -97,9 +91,7 @@ def compare(optimizer: torch.optim.Optimizer, references: Sequence[Reference], s
 @pytest.mark.pairwise(1)
 @everywhere
 @pytest.mark.parametrize("options", [pytest.param(v, id=k) for k, v in (TABLE_4_6 | ALONE | TOGETHER).items()])
-def test_rules(
-    options: dict[str, Any], dtype: torch.dtype, tolerance: float, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rules(options, dtype, tolerance, code, monkeypatch):
     use(code, monkeypatch)
     monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
     parameters = make_parameters(dtype, SHAPES)
@@ -113,18 +105,16 @@ def test_rules(
     assert (cut > 0) == (clips is not None), f"{cut} elements were cut by {clips}: the test shows nothing"
 
 
-def test_spike_clip_by_the_last_gradient_alone() -> None:
+def test_spike_clip_by_the_last_gradient_alone():
     """β2 = 0. In float64, as an element of 1e-6 after one of 1 moves its parameter by 1e6·lr, and no test is near."""
-    options: dict[str, Any] = ADAM | {"element_clip": "spike_clip", "spike_threshold": 2.0, "betas": (0.9, 0.0)}
+    options = ADAM | {"element_clip": "spike_clip", "spike_threshold": 2.0, "betas": (0.9, 0.0)}
     parameters = make_parameters(torch.float64, SHAPES)
     references = [Reference(p, lr=1e-2, **options) for p in parameters]
     assert compare(StableSPAM(parameters, lr=1e-2, **options), references, 30, 1e-9), "nothing was cut"
 
 
 @everywhere
-def test_each_group_has_its_own_rules(
-    dtype: torch.dtype, tolerance: float, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_group_has_its_own_rules(dtype, tolerance, code, monkeypatch):
     use(code, monkeypatch)
     rules = list((TABLE_4_6 | TOGETHER).values())
     groups, references = [], []
@@ -135,7 +125,7 @@ def test_each_group_has_its_own_rules(
     compare(StableSPAM(groups, lr=1e-2), references, steps=30, tolerance=tolerance)
 
 
-def test_grad_clip_bounds_the_norm_over_all_groups_that_have_it_after_the_clip_of_elements() -> None:
+def test_grad_clip_bounds_the_norm_over_all_groups_that_have_it_after_the_clip_of_elements():
     first, second, other = (Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(3))
     optimizer = StableSPAM(
         [
@@ -156,7 +146,7 @@ def test_grad_clip_bounds_the_norm_over_all_groups_that_have_it_after_the_clip_o
 
 @each("scale", [1e-30, 1e15, 1e25, 1e36])
 @each("count", [1, 6])
-def test_grad_clip_bounds_gradients_of_any_size(count: int, scale: float) -> None:
+def test_grad_clip_bounds_gradients_of_any_size(count, scale):
     """Squares overflow fp32 from 1.8e19 on."""
     parameters = [Parameter(torch.ones(8)) for _ in range(count)]
     optimizer = StableSPAM(parameters, element_clip=None, norm_clip="grad_clip", betas=(0.0, 0.9))
@@ -170,14 +160,14 @@ def test_grad_clip_bounds_gradients_of_any_size(count: int, scale: float) -> Non
 
 @each("name", PRESETS)
 @each("given", [{}, {"gamma1": 0.5}, {"gamma2": 0.0}, {"gamma3": 0.25}])
-def test_presets(name: str, given: dict[str, float]) -> None:
+def test_presets(name, given):
     expected = {"4-bit": (0.7, 0.9, 0.999), "bf16": (0.85, 0.99999, 0.999)}[name]
-    group = StableSPAM([Parameter(torch.ones(2))], preset=name, **given).param_groups[0]  # type: ignore[arg-type]
+    group = StableSPAM([Parameter(torch.ones(2))], preset=name, **given).param_groups[0]
     gammas = {f"gamma{i}": group[f"gamma{i}"] for i in (1, 2, 3)}
     assert gammas == dict(zip(gammas, expected, strict=True)) | given, f"preset {name} with {given} gives {gammas}"
 
 
-def test_a_group_may_have_its_own_preset() -> None:
+def test_a_group_may_have_its_own_preset():
     groups = [
         {"params": [Parameter(torch.ones(2))], "preset": "bf16", "gamma2": 0.5},
         {"params": [Parameter(torch.ones(2))]},

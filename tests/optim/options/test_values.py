@@ -2,8 +2,6 @@
 
 import inspect
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -13,16 +11,11 @@ from torch.nn import Parameter
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
 from lightning_lowbit.optim.adam import ClippedAdam
 from lightning_lowbit.optim.rules import OPTIONS, check_options
-from tests.optim.parameters import (
-    assert_same,
-    make_parameters,
-    snapshot,
-    train,
-)
+from tests.optim.parameters import assert_same, make_parameters, snapshot, train
 from tests.tables import each
 
 
-def test_unknown_preset_is_refused() -> None:
+def test_unknown_preset_is_refused():
     with pytest.raises(ValueError, match=r"Unknown preset 'BF16'\. Did you mean 'bf16'\?"):
         StableSPAM([Parameter(torch.ones(2))], preset="BF16")
     optimizer = StableSPAM([Parameter(torch.ones(2))])
@@ -30,7 +23,7 @@ def test_unknown_preset_is_refused() -> None:
         optimizer.add_param_group({"params": [Parameter(torch.ones(2))], "preset": "fp4"})
 
 
-GOOD: dict[str, list[Any]] = {
+GOOD = {
     "lr": [0, 1e-3, 1, torch.tensor(0.1)],
     "betas": [(0.9, 0.999), [0, 0]],
     **dict.fromkeys(("eps", "norm_eps", "spike_threshold", "max_norm"), [1e-30, 1, 5000.0]),
@@ -46,7 +39,7 @@ GOOD: dict[str, list[Any]] = {
     "density": [1, 0.5, 1 / 3, 0.25, 1e-3],
 }  # fmt: skip
 
-BAD: dict[str, list[Any]] = {
+BAD = {
     "lr": [-1.0, math.nan, math.inf, "1e-3", None, True],
     "betas": [(1.0, 0.9), (0.9, math.nan), (0.9,), 0.9, (0.9, 0.99, 0.999), ("0.9", 0.9), None],
     **dict.fromkeys(
@@ -65,38 +58,38 @@ BAD: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-def test_every_option_has_good_and_bad_values_here() -> None:
+def test_every_option_has_good_and_bad_values_here():
     assert set(GOOD) == set(BAD) == set(OPTIONS), "an option is missing from this file's tables"
 
 
 @each(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
-def test_good_options_pass(name: str, value: Any) -> None:
+def test_good_options_pass(name, value):
     check_options("Me", {name: value, "an entry of another": object()})
 
 
 @each(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
-def test_bad_options_are_refused(name: str, value: Any) -> None:
+def test_bad_options_are_refused(name, value):
     _, _, needed, advice = OPTIONS[name]
     with pytest.raises(ValueError) as caught:
         check_options("Me", {"lr": 1e-3, name: value})
     assert str(caught.value) == f"Me needs {name} to be {needed}, got {value!r}; {advice}."
 
 
-def keywords(kind: type) -> list[str]:
+def keywords(kind):
     return [name for name in inspect.signature(kind).parameters if name not in ("params", "optimizer", "base")]
 
 
-def parameters_for(kind: type) -> Any:
+def parameters_for(kind):
     parameter = Parameter(torch.ones(2, dtype=torch.bfloat16))  # in which master weights are of use
     return torch.optim.SGD([parameter]) if kind is Adaptive else [parameter]
 
 
-def all_subclasses(kind: type) -> list[type]:
+def all_subclasses(kind):
     return [kind for child in kind.__subclasses__() for kind in (child, *all_subclasses(child))]
 
 
 @pytest.mark.parametrize("kind", [*all_subclasses(ClippedAdam), Adaptive], ids=lambda kind: kind.__name__)
-def test_every_argument_reaches_the_group_and_is_checked(kind: Any) -> None:
+def test_every_argument_reaches_the_group_and_is_checked(kind):
     for name in keywords(kind):
         if name == "preset":  # stands for values of others
             continue
@@ -110,7 +103,7 @@ def test_every_argument_reaches_the_group_and_is_checked(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", all_subclasses(ClippedAdam), ids=lambda kind: kind.__name__)
-def test_defaults_are_good_and_a_group_may_have_any_option(kind: Any) -> None:
+def test_defaults_are_good_and_a_group_may_have_any_option(kind):
     optimizer = kind([Parameter(torch.ones(2, 2))])
     assert set(optimizer.defaults) == set(OPTIONS) - {"norm_eps"}, "a default that no option describes, or no default"
     for name, values in BAD.items():
@@ -126,14 +119,14 @@ def test_defaults_are_good_and_a_group_may_have_any_option(kind: Any) -> None:
         ({"density": 0.5, "norm_clip": "ada_gn"}, "'norm_clip': 'ada_gn'"),
     ],
 )
-def test_sparse_moments_are_refused_with_what_they_cannot_do(options: dict[str, Any], words: str) -> None:
+def test_sparse_moments_are_refused_with_what_they_cannot_do(options, words):
     optimizer = SPAM([Parameter(torch.ones(2))])
     with pytest.raises(ValueError, match=f"density=0.5.*{words}"):
         optimizer.add_param_group({"params": [Parameter(torch.ones(2))], **options})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_master_weights_are_refused_where_they_are_of_no_use(dtype: torch.dtype) -> None:
+def test_master_weights_are_refused_where_they_are_of_no_use(dtype):
     wide, low = Parameter(torch.ones(2, dtype=dtype)), Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = LowBitAdamW([low], master_weights="fp16")
     with pytest.raises(ValueError, match=f"bfloat16.*float16, got .*{dtype}.*.*leave"):
@@ -152,7 +145,7 @@ def test_master_weights_are_refused_where_they_are_of_no_use(dtype: torch.dtype)
         (StableSPAM, "master_weights", "bf16"),
     ],
 )
-def test_rules_misspelt_in_mid_training_are_refused(kind: Any, name: str, value: str) -> None:
+def test_rules_misspelt_in_mid_training_are_refused(kind, name, value):
     parameters = make_parameters(shapes=[(3, 4), (4,)])
     groups = [{"params": [p]} for p in parameters]
     optimizer = kind(torch.optim.AdamW(groups) if kind is Adaptive else groups)
@@ -170,16 +163,14 @@ def test_rules_misspelt_in_mid_training_are_refused(kind: Any, name: str, value:
         ("master_weights", "fp16", None),
     ],
 )
-def test_what_state_is_made_of_cannot_be_changed_in_mid_training(name: str, first: Any, then: Any) -> None:
+def test_what_state_is_made_of_cannot_be_changed_in_mid_training(name, first, then):
     parameters = make_parameters(torch.bfloat16, [(3, 4), (3, 4)])
     optimizer = StableSPAM([{"params": [p]} for p in parameters], **{name: first})
     words = rf"\(3, 4\) .* are kept, and not .*{name} cannot be changed in mid-training.*new optimizer"
     assert_refused_in_mid_training(optimizer, parameters, {name: then}, words.replace("moments c", "moments and .* c"))
 
 
-def assert_refused_in_mid_training(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Parameter], options: dict[str, Any], words: str
-) -> None:
+def assert_refused_in_mid_training(optimizer, parameters, options, words):
     train(optimizer, parameters, range(2))
     before = snapshot(optimizer, parameters)
     optimizer.param_groups[-1].update(options)
@@ -192,7 +183,7 @@ def assert_refused_in_mid_training(
     ("kind", "option"),
     [(StableSPAM, {"norm_eps": 1e-8}), (Adaptive, {"reset_interval": 3}), (Adaptive, {"moments": "fp8"})],
 )
-def test_options_of_other_classes_are_refused(kind: Any, option: dict[str, Any]) -> None:
+def test_options_of_other_classes_are_refused(kind, option):
     words = f"{kind.__name__} has no option {next(iter(option))}"
     first, second = make_parameters(shapes=[(2, 2), (3, 3)])
     optimizer = kind(torch.optim.SGD([first]) if kind is Adaptive else [first])

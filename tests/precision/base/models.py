@@ -4,12 +4,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.lightning_imports import (
-    QUIET,
-    BoringModel,
-    LightningModule,
-    Trainer,
-)
+from tests.lightning_imports import QUIET, BoringModel, LightningModule, Trainer
 from tests.precision.regression_model import Regression
 
 

@@ -4,23 +4,11 @@ import pytest
 import yaml
 from torch import nn
 
-from lightning_lowbit import (
-    Cast,
-    FP4Precision,
-    LinearCasts,
-    Scale,
-    pack_frozen,
-)
+from lightning_lowbit import Cast, FP4Precision, LinearCasts, Scale, pack_frozen
 from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant import Hadamard
-from tests.lightning_imports import (
-    BoringModel,
-    Fabric,
-    MisconfigurationException,
-    from_yaml,
-    pytorch,
-)
+from tests.lightning_imports import BoringModel, Fabric, MisconfigurationException, from_yaml, pytorch
 from tests.precision.base.models import quiet
 from tests.tables import each
 

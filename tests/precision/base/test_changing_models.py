@@ -2,8 +2,6 @@
 
 import copy
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,49 +14,49 @@ from tests.tables import each
 
 
 class Net(BoringModel):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.layer: Any = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+        self.layer = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
 
 
 class At(Callback):
     """Changes the model at the beginning of the second epoch, or in its second batch."""
 
-    def __init__(self, change: Callable[[Net], object], hook: str = "on_train_epoch_start", batch: int = 0) -> None:
+    def __init__(self, change, hook="on_train_epoch_start", batch=0):
         self.change, self.batch = change, batch
         setattr(self, hook, self._do)
 
-    def _do(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+    def _do(self, trainer, pl_module, *args):
         if trainer.current_epoch == 1 and (not args or args[-1] == self.batch):
             self.change(pl_module)
 
 
-def insert(net: Net) -> None:
+def insert(net):
     net.layer.insert(2, nn.Linear(32, 32))
 
 
-def replace(net: Net) -> None:
+def replace(net):
     net.layer[4] = nn.Linear(32, 2)
 
 
-def remove(net: Net) -> None:
+def remove(net):
     del net.layer[2]
 
 
-def teach(net: Net) -> None:
+def teach(net):
     net.teacher = copy.deepcopy(net.layer)
 
 
-def attend(net: Net) -> None:
+def attend(net):
     net.attention = nn.MultiheadAttention(8, 2)
 
 
-def rename(net: Net) -> None:
+def rename(net):
     net.layer = nn.Sequential(*net.layer)
 
 
 NEW = r"\(in high precision until the next fit converts them\)"
-CHANGES: list[tuple[Callable[[Net], object], list[str]]] = [
+CHANGES = [
     (insert, [f"layer.2 {NEW}"]),
     (replace, [f"layer.4 {NEW}", r"layer.4 \(gone\)"]),
     (remove, [r": layer.2 \(gone\)"]),
@@ -70,7 +68,7 @@ CHANGES: list[tuple[Callable[[Net], object], list[str]]] = [
 ]
 
 
-def fit(told: pytest.LogCaptureFixture, model: Net, *callbacks: Callback, **kwargs: Any) -> list[str]:
+def fit(told, model, *callbacks, **kwargs):
     """Trains, and returns what is said of layers."""
     told.clear()
     options = {"max_epochs": 3, "limit_train_batches": 3, "limit_val_batches": 0}
@@ -88,20 +86,14 @@ def fit(told: pytest.LogCaptureFixture, model: Net, *callbacks: Callback, **kwar
         (lambda change: At(change, "on_train_batch_end", 2), 2),
     ],
 )
-def test_layers_that_come_and_go_are_said_once(
-    told: pytest.LogCaptureFixture,
-    change: Callable[[Net], object],
-    parts: list[str],
-    at: Callable[..., Callback],
-    epochs: int,
-) -> None:
+def test_layers_that_come_and_go_are_said_once(told, change, parts, at, epochs):
     lines = fit(told, Net(), at(change), max_epochs=epochs)
     assert len(lines) == bool(parts), lines
     for part in parts:
         assert re.search(part, lines[0]), lines
 
 
-def test_the_next_fit_converts_what_is_new(told: pytest.LogCaptureFixture) -> None:
+def test_the_next_fit_converts_what_is_new(told):
     model = Net()
     assert fit(told, model, At(insert))
     assert type(model.layer[2]) is nn.Linear
@@ -109,7 +101,7 @@ def test_the_next_fit_converts_what_is_new(told: pytest.LogCaptureFixture) -> No
     assert type(model.layer[2]).__name__ == "QuantLinear"
 
 
-def bits(*quantized: bool) -> float:
+def bits(*quantized):
     """Per operand of square layers, each forward pass and weight gradient, and input gradients of all but the first,
     before a last one of another width that is not."""
     square, last = 2 * 32 * 32, 2 * 32 * 2
@@ -132,9 +124,7 @@ def bits(*quantized: bool) -> float:
         ),
     ],
 )
-def test_the_average_over_the_run_counts_them(
-    told: pytest.LogCaptureFixture, change: Callable[[Net], object], then: float
-) -> None:
+def test_the_average_over_the_run_counts_them(told, change, then):
     summary = PrecisionSummary(quiet=True)
     fit(told, Net(), summary, At(change))
     assert summary.average_bits() == pytest.approx((3 * bits(True, True) + 6 * then) / 9)
@@ -144,18 +134,18 @@ def test_the_average_over_the_run_counts_them(
     assert other.average_bits() == pytest.approx(summary.average_bits())
 
 
-def test_the_table_says_why_a_new_layer_is_not_covered(told: pytest.LogCaptureFixture) -> None:
+def test_the_table_says_why_a_new_layer_is_not_covered(told):
     summary = PrecisionSummary(quiet=True)
     model = Net()
     fit(told, model, summary, At(insert))
-    reasons = summary.report_data(None)["uncovered_because"]  # type: ignore[arg-type]
+    reasons = summary.report_data(None)["uncovered_because"]
     assert reasons["layer.2"].startswith("new since the model was converted")
     assert reasons["layer.5"] == "left out by skip or only"
 
 
-def test_casts_of_a_layer_that_is_gone_are_refused_and_not_recorded(told: pytest.LogCaptureFixture) -> None:
+def test_casts_of_a_layer_that_is_gone_are_refused_and_not_recorded(told):
     class Ask(Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        def on_train_epoch_end(self, trainer, pl_module):
             if trainer.current_epoch != 1:
                 return
             plugin = trainer.precision_plugin
@@ -175,9 +165,9 @@ def test_casts_of_a_layer_that_is_gone_are_refused_and_not_recorded(told: pytest
         assert restored(x).shape == (4, 2)
 
 
-def test_casts_are_recorded_by_the_names_that_layers_have_now(told: pytest.LogCaptureFixture) -> None:
+def test_casts_are_recorded_by_the_names_that_layers_have_now(told):
     class Save(Callback):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        def on_train_end(self, trainer, pl_module):
             trainer.save_checkpoint("grown.ckpt")
 
     model = Net()
@@ -188,14 +178,14 @@ def test_casts_are_recorded_by_the_names_that_layers_have_now(told: pytest.LogCa
 
 
 @each("change", [insert, replace, remove])
-def test_histories_of_layers_that_stay_go_on_in_the_next_fit(change: Callable[[Net], object]) -> None:
+def test_histories_of_layers_that_stay_go_on_in_the_next_fit(change):
     model, plugin = Net(), FP8Precision("delayed", history=8)
     trainer = quiet_trainer(plugin, max_epochs=1, limit_train_batches=2, limit_val_batches=0)
     histories = []
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(model)
-        histories.append(plugin.histories.state_dict()["amax_history"]["layer.0/fprop_x"])  # type: ignore[union-attr]
+        histories.append(plugin.histories.state_dict()["amax_history"]["layer.0/fprop_x"])
         if epochs == 1:
             change(model)
     assert set(histories[0][-2:].tolist()) < set(histories[1].tolist())

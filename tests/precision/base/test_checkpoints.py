@@ -3,16 +3,9 @@
 import pytest
 import torch
 
-from lightning_lowbit import (
-    FP4Precision,
-    LowBitPrecision,
-    QAFSwitch,
-)
+from lightning_lowbit import FP4Precision, LowBitPrecision, QAFSwitch
 from lightning_lowbit.nn import QuantLinear
-from tests.lightning_imports import (
-    BoringModel,
-    ModelCheckpoint,
-)
+from tests.lightning_imports import BoringModel, ModelCheckpoint
 from tests.precision.base.models import Recorder, Recurrent, quiet
 from tests.precision.regression_model import flat
 from tests.precision.regression_model import trainer as regression_trainer

@@ -3,13 +3,11 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,29 +23,29 @@ DATA = TensorDataset(X, X[:, :8].argmax(1))
 class Net(LightningModule):
     """Learns fast, so that amaxes of a few steps before are too small."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-        self.validated: list[Tensor] = []
+        self.validated = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         return F.cross_entropy(self.net(x).float(), y)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         weights = {name: value.clone() for name, value in self.net.state_dict().items()}
         self.validated.append(error(self.net, weights))
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.validation_step(batch, batch_idx)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
 @torch.no_grad()
-def error(net: nn.Module, weights: dict[str, Tensor]) -> Tensor:
+def error(net, weights):
     """The relative error of a net's outputs."""
     plain = Net().net
     plain.load_state_dict(weights)
@@ -57,14 +55,14 @@ def error(net: nn.Module, weights: dict[str, Tensor]) -> Tensor:
 class Teacher(Callback):
     """Copies the net before a step, and then averages its weights into the copy."""
 
-    def __init__(self, copied: Callable[[nn.Module], nn.Module], at: int = 6) -> None:
+    def __init__(self, copied, at=6):
         self.copied, self.at = copied, at
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, pl_module, *_):
         if trainer.global_step == self.at:
             self.model = self.copied(pl_module.net)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         if trainer.global_step <= self.at:
             return
         if isinstance(self.model, AveragedModel):
@@ -74,7 +72,7 @@ class Teacher(Callback):
                 torch._foreach_lerp_([*self.model.parameters()], [*pl_module.net.parameters()], 0.1)
 
 
-def fit(plugin: LowBitPrecision, *callbacks: Callback, **kwargs: Any) -> Net:
+def fit(plugin, *callbacks, **kwargs):
     model = Net()
     loaders = DataLoader(DATA, batch_size=8), DataLoader(DATA, batch_size=64)
     trainer = quiet_trainer(plugin, callbacks=[*callbacks], **{"max_epochs": 10, "limit_val_batches": 0, **kwargs})
@@ -82,31 +80,29 @@ def fit(plugin: LowBitPrecision, *callbacks: Callback, **kwargs: Any) -> Net:
     return model
 
 
-def delayed(**kwargs: Any) -> LowBitPrecision:
+def delayed(**kwargs):
     return FP8Precision("delayed", compute_dtype="fp32", **kwargs)
 
 
-def shared() -> LowBitPrecision:
+def shared():
     # Of layers of one module: all weights have one amax.
     return LowBitPrecision("fp8-current", compute_dtype="fp32", shared_amax=["[024]"])
 
 
-WAYS: list[Callable[[nn.Module], nn.Module]] = [
+WAYS = [
     copy.deepcopy,
     AveragedModel,
     lambda net: AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
-    lambda net: nn.Sequential(*(copy.deepcopy(layer) for layer in net)),  # type: ignore[arg-type, union-attr]
+    lambda net: nn.Sequential(*(copy.deepcopy(layer) for layer in net)),
 ]
 
 
 @each("plugin", [delayed, lambda: delayed(algorithm="most_recent"), shared, lambda: FP4Precision(compute_dtype="fp32")])
 @pytest.mark.parametrize("copied", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
-def test_a_copy_made_in_training_scales_by_its_own_amaxes(
-    plugin: Callable[[], LowBitPrecision], copied: Callable[[nn.Module], nn.Module]
-) -> None:
+def test_a_copy_made_in_training_scales_by_its_own_amaxes(plugin, copied):
     teacher = Teacher(copied)
     model = fit(made := plugin(), teacher)
-    net: Any = getattr(teacher.model, "module", teacher.model)
+    net = getattr(teacher.model, "module", teacher.model)
     weights = net.state_dict()
     casts = {name.removeprefix("net."): casts for name, casts in made.casts_of(".*").items()}
     twin = Net().net
@@ -117,12 +113,12 @@ def test_a_copy_made_in_training_scales_by_its_own_amaxes(
     assert not torch.equal(net[0].weight, model.net[0].weight)
 
 
-def _current(casts: Any) -> Any:
+def _current(casts):
     return "fp8-current" if casts.is_delayed else casts
 
 
 @each("plugin", [delayed, lambda: FP8Precision("delayed", smooth_swiglu=None), lambda: FP4Precision("nvfp4")])
-def test_a_copy_of_what_was_trained_computes_as_it(plugin: Callable[[], LowBitPrecision]) -> None:
+def test_a_copy_of_what_was_trained_computes_as_it(plugin):
     """Once training is over: the same bits, whether it was copied, pickled or saved."""
     model = fit(plugin(), max_epochs=2).eval()
     torch.save(model.net, file := io.BytesIO())
@@ -134,11 +130,11 @@ def test_a_copy_of_what_was_trained_computes_as_it(plugin: Callable[[], LowBitPr
         assert torch.equal(copy.deepcopy(twin)(X), expected), "a copy of the copy"
 
 
-def test_a_copy_within_the_model_stays_a_copy_when_casts_change() -> None:
+def test_a_copy_within_the_model_stays_a_copy_when_casts_change():
     """Its amaxes are not in the checkpoint, where a run that has not made it yet would miss them."""
 
     class Within(Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        def on_train_batch_start(self, trainer, pl_module, *_):
             if trainer.global_step == 2:
                 pl_module.teacher = copy.deepcopy(pl_module.net)
             if trainer.global_step == 3:
@@ -149,20 +145,20 @@ def test_a_copy_within_the_model_stays_a_copy_when_casts_change() -> None:
     assert plugin.histories is not None
     layers = {key.partition("/")[0] for key in plugin.histories.state_dict()["amax_history"]}
     assert layers == {"net.2", "net.4"}
-    assert model.teacher[2].full_casts.is_delayed  # type: ignore[index, union-attr]
+    assert model.teacher[2].full_casts.is_delayed
 
 
 class Copies(Callback):
     """Copies and pickles the net within a training step, and notes what it computes then."""
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         self.pickled = pickle.dumps(pl_module.net)
         self.copied = copy.deepcopy(pl_module.net)
         with torch.no_grad():
             self.expected = pl_module.net(X)
 
 
-def test_what_is_saved_in_training_computes_as_at_that_moment() -> None:
+def test_what_is_saved_in_training_computes_as_at_that_moment():
     copies = Copies()
     fit(delayed(), copies, max_epochs=1)
     saved = pickle.loads(copies.pickled)
@@ -172,7 +168,7 @@ def test_what_is_saved_in_training_computes_as_at_that_moment() -> None:
     )
 
 
-def test_training_a_copy_is_said() -> None:
+def test_training_a_copy_is_said():
     copies = Copies()
     for plugin, is_delayed in ((delayed(), True), (FP4Precision(compute_dtype="fp32"), False)):
         fit(plugin, copies, max_epochs=1)
@@ -197,7 +193,7 @@ def test_training_a_copy_is_said() -> None:
 
 
 @each("duplicate", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-def test_keys_and_histories_that_are_copied_with_their_model_stay_connected(duplicate: Callable[[Any], Any]) -> None:
+def test_keys_and_histories_that_are_copied_with_their_model_stay_connected(duplicate):
     model = convert(Net().net, "fp8-delayed")
     whole = model, LayerKeys(model, 1), AmaxHistories(model)
     outcomes = []
@@ -217,7 +213,7 @@ EMA = pytorch.callbacks.EMAWeightAveraging
 class Moving(Callback):
     """Moves the weights by much, back and forth, so that their averages have other amaxes than their last steps."""
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, pl_module, *_):
         with torch.no_grad():
             for layer in pl_module.net[::2]:
                 layer.weight.mul_(0.25 if trainer.global_step == 40 else 1.0)
@@ -227,7 +223,7 @@ class Moving(Callback):
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback, but saving a checkpoint outside")
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
 @each("callback", [lambda: EMA(decay=0.98), lambda: pytorch.callbacks.StochasticWeightAveraging(1e-3, 2)])
-def test_averages_of_weights_are_evaluated_by_their_own_amaxes(callback: Callable[[], Callback], tmp_path: Any) -> None:
+def test_averages_of_weights_are_evaluated_by_their_own_amaxes(callback, tmp_path):
     """While they are in the model, afterwards, and from a checkpoint: the histories are of other weights."""
     loader = DataLoader(DATA, batch_size=64)
     model = Net()
@@ -245,7 +241,7 @@ def test_averages_of_weights_are_evaluated_by_their_own_amaxes(callback: Callabl
 
 
 @each("make", [lambda: FP4Precision("nvfp4"), lambda: FP8Precision("delayed")])
-def test_a_frozen_copy_passes_gradients_on_without_a_word(make: Callable[[], LowBitPrecision]) -> None:
+def test_a_frozen_copy_passes_gradients_on_without_a_word(make):
     """As a critic or a loss does; warnings are errors here."""
     net = Net()
     loader = DataLoader(DATA, batch_size=16)

@@ -3,21 +3,21 @@
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit.nn.conversion.convert import plan
 from lightning_lowbit.precision.layers import RunLayers
 from tests.tables import each
 
 
-def converted(preset: str, model: nn.Module) -> RunLayers:
+def converted(preset, model):
     layers = RunLayers(seed=3)
     layers.expect(model)
     layers.convert(model, plan(model, preset), torch.float32)
     return layers
 
 
-def step(layers: RunLayers, model: nn.Module, x: Tensor) -> list[Tensor]:
+def step(layers, model, x):
     model.zero_grad()
     with layers.forward_context(torch.float32):
         layers.record(True)
@@ -28,7 +28,7 @@ def step(layers: RunLayers, model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @each("preset", ["nvfp4", "fp8-delayed"])
-def test_a_loaded_state_goes_on_to_the_bit(preset: str) -> None:
+def test_a_loaded_state_goes_on_to_the_bit(preset):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)), torch.randn(16, 32)
     other = copy.deepcopy(model)

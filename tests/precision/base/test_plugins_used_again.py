@@ -1,13 +1,10 @@
 """One plugin in several Trainers, as in cross-validation: it has the state of one run."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
-from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision
-from tests.lightning_imports import Callback, MisconfigurationException, Trainer, quiet_trainer
+from lightning_lowbit import FP4Precision, FP8Precision
+from tests.lightning_imports import Callback, MisconfigurationException, quiet_trainer
 from tests.precision.regression_model import Regression, flat
 from tests.tables import each
 
@@ -17,24 +14,24 @@ LOST = "This plugin has been used with another model since it trained this one"
 class Change(Callback):
     """Changes the state of the plugin in the second step."""
 
-    def __init__(self, change: Callable[[LowBitPrecision], object]) -> None:
+    def __init__(self, change):
         self.change = change
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         if trainer.global_step == 1:
             self.change(trainer.precision_plugin)
 
 
-def fp4() -> LowBitPrecision:
+def fp4():
     return FP4Precision("nvfp4", compute_dtype="fp32")
 
 
-def fp8() -> LowBitPrecision:
+def fp8():
     return FP8Precision(history=4, compute_dtype="fp32")
 
 
 # The plugin, and what changes it. Its state matters in evaluation, but for those named.
-STATES: dict[str, tuple[Callable[[], LowBitPrecision], Callable[[LowBitPrecision], object]]] = {
+STATES = {
     "hp-forward": (fp4, lambda plugin: plugin.set_phase("hp-forward")),
     "bf16": (fp4, lambda plugin: plugin.set_phase("bf16")),
     "qaf": (fp4, lambda plugin: plugin.set_phase("qaf")),
@@ -53,32 +50,32 @@ some_states = pytest.mark.parametrize("state", CASES)
 class Folds:
     """Trainers with one plugin each, or one for all, and their models."""
 
-    def __init__(self, state: str, one_plugin: bool = True) -> None:
+    def __init__(self, state, one_plugin=True):
         make, change = STATES[state]
         plugins = [make()] * 3 if one_plugin else [make() for _ in range(3)]
-        self.trainers: list[Trainer] = [
+        self.trainers = [
             quiet_trainer(plugin, callbacks=[Change(change)], max_steps=3, limit_val_batches=2, limit_test_batches=2)
             for plugin in plugins
         ]
         self.models = [model(seed) for seed in range(3)]
 
-    def fit(self, fold: int, **kwargs: Any) -> None:
+    def fit(self, fold, **kwargs):
         self.trainers[fold].fit(self.models[fold], **kwargs)
 
-    def loss(self, fold: int, by: int | None = None, **kwargs: Any) -> float:
+    def loss(self, fold, by=None, **kwargs):
         trainer, one = self.trainers[fold if by is None else by], self.models[fold]
         one.val_losses.clear()
         trainer.validate(one, verbose=False, **kwargs)
         return float(torch.stack(one.val_losses).sum())
 
 
-def model(seed: int) -> Regression:
+def model(seed):
     torch.manual_seed(seed)
     return Regression()
 
 
 @some_states
-def test_training_and_evaluating_fold_after_fold_is_as_with_plugins_of_their_own(state: str) -> None:
+def test_training_and_evaluating_fold_after_fold_is_as_with_plugins_of_their_own(state):
     outcomes = []
     for one_plugin in (True, False):
         folds, losses = Folds(state, one_plugin), []
@@ -93,7 +90,7 @@ def test_training_and_evaluating_fold_after_fold_is_as_with_plugins_of_their_own
     assert all(torch.equal(*pair) for pair in zip(outcomes[0][1], outcomes[1][1], strict=True))
 
 
-def test_a_run_without_such_a_state_is_evaluated_after_others() -> None:
+def test_a_run_without_such_a_state_is_evaluated_after_others():
     folds = Folds("plain")
     for fold in range(3):
         folds.fit(fold)
@@ -106,7 +103,7 @@ def test_a_run_without_such_a_state_is_evaluated_after_others() -> None:
 
 @pytest.mark.parametrize("state", CASES[:-1])  # of the plain one nothing is gone
 @each("between", ["fit", "validate", "fit and validate"])
-def test_a_run_whose_state_is_gone_is_an_error(state: str, between: str) -> None:
+def test_a_run_whose_state_is_gone_is_an_error(state, between):
     folds = Folds(state)
     folds.fit(0)
     folds.trainers[0].save_checkpoint("0.ckpt")
@@ -127,7 +124,7 @@ def test_a_run_whose_state_is_gone_is_an_error(state: str, between: str) -> None
 
 
 @some_states
-def test_another_trainer_evaluates_a_model_with_the_state_of_its_run(state: str) -> None:
+def test_another_trainer_evaluates_a_model_with_the_state_of_its_run(state):
     """And the run may go on."""
     folds, whole = Folds(state), Folds(state)
     for one in (folds, whole):
@@ -143,13 +140,13 @@ def test_another_trainer_evaluates_a_model_with_the_state_of_its_run(state: str)
         one.trainers[0].fit_loop.epoch_loop.max_steps = 5
         one.fit(0)
     assert torch.equal(flat(folds.models[0]), flat(whole.models[0])), "the run did not go on with its state"
-    assert folds.trainers[0].precision_plugin.step == 5  # type: ignore[attr-defined]
+    assert folds.trainers[0].precision_plugin.step == 5
     folds.fit(1)  # and another one begins
-    assert folds.trainers[1].precision_plugin.step == 3  # type: ignore[attr-defined]
+    assert folds.trainers[1].precision_plugin.step == 3
 
 
 @some_states
-def test_two_models_in_one_trainer(state: str) -> None:
+def test_two_models_in_one_trainer(state):
     """Phase, casts and λ are of the run, and histories of a model."""
     folds = Folds(state)
     folds.fit(0)
@@ -163,7 +160,7 @@ def test_two_models_in_one_trainer(state: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_a_trainer_resumes_its_run_from_a_checkpoint() -> None:
+def test_a_trainer_resumes_its_run_from_a_checkpoint():
     folds, fresh = Folds("casts"), Folds("casts")
     folds.fit(0)
     folds.trainers[0].save_checkpoint("0.ckpt")

@@ -4,16 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import (
-    FP4Precision,
-    GradientNoiseMonitor,
-    LowBitPrecision,
-    convert,
-)
+from lightning_lowbit import FP4Precision, GradientNoiseMonitor, LowBitPrecision, convert
 from lightning_lowbit.nn import set_phase
-from tests.lightning_imports import (
-    BoringModel,
-)
+from tests.lightning_imports import BoringModel
 from tests.precision.base.models import GAN, Recorder, Recurrent, quiet
 from tests.precision.regression_model import flat
 from tests.precision.regression_model import trainer as regression_trainer

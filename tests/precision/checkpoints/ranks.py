@@ -5,14 +5,11 @@ of the other rank in ``FOLDER/1.pt``; checkpoints after step ``HALF`` are ``FOLD
 """
 
 import sys
-from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -26,20 +23,12 @@ from lightning_lowbit import (
     FP8Precision,
     GradientNormMonitor,
     LowBitAdamW,
-    LowBitPrecision,
     PrecisionSwitch,
     StableSPAM,
 )
 from tests import ranks
 from tests.launch import take_part
-from tests.lightning_imports import (
-    NAME,
-    Callback,
-    DDPStrategy,
-    LightningModule,
-    ModelParallelStrategy,
-    Trainer,
-)
+from tests.lightning_imports import NAME, Callback, DDPStrategy, ModelParallelStrategy
 from tests.precision.regression_model import state
 from tests.ranks import RANKS, FSDPOnCPU
 
@@ -48,7 +37,7 @@ OVERFLOW = 1  # the step whose gradients are infinite in fp16, also where each i
 
 
 @contextmanager
-def _in_place(module: Any, world_size: int, rank0_only: bool = True) -> Generator[None, None, None]:
+def _in_place(module, world_size, rank0_only=True):
     """Lightning's context, without offloading, which copies nothing on the CPU: FSDP1 of torch 2.13 then frees the
     weights that it returns, and returns the last one of an optimizer's states for all of them."""
     weights = FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only)
@@ -58,7 +47,7 @@ def _in_place(module: Any, world_size: int, rank0_only: bool = True) -> Generato
 
 
 # By name: what a Trainer is given, and how the model cuts its parameters.
-STRATEGIES: dict[str, tuple[Callable[[], Any], str]] = {
+STRATEGIES = {
     "one": (lambda: "auto", ""),
     "ddp": (DDPStrategy, ""),
     "fsdp1 file": (lambda: FSDPOnCPU(state_dict_type="full"), ""),
@@ -70,7 +59,7 @@ STRATEGIES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 ALONE = ("one", "fsdp2, one rank")  # what one process does
 
-KINDS: dict[str, tuple[Callable[[], LowBitPrecision], Callable[[Any], torch.optim.Optimizer]]] = {
+KINDS = {
     "fp8": (
         lambda: FP8Precision("delayed", history=3, compute_dtype="fp32"),
         lambda p: StableSPAM(p, lr=1e-2, reset_interval=3, weight_decay=0.1),
@@ -94,22 +83,22 @@ class Regression(ranks.Regression):
 
     shape = (8, 16, 4)
 
-    def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer], cut: str = "") -> None:
+    def __init__(self, optimizer, cut=""):
         super().__init__(shard=cut == "fsdp2")
         self.optimizer, self.tensor_parallel = optimizer, cut == "tensor parallel"
-        self.losses: dict[int, float] = {}
+        self.losses = {}
 
-    def build(self) -> None:
+    def build(self):
         self.body = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         super().configure_model()
         cut, self.tensor_parallel = self.tensor_parallel, False
         if cut:
-            mesh = self.device_mesh["tensor_parallel"]  # type: ignore[index]
+            mesh = self.device_mesh["tensor_parallel"]
             parallelize_module(self.body, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         accumulate = self.trainer.accumulate_grad_batches
         at_once = MICRO_BATCHES // accumulate
         place = self.trainer.global_step * MICRO_BATCHES + batch_idx % accumulate * at_once
@@ -121,35 +110,35 @@ class Regression(ranks.Regression):
         self.losses[place] = loss.item()
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer(self.trainer.model.parameters())  # type: ignore[union-attr]
+    def configure_optimizers(self):
+        return self.optimizer(self.trainer.model.parameters())
 
 
 class Keep(Callback):
     """Saves after step ``HALF``, and notes what plugin and monitor know then, or when a resumed training starts."""
 
-    def __init__(self, monitor: GradientNormMonitor, path: str | None) -> None:
+    def __init__(self, monitor, path):
         self.monitor, self.path = monitor, path
-        self.state: dict[str, Any] = {}
+        self.state = {}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer, pl_module):
         if trainer.global_step:
             self.note(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         if self.path and not self.state and trainer.global_step == HALF:
             trainer.save_checkpoint(self.path)
             self.note(trainer)
 
-    def note(self, trainer: Trainer) -> None:
+    def note(self, trainer):
         self.state = {"plugin": state(trainer.precision_plugin), "monitor": self.monitor.state_dict()}
 
 
-def path_of(writer: str, kind: str) -> str:
+def path_of(writer, kind):
     return f"{writer} {kind}.ckpt"
 
 
-def train(strategy: str, kind: str, ckpt_path: str | None = None) -> dict[str, Any]:
+def train(strategy, kind, ckpt_path=None):
     """A run that saves in the midst, or one that goes on from there: losses by micro-batch, weights, states."""
     plugin, optimizer = KINDS[kind]
     make, cut = STRATEGIES[strategy]
@@ -174,7 +163,7 @@ def train(strategy: str, kind: str, ckpt_path: str | None = None) -> dict[str, A
 
 
 # By what is trained and writer: who reads it. FSDP1 gives no rank whole rows, as moments in FP8 need them.
-READERS: dict[str, dict[str, tuple[str, ...]]] = {
+READERS = {
     "fp8": {
         "one": ("ddp", "fsdp1 file", "fsdp2 file"),
         "ddp": ("ddp", "fsdp2 file", "one"),
@@ -196,18 +185,18 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
 PAIRS = [(kind, writer, reader) for kind, of in READERS.items() for writer, readers in of.items() for reader in readers]
 
 
-def accumulates(strategy: str) -> bool:
+def accumulates(strategy):
     """Whether one process sees both micro-batches of a step, one after the other."""
     return strategy in (*ALONE, "tensor parallel")
 
 
-def resumed(kind: str, writer: str, reader: str) -> str:
+def resumed(kind, writer, reader):
     """The name of a run that goes on from the checkpoint of another one."""
     return f"{path_of(writer, kind)} {reader}"
 
 
-def work() -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def work():
+    results = {}
     for kind, writers in READERS.items():
         for writer in writers:
             if writer not in ALONE:

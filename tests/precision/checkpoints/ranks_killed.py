@@ -48,7 +48,7 @@ class Die(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(fate: str, folder: str) -> dict[str, Any]:
+def train(fate, folder):
     model, die = Regression(lambda p: StableSPAM(p, lr=1e-2, reset_interval=3), "fsdp2"), Die(fate)
     quiet_trainer(
         FP4Precision("nvfp4"),
@@ -62,7 +62,7 @@ def train(fate: str, folder: str) -> dict[str, Any]:
     return {"weights": model.weights, "came from": die.came_from}
 
 
-def main(rank: str, folder: str, fate: str) -> None:
+def main(rank, folder, fate):
     os.environ.update(LOCAL_RANK=rank, NODE_RANK="0", WORLD_SIZE=str(RANKS))
     torch.set_num_threads(1)
     os.chdir(folder)

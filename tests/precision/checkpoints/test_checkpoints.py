@@ -2,10 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import chdir, contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +38,7 @@ pytestmark = [
 
 
 @contextmanager
-def process_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def process_group(folder, monkeypatch):
     """Of this process alone."""
     with monkeypatch.context() as patch:
         for name, value in {"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "1"}.items():
@@ -54,9 +51,7 @@ def process_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
             dist.destroy_process_group()
 
 
-def in_this_process(
-    strategy: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, ckpt_path: str | None = None
-) -> dict[str, Any]:
+def in_this_process(strategy, kind, folder, monkeypatch, ckpt_path=None):
     with chdir(folder):
         if strategy == "one":
             return train(strategy, kind, ckpt_path)
@@ -65,12 +60,12 @@ def in_this_process(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, folder: Path) -> dict[str, dict[str, Any]]:
+def results(request, folder):
     """Of all runs, those of both ranks put together."""
     found = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -90,23 +85,23 @@ def results(request: pytest.FixtureRequest, folder: Path) -> dict[str, dict[str,
     return found
 
 
-def assert_equal(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
+def assert_equal(found, wanted, tolerance=0.0):
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
-def plain(state: Any) -> Any:
+def plain(state):
     """With lists for tensors."""
     if isinstance(state, dict):
         return {key: plain(value) for key, value in state.items()}
     return state.tolist() if isinstance(state, torch.Tensor) else state
 
 
-def from_half(losses: dict[int, float]) -> dict[int, float]:
+def from_half(losses):
     return {place: loss for place, loss in sorted(losses.items()) if place >= HALF * MICRO_BATCHES}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_strategies_train_the_same(results: dict[str, dict[str, Any]], kind: str) -> None:
+def test_all_strategies_train_the_same(results, kind):
     one = results[path_of("one", kind)]
     for writer in checkpoints.READERS[kind]:
         run = results[path_of(writer, kind)]
@@ -114,7 +109,7 @@ def test_all_strategies_train_the_same(results: dict[str, dict[str, Any]], kind:
         assert_equal(dict(sorted(run["losses"].items())), one["losses"], 1e-5)
 
 
-def test_what_is_saved_is_not_what_a_run_starts_with(results: dict[str, dict[str, Any]]) -> None:
+def test_what_is_saved_is_not_what_a_run_starts_with(results):
     """Or else nothing would be shown."""
     fp8, fp16 = (results[path_of("ddp", kind)]["state"] for kind in ("fp8", "fp16"))
     assert fp8["plugin"]["step"] == HALF and fp8["plugin"]["amax_history"]
@@ -138,9 +133,7 @@ def test_what_is_saved_is_not_what_a_run_starts_with(results: dict[str, dict[str
     "fp16: fsdp2 file, one",
 )
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{}: {}, {}".format(*pair))
-def test_resumed_run_is_the_uninterrupted_one(
-    results: dict[str, dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str, str]
-) -> None:
+def test_resumed_run_is_the_uninterrupted_one(results, folder, monkeypatch, pair):
     kind, writer, reader = pair
     path, whole = path_of(writer, kind), results[path_of(writer, kind)]
     if reader in checkpoints.ALONE:
@@ -162,9 +155,7 @@ def test_resumed_run_is_the_uninterrupted_one(
 @pytest.mark.parametrize(
     ("kind", "writer"), [("fp8", "fsdp2"), ("fp8", "tensor parallel"), ("fp8", "fsdp1"), ("fp16", "fsdp2")]
 )
-def test_shards_become_a_file_for_one_device(
-    results: dict[str, dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, writer: str
-) -> None:
+def test_shards_become_a_file_for_one_device(results, folder, monkeypatch, kind, writer):
     path, whole = path_of(writer, kind), results[path_of(writer, kind)]
     checkpoint = _load_distributed_checkpoint(folder / path)
     if "model" not in checkpoint:  # Lightning 2.6.6's own command knows the names of FSDP1 alone
@@ -176,7 +167,7 @@ def test_shards_become_a_file_for_one_device(
 
 
 @pytest.mark.parametrize("writer", ["fsdp1", "fsdp1 file", "fsdp2", "fsdp2 file", "tensor parallel"])
-def test_shards_are_restored_without_a_trainer(results: dict[str, dict[str, Any]], folder: Path, writer: str) -> None:
+def test_shards_are_restored_without_a_trainer(results, folder, writer):
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     one, found = (restore(checkpoints.Regression(torch.optim.SGD), folder / path_of(w, "fp8")) for w in ("one", writer))
     assert_equal(found.state_dict(), one.state_dict(), 1e-5)
@@ -187,14 +178,14 @@ def test_shards_are_restored_without_a_trainer(results: dict[str, dict[str, Any]
 # --- a killed process ---
 
 
-def meet(folder: Path, fate: str) -> list[tuple[int, float]]:
+def meet(folder, fate):
     """How both processes ended, and when: seconds since the first one did."""
     logs = [folder / f"{fate} {rank}.log" for rank in range(RANKS)]
     processes = [
         start(log, "tests.precision.checkpoints.ranks_killed", str(rank), str(folder), fate)
         for rank, log in enumerate(logs)
     ]
-    ended: dict[int, float] = {}
+    ended = {}
     try:
         limit = time.monotonic() + LIMIT
         while len(ended) < RANKS and time.monotonic() < limit:
@@ -211,7 +202,7 @@ def meet(folder: Path, fate: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_killed_runs_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_killed_runs_go_on_as_if_nothing_had_happened(tmp_path):
     """Rank 1 is killed in a step, and then, when both have come back, while it saves."""
     for fate in ranks_killed.DIES:
         (first, seconds), (second, _) = meet(tmp_path, fate)

@@ -1,8 +1,5 @@
 """Checkpoints that hold something else than they should: what is refused names the entry, and what to do."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -37,19 +34,19 @@ STATE = {"step": 3, "micro_batch": 1, "seed": 0, "phase": "fqt"}
         ({"trained": 1}, "trained = 1, which should be"),
     ],
 )
-def test_a_wrong_entry_is_named(changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_entry_is_named(changes, message):
     assert state_of({"lightning_lowbit": STATE}) == STATE
     with pytest.raises(ValueError, match=message):
         state_of({"lightning_lowbit": {**STATE, **changes}})
 
 
 @pytest.mark.parametrize("name", STATE)
-def test_a_missing_entry_is_named(name: str) -> None:
+def test_a_missing_entry_is_named(name):
     with pytest.raises(ValueError, match=f"lacks the entry {name}, .*: it was damaged, or written by another version"):
         state_of({"lightning_lowbit": {key: value for key, value in STATE.items() if key != name}})
 
 
-def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_checkpoints_are_refused(tmp_path):
     file, folder = tmp_path / "a.ckpt", tmp_path / "folder"
     with pytest.raises(FileNotFoundError, match="a.ckpt does not exist"):
         load_checkpoint(file)
@@ -63,13 +60,13 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a.ckpt cannot be loaded .*damaged, or no checkpoint: give another"):
         load_checkpoint(file)
     with pytest.raises(ValueError, match="A checkpoint is a path, or what torch.load returned; got None"):
-        load_checkpoint(None)  # type: ignore[arg-type]
+        load_checkpoint(None)
     folder.mkdir()
     with pytest.raises(ValueError, match="folder is no checkpoint: a folder with one has a file"):
         load_checkpoint(folder)
 
 
-def test_weights_of_another_model_are_refused() -> None:
+def test_weights_of_another_model_are_refused():
     model = nn.Linear(4, 2)
     with pytest.raises(ValueError, match=r"no weights \(no state_dict\)"):
         load_weights(model, {})

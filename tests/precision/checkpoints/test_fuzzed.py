@@ -4,13 +4,11 @@ import copy
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_lowbit import LowBitPrecision, restore
 from tests.precision.checkpoints.test_restore import BATCH, PLUGINS, Module, in_the_midst, train
@@ -21,7 +19,7 @@ WRONG = [None, True, -1, 0, 2**70, 1.5, float("nan"), "", "fqt", "nvfp4", [], [1
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory):
     """A checkpoint of each kind, of weights and what the plugin tells alone."""
     paths = {}
     for kind in KINDS:
@@ -33,7 +31,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-def edit(value: Any, draw: random.Random) -> Any:
+def edit(value, draw):
     """A value with one entry somewhere changed, removed, renamed or added."""
     if isinstance(value, Mapping) and value and draw.random() < 0.95:
         key = draw.choice(sorted(value, key=str))
@@ -43,7 +41,7 @@ def edit(value: Any, draw: random.Random) -> Any:
             return others
         return {**others, f"{key}x": value[key]} if chance < 0.15 else {**value, key: edit(value[key], draw)}
     if isinstance(value, Tensor) and draw.random() < 0.8:
-        changes: list[Callable[[Tensor], Tensor]] = [
+        changes = [
             lambda t: t[:-1] if t.dim() else t,
             lambda t: torch.cat([t, t]) if t.dim() else t[None],
             lambda t: t.t() if t.dim() == 2 else t[None],
@@ -60,7 +58,7 @@ def edit(value: Any, draw: random.Random) -> Any:
 
 
 @torch.no_grad()
-def outcome(path: Path) -> str:
+def outcome(path):
     """Restores a file twice, and says what came of it."""
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # entries that contradict each other are said
         try:
@@ -74,7 +72,7 @@ def outcome(path: Path) -> str:
     return "restored"
 
 
-def outcomes(count: int, seed: int, checkpoints: dict[str, Path], folder: Path) -> Counter[str]:
+def outcomes(count, seed, checkpoints, folder):
     draw, counts, path = random.Random(seed), Counter[str](), folder / "damaged.ckpt"
     whole = {kind: torch.load(file, weights_only=True) for kind, file in checkpoints.items()}
     for number in range(count):
@@ -92,13 +90,13 @@ def outcomes(count: int, seed: int, checkpoints: dict[str, Path], folder: Path) 
     return counts
 
 
-def test_a_changed_entry_is_refused_or_restored(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_changed_entry_is_refused_or_restored(checkpoints, tmp_path):
     counts = outcomes(60, 0, checkpoints, tmp_path)
     assert min(counts["error"], counts["restored"]) >= 5, counts
 
 
 @pytest.mark.slow
-def test_any_changed_entry_is_refused_or_restored(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_any_changed_entry_is_refused_or_restored(checkpoints, tmp_path):
     outcomes(2000, 1, checkpoints, tmp_path)
 
 
@@ -114,17 +112,15 @@ def test_any_changed_entry_is_refused_or_restored(checkpoints: dict[str, Path], 
         (lambda t: t.to_sparse(), "sparse"),
     ],
 )
-def test_a_weight_that_is_not_the_models_is_named(
-    change: Callable[[Tensor], Any], message: str, checkpoints: dict[str, Path]
-) -> None:
+def test_a_weight_that_is_not_the_models_is_named(change, message, checkpoints):
     loaded = torch.load(checkpoints["nvfp4"], weights_only=True)
     loaded["state_dict"]["net.head.weight"] = change(loaded["state_dict"]["net.head.weight"])
     with pytest.raises(ValueError, match=f"another net.head.weight than the model: .*{message}"):
         restore(Module(), loaded)
 
 
-def test_weights_of_another_dtype_are_restored_into_a_model_that_has_it(checkpoints: dict[str, Path]) -> None:
+def test_weights_of_another_dtype_are_restored_into_a_model_that_has_it(checkpoints):
     loaded = torch.load(checkpoints["shared"], weights_only=True)
     loaded["state_dict"] = {name: tensor.double() for name, tensor in loaded["state_dict"].items()}
-    model: nn.Module = restore(Module().double(), loaded)
+    model = restore(Module().double(), loaded)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}

@@ -3,13 +3,11 @@
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import (
@@ -23,12 +21,12 @@ from lightning_lowbit import (
     restore,
 )
 from lightning_lowbit.nn import QuantizedLayer
-from tests.lightning_imports import LightningModule, Trainer, quiet_trainer
+from tests.lightning_imports import LightningModule, quiet_trainer
 
 Plugin = Callable[[], LowBitPrecision]
 
 # The casts that lose most without their plugin, and one each of what a checkpoint has to remember beside casts.
-PLUGINS: dict[str, Plugin] = {
+PLUGINS = {
     "ternary": lambda: TernaryPrecision(skip=["head"]),
     "int2": lambda: IntegerPrecision(2, 8, group=32),
     "int4, fp16 scales": lambda: IntegerPrecision(4, 8, group=32, scale_format="fp16"),
@@ -40,56 +38,56 @@ PLUGINS: dict[str, Plugin] = {
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
         self.head = nn.Linear(32, 32)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.down_proj(self.up_proj(x) * F.silu(self.gate_proj(x))))
 
 
 class Module(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = Net()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.net(x)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return (self(batch).float() - batch.flip(1)).square().mean()
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.training_step(batch, batch_idx))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), 3e-3)
 
 
 BATCH = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 
 
-def loader() -> DataLoader:
+def loader():
     return DataLoader([BATCH], batch_size=None)
 
 
-def trainer(*plugins: LowBitPrecision, **kwargs: Any) -> Trainer:
+def trainer(*plugins, **kwargs):
     return quiet_trainer(*plugins, **{"max_epochs": 4, "limit_val_batches": 1} | kwargs)
 
 
-def validate(*plugins: LowBitPrecision, model: LightningModule | None = None, ckpt_path: Any = None) -> float:
+def validate(*plugins, model=None, ckpt_path=None):
     run = trainer(*plugins)
     return run.validate(model or Module(), loader(), ckpt_path=ckpt_path, verbose=False)[0]["val_loss"]
 
 
-def loss_of(model: nn.Module) -> float:
+def loss_of(model):
     with torch.no_grad():
         return float((model(BATCH).float() - BATCH.flip(1)).square().mean())
 
 
-def train(plugin: LowBitPrecision, path: Path, change: Callable[[LowBitPrecision], None] | None = None) -> float:
+def train(plugin, path, change=None):
     """Trains a little, leaves a checkpoint, and returns the validation loss."""
     run, model = trainer(plugin), Module()
     run.fit(model, loader(), loader())
@@ -100,7 +98,7 @@ def train(plugin: LowBitPrecision, path: Path, change: Callable[[LowBitPrecision
     return run.validate(model, loader(), verbose=False)[0]["val_loss"]
 
 
-def in_the_midst(plugin: LowBitPrecision) -> None:
+def in_the_midst(plugin):
     """What a run changes: the phase, λ, and the casts of a layer."""
     plugin.set_casts({"up_proj": "mxfp4"})
     plugin.set_phase("qaf")
@@ -109,7 +107,7 @@ def in_the_midst(plugin: LowBitPrecision) -> None:
 
 @pytest.mark.fast("nvfp4", "fp8-delayed")
 @pytest.mark.parametrize("name", PLUGINS)
-def test_loss_of_training_is_that_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+def test_loss_of_training_is_that_of_the_checkpoint(name, tmp_path):
     path = tmp_path / "last.ckpt"
     expected = train(PLUGINS[name](), path)
     loaded = Module.load_from_checkpoint(path, weights_only=True)
@@ -129,7 +127,7 @@ def test_loss_of_training_is_that_of_the_checkpoint(name: str, tmp_path: Path) -
     assert abs(without - expected) > 1e-5, "or else nothing is shown"
 
 
-def test_phase_annealing_and_changed_casts_are_restored(tmp_path: Path) -> None:
+def test_phase_annealing_and_changed_casts_are_restored(tmp_path):
     path = tmp_path / "last.ckpt"
     expected = train(FP4Precision("nvfp4"), path, in_the_midst)
     model = restore(Module(), path)
@@ -142,8 +140,8 @@ def test_phase_annealing_and_changed_casts_are_restored(tmp_path: Path) -> None:
     assert plugin.casts_of("up_proj")["net.up_proj"] == LinearCasts.preset("nvfp4"), "what the run started with"
 
 
-def test_resumed_with_the_plugin_of_the_checkpoint_a_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    def fit(plugin: LowBitPrecision, epochs: int, ckpt_path: Path | None = None) -> tuple[Trainer, Tensor]:
+def test_resumed_with_the_plugin_of_the_checkpoint_a_run_is_the_uninterrupted_one(tmp_path):
+    def fit(plugin, epochs, ckpt_path=None):
         run, model = trainer(plugin, max_epochs=epochs, limit_val_batches=0), Module()
         run.fit(model, loader(), loader(), ckpt_path=ckpt_path)
         return run, torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -156,7 +154,7 @@ def test_resumed_with_the_plugin_of_the_checkpoint_a_run_is_the_uninterrupted_on
     assert torch.equal(resumed, whole)
 
 
-def test_evaluating_with_other_casts_is_an_error_that_names_both_and_the_remedies(tmp_path: Path) -> None:
+def test_evaluating_with_other_casts_is_an_error_that_names_both_and_the_remedies(tmp_path):
     path = tmp_path / "last.ckpt"
     train(TernaryPrecision(skip=["head"], compute_dtype="bf16"), path)
     with pytest.raises(ValueError, match="trained otherwise") as error:
@@ -178,21 +176,21 @@ def test_evaluating_with_other_casts_is_an_error_that_names_both_and_the_remedie
         validate(FP4Precision("nvfp4"), model=restore(Module(), path))
 
 
-def test_layers_that_share_an_amax_are_part_of_what_was_trained(tmp_path: Path) -> None:
+def test_layers_that_share_an_amax_are_part_of_what_was_trained(tmp_path):
     path = tmp_path / "last.ckpt"
     train(PLUGINS["shared"](), path)
     with pytest.raises(ValueError, match="net.gate_proj, net.up_proj: share an amax in the checkpoint only"):
         validate(FP8Precision("current", compute_dtype="fp32"), ckpt_path=path)
 
 
-def test_other_casts_can_be_evaluated_on_purpose(tmp_path: Path) -> None:
+def test_other_casts_can_be_evaluated_on_purpose(tmp_path):
     path = tmp_path / "last.ckpt"
     trained = train(PLUGINS["ternary"](), path)
     with_others = validate(FP4Precision("nvfp4", casts_of_checkpoint=False), ckpt_path=path)
     assert abs(with_others - trained) > 1e-3
 
 
-def test_training_on_with_other_casts_says_once_what_differs(tmp_path: Path) -> None:
+def test_training_on_with_other_casts_says_once_what_differs(tmp_path):
     train(PLUGINS["int2"](), path := tmp_path / "last.ckpt")
     run = trainer(IntegerPrecision(4, 8, group=32), max_epochs=6)
     with pytest.warns(UserWarning, match="trained otherwise than this plugin computes") as warned:
@@ -203,7 +201,7 @@ def test_training_on_with_other_casts_says_once_what_differs(tmp_path: Path) -> 
     assert run.global_step == 6
 
 
-def test_a_checkpoint_without_casts_loads_with_a_warning_that_says_so(tmp_path: Path) -> None:
+def test_a_checkpoint_without_casts_loads_with_a_warning_that_says_so(tmp_path):
     expected = train(PLUGINS["ternary"](), path := tmp_path / "last.ckpt")
     old = torch.load(path, weights_only=True)
     del old["lightning_lowbit"]["trained"]
@@ -218,14 +216,14 @@ def test_a_checkpoint_without_casts_loads_with_a_warning_that_says_so(tmp_path: 
         restore(Module(), old)
 
 
-def test_what_a_plugin_of_a_checkpoint_computes_cannot_be_changed_by_arguments(tmp_path: Path) -> None:
+def test_what_a_plugin_of_a_checkpoint_computes_cannot_be_changed_by_arguments(tmp_path):
     train(PLUGINS["nvfp4"](), path := tmp_path / "last.ckpt")
     assert LowBitPrecision.from_checkpoint(path, exact=True, seed=7).exact
     with pytest.raises(ValueError, match=r"Unknown argument of from_checkpoint.*'compute_dtype'"):
         LowBitPrecision.from_checkpoint(path, compute_dtype="fp32")
 
 
-def test_restoring_another_model_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
+def test_restoring_another_model_is_an_error_that_says_what_is_missing(tmp_path):
     train(PLUGINS["nvfp4"](), path := tmp_path / "last.ckpt")
     with pytest.raises(ValueError, match=r"4 layers that Net does not have, e.g. net.gate_proj"):
         restore(Net(), path)
@@ -238,7 +236,7 @@ def test_restoring_another_model_is_an_error_that_says_what_is_missing(tmp_path:
         restore(Module(), tmp_path)
 
 
-def test_codes_for_a_model_with_matrices_are_an_error_that_says_how_to_build_it(tmp_path: Path) -> None:
+def test_codes_for_a_model_with_matrices_are_an_error_that_says_how_to_build_it(tmp_path):
     packed = Module()
     pack_frozen(packed.net.head.requires_grad_(False), "nvfp4")
     run = trainer(FP4Precision("nvfp4"), max_epochs=1)
@@ -248,7 +246,7 @@ def test_codes_for_a_model_with_matrices_are_an_error_that_says_how_to_build_it(
         restore(Module(), tmp_path / "last.ckpt")
 
 
-def test_a_restored_model_does_not_train(tmp_path: Path) -> None:
+def test_a_restored_model_does_not_train(tmp_path):
     train(PLUGINS["fp8-delayed"](), path := tmp_path / "last.ckpt")
     model = restore(Module(), path)
     assert not model.training
@@ -265,13 +263,13 @@ def test_a_restored_model_does_not_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_restored_model_compiles(tmp_path: Path) -> None:
+def test_a_restored_model_compiles(tmp_path):
     expected = train(PLUGINS["nvfp4"](), path := tmp_path / "last.ckpt")
     model = torch.compile(restore(Module(), path), backend="aot_eager")
     assert loss_of(model) == pytest.approx(expected, abs=1e-4)
 
 
-def test_six_casts_of_none_are_restored_as_plain_layers_under_autocast(tmp_path: Path) -> None:
+def test_six_casts_of_none_are_restored_as_plain_layers_under_autocast(tmp_path):
     expected = train(LowBitPrecision("bf16"), path := tmp_path / "last.ckpt")
     assert loss_of(restore(Module(), path)) == pytest.approx(expected, abs=1e-6)
 
@@ -279,7 +277,7 @@ def test_six_casts_of_none_are_restored_as_plain_layers_under_autocast(tmp_path:
 # --- damaged states ---
 
 
-def entries(state: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+def entries(state, path=()):
     """The place of every entry of a state."""
     found = [path] if path else []
     if isinstance(state, dict):
@@ -289,7 +287,7 @@ def entries(state: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.slow
-def test_a_damaged_state_is_refused_by_name_or_harmless(tmp_path: Path) -> None:
+def test_a_damaged_state_is_refused_by_name_or_harmless(tmp_path):
     plugin = FP8Precision("delayed", history=3, smooth_swiglu="channel", compute_dtype="fp16")
     run = trainer(plugin, max_epochs=2, limit_val_batches=0)
     run.fit(Module(), loader(), loader())
@@ -324,7 +322,7 @@ def test_a_damaged_state_is_refused_by_name_or_harmless(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whose", ["Trainer", "plugin"])
-def test_what_has_trained_can_be_pickled(whose: str, tmp_path: Path) -> None:
+def test_what_has_trained_can_be_pickled(whose, tmp_path):
     plugin = FP8Precision("delayed", history=3)
     run, model = trainer(plugin), Module()
     run.fit(model, loader(), loader())

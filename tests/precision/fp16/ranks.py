@@ -5,19 +5,17 @@
 What it saw and what came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from lightning_lowbit import (
     ConservativeGradScaler,
@@ -32,7 +30,7 @@ from lightning_lowbit import (
 from lightning_lowbit.distributed import local
 from lightning_lowbit.optim import connect
 from tests.launch import take_part
-from tests.lightning_imports import Callback, Strategy, Trainer
+from tests.lightning_imports import Callback
 from tests.optim import ranks_lightning
 from tests.precision import ranks_ddp
 from tests.ranks import RANKS, FSDPOnCPU, Regression, trainer
@@ -48,7 +46,7 @@ THRESHOLD, CLIP = 4.0, 0.125  # norms of gradients, above and below those of thi
 class Own(GradScaler):
     """A user's: knows nothing of ranks, and has a cap."""
 
-    def update(self, new_scale: float | Tensor | None = None) -> None:
+    def update(self, new_scale=None):
         super().update(new_scale)
         scale, _ = self._check_scale_growth_tracker("update")
         scale.clamp_(max=2.0**9)
@@ -57,7 +55,7 @@ class Own(GradScaler):
 class Collectives(ranks_ddp.Collectives):
     """Counts those of DTensors too, which they start once they have been taken apart."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented
         if function.namespace == "_c10d_functional" and "wait" not in function.overloadpacket.__name__:
@@ -70,13 +68,13 @@ class Counted(GradScaler):
 
     own = 0
 
-    def unscale_(self, optimizer: Optimizer) -> None:
+    def unscale_(self, optimizer):
         with Collectives() as seen:
             super().unscale_(optimizer)
         self.own += seen.counts.total()
 
 
-SCALERS: dict[str, Callable[[], GradScaler]] = {
+SCALERS = {
     "conservative": lambda: ConservativeGradScaler(device="cpu", cooldown=1, **SETTINGS),
     "patient": lambda: ConservativeGradScaler(device="cpu", hysteresis=2, **SETTINGS),
     "torch": lambda: GradScaler("cpu", **SETTINGS),
@@ -85,7 +83,7 @@ SCALERS: dict[str, Callable[[], GradScaler]] = {
     "sharded torch": lambda: ShardedGradScaler("cpu", **SETTINGS),
     "norm": lambda: GradientNormGradScaler(THRESHOLD, device="cpu", **SETTINGS),
 }
-PLUGINS: dict[str, Callable[[GradScaler], LowBitPrecision]] = {
+PLUGINS = {
     "bf16": lambda scaler: LowBitPrecision("bf16", compute_dtype="fp16", scaler=scaler),
     "fp8": lambda scaler: FP8Precision("delayed", compute_dtype="fp16", scaler=scaler),
 }
@@ -94,12 +92,12 @@ PLUGINS: dict[str, Callable[[GradScaler], LowBitPrecision]] = {
 class FSDPInFP16(FSDPOnCPU):
     """As Lightning's own does: gathers parameters, and sums gradients, in the dtype of the plugin."""
 
-    def _setup_model(self, model: Any) -> Any:
+    def _setup_model(self, model):
         self.kwargs["mixed_precision"] = self.mixed_precision_config
         return super()._setup_model(model)
 
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
+STRATEGIES = {
     **ranks_lightning.STRATEGIES,
     "fsdp1, sums in fp16": lambda: FSDPInFP16(state_dict_type="sharded"),
 }
@@ -119,7 +117,7 @@ PLAIN = {
 }
 
 
-def flat(module: nn.Module) -> Tensor:
+def flat(module):
     """All weights that are on this rank."""
     return torch.cat([local(p.detach()).flatten() for p in module.parameters()])
 
@@ -134,13 +132,11 @@ class Learner(Regression):
         shard: cuts the parameters for FSDP2.
     """
 
-    def __init__(
-        self, part: str = "all", outlier: bool = False, culprit: int | None = None, shard: bool = False
-    ) -> None:
+    def __init__(self, part="all", outlier=False, culprit=None, shard=False):
         super().__init__(shard)
         self.part, self.outlier, self.culprit = part, outlier, culprit
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         step = self.trainer.global_step
         half = batch_idx % RANKS if self.trainer.world_size == 1 else self.global_rank
         x, y = (tensor.chunk(RANKS)[half] for tensor in self.inputs(step, batch_idx))
@@ -148,17 +144,17 @@ class Learner(Regression):
             y = y * 2.0**20
         return F.mse_loss(self(x).float(), y)
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         if self.global_rank == self.culprit and self.trainer.global_step == BAD:
             self.gradients()[0].view(-1)[0] = torch.inf
 
-    def configure_optimizers(self) -> Optimizer:
+    def configure_optimizers(self):
         return SGD(self.trained(), RATE, MOMENTUM)
 
-    def trained(self) -> list[nn.Parameter]:
+    def trained(self):
         return list((self if self.part == "all" else self.body[2]).parameters())
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self):
         """What of them is here."""
         here = [local(p.grad) for p in self.trained() if p.grad is not None]
         return [gradient for gradient in here if gradient.numel()]
@@ -172,45 +168,36 @@ class Diary(Callback):
             ``factors``: what gradients are multiplied with besides being unscaled, if there are any on this rank.
     """
 
-    def __init__(self) -> None:
-        self.notes: dict[str, list[Any]] = {"scales": [], "skipped": [], "weights": [], "factors": []}
+    def __init__(self):
+        self.notes = {"scales": [], "skipped": [], "weights": [], "factors": []}
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer, pl_module):
         self._note_weights(trainer)
 
-    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_after_backward(self, trainer, pl_module):
         self._scaled = [gradient.clone() for gradient in pl_module.gradients()]
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
-        plugin: Any = trainer.precision_plugin
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        plugin = trainer.precision_plugin
         scale = plugin.scaler.get_scale()
         for before, after in zip(self._scaled[:1], pl_module.gradients()[:1], strict=True):
             place = before.abs().argmax()
             self.notes["factors"].append((after.view(-1)[place] * scale / before.view(-1)[place]).item())
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == len(self.notes["scales"]):  # in the middle of an accumulation
             return
-        plugin: Any = trainer.precision_plugin
+        plugin = trainer.precision_plugin
         self.notes["scales"].append(plugin.scaler.get_scale())
         self.notes["skipped"].append(int(plugin.skipped_steps))
         self._note_weights(trainer)
 
-    def _note_weights(self, trainer: Trainer) -> None:
-        root: Any = trainer.model
+    def _note_weights(self, trainer):
+        root = trainer.model
         self.notes["weights"].append(flat(root))
 
 
-def train(
-    plugin: LowBitPrecision,
-    strategy: str | None = None,
-    end: int = STEPS,
-    *,
-    save: str | None = None,
-    resume: str | None = None,
-    clip: float | None = None,
-    **kwargs: Any,
-) -> dict[str, Any]:
+def train(plugin, strategy=None, end=STEPS, *, save=None, resume=None, clip=None, **kwargs):
     """A run of all ranks, or, without a strategy, of one process that accumulates what they sum.
 
     Args:
@@ -238,7 +225,7 @@ def train(
     run.fit(model, ckpt_path=resume)
     if save is not None:
         run.save_checkpoint(save)
-    saved: dict[str, Any] = {}
+    saved = {}
     plugin.on_save_checkpoint(saved)
     return {
         **diary.notes,
@@ -249,16 +236,16 @@ def train(
     }
 
 
-def plugin(scaler: str, name: str = "bf16") -> LowBitPrecision:
+def plugin(scaler, name="bf16"):
     return PLUGINS[name](SCALERS[scaler]())
 
 
-def culprit(strategy: str, part: str) -> int:
+def culprit(strategy, part):
     """A rank that holds some of it: FSDP1 leaves the head to the second one, FSDP2 its only row to the first one."""
     return 0 if (strategy, part) == ("fsdp2", "head") else 1
 
 
-def collectives(strategy: str) -> dict[str, int]:
+def collectives(strategy):
     """How many a run has in float32, in fp16, and those of torch's unscaling in it."""
     scaler = Counted("cpu", **SETTINGS)
     counts = {}
@@ -271,7 +258,7 @@ def collectives(strategy: str) -> dict[str, int]:
     return {**counts, "unscaling": scaler.own}
 
 
-def plain(make: Callable[..., GradScaler]) -> dict[str, list[Any]]:
+def plain(make):
     """FSDP1 without Lightning."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -294,8 +281,8 @@ def plain(make: Callable[..., GradScaler]) -> dict[str, list[Any]]:
     return {"scales": scales, "weights": weights}
 
 
-def work() -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def work():
+    results = {}
     for strategy, scaler, part in PLANTED:
         result = train(plugin(scaler), strategy, part=part, culprit=culprit(strategy, part))
         results[f"planted: {strategy}, {scaler}, {part}"] = result

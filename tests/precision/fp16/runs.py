@@ -1,14 +1,11 @@
 """Models in fp16 whose gradients overflow or vanish, and runs of them."""
 
 import math
-from collections.abc import Callable, Collection
 from copy import deepcopy
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
 from lightning_lowbit import (
     ConservativeGradScaler,
@@ -19,26 +16,23 @@ from lightning_lowbit import (
     StaticGradScaler,
     TernaryPrecision,
 )
-from tests.lightning_imports import (
-    Callback,
-    LightningModule,
-)
+from tests.lightning_imports import Callback
 from tests.precision.regression_model import Regression, flat, state, trainer
 
 #: A scale that moves within a few steps; a power of two at any time, which changes no digit of a gradient.
-MOVING: dict[str, Any] = {"init_scale": 2.0**10, "growth_factor": 2.0, "growth_interval": 2}
+MOVING = {"init_scale": 2.0**10, "growth_factor": 2.0, "growth_interval": 2}
 
 
-def fp16(scaler: GradScaler | None = None, casts: Any = "bf16") -> LowBitPrecision:
+def fp16(scaler=None, casts="bf16"):
     """Only fp16: there are no casts."""
     return LowBitPrecision(casts, compute_dtype="fp16", scaler=scaler)
 
 
-def moving(**kwargs: Any) -> ConservativeGradScaler:
+def moving(**kwargs):
     return ConservativeGradScaler(device="cpu", **{**MOVING, **kwargs})
 
 
-def static(scale: float = 2.0**10) -> StaticGradScaler:
+def static(scale=2.0**10):
     return StaticGradScaler(scale, device="cpu")
 
 
@@ -52,22 +46,16 @@ class Overflowing(Regression):
         schedule: makes a schedule of the learning rate, which falls to a half each step.
     """
 
-    def __init__(
-        self,
-        at: Collection[int] = (),
-        by: str = "loss",
-        make: Callable[[Any], Optimizer] | None = None,
-        schedule: bool = False,
-    ) -> None:
+    def __init__(self, at=(), by="loss", make=None, schedule=False):
         super().__init__()
         self.at, self.by, self.make, self.schedule = at, by, make, schedule
 
-    def loss(self, seed: int, size: float) -> Tensor:
+    def loss(self, seed, size):
         if not self.training or seed % 8 or self.trainer.global_step not in self.at:
             return super().loss(seed, size)
         return super().loss(seed, 1e6) if self.by == "activations" else super().loss(seed, size) * math.inf
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = super().configure_optimizers() if self.make is None else self.make(self.parameters())
         if not self.schedule:
             return optimizer
@@ -87,25 +75,25 @@ class Steps(Callback):
         saved: what the plugin would put into a checkpoint, if it is one of this package.
     """
 
-    def __init__(self) -> None:
-        self.scalers: list[dict[str, Any]] = []
-        self.weights: list[Tensor] = []
-        self.optimizers: list[dict[str, Any]] = []
-        self.gradients: list[Tensor] = []
-        self.clipped: list[Tensor] = []
-        self.saved: list[dict[str, Any]] = []
+    def __init__(self):
+        self.scalers = []
+        self.weights = []
+        self.optimizers = []
+        self.gradients = []
+        self.clipped = []
+        self.saved = []
 
     @property
-    def scales(self) -> list[float]:
+    def scales(self):
         return [scaler["scale"] for scaler in self.scalers]
 
-    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer, pl_module):
         trainer.optimizers[0].register_step_pre_hook(lambda *_: self.clipped.append(gradients(pl_module)))
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.gradients.append(gradients(pl_module))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         if len(self.scalers) == trainer.global_step:  # in the midst of accumulation
             return
         self.weights.append(flat(pl_module))
@@ -116,12 +104,12 @@ class Steps(Callback):
             self.saved.append(state(plugin))
 
 
-def gradients(model: LightningModule) -> Tensor:
+def gradients(model):
     found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     return torch.cat(found).clone() if found else torch.zeros(0)
 
 
-def train(plugin: Any, model: Regression | None = None, steps: int = 8, **kwargs: Any) -> Steps:
+def train(plugin, model=None, steps=8, **kwargs):
     """One epoch of as many steps."""
     seen = Steps()
     batches = steps * kwargs.get("accumulate_grad_batches", 1)
@@ -131,7 +119,7 @@ def train(plugin: Any, model: Regression | None = None, steps: int = 8, **kwargs
     return seen
 
 
-def assert_same(found: Any, expected: Any, place: str = "it") -> None:
+def assert_same(found, expected, place="it"):
     """Equal to the bit, tensors within mappings and lists too."""
     if isinstance(expected, Tensor):
         assert torch.equal(found, expected), f"{place} differs"
@@ -147,7 +135,7 @@ def assert_same(found: Any, expected: Any, place: str = "it") -> None:
         assert found == expected, f"{place} is {found}, not {expected}"
 
 
-PRECISIONS: dict[str, Callable[..., LowBitPrecision]] = {
+PRECISIONS = {
     "LowBitPrecision": lambda **kwargs: LowBitPrecision("mxfp4", **kwargs),
     "FP4Precision": FP4Precision,
     "FP8Precision": FP8Precision,
@@ -162,13 +150,13 @@ PRECISIONS: dict[str, Callable[..., LowBitPrecision]] = {
 OVERFLOWS = (3, 5)
 
 
-SCALERS: dict[str, Callable[[], GradScaler]] = {
+SCALERS = {
     "conservative": lambda: moving(growth_interval=3, hysteresis=2, cooldown=1),
     "torch's": lambda: GradScaler("cpu", **MOVING),
 }
 
 
-def run(plugin: Any, steps: int, model: Regression | None = None, **kwargs: Any) -> Regression:
+def run(plugin, steps, model=None, **kwargs):
     """Trains in epochs of one step, and leaves a checkpoint."""
     model = model or Overflowing(OVERFLOWS)
     made = trainer(plugin, max_steps=steps, limit_train_batches=1)
@@ -177,5 +165,5 @@ def run(plugin: Any, steps: int, model: Regression | None = None, **kwargs: Any)
     return model
 
 
-def checkpoint() -> dict[str, Any]:
+def checkpoint():
     return torch.load("x.ckpt", weights_only=True)

@@ -1,24 +1,12 @@
 """Checkpoints of fp16 runs, delayed scaling, YAML."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import yaml
-from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from lightning_lowbit import (
-    ConservativeGradScaler,
-    FP8Precision,
-    LowBitPrecision,
-    StaticGradScaler,
-)
-from tests.lightning_imports import (
-    Callback,
-    from_yaml,
-)
+from lightning_lowbit import ConservativeGradScaler, FP8Precision, LowBitPrecision, StaticGradScaler
+from tests.lightning_imports import Callback, from_yaml
 from tests.precision.fp16.runs import (
     MOVING,
     OVERFLOWS,
@@ -38,8 +26,8 @@ from tests.precision.regression_model import Regression, flat, state, trainer
 @pytest.mark.fast("5-conservative", "4-torch's")
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("cut", [3, 4, 5, 6])  # just before an overflow, after it, and between two
-def test_a_resumed_run_equals_the_uninterrupted_one(cut: int, scaler: str) -> None:
-    def plugin() -> LowBitPrecision:
+def test_a_resumed_run_equals_the_uninterrupted_one(cut, scaler):
+    def plugin():
         return FP8Precision(history=3, compute_dtype="fp16", scaler=SCALERS[scaler]())
 
     whole = run(plugin(), 9)
@@ -55,7 +43,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(cut: int, scaler: str) -> No
     assert_same(checkpoint()["lightning_lowbit"], expected)
 
 
-def test_the_scale_of_a_checkpoint_matters() -> None:
+def test_the_scale_of_a_checkpoint_matters():
     """Else the test above would prove nothing."""
     run(fp16(SCALERS["conservative"]()), 4)
     found = checkpoint()["lightning_lowbit"]["scaler"]
@@ -65,7 +53,7 @@ def test_the_scale_of_a_checkpoint_matters() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
-def test_a_checkpoint_of_bf16_goes_on_in_fp16_and_back() -> None:
+def test_a_checkpoint_of_bf16_goes_on_in_fp16_and_back():
     run(LowBitPrecision("bf16"), 2)
     assert "scaler" not in checkpoint()["lightning_lowbit"]
     plugin = fp16(moving())
@@ -78,7 +66,7 @@ def test_a_checkpoint_of_bf16_goes_on_in_fp16_and_back() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
-def test_a_scale_is_that_of_another_class_within_the_bounds_of_this_one() -> None:
+def test_a_scale_is_that_of_another_class_within_the_bounds_of_this_one():
     run(fp16(GradScaler("cpu", **{**MOVING, "init_scale": 2.0**14})), 3, Regression())
     taken, bounded = moving(), moving(cap=2.0**12)
     run(fp16(taken), 3, Regression(), ckpt_path="x.ckpt")
@@ -90,16 +78,16 @@ def test_a_scale_is_that_of_another_class_within_the_bounds_of_this_one() -> Non
     assert back.get_scale() == 2.0**12
 
 
-def amaxes(saved: dict[str, Any], scale: float) -> dict[str, Tensor]:
+def amaxes(saved, scale):
     """Histories of the loss itself: those of output gradients hold that of the scaled one."""
     return {key: history / scale if key.endswith("_g") else history for key, history in saved["amax_history"].items()}
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_histories_of_gradients_follow_the_scale(algorithm: str) -> None:
+def test_histories_of_gradients_follow_the_scale(algorithm):
     """To the bit: a power of two moves no digit, of the histories nor of what is quantized with them."""
 
-    def plugin(scaler: GradScaler) -> LowBitPrecision:
+    def plugin(scaler):
         return FP8Precision(history=4, algorithm=algorithm, compute_dtype="fp16", scaler=scaler)
 
     fixed = train(plugin(static(2.0**10)), Overflowing((4,)))
@@ -125,23 +113,21 @@ def test_histories_of_gradients_follow_the_scale(algorithm: str) -> None:
     ids=["bf16 to fp16", "fp16 to bf16", "static", "above the cap"],
 )
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
-def test_histories_of_a_checkpoint_follow_the_scale(
-    first: Callable[[], GradScaler] | None, then: Callable[[], GradScaler] | None
-) -> None:
+def test_histories_of_a_checkpoint_follow_the_scale(first, then):
     """A run that goes on with another scale than the checkpoint's: gradients are of another size, amaxes too."""
 
-    def plugin(make: Callable[[], GradScaler] | None) -> LowBitPrecision:
+    def plugin(make):
         return FP8Precision(history=4, compute_dtype="fp16" if make else "bf16", scaler=make() if make else None)
 
-    def scale(plugin: LowBitPrecision) -> float:
+    def scale(plugin):
         return 1.0 if plugin.scaler is None else plugin.scaler.get_scale()
 
     class InStep(Callback):
-        def on_before_backward(self, trainer: Any, *args: Any) -> None:
+        def on_before_backward(self, trainer, *args):
             found.append(amaxes(state(after), scale(after)))
 
     before, after = plugin(first), plugin(then)
-    found: list[dict[str, Tensor]] = []
+    found = []
     run(before, 2, Regression())
     expected = amaxes(state(before), scale(before))
     trainer(after, max_steps=3, limit_train_batches=1, callbacks=[InStep()]).fit(Regression(), ckpt_path="x.ckpt")
@@ -152,7 +138,7 @@ def test_histories_of_a_checkpoint_follow_the_scale(
 class Doubling(GradScaler):
     """A user's own scaler."""
 
-    def __init__(self, interval: int = 7) -> None:
+    def __init__(self, interval=7):
         super().__init__("cpu", growth_interval=interval)
 
 
@@ -178,7 +164,7 @@ CONSERVATIVE = {"preset": "quantized-fine-tuning", "growth_factor": 2.0, "floor"
         ({"class_path": f"{__name__}.Doubling", "init_args": {"interval": 3}}, Doubling(3)),
     ],
 )
-def test_from_yaml(plugin: str, scaler: Any, expected: GradScaler) -> None:
+def test_from_yaml(plugin, scaler, expected):
     arguments = {"casts": "nvfp4", "compute_dtype": "fp16"} | ({} if scaler is None else {"scaler": scaler})
     plugins = {"class_path": f"lightning_lowbit.{plugin}", "init_args": arguments}
     result = from_yaml(yaml.safe_dump({"plugins": plugins})).precision_plugin.scaler

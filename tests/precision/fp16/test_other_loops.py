@@ -1,24 +1,13 @@
 """fp16 with other ways to train: manual optimization, several optimizers, closures."""
 
-from collections.abc import Callable, Collection
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
-from lightning_lowbit import (
-    FP4Precision,
-    FP8Precision,
-    LowBitPrecision,
-    StableSPAM,
-)
-from tests.lightning_imports import (
-    MisconfigurationException,
-    MixedPrecision,
-)
+from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision, StableSPAM
+from tests.lightning_imports import MisconfigurationException, MixedPrecision
 from tests.precision.base.models import GAN
 from tests.precision.fp16.runs import MOVING, Overflowing, assert_same, fp16, moving, static, train
 from tests.precision.regression_model import Regression, flat, state, trainer
@@ -27,11 +16,11 @@ from tests.precision.regression_model import Regression, flat, state, trainer
 class Absent(Regression):
     """Has no loss in some training steps."""
 
-    def __init__(self, *absent: int) -> None:
+    def __init__(self, *absent):
         super().__init__()
         self.absent = absent
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx in self.absent else loss
 
@@ -41,7 +30,7 @@ class Absent(Regression):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("make", [lambda: moving(), lambda: GradScaler("cpu", **MOVING)], ids=["conservative", "torch"])
 @pytest.mark.parametrize("absent", [(0,), (0, 1), (3,), (2, 3)], ids=str)
-def test_steps_without_a_loss(absent: tuple[int, ...], make: Callable[[], GradScaler], accumulate: int) -> None:
+def test_steps_without_a_loss(absent, make, accumulate):
     """As without a scale: the optimizer gets what the other micro-batches left, or nothing."""
     plugin = fp16(make())
     found = train(plugin, Absent(*absent), steps=4, accumulate_grad_batches=accumulate)
@@ -55,7 +44,7 @@ def test_steps_without_a_loss(absent: tuple[int, ...], make: Callable[[], GradSc
     assert any(moves[0])
 
 
-def test_manual_optimization_with_two_optimizers() -> None:
+def test_manual_optimization_with_two_optimizers():
     model, plugin = GAN(), FP4Precision(compute_dtype="fp16", scaler=moving())
     before = [p.detach().clone() for p in model.parameters()]
     trainer(plugin, max_steps=6, limit_train_batches=3).fit(model)
@@ -69,11 +58,11 @@ def test_manual_optimization_with_two_optimizers() -> None:
 class Manual(Overflowing):
     """Manual optimization, by two optimizers with the gradients of one backward pass."""
 
-    def __init__(self, at: Collection[int] = ()) -> None:
+    def __init__(self, at=()):
         super().__init__(at)
         self.automatic_optimization = False
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch, batch_idx):
         first, second = self.optimizers()
         first.zero_grad()
         second.zero_grad()
@@ -81,14 +70,14 @@ class Manual(Overflowing):
         first.step()
         second.step()
 
-    def configure_optimizers(self) -> list[Optimizer]:
+    def configure_optimizers(self):
         return [SGD(p, 0.05) for p in (self.first.parameters(), [*self.mlp.parameters(), *self.head.parameters()])]
 
 
-def test_two_optimizers_share_a_backward_pass() -> None:
+def test_two_optimizers_share_a_backward_pass():
     """Also where the scale changes between their steps: gradients have that of the backward pass."""
 
-    def weights(scaler: GradScaler) -> Tensor:
+    def weights(scaler):
         model = Manual()
         trainer(fp16(scaler), max_steps=8, limit_train_batches=4).fit(model)
         return flat(model)
@@ -103,12 +92,12 @@ class ClippedByHand(Manual):
         norms: of both optimizers' gradients, as they step.
     """
 
-    def __init__(self, between: bool) -> None:
+    def __init__(self, between):
         super().__init__()
         self.between = between
-        self.norms: list[float] = []
+        self.norms = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch, batch_idx):
         first, second = self.optimizers()
         x = torch.ones(2, 16)
         first.zero_grad()
@@ -122,16 +111,16 @@ class ClippedByHand(Manual):
         first.step()
         second.step()
 
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, optimizer):
         found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.norms.append(torch.nn.utils.get_total_norm(found).item())
 
 
 @pytest.mark.parametrize("between", [False, True])
-def test_clipping_by_hand_clips_true_gradients(between: bool) -> None:
+def test_clipping_by_hand_clips_true_gradients(between):
     """Without a step in between, so that the scale moves only after both."""
 
-    def norms(scaler: GradScaler) -> list[float]:
+    def norms(scaler):
         model = ClippedByHand(between)
         trainer(fp16(scaler), max_steps=8, limit_train_batches=4).fit(model)
         return model.norms
@@ -152,11 +141,9 @@ def test_clipping_by_hand_clips_true_gradients(between: bool) -> None:
         (lambda p: StableSPAM(p), 0),
     ],
 )
-def test_the_host_waits_no_more_often_than_with_lightnings_plugin(
-    make: Callable[[Any], Optimizer], own: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_waits_no_more_often_than_with_lightnings_plugin(make, own, monkeypatch):
     """Numbers that are read between backward pass and end of the step, over eight steps of which none is skipped."""
-    read: list[str] = []
+    read = []
     for name in ("item", "__bool__", "tolist"):
         original = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda self, name=name, of=original: (read.append(name), of(self))[1])
@@ -170,12 +157,12 @@ def test_the_host_waits_no_more_often_than_with_lightnings_plugin(
     assert counts[1] <= counts[0] + own, f"read {counts[1]} numbers, Lightning's {counts[0]}"
 
 
-def watched(step: Callable[..., Any], read: list[str]) -> Any:
+def watched(step, read):
     """An optimizer step that notes what was read in it, its closure left out."""
-    found: list[str] = []
+    found = []
 
-    def run(optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        def closed() -> Any:
+    def run(optimizer, model, closure, **kwargs):
+        def closed():
             result = closure()
             read.clear()
             return result
@@ -184,11 +171,11 @@ def watched(step: Callable[..., Any], read: list[str]) -> Any:
         found.extend(read)
         return result
 
-    run.found = found  # type: ignore[attr-defined]
+    run.found = found
     return run
 
 
-def test_parameters_in_float16_are_refused_unless_they_are_frozen() -> None:
+def test_parameters_in_float16_are_refused_unless_they_are_frozen():
     model = Regression()
     model.mlp.half().requires_grad_(False)
     model.head.half()
@@ -197,9 +184,9 @@ def test_parameters_in_float16_are_refused_unless_they_are_frozen() -> None:
     assert type(model.head) is torch.nn.Linear, "a refused model has been changed"
 
 
-def test_a_run_that_broke_off_in_a_step_leaves_nothing_behind() -> None:
+def test_a_run_that_broke_off_in_a_step_leaves_nothing_behind():
     class Breaks(Overflowing):
-        def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        def on_before_optimizer_step(self, optimizer):
             if self.trainer.global_step == 3:
                 raise RuntimeError("in the midst of a step")
 
@@ -209,7 +196,7 @@ def test_a_run_that_broke_off_in_a_step_leaves_nothing_behind() -> None:
     assert_same(train(plugin).scalers, train(fp16(moving())).scalers, "scaler")
 
 
-def test_two_plugins_with_one_scaler_start_each_from_the_beginning() -> None:
+def test_two_plugins_with_one_scaler_start_each_from_the_beginning():
     scaler = moving()
     plugins = [fp16(scaler), fp16(scaler)]
     first, second = (train(plugin, Overflowing((1, 4))) for plugin in plugins)
@@ -217,7 +204,7 @@ def test_two_plugins_with_one_scaler_start_each_from_the_beginning() -> None:
     assert_same(second.weights, first.weights, "weights")
 
 
-def test_a_checkpoint_without_the_plugin_says_where_the_scale_starts() -> None:
+def test_a_checkpoint_without_the_plugin_says_where_the_scale_starts():
     model = Overflowing()
     made = trainer(MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=4.0)))
     made.fit(model)
@@ -226,14 +213,14 @@ def test_a_checkpoint_without_the_plugin_says_where_the_scale_starts() -> None:
         trainer(fp16(moving()), max_steps=3).fit(Overflowing(), ckpt_path="other.ckpt", weights_only=True)
 
 
-def test_lbfgs_is_refused() -> None:
+def test_lbfgs_is_refused():
     model = Overflowing(make=torch.optim.LBFGS)
     with pytest.raises(MisconfigurationException, match=r"LBFGS .* compute_dtype='bf16' or 'fp32', or use another"):
         trainer(fp16()).fit(model)
 
 
 @pytest.mark.parametrize("make", [lambda: moving(hysteresis=2), lambda: GradScaler("cpu", **MOVING)])
-def test_one_plugin_in_two_runs_starts_each_from_the_beginning(make: Callable[[], GradScaler]) -> None:
+def test_one_plugin_in_two_runs_starts_each_from_the_beginning(make):
     plugin = FP8Precision(history=3, compute_dtype="fp16", scaler=make())
     first = train(plugin, Overflowing((1, 4)))
     second = train(plugin, Overflowing((1, 4)))
@@ -243,7 +230,7 @@ def test_one_plugin_in_two_runs_starts_each_from_the_beginning(make: Callable[[]
     assert_same(second.weights, first.weights, "weights")
 
 
-def test_fit_validate_fit_on_one_trainer() -> None:
+def test_fit_validate_fit_on_one_trainer():
     plugin, model = fp16(moving()), Overflowing((1,))
     made = trainer(plugin, limit_train_batches=4, limit_val_batches=2, num_sanity_val_steps=0)
     made.fit(model)

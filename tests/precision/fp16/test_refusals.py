@@ -1,30 +1,20 @@
 """What an fp16 plugin is, what it refuses, and scalers without it."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from lightning_lowbit import (
-    ConservativeGradScaler,
-    FP4Precision,
-    LowBitPrecision,
-    ShardedConservativeGradScaler,
-)
+from lightning_lowbit import ConservativeGradScaler, FP4Precision, LowBitPrecision, ShardedConservativeGradScaler
 from lightning_lowbit.precision.run_settings import compute_dtype
-from tests.lightning_imports import (
-    MisconfigurationException,
-    MixedPrecision,
-)
+from tests.lightning_imports import MisconfigurationException, MixedPrecision
 from tests.precision.fp16.runs import PRECISIONS, SCALERS, checkpoint, fp16, moving, run, static
 from tests.precision.regression_model import Regression, flat, trainer
 from tests.tables import each
 
 
 @pytest.mark.parametrize("cut", [3, 4, 6])
-def test_a_scaler_alone_in_lightnings_own_precision(cut: int) -> None:
-    def plugin() -> MixedPrecision:
+def test_a_scaler_alone_in_lightnings_own_precision(cut):
+    def plugin():
         return MixedPrecision("16-mixed", "cpu", SCALERS["conservative"]())
 
     whole = run(plugin(), 9)
@@ -40,7 +30,7 @@ def test_a_scaler_alone_in_lightnings_own_precision(cut: int) -> None:
 
 
 @each("name", PRECISIONS)
-def test_every_precision_says_that_it_is_fp16(name: str) -> None:
+def test_every_precision_says_that_it_is_fp16(name):
     plugin = PRECISIONS[name](compute_dtype="fp16")
     assert compute_dtype(plugin) == plugin.compute_dtype == torch.float16
     assert plugin.precision == "16-mixed"
@@ -49,7 +39,7 @@ def test_every_precision_says_that_it_is_fp16(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_other_dtypes_have_no_scaler(dtype: str) -> None:
+def test_other_dtypes_have_no_scaler(dtype):
     assert LowBitPrecision("nvfp4", compute_dtype=dtype).scaler is None
 
 
@@ -71,12 +61,12 @@ def test_other_dtypes_have_no_scaler(dtype: str) -> None:
         ),
     ],
 )
-def test_bad_arguments_say_what_to_do(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments_say_what_to_do(arguments, message):
     with pytest.raises(ValueError, match=message):
         FP4Precision(**arguments)
 
 
-def test_a_sharded_scaler_needs_ranks() -> None:
+def test_a_sharded_scaler_needs_ranks():
     model = Regression()
     with pytest.raises(
         MisconfigurationException,

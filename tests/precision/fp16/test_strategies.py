@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.launch import launch
 from tests.precision.fp16.ranks import (
@@ -42,45 +41,45 @@ Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(tmp_path_factory):
     return launch("tests.precision.fp16.ranks", RANKS, tmp_path_factory.mktemp("scaled"))
 
 
 @cache
-def alone(scaler: str, name: str = "bf16", end: int = STEPS, **kwargs: Any) -> dict[str, Any]:
+def alone(scaler, name="bf16", end=STEPS, **kwargs):
     """The same run in one process, where a scaler has no ranks to ask."""
     return train(plugin(scaler.removeprefix("sharded "), name), end=end, **kwargs)
 
 
-def skipped(*steps: int) -> list[int]:
+def skipped(*steps):
     """How many were skipped after each step, if these were."""
     return [sum(bad <= step for bad in steps) for step in range(STEPS)]
 
 
-def assert_near(found: list[Tensor], wanted: list[Tensor], atol: float = 0.0) -> None:
+def assert_near(found, wanted, atol=0.0):
     assert len(found) == len(wanted), f"{len(found)} parameters, wanted {len(wanted)}"
     for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
         torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=lambda text, n=number: f"parameter {n}: {text}")
 
 
-def paths(run: dict[str, Any]) -> Tensor:
+def paths(run):
     """How far each weight that is here went in each step."""
     weights = torch.stack(run["weights"]).double()
     return (weights[1:] - weights[:-1]).abs()
 
 
-def length(results: Results, name: str, step: int = 0) -> float:
+def length(results, name, step=0):
     """Of one step, over the weights of all ranks; divided by the learning rate, the norm of the first gradients."""
     return sum(paths(result[name])[step].square().sum().item() for result in results) ** 0.5
 
 
-def rounding(run: dict[str, Any], epsilon: float) -> float:
+def rounding(run, epsilon):
     """What an error of ``epsilon`` in each gradient makes of the weight that goes farthest."""
     return epsilon * paths(run).sum(0).max().item()
 
 
 @pytest.mark.parametrize(("strategy", "scaler", "part"), PLANTED)
-def test_an_infinity_on_one_rank_skips_the_step_on_all(results: Results, strategy: str, scaler: str, part: str) -> None:
+def test_an_infinity_on_one_rank_skips_the_step_on_all(results, strategy, scaler, part):
     expected = alone(scaler, part=part, culprit=0)
     # The norm is a sum of two sums, in float32.
     atol = rounding(expected, 2**-20) if scaler == "norm" else 0.0
@@ -93,7 +92,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(results: Results, strateg
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_one_rank_has_no_gradient_of_the_head(results: Results, strategy: str) -> None:
+def test_one_rank_has_no_gradient_of_the_head(results, strategy):
     """Or else the test above would not say what happens on it."""
     runs = [result[f"planted: {strategy}, conservative, head"] for result in results]
     steps = sorted(len(run["factors"]) for run in runs)
@@ -101,7 +100,7 @@ def test_one_rank_has_no_gradient_of_the_head(results: Results, strategy: str) -
 
 
 @pytest.mark.parametrize(("strategy", "name"), ORGANIC)
-def test_the_trajectory_is_that_of_one_process(results: Results, strategy: str, name: str) -> None:
+def test_the_trajectory_is_that_of_one_process(results, strategy, name):
     expected = alone("patient", name, outlier=True)
     # A sum in fp16 is off by 2^-11 of itself, or less; later activations, in fp16 themselves, may be as far off again.
     atol = rounding(expected, 2**-10) if strategy == "fsdp1, sums in fp16" else 0.0
@@ -114,7 +113,7 @@ def test_the_trajectory_is_that_of_one_process(results: Results, strategy: str, 
 
 
 @pytest.mark.parametrize(("strategy", "name"), ORGANIC)
-def test_the_monitor_has_the_numbers_of_one_process(results: Results, strategy: str, name: str) -> None:
+def test_the_monitor_has_the_numbers_of_one_process(results, strategy, name):
     expected = alone("patient", name, outlier=True)
     assert expected["metrics"]["loss_scale/skipped_steps"] == len(OUTLIERS), f"one process logged {expected['metrics']}"
     for rank, result in enumerate(results):
@@ -124,7 +123,7 @@ def test_the_monitor_has_the_numbers_of_one_process(results: Results, strategy: 
 
 
 @pytest.mark.parametrize(("strategy", "name"), INTERRUPTED)
-def test_resumed_run_is_the_uninterrupted_one(results: Results, strategy: str, name: str) -> None:
+def test_resumed_run_is_the_uninterrupted_one(results, strategy, name):
     for rank, result in enumerate(results):
         run, whole = result[f"resumed: {strategy}, {name}"], result[f"organic: {strategy}, {name}"]
         for key in ("scales", "skipped"):
@@ -139,7 +138,7 @@ def test_resumed_run_is_the_uninterrupted_one(results: Results, strategy: str, n
 
 
 @pytest.mark.parametrize(("strategy", "part"), NORMS)
-def test_alpha_is_that_of_the_whole_norm(results: Results, strategy: str, part: str) -> None:
+def test_alpha_is_that_of_the_whole_norm(results, strategy, part):
     name, expected = f"norm: {strategy}, {part}", alone("norm", part=part)
     assert all(1 < factor < 2 for factor in expected["factors"]), f"one process: {expected['factors']}"
     # Factors are ratios of float32, and the norm is a sum of two sums.
@@ -150,7 +149,7 @@ def test_alpha_is_that_of_the_whole_norm(results: Results, strategy: str, part: 
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_alpha_follows_from_the_norm(part: str) -> None:
+def test_alpha_follows_from_the_norm(part):
     """In one process, on which the test above relies; the first step is the gradient."""
     run = alone("norm", part=part)
     alpha, moved = run["factors"][0], length([{"run": run}], "run") / RATE
@@ -159,7 +158,7 @@ def test_alpha_follows_from_the_norm(part: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", CLIPPED)
-def test_what_is_clipped_is_the_whole_unscaled_norm(results: Results, strategy: str) -> None:
+def test_what_is_clipped_is_the_whole_unscaled_norm(results, strategy):
     expected = alone("conservative", end=1, clip=CLIP)
     norm = length([{"run": alone("conservative")}], "run") / RATE
     assert norm > 2 * CLIP, f"the norm is {norm}, so that nothing is clipped"
@@ -172,7 +171,7 @@ def test_what_is_clipped_is_the_whole_unscaled_norm(results: Results, strategy: 
 
 
 @pytest.mark.parametrize("strategy", COUNTED)
-def test_an_overflow_costs_one_collective_where_gradients_are_sharded(results: Results, strategy: str) -> None:
+def test_an_overflow_costs_one_collective_where_gradients_are_sharded(results, strategy):
     for rank, result in enumerate(results):
         counts = result[f"collectives: {strategy}"]
         own = counts["fp16"] - counts["fp32"] - counts["unscaling"]
@@ -181,7 +180,7 @@ def test_an_overflow_costs_one_collective_where_gradients_are_sharded(results: R
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_sharded_scalers_do_without_lightning(results: Results, name: str) -> None:
+def test_sharded_scalers_do_without_lightning(results, name):
     scales = [result[f"plain: {name}"]["scales"] for result in results]
     assert scales[0] == scales[1], f"the ranks have the scales {scales}"
     before, bad, after = scales[0]
@@ -192,7 +191,7 @@ def test_sharded_scalers_do_without_lightning(results: Results, name: str) -> No
         assert moved == [True, False, True], f"rank {rank} stepped: {moved}"
 
 
-def test_sharded_alpha_without_lightning(results: Results) -> None:
+def test_sharded_alpha_without_lightning(results):
     norm = length(results, "plain: conservative") / RATE
     alpha = length(results, "plain: norm") / length(results, "plain: conservative")
     assert 1 < alpha < 2, f"α is {alpha}"

@@ -1,24 +1,13 @@
 """Training in fp16: losses, hooks, clipping, skipped steps."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import SGD, Adagrad, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, AdamW
 
-from lightning_lowbit import (
-    ConservativeGradScaler,
-    LowBitPrecision,
-    StableSPAM,
-    precision,
-)
+from lightning_lowbit import ConservativeGradScaler, LowBitPrecision, StableSPAM, precision
 from lightning_lowbit.optim import Adaptive
-from tests.lightning_imports import (
-    MixedPrecision,
-)
+from tests.lightning_imports import MixedPrecision
 from tests.precision.fp16.runs import MOVING, PRECISIONS, Overflowing, assert_same, fp16, moving, static, train
 from tests.precision.regression_model import Regression, flat, trainer
 from tests.tables import each
@@ -36,7 +25,7 @@ from tests.tables import each
         {"gradient_clip_val": 1e-2, "accumulate_grad_batches": 2},
     ],
 )
-def test_without_casts_it_trains_as_lightnings_16_mixed_does_to_the_bit(options: dict[str, Any], by: str) -> None:
+def test_without_casts_it_trains_as_lightnings_16_mixed_does_to_the_bit(options, by):
     ours = train(fp16(GradScaler("cpu", **MOVING)), Overflowing((3,), by), **options)
     theirs = train(MixedPrecision("16-mixed", "cpu", GradScaler("cpu", **MOVING)), Overflowing((3,), by), **options)
     assert ours.scales == [2.0**k for k in (10, 11, 11, 10, 10, 11, 11, 12)], "the scale did not rise and fall"
@@ -46,16 +35,16 @@ def test_without_casts_it_trains_as_lightnings_16_mixed_does_to_the_bit(options:
     assert not torch.equal(ours.weights[-1], ours.weights[0]), "nothing was trained"
 
 
-def test_no_precision_is_left_out() -> None:
+def test_no_precision_is_left_out():
     precisions = {name for name in precision.__all__ if name.endswith("Precision")}
     assert {name.split()[0] for name in PRECISIONS} == precisions
 
 
 @each("name", PRECISIONS)
-def test_every_precision_trains_with_the_scaler_that_is_its_default(name: str) -> None:
+def test_every_precision_trains_with_the_scaler_that_is_its_default(name):
     plugin, model = PRECISIONS[name](compute_dtype="fp16"), Regression()
     before = flat(model)
-    dtypes: set[torch.dtype] = set()
+    dtypes = set()
     model.head.register_forward_hook(lambda layer, inputs, y: dtypes.add(y.dtype))
     seen = train(plugin, model, steps=6)
     assert type(plugin.scaler) is ConservativeGradScaler
@@ -69,10 +58,10 @@ def test_every_precision_trains_with_the_scaler_that_is_its_default(name: str) -
     assert len(seen.gradients) == plugin.step == 6
 
 
-def test_fp16_trains_as_fp32_does() -> None:
+def test_fp16_trains_as_fp32_does():
     """Up to roundings of 2^-11: far apart, were a factor of the scale left in the gradients or out of them."""
 
-    def gain(model: Regression) -> float:
+    def gain(model):
         losses = torch.stack(model.losses)
         return (losses[-10:].mean() / losses[:10].mean()).item()
 
@@ -83,14 +72,14 @@ def test_fp16_trains_as_fp32_does() -> None:
     assert gain(found) == pytest.approx(gain(expected), rel=0.05)
 
 
-def test_hooks_see_gradients_without_the_scale() -> None:
+def test_hooks_see_gradients_without_the_scale():
     found = train(fp16(static(2.0**12)), steps=1).gradients[0]
     expected = train(LowBitPrecision("bf16", compute_dtype="fp32"), steps=1).gradients[0]
     # Some eight roundings lie between loss and gradient, each of 2^-11.
     torch.testing.assert_close(found, expected, rtol=0, atol=8 * 2.0**-11 * expected.abs().max().item())
 
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "AdamW": lambda p: AdamW(p, 1e-2),
     "fused AdamW": lambda p: AdamW(p, 1e-2, fused=True),
     "fused SGD": lambda p: SGD(p, 1e-2, momentum=0.9, fused=True),
@@ -102,7 +91,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @each("name", OPTIMIZERS)
-def test_clips_true_gradients_whatever_the_optimizer(name: str) -> None:
+def test_clips_true_gradients_whatever_the_optimizer(name):
     make = OPTIMIZERS[name]
     by_norm = train(fp16(moving()), Overflowing(make=make), gradient_clip_val=1e-2)
     for seen, clipped in zip(by_norm.gradients, by_norm.clipped, strict=True):
@@ -119,7 +108,7 @@ def test_clips_true_gradients_whatever_the_optimizer(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1e-2}], ids=str)
-def test_fused_steps_are_those_that_are_not(options: dict[str, Any]) -> None:
+def test_fused_steps_are_those_that_are_not(options):
     fused, plain = (
         train(fp16(moving()), Overflowing((2,), make=OPTIMIZERS[name]), **options) for name in ("fused AdamW", "AdamW")
     )
@@ -132,7 +121,7 @@ def test_fused_steps_are_those_that_are_not(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("by", ["loss", "activations"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_overflow_costs_a_step_and_nothing_else(name: str, accumulate: int, by: str) -> None:
+def test_an_overflow_costs_a_step_and_nothing_else(name, accumulate, by):
     plugin, model = fp16(moving()), Overflowing((2, 3), by, OPTIMIZERS[name])
     seen = train(plugin, model, steps=6, accumulate_grad_batches=accumulate)
     for step in (2, 3):
@@ -146,7 +135,7 @@ def test_an_overflow_costs_a_step_and_nothing_else(name: str, accumulate: int, b
 
 
 @each("name", OPTIMIZERS)
-def test_the_very_first_step_is_skipped(name: str) -> None:
+def test_the_very_first_step_is_skipped(name):
     """Then training goes on as if it began there; torch does not complain of a schedule that comes first."""
     make = OPTIMIZERS[name]
     model = Overflowing((0,), make=make, schedule=True)
@@ -160,19 +149,19 @@ def test_the_very_first_step_is_skipped(name: str) -> None:
     class Later(Overflowing):
         """The same batches, but for the first."""
 
-        def loss(self, seed: int, size: float) -> Tensor:
+        def loss(self, seed, size):
             place = seed + 8
             return super().loss(place, 1 + place % 7 / 2)
 
     assert_same(constant[1:], train(fp16(moving()), Later(make=make), steps=2).weights, "weights")
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def said(caplog):
     return [record.getMessage() for record in caplog.records if "optimizer steps were skipped" in record.getMessage()]
 
 
 @pytest.mark.parametrize("at", [(), (2,), (0, 1, 4)])
-def test_the_end_says_how_many_were_skipped(told: pytest.LogCaptureFixture, at: tuple[int, ...]) -> None:
+def test_the_end_says_how_many_were_skipped(told, at):
     train(fp16(moving()), Overflowing(at), steps=6)
     messages = said(told)
     if not at:
@@ -183,7 +172,7 @@ def test_the_end_says_how_many_were_skipped(told: pytest.LogCaptureFixture, at: 
     assert "LossScaleMonitor" in message
 
 
-def test_only_the_end_of_training_says_so(told: pytest.LogCaptureFixture) -> None:
+def test_only_the_end_of_training_says_so(told):
     model = Overflowing((1,))
     made = trainer(fp16(moving()), limit_val_batches=1, num_sanity_val_steps=0)
     made.fit(model)
@@ -196,18 +185,18 @@ class Scaled(Regression):
     """A loss times a factor, and a learning rate divided by it; always the same batch, so that a skipped step is only
     a delay."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor):
         super().__init__()
         self.factor = factor
 
-    def loss(self, seed: int, size: float) -> Tensor:
+    def loss(self, seed, size):
         return super().loss(0, 1.0) * self.factor
 
-    def configure_optimizers(self) -> Optimizer:
+    def configure_optimizers(self):
         return SGD(self.parameters(), 0.05 / self.factor)
 
 
-def distance(found: Regression, expected: Regression) -> float:
+def distance(found, expected):
     """Of final weights, over how far those expected have come."""
     return ((flat(found) - flat(expected)).norm() / (flat(expected) - flat(Regression())).norm()).item()
 
@@ -216,7 +205,7 @@ def distance(found: Regression, expected: Regression) -> float:
 CLOSE = 8 * 2.0**-11
 
 
-def test_tiny_gradients_need_a_scale() -> None:
+def test_tiny_gradients_need_a_scale():
     expected, found, without = Scaled(1e-8), Scaled(1e-8), Scaled(1e-8)
     train(LowBitPrecision("bf16", compute_dtype="fp32"), expected, steps=10)
     train(fp16(static(1.0)), without, steps=10)
@@ -227,7 +216,7 @@ def test_tiny_gradients_need_a_scale() -> None:
     assert distance(found, expected) < CLOSE, "with a scale it should train as in float32"
 
 
-def test_recovers_from_a_first_scale_that_is_too_large() -> None:
+def test_recovers_from_a_first_scale_that_is_too_large():
     plugin = fp16(ConservativeGradScaler(init_scale=2.0**24, device="cpu"))
     found, expected = Scaled(1e3), Scaled(1e3)
     seen = train(plugin, found, steps=30)

@@ -1,7 +1,5 @@
 """Arguments of the FP8 plugin, and single layers."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -25,12 +23,12 @@ from tests.tables import each
 DELAYED = {"block": "tensor", "source": "delayed"}
 
 
-def fp8(gradient: str, scale: Scale) -> LinearCasts:
+def fp8(gradient, scale):
     x, g = Cast("e4m3", scale), Cast(gradient, scale)
     return LinearCasts(fprop_x=x, fprop_w=x, dgrad_g=g, dgrad_w=x, wgrad_g=g, wgrad_x=x)
 
 
-def fp8_blockwise(rounding: str) -> LinearCasts:
+def fp8_blockwise(rounding):
     rows, tiles = (Cast("e4m3", Scale("fp32", block, rounding)) for block in (128, (128, 128)))
     return LinearCasts(fprop_x=rows, fprop_w=tiles, dgrad_g=rows, dgrad_w=tiles, wgrad_g=rows, wgrad_x=rows)
 
@@ -60,7 +58,7 @@ def fp8_blockwise(rounding: str) -> LinearCasts:
         ({"scaling": "mx", "gradient_format": "e5m2"}, fp8("e5m2", Scale("e8m0", 32))),
     ],
 )
-def test_arguments_land_in_the_casts(arguments: dict[str, Any], casts: LinearCasts) -> None:
+def test_arguments_land_in_the_casts(arguments, casts):
     plugin = FP8Precision(**arguments)
     for operand in OPERANDS:
         assert getattr(plugin.casts, operand) == getattr(casts, operand), f"{arguments} gives another {operand}"
@@ -92,12 +90,12 @@ def test_arguments_land_in_the_casts(arguments: dict[str, Any], casts: LinearCas
         ({"backend": "native", "exact": True}, r"exact emulates GEMMs, and backend='native' does not: choose one"),
     ],
 )
-def test_bad_arguments_say_what_to_do(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments_say_what_to_do(arguments, message):
     with pytest.raises(ValueError, match=message):
         FP8Precision(**arguments)
 
 
-def test_native_on_a_cpu_is_refused_when_training_starts() -> None:
+def test_native_on_a_cpu_is_refused_when_training_starts():
     model = Regression()
     with pytest.raises(ValueError, match=r"NVIDIA GPU of compute capability 8\.9 .*the device is 'cpu'.*'auto'"):
         trainer(FP8Precision(backend="native")).fit(model)
@@ -105,18 +103,18 @@ def test_native_on_a_cpu_is_refused_when_training_starts() -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "emulated"])
-def test_backend_reaches_the_layers(backend: str) -> None:
+def test_backend_reaches_the_layers(backend):
     model = Regression()
     trainer(FP8Precision(backend=backend)).fit(model)
     assert model.head.lowbit.backend == backend
 
 
-def test_smoothing_without_a_swiglu_is_refused_when_training_starts() -> None:
+def test_smoothing_without_a_swiglu_is_refused_when_training_starts():
     with pytest.raises(ValueError, match="found no SwiGLU in BoringModel"):
         trainer(FP8Precision(smooth_swiglu="channel")).fit(BoringModel())
 
 
-def test_from_yaml() -> None:
+def test_from_yaml():
     plugin = from_yaml(
         """
         plugins:
@@ -144,7 +142,7 @@ def test_from_yaml() -> None:
     assert (plugin.fresh_histories, plugin.precision) == (True, "32-true")
 
 
-def test_layers_in_other_casts_have_no_histories_and_the_others_do() -> None:
+def test_layers_in_other_casts_have_no_histories_and_the_others_do():
     shorter = {"preset": "fp8-delayed", "every": {"scale": {"history": 2}}}
     overrides = {"head": "bf16", "up_proj": "fp8-current", "gate_proj": shorter}
     plugin, witness = FP8Precision(history=4, overrides=overrides, skip=["first"], compute_dtype="fp32"), Witness()
@@ -161,7 +159,7 @@ def test_layers_in_other_casts_have_no_histories_and_the_others_do() -> None:
     assert_in_force(down, witness, 4)
 
 
-def test_first_and_last_blocks_of_a_language_model_in_high_precision() -> None:
+def test_first_and_last_blocks_of_a_language_model_in_high_precision():
     config = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
     plugin = FP8Precision(skip=["layers.0", "lm_head"], overrides={"layers.-1": "bf16"})
     tokens = DataLoader(torch.randint(256, (4, 9)), batch_size=2)

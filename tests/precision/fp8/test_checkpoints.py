@@ -1,12 +1,9 @@
 """Checkpoints of FP8 runs: histories, and settings that differ."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision
+from lightning_lowbit import FP4Precision, FP8Precision
 from lightning_lowbit.nn import OPERANDS
 from tests.lightning_imports import Callback
 from tests.precision.regression_model import (
@@ -22,7 +19,7 @@ from tests.precision.regression_model import (
 from tests.tables import each
 
 
-def saved(plugin: LowBitPrecision, path: str = "x.ckpt", **kwargs: Any) -> Regression:
+def saved(plugin, path="x.ckpt", **kwargs):
     """A model trained for two steps, and its checkpoint."""
     model, made = Regression(), trainer(plugin, **kwargs)
     made.fit(model)
@@ -30,7 +27,7 @@ def saved(plugin: LowBitPrecision, path: str = "x.ckpt", **kwargs: Any) -> Regre
     return model
 
 
-def resume(plugin: LowBitPrecision | None, model: Regression | None = None, **kwargs: Any) -> Witness:
+def resume(plugin, model=None, **kwargs):
     """Two more steps from the checkpoint."""
     witness = Witness()
     options = {"max_steps": 4, "callbacks": [witness], **kwargs}
@@ -39,7 +36,7 @@ def resume(plugin: LowBitPrecision | None, model: Regression | None = None, **kw
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
-def test_a_checkpoint_holds_plain_weights_and_loads_everywhere() -> None:
+def test_a_checkpoint_holds_plain_weights_and_loads_everywhere():
     plugin = FP8Precision(history=4, smooth_swiglu="channel")
     model = saved(plugin)
     checkpoint = torch.load("x.ckpt", weights_only=True)
@@ -63,7 +60,7 @@ def test_a_checkpoint_holds_plain_weights_and_loads_everywhere() -> None:
 class Keep(Callback):
     """A checkpoint of each step."""
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer, *args):
         trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
 
 
@@ -79,13 +76,13 @@ class Keep(Callback):
     ],
     ids=str,
 )
-def test_a_checkpoint_evaluates_as_the_run_did(arguments: dict[str, Any], step: int) -> None:
+def test_a_checkpoint_evaluates_as_the_run_did(arguments, step):
     """Its histories and channels are in force in evaluation, too; another run would scale by the batch itself."""
     model, options = Regression(), {"limit_val_batches": 2, "num_sanity_val_steps": 0}
     trainer(FP8Precision(**arguments), val_check_interval=1, callbacks=[Keep()], max_steps=4, **options).fit(model)
     expected = torch.stack(model.val_losses[2 * step - 2 : 2 * step])
 
-    def evaluate(**others: Any) -> Tensor:
+    def evaluate(**others):
         fresh = Regression()
         plugin = FP8Precision(**arguments, **others)
         trainer(plugin, **options).validate(fresh, ckpt_path=f"{step}.ckpt", verbose=False)
@@ -96,7 +93,7 @@ def test_a_checkpoint_evaluates_as_the_run_did(arguments: dict[str, Any], step: 
     assert not torch.equal(evaluate(fresh_histories=True), expected), "the histories make no difference"
 
 
-def test_fresh_histories_forget_those_of_the_checkpoint() -> None:
+def test_fresh_histories_forget_those_of_the_checkpoint():
     arguments = {"history": 4, "smooth_swiglu": "channel", "compute_dtype": "fp32"}
     saved(FP8Precision(**arguments))
     plugin = FP8Precision(**arguments, fresh_histories=True)
@@ -106,7 +103,7 @@ def test_fresh_histories_forget_those_of_the_checkpoint() -> None:
     assert_in_force(state(plugin)["amax_history"], witness, 4)
 
 
-def test_resuming_goes_on_with_the_histories() -> None:
+def test_resuming_goes_on_with_the_histories():
     arguments = {"history": 4, "smooth_swiglu": "channel", "compute_dtype": "fp32"}
     before = Witness()
     saved(FP8Precision(**arguments), callbacks=[before])
@@ -138,9 +135,7 @@ BASE = {"history": 4, "compute_dtype": "fp32"}
     ],
 )
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
-def test_histories_of_other_settings_are_refused_and_can_be_left(
-    before: dict[str, Any], after: dict[str, Any], message: str
-) -> None:
+def test_histories_of_other_settings_are_refused_and_can_be_left(before, after, message):
     saved(FP8Precision(**{**BASE, **before}))
     with pytest.raises(
         ValueError, match=rf"The checkpoint's {message if 'amax' in message else '.*' + message}"
@@ -155,7 +150,7 @@ def test_histories_of_other_settings_are_refused_and_can_be_left(
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
-def test_a_checkpoint_of_fp4_starts_empty_histories_and_says_so() -> None:
+def test_a_checkpoint_of_fp4_starts_empty_histories_and_says_so():
     saved(FP4Precision())
     plugin = FP8Precision(history=4, compute_dtype="fp32")
     with pytest.warns(UserWarning, match="holds no amax histories.*they start empty"):
@@ -165,7 +160,7 @@ def test_a_checkpoint_of_fp4_starts_empty_histories_and_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
-def test_fresh_histories_expect_none_of_a_checkpoint() -> None:
+def test_fresh_histories_expect_none_of_a_checkpoint():
     saved(FP4Precision())
     plugin = FP8Precision(history=4, compute_dtype="fp32", fresh_histories=True)
     witness = resume(plugin)  # a warning would be an error
@@ -178,7 +173,7 @@ def test_fresh_histories_expect_none_of_a_checkpoint() -> None:
     ids=["fp8-current", "mxfp8", "nvfp4", "no plugin"],
 )
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
-def test_a_checkpoint_with_histories_goes_on_without(other: LowBitPrecision | None) -> None:
+def test_a_checkpoint_with_histories_goes_on_without(other):
     saved(FP8Precision(history=4, smooth_swiglu="channel"))
     model = Regression()
     resume(other, model)

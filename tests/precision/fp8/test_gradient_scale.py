@@ -3,16 +3,13 @@
 Each step has the same gradient: batches are equal, and the learning rate is 0.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowbit import ConservativeGradScaler, FP8Precision, LowBitPrecision, SpikeRollback, StaticGradScaler
+from lightning_lowbit import ConservativeGradScaler, FP8Precision, SpikeRollback, StaticGradScaler
 from tests.lightning_imports import Callback, LightningModule, pytorch, quiet_trainer
 from tests.precision.fp16.runs import moving, static
 from tests.tables import each
@@ -25,31 +22,31 @@ DATA = TensorDataset(X.repeat(12, 1), X[:, :8].argmax(1).repeat(12))  # 12 equal
 class Net(LightningModule):
     """Notes the norms of the gradients of its first layer; its loss is multiplied by what ``factors`` has per step."""
 
-    def __init__(self, factors: Callable[[int], float] = lambda step: 1.0, manual: bool = False) -> None:
+    def __init__(self, factors=lambda step: 1.0, manual=False):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-        self.norms: list[float] = []
+        self.norms = []
         self.factors, self.automatic_optimization = factors, not manual
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         loss = F.cross_entropy(self.net(x).float(), y) * self.factors(self.trainer.global_step)
         if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
+            optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
         return loss
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         factor = self.factors(self.trainer.global_step)
-        self.norms.append(self.net[0].weight.grad.norm().item() / factor)  # type: ignore[union-attr, operator]
+        self.norms.append(self.net[0].weight.grad.norm().item() / factor)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
-def fit(plugin: LowBitPrecision, *callbacks: Callback, model: Net | None = None, **kwargs: Any) -> list[float]:
+def fit(plugin, *callbacks, model=None, **kwargs):
     torch.manual_seed(0)
     model, path = model or Net(), kwargs.pop("ckpt_path", None)
     trainer = quiet_trainer(plugin, callbacks=[*callbacks], **{"max_epochs": 4, **kwargs})
@@ -57,11 +54,11 @@ def fit(plugin: LowBitPrecision, *callbacks: Callback, model: Net | None = None,
     return model.norms
 
 
-def delayed(**kwargs: Any) -> LowBitPrecision:
+def delayed(**kwargs):
     return FP8Precision("delayed", **{"compute_dtype": "fp32", **kwargs})
 
 
-def assert_constant(norms: list[float]) -> None:
+def assert_constant(norms):
     """The first step scales by its own amaxes."""
     assert norms == pytest.approx([norms[0]] * len(norms), rel=5e-3), "gradients saturate, or lose digits"
 
@@ -69,11 +66,11 @@ def assert_constant(norms: list[float]) -> None:
 class Accumulating(Callback):
     """Sets ``accumulate_grad_batches`` by the batches that came before."""
 
-    def __init__(self, numbers: dict[int, int], hook: str = "on_train_batch_start") -> None:
+    def __init__(self, numbers, hook="on_train_batch_start"):
         self.numbers, self.batches = numbers, 0
         setattr(self, hook, self.change)
 
-    def change(self, trainer: Any, *_: Any) -> None:
+    def change(self, trainer, *_):
         trainer.accumulate_grad_batches = self.numbers.get(self.batches, trainer.accumulate_grad_batches)
         self.batches += 1
 
@@ -89,7 +86,7 @@ class Accumulating(Callback):
         lambda: Accumulating({0: 4, 2: 1}, "on_train_epoch_end"),
     ],
 )
-def test_another_number_of_micro_batches(make: Callable[[], Callback]) -> None:
+def test_another_number_of_micro_batches(make):
     change = make()
     norms = fit(delayed(), change)
     if getattr(change, "numbers", {}).get(2) == 2:  # the step in which it changes adds losses of both sizes
@@ -100,10 +97,10 @@ def test_another_number_of_micro_batches(make: Callable[[], Callback]) -> None:
 class Keep(Callback):
     """A checkpoint at each of these places."""
 
-    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer, *_):
         trainer.save_checkpoint(f"start {trainer.current_epoch}.ckpt")
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == 11:
             trainer.save_checkpoint(f"end {trainer.current_epoch}.ckpt")
 
@@ -111,16 +108,16 @@ class Keep(Callback):
 @each("scaler", [None, lambda: moving(growth_interval=1, growth_factor=1.5, init_scale=2.0**4)])
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
-def test_a_run_resumed_where_it_changes(scaler: Callable[[], Any] | None) -> None:
+def test_a_run_resumed_where_it_changes(scaler):
     """Lightning's scheduler leaves its number aside in the rest of an epoch that is resumed, or adds fewer losses: the
     norms are those of scaling by the tensors themselves."""
     settings = {"compute_dtype": "fp16", "scaler": scaler} if scaler else {"compute_dtype": "fp32"}
 
-    def resume(scaling: str, *callbacks: Callback, **kwargs: Any) -> list[float]:
+    def resume(scaling, *callbacks, **kwargs):
         own = {name: value() if callable(value) else value for name, value in settings.items()}
         return fit(FP8Precision(scaling, **own), *callbacks, **kwargs)
 
-    def changes() -> Callback:
+    def changes():
         return Scheduler({0: 3, 1: 1, 2: 4, 3: 6})
 
     whole = resume("delayed", changes(), Keep())
@@ -135,7 +132,7 @@ def test_a_run_resumed_where_it_changes(scaler: Callable[[], Any] | None) -> Non
 class Setting(Callback):
     """Gives the plugin another scaler, or the scaler another scale, after some steps."""
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         plugin = trainer.precision_plugin
         if trainer.global_step == 4:
             plugin.scaler = static(2.0**16)
@@ -146,7 +143,7 @@ class Setting(Callback):
 
 
 class Overflow(Callback):
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+    def on_after_backward(self, trainer, pl_module):
         if trainer.global_step in (5, 9):
             pl_module.net[2].bias.grad[0] = torch.inf
 
@@ -162,7 +159,7 @@ class Overflow(Callback):
     ],
 )
 @each("manual", [False, True])
-def test_another_loss_scale(scaler: Callable[[], Any], callbacks: list[Callback], manual: bool) -> None:
+def test_another_loss_scale(scaler, callbacks, manual):
     if manual and any(isinstance(callback, Scheduler) for callback in callbacks):
         return
     plugin = delayed(compute_dtype="fp16", scaler=scaler())
@@ -171,13 +168,13 @@ def test_another_loss_scale(scaler: Callable[[], Any], callbacks: list[Callback]
     assert bool(plugin.skipped_steps) == any(isinstance(one, Overflow) for one in callbacks)
 
 
-def test_a_loss_of_another_size_in_training_step_is_told() -> None:
+def test_a_loss_of_another_size_in_training_step_is_told():
     class Tell(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_start(self, trainer, *_):
             if trainer.global_step in (0, 6):
                 trainer.precision_plugin.scale_gradients(1.0 if trainer.global_step == 0 else 256.0)
 
-    def factor(step: int) -> float:
+    def factor(step):
         return 1.0 if step >= 6 else 1 / 256
 
     for manual in (False, True):
@@ -188,11 +185,11 @@ def test_a_loss_of_another_size_in_training_step_is_told() -> None:
         delayed().scale_gradients(0)
 
 
-def test_a_rollback_restores_the_scale_that_its_amaxes_have() -> None:
+def test_a_rollback_restores_the_scale_that_its_amaxes_have():
     """The snapshot is of 12 micro-batches or another loss scale, and training goes on with others."""
 
     class Spike(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             return loss * float("nan") if self.trainer.global_step == 14 else loss
 

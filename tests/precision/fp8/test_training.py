@@ -1,10 +1,7 @@
 """Training in FP8: losses, histories, and what has no part in them."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import FP8Precision, LowBitPrecision, QAFSwitch
 from lightning_lowbit.nn import AmaxHistories, fold
@@ -28,8 +25,8 @@ SCALINGS = ("delayed", "current", "row", "blockwise", "mx")
 @pytest.mark.fast("delayed-token", "current-channel", "blockwise-None")
 @pytest.mark.parametrize("smooth", [None, "channel", "token"])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_loss_falls(scaling: str, smooth: str | None) -> None:
-    def train(plugin: LowBitPrecision) -> tuple[Tensor, Tensor]:
+def test_loss_falls(scaling, smooth):
+    def train(plugin):
         model = Regression()
         trainer(plugin, max_steps=40, limit_train_batches=20, limit_val_batches=4).fit(model)
         first, last = torch.stack(model.val_losses[2:6]).mean(), torch.stack(model.val_losses[-4:]).mean()
@@ -42,7 +39,7 @@ def test_loss_falls(scaling: str, smooth: str | None) -> None:
 
 
 # Ways to train, each of which takes its steps elsewhere.
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "plain": {},
     "accumulated": {"accumulate_grad_batches": 3, "limit_train_batches": 12},
     "last batch alone": {"accumulate_grad_batches": 3, "limit_train_batches": 4, "max_epochs": 3},
@@ -62,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("smooth", [None, "channel"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_histories_are_what_the_steps_saw(way: str, recompute: bool, smooth: str | None) -> None:
+def test_histories_are_what_the_steps_saw(way, recompute, smooth):
     model, witness = Regression(recompute, val_size=100.0), Witness()
     plugin = FP8Precision(history=3, smooth_swiglu=smooth, compute_dtype="fp32")
     options = {"max_steps": 4, "limit_train_batches": 4, "num_sanity_val_steps": 0, **WAYS[way]}
@@ -80,7 +77,7 @@ def test_histories_are_what_the_steps_saw(way: str, recompute: bool, smooth: str
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_each_step_scales_by_the_steps_before_it(algorithm: str) -> None:
+def test_each_step_scales_by_the_steps_before_it(algorithm):
     witness, plugin = Witness(), FP8Precision(history=3, algorithm=algorithm, compute_dtype="fp32")
     trainer(plugin, callbacks=[witness], max_steps=6, limit_train_batches=6).fit(Regression())
     found = state(plugin)["amax_history"]
@@ -90,10 +87,10 @@ def test_each_step_scales_by_the_steps_before_it(algorithm: str) -> None:
     assert (in_force[1:] > 0).all(), "the second step still scales by its own amaxes"
 
 
-def test_without_a_history_each_step_scales_by_itself() -> None:
+def test_without_a_history_each_step_scales_by_itself():
     """One step of delayed scaling is one of current scaling; two are not, or the histories are not used."""
 
-    def weights(scaling: str, steps: int) -> Tensor:
+    def weights(scaling, steps):
         model = Regression()
         trainer(FP8Precision(scaling), max_steps=steps).fit(model)
         return flat(model)
@@ -105,11 +102,11 @@ def test_without_a_history_each_step_scales_by_itself() -> None:
 class Manual(Regression):
     """Manual optimization of several micro-batches."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         for micro_batch in range(2):
@@ -118,7 +115,7 @@ class Manual(Regression):
 
 
 @pytest.mark.parametrize("smooth", [None, "channel"])
-def test_manual_optimization(smooth: str | None) -> None:
+def test_manual_optimization(smooth):
     witness, plugin = Witness(), FP8Precision(history=3, smooth_swiglu=smooth, compute_dtype="fp32")
     trainer(plugin, callbacks=[witness], max_steps=4, limit_train_batches=4).fit(Manual())
     assert len(witness.steps) == plugin.step == 4
@@ -128,7 +125,7 @@ def test_manual_optimization(smooth: str | None) -> None:
         assert torch.equal(amax, witness.channels[name]), "the channels are not those of the last step"
 
 
-def test_manual_optimization_with_two_optimizers() -> None:
+def test_manual_optimization_with_two_optimizers():
     """Each step of each optimizer is a step of the histories, also the second one of a batch."""
     witness, plugin = Witness(), FP8Precision(history=4, compute_dtype="fp32")
     trainer(plugin, callbacks=[witness], max_steps=6, limit_train_batches=3).fit(GAN())
@@ -140,9 +137,9 @@ def test_manual_optimization_with_two_optimizers() -> None:
     assert_in_force(found, witness, 4)
 
 
-def test_smoothing_in_the_second_step_of_a_batch_is_that_of_its_own_channels() -> None:
+def test_smoothing_in_the_second_step_of_a_batch_is_that_of_its_own_channels():
     class Twice(Manual):
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        def training_step(self, batch, batch_idx):
             optimizer = self.optimizers()
             for size in (1.0, 50.0):
                 optimizer.zero_grad()
@@ -156,7 +153,7 @@ def test_smoothing_in_the_second_step_of_a_batch_is_that_of_its_own_channels() -
     assert_histories(found["amax_history"], witness, 2)
 
 
-def test_after_manual_optimization_nothing_is_recorded() -> None:
+def test_after_manual_optimization_nothing_is_recorded():
     model, plugin = Manual(), FP8Precision(history=2, smooth_swiglu="channel", compute_dtype="fp32")
     trainer(plugin).fit(model)
     down = model.mlp.down_proj
@@ -170,8 +167,8 @@ def test_after_manual_optimization_nothing_is_recorded() -> None:
 class Sample(Callback):
     """Evaluates the model in the middle of training, as monitors and generation of samples do."""
 
-    def __init__(self, hook: str) -> None:
-        def evaluate(trainer: Any, pl_module: Any, *args: Any) -> None:
+    def __init__(self, hook):
+        def evaluate(trainer, pl_module, *args):
             pl_module.eval()
             with torch.no_grad():
                 pl_module(torch.full((2, 16), 1e20))
@@ -185,8 +182,8 @@ class Sample(Callback):
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"]
 )
-def test_what_callbacks_compute_has_no_part_in_training(hook: str, smooth: str | None) -> None:
-    def train(callbacks: list[Callback]) -> tuple[Tensor, dict[str, Any]]:
+def test_what_callbacks_compute_has_no_part_in_training(hook, smooth):
+    def train(callbacks):
         model, plugin = Regression(), FP8Precision(history=4, smooth_swiglu=smooth)
         trainer(plugin, accumulate_grad_batches=2, limit_train_batches=4, callbacks=callbacks).fit(model)
         return flat(model), state(plugin)
@@ -200,8 +197,8 @@ def test_what_callbacks_compute_has_no_part_in_training(hook: str, smooth: str |
 
 
 @pytest.mark.parametrize("smooth", [None, "channel", "token"])
-def test_validation_data_has_no_part_in_training(smooth: str | None) -> None:
-    def train(val_size: float, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+def test_validation_data_has_no_part_in_training(smooth):
+    def train(val_size, **kwargs):
         model, plugin = Regression(val_size=val_size), FP8Precision(history=4, smooth_swiglu=smooth)
         options = {"accumulate_grad_batches": 2, "max_steps": 4, "limit_train_batches": 8, **kwargs}
         trainer(plugin, **options).fit(model)
@@ -217,7 +214,7 @@ def test_validation_data_has_no_part_in_training(smooth: str | None) -> None:
         assert torch.equal(others, weights), "validation data has changed what was trained"
 
 
-def test_evaluation_scales_by_the_histories_and_leaves_them_alone() -> None:
+def test_evaluation_scales_by_the_histories_and_leaves_them_alone():
     model, plugin = Regression(val_size=50.0), FP8Precision(history=4, smooth_swiglu="channel")
     made = trainer(plugin, limit_val_batches=2, limit_test_batches=2, limit_predict_batches=2)
     made.fit(model)
@@ -236,7 +233,7 @@ def test_evaluation_scales_by_the_histories_and_leaves_them_alone() -> None:
     assert histories != none, "evaluation does not use the histories"
 
 
-def test_evaluation_before_training_leaves_nothing() -> None:
+def test_evaluation_before_training_leaves_nothing():
     model, plugin, witness = Regression(val_size=50.0), FP8Precision(history=4, compute_dtype="fp32"), Witness()
     made = trainer(plugin, callbacks=[witness], limit_val_batches=2, limit_test_batches=2, limit_predict_batches=2)
     made.validate(model, verbose=False)
@@ -247,7 +244,7 @@ def test_evaluation_before_training_leaves_nothing() -> None:
     assert_histories(state(plugin)["amax_history"], witness, 4)
 
 
-def test_fit_validate_fit_on_one_trainer_goes_on() -> None:
+def test_fit_validate_fit_on_one_trainer_goes_on():
     model, plugin, witness = Regression(), FP8Precision(history=4, compute_dtype="fp32"), Witness()
     made = trainer(plugin, callbacks=[witness], max_steps=2, limit_train_batches=4, limit_val_batches=1)
     made.fit(model)
@@ -262,7 +259,7 @@ def test_fit_validate_fit_on_one_trainer_goes_on() -> None:
 
 @pytest.mark.parametrize("same_plugin", [True, False])
 @pytest.mark.parametrize("same_model", [True, False])
-def test_another_trainer_starts_anew(same_plugin: bool, same_model: bool) -> None:
+def test_another_trainer_starts_anew(same_plugin, same_model):
     model, plugin = Regression(), FP8Precision(history=4, smooth_swiglu="channel", compute_dtype="fp32")
     first = trainer(plugin)
     first.fit(model)
@@ -277,7 +274,7 @@ def test_another_trainer_starts_anew(same_plugin: bool, same_model: bool) -> Non
     assert_in_force(found["amax_history"], witness, 4)
 
 
-def test_another_model_in_one_trainer_has_histories_of_its_own() -> None:
+def test_another_model_in_one_trainer_has_histories_of_its_own():
     plugin = FP8Precision(history=4, smooth_swiglu="channel")
     made = trainer(plugin, limit_val_batches=2)
     made.fit(Regression())
@@ -288,7 +285,7 @@ def test_another_model_in_one_trainer_has_histories_of_its_own() -> None:
     assert not any(amaxes.any() for amaxes in state(plugin)["amax_history"].values())
 
 
-def test_another_model_with_other_layers_in_one_trainer() -> None:
+def test_another_model_with_other_layers_in_one_trainer():
     made = trainer(FP8Precision(history=4))
     made.fit(Regression())
     made.fit_loop.epoch_loop.max_steps = 4
@@ -297,7 +294,7 @@ def test_another_model_with_other_layers_in_one_trainer() -> None:
     assert {key.split("/")[0] for key in state(made.precision_plugin)["amax_history"]} == {"layer"}
 
 
-def test_training_goes_on_and_folds_where_evaluation_has_moved_the_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_and_folds_where_evaluation_has_moved_the_histories(monkeypatch):
     """As on a GPU: what is used first in evaluation is moved there, under ``torch.inference_mode``."""
     monkeypatch.setattr(AmaxHistories, "to_", AmaxHistories._place)
     model, plugin = Regression(), FP8Precision(history=4, smooth_swiglu="channel")
@@ -311,7 +308,7 @@ def test_training_goes_on_and_folds_where_evaluation_has_moved_the_histories(mon
     assert model.mlp.down_proj.full_casts.smooth is None
 
 
-def test_phases_keep_the_histories_of_what_they_leave_in_high_precision() -> None:
+def test_phases_keep_the_histories_of_what_they_leave_in_high_precision():
     witness = Witness()
     plugin = FP8Precision(history=4, compute_dtype="fp32")
     trainer(plugin, callbacks=[QAFSwitch(step=2), witness], max_steps=4, limit_train_batches=4).fit(Regression())

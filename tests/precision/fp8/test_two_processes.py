@@ -1,7 +1,6 @@
 """FP8 on two processes: one history for both, one collective per step, and none elsewhere."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from tests.precision.ranks_ddp import ACCUMULATE, COUNTED, HISTORY, SMOOTHINGS, 
 from tests.precision.regression_model import DOWN, LAYERS, Witness, assert_histories, assert_in_force
 
 
-def assert_equal_states(a: dict[str, Any], b: dict[str, Any]) -> None:
+def assert_equal_states(a, b):
     assert a.keys() == b.keys()
     for kind in ("amax_history", "channel_amax"):
         assert a[kind].keys() == b[kind].keys()
@@ -19,7 +18,7 @@ def assert_equal_states(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("smooth", SMOOTHINGS)
-def test_both_ranks_have_the_histories_of_what_both_saw(results: list[dict[str, Any]], smooth: str | None) -> None:
+def test_both_ranks_have_the_histories_of_what_both_saw(results, smooth):
     ranks = [result["histories"][str(smooth)] for result in results]
     for rank in ranks:
         assert len(rank["steps"]) == STEPS
@@ -51,7 +50,7 @@ def test_both_ranks_have_the_histories_of_what_both_saw(results: list[dict[str, 
 
 @pytest.mark.fast("current", "current, channels smoothed", "delayed, tokens smoothed")
 @pytest.mark.parametrize("counted", [name for name in COUNTED if name != "without the plugin"])
-def test_collectives(results: list[dict[str, Any]], counted: str) -> None:
+def test_collectives(results, counted):
     """One more per optimizer step where there are histories, whatever their number; nowhere else any."""
     more = STEPS if "delayed" in counted or "channels" in counted else 0
     for result in results:
@@ -62,7 +61,7 @@ def test_collectives(results: list[dict[str, Any]], counted: str) -> None:
         assert counts["evaluation"] == plain["evaluation"], "evaluation has other collectives than without the plugin"
 
 
-def test_resume_equals_the_uninterrupted_run(results: list[dict[str, Any]]) -> None:
+def test_resume_equals_the_uninterrupted_run(results):
     for result in results:
         whole, resumed, fresh = result["whole"], result["resumed"], result["fresh"]
         losses = whole["losses"][2 * ACCUMULATE :]

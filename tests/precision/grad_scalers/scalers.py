@@ -2,12 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
-from torch.amp.grad_scaler import GradScaler
 from torch.nn import Parameter
 from torch.optim import SGD
 
@@ -24,19 +21,19 @@ PROFILE = settings(
 INF, NAN = math.inf, math.nan
 
 
-def make(cls: Callable[..., Any], **arguments: Any) -> Any:
+def make(cls, **arguments):
     """A scaler of the CPU, on machines with an accelerator too."""
     return cls(device="cpu", **arguments)
 
 
-def state_of(scaler: GradScaler) -> tuple[float, int]:
+def state_of(scaler):
     """The scale and the growth tracker."""
     scale, tracker = scaler._check_scale_growth_tracker("the test")
     assert (scale.dtype, tracker.dtype, scale.shape, tracker.shape) == (torch.float32, torch.int32, (), ())
     return scale.item(), int(tracker.item())
 
 
-def drive(scaler: GradScaler, overflows: Iterable[bool]) -> Iterator[tuple[float, int]]:
+def drive(scaler, overflows):
     """Trains a parameter, in some steps with an infinity or a NaN in its gradient; yields the scale and the tracker.
 
     A step is taken unless there is one, by the gradient without the scale.
@@ -57,6 +54,6 @@ def drive(scaler: GradScaler, overflows: Iterable[bool]) -> Iterator[tuple[float
         yield state_of(scaler)
 
 
-def steps(text: str) -> list[bool]:
+def steps(text):
     """x for a step with an overflow, a dot for one without."""
     return [letter == "x" for letter in text]

@@ -1,7 +1,6 @@
 """What a scaler found, and bad input."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from tests.tables import each
 
 
 @pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler, ConservativeGradScaler, ShardedConservativeGradScaler])
-def test_overflow(cls: Any) -> None:
+def test_overflow(cls):
     scaler = make(cls)
     parameters = [Parameter(torch.ones(2)) for _ in range(3)]
     clean, infinite, later = (SGD([p], lr=0.1) for p in parameters)
@@ -46,13 +45,13 @@ def test_overflow(cls: Any) -> None:
     assert overflow(scaler) is None
 
 
-def test_a_disabled_scaler_found_nothing() -> None:
+def test_a_disabled_scaler_found_nothing():
     assert overflow(make(ConservativeGradScaler, enabled=False)) is None
 
 
 @each("cls", [GradScaler, ConservativeGradScaler, GradientNormGradScaler, ShardedGradScaler])
 @each("over_ranks", [False, True])
-def test_a_step_without_any_gradient(cls: Any, over_ranks: bool) -> None:
+def test_a_step_without_any_gradient(cls, over_ranks):
     scaler, parameter = make(cls), Parameter(torch.ones(2))
     optimizer = SGD([parameter], lr=0.1)
     scaler.scale(torch.ones(()))
@@ -67,7 +66,7 @@ def test_a_step_without_any_gradient(cls: Any, over_ranks: bool) -> None:
 @each("fused", [True, False])
 @each("bad", [1.0, INF])
 @each("cls", [GradScaler, ShardedGradScaler, ConservativeGradScaler, ShardedConservativeGradScaler])
-def test_sharing_keeps_what_was_found(cls: Any, bad: float, fused: bool) -> None:
+def test_sharing_keeps_what_was_found(cls, bad, fused):
     """And every optimizer takes it; what torch's sharded class finds has one dimension, fused ones ask for none."""
     scaler, parameter = make(cls), Parameter(torch.ones(2))
     optimizer = AdamW([parameter], lr=0.1, fused=fused)
@@ -81,7 +80,7 @@ def test_sharing_keeps_what_was_found(cls: Any, bad: float, fused: bool) -> None
 
 
 @pytest.mark.parametrize("cls", [ShardedConservativeGradScaler, ShardedGradientNormGradScaler])
-def test_sharded_scalers_unscale_before_fused_steps(cls: Any) -> None:
+def test_sharded_scalers_unscale_before_fused_steps(cls):
     """As when gradients are clipped, which torch's sharded class does not go with."""
     scaler, parameter = make(cls), Parameter(torch.ones(2))
     optimizer = AdamW([parameter], lr=0.1, fused=True)
@@ -94,7 +93,7 @@ def test_sharded_scalers_unscale_before_fused_steps(cls: Any) -> None:
         assert state_of(scaler)[0] == expected
 
 
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+REFUSED = [
     *(
         (ConservativeGradScaler, arguments, message)
         for arguments, message in (
@@ -124,14 +123,14 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @each(("cls", "arguments", "message"), REFUSED)
-def test_bad_input(cls: Any, arguments: dict[str, Any], message: str) -> None:
+def test_bad_input(cls, arguments, message):
     with pytest.raises(ValueError, match=message) as raised:
         make(cls, **arguments)
     *_, value = arguments.values()
     assert repr(value) in str(raised.value) or f"{value}" in str(raised.value), "does not say what came"
 
 
-def test_good_input_at_the_edges() -> None:
+def test_good_input_at_the_edges():
     make(ConservativeGradScaler, floor=2.0**16, cap=2.0**16)
     make(ConservativeGradScaler, init_scale=torch.finfo(torch.float32).max, cap=INF)
     make(ConservativeGradScaler, cooldown=0, hysteresis=1, growth_interval=1, growth_factor=1.0001)

@@ -1,22 +1,13 @@
 """Quantized gradients under a scaled loss."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 
-from lightning_lowbit import (
-    Cast,
-    ConservativeGradScaler,
-    LinearCasts,
-    Scale,
-    convert,
-    quantize,
-)
+from lightning_lowbit import Cast, ConservativeGradScaler, LinearCasts, Scale, convert, quantize
 from lightning_lowbit.nn import PRESETS as CASTS
 from lightning_lowbit.nn import AmaxHistories, LayerKeys
 from lightning_lowbit.precision.grad_scalers import overflow
@@ -25,25 +16,23 @@ from tests.tables import each
 
 
 class Tiny(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(40, 24), nn.Linear(24, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.second(torch.tanh(self.first(x)))
 
 
 class Quantized:
     """A model of two quantized layers, and the gradients of its loss."""
 
-    def __init__(self, casts: Any) -> None:
+    def __init__(self, casts):
         torch.manual_seed(0)
         self.model = convert(Tiny(), casts)
         self.keys = LayerKeys(self.model)
 
-    def gradients(
-        self, factor: float = 1.0, histories: AmaxHistories | None = None, x: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def gradients(self, factor=1.0, histories=None, x=None):
         """Of the loss times a factor, divided by it again; by name of the parameter, and of the input.
 
         Args:
@@ -63,7 +52,7 @@ class Quantized:
         return {name: tensor.grad / factor for name, tensor in named.items() if tensor.grad is not None}
 
 
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+def assert_same_gradients(found, expected, what):
     assert found.keys() == expected.keys() and len(found) == 5
     for name, gradient in expected.items():
         assert gradient.isfinite().all() and gradient.any(), f"{what}: the gradient of {name} shows nothing"
@@ -72,7 +61,7 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
 
 
 @each("name", CASTS)
-def test_a_power_of_two_does_not_change_gradients(name: str) -> None:
+def test_a_power_of_two_does_not_change_gradients(name):
     """Scales follow the tensor, so that a power of two comes out again, through stochastic rounding too."""
     layers = Quantized(name)
     expected = layers.gradients()
@@ -82,11 +71,11 @@ def test_a_power_of_two_does_not_change_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASTS if LinearCasts.preset(name).is_delayed])
-def test_delayed_scales_follow_the_loss_scale(name: str) -> None:
+def test_delayed_scales_follow_the_loss_scale(name):
     """What is remembered of gradients is multiplied with what the loss is, once the scale has moved."""
     layers = Quantized(name)
 
-    def second_step(factor: float) -> dict[str, Tensor]:
+    def second_step(factor):
         histories = AmaxHistories(layers.model)
         layers.gradients(1.0, histories)
         histories.advance_()
@@ -98,13 +87,13 @@ def test_delayed_scales_follow_the_loss_scale(name: str) -> None:
         assert_same_gradients(second_step(2.0**exponent), expected, f"{name} and a scale that moved by 2^{exponent}")
 
 
-def gradient_casts() -> dict[str, Cast]:
+def gradient_casts():
     """All casts that a preset has for output gradients, by what they print."""
     both = [getattr(LinearCasts.preset(name), operand) for name in CASTS for operand in ("dgrad_g", "wgrad_g")]
     return {str(cast): cast for cast in both if isinstance(cast, Cast)}
 
 
-def scaled_and_not(x: Tensor, cast: Cast, exponent: int) -> tuple[Tensor, Tensor]:
+def scaled_and_not(x, cast, exponent):
     """What a cast makes of a tensor, and of the tensor times 2^exponent, divided by it again."""
     return (
         quantize(x * 2.0**exponent, cast, key=7).dequantize() / 2.0**exponent,
@@ -115,7 +104,7 @@ def scaled_and_not(x: Tensor, cast: Cast, exponent: int) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("name", gradient_casts())
 @settings(PROFILE, max_examples=10)
 @given(seed=st.integers(0, 2**32), exponent=st.integers(-40, 40), spread=st.floats(0, 4))
-def test_a_power_of_two_does_not_change_a_cast(name: str, seed: int, exponent: int, spread: float) -> None:
+def test_a_power_of_two_does_not_change_a_cast(name, seed, exponent, spread):
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.exp(spread * torch.randn(2, 80, generator=generator))
     x = (torch.randn(2, 80, generator=generator) * sizes).bfloat16()
@@ -126,7 +115,7 @@ def test_a_power_of_two_does_not_change_a_cast(name: str, seed: int, exponent: i
 ONE_LEVEL = Cast("e2m1", Scale("e4m3", 16))
 
 
-def test_scales_in_few_bits_without_a_second_level_need_the_right_loss_scale() -> None:
+def test_scales_in_few_bits_without_a_second_level_need_the_right_loss_scale():
     """Not so for scales in E4M3 alone: they reach from 2^-9 to 448, saturate beyond, and vanish below.
 
     No preset has them for gradients. Within the range, where scales have all their digits, they keep what they are.
@@ -147,7 +136,7 @@ def test_scales_in_few_bits_without_a_second_level_need_the_right_loss_scale() -
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("name", CASTS)
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
-def test_what_is_not_finite_reaches_the_gradients(name: str, bad: float) -> None:
+def test_what_is_not_finite_reaches_the_gradients(name, bad):
     """A scaler looks at gradients of parameters: one element of an output gradient has to be found in them."""
     torch.manual_seed(0)
     model = convert(nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 8)), name)

@@ -1,8 +1,5 @@
 """The scale of the loss over steps: by the reference, by torch, by hand, by presets."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import example, given
@@ -25,7 +22,7 @@ from tests.references.scalers import Reference, float32
 from tests.tables import each
 
 #: By what they are called: this package's class, and torch's that it builds on. Sharded ones need a process group.
-CLASSES: dict[str, tuple[Callable[..., ConservativeGradScaler], Callable[..., GradScaler]]] = {
+CLASSES = {
     "plain": (ConservativeGradScaler, GradScaler),
     "sharded": (ShardedConservativeGradScaler, ShardedGradScaler),
 }
@@ -41,7 +38,7 @@ SEQUENCES = {
 }
 
 
-SETTINGS: list[dict[str, Any]] = [
+SETTINGS = [
     *(
         {"growth_interval": interval, "cooldown": cooldown, "hysteresis": hysteresis}
         for interval in (1, 2, 3, 5)
@@ -66,12 +63,12 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_a_sequence_of_overflows(name: str, kind: str) -> None:
+def test_a_sequence_of_overflows(name, kind):
     for setting in SETTINGS:
         follow(steps(SEQUENCES[name]), setting, kind)
 
 
-def follow(overflows: Sequence[bool], setting: dict[str, Any], kind: str) -> None:
+def follow(overflows, setting, kind):
     reference = Reference(**setting)
     for step, found in enumerate(drive(make(CLASSES[kind][0], **setting), overflows)):
         reference.step(overflows[step])
@@ -80,7 +77,7 @@ def follow(overflows: Sequence[bool], setting: dict[str, Any], kind: str) -> Non
 
 
 @st.composite
-def drawn_settings(draw: st.DrawFn) -> dict[str, Any]:
+def drawn_settings(draw):
     low, start, high = sorted(draw(st.lists(st.integers(-3, 24), min_size=3, max_size=3)))
     return {
         "init_scale": 2.0**start,
@@ -97,13 +94,13 @@ def drawn_settings(draw: st.DrawFn) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", CLASSES)
 @PROFILE
 @given(OVERFLOWS, drawn_settings())
-def test_any_sequence_of_overflows(kind: str, overflows: list[bool], setting: dict[str, Any]) -> None:
+def test_any_sequence_of_overflows(kind, overflows, setting):
     follow(overflows, setting, kind)
 
 
 @PROFILE
 @given(OVERFLOWS, st.integers(1, 3), st.sampled_from([None, 0, 1, 4]))
-def test_nothing_grows_while_it_cools_down(overflows: list[bool], interval: int, cooldown: int | None) -> None:
+def test_nothing_grows_while_it_cools_down(overflows, interval, cooldown):
     scaler = make(ConservativeGradScaler, growth_interval=interval, cooldown=cooldown)
     before, calm = scaler.get_scale(), INF  # steps since the last overflow
     for overflowed, (scale, _) in zip(overflows, drive(scaler, overflows), strict=True):
@@ -113,8 +110,8 @@ def test_nothing_grows_while_it_cools_down(overflows: list[bool], interval: int,
         before = scale
 
 
-def test_hysteresis_is_full_again_once_the_scale_grew() -> None:
-    setting: dict[str, Any] = {"growth_factor": 2, "growth_interval": 3, "cooldown": 0, "hysteresis": 2}
+def test_hysteresis_is_full_again_once_the_scale_grew():
+    setting = {"growth_factor": 2, "growth_interval": 3, "cooldown": 0, "hysteresis": 2}
     found = [scale for scale, _ in drive(make(ConservativeGradScaler, init_scale=64, **setting), steps("xx..x...xx"))]
     assert found == [64, 32, 32, 32, 16, 16, 16, 32, 32, 16]
     at_cap = make(ConservativeGradScaler, init_scale=64, cap=64, **setting)
@@ -122,7 +119,7 @@ def test_hysteresis_is_full_again_once_the_scale_grew() -> None:
     assert found == [64, 64, 64, 64, 64, 64, 64, 32, 32, 32, 64, 64], "at the cap growing counts as growing"
 
 
-def test_the_defaults_grow_by_a_half_and_wait_twice_after_an_overflow() -> None:
+def test_the_defaults_grow_by_a_half_and_wait_twice_after_an_overflow():
     scaler = make(ConservativeGradScaler)
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (1.5, 0.5, 2000)
     assert (scaler.floor, scaler.cap, scaler.cooldown, scaler.hysteresis) == (1, 2**24, None, 1)
@@ -130,7 +127,7 @@ def test_the_defaults_grow_by_a_half_and_wait_twice_after_an_overflow() -> None:
     assert last == (2.0**15, -2000), "after an overflow there are 4000 steps until the scale grows"
 
 
-AS_TORCH: dict[str, Any] = {"growth_factor": 2.0, "floor": 0, "cap": INF, "cooldown": 0, "hysteresis": 1}
+AS_TORCH = {"growth_factor": 2.0, "floor": 0, "cap": INF, "cooldown": 0, "hysteresis": 1}
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -139,7 +136,7 @@ AS_TORCH: dict[str, Any] = {"growth_factor": 2.0, "floor": 0, "cap": INF, "coold
 @example([False] * 6, 1, 2.0**126, 0.5).via("what is too large for float32: torch's scalers differ, and so do ours")
 @example([True] * 6, 1, 2.0**-147, 0.5).via("what falls to 0")
 @example([True, False] * 10, 1, 1.0, 0.3)
-def test_torch_to_the_bit(kind: str, overflows: list[bool], interval: int, init_scale: float, backoff: float) -> None:
+def test_torch_to_the_bit(kind, overflows, interval, init_scale, backoff):
     shared = {"init_scale": init_scale, "growth_interval": interval, "backoff_factor": backoff}
     ours, theirs = (make(cls, **shared, **more) for cls, more in zip(CLASSES[kind], (AS_TORCH, {}), strict=True))
     for step, (found, expected) in enumerate(zip(drive(ours, overflows), drive(theirs, overflows), strict=True)):
@@ -147,7 +144,7 @@ def test_torch_to_the_bit(kind: str, overflows: list[bool], interval: int, init_
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_a_disabled_scaler_does_nothing(kind: str) -> None:
+def test_a_disabled_scaler_does_nothing(kind):
     for cls in (CLASSES[kind][0], GradientNormGradScaler, StaticGradScaler):
         scaler = make(cls, enabled=False)
         parameter = Parameter(torch.zeros(1))
@@ -162,7 +159,7 @@ def test_a_disabled_scaler_does_nothing(kind: str) -> None:
         scaler.load_state_dict({})
 
 
-def test_nothing_to_update_raises_as_torch_does() -> None:
+def test_nothing_to_update_raises_as_torch_does():
     scaler = make(ConservativeGradScaler)
     with pytest.raises(AssertionError, match="_scale is None"):
         scaler.update()
@@ -173,7 +170,7 @@ def test_nothing_to_update_raises_as_torch_does() -> None:
 
 @each("cls", [StaticGradScaler, ShardedStaticGradScaler])
 @each("scale", [2.0**16, 1024, 0.1, 1000.3])
-def test_a_static_scale_stays_and_skips_nonetheless(cls: Any, scale: float) -> None:
+def test_a_static_scale_stays_and_skips_nonetheless(cls, scale):
     """That steps are skipped is what `drive` looks at."""
     overflows = steps("x..xxx" + "." * 10)
     scaler = make(cls, scale=scale)
@@ -184,13 +181,13 @@ def test_a_static_scale_stays_and_skips_nonetheless(cls: Any, scale: float) -> N
     assert state_of(scaler)[0] == float32(scale)
 
 
-def test_a_static_scale_begins_at_that_of_torch() -> None:
+def test_a_static_scale_begins_at_that_of_torch():
     assert make(StaticGradScaler).get_scale() == 2.0**16
 
 
 @each("kind", CLASSES)
 @each(("given_scale", "becomes"), [(100.0, 100), (1e9, 4096), (1e-3, 2), (4096.0, 4096)])
-def test_a_scale_by_hand_has_the_same_bounds(kind: str, given_scale: float, becomes: float) -> None:
+def test_a_scale_by_hand_has_the_same_bounds(kind, given_scale, becomes):
     scaler = make(CLASSES[kind][0], init_scale=64, floor=2, cap=4096, growth_interval=5, hysteresis=2, cooldown=0)
     *_, last = drive(scaler, steps("x.."))
     assert last == (64, 2)
@@ -202,7 +199,7 @@ def test_a_scale_by_hand_has_the_same_bounds(kind: str, given_scale: float, beco
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_a_scale_by_hand_goes_before_what_was_found(kind: str) -> None:
+def test_a_scale_by_hand_goes_before_what_was_found(kind):
     """As with torch, for which an overflow then changes neither the scale nor the tracker."""
     ours, theirs = (make(cls, init_scale=64.0, growth_interval=5) for cls in CLASSES[kind])
     for scaler in (ours, theirs):
@@ -215,7 +212,7 @@ def test_a_scale_by_hand_goes_before_what_was_found(kind: str) -> None:
         assert state_of(scaler) == (32, 3), type(scaler).__name__
 
 
-def test_several_optimizers_share_a_scale() -> None:
+def test_several_optimizers_share_a_scale():
     scaler = make(ConservativeGradScaler, init_scale=64, growth_interval=3, cooldown=1)
     parameters = [Parameter(torch.zeros(1)) for _ in range(3)]
     optimizers = [SGD([p], lr=1.0) for p in parameters]
@@ -240,8 +237,8 @@ def test_several_optimizers_share_a_scale() -> None:
         ("quantized-fine-tuning", (2.0**17, 200, 2)),
     ],
 )
-def test_presets(preset: str, expected: tuple[float, int, int]) -> None:
-    def found(**arguments: Any) -> tuple[float, int, int]:
+def test_presets(preset, expected):
+    def found(**arguments):
         scaler = make(ConservativeGradScaler, preset=preset, **arguments)
         return scaler.get_scale(), scaler.get_growth_interval(), scaler.hysteresis
 
@@ -252,5 +249,5 @@ def test_presets(preset: str, expected: tuple[float, int, int]) -> None:
     assert found(hysteresis=5) == (scale, interval, 5)
 
 
-def test_no_preset_is_missing() -> None:
+def test_no_preset_is_missing():
     assert set(PRESETS) == {"default", "tiny-loss", "quantized-fine-tuning"}

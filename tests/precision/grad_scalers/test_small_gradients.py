@@ -1,16 +1,13 @@
 """Small gradients count for more under a scaled loss."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW
 
 from lightning_lowbit import (
     ConservativeGradScaler,
@@ -23,7 +20,7 @@ from tests.precision.grad_scalers.scalers import INF, NAN, PROFILE, make, state_
 from tests.tables import each
 
 
-def test_sparse_gradients_and_groups_without_any() -> None:
+def test_sparse_gradients_and_groups_without_any():
     """A sparse gradient has a norm when what it holds twice is added; so one row of two ones twice is of length √8."""
     sparse = Parameter(torch.zeros(4, 2))
     sparse.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (4, 2), check_invariants=True)
@@ -37,7 +34,7 @@ def test_sparse_gradients_and_groups_without_any() -> None:
     torch.testing.assert_close(sparse.detach(), expected)  # a root and a quotient are rounded
 
 
-def test_gradients_in_float64_have_a_norm() -> None:
+def test_gradients_in_float64_have_a_norm():
     parameter = Parameter(torch.zeros(4, dtype=torch.float64))
     parameter.grad = torch.ones(4, dtype=torch.float64)
     optimizer = SGD([parameter], lr=1.0)
@@ -48,23 +45,23 @@ def test_gradients_in_float64_have_a_norm() -> None:
 
 
 @pytest.mark.parametrize(("given", "kind"), [("cpu", "cpu"), ("cpu:0", "cpu"), ("meta", "meta")])
-def test_a_device_is_taken_by_its_type(given: str, kind: str) -> None:
+def test_a_device_is_taken_by_its_type(given, kind):
     assert ConservativeGradScaler(device=given)._device == kind
 
 
-def test_no_device_is_refused_by_name() -> None:
+def test_no_device_is_refused_by_name():
     with pytest.raises(ValueError, match="device is where it trains, such as 'cuda' or 'cpu'; got 'gpu'"):
         ConservativeGradScaler(device="gpu")
 
 
 @pytest.mark.parametrize("other", ["floor", "growth_factor", "preset", "hysteresis"])
-def test_a_static_scale_takes_no_setting_that_moves_it(other: str) -> None:
+def test_a_static_scale_takes_no_setting_that_moves_it(other):
     with pytest.raises(TypeError, match=other):
         StaticGradScaler(8.0, **{other: 2})
 
 
 @pytest.mark.parametrize("threshold", [1e-2, 1.0, 300])
-def test_the_factor_of_the_loss(threshold: float) -> None:
+def test_the_factor_of_the_loss(threshold):
     shares = torch.tensor([[0.0, 0.25, 0.5, 1.0], [1.5, 2.0, 2.5, INF]])
     expected = torch.tensor([[2.0, 1.75, 1.5, 1.0], [1.0, 1.0, 1.0, 1.0]])
     # Two roundings in float32: of the quotient, which is at most 2, and of the difference.
@@ -73,7 +70,7 @@ def test_the_factor_of_the_loss(threshold: float) -> None:
 
 @PROFILE
 @given(st.floats(0, 100, width=32), st.floats(1e-3, 1e3))
-def test_the_factor_is_the_rule_within_bounds(norm: float, threshold: float) -> None:
+def test_the_factor_is_the_rule_within_bounds(norm, threshold):
     found = loss_factor(torch.tensor(norm), threshold).item()
     assert 1 <= found <= 2
     rule = 1 + (1 - norm / threshold)
@@ -82,7 +79,7 @@ def test_the_factor_is_the_rule_within_bounds(norm: float, threshold: float) -> 
 
 @each("cls", [GradientNormGradScaler, ShardedGradientNormGradScaler])
 @each(("size", "factor"), [(0.0, 2), (0.2, 1.8), (0.5, 1.5), (0.75, 1.25), (1.0, 1), (3.0, 1)])
-def test_unscaled_gradients_are_the_true_ones_times_the_factor(cls: Any, size: float, factor: float) -> None:
+def test_unscaled_gradients_are_the_true_ones_times_the_factor(cls, size, factor):
     """The norm is that of all gradients of the optimizer: 3, 4 and 12 make 13."""
     scaler = make(cls, threshold=0.13, init_scale=2.0**12)
     parameters = [Parameter(torch.zeros(shape)) for shape in ((2, 2), (1,), (0,), (3,), ())]
@@ -102,14 +99,14 @@ def test_unscaled_gradients_are_the_true_ones_times_the_factor(cls: Any, size: f
     torch.testing.assert_close(parameters[1].detach(), torch.tensor([-0.04 * size * factor]), rtol=1e-6, atol=0)
 
 
-def gradients_of(step: int) -> list[Tensor]:
+def gradients_of(step):
     """Of norms below the threshold of 1, and each another one."""
     generator = torch.Generator().manual_seed(step)
     directions = [torch.randn(shape, generator=generator) for shape in ((4, 3), (5,))]
     return [g * 0.04 * (step + 1) for g in directions]
 
 
-def trained(make_optimizer: Callable[..., Optimizer], scaler: Any = None, rule: float | None = None) -> list[Tensor]:
+def trained(make_optimizer, scaler=None, rule=None):
     """Parameters after some steps: by a scaler, or by gradients to which the rule is applied by hand."""
     parameters = [Parameter(torch.ones(shape)) for shape in ((4, 3), (5,))]
     optimizer = make_optimizer(parameters)
@@ -135,12 +132,11 @@ def trained(make_optimizer: Callable[..., Optimizer], scaler: Any = None, rule: 
 @each("fused", [True, False])
 @each("cls", [SGD, Adam, AdamW])
 @each("scaler", [GradientNormGradScaler, ShardedGradientNormGradScaler])
-def test_optimizers_are_given_the_factor(scaler: Any, cls: Any, fused: bool) -> None:
+def test_optimizers_are_given_the_factor(scaler, cls, fused):
     """Without an explicit `unscale_`; fused optimizers would unscale by themselves."""
 
-    def make_optimizer(parameters: list[Parameter]) -> Optimizer:
-        optimizer: Optimizer = cls(parameters, lr=0.1, fused=fused)
-        return optimizer
+    def make_optimizer(parameters):
+        return cls(parameters, lr=0.1, fused=fused)
 
     found = trained(make_optimizer, make(scaler, threshold=1.0))
     expected, without = trained(make_optimizer, rule=1.0), trained(make_optimizer)
@@ -152,7 +148,7 @@ def test_optimizers_are_given_the_factor(scaler: Any, cls: Any, fused: bool) -> 
 @each("fused", [True, False])
 @each("bad", [INF, -INF, NAN])
 @each("cls", [GradientNormGradScaler, ShardedGradientNormGradScaler])
-def test_an_infinity_is_found_under_the_rule(cls: Any, bad: float, fused: bool) -> None:
+def test_an_infinity_is_found_under_the_rule(cls, bad, fused):
     scaler, parameters = make(cls), [Parameter(torch.ones(3)), Parameter(torch.ones(2))]
     optimizer = AdamW(parameters, lr=0.1, fused=fused)
     scaler.scale(torch.ones(()))
@@ -165,9 +161,9 @@ def test_an_infinity_is_found_under_the_rule(cls: Any, bad: float, fused: bool) 
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_adam_ignores_a_constant_factor(foreach: bool) -> None:
+def test_adam_ignores_a_constant_factor(foreach):
     """With a threshold far above all norms the factor is 2: m doubles, v becomes 4 times as large, to the bit."""
-    makes: dict[str, Callable[..., Optimizer]] = {
+    makes = {
         "Adam": lambda p: Adam(p, lr=0.1, eps=1e-30, foreach=foreach),
         "SGD": lambda p: SGD(p, lr=0.1, foreach=foreach),
     }

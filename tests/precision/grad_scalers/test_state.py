@@ -3,16 +3,13 @@
 import copy
 import pickle
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import Parameter
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import (
@@ -27,35 +24,35 @@ from tests.optim.parameters import NoHostSync
 from tests.precision.grad_scalers.scalers import INF, drive, make, steps
 from tests.tables import each
 
-REMEMBERING: dict[str, Any] = {"growth_factor": 2, "growth_interval": 3, "cooldown": 1, "hysteresis": 3}
+REMEMBERING = {"growth_factor": 2, "growth_interval": 3, "cooldown": 1, "hysteresis": 3}
 
 
 LONG = steps("..x.....xx....xxx......x")
 
 
-def saved_and_loaded(state: dict[str, Any], path: Path) -> dict[str, Any]:
+def saved_and_loaded(state, path):
     torch.save(state, path)
     return torch.load(path, weights_only=True)
 
 
-def through_state(scaler: Any, path: Path) -> Any:
+def through_state(scaler, path):
     fresh = make(type(scaler), **REMEMBERING)
     fresh.load_state_dict(saved_and_loaded(scaler.state_dict(), path))
     return fresh
 
 
-def through_state_of_a_used_one(scaler: Any, path: Path) -> Any:
+def through_state_of_a_used_one(scaler, path):
     used = make(type(scaler), **REMEMBERING)
     list(drive(used, steps("xxx..")))
     used.load_state_dict(saved_and_loaded(scaler.state_dict(), path))
     return used
 
 
-def through_deepcopy(scaler: Any, path: Path) -> Any:
+def through_deepcopy(scaler, path):
     return copy.deepcopy(scaler)
 
 
-def through_pickle(scaler: Any, path: Path) -> Any:
+def through_pickle(scaler, path):
     return pickle.loads(pickle.dumps(scaler))
 
 
@@ -64,7 +61,7 @@ def through_pickle(scaler: Any, path: Path) -> Any:
 @pytest.mark.parametrize(
     "through", [through_state, through_state_of_a_used_one, through_deepcopy, through_pickle], ids=lambda f: f.__name__
 )
-def test_a_resumed_run_is_the_uninterrupted_one(cls: Any, through: Callable[[Any, Path], Any], tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(cls, through, tmp_path):
     expected = list(drive(make(cls, **REMEMBERING), LONG))
     for cut in range(len(LONG)):
         scaler = make(cls, **REMEMBERING)
@@ -76,7 +73,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(cls: Any, through: Callable[[Any
         assert [*found, *drive(resumed, LONG[cut:])] == expected, f"cut before step {cut}, {through.__name__}"
 
 
-def test_a_state_of_torch_and_back() -> None:
+def test_a_state_of_torch_and_back():
     theirs = make(GradScaler, growth_interval=10, init_scale=512.0)
     list(drive(theirs, steps("x....")))
     ours = make(ConservativeGradScaler, growth_interval=6, hysteresis=2, cooldown=0, growth_factor=1.5, init_scale=64)
@@ -89,7 +86,7 @@ def test_a_state_of_torch_and_back() -> None:
     )
 
 
-def test_settings_are_those_of_the_constructor() -> None:
+def test_settings_are_those_of_the_constructor():
     saved = make(ConservativeGradScaler, init_scale=2.0**20, growth_factor=3, backoff_factor=0.1, growth_interval=50)
     list(drive(saved, [False] * 40))
     scaler = make(ConservativeGradScaler, cap=2.0**18, growth_factor=1.25, backoff_factor=0.75, growth_interval=5)
@@ -104,7 +101,7 @@ def test_settings_are_those_of_the_constructor() -> None:
     assert floored.get_scale() == 2.0**21
 
 
-def test_a_tracker_beyond_a_shorter_interval_still_grows() -> None:
+def test_a_tracker_beyond_a_shorter_interval_still_grows():
     saved = make(ConservativeGradScaler, growth_interval=50)
     list(drive(saved, [False] * 40))
     for used in (False, True):
@@ -115,7 +112,7 @@ def test_a_tracker_beyond_a_shorter_interval_still_grows() -> None:
         assert list(drive(scaler, steps(".."))) == [(2.0**17, 0), (2.0**17, 1)], "the first step reaches the interval"
 
 
-def test_a_cooldown_from_a_checkpoint_is_not_longer_than_this_one() -> None:
+def test_a_cooldown_from_a_checkpoint_is_not_longer_than_this_one():
     saved = make(ConservativeGradScaler, growth_interval=2000)
     list(drive(saved, [True]))
     scaler = make(ConservativeGradScaler, growth_interval=5, cooldown=2, growth_factor=2)
@@ -124,7 +121,7 @@ def test_a_cooldown_from_a_checkpoint_is_not_longer_than_this_one() -> None:
     assert found == [2.0**15] * 6 + [2.0**16], "cooldown=2 and an interval of 5 are at most 7 steps"
 
 
-def test_hysteresis_of_a_checkpoint_is_at_most_that_of_the_run() -> None:
+def test_hysteresis_of_a_checkpoint_is_at_most_that_of_the_run():
     saved = make(ConservativeGradScaler, hysteresis=5)
     saved.scale(torch.zeros(()))
     scaler = make(ConservativeGradScaler, hysteresis=2)
@@ -133,7 +130,7 @@ def test_hysteresis_of_a_checkpoint_is_at_most_that_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("cls", [ConservativeGradScaler, StaticGradScaler, GradientNormGradScaler])
-def test_an_empty_state_raises_as_torch_does(cls: Any) -> None:
+def test_an_empty_state_raises_as_torch_does(cls):
     scaler = make(cls)
     with pytest.raises(RuntimeError, match="source state dict is empty"):
         scaler.load_state_dict({})
@@ -142,18 +139,18 @@ def test_an_empty_state_raises_as_torch_does(cls: Any) -> None:
 class HostReads(TorchDispatchMode):
     """Counts what would let the host wait for a device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.count: Counter[str] = Counter()
+        self.count = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in NoHostSync.FORBIDDEN:
             self.count[name] += 1
         return func(*args, **(kwargs or {}))
 
 
-def host_reads(scaler: GradScaler, make_optimizer: Callable[..., Optimizer], overflowed: bool) -> dict[str, int]:
+def host_reads(scaler, make_optimizer, overflowed):
     """How often the host waits in each part of a step."""
     parameters = [Parameter(torch.ones(3)), Parameter(torch.ones(2, 2)), Parameter(torch.ones(1))]
     optimizer = make_optimizer(parameters)
@@ -161,7 +158,7 @@ def host_reads(scaler: GradScaler, make_optimizer: Callable[..., Optimizer], ove
     for _ in range(2):  # the first step makes the scale
         for p in parameters[:2]:
             p.grad = torch.full_like(p, INF if overflowed else 1.0)
-        parts: dict[str, Callable[[], Any]] = {
+        parts = {
             "scale": lambda: scaler.scale(torch.ones(())),
             "unscale_": lambda: scaler.unscale_(optimizer),
             "step": lambda: scaler.step(optimizer),
@@ -185,8 +182,8 @@ def host_reads(scaler: GradScaler, make_optimizer: Callable[..., Optimizer], ove
         (ShardedGradientNormGradScaler, ShardedGradScaler),
     ],
 )
-def test_the_host_waits_no_more_often_than_with_torch(cls: Any, theirs: Any, overflowed: bool) -> None:
-    made: list[Callable[..., Optimizer]] = [lambda p: SGD(p, lr=0.1)]
+def test_the_host_waits_no_more_often_than_with_torch(cls, theirs, overflowed):
+    made = [lambda p: SGD(p, lr=0.1)]
     if theirs is GradScaler:  # torch's sharded one does not go with a fused optimizer after `unscale_`
         made.append(lambda p: AdamW(p, lr=0.1, fused=True))
     for make_optimizer in made:
@@ -196,7 +193,7 @@ def test_the_host_waits_no_more_often_than_with_torch(cls: Any, theirs: Any, ove
             assert (expected["scale"], expected["unscale_"], expected["update"]) == (0, 0, 0)
 
 
-def test_nothing_is_copied_from_the_host() -> None:
+def test_nothing_is_copied_from_the_host():
     """Not counted above: numbers that travel to the device and are waited for."""
     scaler, parameter = make(GradientNormGradScaler), Parameter(torch.ones(3))
     optimizer = SGD([parameter], lr=0.1)

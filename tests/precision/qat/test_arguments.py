@@ -1,20 +1,11 @@
 """Arguments of the quantization-aware plugins."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_lowbit import (
-    Cast,
-    IntegerPrecision,
-    LinearCasts,
-    Scale,
-    TernaryPrecision,
-    quantize,
-)
+from lightning_lowbit import Cast, IntegerPrecision, LinearCasts, Scale, TernaryPrecision, quantize
 from lightning_lowbit.nn.core.gemm import native_obstacle
 from tests.lightning_imports import from_yaml
 from tests.precision.qat.plugins import qat
@@ -26,7 +17,7 @@ on_int8_units = pytest.mark.skipif(
 )
 
 
-def integer(bits: int, block: Any = 128, statistic: Any = "absmax") -> Cast:
+def integer(bits, block=128, statistic="absmax"):
     return Cast(f"int{bits}", Scale("fp32", block, statistic=statistic), round_to_bfloat16=isinstance(block, int))
 
 
@@ -65,11 +56,11 @@ TERNARY = Cast("ternary", GAMMA)
         ),
     ],
 )
-def test_arguments_land_in_the_casts(kind: type, arguments: dict[str, Any], casts: LinearCasts) -> None:
+def test_arguments_land_in_the_casts(kind, arguments, casts):
     assert kind(**arguments).casts == casts
 
 
-def test_by_default_they_are_the_presets() -> None:
+def test_by_default_they_are_the_presets():
     assert TernaryPrecision().casts == LinearCasts.preset("ternary")
     for bits in range(2, 9):
         assert IntegerPrecision(bits, bits).casts == LinearCasts.preset(f"int{bits}")
@@ -129,12 +120,12 @@ GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
         ),
     ],
 )
-def test_bad_arguments_say_what_to_do(kind: type, arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments_say_what_to_do(kind, arguments, message):
     with pytest.raises(ValueError, match=message):
         kind(**arguments)
 
 
-def test_default_groups_train_models_of_any_width() -> None:
+def test_default_groups_train_models_of_any_width():
     """Rows of 1, 16 and 24 elements, a transposed weight, and zero points."""
     for arguments in ({}, {"symmetric": False}, {"group": 24, "activation_group": 25}):
         model = Regression()
@@ -148,7 +139,7 @@ def test_default_groups_train_models_of_any_width() -> None:
 
 @each("columns", [1, 86, 128])
 @each("symmetric", [True, False])
-def test_a_short_row_is_one_group(columns: int, symmetric: bool) -> None:
+def test_a_short_row_is_one_group(columns, symmetric):
     """Zeros that pad it are no part of it: codes, scales and zero points are those of the row."""
     x = torch.randn(5, columns, generator=torch.Generator().manual_seed(0)) + 0.5
     of = {group: IntegerPrecision(4, None, group, symmetric=symmetric).casts.fprop_w for group in (128, "row")}
@@ -168,7 +159,7 @@ def test_a_short_row_is_one_group(columns: int, symmetric: bool) -> None:
         lambda **how: IntegerPrecision(4, 8, "row", **how),
     ],
 )
-def test_backend_native(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+def test_backend_native(monkeypatch, make):
     """Trains on int8 units, and is refused before anything is changed where there are none."""
     model = Regression()
     trainer(make(backend="native")).fit(model)
@@ -180,8 +171,8 @@ def test_backend_native(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     assert type(model.head) is nn.Linear, "a refused model has been changed"
 
 
-def test_from_yaml() -> None:
-    def plugin(kind: str, arguments: str) -> Any:
+def test_from_yaml():
+    def plugin(kind, arguments):
         plugins = f"{{plugins: {{class_path: lightning_lowbit.{kind}, init_args: {arguments}}}}}"
         return from_yaml(plugins, Regression).precision_plugin
 

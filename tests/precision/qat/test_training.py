@@ -1,17 +1,10 @@
 """Quantization-aware training, its λ, checkpoints and two processes."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit import (
-    FP8Precision,
-    IntegerPrecision,
-    LowBitPrecision,
-    TernaryPrecision,
-)
+from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.nn import convert, set_blend
 from tests.lightning_imports import Callback
 from tests.precision.ranks_ddp import QAT
@@ -28,7 +21,7 @@ PLUGINS = {
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_loss_falls_and_weights_load_anywhere(name: str) -> None:
+def test_loss_falls_and_weights_load_anywhere(name):
     model, plugin = Regression(), PLUGINS[name]()
     made = trainer(plugin, max_steps=40, limit_train_batches=20, limit_val_batches=4)
     made.fit(model)
@@ -43,7 +36,7 @@ def test_loss_falls_and_weights_load_anywhere(name: str) -> None:
     assert torch.equal(flat(plain), flat(model))
 
 
-def trained(plugin: LowBitPrecision, *shares: float, ckpt_path: str | None = None, **kwargs: Any) -> Regression:
+def trained(plugin, *shares, ckpt_path=None, **kwargs):
     """A model after four steps, in the first of which λ was set by hand."""
     model = Regression()
     callbacks = [Ramp(*shares), *kwargs.pop("callbacks", [])]
@@ -53,7 +46,7 @@ def trained(plugin: LowBitPrecision, *shares: float, ckpt_path: str | None = Non
 
 
 @each("name", PLUGINS)
-def test_at_0_it_trains_as_without_casts_and_at_1_as_without_a_share(name: str) -> None:
+def test_at_0_it_trains_as_without_casts_and_at_1_as_without_a_share(name):
     make = PLUGINS[name]
     assert torch.equal(flat(trained(make(), 0.0)), flat(trained(LowBitPrecision("bf16"))))
     whole = flat(trained(make()))
@@ -61,7 +54,7 @@ def test_at_0_it_trains_as_without_casts_and_at_1_as_without_a_share(name: str) 
     assert not torch.equal(flat(trained(make(), 0.0, 0.5, 1.0)), whole), "λ makes no difference"
 
 
-def test_the_share_is_one_tensor_for_all_layers() -> None:
+def test_the_share_is_one_tensor_for_all_layers():
     plugin = TernaryPrecision(quantize_output=True)
     assert (plugin.blend.shape, plugin.blend.dtype, plugin.blend.item()) == ((), torch.float32, 1.0)
     model = trained(plugin, 0.25)
@@ -75,7 +68,7 @@ def test_the_share_is_one_tensor_for_all_layers() -> None:
 
 
 @each("share", [-0.1, 1.5, torch.nan, True, "0.5", None, torch.tensor(0.5)])
-def test_what_is_no_share_is_refused(share: Any) -> None:
+def test_what_is_no_share_is_refused(share):
     plugin = TernaryPrecision(quantize_output=True)
     model = trained(plugin, 0.25)
     with pytest.raises(ValueError, match="1 for full quantization, 0 or more and at most 1; got "):
@@ -83,7 +76,7 @@ def test_what_is_no_share_is_refused(share: Any) -> None:
     assert plugin.blend == model.head.lowbit.blend == 0.25, "what was refused has been set"
 
 
-def test_a_run_begins_with_the_share_that_was_set_and_another_one_at_1() -> None:
+def test_a_run_begins_with_the_share_that_was_set_and_another_one_at_1():
     plugin = TernaryPrecision(quantize_output=True)
     plugin.set_blend(0.5)
     model = trained(plugin)
@@ -94,7 +87,7 @@ def test_a_run_begins_with_the_share_that_was_set_and_another_one_at_1() -> None
     assert torch.equal(flat(other), flat(trained(TernaryPrecision(quantize_output=True))))
 
 
-def test_phases_and_shares_go_together() -> None:
+def test_phases_and_shares_go_together():
     plugin = FP8Precision("current")
     model = trained(plugin, 0.5)
     plugin.set_phase("hp-forward")
@@ -104,7 +97,7 @@ def test_phases_and_shares_go_together() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_evaluation_has_the_share_in_force(share: float) -> None:
+def test_evaluation_has_the_share_in_force(share):
     plugin = TernaryPrecision(quantize_output=True, compute_dtype="bf16")
     model = Regression()
     made = trainer(plugin, callbacks=[Ramp(share)], limit_val_batches=1, limit_test_batches=1)
@@ -124,13 +117,13 @@ def test_evaluation_has_the_share_in_force(share: float) -> None:
 class ElsewhereTensor(Tensor):
     """As on a GPU: it lies elsewhere than the model, and is copied there."""
 
-    device = torch.device("meta")  # type: ignore[assignment]
+    device = torch.device("meta")
 
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+    def to(self, *args, **kwargs):
         return self.as_subclass(Tensor).clone()
 
 
-def test_training_goes_on_where_evaluation_has_moved_the_share() -> None:
+def test_training_goes_on_where_evaluation_has_moved_the_share():
     """Evaluation runs under ``torch.inference_mode``, whose tensors cannot be refilled outside."""
     model, plugin = Regression(), TernaryPrecision(quantize_output=True)
     made = trainer(plugin, callbacks=[Ramp(0.25, 0.5)], limit_val_batches=1)
@@ -141,9 +134,9 @@ def test_training_goes_on_where_evaluation_has_moved_the_share() -> None:
     assert plugin.blend == model.head.lowbit.blend == 0.5
 
 
-def test_it_may_be_set_in_evaluation() -> None:
+def test_it_may_be_set_in_evaluation():
     class Later(Callback):
-        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        def on_validation_end(self, trainer, pl_module):
             trainer.precision_plugin.set_blend(0.5)
 
     plugin = TernaryPrecision(quantize_output=True)
@@ -155,12 +148,12 @@ def test_it_may_be_set_in_evaluation() -> None:
 class Keep(Callback):
     """A checkpoint at the end."""
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer, pl_module):
         trainer.save_checkpoint("x.ckpt")
 
 
 @pytest.mark.parametrize("name", ["ternary", "A8W4, zero points"])
-def test_a_resumed_run_goes_on_with_the_share(name: str) -> None:
+def test_a_resumed_run_goes_on_with_the_share(name):
     """Set by hand in the first two of four steps; what goes on after these has it from the checkpoint alone."""
     epochs = {"limit_train_batches": 2}
     whole = trained(PLUGINS[name](), 0.25, 0.5, **epochs)
@@ -181,7 +174,7 @@ def test_a_resumed_run_goes_on_with_the_share(name: str) -> None:
     assert not torch.equal(flat(other), flat(whole)), "λ makes no difference"
 
 
-def test_what_is_saved_stays_as_it_was() -> None:
+def test_what_is_saved_stays_as_it_was():
     plugin = TernaryPrecision(quantize_output=True)
     trained(plugin, 0.25)
     saved = state(plugin)
@@ -189,7 +182,7 @@ def test_what_is_saved_stays_as_it_was() -> None:
     assert saved["blend"] == 0.25, "the checkpoint's λ is the plugin's own tensor"
 
 
-def test_a_checkpoint_evaluates_with_its_share() -> None:
+def test_a_checkpoint_evaluates_with_its_share():
     model, options = Regression(), {"limit_val_batches": 1, "num_sanity_val_steps": 0}
     trainer(TernaryPrecision(quantize_output=True), callbacks=[Ramp(0.25), Keep()], **options).fit(model)
     plugin, fresh = LowBitPrecision("ternary"), Regression()
@@ -199,7 +192,7 @@ def test_a_checkpoint_evaluates_with_its_share() -> None:
 
 
 @pytest.mark.parametrize("name", QAT)
-def test_both_ranks_train_the_same_weights(results: list[dict[str, Any]], name: str) -> None:
+def test_both_ranks_train_the_same_weights(results, name):
     one, other = (result["qat"][name] for result in results)
     assert not torch.equal(one["losses"], other["losses"]), "the ranks see the same data"
     assert torch.equal(one["weights"], other["weights"]), "the ranks have trained different weights"

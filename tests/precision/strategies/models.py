@@ -1,22 +1,13 @@
 """Models that processes train under strategies: a small LLaMA, and one that splits unevenly over ranks."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import (
-    StableSPAM,
-    convert,
-)
+from lightning_lowbit import StableSPAM, convert
 from lightning_lowbit.recipes.models import CausalLM
 from lightning_lowbit.recipes.sharding import spread
-from tests.lightning_imports import (
-    LightningModule,
-)
+from tests.lightning_imports import LightningModule
 
 RANKS, STEPS, BATCH, LENGTH, VOCABULARY = 2, 2, 2, 32, 64
 LONGEST = 3  # steps of a run
@@ -28,7 +19,7 @@ SMALL = {
     "vocab_size": VOCABULARY,
 }
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "StableSPAM": lambda parameters: StableSPAM(parameters, lr=1e-3),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
 }
@@ -45,23 +36,15 @@ class Small(CausalLM):
         compiled: by ``torch.compile``, after it is sharded and before the plugin converts it.
     """
 
-    def __init__(
-        self,
-        optimizer: str,
-        converted: bool = False,
-        each: bool = False,
-        offloaded: bool = False,
-        compiled: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, optimizer, converted=False, each=False, offloaded=False, compiled=False, **kwargs):
         super().__init__("llama-small", SMALL, seed=1, optimizer=OPTIMIZERS[optimizer], **kwargs)
         # Sums are made in another order on each number of processes, and what is rounded to few bits next may then end
         # on the other side of a threshold. In float64 the order is of no consequence.
         self.double()
         self.converted, self.each, self.offloaded, self.compiled = converted, each, offloaded, compiled
-        self.losses: list[Tensor] = []
+        self.losses = []
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.device_mesh is not None and not self._is_spread:
             if self.converted:
                 convert(self, "nvfp4", skip=["lm_head"])  # its casts are set again
@@ -76,19 +59,19 @@ class Small(CausalLM):
             self.compiled = False  # it is called again
             self.model.compile()
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.losses.append(loss.detach().clone())
         return loss
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         sampler = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0, "num_replicas": 1}
         generator = torch.Generator().manual_seed(2)
         tokens = torch.randint(0, VOCABULARY, (LONGEST * 4 * BATCH, LENGTH + 1), generator=generator)
         micro_batches = tokens.view(-1, BATCH, LENGTH + 1)[sampler["rank"] :: sampler["num_replicas"]]
         return DataLoader(micro_batches, batch_size=None)
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self):
         return self.train_dataloader()  # without one, the Trainer warns
 
 
@@ -98,24 +81,24 @@ UNEVEN = ((5, 3), (8, 0), (0, 8))  # rows of each step, on each rank
 class Odd(LightningModule):
     """Layers of which one rank holds nothing, and batches of which one rank gets the larger part, or all."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.body = torch.nn.Sequential(torch.nn.Linear(16, 9), torch.nn.Tanh(), torch.nn.Linear(9, 1))
         self.is_sharded = False
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.device_mesh is not None and not self.is_sharded:
             fully_shard(self.body, mesh=self.device_mesh["data_parallel"])
             self.is_sharded = True
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         rows = UNEVEN[batch_idx][self.trainer.global_rank]
         return self.body(torch.randn(rows, 16)).square().sum()
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(torch.zeros(len(UNEVEN), 1))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return StableSPAM(self.trainer.model.parameters(), lr=1e-3)  # type: ignore[union-attr]
+    def configure_optimizers(self):
+        return StableSPAM(self.trainer.model.parameters(), lr=1e-3)

@@ -11,18 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from lightning_lowbit import (
-    FP4Precision,
-    FP8Precision,
-    IntegerPrecision,
-    LowBitPrecision,
-    PrecisionSwitch,
-    TernaryPrecision,
-)
+from lightning_lowbit import FP4Precision, FP8Precision, IntegerPrecision, PrecisionSwitch, TernaryPrecision
 from tests.launch import take_part
 from tests.lightning_imports import (
     Callback,
@@ -30,7 +22,6 @@ from tests.lightning_imports import (
     MisconfigurationException,
     ModelParallelStrategy,
     Strategy,
-    Trainer,
     quiet_trainer,
 )
 from tests.precision.strategies.models import LONGEST, RANKS, STEPS, UNEVEN, Odd, Small
@@ -38,7 +29,7 @@ from tests.ranks import FSDPOnCPU
 
 NEAREST = dict.fromkeys(("dgrad_g", "wgrad_g", "wgrad_x"), "nearest")
 
-PRECISIONS: dict[str, Callable[..., LowBitPrecision]] = {
+PRECISIONS = {
     "NVFP4": lambda **kwargs: FP4Precision("nvfp4", **{"rounding": NEAREST, **kwargs}),
     "NVFP4, tiles, rotated, codes": lambda **kwargs: FP4Precision(
         "nvfp4-nvidia", rounding={"dgrad_g": "nearest", "wgrad_g": "nearest"}, save="codes", **kwargs
@@ -49,13 +40,13 @@ PRECISIONS: dict[str, Callable[..., LowBitPrecision]] = {
 }
 
 
-def fsdp(sharding: ShardingStrategy = ShardingStrategy.FULL_SHARD, **kwargs: Any) -> Strategy:
+def fsdp(sharding=ShardingStrategy.FULL_SHARD, **kwargs):
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     return FSDPOnCPU(sharding_strategy=sharding, auto_wrap_policy={LlamaDecoderLayer}, **kwargs)
 
 
-def checkpointed() -> Strategy:
+def checkpointed():
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     return fsdp(activation_checkpointing_policy={LlamaMLP})
@@ -64,11 +55,11 @@ def checkpointed() -> Strategy:
 class Hybrid(FSDPOnCPU):
     """Sharded over two, replicated over two: Lightning makes a mesh of CUDA devices for that."""
 
-    def __init__(self, sharding: ShardingStrategy) -> None:
+    def __init__(self, sharding):
         super().__init__(sharding_strategy=sharding, process_group=(None, None))
         self.sharding = sharding
 
-    def _setup_model(self, model: Any) -> Any:
+    def _setup_model(self, model):
         self.kwargs = {"sharding_strategy": self.sharding, "use_orig_params": True}
         return FullyShardedDataParallel(
             model, device_id=torch.device("cpu"), device_mesh=init_device_mesh("cpu", (2, 2)), **self.kwargs
@@ -77,7 +68,7 @@ class Hybrid(FSDPOnCPU):
 
 # By name: the strategy, and what its model takes.
 Strategies = dict[str, tuple[Callable[[], Strategy], dict[str, Any]]]
-STRATEGIES: Strategies = {
+STRATEGIES = {
     "DDP": (DDPStrategy, {}),
     "DDP, find_unused_parameters": (lambda: DDPStrategy(find_unused_parameters=True), {}),
     "DDP, static_graph": (lambda: DDPStrategy(static_graph=True), {}),
@@ -97,15 +88,15 @@ STRATEGIES: Strategies = {
     "tensor parallel, converted first": (lambda: ModelParallelStrategy(1, 2), {"converted": True}),
 }
 KINDS = ("DDP", "FSDP1, FULL_SHARD", "FSDP2", "tensor parallel")
-ON_FOUR: Strategies = {
+ON_FOUR = {
     "FSDP1, HYBRID_SHARD": (lambda: Hybrid(ShardingStrategy.HYBRID_SHARD), {}),
     "FSDP1, _HYBRID_SHARD_ZERO2": (lambda: Hybrid(ShardingStrategy._HYBRID_SHARD_ZERO2), {}),
     "FSDP2 and tensor parallel": (lambda: ModelParallelStrategy(2, 2), {}),
 }
 
 
-def trainer(plugin: LowBitPrecision | None, **kwargs: Any) -> Trainer:
-    defaults: dict[str, Any] = {
+def trainer(plugin, **kwargs):
+    defaults = {
         "max_steps": STEPS,
         "gradient_clip_val": 1.0,
         "use_distributed_sampler": False,
@@ -114,34 +105,25 @@ def trainer(plugin: LowBitPrecision | None, **kwargs: Any) -> Trainer:
     return quiet_trainer(*([] if plugin is None else [plugin]), **{**defaults, **kwargs})
 
 
-def plugin(precision: str, **kwargs: Any) -> LowBitPrecision:
+def plugin(precision, **kwargs):
     return PRECISIONS[precision](compute_dtype="fp32", skip=["lm_head"], **kwargs)
 
 
-def state(plugin: LowBitPrecision) -> dict[str, Any]:
+def state(plugin):
     """What a checkpoint holds of it."""
-    checkpoint: dict[str, Any] = {}
+    checkpoint = {}
     plugin.on_save_checkpoint(checkpoint)
-    kept: dict[str, Any] = checkpoint["lightning_lowbit"]
-    return kept
+    return checkpoint["lightning_lowbit"]
 
 
-def alone(
-    precision: str, optimizer: str, micro_batches: int, how: dict[str, Any] | None = None, **kwargs: Any
-) -> Tensor:
+def alone(precision, optimizer, micro_batches, how=None, **kwargs):
     """Losses in one process, ``[steps, micro-batches]``; ``how`` is for the Trainer, ``kwargs`` are for the plugin."""
     model, made = Small(optimizer), plugin(precision, **kwargs)
     trainer(made, devices=1, accumulate_grad_batches=micro_batches, **(how or {})).fit(model)
     return torch.stack(model.losses).view(-1, micro_batches)
 
 
-def train(
-    name: str,
-    precision: str,
-    optimizer: str,
-    how: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> dict[str, Any]:
+def train(name, precision, optimizer, how=None, **kwargs):
     """What one rank sees: its losses ``[steps]``, and the plugin's state."""
     make, of_model = {**STRATEGIES, **ON_FOUR}[name]
     model, made = Small(optimizer, **of_model), plugin(precision, **kwargs)
@@ -150,7 +132,7 @@ def train(
     return {"losses": torch.stack(model.losses), "state": state(made)}
 
 
-def switching() -> dict[str, Any]:
+def switching():
     """How a run goes that begins another phase: it shows in the losses two steps later."""
     return {"callbacks": [PrecisionSwitch("qaf", step=1)], "max_steps": LONGEST}
 
@@ -158,14 +140,14 @@ def switching() -> dict[str, Any]:
 class Norms(Callback):
     """The gradient norms that the model logs."""
 
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         self.seen.append(trainer.callback_metrics["grad_norm"])
 
 
-def gradient_norms() -> list[Tensor]:
+def gradient_norms():
     """Under DDP and FSDP1, without a plugin that knows either."""
     norms = [Norms(), Norms()]
     for strategy, seen in zip(("DDP", "FSDP1, FULL_SHARD"), norms, strict=True):
@@ -176,9 +158,9 @@ def gradient_norms() -> list[Tensor]:
     return [torch.stack(seen.seen) for seen in norms]
 
 
-def refusals() -> dict[str, str]:
+def refusals():
     """What is said where a strategy cannot honor a setting."""
-    runs: dict[str, tuple[dict[str, Any], Strategy, dict[str, Any]]] = {
+    runs = {
         "an amax of flat buffers": (SHARED, fsdp(use_orig_params=False), {}),
         "gather_dtype, DDP": ({}, DDPStrategy(), {"gather_dtype": "bf16"}),
         "gather_dtype, tensor parallel": ({}, ModelParallelStrategy(1, 2), {"gather_dtype": "bf16"}),
@@ -193,19 +175,19 @@ def refusals() -> dict[str, str]:
     return told
 
 
-def odd(strategy: str) -> dict[str, Any]:
+def odd(strategy):
     """The plugin's state after a run of such a model."""
     made = FP8Precision("delayed", compute_dtype="fp32")
     trainer(made, devices=RANKS, strategy=STRATEGIES[strategy][0](), max_steps=len(UNEVEN)).fit(Odd())
     return state(made)
 
 
-SHARED: dict[str, Any] = {"shared_amax": ["(q|k|v)_proj", "gate_proj|up_proj"]}
+SHARED = {"shared_amax": ["(q|k|v)_proj", "gate_proj|up_proj"]}
 Case = tuple[str, str, str]
 ODD = ("DDP", "FSDP1, FULL_SHARD", "FSDP2")
 
 
-def cases(strategies: Strategies) -> list[Case]:
+def cases(strategies):
     """Each strategy with each precision, and some with another optimizer."""
     pairs = [
         (name, precision, "StableSPAM")
@@ -216,13 +198,13 @@ def cases(strategies: Strategies) -> list[Case]:
     return pairs + [(name, precision, "AdamW") for name in others for precision in ("NVFP4", "FP8, delayed scaling")]
 
 
-def repeated(name: str) -> list[Tensor]:
+def repeated(name):
     """Losses of a run that rounds stochastically, of the same run again, and of one that rounds to nearest."""
     stochastic = dict.fromkeys(NEAREST, "stochastic")
     return [train(name, "NVFP4", "StableSPAM", rounding=of)["losses"] for of in (stochastic, stochastic, NEAREST)]
 
 
-RUNS: dict[str, Callable[[], Any]] = {
+RUNS = {
     **{", ".join(case): partial(train, *case) for case in (*cases(STRATEGIES), *cases(ON_FOUR))},
     **{f"{name}, switched": lambda name=name: train(name, "NVFP4", "StableSPAM", switching()) for name in KINDS},
     **{f"{name}, stochastic": partial(repeated, name) for name in KINDS},
@@ -233,7 +215,7 @@ RUNS: dict[str, Callable[[], Any]] = {
 }
 
 
-def table() -> str:
+def table():
     """What docs/guides/distributed.md says is supported: what is tested."""
     columns = list(PRECISIONS)
     lines = [f"| strategy | {' | '.join(columns)} |", f"|---|{':---:|' * len(columns)}"]

@@ -20,7 +20,6 @@ from tests.precision.strategies.ranks import (
     RANKS,
     SHARED,
     STRATEGIES,
-    Case,
     alone,
     cases,
     switching,
@@ -46,7 +45,7 @@ FAST_STRATEGIES = (
 FAST_PRECISIONS = ("NVFP4", "NVFP4, tiles, rotated, codes", "FP8, delayed scaling")
 
 
-def fast(case: Case) -> bool:
+def fast(case):
     """These with NVFP4, and FSDP2 with others; tests/nn/sharded has every cast under tensor parallelism."""
     name, precision, optimizer = case
     precisions = FAST_PRECISIONS if name == "FSDP2" else ("NVFP4",)
@@ -62,24 +61,24 @@ DATA_RANKS |= {name: [0, 2] for name in ON_FOUR if name.endswith("tensor paralle
 
 
 @pytest.fixture(scope="module")
-def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def two(request, tmp_path_factory):
     names = selected(request, "run")
     return launch("tests.precision.strategies.ranks", RANKS, tmp_path_factory.mktemp("two"), str(RANKS), *names)
 
 
 @pytest.fixture(scope="module")
-def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def four(request, tmp_path_factory):
     return launch(
         "tests.precision.strategies.ranks", 4, tmp_path_factory.mktemp("four"), "4", *selected(request, "run")
     )
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[Any, Tensor]:
+def expected():
     return {}
 
 
-def compare(ranks: Ranks, name: str, of_ranks: list[Any], expected: Tensor) -> None:
+def compare(ranks, name, of_ranks, expected):
     """Losses ``[steps]`` of all ranks are those of one process, ``[steps, micro-batches]``."""
     data = DATA_RANKS.get(name, list(range(len(ranks))))
     found = torch.stack([of_ranks[rank]["losses"] for rank in data], 1)
@@ -90,7 +89,7 @@ def compare(ranks: Ranks, name: str, of_ranks: list[Any], expected: Tensor) -> N
         assert torch.equal(of_rank["losses"], of_ranks[before]["losses"]), f"rank {rank} saw the data of rank {before}"
 
 
-def same_state(found: Any, expected: Any, what: str) -> None:
+def same_state(found, expected, what):
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), what
         for key in expected:
@@ -103,17 +102,17 @@ def same_state(found: Any, expected: Any, what: str) -> None:
 
 @pytest.mark.fast(*(run for run in TWO if run in FAST))
 @pytest.mark.parametrize("run", TWO)
-def test_two_processes(two: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+def test_two_processes(two, expected, run):
     check(two, expected, run)
 
 
 @pytest.mark.fast(*(run for run in FOUR if run in FAST))
 @pytest.mark.parametrize("run", FOUR)
-def test_four_processes(four: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+def test_four_processes(four, expected, run):
     check(four, expected, run)
 
 
-def check(ranks: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+def check(ranks, expected, run):
     (case,) = [case for case in (*cases(STRATEGIES), *cases(ON_FOUR)) if ", ".join(case) == run]
     name, precision, optimizer = case
     key = precision, optimizer, len(DATA_RANKS.get(name, ranks))
@@ -124,7 +123,7 @@ def check(ranks: Ranks, expected: dict[Any, Tensor], run: str) -> None:
 
 @pytest.mark.fast("FSDP2, switched")
 @pytest.mark.parametrize("run", [f"{name}, switched" for name in KINDS])
-def test_a_phase_begins_on_all_ranks(two: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+def test_a_phase_begins_on_all_ranks(two, expected, run):
     name = run.removesuffix(", switched")
     micro_batches = len(DATA_RANKS.get(name, two))
     key = "switched", micro_batches
@@ -138,7 +137,7 @@ def test_a_phase_begins_on_all_ranks(two: Ranks, expected: dict[Any, Tensor], ru
 
 @pytest.mark.fast("FSDP2, shared", "tensor parallel, shared")
 @pytest.mark.parametrize("run", [f"{name}, shared" for name in KINDS])
-def test_projections_share_an_amax(two: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+def test_projections_share_an_amax(two, expected, run):
     name = run.removesuffix(", shared")
     micro_batches = len(DATA_RANKS.get(name, two))
     key = "shared", micro_batches
@@ -150,7 +149,7 @@ def test_projections_share_an_amax(two: Ranks, expected: dict[Any, Tensor], run:
 
 @pytest.mark.fast("FSDP2, stochastic")
 @pytest.mark.parametrize("run", [f"{name}, stochastic" for name in KINDS])
-def test_stochastic_rounding_repeats_itself(two: Ranks, run: str) -> None:
+def test_stochastic_rounding_repeats_itself(two, run):
     for rank, of_rank in enumerate(two):
         first, second, nearest = of_rank[run]
         assert torch.equal(first, second), f"rank {rank}"
@@ -158,7 +157,7 @@ def test_stochastic_rounding_repeats_itself(two: Ranks, run: str) -> None:
 
 
 @pytest.mark.parametrize("run", ["gradient norms"])
-def test_fsdp1_knows_gradient_norms_without_a_plugin(two: Ranks, run: str) -> None:
+def test_fsdp1_knows_gradient_norms_without_a_plugin(two, run):
     for rank, of_rank in enumerate(two):
         ddp, fsdp1 = of_rank[run]
         torch.testing.assert_close(fsdp1, ddp, msg=f"rank {rank}: {fsdp1} for {ddp}")
@@ -173,13 +172,13 @@ def test_fsdp1_knows_gradient_norms_without_a_plugin(two: Ranks, run: str) -> No
         ("gather_dtype, tensor parallel", "with a data_parallel_size of 1: leave gather_dtype out"),
     ],
 )
-def test_what_a_strategy_cannot_honor_is_refused(two: Ranks, case: str, message: str, run: str) -> None:
+def test_what_a_strategy_cannot_honor_is_refused(two, case, message, run):
     for of_rank in two:
         assert re.search(message, of_rank[run][case]), of_rank[run][case]
 
 
 @pytest.mark.parametrize("run", [f"{name}, odd" for name in ODD])
-def test_uneven_batches_and_empty_shards(two: Ranks, run: str) -> None:
+def test_uneven_batches_and_empty_shards(two, run):
     """That they have ended is most of it: a collective that one rank leaves out makes the others wait."""
     first, second = (of_rank[run] for of_rank in two)
     same_state(second, first, "rank 1")
@@ -187,12 +186,12 @@ def test_uneven_batches_and_empty_shards(two: Ranks, run: str) -> None:
     assert all(amax[-1] > 0 for amax in amaxes.values()), f"{amaxes} after a step in which one rank had no rows"
 
 
-def test_the_table_of_the_guide_is_what_is_tested() -> None:
+def test_the_table_of_the_guide_is_what_is_tested():
     guide = (Path(__file__).parents[3] / "docs/guides/distributed.md").read_text()
     assert table() in guide, "replace it: python -m tests.precision.strategies.ranks table"
 
 
-def test_deepspeed_is_refused() -> None:
+def test_deepspeed_is_refused():
     run = trainer(FP4Precision(), devices=1)
     run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
     model = BoringModel()
@@ -202,7 +201,7 @@ def test_deepspeed_is_refused() -> None:
     assert type(model.layer) is torch.nn.Linear, "nothing has been converted"
 
 
-def test_xla_is_refused() -> None:
+def test_xla_is_refused():
     """By Lightning: the strategy itself needs a package for TPUs."""
     strategy = object.__new__(XLAStrategy)
     with pytest.raises(TypeError, match=re.escape("can only work with the `XLAPrecision` plugin")):

@@ -27,18 +27,18 @@ CAST = Cast("int4", Scale("fp32", 32), round_to_bfloat16=True)
         lambda: LinearCasts.of({"preset": "int4", "every": {"rounded": True, "scale": {"block": 32}}}).fprop_w,
     ],
 )
-def test_the_old_name_warns_and_sets_the_field(make) -> None:
+def test_the_old_name_warns_and_sets_the_field(make):
     with pytest.warns(DeprecationWarning, match="rounded is deprecated .* it is now Cast.round_to_bfloat16"):
         made = make()
     assert made.round_to_bfloat16 is True
 
 
-def test_the_old_attribute_warns() -> None:
+def test_the_old_attribute_warns():
     with pytest.warns(DeprecationWarning, match="Cast.round_to_bfloat16"):
         assert CAST.rounded is True
 
 
-def test_checkpoints_with_the_old_name_load_without_a_warning() -> None:
+def test_checkpoints_with_the_old_name_load_without_a_warning():
     record = Trained({"layer": LinearCasts(fprop_w=CAST)}, "bf16", None, ()).record()
     (casts,) = record["casts"].values()
     casts["fprop_w"]["rounded"] = casts["fprop_w"].pop("round_to_bfloat16")

@@ -2,8 +2,6 @@
 
 import itertools
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ BLOCKS = (8, 16, (16, 16), "row", "tensor")
 MESSAGES = [message for _, message in REFUSED]
 
 
-def every(**fields_of: tuple[Any, ...]) -> list[dict[str, Any]]:
+def every(**fields_of):
     """The fields of every Scale with these settings: all formats with their roundings and blocks, possible or not."""
     formats = [{"format": name, "rounding": rounding} for name in SCALE_FORMATS for rounding in SCALE_ROUNDINGS[name]]
     fields_of = {"block": BLOCKS, **fields_of}
@@ -27,12 +25,12 @@ def every(**fields_of: tuple[Any, ...]) -> list[dict[str, Any]]:
     return [format | setting for format in formats for setting in settings]
 
 
-def grid() -> list[dict[str, Any]]:
+def grid():
     levels = (False, True, "row")
     return every(two_level=levels, four_over_six=(None, "mse", "mae"), prescale=(1, 0.75), top=(None, 1))
 
 
-def margins_and_memories() -> list[dict[str, Any]]:
+def margins_and_memories():
     """With and without a margin and all that delayed scaling remembers."""
     return every(
         two_level=(False, True),
@@ -43,7 +41,7 @@ def margins_and_memories() -> list[dict[str, Any]]:
     )
 
 
-def statistics() -> list[dict[str, Any]]:
+def statistics():
     """All that fp32 scales are made from."""
     return every(
         statistic=("absmax", "absmean", "minmax"),
@@ -54,7 +52,7 @@ def statistics() -> list[dict[str, Any]]:
     )
 
 
-def refusal(build: Callable[[], Any]) -> tuple[Any, str | None]:
+def refusal(build):
     """What was built, or which message of REFUSED refused it."""
     try:
         return build(), None
@@ -65,7 +63,7 @@ def refusal(build: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 @pytest.mark.slow
-def test_every_combination_is_honored_or_refused() -> None:
+def test_every_combination_is_honored_or_refused():
     """All elements, scale formats with their roundings, blocks, levels, 4/6, prescales and tops."""
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     honored, hit = 0, set()
@@ -99,7 +97,7 @@ def test_every_combination_is_honored_or_refused() -> None:
     assert hit >= set(MESSAGES), f"in REFUSED, but never refused: {set(MESSAGES) - hit}"
 
 
-def possible(format: str, block: Any, two_level: bool, margin: int, source: str, memory: tuple[Any, ...]) -> bool:
+def possible(format, block, two_level, margin, source, memory):
     """Whether these fields have a meaning together, in other words than the package's."""
     levels = not two_level or (format != "fp32" and block != "tensor")
     whole = two_level or block == "tensor"  # something is made of the amax of the tensor, which steps can remember
@@ -107,7 +105,7 @@ def possible(format: str, block: Any, two_level: bool, margin: int, source: str,
 
 
 @pytest.mark.slow
-def test_every_margin_and_memory_is_honored_or_refused() -> None:
+def test_every_margin_and_memory_is_honored_or_refused():
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     honored = 0
     for given in margins_and_memories():
@@ -129,7 +127,7 @@ def test_every_margin_and_memory_is_honored_or_refused() -> None:
     assert honored == 2 * (24 * (9 + 5 * 4) + 2 * 2 * (5 + 1 * 4))
 
 
-def test_every_statistic_is_honored_or_refused() -> None:
+def test_every_statistic_is_honored_or_refused():
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     x[3] = 0
     honored = 0
@@ -157,7 +155,7 @@ def test_every_statistic_is_honored_or_refused() -> None:
 
 
 @each("message", MESSAGES)
-def test_a_refusal_says_what_to_do(message: str) -> None:
+def test_a_refusal_says_what_to_do(message):
     assert re.search("(?i)leave out|take", message), f"no remedy in {message!r}"
 
 
@@ -221,12 +219,12 @@ REFUSALS = [
 
 
 @each(("build", "message"), REFUSALS)
-def test_refusals(build: Callable[[], Any], message: str) -> None:
+def test_refusals(build, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         build()
 
 
-def test_e2m1_with_four_over_six_may_replace_another_element_and_back() -> None:
+def test_e2m1_with_four_over_six_may_replace_another_element_and_back():
     cast = Cast("e2m1", Scale(four_over_six="mse"))
     with pytest.raises(ValueError, match="levels of e2m1"):
         cast.replace(element="int4")
@@ -340,6 +338,6 @@ def test_e2m1_with_four_over_six_may_replace_another_element_and_back() -> None:
         ],
     ],
 )
-def test_wrong_fields(build: Callable[[], Any], message: str) -> None:
+def test_wrong_fields(build, message):
     with pytest.raises(ValueError, match=message):
         build()

@@ -1,7 +1,6 @@
 """Copies of casts with other fields."""
 
 from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 
@@ -12,10 +11,10 @@ from tests.quant.tensors import NVFP4
 from tests.tables import each
 
 
-def test_replace_changes_what_it_names() -> None:
+def test_replace_changes_what_it_names():
     scale = Scale("e4m3", (16, 16), "up", two_level=True, top=256, four_over_six="mse", source="delayed")
     cast = Cast("e2m1", scale, "stochastic")
-    changes: dict[str, Any] = {
+    changes = {
         "format": "e5m2",
         "block": [8, 8],
         "rounding": "nearest",
@@ -55,7 +54,7 @@ def test_replace_changes_what_it_names() -> None:
 
 
 @each("name", SCALE_FORMATS)
-def test_a_default_rounding_follows_the_format(name: str) -> None:
+def test_a_default_rounding_follows_the_format(name):
     """Nobody chose it, so it must not stand in the way of another format; a chosen one is kept, or refused."""
     for cast in (Cast(), Cast(scale=Scale("e8m0")), Cast(scale=Scale("fp32"))):
         assert cast.replace(scale={"format": name}).scale == Scale(name)
@@ -82,6 +81,6 @@ def test_a_default_rounding_follows_the_format(name: str) -> None:
         ({"round_to_bfloat16": "no"}, "Cast.round_to_bfloat16 is true or false; got 'no'"),
     ],
 )
-def test_replace_refuses(changes: dict[str, Any], message: str) -> None:
+def test_replace_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
         NVFP4.replace(**changes)

@@ -17,17 +17,17 @@ from tests.tables import each
 BLOCKS = (8, 16, (16, 16), "row", "tensor")
 
 
-def test_casts_are_values() -> None:
+def test_casts_are_values():
     cast = Cast("e2m1", Scale("e4m3", [16, 16], "up", True), "stochastic")
     same_cast = Cast(scale={"block": (16, 16), "rounding": "up", "two_level": True}, rounding="stochastic")
     assert cast == same_cast
     assert hash(cast) == hash(same_cast)
     assert cast != replace(cast, rounding="nearest")
     with pytest.raises(AttributeError):
-        cast.element = "e1m2"  # type: ignore[misc]
+        cast.element = "e1m2"
 
 
-def every_cast() -> list[Cast]:
+def every_cast():
     blocks = (*BLOCKS, 1, (1, 16), (16, 1))
     nearest = [cast for element in ELEMENT_FORMATS for block in blocks for cast in casts(element, block)]
     nearest += [
@@ -50,15 +50,15 @@ def every_cast() -> list[Cast]:
 
 
 @pytest.mark.slow
-def test_names_tell_casts_apart() -> None:
-    names: dict[str, Cast] = {}
+def test_names_tell_casts_apart():
+    names = {}
     for cast in every_cast():
         other = names.setdefault(str(cast), cast)
         assert other == cast, f"{cast!r} and {other!r} are both called {cast}"
 
 
 @pytest.mark.slow
-def test_specs_round_trip() -> None:
+def test_specs_round_trip():
     for cast in every_cast():
         again = Cast.from_spec(cast.spec)
         assert again == cast, f"{cast!r} came back as {again!r}"
@@ -66,7 +66,7 @@ def test_specs_round_trip() -> None:
         assert again.spec == cast.spec
 
 
-def test_casts_of_mappings() -> None:
+def test_casts_of_mappings():
     """As YAML gives them."""
     text = """
     element: int4
@@ -112,7 +112,7 @@ def test_casts_of_mappings() -> None:
         (Cast("int8", Scale("fp32", "row", "power_of_two", epsilon=0.5)), "int8/fp32:row(power_of_two)(epsilon 0.5)"),
     ],
 )
-def test_names(cast: Cast, name: str) -> None:
+def test_names(cast, name):
     assert str(cast) == name
 
 
@@ -130,12 +130,12 @@ def test_names(cast: Cast, name: str) -> None:
         (Cast("ternary", Scale("fp32", "tensor")), 2),
     ],
 )
-def test_bits(cast: Cast, bits: float) -> None:
+def test_bits(cast, bits):
     assert cast.bits == bits
 
 
 @each("element", ELEMENT_FORMATS)
-def test_elements_lie_on_the_grid(element: str) -> None:
+def test_elements_lie_on_the_grid(element):
     """That of their format, and between a zero point and the ends of an integer's range whole numbers of its steps."""
     for statistic in ("absmax", "absmean", "minmax") if element.startswith("int") else ("absmax", "absmean"):
         cast = Cast(element, Scale("fp32", "row", statistic=statistic))
@@ -149,6 +149,6 @@ def test_elements_lie_on_the_grid(element: str) -> None:
         assert round_nearest(torch.tensor([0.3, -1.4, 1e9, -1e9]), cast.grid).tolist() == [0, -1, most, -most]
 
 
-def test_every_format_has_roundings() -> None:
+def test_every_format_has_roundings():
     assert SCALE_ROUNDINGS.keys() == cast_module.SCALE_FORMATS.keys()
     assert all(SCALE_ROUNDINGS.values())

@@ -14,12 +14,12 @@ from tests.tables import each
 BELOW, ABOVE = -torch.inf, torch.inf
 
 
-def scale_of(largest: float, element: str, scale: Scale) -> float:
+def scale_of(largest, element, scale):
     """The stored scale of a block with this largest magnitude."""
     return float_scales(quantize(torch.tensor([[largest, -largest / 4]]), Cast(element, scale))).item()
 
 
-def beside(value: float, towards: float) -> float:
+def beside(value, towards):
     """The next float32."""
     return torch.nextafter(torch.tensor(value), torch.tensor(towards)).item()
 
@@ -44,7 +44,7 @@ STEPS = {
 
 
 @each(("element", "rounding"), STEPS)
-def test_e8m0_steps(element: str, rounding: str) -> None:
+def test_e8m0_steps(element, rounding):
     scale, first = Scale("e8m0", 32, rounding), STEPS[element, rounding]
     for exponent in (-100, -3, 0, 5, 100):
         unit = 2.0**exponent
@@ -53,7 +53,7 @@ def test_e8m0_steps(element: str, rounding: str) -> None:
 
 
 @each("element", ELEMENT_FORMATS)
-def test_e8m0_rules_saturate_or_do_not(element: str) -> None:
+def test_e8m0_rules_saturate_or_do_not(element):
     """Over two octaves: rceil and ceil never saturate, and rceil is the smallest such scale; floor and even may."""
     largest = ELEMENT_FORMATS[element].max
     magnitudes = torch.linspace(1, 4, 385)[:, None]
@@ -70,7 +70,7 @@ def test_e8m0_rules_saturate_or_do_not(element: str) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["floor", "ceil", "even", "rceil"])
-def test_e8m0_ends(rounding: str) -> None:
+def test_e8m0_ends(rounding):
     """Bytes 0 and 254: beyond, elements lose digits or saturate, and nothing wraps around."""
     scale = Scale("e8m0", 32, rounding)
     for tiny in (0.0, 2.0**-149, 2.0**-128, 2.0**-127):
@@ -83,7 +83,7 @@ def test_e8m0_ends(rounding: str) -> None:
     assert quantize(largest, Cast("ternary", scale)).dequantize().tolist() == [[2.0**127, 0.0]]
 
 
-def test_prescale_by_hand() -> None:
+def test_prescale_by_hand():
     """The scale of 5.2 is 1, as without the prescale: 5.2 * 3/4 = 3.9 rounds to 4, which decodes to 16/3; 7.5 to 8."""
     x = torch.tensor([[5.2, 1.3, -1.0, 0.0], [7.5, 4.0, -1.0, 0.0]])
     plain, scaled = (quantize(x, Cast("e2m1", Scale("e8m0", 32, "floor", prescale=p))) for p in (1, 0.75))
@@ -95,7 +95,7 @@ def test_prescale_by_hand() -> None:
 
 
 @each("element", ["e2m1", "e1m2", "e2m3", "e3m2", "e4m3", "e5m2", "e3m0", "int4", "int8"])
-def test_prescale_keeps_elements_from_saturating(element: str) -> None:
+def test_prescale_keeps_elements_from_saturating(element):
     """Under floor the largest element has the exponent of element.max: 3/4 of it is at most 1.5 * 2^exponent."""
     magnitudes = torch.linspace(1, 4, 3001)[:, None] * torch.ones(1, 4)
     for block in (4, "row"):
@@ -108,7 +108,7 @@ def test_prescale_keeps_elements_from_saturating(element: str) -> None:
 
 
 @each("element", ELEMENT_FORMATS)
-def test_fp32_scales(element: str) -> None:
+def test_fp32_scales(element):
     largest = ELEMENT_FORMATS[element].max
     for factor in (1.0, 2.0, 0.75, 3.3, 1e-30, 1e30, 1e-44):
         amax = torch.tensor(largest * factor if factor < 1e30 else 1e30).item()
@@ -125,7 +125,7 @@ def test_fp32_scales(element: str) -> None:
 
 
 @each("element", ELEMENT_FORMATS)
-def test_a_margin_is_powers_of_two_of_room(element: str) -> None:
+def test_a_margin_is_powers_of_two_of_room(element):
     """In the scale, exactly; and so is the largest number that does not saturate under an amax from outside."""
     largest = ELEMENT_FORMATS[element].max
     for block, rounding, amax in itertools.product((16, "row", "tensor"), ("nearest", "power_of_two"), (0.3, 7.0, 1e5)):
@@ -145,7 +145,7 @@ def test_a_margin_is_powers_of_two_of_room(element: str) -> None:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("rounding", ["nearest", "power_of_two"])
 @pytest.mark.parametrize("element", ELEMENT_FORMATS)
-def test_margins_end_where_float32_does(element: str, rounding: str) -> None:
+def test_margins_end_where_float32_does(element, rounding):
     """Room beyond the largest float32 is no room: scales stay finite, and zeros are zeros."""
     for block, margin in itertools.product((16, "row", "tensor"), (0, 1, 10, 40, 64)):
         cast = Cast(element, Scale("fp32", block, rounding, margin=margin))
@@ -166,7 +166,7 @@ def test_margins_end_where_float32_does(element: str, rounding: str) -> None:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("scale_format", EXMY)
 @pytest.mark.parametrize("element", ELEMENT_FORMATS)
-def test_scales_rounded_up_never_saturate(element: str, scale_format: str) -> None:
+def test_scales_rounded_up_never_saturate(element, scale_format):
     largest = ELEMENT_FORMATS[element].max
     scale = SCALE_FORMATS[scale_format]
     # Block maxima from below the smallest scale to the largest one.
@@ -184,7 +184,7 @@ def test_scales_rounded_up_never_saturate(element: str, scale_format: str) -> No
     assert (x.abs().amax(1) > smaller * largest * (1 - 2.0**-22)).all(), f"{cast}: a scale is larger than needed"
 
 
-def test_four_over_six_by_hand() -> None:
+def test_four_over_six_by_hand():
     """Largest element 6 * 64: with scale 64 the others fall on .5, 1, 2, 4; with 96 on 1/3, 2/3, 4/3, 8/3, and vice
     versa for 4 * 96."""
     on_six = torch.tensor([[384.0, 32, 64, 128, 256]])

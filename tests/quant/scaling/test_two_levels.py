@@ -1,7 +1,6 @@
 """Scales of two levels and amaxes from outside, and scales under stochastic rounding."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from tests.tables import each
 
 
 @pytest.mark.parametrize(("format", "largest"), [("e4m3", 256), ("e5m2", 2.0**15), ("e3m4", 16)])
-def test_four_over_six_leaves_room_for_six_fourths(format: str, largest: float) -> None:
+def test_four_over_six_leaves_room_for_six_fourths(format, largest):
     scale = Scale(format, 16, two_level=True, four_over_six="mse")
     assert scale.largest == largest and 1.5 * largest <= SCALE_FORMATS[format].max < 3 * largest
     x = torch.rand(64, 16) + 3  # a block of near equals is better off with its maximum at 4
@@ -40,7 +39,7 @@ def test_four_over_six_leaves_room_for_six_fourths(format: str, largest: float) 
         (Scale("e5m2", 16, two_level=True, four_over_six="mae"), 32768),
     ],
 )
-def test_top_is_the_scale_of_the_largest_block(scale: Scale, top: float) -> None:
+def test_top_is_the_scale_of_the_largest_block(scale, top):
     x = torch.tensor([[1.5] + [0.0] * 31, [1e-3] * 32])
     found = quantize(x, Cast("e2m1", scale))
     highest = float_scales(found).max().item()
@@ -50,7 +49,7 @@ def test_top_is_the_scale_of_the_largest_block(scale: Scale, top: float) -> None
     same(found.tensor_scale, expected, f"{scale}: 1/S")
 
 
-def test_amax_from_outside() -> None:
+def test_amax_from_outside():
     x = sample(6, 64)
     own = quantize(x, NVFP4)
     same_bytes(quantize(x, NVFP4, amax=x.abs().max()), own, "the tensor's own amax")
@@ -64,7 +63,7 @@ def test_amax_from_outside() -> None:
 
 @each("element", ["e2m1", "int8", "ternary", "e5m2"])
 @each("top", [2.0**100, 2.0**127])
-def test_a_large_top_is_honored_or_refused(element: str, top: float) -> None:
+def test_a_large_top_is_honored_or_refused(element, top):
     """Powers of two move scales and leave codes alone; what is too large for float32 is refused, and by us."""
     x = sample(2, 32)
     x = x / x.abs().max() * 2.0**30  # so that S is in range
@@ -79,7 +78,7 @@ def test_a_large_top_is_honored_or_refused(element: str, top: float) -> None:
 
 
 @pytest.mark.parametrize("top", [2.0**-120, 2.0**-9])
-def test_a_small_top_gives_small_scales_and_no_nan(top: float) -> None:
+def test_a_small_top_gives_small_scales_and_no_nan(top):
     """S may be subnormal for a large tensor, and 1/S must not be infinite."""
     for amax in (1e-30, 1.0, 3e38):
         found = quantize(torch.tensor([[amax, -amax / 3]]), Cast("e2m1", Scale(two_level=True, top=top)))
@@ -87,7 +86,7 @@ def test_a_small_top_gives_small_scales_and_no_nan(top: float) -> None:
 
 
 @each("scale_format", [*EXMY, "e8m0"])
-def test_an_amax_that_is_far_too_small(scale_format: str) -> None:
+def test_an_amax_that_is_far_too_small(scale_format):
     """What exceeds the largest scale saturates, however far it does: b * S may be infinite, its scale is not small."""
     scale = Scale(scale_format, 16, two_level=True)
     found = quantize(torch.full((1, 4), 2.0**60), Cast("e2m1", scale), amax=torch.tensor(2.0**-100))
@@ -96,7 +95,7 @@ def test_an_amax_that_is_far_too_small(scale_format: str) -> None:
 
 
 @pytest.mark.parametrize(("scale_rounding", "biased"), [("up", False), ("nearest", True)])
-def test_stochastic_rounding_of_block_maxima(scale_rounding: Any, biased: bool) -> None:
+def test_stochastic_rounding_of_block_maxima(scale_rounding, biased):
     """Scales rounded up make block maxima unbiased; to nearest, half of them saturate (the test would see a bias)."""
     x = torch.rand(512, 16) * torch.logspace(-1, 3, 512)[:, None]  # all scales within reach
     cast = Cast("e2m1", Scale("e4m3", 16, scale_rounding), "stochastic")

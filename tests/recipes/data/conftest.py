@@ -1,11 +1,9 @@
 """A folder of text."""
 
-from pathlib import Path
-
 import pytest
 
 
-def write_text(folder: Path) -> None:
+def write_text(folder):
     """Twelve files, so that a quarter of them can be held out."""
     for number in range(12):
         file = folder / f"part{number % 3}" / f"{number}.txt"
@@ -14,6 +12,6 @@ def write_text(folder: Path) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     write_text(tmp_path / "text")
     return tmp_path / "text"

@@ -1,12 +1,8 @@
 """Runs that record the batches they see."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 
 from lightning_lowbit.recipes.data import TextDataModule
 
@@ -16,24 +12,24 @@ SIZES = {"sequence_length": 8, "batch_size": 2}
 class Recorder(LightningModule):
     """Remembers the batches it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen: list[list[list[int]]] = []
+        self.seen = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.seen.append(batch.tolist())
         torch.rand(3)  # moves the global generator, as dropout would
         return self.weight * batch.float().mean()
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.weight)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(path: Path, ckpt_path: Path | None = None, seed: int = 0, num_workers: int = 0, **trainer: Any) -> Recorder:
+def fit(path, ckpt_path=None, seed=0, num_workers=0, **trainer):
     """A quiet run on the CPU."""
     model = Recorder()
     data = TextDataModule(str(path), val_fraction=0.25, seed=seed, num_workers=num_workers, **SIZES)
@@ -46,13 +42,13 @@ def fit(path: Path, ckpt_path: Path | None = None, seed: int = 0, num_workers: i
 class SaveAlways(Callback):
     """Saves after each optimizer step and after each epoch, at the moments of ``ModelCheckpoint``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         file = self.folder / f"step{trainer.global_step}.ckpt"
         if not file.exists():  # with accumulation, a batch need not end a step
             trainer.save_checkpoint(file)
 
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer, *_):
         trainer.save_checkpoint(self.folder / f"epoch{trainer.current_epoch}.ckpt")

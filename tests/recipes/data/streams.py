@@ -3,7 +3,6 @@
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -24,12 +23,7 @@ configs:
 """
 
 
-def write_c4(
-    shards: tuple[int, ...],
-    validation: int = 60,
-    text: str = "document {} of many",
-    folder: Path = Path("c4"),
-) -> list[str]:
+def write_c4(shards, validation=60, text="document {} of many", folder=Path("c4")):
     """C4 in small, with so many documents in each shard; gives the documents of ``train``."""
     (folder / "en").mkdir(parents=True)
     (folder / "README.md").write_text(README)
@@ -45,9 +39,7 @@ def write_c4(
     return texts
 
 
-def fit(
-    ckpt_path: Path | None = None, num_workers: int = 0, data: dict[str, Any] | None = None, **trainer: Any
-) -> Recorder:
+def fit(ckpt_path=None, num_workers=0, data=None, **trainer):
     """A quiet run on the CPU."""
     model = Recorder()
     sizes = {"sequence_length": LENGTH, "batch_size": 100, "val_batches": 1}

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from tests.recipes.data.runs import SIZES, SaveAlways, fit
 
 
 @pytest.mark.slow
-def test_order_depends_on_seed_and_epoch_only(folder: Path) -> None:
+def test_order_depends_on_seed_and_epoch_only(folder):
     torch.manual_seed(1)
     one = fit(folder, max_epochs=2).seen
     torch.manual_seed(2)
@@ -23,7 +22,7 @@ def test_order_depends_on_seed_and_epoch_only(folder: Path) -> None:
     assert fit(folder, max_epochs=1, seed=1).seen != first
 
 
-def test_reading_batches_leaves_the_global_generator_alone(folder: Path) -> None:
+def test_reading_batches_leaves_the_global_generator_alone(folder):
     data = TextDataModule(str(folder), val_fraction=0.25, **SIZES)
     data.prepare_data()
     data.setup("fit")
@@ -38,9 +37,7 @@ def test_reading_batches_leaves_the_global_generator_alone(folder: Path) -> None
     "limit, accumulate, num_workers",
     [*product(["max_epochs", "max_steps"], [1, 2], [0]), ("max_epochs", 2, 2), ("max_steps", 1, 2)],
 )
-def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(
-    folder: Path, tmp_path: Path, limit: str, accumulate: int, num_workers: int
-) -> None:
+def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(folder, tmp_path, limit, accumulate, num_workers):
     batches = 13  # per epoch; odd, so with accumulation the last batch makes a step of its own
     steps = -(-batches // accumulate)
     common = {"num_workers": num_workers, "accumulate_grad_batches": accumulate, "limit_val_batches": 1}
@@ -61,7 +58,7 @@ def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(
     assert fit(folder, tmp_path / "again" / "epoch1.ckpt", **common).seen == whole[-batches:]
 
 
-def test_checkpoint_of_another_order_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_another_order_is_refused(folder, tmp_path):
     fit(folder, callbacks=[SaveAlways(tmp_path)], max_epochs=1)
     with pytest.raises(ValueError, match="another order of batches: seed was 0, is 1; resume with the same data"):
         fit(folder, tmp_path / "step3.ckpt", seed=1, max_epochs=1)
@@ -70,7 +67,7 @@ def test_checkpoint_of_another_order_is_refused(folder: Path, tmp_path: Path) ->
         fit(folder, tmp_path / "step3.ckpt", max_epochs=1)
 
 
-def test_checkpoint_of_another_tokenizer_is_told_once(folder: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_another_tokenizer_is_told_once(folder, tmp_path):
     fit(folder, callbacks=[SaveAlways(tmp_path)], max_epochs=1)
     saved = torch.load(tmp_path / "epoch0.ckpt", weights_only=True)
     assert saved["TextDataModule"] == {"tokenizer": "bytes"}
@@ -84,7 +81,7 @@ def test_checkpoint_of_another_tokenizer_is_told_once(folder: Path, tmp_path: Pa
     assert fit(folder, tmp_path / "old.ckpt", max_epochs=2).seen == fit(folder, max_epochs=2).seen[13:]
 
 
-def test_overfitting_repeats_the_first_batches(folder: Path) -> None:
+def test_overfitting_repeats_the_first_batches(folder):
     seen = fit(folder, max_epochs=3, overfit_batches=2).seen
     assert seen == seen[:2] * 3 and seen[0] != seen[1]
 
@@ -92,12 +89,12 @@ def test_overfitting_repeats_the_first_batches(folder: Path) -> None:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_an_epoch_holds_each_sequence_once(folder: Path, ranks: int, num_workers: int) -> None:
-    seen: list[tuple[int, ...]] = []
+def test_an_epoch_holds_each_sequence_once(folder, ranks, num_workers):
+    seen = []
     for rank in range(ranks):
         data = TextDataModule(str(folder), val_fraction=0.25, num_workers=num_workers, sequence_length=8, batch_size=1)
         sharding = {"num_replicas": ranks, "rank": rank}
-        data.trainer = SimpleNamespace(distributed_sampler_kwargs=sharding, overfit_batches=0.0)  # type: ignore[assignment]
+        data.trainer = SimpleNamespace(distributed_sampler_kwargs=sharding, overfit_batches=0.0)
         data.prepare_data()
         data.setup("fit")
         seen += [tuple(sequence) for batch in data.train_dataloader() for sequence in batch.tolist()]
@@ -109,16 +106,16 @@ def test_an_epoch_holds_each_sequence_once(folder: Path, ranks: int, num_workers
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_the_text_without_overlap(folder: Path, ranks: int) -> None:
+def test_ranks_share_the_text_without_overlap(folder, ranks):
     shards = []
     for rank in range(ranks):
         data = TextDataModule(str(folder), val_fraction=0.25, **SIZES)
         sharding = {"num_replicas": ranks, "rank": rank}
-        data.trainer = SimpleNamespace(distributed_sampler_kwargs=sharding, overfit_batches=0.0)  # type: ignore[assignment]
+        data.trainer = SimpleNamespace(distributed_sampler_kwargs=sharding, overfit_batches=0.0)
         data.prepare_data()
         data.setup("fit")
         loader = data.train_dataloader()
-        loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
+        loader.sampler.set_epoch(1)
         shards.append(list(loader.sampler))
         assert len(list(loader)) == len(loader) == 27 // ranks // 2
     indices = sum(shards, [])

@@ -2,8 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow
@@ -19,14 +17,14 @@ from tests.recipes.data.runs import SIZES, Recorder
 from tests.recipes.test_tokenizers import save_tokenizer
 
 
-def test_sequences_share_one_token_and_no_target() -> None:
+def test_sequences_share_one_token_and_no_target():
     sequences = PackedSequences(torch.arange(1, 15, dtype=torch.uint8), length=4)
     assert [sequence.tolist() for sequence in sequences] == [[1, 2, 3, 4, 5], [5, 6, 7, 8, 9], [9, 10, 11, 12, 13]]
     assert sequences[0].dtype == torch.int64
     assert len(PackedSequences(torch.empty(0), 4)) == len(PackedSequences(torch.arange(4), 4)) == 0
 
 
-def test_reads_any_file_as_utf8(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_reads_any_file_as_utf8(tmp_path, capfd):
     contents = {"a [1].txt": "é\r\n".encode(), "b*.md": b"bad \xff", "[!c].PY": b"", "d#{1}::é.txt": b"d"}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -46,7 +44,7 @@ def test_reads_any_file_as_utf8(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "".join(capfd.readouterr()) == ""
 
 
-def test_file_changed_between_runs_is_read_anew(tmp_path: Path) -> None:
+def test_file_changed_between_runs_is_read_anew(tmp_path):
     file = tmp_path / "text.txt"
     for text in ("first " * 50, "other " * 50):
         file.write_text(text)
@@ -56,7 +54,7 @@ def test_file_changed_between_runs_is_read_anew(tmp_path: Path) -> None:
         assert bytes(data.train_dataloader().dataset.tokens.tolist()).startswith(text[:5].encode())
 
 
-def test_holds_out_whole_files_or_else_the_tail() -> None:
+def test_holds_out_whole_files_or_else_the_tail():
     documents = [b"aaa", b"bbb", b"ccc", b"ddd"]
     assert hold_out(documents, 0.5) == ([b"ccc", b"ddd"], [b"aaa", b"bbb"])
     assert hold_out(documents, 0.3) == ([b"bbb", b"ccc", b"ddd"], [b"aaa"])
@@ -64,7 +62,7 @@ def test_holds_out_whole_files_or_else_the_tail() -> None:
     assert hold_out([b"a" * 90, b"b" * 8], 0.1) == ([b"a" * 89], [b"a", b"b" * 8])
 
 
-def test_the_tail_is_that_of_the_joined_text() -> None:
+def test_the_tail_is_that_of_the_joined_text():
     documents = [b"a" * 30, b"b" * 7, b"", b"c" * 20]
     text = b"\0".join(documents)
     for wanted in range(1, len(text)):
@@ -74,7 +72,7 @@ def test_the_tail_is_that_of_the_joined_text() -> None:
             assert (b"\0".join(train), b"\0".join(val)) == (text[:cut], text[cut:])
 
 
-def test_held_out_files_do_not_depend_on_the_seed_or_the_place(folder: Path, tmp_path: Path) -> None:
+def test_held_out_files_do_not_depend_on_the_seed_or_the_place(folder, tmp_path):
     moved = tmp_path / "elsewhere"
     texts = []
     for seed in (0, 1):
@@ -88,7 +86,7 @@ def test_held_out_files_do_not_depend_on_the_seed_or_the_place(folder: Path, tmp
     assert len(val) == 3 and len(train) == 9 and not set(val) & set(train)
 
 
-def test_standard_library() -> None:
+def test_standard_library():
     names = [file.as_posix() for file in find_files(None)]
     assert any(name.endswith("/json/decoder.py") for name in names)
     assert not [name for name in names if "/test/" in name or "/tests/" in name or "-packages/" in name]
@@ -102,7 +100,7 @@ def test_standard_library() -> None:
     assert first.shape == held_out.shape == (8, 257) and first.max() < 256
 
 
-def write_rows(file: Path, texts: list[str | None], column: str = "text") -> Path:
+def write_rows(file, texts, column="text"):
     """Rows as Parquet or JSON lines, by the name of the file."""
     rows = [{column: text, "number": number} for number, text in enumerate(texts)]
     if file.suffix == ".parquet":
@@ -114,7 +112,7 @@ def write_rows(file: Path, texts: list[str | None], column: str = "text") -> Pat
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows [1].jsonl.gz", "rows.JSON.gz", "rows.parquet"])
-def test_rows_are_documents(tmp_path: Path, name: str) -> None:
+def test_rows_are_documents(tmp_path, name):
     file = write_rows(tmp_path / name, ["one", None, "zwei\r\nü", " "], column="content")
     expected = [b"one", b"", "zwei\r\nü".encode(), b" "]
     for path in (file, tmp_path):
@@ -123,7 +121,7 @@ def test_rows_are_documents(tmp_path: Path, name: str) -> None:
     assert take_bytes(expected, 6) == [b"one", b"zw"]
 
 
-def test_a_folder_can_mix_kinds(tmp_path: Path) -> None:
+def test_a_folder_can_mix_kinds(tmp_path):
     write_rows(tmp_path / "a.jsonl", ["a1", "a2"])
     write_rows(tmp_path / "b.parquet", ["b1", "b2", "b3"])
     write_rows(tmp_path / "c.json.gz", ["c1"])
@@ -135,7 +133,7 @@ def test_a_folder_can_mix_kinds(tmp_path: Path) -> None:
     assert sorted(documents) == ["a1", "a2", "b1", "b2", "b3", "c1", "d1", "e1"]
 
 
-def test_tokens_of_a_pretrained_tokenizer(tmp_path: Path) -> None:
+def test_tokens_of_a_pretrained_tokenizer(tmp_path):
     name = save_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "text").mkdir()
     write_rows(tmp_path / "text" / "rows.jsonl", [f"the document {number}" for number in range(100)])
@@ -167,9 +165,7 @@ def test_tokens_of_a_pretrained_tokenizer(tmp_path: Path) -> None:
         ({"a.txt": "x" * 999}, {"max_bytes": 100}, "`max_bytes` 100 .* leave 5; give more text"),
     ],
 )
-def test_unusable_text_is_refused_before_anything_is_written(
-    tmp_path: Path, files: dict[str, str] | None, arguments: dict[str, Any], message: str
-) -> None:
+def test_unusable_text_is_refused_before_anything_is_written(tmp_path, files, arguments, message):
     text, root = tmp_path / "text", tmp_path / "run"
     root.mkdir()
     if files is not None:
@@ -184,12 +180,12 @@ def test_unusable_text_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("argument", ["sequence_length", "batch_size", "val_batches", "max_bytes", "val_fraction"])
-def test_meaningless_numbers_are_refused(argument: str) -> None:
+def test_meaningless_numbers_are_refused(argument):
     with pytest.raises(ValueError, match=f"{argument} must .*, got 0"):
         TextDataModule(**{argument: 0})
 
 
-def test_packed_text_is_refused(tmp_path: Path) -> None:
+def test_packed_text_is_refused(tmp_path):
     (tmp_path / "text.txt.gz").write_bytes(b"packed")
     with pytest.raises(ValueError, match="unpack it first"):
         find_files(str(tmp_path / "text.txt.gz"))

@@ -1,8 +1,5 @@
 """Two processes read each sequence once: of a text in memory, and of a stream that goes on from a checkpoint."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.launch import launch
@@ -12,19 +9,19 @@ from tests.recipes.data.streams import fit, write_c4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> list[dict[str, Any]]:
+def results(folder):
     write_text(folder / "text")
     write_c4((400, 30, 400), folder=folder / "c4")
     return launch("tests.recipes.data.ranks", RANKS, folder)
 
 
 @pytest.mark.parametrize("run", ["text", "text, without a sampler"])
-def test_two_processes_share_each_epoch(results: list[dict[str, Any]], run: str) -> None:
+def test_two_processes_share_each_epoch(results, run):
     first, second = (result[run] for result in results)
     assert len(first) == len(second) == EPOCHS * 6
     for epoch in range(EPOCHS):
@@ -33,15 +30,13 @@ def test_two_processes_share_each_epoch(results: list[dict[str, Any]], run: str)
         assert one != other
 
 
-def test_two_processes_share_the_stream(
-    results: list[dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_share_the_stream(results, folder, monkeypatch):
     monkeypatch.chdir(folder)
     whole = fit(limit_val_batches=0, max_steps=STEPS).seen
     seen = [result["stream"] for result in results]
     assert [sorted(a + b) for a, b in zip(*seen, strict=True)] == [sorted(batch) for batch in whole]
 
 
-def test_two_processes_go_on_with_the_stream(results: list[dict[str, Any]]) -> None:
+def test_two_processes_go_on_with_the_stream(results):
     for result in results:
         assert result["stream, resumed"] == result["stream"][SAVED:]

@@ -1,6 +1,5 @@
 """Which steps and elements of gradients are spoilt, also sharded."""
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ from lightning_lowbit.recipes.spikes import GradientSpikes
 from tests.recipes.spikes.runs import SIZES, SLOPE, Slope, fit, gradients_after, sgd, spiked
 
 
-def equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+def equal(first, second):
     return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 

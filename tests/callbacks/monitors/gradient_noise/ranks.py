@@ -4,16 +4,14 @@
 What was measured lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LowBitPrecision
 from tests import ranks
 from tests.distributed.spreads import full
 from tests.launch import take_part
-from tests.lightning_imports import Callback, Trainer
+from tests.lightning_imports import Callback
 from tests.ranks import RANKS, STRATEGIES
 
 STEPS, HALF = 3, 2
@@ -51,33 +49,33 @@ class Regression(ranks.Regression):
     shape = (32, 16, 1)
     loss_scale = 3.0
 
-    def __init__(self, dropout: float = 0.0, shard: bool = False, unused: bool = False) -> None:
+    def __init__(self, dropout=0.0, shard=False, unused=False):
         self.dropout, self.unused_too = dropout, unused
         super().__init__(shard)
 
-    def build(self) -> None:
+    def build(self):
         layers = nn.Linear(16, 40), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(40, 24), nn.Linear(24, 1)
         self.body = nn.Sequential(*layers)
         self.unused = nn.Linear(3, 3) if self.unused_too else None
 
-    def inputs(self, step: int, batch_idx: int) -> tuple[Tensor, Tensor]:
+    def inputs(self, step, batch_idx):
         # A resumed run may count batches from elsewhere.
         return super().inputs(100 * step + batch_idx % self.trainer.accumulate_grad_batches, batch_idx)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.02, momentum=0.5)  # type: ignore[union-attr]
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.02, momentum=0.5)
 
 
 class Gradients(Callback):
     """Whether a measurement leaves gradients as they are; it comes after the monitor."""
 
-    def __init__(self, monitor: GradientNoiseMonitor) -> None:
-        self.same: list[bool] = []
-        before: list[Tensor | None] = []
-        source: Any = monitor._source
+    def __init__(self, monitor):
+        self.same = []
+        before = []
+        source = monitor._source
         take = source.before_backward
 
-        def watched(trainer: Any, *arguments: Any) -> Any:
+        def watched(trainer, *arguments):
             parameters = [*trainer.model.parameters()]
             before[:] = [None if p.grad is None else full(p.grad).clone() for p in parameters]
             found = take(trainer, *arguments)
@@ -92,14 +90,14 @@ class Gradients(Callback):
 class Save(Callback):
     """Leaves a checkpoint at the end, while the strategy still has the model."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_end(self, trainer, *_):
         trainer.save_checkpoint(self.path)
 
 
-def trainer(name: str, casts: str, *callbacks: Callback, **kwargs: Any) -> Trainer:
+def trainer(name, casts, *callbacks, **kwargs):
     """Without a strategy in one process."""
     return ranks.trainer(
         LowBitPrecision(CASTS[casts], compute_dtype="bf16" if casts == "nearest" else "fp32", seed=5),
@@ -110,12 +108,12 @@ def trainer(name: str, casts: str, *callbacks: Callback, **kwargs: Any) -> Train
     )
 
 
-def layers_of(run: Trainer) -> dict[str, float]:
+def layers_of(run):
     """What was logged of layers, and of all together."""
     return {name: float(value) for name, value in run.callback_metrics.items() if name.startswith("gradient")}
 
 
-def train(name: str, casts: str, micro: int, measured: bool = True) -> Any:
+def train(name, casts, micro, measured=True):
     """Measurements by two draws, weights at the end, and whether gradients stayed what they were."""
     monitor = GradientNoiseMonitor(1, average=1, layers=[r"body\.\d"])
     gradients = Gradients(monitor)
@@ -132,7 +130,7 @@ def train(name: str, casts: str, micro: int, measured: bool = True) -> Any:
     }
 
 
-def ask(name: str, measured: bool = True, steps: int = STEPS, start: str | None = None, end: str | None = None) -> Any:
+def ask(name, measured=True, steps=STEPS, start=None, end=None):
     """Measurements by layers, and weights at the end.
 
     Args:
@@ -144,7 +142,7 @@ def ask(name: str, measured: bool = True, steps: int = STEPS, start: str | None 
     """
     monitor = GradientNoiseMonitor(1, kind="layers", average=STEPS, layers=[r"body\.\d"])
     # An epoch is a step: Lightning resumes with the next epoch.
-    kwargs: Any = {"max_steps": steps, "limit_train_batches": 1}
+    kwargs = {"max_steps": steps, "limit_train_batches": 1}
     callbacks = [*([monitor] if measured else []), *([Save(end)] if end is not None else [])]
     run = trainer(name, "everything", *callbacks, **kwargs)
     model = Regression(shard=name == "fsdp2")
@@ -153,8 +151,8 @@ def ask(name: str, measured: bool = True, steps: int = STEPS, start: str | None 
     return {"measurements": monitor.measurements(), "layers": layers_of(run), "weights": model.whole}
 
 
-def work() -> dict[str, Any]:
-    found: dict[Any, Any] = {(*run, measured): train(*run, measured) for run in RUNS for measured in (True, False)}
+def work():
+    found = {(*run, measured): train(*run, measured) for run in RUNS for measured in (True, False)}
     for name in ASKED:
         found[name, True], found[name, False] = ask(name), ask(name, measured=False)
         if "flat" not in name:

@@ -1,25 +1,13 @@
 """A model whose gradient noise is measured, and runs of it."""
 
-from typing import Any
-
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import (
-    Cast,
-    GradientNoiseMonitor,
-    LinearCasts,
-    LowBitPrecision,
-)
+from lightning_lowbit import Cast, LinearCasts, LowBitPrecision
 from tests.callbacks.monitors.gradient_noise.ranks import E2M1, STOCHASTIC
-from tests.lightning_imports import (
-    Callback,
-    LightningModule,
-    Trainer,
-    quiet_trainer,
-)
+from tests.lightning_imports import LightningModule, quiet_trainer
 
 NEAREST = LinearCasts(**dict.fromkeys(("fprop_x", "fprop_w", "dgrad_g", "wgrad_g"), Cast(**E2M1)))
 
@@ -37,7 +25,7 @@ class Model(LightningModule):
         calls: how often ``training_step`` was called in each optimizer step; no list of the module itself.
     """
 
-    def __init__(self, lr: float = 0.0, batches: int = 1) -> None:
+    def __init__(self, lr=0.0, batches=1):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
@@ -49,38 +37,38 @@ class Model(LightningModule):
             self.trainer.global_step + 1, calls.get(self.trainer.global_step + 1, 0) + 1
         )
 
-    def loss(self, x: Tensor) -> Tensor:
+    def loss(self, x):
         return (self.net(x).float() - x.roll(1, 1)).square().mean()
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.count()
         return self.loss(batch)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(self.data.repeat(40, 1, 1), batch_size=None)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-def trainer(casts: LinearCasts | LowBitPrecision, *callbacks: Callback, **kwargs: Any) -> Trainer:
+def trainer(casts, *callbacks, **kwargs):
     plugin = casts if isinstance(casts, LowBitPrecision) else LowBitPrecision(casts, compute_dtype="fp32", seed=2)
     defaults = {"max_steps": 6, "log_every_n_steps": 1}
     return quiet_trainer(plugin, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
-def fit(model: LightningModule, monitor: Callback, casts: Any = NOISY, **kwargs: Any) -> Trainer:
+def fit(model, monitor, casts=NOISY, **kwargs):
     torch.manual_seed(11)
     run = trainer(casts, monitor, **kwargs)
     run.fit(model)
     return run
 
 
-def ratios(monitor: GradientNoiseMonitor) -> list[float]:
+def ratios(monitor):
     return [ratio for _, ratio in monitor.measurements(METRIC)]
 
 
-def logged(run: Trainer) -> dict[str, dict[int, float]]:
+def logged(run):
     """What the event file holds, by optimizer step (Lightning numbers the first one 0)."""
     assert run.logger is not None
     run.logger.finalize("success")
@@ -88,7 +76,7 @@ def logged(run: Trainer) -> dict[str, dict[int, float]]:
     return {tag: {event.step + 1: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-def assert_equal(found: Any, wanted: Any, where: str = "") -> None:
+def assert_equal(found, wanted, where=""):
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys(), where
         for name in wanted:

@@ -2,28 +2,17 @@
 
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lightning_lowbit import (
-    Cast,
-    GradientNoiseMonitor,
-    LinearCasts,
-    LowBitPrecision,
-    PrecisionSwitch,
-)
+from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LowBitPrecision, PrecisionSwitch
 from lightning_lowbit.report.html import Chart, Text
 from tests.callbacks.monitors.gradient_noise.ranks import E2M1
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NOISY, Model, assert_equal, fit, ratios, trainer
-from tests.lightning_imports import (
-    Callback,
-    LightningModule,
-    Trainer,
-)
+from tests.lightning_imports import Callback
 
 
 class ByHand(Callback):
@@ -33,20 +22,20 @@ class ByHand(Callback):
         rows: of each step; once for all layers, by ``""``.
     """
 
-    def __init__(self) -> None:
-        self.rows: list[dict[str, tuple[float, float]]] = []
-        self._before: dict[str, Tensor] = {}
-        self._exact: dict[str, Tensor] = {}
+    def __init__(self):
+        self.rows = []
+        self._before = {}
+        self._exact = {}
 
-    def on_train_start(self, run: Trainer, module: LightningModule) -> None:
+    def on_train_start(self, run, module):
         for name in ("net.0", "net.2"):
             layer = module.get_submodule(name)
 
-            def look(layer: Any, inputs: tuple[Tensor], y: Tensor, name: str = name) -> None:
+            def look(layer, inputs, y, name=name):
                 (x,) = inputs
                 dtype = y.dtype  # what autocast computes in
 
-                def gradient(g: Tensor) -> None:
+                def gradient(g):
                     exact = g.to(dtype).double().flatten(0, -2).t() @ x.to(dtype).double().flatten(0, -2)
                     self._exact[name] = exact.detach()
                     grad = layer.weight.grad
@@ -56,17 +45,17 @@ class ByHand(Callback):
 
             layer.register_forward_hook(look)
 
-    def on_after_backward(self, run: Trainer, module: LightningModule) -> None:
+    def on_after_backward(self, run, module):
         if run.fit_loop._should_accumulate():
             return
         found = {}
         for name, exact in self._exact.items():
-            dw = module.get_submodule(name).weight.grad.double() - self._before[name]  # type: ignore[union-attr, operator]
+            dw = module.get_submodule(name).weight.grad.double() - self._before[name]
             found[name] = (float((dw - exact).square().sum()), float(exact.square().sum()))
-        found[""] = tuple(map(sum, zip(*found.values(), strict=True)))  # type: ignore[assignment]
+        found[""] = tuple(map(sum, zip(*found.values(), strict=True)))
         self.rows.append(found)
 
-    def ratio(self, steps: slice, name: str = "") -> float:
+    def ratio(self, steps, name=""):
         noise, signal = (sum(row[name][i] for row in self.rows[steps]) for i in (0, 1))
         return math.sqrt(signal / noise) if noise else math.inf
 
@@ -74,7 +63,7 @@ class ByHand(Callback):
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("preset", ["nvfp4", "nvfp4-nvidia", "ternary", "fp8-delayed"])
-def test_layers_by_hand(preset: str, micro: int) -> None:
+def test_layers_by_hand(preset, micro):
     """The norm of dW' over that of dW - dW', of the last micro-batch, averaged; all layers weigh as their elements."""
     monitor, hand = GradientNoiseMonitor(2, kind="layers", average=2, layers=["net.*"]), ByHand()
     torch.manual_seed(1)
@@ -91,7 +80,7 @@ def test_layers_by_hand(preset: str, micro: int) -> None:
     assert dict(model.calls) == dict.fromkeys(range(1, 7), micro), "no step runs twice"
 
 
-def test_layers_in_the_phase_of_finetuning_are_not_measured() -> None:
+def test_layers_in_the_phase_of_finetuning_are_not_measured():
     monitor = GradientNoiseMonitor(1, kind="layers", average=1)
     plugin = LowBitPrecision("nvfp4", compute_dtype="bf16", seed=2)
     run = trainer(plugin, monitor, PrecisionSwitch("qaf", step=3), PrecisionSwitch("bf16", step=5))
@@ -108,7 +97,7 @@ def test_layers_in_the_phase_of_finetuning_are_not_measured() -> None:
     assert text.text == "Not measured: every 1 steps, in quantized layers."
 
 
-def test_layers_that_are_frozen_are_left_out() -> None:
+def test_layers_that_are_frozen_are_left_out():
     model = Model()
     model.net[0].weight.requires_grad_(False)
     monitor, hand = GradientNoiseMonitor(1, kind="layers", layers=["net.*"]), GradientNoiseMonitor(1, kind="layers")
@@ -116,25 +105,25 @@ def test_layers_that_are_frozen_are_left_out() -> None:
     assert set(run.callback_metrics) == {METRIC, f"{METRIC}/net.2"}
     model.net.requires_grad_(False)
     model.bias = nn.Parameter(torch.zeros(()))
-    model.loss = lambda x: Model.loss(model, x + model.bias)  # type: ignore[method-assign, operator]
+    model.loss = lambda x: Model.loss(model, x + model.bias)
     fit(model, hand)
     assert ratios(hand) == []
 
 
-def test_layers_are_asked_in_measured_steps_only() -> None:
+def test_layers_are_asked_in_measured_steps_only():
     class Look(Callback):
-        def on_before_backward(self, run: Trainer, module: Any, loss: Tensor) -> None:
+        def on_before_backward(self, run, module, loss):
             asked.append(all(layer.lowbit.gradient_sums is not None for layer in (module.net[0], module.net[2])))
 
-        def on_train_batch_end(self, run: Trainer, module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, run, module, *_):
             assert module.net[0].lowbit.gradient_sums is None
 
     class Fails(Model):
-        def on_before_backward(self, loss: Tensor) -> None:
+        def on_before_backward(self, loss):
             if self.trainer.global_step == 5:
                 raise RuntimeError("of the step's own")
 
-    asked: list[bool] = []
+    asked = []
     run = trainer(NOISY, GradientNoiseMonitor(3, kind="layers"), Look(), accumulate_grad_batches=2)
     with pytest.raises(RuntimeError, match="of the step's own"):
         run.fit(model := Fails())
@@ -143,9 +132,9 @@ def test_layers_are_asked_in_measured_steps_only() -> None:
     assert model.net[0].lowbit.gradient_sums is None
 
 
-def test_a_step_of_layers_that_fails() -> None:
+def test_a_step_of_layers_that_fails():
     class Fails(Model):
-        def on_before_backward(self, loss: Tensor) -> None:
+        def on_before_backward(self, loss):
             assert self.net[0].lowbit.gradient_sums is not None
             raise RuntimeError("of the step's own")
 
@@ -155,11 +144,11 @@ def test_a_step_of_layers_that_fails() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_layers_measure_the_same_and_compile_twice() -> None:
+def test_compiled_layers_measure_the_same_and_compile_twice():
     """With and without rows; not once for each measurement."""
 
     class Plain(Model):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return self.loss(batch)
 
     found, graphs = [], []
@@ -167,10 +156,10 @@ def test_compiled_layers_measure_the_same_and_compile_twice() -> None:
         torch._dynamo.reset()
         model, monitor = Plain(0.1, 4), GradientNoiseMonitor(2, kind="layers", layers=["net.*"])
         counter = CompileCounterWithBackend("aot_eager")
-        compiles: Any = torch.compile(model, backend=counter) if is_compiled else model
+        compiles = torch.compile(model, backend=counter) if is_compiled else model
 
         class Look(Callback):
-            def on_train_batch_end(self, *_: Any) -> None:
+            def on_train_batch_end(self, *_):
                 graphs.append(counter.frame_count)  # noqa: B023
 
         torch.manual_seed(1)
@@ -188,9 +177,9 @@ def test_compiled_layers_measure_the_same_and_compile_twice() -> None:
     assert graphs == [0] * 8 + [once] + [2 * once] * 7
 
 
-def test_layers_do_not_mind_an_iterator() -> None:
+def test_layers_do_not_mind_an_iterator():
     class Iterates(Model):
-        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        def training_step(self, dataloader_iter):
             return self.loss(next(dataloader_iter)[0])
 
     monitor = GradientNoiseMonitor(1, kind="layers")

@@ -3,28 +3,16 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit import (
-    Cast,
-    GradientNoiseMonitor,
-    LinearCasts,
-    LossScaleMonitor,
-    PrecisionSwitch,
-    RunReport,
-)
+from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LossScaleMonitor, PrecisionSwitch, RunReport
 from lightning_lowbit.report.html import Chart, Text
 from tests.callbacks.monitors.device_reads import counted
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
-from tests.lightning_imports import (
-    Callback,
-    TensorBoardLogger,
-    Trainer,
-)
+from tests.lightning_imports import Callback, TensorBoardLogger
 
 
 @pytest.mark.parametrize(
@@ -37,12 +25,10 @@ from tests.lightning_imports import (
         (1, 4, 1, {4: 4, 8: 8}),
     ],
 )
-def test_logged_in_the_step_or_in_the_next_one_that_is_logged(
-    every: int, log_every: int, micro: int, expected: dict[int, int]
-) -> None:
+def test_logged_in_the_step_or_in_the_next_one_that_is_logged(every, log_every, micro, expected):
     """By step in which it is logged, the step that was measured."""
     monitor = GradientNoiseMonitor(every, layers=[r"net\.2"])
-    kwargs: Any = {
+    kwargs = {
         "log_every_n_steps": log_every,
         "accumulate_grad_batches": micro,
         "max_steps": 9 if log_every == 3 else 8,
@@ -55,21 +41,21 @@ def test_logged_in_the_step_or_in_the_next_one_that_is_logged(
     assert found[f"{METRIC}/net.2"].keys() == expected.keys()
 
 
-def test_infinity_is_logged() -> None:
+def test_infinity_is_logged():
     run = fit(Model(), GradientNoiseMonitor(3), NEAREST, logger=TensorBoardLogger("."))
     assert logged(run)[METRIC] == {3: math.inf, 6: math.inf}
 
 
 @pytest.mark.parametrize("kind", ["draws", "layers"])
-def test_read_once_after_each_measurement(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_once_after_each_measurement(kind, monkeypatch):
     hooks = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
     monkeypatch.setattr("tests.callbacks.monitors.device_reads.HOOKS", hooks)
     Watched, reads = counted(GradientNoiseMonitor, monkeypatch)
     monitor = Watched(3, kind)
-    steps: list[tuple[int, list[int]]] = []
+    steps = []
 
     class Look(Callback):
-        def on_train_batch_start(self, run: Trainer, *_: Any) -> None:
+        def on_train_batch_start(self, run, *_):
             steps.append((run.global_step, [step for step, _ in monitor.measurements(METRIC)]))
 
     # Without a scale of the whole tensor, whose numbers emulated GEMMs read on the CPU.
@@ -80,7 +66,7 @@ def test_read_once_after_each_measurement(kind: str, monkeypatch: pytest.MonkeyP
     assert steps[3:] == [(3, [3]), (4, [3]), (5, [3]), (6, [3, 6]), (7, [3, 6])]
 
 
-def test_a_warning_is_said_once() -> None:
+def test_a_warning_is_said_once():
     monitor = GradientNoiseMonitor(1, threshold=1e6)
     with pytest.warns(UserWarning, match="GradientNoiseMonitor: the gradient, step 1: it is .* below 1e") as said:
         fit(Model(), monitor)
@@ -88,7 +74,7 @@ def test_a_warning_is_said_once() -> None:
     assert "PrecisionSwitch('qaf', below={})" in monitor._alerts.texts()[0]
 
 
-def test_none_where_the_gradient_stands_out() -> None:
+def test_none_where_the_gradient_stands_out():
     monitor = GradientNoiseMonitor(1)
     fit(Model(), monitor)  # warnings are errors
     assert min(ratios(monitor)) > math.sqrt(3)
@@ -96,23 +82,23 @@ def test_none_where_the_gradient_stands_out() -> None:
 
 
 @pytest.mark.parametrize("kind", ["draws", "layers"])
-def test_a_switch_follows(kind: str) -> None:
+def test_a_switch_follows(kind):
     monitor = GradientNoiseMonitor(1, kind, threshold=1e-3)
     run = trainer(NOISY, PrecisionSwitch("bf16", below={"threshold": 1e6, "measurements": 2}), monitor)
     run.fit(Model())
     steps = [step for step, _ in monitor.measurements()]
-    assert run.precision_plugin.phase == "bf16"  # type: ignore[union-attr]
+    assert run.precision_plugin.phase == "bf16"
     assert 2 <= len(steps) < 6
 
 
-def test_other_metrics() -> None:
+def test_other_metrics():
     monitor = GradientNoiseMonitor()
     assert monitor.measurements(METRIC) == []
     with pytest.raises(KeyError, match="gradient_noise/ratio"):
         monitor.measurements("gradient_noise")
 
 
-def test_reported() -> None:
+def test_reported():
     monitor = GradientNoiseMonitor(2)
     run = trainer(NOISY, RunReport(), monitor)
     run.fit(Model(0.1))
@@ -126,7 +112,7 @@ def test_reported() -> None:
     assert found["ratios"] == [{"step": step, "ratio": ratio} for step, ratio in monitor.measurements()]
 
 
-def test_reported_without_noise_or_measurements() -> None:
+def test_reported_without_noise_or_measurements():
     monitor = GradientNoiseMonitor(2)
     run = trainer(NEAREST, RunReport(), monitor)
     run.fit(Model())
@@ -142,12 +128,12 @@ class Broken(Tensor):
 
     error: RuntimeError
 
-    def tolist(self) -> Any:
+    def tolist(self):
         raise self.error
 
 
 @pytest.mark.parametrize("error", ["CUDA error: an illegal memory access", "HIP error: invalid", "of the accelerator"])
-def test_nothing_is_read_after_an_error_of_the_device(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_after_an_error_of_the_device(error, monkeypatch):
     kind = torch.AcceleratorError if "accelerator" in error else RuntimeError
     monkeypatch.setattr(Broken, "error", kind(error), raising=False)
     monitor = GradientNoiseMonitor()
@@ -157,7 +143,7 @@ def test_nothing_is_read_after_an_error_of_the_device(error: str, monkeypatch: p
     assert monitor._unread == []
 
 
-def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_raised(monkeypatch):
     monkeypatch.setattr(Broken, "error", RuntimeError("a bug"), raising=False)
     monitor = GradientNoiseMonitor()
     monitor._keep(3, {"ratio": torch.ones(()).as_subclass(Broken)})
@@ -169,7 +155,7 @@ def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", ["CUDA error", "a bug"])
-def test_a_report_of_the_loss_scale_after_an_error(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_of_the_loss_scale_after_an_error(error, monkeypatch):
     monkeypatch.setattr(Broken, "error", RuntimeError(error), raising=False)
     monitor = LossScaleMonitor()
     monitor._counts = monitor._counts.as_subclass(Broken)

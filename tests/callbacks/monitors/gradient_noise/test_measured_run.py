@@ -2,9 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,19 +32,13 @@ from tests.callbacks.monitors.gradient_noise.runs import (
     ratios,
     trainer,
 )
-from tests.lightning_imports import (
-    Callback,
-    LightningModule,
-    MisconfigurationException,
-    TensorBoardLogger,
-    Trainer,
-)
+from tests.lightning_imports import Callback, MisconfigurationException, TensorBoardLogger
 
 
 class Stateful(Model):
     """Its loss depends on everything that a step may leave behind, and it leaves much."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(0.05, 4)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
@@ -54,7 +46,7 @@ class Stateful(Model):
                 nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 32)
             )
         self.error = torchmetrics.MeanMetric()
-        self.losses: list[float] = []
+        self.losses = []
         self.steps_seen = 0
         self.generator = torch.Generator().manual_seed(3)
         self.running = torch.zeros(())
@@ -62,7 +54,7 @@ class Stateful(Model):
         self.register_buffer("replaced", torch.zeros(1))
         self.register_buffer("expanded", torch.ones(1).expand(3), persistent=False)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         assert isinstance(batch, Tensor)
         batch += 0.1 * torch.randn(batch.shape, generator=self.generator)  # in place
         batch *= 1 + 0.1 * random.random() + 0.1 * np.random.rand() + 0.1 * torch.rand(())
@@ -83,14 +75,14 @@ class Stateful(Model):
             self.logger.log_metrics({"by logger": float(loss.detach())}, step=self.steps_seen)
         return {"loss": loss, "more": batch}
 
-    def on_before_backward(self, loss: Tensor) -> None:
+    def on_before_backward(self, loss):
         """Between the step and the measurement."""
         self.between = float(torch.rand(())) + random.random() + np.random.rand()
 
 
-def left_behind(model: Stateful, run: Trainer) -> dict[str, Any]:
+def left_behind(model, run):
     """Everything."""
-    plugin: Any = run.precision_plugin
+    plugin = run.precision_plugin
     found = {
         **model.state_dict(),
         "error": model.error.metric_state,
@@ -108,7 +100,7 @@ def left_behind(model: Stateful, run: Trainer) -> dict[str, Any]:
     return found
 
 
-PLUGINS: dict[str, Callable[[], LowBitPrecision]] = {
+PLUGINS = {
     "nvfp4": lambda: LowBitPrecision("nvfp4", seed=2),
     "delayed": lambda: FP8Precision("delayed", compute_dtype="fp32", seed=2),
     "fp16": lambda: LowBitPrecision("nvfp4", compute_dtype="fp16", seed=2),
@@ -124,7 +116,7 @@ PLUGINS: dict[str, Callable[[], LowBitPrecision]] = {
         *((plugin, 2, "layers") for plugin in PLUGINS),
     ],
 )
-def test_a_run_that_is_measured_is_the_run_that_is_not(plugin: str, micro: int, kind: str) -> None:
+def test_a_run_that_is_measured_is_the_run_that_is_not(plugin, micro, kind):
     """And where rounding draws nothing, a further draw is the training step to the bit: all states were put back."""
     found, make = [], PLUGINS[plugin]
     for monitor in (GradientNoiseMonitor(2, kind), Callback()):
@@ -143,11 +135,11 @@ def test_a_run_that_is_measured_is_the_run_that_is_not(plugin: str, micro: int, 
     assert {"loss_step", "sum", "by hand", "by logger"} <= found[0]["curves"].keys() | {"sum"}
 
 
-def test_gradients_and_buffers_stay_the_same_objects() -> None:
+def test_gradients_and_buffers_stay_the_same_objects():
     class Look(GradientNoiseMonitor):
-        def on_after_backward(self, run: Trainer, module: LightningModule) -> None:
-            def objects() -> list[Any]:
-                gradients = [(id(p.grad), p.grad._version) for p in module.parameters()]  # type: ignore[union-attr]
+        def on_after_backward(self, run, module):
+            def objects():
+                gradients = [(id(p.grad), p.grad._version) for p in module.parameters()]
                 return [*gradients, *map(id, module.buffers()), module.training, set(vars(module))]
 
             before = objects()
@@ -157,8 +149,8 @@ def test_gradients_and_buffers_stay_the_same_objects() -> None:
                 hook.remove()
             seen.append(objects() == before)
 
-    seen: list[bool] = []
-    touched: list[int] = []
+    seen = []
+    touched = []
     fit(Stateful(), Look(1))
     assert seen == [True] * 6
     assert not touched, "hooks on what accumulates gradients belong to others"
@@ -167,25 +159,25 @@ def test_gradients_and_buffers_stay_the_same_objects() -> None:
 class Checkpointed(Model):
     reentrant = False
 
-    def loss(self, x: Tensor) -> Tensor:
+    def loss(self, x):
         hidden = checkpoint(self.net[0], x.requires_grad_(), use_reentrant=self.reentrant)
         y = checkpoint(nn.Sequential(nn.Dropout(0.1), self.net[2]), hidden, use_reentrant=self.reentrant)
         return (y.float() - x.roll(1, 1)).square().mean()
 
 
 @pytest.mark.parametrize("casts", [NEAREST, NOISY], ids=["nearest", "noisy"])
-def test_activation_checkpointing(casts: LinearCasts) -> None:
+def test_activation_checkpointing(casts):
     monitor = GradientNoiseMonitor(1)
     fit(Checkpointed(), monitor, LowBitPrecision(casts, seed=2))
     assert len(ratios(monitor)) == 6
     assert all((ratio == math.inf) == (casts is NEAREST) for ratio in ratios(monitor))
 
 
-def test_a_backward_pass_runs_outside_of_autocast() -> None:
+def test_a_backward_pass_runs_outside_of_autocast():
     """As in training, where a product of float32 stays one."""
 
     class Wide(Model):
-        def loss(self, x: Tensor) -> Tensor:
+        def loss(self, x):
             y = self.net(x).float()
             with torch.autocast("cpu", enabled=False):
                 return (y @ self.data[0].t()).square().mean()
@@ -195,7 +187,7 @@ def test_a_backward_pass_runs_outside_of_autocast() -> None:
     assert ratios(monitor) == [math.inf] * 2
 
 
-def test_reentrant_checkpointing_is_not_measured() -> None:
+def test_reentrant_checkpointing_is_not_measured():
     model = Checkpointed()
     model.reentrant = True
     with pytest.warns(UserWarning, match="Not measured: .*use_reentrant=False"):
@@ -205,15 +197,15 @@ def test_reentrant_checkpointing_is_not_measured() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("casts", [NEAREST, NOISY], ids=["nearest", "noisy"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_module(casts: LinearCasts, backend: str) -> None:
+def test_a_compiled_module(casts, backend):
     """Its graphs run backward three times."""
 
     class Random(Model):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(0.1)
             self.net = nn.Sequential(self.net[0], nn.BatchNorm1d(64), nn.Dropout(0.2), self.net[2])
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return self.loss(batch)
 
     found = []
@@ -221,7 +213,7 @@ def test_a_compiled_module(casts: LinearCasts, backend: str) -> None:
         torch._dynamo.reset()
         model = Random()
         torch.manual_seed(3)
-        compiled: Any = torch.compile(model, backend=backend)
+        compiled = torch.compile(model, backend=backend)
         trainer(LowBitPrecision(casts, seed=2), monitor, max_steps=3).fit(compiled)
         found.append(model.state_dict())
         if isinstance(monitor, GradientNoiseMonitor):
@@ -233,7 +225,7 @@ def test_a_compiled_module(casts: LinearCasts, backend: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_other_callbacks_do_not_see_draws(recompute: bool) -> None:
+def test_other_callbacks_do_not_see_draws(recompute):
     """Neither what layers measure of their operands, nor FLOPs."""
     found = []
     for monitors in ([GradientNoiseMonitor(1)], []):
@@ -242,7 +234,7 @@ def test_other_callbacks_do_not_see_draws(recompute: bool) -> None:
         run = trainer(LowBitPrecision("fp8-delayed", seed=2), summary, QuantizationMonitor(), *monitors)
         run.fit(Checkpointed(0.1) if recompute else Model(0.1))
         metrics = {name: float(value) for name, value in run.callback_metrics.items() if "gradient_noise" not in name}
-        found.append((metrics, summary.coverage().flops, summary.counter.recomputed))  # type: ignore[union-attr]
+        found.append((metrics, summary.coverage().flops, summary.counter.recomputed))
     assert found[0] == found[1]
     assert found[0][0]
 
@@ -254,15 +246,15 @@ def test_other_callbacks_do_not_see_draws(recompute: bool) -> None:
         (FSDPModule, 2, "use kind='layers', or accumulate_grad_batches=1"),
     ],
 )
-def test_strategies_that_are_refused(kind: Any, micro: int, message: str) -> None:
+def test_strategies_that_are_refused(kind, micro, message):
     run, part = trainer(NOISY, accumulate_grad_batches=micro), object.__new__(kind)  # of processes alone
-    run.strategy._model = SimpleNamespace(modules=lambda: [part])  # type: ignore[assignment]
+    run.strategy._model = SimpleNamespace(modules=lambda: [part])
     with pytest.raises(MisconfigurationException, match=message):
         GradientNoiseMonitor()._source.check(run, Model())
 
 
 @pytest.mark.parametrize("casts", [{"fprop_x": STOCHASTIC}, {"hadamard": {"fprop": {"size": 16, "signs": "keyed"}}}])
-def test_random_bits_of_the_forward_pass_are_not_measured(casts: Any) -> None:
+def test_random_bits_of_the_forward_pass_are_not_measured(casts):
     with pytest.warns(UserWarning, match="forward pass of net.0 has some, too.*use kind='layers'"):
         fit(
             Model(),

@@ -2,30 +2,19 @@
 
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_lowbit import (
-    Cast,
-    GradientNoiseMonitor,
-    LowBitPrecision,
-    PrecisionSwitch,
-    StaticGradScaler,
-    convert,
-)
+from lightning_lowbit import Cast, GradientNoiseMonitor, LowBitPrecision, PrecisionSwitch, StaticGradScaler, convert
 from lightning_lowbit.nn import LayerKeys
 from tests.callbacks.monitors.gradient_noise.ranks import E2M1
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, ratios, trainer
-from tests.lightning_imports import (
-    Callback,
-    Trainer,
-)
+from tests.lightning_imports import Callback
 
 
-def test_the_ratio_is_that_of_many_draws() -> None:
+def test_the_ratio_is_that_of_many_draws():
     """σ and ‖∇L‖ from 200 draws, against 20 measurements; of some 4000 elements each scatters by less than 1 %."""
     model = Model()
     net, x = convert(Model(), NOISY).net, model.data[0]
@@ -47,7 +36,7 @@ def test_the_ratio_is_that_of_many_draws() -> None:
     assert ratios(monitor)[-1] == found[METRIC]
 
 
-def test_averaged_over_the_last_measurements() -> None:
+def test_averaged_over_the_last_measurements():
     single, averaged = GradientNoiseMonitor(1, average=1), GradientNoiseMonitor(1, average=3)
     for monitor in (single, averaged):
         fit(Model(0.1, 8), monitor)
@@ -61,7 +50,7 @@ def test_averaged_over_the_last_measurements() -> None:
 
 
 @pytest.mark.parametrize("kind", ["draws", "layers"])
-def test_not_averaged_over_a_switch(kind: str) -> None:
+def test_not_averaged_over_a_switch(kind):
     """In finetuning nothing is measured; back in training the window is that of other weights."""
     monitor, single = GradientNoiseMonitor(1, kind, average=5), GradientNoiseMonitor(1, kind, average=1)
     for one in (monitor, single):
@@ -74,10 +63,10 @@ def test_not_averaged_over_a_switch(kind: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["casts", "blend", "phase"])
-def test_not_averaged_over_a_change_of_precision(change: str) -> None:
+def test_not_averaged_over_a_change_of_precision(change):
     class Changes(Callback):
-        def on_train_batch_start(self, run: Trainer, *_: Any) -> None:
-            plugin: Any = run.precision_plugin
+        def on_train_batch_start(self, run, *_):
+            plugin = run.precision_plugin
             if run.global_step in (3, 5):  # the second time it is no change
                 {
                     "casts": lambda: plugin.set_casts({"net.2": NOISY.replace(dgrad_w=None)}),
@@ -88,7 +77,7 @@ def test_not_averaged_over_a_change_of_precision(change: str) -> None:
     monitor, lengths = GradientNoiseMonitor(1), list[int]()
 
     class Look(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             lengths.append(len(monitor.state_dict()["window"]))
 
     trainer(NOISY, Changes(), monitor, Look()).fit(Model())
@@ -96,7 +85,7 @@ def test_not_averaged_over_a_change_of_precision(change: str) -> None:
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-def test_accumulation_draws_of_the_last_micro_batch(micro: int) -> None:
+def test_accumulation_draws_of_the_last_micro_batch(micro):
     """The same gradient, so that the ratio has to be the same, too, but for other bits."""
     monitor, model = GradientNoiseMonitor(2, average=3), Model()
     fit(model, monitor, accumulate_grad_batches=micro)
@@ -106,18 +95,18 @@ def test_accumulation_draws_of_the_last_micro_batch(micro: int) -> None:
     assert ratios(monitor)[-1] == pytest.approx(ratios(other)[-1], rel=0.1)
 
 
-def test_the_last_batch_of_an_epoch_steps_alone() -> None:
+def test_the_last_batch_of_an_epoch_steps_alone():
     monitor, model = GradientNoiseMonitor(1, average=1), Model()
     fit(model, monitor, accumulate_grad_batches=2, limit_train_batches=3, max_steps=4)
     assert [step for step, _ in monitor.measurements()] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
-def test_one_measurement_in_a_step(optimizer: str) -> None:
+def test_one_measurement_in_a_step(optimizer):
     """LBFGS computes losses several times."""
 
     class Chosen(Model):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return (
                 torch.optim.LBFGS(self.parameters(), max_iter=3)
                 if optimizer == "lbfgs"
@@ -129,11 +118,11 @@ def test_one_measurement_in_a_step(optimizer: str) -> None:
     assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
 
 
-def test_a_backward_pass_of_the_modules_own_is_not_compared() -> None:
+def test_a_backward_pass_of_the_modules_own_is_not_compared():
     """Draws are gradients of the loss, whatever it makes of that."""
 
     class Doubles(Model):
-        def backward(self, loss: Tensor) -> None:
+        def backward(self, loss):
             (2 * loss).backward()
 
     monitor, model = GradientNoiseMonitor(1), Doubles()
@@ -141,9 +130,9 @@ def test_a_backward_pass_of_the_modules_own_is_not_compared() -> None:
     assert set(ratios(monitor)) == {math.inf}
 
 
-def test_a_layer_without_a_gradient_in_both_draws_counts_for_nothing() -> None:
+def test_a_layer_without_a_gradient_in_both_draws_counts_for_nothing():
     class Unused(Model):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.unused = nn.Linear(32, 32)
 
@@ -153,16 +142,16 @@ def test_a_layer_without_a_gradient_in_both_draws_counts_for_nothing() -> None:
     assert run.callback_metrics[f"{METRIC}/unused"] == math.inf
 
 
-def test_weights_that_are_shared_or_frozen() -> None:
+def test_weights_that_are_shared_or_frozen():
     class Shared(Model):
-        def __init__(self, frozen: bool = False) -> None:
+        def __init__(self, frozen=False):
             super().__init__()
             self.net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
             self.net[2].weight = self.net[0].weight
             self.net.requires_grad_(not frozen)
             self.bias = nn.Parameter(torch.zeros(32))
 
-        def loss(self, x: Tensor) -> Tensor:
+        def loss(self, x):
             return super().loss(x + self.bias)
 
     monitor = GradientNoiseMonitor(1, layers=["net.*"])
@@ -175,7 +164,7 @@ def test_weights_that_are_shared_or_frozen() -> None:
     assert set(dict(model.calls).values()) == {1}, "a draw for nothing"
 
 
-def test_nothing_quantized_nothing_measured() -> None:
+def test_nothing_quantized_nothing_measured():
     monitor, model = GradientNoiseMonitor(1), Model()
     run = trainer(NOISY, monitor, PrecisionSwitch("bf16", step=2), PrecisionSwitch("fqt", step=4))
     run.fit(model)
@@ -183,12 +172,12 @@ def test_nothing_quantized_nothing_measured() -> None:
 
 
 @pytest.mark.parametrize("kind", ["draws", "layers"])
-def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind: str) -> None:
+def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind):
     """The backward pass computes in fp16, where powers of two change no digit; nor do scales that change on the way."""
 
     class Grows(Callback):
-        def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
-            run.precision_plugin.scaler._scale.mul_(2)  # type: ignore[union-attr]
+        def on_train_batch_end(self, run, *_):
+            run.precision_plugin.scaler._scale.mul_(2)
 
     found = []
     for scale, others in ((2.0**4, ()), (2.0**9, ()), (2.0**5, (Grows(),))):
@@ -204,7 +193,7 @@ def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["draws", "layers"])
-def test_an_overflow_is_no_measurement(kind: str) -> None:
+def test_an_overflow_is_no_measurement(kind):
     monitor = GradientNoiseMonitor(1, kind, average=2)
     plugin = LowBitPrecision(NOISY, compute_dtype="fp16", scaler=torch.amp.GradScaler("cpu", 2.0**24), seed=2)
     run = trainer(plugin, monitor, max_steps=16)
@@ -220,7 +209,7 @@ def test_an_overflow_is_no_measurement(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["draws", "layers"])
-def test_activations_as_codes_have_the_same_noise(kind: str) -> None:
+def test_activations_as_codes_have_the_same_noise(kind):
     """In a step that is measured, layers keep their input: codes would hold one draw of its random bits."""
     found = []
     for save in ("inputs", "codes"):

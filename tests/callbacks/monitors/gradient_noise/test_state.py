@@ -1,33 +1,25 @@
 """State of the gradient noise monitor: checkpoints, bad arguments, YAML."""
 
 import math
-from typing import Any
 
 import pytest
 
-from lightning_lowbit import (
-    GradientNoiseMonitor,
-    PrecisionSwitch,
-)
+from lightning_lowbit import GradientNoiseMonitor, PrecisionSwitch
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
 from tests.callbacks.monitors.resumed import resume
-from tests.lightning_imports import (
-    DeepSpeedStrategy,
-    MisconfigurationException,
-    Trainer,
-)
+from tests.lightning_imports import DeepSpeedStrategy, MisconfigurationException, Trainer
 from tests.tables import each
 
 
-def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+def test_a_resumed_run_is_the_uninterrupted_one():
     """Stopped between a measurement and the step that logs it."""
 
-    def fit(monitor: GradientNoiseMonitor, how: Any, **kwargs: Any) -> Trainer:
+    def fit(monitor, how, **kwargs):
         run = trainer(NOISY, monitor, log_every_n_steps=3, **kwargs)
         run.fit(Model(0.1, 3), **how)
         return run
 
-    def make() -> GradientNoiseMonitor:
+    def make():
         return GradientNoiseMonitor(5, average=3, threshold=1e6, layers=[r"net\.0"])
 
     whole, half, rest = resume(make, fit, (9, 5), "the gradient, step 5", logged)
@@ -36,7 +28,7 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     assert whole[METRIC].keys() == {6}
 
 
-def test_the_window_goes_on() -> None:
+def test_the_window_goes_on():
     monitor = GradientNoiseMonitor(1, average=4)
     fit(Model(0.1, 5), monitor)
     shorter = GradientNoiseMonitor(1, average=2, layers=[r"net\.0"])
@@ -45,25 +37,25 @@ def test_the_window_goes_on() -> None:
         row["sums"] for row in monitor.state_dict()["window"][-2:]
     ]
     run = trainer(NOISY, shorter, max_steps=1)
-    shorter.setup = lambda *_, **__: None  # type: ignore[method-assign]  # as if a run went on
+    shorter.setup = lambda *_, **__: None  # as if a run went on
     run.fit(Model(0.1, 5))
     assert set(run.callback_metrics) == {METRIC, f"{METRIC}/net.0"}
     assert len(shorter.measurements()) == 7
 
 
-def test_sums_of_other_casts_are_not_averaged_with_after_a_resume() -> None:
+def test_sums_of_other_casts_are_not_averaged_with_after_a_resume():
     monitor = GradientNoiseMonitor(1)
     fit(Model(), monitor, max_steps=3)
     for casts, length in ((NOISY, 4), (NEAREST, 1)):
         other = GradientNoiseMonitor(1)
         other.load_state_dict(monitor.state_dict())
-        other.setup = lambda *_, **__: None  # type: ignore[method-assign]  # as if a run went on
+        other.setup = lambda *_, **__: None  # as if a run went on
         fit(Model(), other, casts, max_steps=1)
         assert len(other.state_dict()["window"]) == length
     assert ratios(other)[-1] == math.inf
 
 
-def test_sums_of_another_kind_are_not_averaged_with() -> None:
+def test_sums_of_another_kind_are_not_averaged_with():
     """What was measured stays."""
     monitor, other = GradientNoiseMonitor(4, log := "draws"), GradientNoiseMonitor(1, kind="layers")
     fit(Model(), monitor, max_steps=5, log_every_n_steps=6)
@@ -76,7 +68,7 @@ def test_sums_of_another_kind_are_not_averaged_with() -> None:
     assert not other.state_dict()["to_log"]
 
 
-def test_another_run_begins_anew() -> None:
+def test_another_run_begins_anew():
     monitor = GradientNoiseMonitor(2)
     for _ in range(2):
         fit(Model(), monitor)
@@ -98,30 +90,30 @@ def test_another_run_begins_anew() -> None:
         ({"threshold": math.inf}, "above 0; got inf"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         GradientNoiseMonitor(**arguments)
 
 
-def test_bad_patterns() -> None:
+def test_bad_patterns():
     with pytest.raises(ValueError, match="layers: the pattern 'lm_head' matches no quantized layer. There are 2"):
         fit(Model(), GradientNoiseMonitor(layers=["lm_head"]))
 
 
-def test_without_the_plugin() -> None:
+def test_without_the_plugin():
     run = Trainer(accelerator="cpu", callbacks=[GradientNoiseMonitor()], max_steps=1, logger=False)
     with pytest.warns(UserWarning, match="Not measured: .* Trainer has Precision. Use e.g. Trainer"):
         run.fit(Model())
 
 
-def test_manual_optimization() -> None:
+def test_manual_optimization():
     model = Model()
     model.automatic_optimization = False
     with pytest.warns(UserWarning, match="Not measured: .* Use automatic optimization"):
         GradientNoiseMonitor().on_fit_start(trainer(NOISY), model)
 
 
-def test_a_switch_does_not_wait_for_what_is_not_measured() -> None:
+def test_a_switch_does_not_wait_for_what_is_not_measured():
     model = Model()
     model.automatic_optimization = False
     switch = PrecisionSwitch("qaf", below={})
@@ -133,7 +125,7 @@ def test_a_switch_does_not_wait_for_what_is_not_measured() -> None:
             trainer(NOISY, *callbacks).fit(model)
 
 
-def test_deepspeed_is_not_measured() -> None:
+def test_deepspeed_is_not_measured():
     run, model = trainer(NOISY), Model()
     run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
     with pytest.warns(UserWarning, match="DeepSpeed keeps to itself: use kind='layers', or train with DDP"):

@@ -1,7 +1,5 @@
 """Gradient noise on two processes."""
 
-from typing import Any
-
 import pytest
 
 from tests.callbacks.monitors.gradient_noise.ranks import ASKED, RANKS, RUNS, STEPS, train
@@ -10,14 +8,14 @@ from tests.launch import launch
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def results(tmp_path_factory):
     return launch("tests.callbacks.monitors.gradient_noise.ranks", RANKS, tmp_path_factory.mktemp("noisy"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]}, {run[1]}, {run[2]} micro-batches")
 class TestTwoProcesses:
-    def test_measure_the_same(self, run: Any, results: list[dict[Any, Any]]) -> None:
+    def test_measure_the_same(self, run, results):
         first, second = (result[*run, True] for result in results)
         assert [step for step, _ in first["measurements"]] == list(range(1, STEPS + 1))
         assert first["measurements"] == second["measurements"]
@@ -26,7 +24,7 @@ class TestTwoProcesses:
         noisy = [ratio < 1e3 for _, ratio in first["measurements"]]
         assert noisy == [run[1] != "nearest"] * STEPS
 
-    def test_and_change_nothing(self, run: Any, results: list[dict[Any, Any]]) -> None:
+    def test_and_change_nothing(self, run, results):
         for rank, result in enumerate(results):
             with_it, without = result[*run, True], result[*run, False]
             assert with_it["same gradients"] == [True] * STEPS, f"rank {rank}"
@@ -34,7 +32,7 @@ class TestTwoProcesses:
             for name in ("weights", "random"):
                 assert_equal([*with_it[name]], [*without[name]], f"rank {rank}, {name}")
 
-    def test_whatever_the_strategy(self, run: Any, results: list[dict[Any, Any]]) -> None:
+    def test_whatever_the_strategy(self, run, results):
         """One that draws only a weight, with one process, too; sums over tokens are rounded in another order there."""
         _, casts, micro = run
         first = next(one for one in RUNS if one[1:] == (casts, micro))
@@ -50,7 +48,7 @@ class TestTwoProcesses:
 class TestTwoProcessesAsk:
     """Layers, of their part of the tokens."""
 
-    def test_and_measure_the_same(self, name: str, results: list[dict[Any, Any]]) -> None:
+    def test_and_measure_the_same(self, name, results):
         first, second = (result[name, True] for result in results)
         assert [step for step, _ in first["measurements"]] == list(range(1, STEPS + 1))
         assert all(ratio < 1e3 for _, ratio in first["measurements"])
@@ -58,16 +56,16 @@ class TestTwoProcessesAsk:
         assert first["measurements"] == second["measurements"]
         assert first["layers"] == second["layers"]
 
-    def test_and_change_nothing(self, name: str, results: list[dict[Any, Any]]) -> None:
+    def test_and_change_nothing(self, name, results):
         for rank, result in enumerate(results):
-            assert_equal(*([*result[name, measured]["weights"]] for measured in (True, False)), f"rank {rank}")  # type: ignore[misc]
+            assert_equal(*([*result[name, measured]["weights"]] for measured in (True, False)), f"rank {rank}")
 
-    def test_whatever_the_strategy(self, name: str, results: list[dict[Any, Any]]) -> None:
+    def test_whatever_the_strategy(self, name, results):
         found, wanted = results[0][name, True], results[0]["ddp", True]
         assert dict(found["measurements"]) == pytest.approx(dict(wanted["measurements"]), rel=1e-4)
         assert found["layers"] == pytest.approx(wanted["layers"], rel=1e-4)
 
-    def test_and_go_on(self, name: str, results: list[dict[Any, Any]]) -> None:
+    def test_and_go_on(self, name, results):
         for result in results:
             whole, resumed = result[name, True], result.get((name, "resumed"), result[name, True])
             assert resumed["measurements"] == whole["measurements"]

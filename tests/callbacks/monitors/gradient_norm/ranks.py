@@ -3,17 +3,15 @@
 What the monitor logged lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision
 from lightning_lowbit.optim import StableSPAM
 from tests import ranks
 from tests.launch import take_part
-from tests.lightning_imports import Callback, Strategy, Trainer
+from tests.lightning_imports import Callback
 from tests.ranks import RANKS, STRATEGIES
 
 STEPS, EVERY = 6, 2
@@ -32,35 +30,35 @@ class Regression(ranks.Regression):
 
     loss_scale = 3.0
 
-    def __init__(self, optimizer: str, shard: bool = False) -> None:
+    def __init__(self, optimizer, shard=False):
         super().__init__(shard)
         self.optimizer = optimizer
 
-    def build(self) -> None:
+    def build(self):
         self.body = nn.Sequential(nn.Linear(16, 9), nn.Linear(9, 1), nn.Linear(1, 3))
         self.frozen = nn.Linear(3, 1).requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.frozen(self.body(x))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        parameters = self.trainer.model.parameters()  # type: ignore[union-attr]
+    def configure_optimizers(self):
+        parameters = self.trainer.model.parameters()
         return torch.optim.SGD(parameters, lr=0.05) if self.optimizer == "sgd" else StableSPAM(parameters, lr=1e-3)
 
 
 class Watched(GradientNormMonitor):
     """Counts the collectives of each step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(LAYERS, every_n_steps=EVERY)
-        self.collectives: list[int] = []
+        self.collectives = []
 
-    def on_before_optimizer_step(self, *arguments: Any) -> None:
+    def on_before_optimizer_step(self, *arguments):
         with CommDebugMode() as seen:
             super().on_before_optimizer_step(*arguments)
         self.collectives.append(seen.get_total_counts())
 
-    def on_train_batch_end(self, *arguments: Any) -> None:
+    def on_train_batch_end(self, *arguments):
         with CommDebugMode() as seen:
             super().on_train_batch_end(*arguments)
         self.collectives[-1] += seen.get_total_counts()
@@ -69,16 +67,16 @@ class Watched(GradientNormMonitor):
 class Curves(Callback):
     """What was logged, by step."""
 
-    def __init__(self) -> None:
-        self.seen: dict[int, dict[str, float]] = {}
+    def __init__(self):
+        self.seen = {}
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         norms = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("grad_norm")}
         if norms and trainer._logger_connector.should_update_logs:
             self.seen[trainer.global_step] = norms
 
 
-def train(strategy: Strategy | str, optimizer: str, with_plugin: bool, shard: bool = False, **kwargs: Any) -> Any:
+def train(strategy, optimizer, with_plugin, shard=False, **kwargs):
     """Curves by step, and collectives by step."""
     monitor, curves = Watched(), Curves()
     trainer = ranks.trainer(
@@ -94,7 +92,7 @@ def train(strategy: Strategy | str, optimizer: str, with_plugin: bool, shard: bo
     return {"curves": curves.seen, "collectives": monitor.collectives}
 
 
-def work() -> dict[str, Any]:
+def work():
     return {
         run: train(STRATEGIES[run[0]](), *run[1:], shard=run[0] == "fsdp2", devices=RANKS) for run in [*RUNS, UNPLUGGED]
     }

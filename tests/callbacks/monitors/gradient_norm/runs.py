@@ -1,28 +1,19 @@
 """A model whose gradient norms are known, and runs of it."""
 
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import GradientNormMonitor
 from lightning_lowbit.optim import Adaptive, StableSPAM
-from tests.curves import Curves, assert_curves, event_curves
-from tests.lightning_imports import (
-    BoringModel,
-    Callback,
-    RandomDataset,
-    TensorBoardLogger,
-    Trainer,
-    quiet_trainer,
-)
+from tests.curves import assert_curves, event_curves
+from tests.lightning_imports import BoringModel, RandomDataset, TensorBoardLogger, quiet_trainer
 
 
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
+def sgd(module):
     return torch.optim.SGD(module.parameters(), lr=1e-3)
 
 
@@ -33,49 +24,47 @@ class Planned(BoringModel):
         seen: by optimizer step, before clipping and at the end of the batch.
     """
 
-    def __init__(
-        self, factors: Mapping[int, float] | None = None, make_optimizer: Callable[[nn.Module], Any] = sgd
-    ) -> None:
+    def __init__(self, factors=None, make_optimizer=sgd):
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 2))
         self.factors, self.make_optimizer = factors or {}, make_optimizer
-        self.seen: dict[int, dict[str, float]] = {}
+        self.seen = {}
 
-    def norm(self, module: nn.Module) -> float:
+    def norm(self, module):
         return float(get_total_norm([p.grad.float() for p in module.parameters() if p.grad is not None]))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         factor = self.factors.get(self.trainer.fit_loop.epoch_loop.total_batch_idx, 1.0)
         return self.layer(batch).float().square().mean() * factor
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         found = {"unclipped": self.norm(self), **{f"unclipped/layer.{i}": self.norm(self.layer[i]) for i in (0, 1)}}
         self.seen[self.trainer.global_step + 1] = found
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         if self.trainer.global_step in self.seen:
             found = {"clipped": self.norm(self), **{f"clipped/layer.{i}": self.norm(self.layer[i]) for i in (0, 1)}}
             self.seen[self.trainer.global_step] |= found
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return self.make_optimizer(self)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         torch.manual_seed(5)
         return DataLoader(RandomDataset(32, 64))
 
 
-def trainer(*callbacks: Callback, **kwargs: Any) -> Trainer:
+def trainer(*callbacks, **kwargs):
     defaults = {"max_steps": 6, "log_every_n_steps": 1, "limit_val_batches": 0}
     return quiet_trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
-def logged(run: Trainer) -> Curves:
+def logged(run):
     curves = event_curves(run)
     return {step: {name.removeprefix("grad_norm/"): v for name, v in row.items()} for step, row in curves.items()}
 
 
-def fit(model: Planned, monitor: GradientNormMonitor | None = None, **kwargs: Any) -> Curves:
+def fit(model, monitor=None, **kwargs):
     """What is logged of a run."""
     run = trainer(monitor or GradientNormMonitor([r"layer\.\d"]), logger=TensorBoardLogger("."), **kwargs)
     run.fit(model)
@@ -86,7 +75,7 @@ assert_same = partial(assert_curves, rtol=1e-6)
 """Norms of sums: the same squares in another order and rounded some five times more, in float32 (2^-24 = 6e-8 each)."""
 
 
-RULES: dict[str, Callable[[nn.Module], Any]] = {
+RULES = {
     "Stable-SPAM": lambda module: StableSPAM(module.parameters(), lr=1e-3),
     "matrices only": lambda module: StableSPAM(module.parameters(), lr=1e-3, matrices_only=True),
     "wrapped": lambda module: Adaptive(torch.optim.AdamW(module.parameters())),
@@ -97,14 +86,12 @@ RULES: dict[str, Callable[[nn.Module], Any]] = {
 class Constant(Planned):
     """The norm of the gradient is the factor of the batch, but for rounding."""
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         factor = self.factors.get(self.trainer.fit_loop.epoch_loop.total_batch_idx, 1.0)
         return self.layer[0].bias.sum() * factor / 2  # four elements
 
 
-def spikes_of(
-    factors: Mapping[int, float], monitor: GradientNormMonitor, steps: int = 20, **kwargs: Any
-) -> list[tuple[float, ...]]:
+def spikes_of(factors, monitor, steps=20, **kwargs):
     trainer(monitor, max_steps=steps, **kwargs).fit(Constant(factors))
     return [tuple(round(value, 4) for value in spike) for spike in monitor.state_dict()["spikes"]]
 

@@ -1,25 +1,19 @@
 """Norms of gradients that are logged, under fp16, clipping and accumulation."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import get_total_norm
 
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision, StaticGradScaler
 from tests.callbacks.monitors.gradient_norm.runs import RULES, Planned, assert_same, fit, sgd
-from tests.lightning_imports import (
-    MixedPrecision,
-)
+from tests.lightning_imports import MixedPrecision
 
 
-def expected(
-    seen: dict[int, dict[str, float]], every: int = 1, clips: bool = False, spikes: tuple[int, ...] = ()
-) -> dict[int, dict[str, float]]:
+def expected(seen, every=1, clips=False, spikes=()):
     return {
         step: {name: value for name, value in found.items() if clips or not name.startswith("clipped")}
         | {"spikes": float(sum(at <= step for at in spikes))}
@@ -30,14 +24,14 @@ def expected(
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("every_n_steps", [None, 1, 2])
-def test_curves_are_what_torch_says(every: int, every_n_steps: int | None) -> None:
+def test_curves_are_what_torch_says(every, every_n_steps):
     model = Planned({1: 0.3})
     found = fit(model, GradientNormMonitor([r"layer\.\d"], every_n_steps), log_every_n_steps=every)
     assert_same(found, expected(model.seen, every))
 
 
 @pytest.mark.parametrize("clip", [{"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.03}], ids=["norm", "value"])
-def test_clipped(clip: dict[str, Any], request: pytest.FixtureRequest) -> None:
+def test_clipped(clip, request):
     model = Planned({2: 2.0})
     algorithm = request.node.callspec.id
     found = fit(model, gradient_clip_algorithm=algorithm, **clip)
@@ -47,9 +41,9 @@ def test_clipped(clip: dict[str, Any], request: pytest.FixtureRequest) -> None:
         assert found[3]["clipped"] == pytest.approx(0.1, rel=1e-4), "torch adds 1e-6 to the norm"
 
 
-def test_clipped_by_a_hook() -> None:
+def test_clipped_by_a_hook():
     class Halves(Planned):
-        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        def configure_gradient_clipping(self, optimizer, *_, **__):
             for parameter in self.parameters():
                 assert parameter.grad is not None
                 parameter.grad /= 2
@@ -62,7 +56,7 @@ def test_clipped_by_a_hook() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_of_all_micro_batches_together(accumulate: int) -> None:
+def test_of_all_micro_batches_together(accumulate):
     model = Planned({3: 2.0})
     found = fit(model, accumulate_grad_batches=accumulate, log_every_n_steps=2)
     assert sorted(found) == [2, 4, 6]
@@ -72,9 +66,9 @@ def test_of_all_micro_batches_together(accumulate: int) -> None:
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("make", RULES.values(), ids=RULES)
-def test_used_is_what_the_rules_leave(make: Callable[[nn.Module], Any], clip: float | None) -> None:
+def test_used_is_what_the_rules_leave(make, clip):
     class Rules(Planned):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             super().on_train_batch_end()
             rows = self.optimizers().optimizer.gradient_statistics()
             after = [p.grad.norm() if rows[p].norm_after.isnan() else rows[p].norm_after for p in self.parameters()]
@@ -92,7 +86,7 @@ def test_used_is_what_the_rules_leave(make: Callable[[nn.Module], Any], clip: fl
 
 
 @pytest.mark.parametrize("optimizer", [sgd, RULES["Stable-SPAM"]])
-def test_the_norm_does_not_depend_on_the_scale_of_the_loss(optimizer: Callable[[nn.Module], Any]) -> None:
+def test_the_norm_does_not_depend_on_the_scale_of_the_loss(optimizer):
     """The backward pass computes in fp16, where powers of two change no digit."""
     curves = []
     for scale in (2.0**4, 2.0**11):
@@ -108,10 +102,10 @@ def test_the_norm_does_not_depend_on_the_scale_of_the_loss(optimizer: Callable[[
     assert_same(found, expected(model.seen, clips=True))
 
 
-def test_a_fused_optimizer_unscales_within_its_step() -> None:
+def test_a_fused_optimizer_unscales_within_its_step():
     """Under Lightning's own plugin, where gradients are still scaled when they are measured."""
 
-    def fused(module: nn.Module) -> torch.optim.Optimizer:
+    def fused(module):
         return torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
 
     scaler = GradScaler("cpu", init_scale=2.0**10)
@@ -122,11 +116,11 @@ def test_a_fused_optimizer_unscales_within_its_step() -> None:
     assert_same(found, expected(model.seen))
 
 
-def test_gradients_of_other_kinds() -> None:
+def test_gradients_of_other_kinds():
     """Sparse, of float64, of bfloat16, missing, frozen, and shared: each counts once, or not at all."""
 
     class Kinds(Planned):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table = nn.Embedding(7, 4, sparse=True)
             self.wide, self.narrow = nn.Linear(4, 4).double(), nn.Linear(4, 4).bfloat16()
@@ -134,11 +128,11 @@ def test_gradients_of_other_kinds() -> None:
             self.tied = nn.Linear(4, 4)
             self.tied.weight = self.idle.weight
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             x = self.frozen(self.table(torch.tensor([1, 1, 4])))
             return (self.wide(x.double()).float() + self.narrow(x.bfloat16()).float() + self.tied(x)).square().mean()
 
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
+        def on_before_optimizer_step(self, optimizer):
             gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
             dense = {name: g.to_dense().float() for name, g in gradients.items()}
             layers = {name: [g for n, g in dense.items() if n.startswith(name)] for name in ("table", "wide", "narrow")}
@@ -146,7 +140,7 @@ def test_gradients_of_other_kinds() -> None:
             found = {f"unclipped/{name}": float(get_total_norm(of_one)) for name, of_one in layers.items()}
             self.seen[self.trainer.global_step + 1] = {"unclipped": float(get_total_norm([*dense.values()])), **found}
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             pass
 
     names = ["table", "wide", "narrow", "idle", "tied", "frozen", "layer"]
@@ -159,13 +153,13 @@ def test_gradients_of_other_kinds() -> None:
 
 
 @pytest.mark.parametrize("precision", [None, "bf16-true"])
-def test_optimizers_that_step_in_one_batch_count_together(precision: Any) -> None:
+def test_optimizers_that_step_in_one_batch_count_together(precision):
     """Norms are of float32, whatever dtype is the default in `training_step`, where such optimizers step."""
 
     class Manual(Planned):
         automatic_optimization = False
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        def training_step(self, batch, batch_idx):
             squares = []
             for number, optimizer in enumerate(self.optimizers()):
                 optimizer.zero_grad()
@@ -177,16 +171,16 @@ def test_optimizers_that_step_in_one_batch_count_together(precision: Any) -> Non
             of_layers = {f"unclipped/layer.{number}": math.sqrt(square) for number, square in enumerate(squares)}
             self.seen[self.trainer.global_step] = {"unclipped": math.sqrt(sum(squares)), **of_layers}
 
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
+        def on_before_optimizer_step(self, optimizer):
             pass
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             pass
 
-        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        def configure_gradient_clipping(self, *_, **__):
             raise AssertionError("Lightning clips nothing in manual optimization")
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return [sgd(layer) for layer in self.layer]
 
     model = Manual()
@@ -195,13 +189,13 @@ def test_optimizers_that_step_in_one_batch_count_together(precision: Any) -> Non
     assert_same(found, {step: {**model.seen[2 * step], "spikes": 0.0} for step in (2, 4)})
 
 
-def test_a_batch_without_a_step_shows_no_norm() -> None:
+def test_a_batch_without_a_step_shows_no_norm():
     """Not even that of the step before it, which Lightning would go on to log."""
 
     class Skips(Planned):
         automatic_optimization = False
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        def training_step(self, batch, batch_idx):
             self.manual_backward(super().training_step(batch, batch_idx))
             if batch_idx % 2 == 0:
                 self.optimizers().step()

@@ -2,23 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision, StaticGradScaler
 from tests.callbacks.monitors.gradient_norm.runs import RULES, SAID, Constant, Planned, fit, sgd, spikes_of, trainer
 
 
-def texts(said: pytest.WarningsRecorder) -> list[str]:
+def texts(said):
     """What the monitor said; Lightning's advice on tiny loaders is among the recorded, too."""
     return [str(one.message) for one in said if "Gradient norm" in str(one.message)]
 
 
-def test_a_spike_is_told_with_its_step_and_does_not_enter_the_mean() -> None:
+def test_a_spike_is_told_with_its_step_and_does_not_enter_the_mean():
     monitor = GradientNormMonitor(limit=None)
     with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)) as said:
         found = spikes_of({12: 6.0, 14: 7.0, 16: 4.0, 17: 6.5}, monitor)
@@ -28,22 +25,22 @@ def test_a_spike_is_told_with_its_step_and_does_not_enter_the_mean() -> None:
     assert found == [(13, 6.0, 1.0), (15, 7.0, 1.0), (18, 6.5, round(mean, 4))]
 
 
-def test_a_spike_between_logged_steps() -> None:
+def test_a_spike_between_logged_steps():
     factors = {12: 6.0}
     assert spikes_of(factors, GradientNormMonitor(), log_every_n_steps=4) == []
     with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
         assert spikes_of(factors, GradientNormMonitor(every_n_steps=1), log_every_n_steps=4) == [(13, 6.0, 1.0)]
 
 
-def test_every_n_steps_are_those_of_the_logger() -> None:
+def test_every_n_steps_are_those_of_the_logger():
     """Ten norms are known after step 20; step 22 is looked at, step 21 is not."""
-    options: dict[str, Any] = {"steps": 24, "log_every_n_steps": 4}
+    options = {"steps": 24, "log_every_n_steps": 4}
     assert spikes_of({20: 6.0}, GradientNormMonitor(every_n_steps=2), **options) == []
     with pytest.warns(UserWarning, match=SAID.format(22, 6, 1)):
         spikes_of({21: 6.0}, GradientNormMonitor(every_n_steps=2), **options)
 
 
-def test_spikes_are_counted_in_a_curve() -> None:
+def test_spikes_are_counted_in_a_curve():
     with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
         found = fit(
             Constant({12: 6.0, 14: 6.0}), GradientNormMonitor(every_n_steps=1), max_steps=16, log_every_n_steps=4
@@ -51,27 +48,27 @@ def test_spikes_are_counted_in_a_curve() -> None:
     assert {step: row["spikes"] for step, row in found.items()} == {4: 0, 8: 0, 12: 0, 16: 2}
 
 
-def test_first_norms_are_no_spikes() -> None:
+def test_first_norms_are_no_spikes():
     few, enough = dict.fromkeys(range(9), 0.1), dict.fromkeys(range(10), 0.1)
     assert spikes_of(few, GradientNormMonitor(), 10) == [], "of nine norms one knows little"
     with pytest.warns(UserWarning, match=SAID.format(11, 1, 0.1)):
         spikes_of(enough, GradientNormMonitor(), 11)
 
 
-def test_a_new_level_is_no_spike_for_ever() -> None:
+def test_a_new_level_is_no_spike_for_ever():
     with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
         found = spikes_of({**dict.fromkeys(range(12, 40), 6.0), 38: 31.0}, GradientNormMonitor(limit=None), 40)
     assert [step for step, *_ in found] == [*range(13, 23), 39]
     assert found[-1] == (39, 31.0, 6.0)
 
 
-def test_the_factor_and_the_decay() -> None:
+def test_the_factor_and_the_decay():
     assert spikes_of({12: 6.0}, GradientNormMonitor(spike_factor=6.1)) == []
     with pytest.warns(UserWarning, match=SAID.format(14, 6, 1.5)):
         spikes_of({12: 1.5, 13: 6.0}, GradientNormMonitor(spike_factor=3.9, decay=0.0))
 
 
-def test_no_more_spikes_are_listed_than_needed() -> None:
+def test_no_more_spikes_are_listed_than_needed():
     factors = dict.fromkeys(range(12, 240, 2), 6.0)
     monitor = GradientNormMonitor()
     with pytest.warns(UserWarning, match="Gradient norm"):
@@ -81,11 +78,11 @@ def test_no_more_spikes_are_listed_than_needed() -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_not_finite(value: float) -> None:
+def test_not_finite(value):
     match = r"Gradient norm, step 4: it is (inf|nan) \(in layer\.1\), and so are .* Look at the data of this step"
     model = Planned(make_optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.0))
 
-    def breaks(gradient: Tensor) -> Tensor:
+    def breaks(gradient):
         return gradient * value if model.trainer.global_step >= 3 else gradient
 
     model.layer[1].weight.register_hook(breaks)
@@ -94,7 +91,7 @@ def test_not_finite(value: float) -> None:
     assert len(texts(said)) == 1, "said more than once, or what is infinite is also above the limit"
 
 
-def test_what_is_not_finite_enters_no_mean_and_is_no_step() -> None:
+def test_what_is_not_finite_enters_no_mean_and_is_no_step():
     monitor = GradientNormMonitor()
     with pytest.warns(UserWarning) as said:
         found = fit(Constant({3: math.nan, 13: 6.0}, RULES["Stable-SPAM"]), monitor, max_steps=14)
@@ -107,14 +104,14 @@ def test_what_is_not_finite_enters_no_mean_and_is_no_step() -> None:
     assert (step, norm, round(mean, 5)) == (14, 6.0, 1.0)
 
 
-def test_a_loss_scaler_sees_to_what_is_not_finite() -> None:
+def test_a_loss_scaler_sees_to_what_is_not_finite():
     plugin = LowBitPrecision("bf16", compute_dtype="fp16", scaler=StaticGradScaler(8, device="cpu"))
     found = fit(Planned({2: math.inf}, RULES["Stable-SPAM"]), plugins=[plugin])  # warnings are errors
     assert not math.isfinite(found[3]["unclipped"])
     assert found[3]["used"] == found[3]["used/layer.0"] == 0, "what an older step used"
 
 
-def test_the_limit() -> None:
+def test_the_limit():
     match = r"Gradient norm, step 3: it is 12 before clipping, above the limit of 10. Lower the learning rate"
     with pytest.warns(UserWarning, match=match) as said:
         trainer(GradientNormMonitor(limit=10), gradient_clip_val=1.0).fit(Constant({2: 12.0, 3: 13.0}))
@@ -123,13 +120,13 @@ def test_the_limit() -> None:
     trainer(GradientNormMonitor(limit=12.5)).fit(Constant({2: 12.0}))
 
 
-def test_large_norms_are_no_fault_of_a_model() -> None:
+def test_large_norms_are_no_fault_of_a_model():
     """Warnings are errors."""
     trainer(GradientNormMonitor()).fit(Constant(dict.fromkeys(range(6), 40.0)))
     trainer(GradientNormMonitor(), max_steps=24).fit(Constant({step: 40.0 / (1 + step) for step in range(24)}))
 
 
-def test_a_level_that_rose_is_above_the_limit() -> None:
+def test_a_level_that_rose_is_above_the_limit():
     """A norm doubles every four steps: never five times its running mean of the last few, in the end ten medians."""
     rising = {step: 2 ** (step / 4) for step in range(40)}
     medians = [statistics.median([rising[i] for i in range(step)]) for step in range(1, 40)]
@@ -141,8 +138,8 @@ def test_a_level_that_rose_is_above_the_limit() -> None:
     trainer(GradientNormMonitor(decay=0.5, limit="100x"), max_steps=first + 3).fit(Constant(rising))
 
 
-def test_no_clipping_is_advised_where_something_clips() -> None:
-    def advice(make: Callable[[nn.Module], Any] = sgd, **kwargs: Any) -> list[str]:
+def test_no_clipping_is_advised_where_something_clips():
+    def advice(make=sgd, **kwargs):
         with pytest.warns(UserWarning) as said:
             trainer(GradientNormMonitor(limit=5.0), max_steps=14, **kwargs).fit(Constant({13: 6.0}, make))
         found = texts(said)
@@ -154,6 +151,6 @@ def test_no_clipping_is_advised_where_something_clips() -> None:
     assert len(advice(RULES["without rules"])) == 2
 
 
-def test_the_last_step_counts() -> None:
+def test_the_last_step_counts():
     with pytest.warns(UserWarning, match="step 6: it is 12 before clipping"):
         trainer(GradientNormMonitor(limit=10.0)).fit(Constant({5: 12.0}))

@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,18 +10,14 @@ from lightning_lowbit import GradientNormMonitor, RunReport
 from lightning_lowbit.report.html import Table, Text
 from tests.callbacks.monitors.gradient_norm.runs import SAID, Constant, Planned, logged, spikes_of, trainer
 from tests.callbacks.monitors.resumed import resume
-from tests.lightning_imports import (
-    Callback,
-    DeepSpeedStrategy,
-    Trainer,
-)
+from tests.lightning_imports import Callback, DeepSpeedStrategy
 from tests.tables import each
 
 
-def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+def test_a_resumed_run_is_the_uninterrupted_one():
     """Stopped after a spike, between two logged steps, and before another."""
 
-    def fit(monitor: GradientNormMonitor, how: Any, **kwargs: Any) -> Trainer:
+    def fit(monitor, how, **kwargs):
         run = trainer(monitor, log_every_n_steps=3, **kwargs)
         run.fit(Constant({12: 6.0, 16: 7.0, 17: 1.5}), **how)
         return run
@@ -33,11 +28,11 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     assert whole == half | rest
 
 
-def test_a_checkpoint_knows_of_the_step_that_has_just_been_done() -> None:
+def test_a_checkpoint_knows_of_the_step_that_has_just_been_done():
     monitor, saved = GradientNormMonitor(), []
 
     class Save(Callback):
-        def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, run, *_):
             if run.global_step == 13:
                 saved.append(monitor.state_dict())
 
@@ -47,7 +42,7 @@ def test_a_checkpoint_knows_of_the_step_that_has_just_been_done() -> None:
     assert saved[0]["alerts"], "the checkpoint does not know what was said"
 
 
-def test_another_run_begins_anew_and_the_same_goes_on() -> None:
+def test_another_run_begins_anew_and_the_same_goes_on():
     monitor = GradientNormMonitor()
     for _ in range(2):
         with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
@@ -79,7 +74,7 @@ def test_another_run_begins_anew_and_the_same_goes_on() -> None:
         ({"limit": True}, "or None; got True"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         GradientNormMonitor(**arguments)
 
@@ -95,19 +90,19 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         (["("], "layers: '\\(' is not a regular expression"),
     ],
 )
-def test_bad_patterns(layers: Any, message: str) -> None:
+def test_bad_patterns(layers, message):
     with pytest.raises(ValueError, match=message):
         trainer(GradientNormMonitor(layers)).fit(Planned())
 
 
-def test_deepspeed_is_not_measured() -> None:
+def test_deepspeed_is_not_measured():
     run, model = trainer(), Planned()
     run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
     with pytest.warns(UserWarning, match="DeepSpeed keeps to itself: leave out the callback, or train with DDP"):
         GradientNormMonitor().on_train_start(run, model)
 
 
-def test_reported() -> None:
+def test_reported():
     monitor = GradientNormMonitor(["layer"], limit=10)
     with pytest.warns(UserWarning, match="Gradient norm"):
         run = trainer(RunReport(), monitor, max_steps=16)
@@ -125,7 +120,7 @@ def test_reported() -> None:
     assert found["alerts"] == listed
 
 
-def test_reported_without_a_spike() -> None:
+def test_reported_without_a_spike():
     monitor = GradientNormMonitor()
     run = trainer(monitor)
     run.fit(Planned())

@@ -1,39 +1,31 @@
 """A run is the same with the gradient norm monitor and without."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 from lightning_lowbit import GradientNormMonitor
 from tests.callbacks.monitors.device_reads import HOOKS, counted
 from tests.callbacks.monitors.gradient_norm.ranks import EVERY, RANKS, RUNS, STEPS, UNPLUGGED, train
 from tests.callbacks.monitors.gradient_norm.runs import RULES, Planned, assert_same, sgd, trainer
 from tests.launch import launch
-from tests.lightning_imports import (
-    Callback,
-)
+from tests.lightning_imports import Callback
 
 Run = tuple[str, str, bool]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Run, Any]]:
+def results(tmp_path_factory):
     return launch("tests.callbacks.monitors.gradient_norm.ranks", RANKS, tmp_path_factory.mktemp("watched"))
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[tuple[str, bool], Any]:
+def alone():
     """What one process logs."""
     return {run[1:]: train("auto", *run[1:], devices=1)["curves"] for run in [*RUNS, UNPLUGGED]}
 
 
 @pytest.mark.parametrize("run", [*RUNS, UNPLUGGED], ids=str)
-def test_two_processes_log_what_one_does(
-    results: list[dict[Run, Any]], alone: dict[tuple[str, bool], Any], run: Run
-) -> None:
+def test_two_processes_log_what_one_does(results, alone, run):
     first, second = (result[run]["curves"] for result in results)
     assert sorted(first) == list(range(EVERY, STEPS + 1, EVERY))
     assert first == second, "ranks log different values"
@@ -45,7 +37,7 @@ def test_two_processes_log_what_one_does(
 
 
 @pytest.mark.parametrize("run", [*RUNS, UNPLUGGED], ids=str)
-def test_one_collective_in_a_logged_step_where_gradients_are_spread(results: list[dict[Run, Any]], run: Run) -> None:
+def test_one_collective_in_a_logged_step_where_gradients_are_spread(results, run):
     for rank, result in enumerate(results):
         counts = result[run]["collectives"]
         wanted = [int(run[0] != "ddp" and step % EVERY == 0) for step in range(1, STEPS + 1)]
@@ -53,7 +45,7 @@ def test_one_collective_in_a_logged_step_where_gradients_are_spread(results: lis
 
 
 @pytest.mark.parametrize("make", [sgd, RULES["Stable-SPAM"]])
-def test_watching_changes_nothing(make: Callable[[nn.Module], Any]) -> None:
+def test_watching_changes_nothing(make):
     ends = []
     for callbacks in ([], [GradientNormMonitor(["layer"], every_n_steps=1, limit=None)]):
         torch.manual_seed(0)
@@ -64,7 +56,7 @@ def test_watching_changes_nothing(make: Callable[[nn.Module], Any]) -> None:
         assert a.equal(b), f"tensor {number} differs: weights, gradients, random numbers"
 
 
-def test_nothing_is_read_between_logged_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_between_logged_steps(monkeypatch):
     Watched, reads = counted(GradientNormMonitor, monkeypatch)
     model = Planned(make_optimizer=RULES["Stable-SPAM"])
     trainer(Watched(["layer"], 1), log_every_n_steps=4, max_steps=10, gradient_clip_val=1.0).fit(model)
@@ -72,11 +64,11 @@ def test_nothing_is_read_between_logged_steps(monkeypatch: pytest.MonkeyPatch) -
     assert +reads == {("on_train_batch_start", 4): 1, ("on_train_batch_start", 8): 1}
 
 
-def test_what_nobody_logs_is_read_at_last() -> None:
+def test_what_nobody_logs_is_read_at_last():
     monitor, lengths = GradientNormMonitor(every_n_steps=1), []
 
     class Look(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             lengths.append(len(monitor._unread))
 
     trainer(monitor, Look(), log_every_n_steps=0, max_steps=120).fit(Planned())

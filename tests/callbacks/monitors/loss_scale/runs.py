@@ -1,53 +1,46 @@
 """Runs whose loss scale is monitored."""
 
 import math
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler
-from tests.lightning_imports import (
-    BoringModel,
-    Callback,
-    MixedPrecision,
-    Trainer,
-    quiet_trainer,
-)
+from tests.lightning_imports import BoringModel, MixedPrecision, quiet_trainer
 
 Overflows = Collection[tuple[int, int]]  # of which batches, in the gradients of which optimizer
 
 
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
+def sgd(module):
     return torch.optim.SGD(module.parameters(), lr=1e-3)
 
 
 class Scripted(BoringModel):
     """Gradients overflow where they are told to; after each batch with a step, what the scaler says is kept."""
 
-    def __init__(self, overflows: Collection[int] = (), make_optimizer: Callable[[nn.Module], Any] = sgd) -> None:
+    def __init__(self, overflows=(), make_optimizer=sgd):
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 2))
-        self.overflows: Overflows = {(batch, 0) for batch in overflows}
+        self.overflows = {(batch, 0) for batch in overflows}
         self.make_optimizer = make_optimizer
-        self.seen: list[dict[str, float]] = []
+        self.seen = []
         self.steps = 0
-        self.skip: set[int] = set()  # which optimizers, in the step under way
+        self.skip = set()  # which optimizers, in the step under way
 
-    def mean(self, batch: Tensor, optimizer: int = 0) -> Tensor:
+    def mean(self, batch, optimizer=0):
         mean = self.layer(batch).float().mean()
         if (self.trainer.fit_loop.epoch_loop.total_batch_idx, optimizer) in self.overflows:
             self.skip.add(optimizer)
             return mean * math.inf
         return mean
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.mean(batch)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         if self.trainer.global_step == self.steps:  # gradients are being accumulated
             return
         scaler = self.trainer.precision_plugin.scaler
@@ -55,24 +48,24 @@ class Scripted(BoringModel):
         self.seen.append({"scale": scale, "growth_tracker": tracker, "overflows": len(self.skip)})
         self.steps, self.skip = self.trainer.global_step, set()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return self.make_optimizer(self)
 
 
-def conservative(**kwargs: Any) -> ConservativeGradScaler:
+def conservative(**kwargs):
     settings = {"init_scale": 2.0**10, "growth_interval": 3, "cooldown": 1, "device": "cpu"}
     return ConservativeGradScaler(**{**settings, **kwargs})
 
 
-def torchs(**kwargs: Any) -> GradScaler:
+def torchs(**kwargs):
     return GradScaler("cpu", **{"init_scale": 2.0**10, "growth_interval": 3, **kwargs})
 
 
-def lowbit(scaler: GradScaler) -> LowBitPrecision:
+def lowbit(scaler):
     return LowBitPrecision("bf16", compute_dtype="fp16", scaler=scaler)
 
 
-def mixed(scaler: GradScaler) -> MixedPrecision:
+def mixed(scaler):
     return MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
 
@@ -89,7 +82,7 @@ PLUGINS = {
 plugins = pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 
 
-def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
+def trainer(*callbacks, plugin=None, **kwargs):
     defaults = {
         "max_steps": 8,
         "log_every_n_steps": 1,
@@ -99,7 +92,7 @@ def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
     return quiet_trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
-def warned(match: str, scaler: GradScaler, overflows: Collection[int], plugin: Any = lowbit, **kwargs: Any) -> None:
+def warned(match, scaler, overflows, plugin=lowbit, **kwargs):
     """A run warns of the scale once, and of nothing else."""
     settings = {name: kwargs.pop(name) for name in ("falls", "within") if name in kwargs}
     with pytest.warns(UserWarning) as said:  # what is not matched here is raised again, and is an error
@@ -109,10 +102,10 @@ def warned(match: str, scaler: GradScaler, overflows: Collection[int], plugin: A
     assert texts[0].startswith(f"LossScaleMonitor: {match}"), texts[0]
 
 
-def silent(scaler: GradScaler, overflows: Collection[int], plugin: Any = lowbit, **kwargs: Any) -> None:
+def silent(scaler, overflows, plugin=lowbit, **kwargs):
     """A run warns of nothing: warnings are errors."""
     settings = {name: kwargs.pop(name) for name in ("falls", "within") if name in kwargs}
     trainer(LossScaleMonitor(**settings), plugin=plugin(scaler), **kwargs).fit(Scripted(overflows))
 
 
-FALLS: dict[str, Any] = {"falls": 3, "within": 6}
+FALLS = {"falls": 3, "within": 6}

@@ -1,21 +1,16 @@
 """Curves of the loss scale, its state and the report."""
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 
 from lightning_lowbit import LossScaleMonitor, RunReport, StaticGradScaler
 from lightning_lowbit.report.html import Text
 from tests.callbacks.monitors.device_reads import HOOKS, counted
 from tests.callbacks.monitors.loss_scale.runs import (
     FALLS,
-    Overflows,
     Scripted,
     conservative,
     lowbit,
@@ -27,12 +22,8 @@ from tests.callbacks.monitors.loss_scale.runs import (
     trainer,
     warned,
 )
-from tests.curves import Curves, event_curves
-from tests.lightning_imports import (
-    Callback,
-    TensorBoardLogger,
-    Trainer,
-)
+from tests.curves import event_curves
+from tests.lightning_imports import Callback, TensorBoardLogger
 
 CURVES = ("scale", "growth_tracker", "overflows", "skipped_steps")
 
@@ -42,27 +33,27 @@ class Manual(Scripted):
 
     automatic_optimization = False
 
-    def __init__(self, overflows: Overflows = ()) -> None:
+    def __init__(self, overflows=()):
         super().__init__()
         self.overflows = overflows
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         for number, optimizer in enumerate(self.optimizers()):
             optimizer.zero_grad()
             self.manual_backward(self.mean(batch, number))
             optimizer.step()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return [sgd(layer) for layer in self.layer]
 
 
-def logged(run: Trainer) -> Curves:
+def logged(run):
     """By the step it was logged at."""
     curves = event_curves(run, first=0)
     return {step: {name.removeprefix("loss_scale/"): v for name, v in row.items()} for step, row in curves.items()}
 
 
-def expected(seen: list[dict[str, float]], every: int) -> dict[int, dict[str, float]]:
+def expected(seen, every):
     """Lightning numbers the first step 0. Overflows are those since the last point, skipped steps all of them."""
     return {
         step: {
@@ -74,7 +65,7 @@ def expected(seen: list[dict[str, float]], every: int) -> dict[int, dict[str, fl
     }
 
 
-def reported(monitor: LossScaleMonitor, run: Trainer) -> list[str]:
+def reported(monitor, run):
     (section,) = monitor.report_sections(run)
     assert section.title == "Loss scale"
     return [block.text for block in section.blocks if isinstance(block, Text)]
@@ -84,7 +75,7 @@ def reported(monitor: LossScaleMonitor, run: Trainer) -> list[str]:
 @plugins
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_curves_are_what_the_module_reads(plugin: Callable[[], Any], every: int, accumulate: int) -> None:
+def test_curves_are_what_the_module_reads(plugin, every, accumulate):
     run = trainer(
         LossScaleMonitor(falls=20),
         plugin=plugin(),
@@ -101,7 +92,7 @@ def test_curves_are_what_the_module_reads(plugin: Callable[[], Any], every: int,
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_fused_optimizer_shows_overflows_in_the_scale_alone(every: int) -> None:
+def test_a_fused_optimizer_shows_overflows_in_the_scale_alone(every):
     """Under Lightning's plugin it unscales within its step."""
     monitor = LossScaleMonitor()
     run = trainer(monitor, plugin=mixed(torchs()), log_every_n_steps=every, logger=TensorBoardLogger("."))
@@ -121,7 +112,7 @@ def test_a_fused_optimizer_shows_overflows_in_the_scale_alone(every: int) -> Non
     ],
     ids=["static", "tolerant", "at its floor", "at its cap"],
 )
-def test_overflows_of_a_fused_optimizer_show_where_the_scale_does_not_fall(make: Callable[[], GradScaler]) -> None:
+def test_overflows_of_a_fused_optimizer_show_where_the_scale_does_not_fall(make):
     monitor = LossScaleMonitor()
     run = trainer(monitor, plugin=mixed(make()), logger=TensorBoardLogger("."))
     model = Scripted({1, 4, 5}, lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True))
@@ -129,14 +120,14 @@ def test_overflows_of_a_fused_optimizer_show_where_the_scale_does_not_fall(make:
     assert logged(run) == expected(model.seen, 1)
 
 
-def test_falls_of_a_first_scale_that_is_too_large_do_not_count() -> None:
+def test_falls_of_a_first_scale_that_is_too_large_do_not_count():
     """Before a step is taken it only finds its place; at its floor it does not."""
     silent(conservative(), {0, 1, 2, 3, 5}, falls=2, within=8)
     warned("Loss scale, step 7: 2 overflows", conservative(), {0, 1, 2, 3, 5, 6}, falls=2, within=8)
     warned("Loss scale, step 2: 2 overflows", conservative(floor=2.0**9), {0, 1, 2}, falls=2, within=20)
 
 
-def test_a_static_scale_that_is_too_large_is_told_so() -> None:
+def test_a_static_scale_that_is_too_large_is_told_so():
     scaler = StaticGradScaler(2.0**10, device="cpu")
     advice = "3 overflows came within 6 optimizer steps at 1024, where it stays: lower it, or let it adapt"
     warned(f"Loss scale, step 3: {advice}", scaler, {0, 1, 2, 3}, **FALLS)
@@ -145,7 +136,7 @@ def test_a_static_scale_that_is_too_large_is_told_so() -> None:
 @pytest.mark.parametrize(
     "plugin", [lambda: lowbit(conservative()), lambda: mixed(torchs())], ids=["ours", "Lightning's"]
 )
-def test_each_of_two_optimizers_counts(plugin: Callable[[], Any]) -> None:
+def test_each_of_two_optimizers_counts(plugin):
     monitor = LossScaleMonitor()
     run = trainer(monitor, plugin=plugin(), max_steps=12, log_every_n_steps=2, logger=TensorBoardLogger("."))
     model = Manual({(0, 1), (2, 0), (3, 0), (3, 1)})
@@ -155,14 +146,14 @@ def test_each_of_two_optimizers_counts(plugin: Callable[[], Any]) -> None:
     assert reported(monitor, run)[0].startswith("4 of 12 optimizer steps were skipped")
 
 
-def test_falls_of_two_optimizers_in_one_batch_are_two() -> None:
+def test_falls_of_two_optimizers_in_one_batch_are_two():
     with pytest.warns(UserWarning, match="2 overflows came within 2 optimizer steps, .*; it is now 256."):
         trainer(LossScaleMonitor(falls=2, within=2)).fit(Manual({(1, 0), (1, 1)}))
 
 
-def test_a_batch_without_a_step_counts_nothing() -> None:
+def test_a_batch_without_a_step_counts_nothing():
     class Skips(Manual):
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        def training_step(self, batch, batch_idx):
             if batch_idx % 2:
                 super().training_step(batch, batch_idx)
 
@@ -172,14 +163,14 @@ def test_a_batch_without_a_step_counts_nothing() -> None:
     assert reported(monitor, run)[0].startswith("1 of 6 optimizer steps were skipped")
 
 
-def test_nothing_is_read_between_logged_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_between_logged_steps(monkeypatch):
     Watched, reads = counted(LossScaleMonitor, monkeypatch)
     trainer(Watched(), log_every_n_steps=4, max_steps=10).fit(Scripted({1, 5}))
     assert all(reads.pop((hook, -1)) == 10 for hook in HOOKS), "a hook was not watched"
     assert +reads == {("on_train_batch_start", 4): 1, ("on_train_batch_start", 8): 1}
 
 
-def test_watching_changes_nothing() -> None:
+def test_watching_changes_nothing():
     ends = []
     for callbacks in ([], [LossScaleMonitor()]):
         torch.manual_seed(0)
@@ -190,11 +181,11 @@ def test_watching_changes_nothing() -> None:
 
 
 # An epoch is a step: Lightning resumes with the next epoch.
-SHORT: dict[str, Any] = {"limit_train_batches": 1, "log_every_n_steps": 3}
+SHORT = {"limit_train_batches": 1, "log_every_n_steps": 3}
 
 
 @plugins
-def test_a_resumed_run_is_the_uninterrupted_one(plugin: Callable[[], Any]) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(plugin):
     """Also where it stops between two logged steps, with an overflow since the last."""
     curves = []
     for name, steps, resumed in (("whole", 12, None), ("half", 5, None), ("rest", 12, "half.ckpt")):
@@ -212,7 +203,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(plugin: Callable[[], Any]) -> No
     assert one == other
 
 
-def test_a_resumed_run_does_not_repeat_what_was_said() -> None:
+def test_a_resumed_run_does_not_repeat_what_was_said():
     scaler = {"init_scale": 8.0, "floor": 4.0, "growth_interval": 100}
     with pytest.warns(UserWarning, match="Loss scale") as said:
         monitor = LossScaleMonitor(falls=3, within=4)
@@ -232,7 +223,7 @@ def test_a_resumed_run_does_not_repeat_what_was_said() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 3), (2, 3), (5, 3), (3, 4)])
-def test_falls_before_the_checkpoint_count(before: int, after: int) -> None:
+def test_falls_before_the_checkpoint_count(before, after):
     """Also with another number of them, of which as many are known as were looked at."""
     run = trainer(LossScaleMonitor(before), max_steps=5, **SHORT)
     run.fit(Scripted({4} if before == 2 else {3, 4}))
@@ -243,9 +234,9 @@ def test_falls_before_the_checkpoint_count(before: int, after: int) -> None:
         resumed.fit(Scripted(later), ckpt_path="half.ckpt", weights_only=True)
 
 
-def test_what_was_not_said_before_the_checkpoint_is_said_after_it() -> None:
+def test_what_was_not_said_before_the_checkpoint_is_said_after_it():
     class Save(Callback):
-        def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, run, *_):
             if run.global_step == 4:
                 run.save_checkpoint("half.ckpt")
 
@@ -257,7 +248,7 @@ def test_what_was_not_said_before_the_checkpoint_is_said_after_it() -> None:
         again.fit(Scripted(), ckpt_path="half.ckpt", weights_only=True)
 
 
-def test_another_run_begins_anew() -> None:
+def test_another_run_begins_anew():
     monitor = LossScaleMonitor(**FALLS)
     for _ in range(2):
         run = trainer(monitor, logger=TensorBoardLogger("."))
@@ -268,7 +259,7 @@ def test_another_run_begins_anew() -> None:
     assert reported(monitor, run)[0].startswith("3 of 8 optimizer steps")
 
 
-def test_the_same_trainer_goes_on() -> None:
+def test_the_same_trainer_goes_on():
     monitor = LossScaleMonitor(**FALLS)
     run, model = trainer(monitor, max_steps=4, limit_train_batches=4), Scripted({1, 2, 3, 5, 6, 7})
     with pytest.warns(UserWarning, match="Loss scale, step 4: 3 overflows"):
@@ -278,7 +269,7 @@ def test_the_same_trainer_goes_on() -> None:
     assert reported(monitor, run)[0].startswith("6 of 8 optimizer steps")
 
 
-def test_reported() -> None:
+def test_reported():
     with pytest.warns(UserWarning, match="Loss scale"):
         trainer(RunReport(), LossScaleMonitor(**FALLS)).fit(Scripted({1, 2, 3, 6}))
     page = Path("report.html").read_text()
@@ -288,9 +279,9 @@ def test_reported() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 3])
-def test_reported_after_an_exception(at: int) -> None:
+def test_reported_after_an_exception(at):
     class Breaks(Scripted):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             if batch_idx == at:
                 raise KeyError("broken")
             return super().training_step(batch, batch_idx)
@@ -307,7 +298,7 @@ def test_reported_after_an_exception(at: int) -> None:
         assert "No optimizer step was taken" in page
 
 
-def test_nothing_warns_in_a_healthy_run() -> None:
+def test_nothing_warns_in_a_healthy_run():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", "The '.*_dataloader' does not have many workers")

@@ -1,8 +1,6 @@
 """Warnings of the loss scale monitor, and what it refuses."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from torch.amp.grad_scaler import GradScaler
@@ -19,18 +17,15 @@ from tests.callbacks.monitors.loss_scale.runs import (
     trainer,
     warned,
 )
-from tests.lightning_imports import (
-    BoringModel,
-    MixedPrecision,
-)
+from tests.lightning_imports import BoringModel, MixedPrecision
 from tests.tables import each
 
-BOUNDS: dict[str, Any] = {"falls": 3, "within": 4}
+BOUNDS = {"falls": 3, "within": 4}
 
 
 @pytest.mark.parametrize("make", [conservative, torchs])
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
-def test_too_many_falls(make: Any, plugin: Any) -> None:
+def test_too_many_falls(make, plugin):
     """Three in the steps 2 to 7, which are six; and, a step later, not."""
     warned(
         "Loss scale, step 7: 3 overflows came within 6 optimizer steps, where one now and then is usual; it is "
@@ -45,7 +40,7 @@ def test_too_many_falls(make: Any, plugin: Any) -> None:
 
 
 @pytest.mark.parametrize("every", [5, 50])
-def test_too_many_falls_between_two_logged_steps(every: int) -> None:
+def test_too_many_falls_between_two_logged_steps(every):
     """What falls where nobody looks is told of when somebody does, also where single falls come after it."""
     at = {5: 10, 50: 20}[every]  # the first logged step after them, or the last one
     for later in (set(), {18}):
@@ -57,25 +52,25 @@ def test_too_many_falls_between_two_logged_steps(every: int) -> None:
     silent(conservative(growth_interval=100), {1, 4, 7, 18}, **options)
 
 
-def test_too_many_falls_are_said_once() -> None:
+def test_too_many_falls_are_said_once():
     warned("Loss scale, step 4: 3 overflows", conservative(), {1, 2, 3, 4, 20, 21, 22}, max_steps=24, **FALLS)
 
 
-def test_falls_that_are_too_many_at_the_end() -> None:
+def test_falls_that_are_too_many_at_the_end():
     warned("Loss scale, step 8: 3 overflows", conservative(), {5, 6, 7}, **FALLS)
 
 
-def test_one_fall_may_be_too_many() -> None:
+def test_one_fall_may_be_too_many():
     warned("Loss scale, step 3: 1 overflows", conservative(), {2}, falls=1, within=1)
 
 
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
-def test_overflows_that_are_tolerated_are_no_falls(plugin: Any) -> None:
+def test_overflows_that_are_tolerated_are_no_falls(plugin):
     silent(conservative(hysteresis=3), {1, 2, 3}, plugin, falls=2)
     warned("Loss scale, step 5: 2 overflows", conservative(hysteresis=3), {1, 2, 3, 4}, plugin, falls=2)
 
 
-def test_at_its_floor_overflows_count() -> None:
+def test_at_its_floor_overflows_count():
     """It leaves the floor in between, so that there is no warning of that."""
     floor = {"init_scale": 4, "floor": 4, "growth_interval": 2, "cooldown": 0}
     warned("Loss scale, step 7: 3 overflows came within 6 optimizer steps", conservative(**floor), {1, 4, 6}, **FALLS)
@@ -83,13 +78,13 @@ def test_at_its_floor_overflows_count() -> None:
 
 
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
-def test_of_a_static_scale_overflows_count(plugin: Any) -> None:
+def test_of_a_static_scale_overflows_count(plugin):
     match = "Loss scale, step 7: 3 overflows came within 6 optimizer steps"
     warned(match, StaticGradScaler(8, device="cpu"), {1, 4, 6}, plugin, **FALLS)
 
 
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
-def test_a_static_scale_is_at_no_bound(plugin: Any) -> None:
+def test_a_static_scale_is_at_no_bound(plugin):
     silent(StaticGradScaler(1, device="cpu"), {1}, plugin, falls=3, within=3)
 
 
@@ -104,7 +99,7 @@ AT_FLOOR = "it has been at its floor of {:g} for 4 optimizer steps: gradients le
         (lambda: torchs(init_scale=1.0, growth_interval=100), 1),  # falls below 1, where it has no floor
     ],
 )
-def test_the_floor(make: Callable[[], GradScaler], floor: float) -> None:
+def test_the_floor(make, floor):
     advice = " The model needs the range of float32: train it with compute_dtype='bf16' or 'fp32'; or lower"
     first = 2 if make().get_scale() > floor else 1  # the first step at the floor
     at = first + BOUNDS["within"] - 1
@@ -112,8 +107,8 @@ def test_the_floor(make: Callable[[], GradScaler], floor: float) -> None:
     silent(make(), {1}, **BOUNDS, max_steps=at - 1)
 
 
-def test_a_scale_that_leaves_its_floor_again() -> None:
-    def make() -> GradScaler:
+def test_a_scale_that_leaves_its_floor_again():
+    def make():
         return conservative(init_scale=1, growth_interval=2, growth_factor=2.0, cooldown=0)
 
     scales = Scripted({2, 5, 8})
@@ -122,8 +117,8 @@ def test_a_scale_that_leaves_its_floor_again() -> None:
     silent(make(), {2, 5, 8}, falls=3, within=3, max_steps=10)
 
 
-def test_the_cap() -> None:
-    def make() -> GradScaler:
+def test_the_cap():
+    def make():
         return conservative(init_scale=32, cap=64, growth_interval=2)
 
     match = "Loss scale, step 7: it has been at its cap of 64 for 4 optimizer steps, and nothing overflows. If "
@@ -134,7 +129,7 @@ def test_the_cap() -> None:
     silent(leaves, {2, 5, 8}, **BOUNDS, max_steps=10)  # at its cap in the steps 1, 2, 5 and 8
 
 
-def test_torchs_own_scale_has_no_cap() -> None:
+def test_torchs_own_scale_has_no_cap():
     silent(torchs(init_scale=2.0, growth_interval=1), (), **BOUNDS)
 
 
@@ -150,7 +145,7 @@ def test_torchs_own_scale_has_no_cap() -> None:
         (list, "Precision with precision '32-true' has none"),
     ],
 )
-def test_without_a_scaler(plugin: Callable[[], list[Any]], message: str) -> None:
+def test_without_a_scaler(plugin, message):
     advice = "compute_dtype='fp16'.* or leave out the callback"
     with pytest.warns(UserWarning, match=f"Not measured: LossScaleMonitor needs a scale.*{message}.* {advice}"):
         trainer(LossScaleMonitor(), plugins=plugin(), limit_val_batches=0).fit(BoringModel())
@@ -171,6 +166,6 @@ def test_without_a_scaler(plugin: Callable[[], list[Any]], message: str) -> None
         ({"within": None}, "or more; got None"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         LossScaleMonitor(**arguments)

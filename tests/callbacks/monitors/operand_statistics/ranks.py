@@ -6,17 +6,14 @@ What the monitor found lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.
 """
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_lowbit import LowBitPrecision, QuantizationMonitor
 from tests import ranks
 from tests.launch import take_part
-from tests.lightning_imports import Strategy
 from tests.ranks import RANKS, STRATEGIES
 
 STEPS, EVERY = 4, 2
@@ -29,39 +26,39 @@ class Regression(ranks.Regression):
 
     shape = (32, 32, 5)
 
-    def build(self) -> None:
+    def build(self):
         self.body = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 5))
 
-    def inputs(self, step: int, batch_idx: int) -> tuple[Tensor, Tensor]:
+    def inputs(self, step, batch_idx):
         x, y = super().inputs(step, batch_idx)
         x[16:] *= 3
         return x, y
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.2)  # type: ignore[union-attr]
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.2)
 
 
 class Noted(QuantizationMonitor):
     """Keeps what it judged, and counts the collectives at the end of each batch."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.by_step: dict[str, dict[int, Any]] = {"operands": {}, "weights": {}}
-        self.collectives: list[int] = []
+        self.by_step = {"operands": {}, "weights": {}}
+        self.collectives = []
 
-    def _judge(self, what: Any, columns: Mapping[str, Any]) -> int:
+    def _judge(self, what, columns):
         step = super()._judge(what, columns)
         self.by_step["operands"][what.step] = self._operands
         self.by_step["weights"][what.step] = self._rows
         return step
 
-    def on_train_batch_end(self, *arguments: Any) -> None:
+    def on_train_batch_end(self, *arguments):
         with CommDebugMode() as seen:
             super().on_train_batch_end(*arguments)
         self.collectives.append(seen.get_total_counts())
 
 
-def train(strategy: Strategy | str, casts: str, shard: bool = False, weights: bool | None = None, **kwargs: Any) -> Any:
+def train(strategy, casts, shard=False, weights=None, **kwargs):
     """What the monitor found by step, and collectives by step."""
     monitor = Noted(weights=weights)
     trainer = ranks.trainer(
@@ -76,8 +73,8 @@ def train(strategy: Strategy | str, casts: str, shard: bool = False, weights: bo
     return {**monitor.by_step, "collectives": monitor.collectives}
 
 
-def work() -> dict[str, Any]:
-    results: Any = {
+def work():
+    results = {
         (name, casts): train(STRATEGIES[name](), casts, shard=name == "fsdp2", devices=RANKS) for name, casts in RUNS
     }
     with warnings.catch_warnings(record=True) as said:

@@ -1,18 +1,15 @@
 """Runs whose operands are watched."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS
-from tests.curves import Curves, csv_curves
-from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, Trainer, quiet_trainer
+from tests.curves import csv_curves
+from tests.lightning_imports import BoringModel, CSVLogger, RandomDataset, quiet_trainer
 
 LAYERS = ["layer.0", "layer.2"]
 
@@ -29,45 +26,45 @@ FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
 class Two(BoringModel):
     """Data that differ from step to step; the loss of a batch may be multiplied."""
 
-    def __init__(self, factors: Mapping[int, float] | None = None, recompute: bool = False) -> None:
+    def __init__(self, factors=None, recompute=False):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2)
             self.layer = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
         self.factors, self.recompute = factors or {}, recompute
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return checkpoint(self.layer, x, use_reentrant=False) if self.recompute else self.layer(x)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self(batch).float().square().mean() * self.factors.get(batch_idx, 1.0)
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         self(100 * batch)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             return DataLoader(RandomDataset(32, 64 * 12), batch_size=12)
 
 
-def trainer(*callbacks: Callback, plugin: Any = "nvfp4", **kwargs: Any) -> Trainer:
+def trainer(*callbacks, plugin="nvfp4", **kwargs):
     defaults = {"max_steps": 4, "log_every_n_steps": 2, "limit_val_batches": 0, "logger": CSVLogger("logs")}
     plugins = [LowBitPrecision(plugin) if isinstance(plugin, str) else plugin] if plugin else None
     return quiet_trainer(plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
-def logged(run: Trainer, names: set[str] = NAMES) -> Curves:
+def logged(run, names=NAMES):
     """What was logged of operands, by the step it was logged at."""
     return csv_curves(run, lambda name: name.split("/")[0] in names)
 
 
-def of_layers(row: Mapping[str, float]) -> dict[tuple[str, str], dict[str, float]]:
+def of_layers(row):
     """The numbers by name, by layer and operand."""
-    values: dict[tuple[str, str], dict[str, float]] = {}
+    values = {}
     for tag, value in row.items():
         name, operand, *layer = tag.split("/")
         if layer:
@@ -75,7 +72,7 @@ def of_layers(row: Mapping[str, float]) -> dict[tuple[str, str], dict[str, float
     return values
 
 
-def fit(model: Any = None, *callbacks: Callback, **kwargs: Any) -> Curves:
+def fit(model=None, *callbacks, **kwargs):
     run = trainer(*callbacks, QuantizationMonitor(weights=False), **kwargs)
     run.fit(model or Two())
     return logged(run)

@@ -1,36 +1,23 @@
 """Alerts on statistics of operands."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS
-from tests.callbacks.monitors.operand_statistics.runs import (
-    MEANS,
-    NAMES,
-    Curves,
-    Two,
-    logged,
-    of_layers,
-    trainer,
-)
+from tests.callbacks.monitors.operand_statistics.runs import MEANS, NAMES, Two, logged, of_layers, trainer
 from tests.curves import assert_curves
-from tests.lightning_imports import Trainer
 from tests.tables import each
 
 
-def said_by(monitor: QuantizationMonitor, said: pytest.WarningsRecorder) -> list[str]:
+def said_by(monitor, said):
     prefix = f"{type(monitor).__name__}: "
     return [text.removeprefix(prefix) for text in (str(one.message) for one in said) if text.startswith(prefix)]
 
 
-def outlier(batch: Tensor) -> Tensor:
+def outlier(batch):
     """All but one element of the input are so small beside it that int4 makes zeros of them."""
     batch = torch.full_like(batch, 1e-3)
     batch[:, 0] = 1.0
@@ -40,18 +27,18 @@ def outlier(batch: Tensor) -> Tensor:
 class Spoilt(Two):
     """Some batches are spoilt; weights stay as they are."""
 
-    def __init__(self, spoil: Callable[[Tensor], Tensor], since: int = 2) -> None:
+    def __init__(self, spoil, since=2):
         super().__init__()
         self.spoil, self.since = spoil, since
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return super().training_step(self.spoil(batch) if batch_idx >= self.since else batch, batch_idx)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.zero_grad()
 
 
-def test_underflow_is_said_once() -> None:
+def test_underflow_is_said_once():
     monitor = QuantizationMonitor()
     run = trainer(monitor, plugin="int4", log_every_n_steps=1, max_steps=5)
     with pytest.warns(UserWarning, match="fprop_x") as said:
@@ -63,7 +50,7 @@ def test_underflow_is_said_once() -> None:
 
 
 @pytest.mark.parametrize(("plugin", "limit"), [("int4", 0.97), ("ternary", 1e-3)])
-def test_underflow_that_is_tolerated(plugin: str, limit: float) -> None:
+def test_underflow_that_is_tolerated(plugin, limit):
     """Zeros are levels of ternary weights. Warnings are errors."""
     monitor = QuantizationMonitor(underflow_limit=limit)
     run = trainer(monitor, plugin=plugin, log_every_n_steps=1)
@@ -71,12 +58,12 @@ def test_underflow_that_is_tolerated(plugin: str, limit: float) -> None:
     assert not any("underflow" in alert or "fprop_w" in alert for alert in _alerts(monitor, run))
 
 
-def _alerts(monitor: QuantizationMonitor, run: Trainer) -> list[str]:
+def _alerts(monitor, run):
     return monitor.report_data(run)["quantized_weights"]["alerts"]
 
 
-def test_what_is_not_finite_is_said_once() -> None:
-    def spoil(batch: Tensor) -> Tensor:
+def test_what_is_not_finite_is_said_once():
+    def spoil(batch):
         batch = batch.clone()
         batch[3, 4] = math.nan
         return batch
@@ -93,8 +80,8 @@ def test_what_is_not_finite_is_said_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    def go(steps: int, **kwargs: Any) -> tuple[Curves, list[str]]:
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    def go(steps, **kwargs):
         monitor = QuantizationMonitor(no_flips_for=100)
         run = trainer(monitor, max_steps=steps, plugin="int4", log_every_n_steps=1)
         with pytest.warns(UserWarning) as said:
@@ -124,13 +111,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
         ({"operands": False, "weights": False}, "nothing to watch with operands=False and weights=False: leave out"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         QuantizationMonitor(**arguments)
 
 
 @pytest.mark.parametrize(("operands", "weights"), [(True, None), (True, False), (False, True), (False, None)])
-def test_operands_or_weights(operands: bool, weights: bool | None) -> None:
+def test_operands_or_weights(operands, weights):
     run = trainer(QuantizationMonitor(only=[r"layer\.2"], operands=operands, weights=weights))
     run.fit(Two())
     found = logged(run, {*NAMES, "flips", "distance"})[3]

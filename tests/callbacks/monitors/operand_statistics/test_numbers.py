@@ -1,12 +1,9 @@
 """Statistics of operands are those of the metrics."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo import OptimizedModule
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -25,15 +22,15 @@ from tests.callbacks.monitors.operand_statistics.runs import (
     trainer,
 )
 from tests.curves import assert_curves
-from tests.lightning_imports import Callback, Trainer
-from tests.nn.operand_sums import Operands, assert_numbers, captured, numbers_of, places
+from tests.lightning_imports import Callback
+from tests.nn.operand_sums import assert_numbers, captured, numbers_of, places
 
 
 class Manual(Two):
     automatic_optimization = False
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
         for part in batch.split(6):
             optimizer.zero_grad()
             self.manual_backward(super().training_step(part, batch_idx))
@@ -43,15 +40,15 @@ class Manual(Two):
 class AtBatch(Callback):
     """Does something to a run before one of its batches."""
 
-    def __init__(self, batch: int, action: Callable[[Any], Any]) -> None:
+    def __init__(self, batch, action):
         self.batch, self.action = batch, action
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == self.batch:
             self.action(trainer)
 
 
-PLUGINS: dict[str, Any] = {
+PLUGINS = {
     "nvfp4": lambda: LowBitPrecision("nvfp4"),
     "mxfp4": lambda: LowBitPrecision("mxfp4"),
     "fp8-delayed": lambda: LowBitPrecision("fp8-delayed"),
@@ -63,14 +60,14 @@ PLUGINS: dict[str, Any] = {
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_numbers_are_those_of_the_metrics(plugin: str, accumulate: int) -> None:
+def test_numbers_are_those_of_the_metrics(plugin, accumulate):
     """Of each layer and operand, over all micro-batches of a step that is logged, and of no other."""
-    steps: list[Operands] = []
+    steps = []
 
     class Steps(Callback):
         """What has been captured by the end of a step is of that step."""
 
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, *_):
             if made and not trainer.fit_loop._should_accumulate():
                 steps.append({place: list(each) for place, each in made.items()})
                 made.clear()
@@ -99,10 +96,10 @@ def test_numbers_are_those_of_the_metrics(plugin: str, accumulate: int) -> None:
         assert {operand for _, operand in of_layers(found[1])} == set(FORWARD), "what was taken over is no operand"
 
 
-def test_phases() -> None:
+def test_phases():
     """Operands that a phase does not quantize have no numbers, and no means either."""
 
-    def phase(name: str) -> Callable[[Any], None]:
+    def phase(name):
         return lambda run: run.precision_plugin.set_phase(name)
 
     switches = [AtBatch(2, phase("qaf")), AtBatch(4, phase("bf16")), AtBatch(6, phase("hp-forward"))]
@@ -126,7 +123,7 @@ def test_phases() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
-def test_on_the_way_numbers_are_of_where_it_leads(share: float) -> None:
+def test_on_the_way_numbers_are_of_where_it_leads(share):
     """Of the first step, whose weights and inputs are those of a run with λ = 1."""
     plugins = [LowBitPrecision("nvfp4") for _ in range(2)]
     plugins[1].set_blend(share)
@@ -136,16 +133,16 @@ def test_on_the_way_numbers_are_of_where_it_leads(share: float) -> None:
     assert rows[1]["layer.2", "fprop_x"] != rows[0]["layer.2", "fprop_x"], "λ is 1 in both runs"
 
 
-def test_computing_activations_again_changes_no_number() -> None:
+def test_computing_activations_again_changes_no_number():
     assert_curves(*(fit(Two(recompute=recompute)) for recompute in (True, False)), rtol=1e-6)
 
 
-def test_manual_optimization() -> None:
+def test_manual_optimization():
     """Both passes of a batch together: with a learning rate of 0 those of the whole batch, of rows as of tokens."""
 
     class Still:
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.0)  # type: ignore[attr-defined]
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
 
     class StillManual(Still, Manual): ...
 
@@ -163,7 +160,7 @@ def test_manual_optimization() -> None:
 
 
 @pytest.mark.parametrize("how", ["between steps", "between micro-batches"])
-def test_evaluation_does_not_count(how: str) -> None:
+def test_evaluation_does_not_count(how):
     """Its inputs are a hundred times as large."""
     accumulate = 1 if how == "between steps" else 3
     evaluated, alone = (
@@ -176,21 +173,21 @@ def test_evaluation_does_not_count(how: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_logs_the_same() -> None:
+def test_a_compiled_model_logs_the_same():
     torch._dynamo.reset()
-    compilations: list[int] = []
+    compilations = []
 
     class Count(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             compilations.append(counter.frame_count)
 
     class Compiled(Two):
-        def configure_model(self) -> None:
+        def configure_model(self):
             if not isinstance(self.layer, OptimizedModule):
                 self.layer = torch.compile(self.layer, backend=counter)
 
     counter = CompileCounterWithBackend("aot_eager")
-    arguments: dict[str, Any] = {"max_steps": 8, "limit_val_batches": 1, "val_check_interval": 3}
+    arguments = {"max_steps": 8, "limit_val_batches": 1, "val_check_interval": 3}
     found = fit(Compiled(), Count(), **arguments)
     expected = fit(**arguments)
     assert list(found) == [1, 3, 5, 7]
@@ -201,7 +198,7 @@ def test_a_compiled_model_logs_the_same() -> None:
 
 
 @pytest.mark.parametrize("casts", ["nvfp4", "quartet2"])
-def test_statistics_of_blocks_are_logged_and_reported(casts: str) -> None:
+def test_statistics_of_blocks_are_logged_and_reported(casts):
     """Of each layer and operand: scales between the least and the largest, and histograms that add up to 1."""
     monitor = QuantizationMonitor(weights=False, blocks=True)
     run = trainer(monitor, plugin=LowBitPrecision(casts))

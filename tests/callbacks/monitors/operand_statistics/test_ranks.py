@@ -1,7 +1,5 @@
 """Statistics of operands on several processes."""
 
-from typing import Any
-
 import pytest
 
 from tests.callbacks.monitors.operand_statistics.ranks import EVERY, RANKS, RUNS, STEPS, train
@@ -11,12 +9,12 @@ from tests.nn.operand_sums import assert_numbers
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory):
     return launch("tests.callbacks.monitors.operand_statistics.ranks", RANKS, tmp_path_factory.mktemp("quantized"))
 
 
 @pytest.mark.parametrize("how", RUNS, ids=str)
-def test_ranks_have_the_numbers_of_all(results: list[dict[str, Any]], how: tuple[str, str]) -> None:
+def test_ranks_have_the_numbers_of_all(results, how):
     """Of operands whose blocks know of no other tokens those of one process with the whole batch."""
     one, other = (result[how] for result in results)
     assert list(one["operands"]) == list(range(EVERY, STEPS + 1, EVERY))
@@ -35,7 +33,7 @@ def test_ranks_have_the_numbers_of_all(results: list[dict[str, Any]], how: tuple
                     assert found[operand]["sqnr"] == pytest.approx(row[operand]["sqnr"], abs=1), message
 
 
-def test_gathered_weights_tell_what_whole_ones_do(results: list[dict[str, Any]]) -> None:
+def test_gathered_weights_tell_what_whole_ones_do(results):
     """Flips and distances under FSDP2 are those under DDP, and FSDP1 has none."""
     for result in results:
         ddp, sharded = (result[strategy, "int4"]["weights"] for strategy in ("ddp", "fsdp2"))
@@ -52,7 +50,7 @@ def test_gathered_weights_tell_what_whole_ones_do(results: list[dict[str, Any]])
     assert results[1]["said"] == []
 
 
-def test_two_collectives_in_a_logged_step(results: list[dict[str, Any]]) -> None:
+def test_two_collectives_in_a_logged_step(results):
     """For all operands of all layers; none in other steps."""
     for strategy in ("ddp", "fsdp1"):
         assert results[0][strategy, "int4"]["collectives"] == [0, 2] * (STEPS // EVERY), strategy

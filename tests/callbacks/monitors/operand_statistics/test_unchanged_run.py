@@ -2,13 +2,10 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor, nn
 
 from lightning_lowbit import PrecisionSwitch, RunReport
 from lightning_lowbit.callbacks.monitors import quantization
@@ -17,7 +14,7 @@ from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from lightning_lowbit.report.html import HeatMap, Table
 from tests.callbacks.monitors.device_reads import HOOKS, counted
 from tests.callbacks.monitors.operand_statistics.runs import LAYERS, MEANS, NAMES, Two, fit, logged, of_layers, trainer
-from tests.lightning_imports import Callback, TensorBoardLogger, Trainer
+from tests.lightning_imports import Callback, TensorBoardLogger
 
 # The input of the first layer needs no gradient.
 PLACES = [(layer, operand) for layer in LAYERS for operand in OPERANDS if (layer, operand[:5]) != ("layer.0", "dgrad")]
@@ -26,17 +23,17 @@ PLACES = [(layer, operand) for layer in LAYERS for operand in OPERANDS if (layer
 class Weights(Callback):
     """Weights, gradients and random numbers after each batch."""
 
-    def __init__(self) -> None:
-        self.seen: list[list[Tensor]] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         gradients = [p.grad.clone() for p in pl_module.parameters() if p.grad is not None]
         state = torch.random.get_rng_state()
         self.seen.append([*(p.detach().clone() for p in pl_module.parameters()), *gradients, state])
 
 
 @pytest.mark.parametrize("plugin", ["nvfp4", "fp8-delayed", "mxfp4-rht"])
-def test_watching_changes_nothing(plugin: str) -> None:
+def test_watching_changes_nothing(plugin):
     """Weights, gradients and random numbers are those of a run without the monitor, to the bit."""
     runs = []
     for monitors in ([], [QuantizationMonitor()]):
@@ -53,23 +50,23 @@ def test_watching_changes_nothing(plugin: str) -> None:
 class Watching(Callback):
     """Whether layers measure, by batch, while the loss is computed."""
 
-    def __init__(self) -> None:
-        self.seen: list[bool] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_before_zero_grad(self, trainer, pl_module, *_):
         (on,) = {is_on(layer) for layer in pl_module.modules() if isinstance(layer, QuantizedLayer)}
         self.seen.append(on)
 
 
-def is_on(layer: QuantizedLayer) -> bool:
+def is_on(layer):
     return layer.lowbit.operand_sums is not None
 
 
-def all_off(model: nn.Module) -> bool:
+def all_off(model):
     return not any(is_on(layer) for layer in model.modules() if isinstance(layer, QuantizedLayer))
 
 
-def test_layers_measure_in_logged_steps_only() -> None:
+def test_layers_measure_in_logged_steps_only():
     watching, model = Watching(), Two()
     fit(model, watching, max_steps=6, log_every_n_steps=3)
     assert watching.seen == [False, False, True, False, False, True]
@@ -79,7 +76,7 @@ def test_layers_measure_in_logged_steps_only() -> None:
     assert not any(watching.seen)
 
 
-def test_hooks_read_nothing_but_the_numbers_of_the_last_logged_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_read_nothing_but_the_numbers_of_the_last_logged_step(monkeypatch):
     cls, reads = counted(QuantizationMonitor, monkeypatch)
     monkeypatch.setattr(quantization, "is_ternary", lambda cast: False)  # which asks a table of the host
     trainer(cls(), max_steps=6).fit(Two())
@@ -92,16 +89,16 @@ def test_hooks_read_nothing_but_the_numbers_of_the_last_logged_step(monkeypatch:
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_layers_are_let_go_of_after_an_error(error: Any, where: str) -> None:
+def test_layers_are_let_go_of_after_an_error(error, where):
     class Breaks(Two):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             assert not all_off(self)
             if where == "forward":
                 raise error("broken")
             return loss
 
-        def on_after_backward(self) -> None:
+        def on_after_backward(self):
             raise error("broken")
 
     model = Breaks()
@@ -112,11 +109,11 @@ def test_layers_are_let_go_of_after_an_error(error: Any, where: str) -> None:
     assert all_off(model)
 
 
-def test_layers_are_let_go_of_when_a_step_is_cut_short() -> None:
+def test_layers_are_let_go_of_when_a_step_is_cut_short():
     """After the first of three micro-batches of a step."""
 
     class Ends(Two):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 4 else None
 
     model = Ends()
@@ -127,7 +124,7 @@ def test_layers_are_let_go_of_when_a_step_is_cut_short() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_report_draws_the_sqnr_of_each_layer_over_steps(tmp_path: Path, order: int) -> None:
+def test_a_report_draws_the_sqnr_of_each_layer_over_steps(tmp_path, order):
     """The points of the history are those of the logger, also of the last step; and the page has a chart of them."""
     run = trainer(*[RunReport(), QuantizationMonitor(weights=False)][::order], log_every_n_steps=1)
     run.fit(Two())
@@ -147,13 +144,13 @@ def test_a_report_draws_the_sqnr_of_each_layer_over_steps(tmp_path: Path, order:
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_resumed_report_has_points_that_were_not_read_when_it_was_saved(tmp_path: Path, order: int) -> None:
+def test_a_resumed_report_has_points_that_were_not_read_when_it_was_saved(tmp_path, order):
     class Save(Callback):
-        def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, run, *_):
             if run.global_step == 2:
                 run.save_checkpoint(tmp_path / "two.ckpt")
 
-    def watched() -> list[Callback]:
+    def watched():
         return [RunReport(), QuantizationMonitor(weights=False)][::order]
 
     trainer(*watched(), Save(), log_every_n_steps=1).fit(Two())
@@ -163,16 +160,16 @@ def test_a_resumed_report_has_points_that_were_not_read_when_it_was_saved(tmp_pa
         assert [step for step, _ in points] == [1, 2, 3, 4]
 
 
-def test_event_files_have_the_steps_of_other_metrics() -> None:
+def test_event_files_have_the_steps_of_other_metrics():
     class Logs(Two):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             self.log("loss", loss)
             return loss
 
     run = trainer(QuantizationMonitor(weights=False), logger=TensorBoardLogger("."), max_steps=6)
     run.fit(Logs())
-    events = EventAccumulator(run.logger.log_dir).Reload()  # type: ignore[union-attr]
+    events = EventAccumulator(run.logger.log_dir).Reload()
     of_each = {f"{name}/{operand}/{layer}" for name in NAMES for layer, operand in PLACES}
     means = {f"{name}/{operand}" for name in MEANS for operand in OPERANDS}
     assert set(events.Tags()["scalars"]) == {*of_each, *means, "loss", "epoch"}
@@ -183,18 +180,18 @@ def test_event_files_have_the_steps_of_other_metrics() -> None:
         assert all(math.isfinite(event.value) for event in events.Scalars(tag)), tag
 
 
-def test_means_are_there_for_other_callbacks() -> None:
-    seen: list[set[str]] = []
+def test_means_are_there_for_other_callbacks():
+    seen = []
 
     class Looks(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, *_):
             seen.append({name for name in trainer.callback_metrics if name.split("/")[0] in NAMES})
 
     trainer(QuantizationMonitor(), Looks(), max_steps=2).fit(Two())
     assert seen == [set(), {f"{name}/{operand}" for name in MEANS for operand in OPERANDS}]
 
 
-def test_without_converted_layers_nothing_is_logged_and_a_line_says_so(told: pytest.LogCaptureFixture) -> None:
+def test_without_converted_layers_nothing_is_logged_and_a_line_says_so(told):
     run = trainer(QuantizationMonitor(), plugin=None)
     run.fit(Two())
     line = "QuantizationMonitor has nothing to log: no layer is converted by a LowBitPrecision plugin."
@@ -203,7 +200,7 @@ def test_without_converted_layers_nothing_is_logged_and_a_line_says_so(told: pyt
     assert not any("/" in name for name in run.callback_metrics)
 
 
-def test_without_a_logger() -> None:
+def test_without_a_logger():
     """Numbers are for the report and for alerts."""
     monitor = QuantizationMonitor()
     run = trainer(monitor, logger=False)
@@ -213,7 +210,7 @@ def test_without_a_logger() -> None:
     assert set(data["layers"]) == set(LAYERS)
 
 
-def test_reported() -> None:
+def test_reported():
     monitor = QuantizationMonitor(weights=False)
     run = trainer(monitor)
     assert monitor.report_data(run)["quantized_operands"] == {"step": 0, "layers": {}}
@@ -243,7 +240,7 @@ def test_reported() -> None:
         assert float(largest) == pytest.approx(max(n["scale_max"] for n in of_one), rel=1e-2)
 
 
-def test_the_report_shows_operands_of_the_last_step_that_had_some() -> None:
+def test_the_report_shows_operands_of_the_last_step_that_had_some():
     monitor = QuantizationMonitor()
     run = trainer(PrecisionSwitch("bf16", step=2), monitor)
     run.fit(Two())

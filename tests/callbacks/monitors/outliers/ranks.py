@@ -5,20 +5,17 @@ What the monitor logged lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1
 """
 
 import warnings
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_lowbit import OutlierMonitor
-from lightning_lowbit.callbacks.monitors.base import LayerNumbers
 from tests import ranks
 from tests.launch import take_part
-from tests.lightning_imports import Strategy
 from tests.ranks import RANKS, STRATEGIES
 
 STEPS, EVERY = 6, 2
@@ -27,13 +24,13 @@ STEPS, EVERY = 6, 2
 class MLP(nn.Module):
     """A SwiGLU."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width, hidden):
         super().__init__()
         self.gate_proj = nn.Linear(width, hidden, bias=False)
         self.up_proj = nn.Linear(width, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -42,58 +39,58 @@ class Regression(ranks.Regression):
 
     shape = (32, 16, 1)
 
-    def __init__(self, how: str = "", hidden: int = 9) -> None:
+    def __init__(self, how="", hidden=9):
         self.hidden = hidden
         super().__init__()
         self.how, self.is_whole = how, how == "tp"  # with tensor parallelism ranks see the same batch
 
-    def build(self) -> None:
+    def build(self):
         self.mlp, self.head = MLP(16, self.hidden), nn.Linear(16, 1)
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         how, self.how = self.how, ""  # it is called again
         if how == "fsdp2":
-            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+            mesh = self.device_mesh["data_parallel"]
             fully_shard(self.mlp, mesh=mesh)
-            fully_shard(self, mesh=mesh)  # type: ignore[arg-type]
+            fully_shard(self, mesh=mesh)
         if how == "tp":
             plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
-            parallelize_module(self.mlp, self.device_mesh["tensor_parallel"], plan)  # type: ignore[index,arg-type]
+            parallelize_module(self.mlp, self.device_mesh["tensor_parallel"], plan)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(x + self.mlp(x))
 
-    def inputs(self, step: int, batch_idx: int) -> tuple[Tensor, Tensor]:
+    def inputs(self, step, batch_idx):
         x, y = super().inputs(step, batch_idx)
         x[3, 5] = x[20, 5] = 30.0 + step  # in each half of the batch one, far from 6 times the rms of either
         return x, y
 
-    def share(self, tensor: Tensor) -> Tensor:
+    def share(self, tensor):
         return tensor if self.is_whole else super().share(tensor)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.trainer.model.parameters(), lr=1e-4, foreach=False)  # type: ignore[union-attr]
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.trainer.model.parameters(), lr=1e-4, foreach=False)
 
 
 class Watched(OutlierMonitor):
     """Counts the all-reduces of each step."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.collectives: list[int] = []
-        self.written: dict[int, dict[str, float]] = {}
+        self.collectives = []
+        self.written = {}
 
-    def _emit(self, numbers: LayerNumbers, step: int, logger_step: int) -> None:
+    def _emit(self, numbers, step, logger_step):
         flat = {f"{quantity}/{layer}": number for quantity, row in numbers.items() for layer, number in row.items()}
         self.written[logger_step + 1] = flat
 
-    def on_train_batch_end(self, *arguments: Any) -> None:
+    def on_train_batch_end(self, *arguments):
         with CommDebugMode() as seen:
             super().on_train_batch_end(*arguments)
         self.collectives.append(sum(n for what, n in seen.get_comm_counts().items() if "reduce" in str(what)))
 
 
-def train(strategy: Strategy | str, how: str, hidden: int = 9, devices: int = RANKS, **kwargs: Any) -> dict[str, Any]:
+def train(strategy, how, hidden=9, devices=RANKS, **kwargs):
     """What was written by step, all-reduces by step, and the monitor's state."""
     monitor = Watched(**kwargs)
     trainer = ranks.trainer(
@@ -103,10 +100,8 @@ def train(strategy: Strategy | str, how: str, hidden: int = 9, devices: int = RA
     return {"curves": monitor.written, "collectives": monitor.collectives, "state": monitor.state_dict()}
 
 
-def work() -> dict[str, Any]:
-    results: dict[str, Any] = {
-        how: train(STRATEGIES[how](), how, 8 if how == "tp" else 9) for how in ("ddp", "fsdp2", "tp", "fsdp1")
-    }
+def work():
+    results = {how: train(STRATEGIES[how](), how, 8 if how == "tp" else 9) for how in ("ddp", "fsdp2", "tp", "fsdp1")}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         train(STRATEGIES["fsdp1"](), "fsdp1", swiglu=True)

@@ -3,28 +3,25 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit import OutlierMonitor, RunReport
 from lightning_lowbit.report.html import Table
 from tests.callbacks.monitors.outliers.runs import LAYERS, Model, fit, logged, trainer
 from tests.callbacks.monitors.resumed import resume
-from tests.lightning_imports import (
-    BoringModel,
-)
+from tests.lightning_imports import BoringModel
 from tests.tables import each
 
 
-def texts(said: pytest.WarningsRecorder) -> list[str]:
+def texts(said):
     return [str(one.message) for one in said if str(one.message).startswith("OutlierMonitor")]
 
 
-def test_a_channel_takes_off() -> None:
+def test_a_channel_takes_off():
     plan = {**dict.fromkeys(range(40), 6.0), 15: 60.1, 18: 200.0, 20: 1400.0}
     with pytest.warns(UserWarning) as said:
         fit(Model(plan), OutlierMonitor(["up_proj"], swiglu=False), max_steps=24)
@@ -34,7 +31,7 @@ def test_a_channel_takes_off() -> None:
     assert "mlp.up_proj, step 16: channel 5 of what enters it reaches 60.1, where the largest of all was 6" in text
 
 
-def test_takeoff_needs_measurements_and_can_be_changed() -> None:
+def test_takeoff_needs_measurements_and_can_be_changed():
     six = dict.fromkeys(range(40), 6.0)
     fit(Model({**six, 9: 700.0}), OutlierMonitor(["up_proj"], swiglu=False), max_steps=10)  # warnings are errors
     fit(Model({**six, 15: 59.9}), OutlierMonitor(["up_proj"], swiglu=False), max_steps=16)
@@ -44,9 +41,9 @@ def test_takeoff_needs_measurements_and_can_be_changed() -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_not_finite(value: float) -> None:
+def test_not_finite(value):
     class Still(Model):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             return 0 * self.lm_head.bias.sum() + 0 * torch.nan_to_num(super().training_step(batch, batch_idx)).detach()
 
     monitor = OutlierMonitor(["up_proj", "lm_head"])
@@ -59,7 +56,7 @@ def test_not_finite(value: float) -> None:
     assert monitor.state_dict()["means"]["mlp.up_proj"]["count"] == 4, "what is not finite enters the mean"
 
 
-def test_alignment_names_its_channels() -> None:
+def test_alignment_names_its_channels():
     model = Model()
     with torch.no_grad():
         for channel in (2, 7):
@@ -84,13 +81,13 @@ def test_alignment_names_its_channels() -> None:
         fit(model, OutlierMonitor(alignment_limit=0.97), max_steps=1)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one() -> None:
-    def fit(monitor: OutlierMonitor, how: Any, **kwargs: Any) -> Any:
+def test_a_resumed_run_is_the_uninterrupted_one():
+    def fit(monitor, how, **kwargs):
         run = trainer(monitor, **kwargs)
         run.fit(Model({**dict.fromkeys(range(40), 6.0), 9: 9.0, 12: 61.0, 16: 200.0}), **how)
         return run
 
-    def make() -> OutlierMonitor:
+    def make():
         return OutlierMonitor(["up_proj"], swiglu=False, takeoff=9.0)
 
     whole, half, rest = resume(make, fit, (18, 14), "up_proj, step 13: channel 5", logged)
@@ -99,14 +96,14 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     assert state["means"]["mlp.up_proj"]["count"] == 14
 
 
-def test_another_run_begins_anew() -> None:
+def test_another_run_begins_anew():
     monitor = OutlierMonitor(["up_proj"], swiglu=False)
     for _ in range(2):
         trainer(monitor).fit(Model())
         assert monitor.state_dict()["means"]["mlp.up_proj"]["count"] == 6
 
 
-def test_reported() -> None:
+def test_reported():
     plan = {**dict.fromkeys(range(40), 6.0), 13: 100.0}
     monitor = OutlierMonitor()
     with pytest.warns(UserWarning, match="takeoff=10"):
@@ -128,7 +125,7 @@ def test_reported() -> None:
     assert "Outliers" in Path("report.html").read_text()
 
 
-def test_reported_without_a_step() -> None:
+def test_reported_without_a_step():
     assert "No step" in str(OutlierMonitor().report_sections(trainer())[0].blocks)
 
 
@@ -146,7 +143,7 @@ def test_reported_without_a_step() -> None:
         ({"takeoff": math.nan}, "or None; got nan"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         OutlierMonitor(**arguments)
 
@@ -158,23 +155,23 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         ("mlp", "layers is a list of patterns; got the string 'mlp'"),
     ],
 )
-def test_bad_patterns(layers: Any, message: str) -> None:
+def test_bad_patterns(layers, message):
     with pytest.raises(ValueError, match=message):
         trainer(OutlierMonitor(layers)).fit(Model())
 
 
-def test_what_is_not_there() -> None:
+def test_what_is_not_there():
     class Convolution(Model):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             del self.mlp, self.lm_head
             self.layer = nn.Conv1d(1, 1, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return F.silu(self.layer(x[:, None]))
 
     class Norm(Convolution):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = nn.BatchNorm1d(1)
 

@@ -1,10 +1,8 @@
 """Curves of outliers, also of compiled models."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -12,26 +10,22 @@ from lightning_lowbit import LowBitPrecision, OutlierMonitor
 from lightning_lowbit.metrics import swiglu_alignment
 from tests.callbacks.monitors.outliers.ranks import MLP
 from tests.callbacks.monitors.outliers.runs import CLOSE, LAYERS, Model, assert_same, fit, logged, trainer
-from tests.lightning_imports import (
-    Callback,
-    TensorBoardLogger,
-    Trainer,
-)
+from tests.lightning_imports import Callback, TensorBoardLogger
 from tests.metrics.activations import activation_outliers
 
 METRICS = ("activation_max", "kurtosis", "outliers")
 
 
 @pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (2, 3)])
-def test_curves_are_what_the_definitions_say(every: int, accumulate: int) -> None:
+def test_curves_are_what_the_definitions_say(every, accumulate):
     """Outliers are beyond the rms of their pass, the rest is of all micro-batches together."""
 
     class Last(Callback):
-        def on_train_batch_end(self, run: Trainer, model: Any, *_: Any) -> None:
+        def on_train_batch_end(self, run, model, *_):
             found = swiglu_alignment(model.mlp.gate_proj.weight, model.mlp.up_proj.weight)
             weights[run.global_step] = {"alignment": found.cosine.max(), "gate_norm": found.gate_norm.max()}
 
-    weights: dict[int, dict[str, Tensor]] = {}
+    weights = {}
     model = Model({2: 40.0, 9: -50.0})
     run = trainer(
         OutlierMonitor(k=2.0),
@@ -60,7 +54,7 @@ def test_curves_are_what_the_definitions_say(every: int, accumulate: int) -> Non
     assert max(row["kurtosis/mlp.up_proj"] for row in found.values()) > 50, "no outlier was planted"
 
 
-def test_layers_are_those_that_are_quantized_or_chosen() -> None:
+def test_layers_are_those_that_are_quantized_or_chosen():
     plugin = LowBitPrecision("fp8-current", compute_dtype="fp32", skip=["lm_head"])
     rows = fit(Model(), OutlierMonitor(swiglu=False), plugins=[plugin], max_steps=1)
     assert {name.partition("/")[2] for name in rows[1]} == set(LAYERS[:3])
@@ -70,7 +64,7 @@ def test_layers_are_those_that_are_quantized_or_chosen() -> None:
         assert {name.partition("/")[2] for name in rows[1]} == set(wanted)
 
 
-def test_smoothed_or_quantized_input_is_seen_as_it_comes() -> None:
+def test_smoothed_or_quantized_input_is_seen_as_it_comes():
     plain, model = fit(Model(), max_steps=1), Model()
     plugin = LowBitPrecision("fp8-current", compute_dtype="fp32", smooth_swiglu="channel")
     found = fit(model, plugins=[plugin], max_steps=1)
@@ -78,9 +72,9 @@ def test_smoothed_or_quantized_input_is_seen_as_it_comes() -> None:
         assert found[1][f"{metric}/mlp.up_proj"] == pytest.approx(plain[1][f"{metric}/mlp.up_proj"], rel=1e-5)
 
 
-def test_a_layer_that_is_not_called_has_no_numbers() -> None:
+def test_a_layer_that_is_not_called_has_no_numbers():
     class Idle(Model):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.idle = nn.Linear(3, 3)
 
@@ -91,9 +85,9 @@ def test_a_layer_that_is_not_called_has_no_numbers() -> None:
     assert "idle" not in monitor.report_data(trainer())["outliers"]["layers"]
 
 
-def test_an_input_by_keyword() -> None:
+def test_an_input_by_keyword():
     class Keyword(Model):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.lm_head(input=x)
 
     model = Keyword()
@@ -104,23 +98,23 @@ def test_an_input_by_keyword() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_computing_activations_again_changes_no_value(reentrant: bool) -> None:
-    def again(mlp: nn.Module, x: Tensor) -> Tensor:
+def test_computing_activations_again_changes_no_value(reentrant):
+    def again(mlp, x):
         calls.append(torch.is_grad_enabled())
         return checkpoint(mlp, x.requires_grad_(), use_reentrant=reentrant)
 
-    calls: list[bool] = []
+    calls = []
     plan = {1: 30.0}
     found = fit(Model(plan, again), accumulate_grad_batches=2)
     assert calls, "nothing was checkpointed"
     assert_same(found, fit(Model(plan), accumulate_grad_batches=2))
 
 
-def test_manual_optimization() -> None:
+def test_manual_optimization():
     class Manual(Model):
         automatic_optimization = False
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        def training_step(self, batch, batch_idx):
             for _ in range(2):
                 self.manual_backward(super().training_step(batch, batch_idx))
                 self.optimizers().step()
@@ -136,34 +130,34 @@ def test_manual_optimization() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # from Dynamo
 @pytest.mark.parametrize("part", ["model", "blocks"])
-def test_compiled(part: str) -> None:
+def test_compiled(part):
     """Ten blocks, more than torch would compile if each needed a graph of its own."""
 
     class Block(MLP):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return x + super().forward(x)
 
     class Blocks(Model):
-        def __init__(self, compiles: bool) -> None:
+        def __init__(self, compiles):
             super().__init__()
-            blocks: list[Any] = [Block(16, 12) for _ in range(10)]
+            blocks = [Block(16, 12) for _ in range(10)]
             for number, block in enumerate(blocks):
                 generator = torch.Generator().manual_seed(number)
                 for parameter in block.parameters():
                     nn.init.normal_(parameter, 0, 0.1, generator)
                 if compiles and part == "blocks":
                     block.compile(backend="aot_eager", fullgraph=True)
-            body: Any = nn.Sequential(*blocks)
+            body = nn.Sequential(*blocks)
             self.mlp = (
                 torch.compile(body, backend="aot_eager", fullgraph=True) if compiles and part == "model" else body
             )
 
     torch._dynamo.reset()
     counters.clear()
-    graphs: list[int] = []
+    graphs = []
 
     class Look(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             graphs.append(counters["stats"]["unique_graphs"])
 
     run = trainer(OutlierMonitor(), Look(), logger=TensorBoardLogger("."), log_every_n_steps=2, max_steps=8)

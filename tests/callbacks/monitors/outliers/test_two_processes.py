@@ -1,7 +1,5 @@
 """Outliers on two processes."""
 
-from typing import Any
-
 import pytest
 
 from tests.callbacks.monitors.outliers.ranks import EVERY, RANKS, STEPS, train
@@ -10,12 +8,12 @@ from tests.launch import launch
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory):
     return launch("tests.callbacks.monitors.outliers.ranks", RANKS, tmp_path_factory.mktemp("outliers"))
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2", "tp", "fsdp1"])
-def test_two_processes_log_what_one_does(results: list[dict[str, Any]], how: str) -> None:
+def test_two_processes_log_what_one_does(results, how):
     first, second = (result[how] for result in results)
     assert sorted(first["curves"]) == list(range(EVERY, STEPS + 1, EVERY))
     assert first["curves"] == second["curves"], "ranks log different values"
@@ -31,13 +29,13 @@ def test_two_processes_log_what_one_does(results: list[dict[str, Any]], how: str
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2", "tp", "fsdp1"])
-def test_two_collectives_in_a_logged_step(results: list[dict[str, Any]], how: str) -> None:
+def test_two_collectives_in_a_logged_step(results, how):
     for rank, result in enumerate(results):
         wanted = [2 * int(step % EVERY == 0) for step in range(1, STEPS + 1)]
         assert result[how]["collectives"] == wanted, f"rank {rank}"
 
 
-def test_flattened_weights_are_said_where_they_are_asked_for(results: list[dict[str, Any]]) -> None:
+def test_flattened_weights_are_said_where_they_are_asked_for(results):
     (said,) = results[0]["said"]
     assert "swiglu=True needs the rows of weights, which FSDPOnCPU flattens and shards" in said
     assert results[1]["said"] == []

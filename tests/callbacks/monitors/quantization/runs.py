@@ -1,15 +1,12 @@
 """Runs whose quantization errors are monitored."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import TernaryPrecision
-from tests.curves import Curves, csv_curves
-from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, Trainer, quiet_trainer
+from tests.curves import csv_curves
+from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, quiet_trainer
 
 LAYERS = ("layer.0", "layer.2")
 
@@ -23,39 +20,39 @@ ALL = {*SHARES, "flips", "distance"}
 class Two(BoringModel):
     """Steps that flip codes, on data that differ from step to step."""
 
-    def __init__(self, lr: float = 0.05) -> None:
+    def __init__(self, lr=0.05):
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.Linear(32, 2))
         self.lr = lr
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(RandomDataset(32, 64), batch_size=2)
 
 
 class AtStep(Callback):
     """Does something to a run before one of its batches."""
 
-    def __init__(self, batch: int, action: Callable[[Trainer], Any]) -> None:
+    def __init__(self, batch, action):
         self.batch, self.action = batch, action
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == self.batch:
             self.action(trainer)
 
 
-def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
+def trainer(*callbacks, plugin=None, **kwargs):
     defaults = {"max_steps": 6, "log_every_n_steps": 2, "limit_val_batches": 0, "logger": CSVLogger("logs")}
     plugins = [plugin or TernaryPrecision(quantize_output=True, compute_dtype="bf16")]
     return quiet_trainer(plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
 
 
-def rows(run: Trainer) -> Curves:
+def rows(run):
     """What was logged of weights, by the step it was logged at."""
     return csv_curves(run, lambda name: name.split("/")[0] in ALL)
 
 
-def zeros(weight: Tensor) -> None:
+def zeros(weight):
     weight.zero_()

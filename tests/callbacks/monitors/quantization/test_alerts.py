@@ -3,26 +3,21 @@
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import LowBitPrecision, PrecisionSwitch, RunReport, TernaryPrecision
 from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, AtStep, Two, rows, trainer, zeros
-from tests.lightning_imports import Trainer
 
 
 @contextmanager
-def alerts_said() -> Iterator[list[str]]:
+def alerts_said():
     """What the monitor warns of within this context, without its name."""
-    texts: list[str] = []
+    texts = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         yield texts
@@ -30,7 +25,7 @@ def alerts_said() -> Iterator[list[str]]:
     texts += [str(warning.message).removeprefix(prefix) for warning in said if str(warning.message).startswith(prefix)]
 
 
-def still(fill: Callable[[Tensor], Any] | None = None) -> Two:
+def still(fill=None):
     """A model that does not learn, the first layer's weight filled in some way."""
     model = Two(lr=0.0)
     if fill is not None:
@@ -39,17 +34,17 @@ def still(fill: Callable[[Tensor], Any] | None = None) -> Two:
     return model
 
 
-def alerts(monitor: QuantizationMonitor, run: Trainer) -> list[str]:
+def alerts(monitor, run):
     return monitor.report_data(run)["quantized_weights"]["alerts"]
 
 
-def heavy_tailed(weight: Tensor) -> None:
+def heavy_tailed(weight):
     """One row of 32 is large: 31 of 32 elements become 0."""
     weight.fill_(0.01)
     weight[0] = 10.0
 
 
-def test_a_healthy_run_has_no_alerts() -> None:
+def test_a_healthy_run_has_no_alerts():
     """Warnings are errors."""
     for plugin in (
         TernaryPrecision(quantize_output=True),
@@ -62,7 +57,7 @@ def test_a_healthy_run_has_no_alerts() -> None:
         assert alerts(monitor, run) == []
 
 
-def test_all_codes_are_zero() -> None:
+def test_all_codes_are_zero():
     monitor = QuantizationMonitor()
     run = trainer(monitor, log_every_n_steps=1)
     with alerts_said() as said:
@@ -73,7 +68,7 @@ def test_all_codes_are_zero() -> None:
     assert alerts(monitor, run) == said
 
 
-def test_a_weight_that_is_not_finite() -> None:
+def test_a_weight_that_is_not_finite():
     monitor = QuantizationMonitor()
     run = trainer(monitor, log_every_n_steps=1)
     with alerts_said() as said:
@@ -83,13 +78,13 @@ def test_a_weight_that_is_not_finite() -> None:
     assert not any("zeros" in text or "are 0" in text for text in said), "a share of zeros of what are no numbers"
 
 
-def test_an_alert_of_the_last_step_is_said() -> None:
+def test_an_alert_of_the_last_step_is_said():
     with alerts_said() as said:
         trainer(QuantizationMonitor(), max_steps=2).fit(still(zeros))
     assert [text.partition(":")[0] for text in said] == ["layer.0, step 2"]
 
 
-def test_a_share_of_zeros_that_is_not_expected() -> None:
+def test_a_share_of_zeros_that_is_not_expected():
     monitor = QuantizationMonitor()
     run = trainer(monitor, log_every_n_steps=1, plugin=TernaryPrecision(scale_factor=0.866, quantize_output=True))
     with alerts_said() as said:
@@ -101,7 +96,7 @@ def test_a_share_of_zeros_that_is_not_expected() -> None:
 
 
 @pytest.mark.parametrize(("plugin", "tolerance"), [(TernaryPrecision, 0.9), (lambda: LowBitPrecision("int2"), 0.15)])
-def test_a_share_of_zeros_that_is_tolerated(plugin: Any, tolerance: float) -> None:
+def test_a_share_of_zeros_that_is_tolerated(plugin, tolerance):
     """Of weights whose scale is not made of their mean nothing is expected: here none is 0."""
     monitor = QuantizationMonitor(zeros_tolerance=tolerance)
     run = trainer(monitor, log_every_n_steps=1, plugin=plugin())
@@ -109,7 +104,7 @@ def test_a_share_of_zeros_that_is_tolerated(plugin: Any, tolerance: float) -> No
     assert alerts(monitor, run) == []
 
 
-def test_no_flips() -> None:
+def test_no_flips():
     """Counted from the first look, in optimizer steps, for each layer; of a frozen layer nothing is expected."""
     monitor = QuantizationMonitor(no_flips_for=3)
     run = trainer(monitor, log_every_n_steps=2, accumulate_grad_batches=2, max_steps=8)
@@ -123,8 +118,8 @@ def test_no_flips() -> None:
     assert alerts(monitor, run) == said
 
 
-def test_a_flip_begins_the_count_anew() -> None:
-    def step(lr: float) -> Callable[[Trainer], None]:
+def test_a_flip_begins_the_count_anew():
+    def step(lr):
         return lambda run: run.optimizers[0].param_groups[0].update(lr=lr)
 
     monitor = QuantizationMonitor(no_flips_for=3)
@@ -134,8 +129,8 @@ def test_a_flip_begins_the_count_anew() -> None:
 
 
 @pytest.mark.parametrize("operands", [True, False])
-def test_steps_that_were_not_seen_do_not_count(operands: bool) -> None:
-    def phase(name: str) -> Callable[[Trainer], None]:
+def test_steps_that_were_not_seen_do_not_count(operands):
+    def phase(name):
         return lambda run: run.precision_plugin.set_phase(name)
 
     monitor = QuantizationMonitor(no_flips_for=3, operands=operands)
@@ -145,8 +140,8 @@ def test_steps_that_were_not_seen_do_not_count(operands: bool) -> None:
     assert monitor.report_data(run)["quantized_weights"]["step"] == 7
 
 
-def test_a_resumed_run_goes_on_counting_and_does_not_repeat_itself(tmp_path: Path) -> None:
-    def fit(steps: int, **kwargs: Any) -> tuple[QuantizationMonitor, Trainer]:
+def test_a_resumed_run_goes_on_counting_and_does_not_repeat_itself(tmp_path):
+    def fit(steps, **kwargs):
         monitor = QuantizationMonitor(no_flips_for=4)
         run = trainer(monitor, max_steps=steps, log_every_n_steps=1, limit_train_batches=10)
         run.fit(still(zeros), **kwargs)
@@ -163,7 +158,7 @@ def test_a_resumed_run_goes_on_counting_and_does_not_repeat_itself(tmp_path: Pat
     assert set(alerts(monitor, run)) == {*first, *second}, "what was said before the checkpoint belongs to the report"
 
 
-def test_another_run_begins_anew() -> None:
+def test_another_run_begins_anew():
     monitor = QuantizationMonitor()
     for _ in range(2):
         with alerts_said() as said:
@@ -171,7 +166,7 @@ def test_another_run_begins_anew() -> None:
         assert len(said) == 1
 
 
-def test_the_last_step_is_reported() -> None:
+def test_the_last_step_is_reported():
     monitor = QuantizationMonitor()
     run = trainer(monitor)
     assert monitor.report_data(run)["quantized_weights"] == {"step": 0, "layers": {}, "alerts": []}
@@ -195,9 +190,9 @@ def test_the_last_step_is_reported() -> None:
     assert "At step 6" in table.caption
 
 
-def test_reported_after_an_exception(tmp_path: Path) -> None:
+def test_reported_after_an_exception(tmp_path):
     class Breaks(Two):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
+        def on_before_optimizer_step(self, optimizer):
             if self.trainer.global_step == 2:
                 raise KeyError("broken")
 
@@ -218,9 +213,9 @@ def test_reported_after_an_exception(tmp_path: Path) -> None:
     assert "Quantized weights" in page.read_text()
 
 
-def test_reported_after_an_error_of_the_device() -> None:
+def test_reported_after_an_error_of_the_device():
     class Lost(torch.Tensor):
-        def tolist(self) -> Any:
+        def tolist(self):
             raise RuntimeError("CUDA error")
 
     monitor = QuantizationMonitor()
@@ -232,7 +227,7 @@ def test_reported_after_an_error_of_the_device() -> None:
     assert monitor._unread == []
 
 
-def test_a_switch_before_the_numbers_are_read() -> None:
+def test_a_switch_before_the_numbers_are_read():
     monitor = QuantizationMonitor()
     run = trainer(PrecisionSwitch("bf16", step=4), monitor)
     run.fit(Two())

@@ -1,18 +1,15 @@
 """Columns that the quantization monitor logs."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, SHARES, AtStep, Two, rows, trainer
-from tests.lightning_imports import Callback, Trainer
+from tests.lightning_imports import Callback
 from tests.tables import each
 
 
@@ -21,17 +18,17 @@ class Manual(Two):
 
     automatic_optimization = False
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         for optimizer in (*self.optimizers(), self.optimizers()[0]):
             optimizer.zero_grad()
             self.manual_backward(super().training_step(batch, batch_idx)["loss"])
             optimizer.step()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return [torch.optim.Adam(self.layer[i].parameters(), lr=self.lr) for i in (0, 2)]
 
 
-def codes(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def codes(weight, kind):
     """Levels, and the weight in units of its scale before it is rounded. A group of 128 is a row here."""
     w = weight.detach().to(torch.bfloat16).float()
     if kind == "ternary":
@@ -47,7 +44,7 @@ def codes(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return torch.minimum(torch.maximum((w * steps).round(), -zero), 15 - zero), w * steps
 
 
-def columns(before: Tensor, after: Tensor, kind: str) -> dict[str, float]:
+def columns(before, after, kind):
     """What is logged of one weight; distances with zero points are left to the tests of the metric."""
     (old, _), (new, w) = codes(before, kind), codes(after, kind)
     found = {"flips": (old != new).float().mean().item()}
@@ -64,18 +61,18 @@ def columns(before: Tensor, after: Tensor, kind: str) -> dict[str, float]:
 class Witness(Callback):
     """Weights before and after every batch."""
 
-    def __init__(self) -> None:
-        self.weights: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-        self.grads: list[list[Tensor | None]] = []
+    def __init__(self):
+        self.weights = []
+        self.grads = []
 
     @staticmethod
-    def _copies(module: Any) -> dict[str, Tensor]:
+    def _copies(module):
         return {name: module.get_submodule(name).weight.detach().clone() for name in LAYERS}
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, pl_module, *_):
         self._before = self._copies(pl_module)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *_):
         self.weights.append((self._before, self._copies(pl_module)))
         self.grads.append([None if p.grad is None else p.grad.clone() for p in pl_module.parameters()])
 
@@ -90,7 +87,7 @@ class Witness(Callback):
     ],
 )
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_columns_are_those_of_the_step(kind: str, plugin: Any, accumulate: int) -> None:
+def test_columns_are_those_of_the_step(kind, plugin, accumulate):
     witness = Witness()
     run = trainer(witness, QuantizationMonitor(), plugin=plugin(), accumulate_grad_batches=accumulate, max_steps=5)
     run.fit(Two())
@@ -110,7 +107,7 @@ def test_columns_are_those_of_the_step(kind: str, plugin: Any, accumulate: int) 
     assert max(flips) > 0, "the run does not test what it should"
 
 
-def test_several_optimizers() -> None:
+def test_several_optimizers():
     """Flips of a batch are those from before its first step to after its last one."""
     witness = Witness()
     run = trainer(witness, QuantizationMonitor(), max_steps=12)
@@ -125,9 +122,9 @@ def test_several_optimizers() -> None:
             assert flips > 0, "the run does not test what it should"
 
 
-def test_a_batch_without_a_step() -> None:
+def test_a_batch_without_a_step():
     class Skips(Manual):
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        def training_step(self, batch, batch_idx):
             if batch_idx < 2:
                 super().training_step(batch, batch_idx)
 
@@ -138,12 +135,12 @@ def test_a_batch_without_a_step() -> None:
     assert {name.partition("/")[0] for name in without} == ALL - {"flips"}, "those of the last step are logged again"
 
 
-def test_nothing_is_computed_in_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[int] = []
+def test_nothing_is_computed_in_other_steps(monkeypatch):
+    steps = []
     original = quantization.latent_weights
     run = trainer(QuantizationMonitor(), accumulate_grad_batches=2, log_every_n_steps=3, max_steps=7)
 
-    def spy(*arguments: Any) -> Any:
+    def spy(*arguments):
         steps.append(run.global_step)
         return original(*arguments)
 
@@ -152,15 +149,15 @@ def test_nothing_is_computed_in_other_steps(monkeypatch: pytest.MonkeyPatch) -> 
     assert steps == [2, 3, 5, 6], "before and after the third and the sixth step"
 
 
-def test_codes_are_kept_for_a_step_only() -> None:
+def test_codes_are_kept_for_a_step_only():
     """Also where the phase has changed by its end."""
     kept = []
 
     class Look(Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
+        def on_train_batch_start(self, *_):
             kept.append(len(monitor._before))
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             trainer.precision_plugin.set_phase("bf16" if batch_idx == 2 else "fqt")
 
     monitor = QuantizationMonitor()
@@ -169,7 +166,7 @@ def test_codes_are_kept_for_a_step_only() -> None:
 
 
 @pytest.mark.parametrize("plugin", [TernaryPrecision, lambda: LowBitPrecision("nvfp4")])
-def test_watching_changes_nothing(plugin: Any) -> None:
+def test_watching_changes_nothing(plugin):
     """Gradients, weights and random numbers (dropout, stochastic rounding) are those of a run without the monitor."""
     witnesses, draws = [Witness(), Witness()], []
     for witness, callbacks in zip(witnesses, ([], [QuantizationMonitor()]), strict=True):
@@ -185,8 +182,8 @@ def test_watching_changes_nothing(plugin: Any) -> None:
 
 
 @pytest.mark.parametrize("off", ["phase", "λ"])
-def test_nothing_is_logged_while_weights_are_not_quantized(off: str) -> None:
-    def switch(on: bool) -> Callable[[Trainer], None]:
+def test_nothing_is_logged_while_weights_are_not_quantized(off):
+    def switch(on):
         if off == "phase":
             return lambda run: run.precision_plugin.set_phase("fqt" if on else "bf16")
         return lambda run: run.precision_plugin.set_blend(0.5 if on else 0.0)
@@ -196,16 +193,16 @@ def test_nothing_is_logged_while_weights_are_not_quantized(off: str) -> None:
     assert list(rows(run)) == [0, 1, 4, 5], "what Lightning logged before it logs again"
 
 
-def test_no_layer_is_quantized() -> None:
+def test_no_layer_is_quantized():
     run = trainer(QuantizationMonitor(), plugin=LowBitPrecision("bf16"))
     run.fit(Two())
     assert rows(run) == {}
 
 
 @pytest.mark.slow
-def test_only_some_layers_with_clean_names() -> None:
+def test_only_some_layers_with_clean_names():
     class Wrapped(Two):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = torch.compile(self.layer, backend="eager")
 
@@ -222,12 +219,12 @@ def test_only_some_layers_with_clean_names() -> None:
         ("layer.2", "list of patterns"),
     ],
 )
-def test_patterns_that_match_nothing(only: Any, message: str) -> None:
+def test_patterns_that_match_nothing(only, message):
     with pytest.raises(ValueError, match=message):
         trainer(QuantizationMonitor(only=only), logger=False).fit(Two())
 
 
-def test_flat_weights_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flat_weights_are_left_out(monkeypatch):
     """Those of FSDP1, of which no stretch is a matrix; operands are there as they always are."""
     monkeypatch.setattr(quantization, "has_flat_weights", lambda run: True)
     run = trainer(monitor := QuantizationMonitor())
@@ -253,6 +250,6 @@ def test_flat_weights_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"zeros_tolerance": "a"}, "a share of elements, above 0 and at most 1; got 'a'"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         QuantizationMonitor(**arguments)

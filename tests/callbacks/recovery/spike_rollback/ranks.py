@@ -7,12 +7,9 @@ Of both ranks only one sees the bad batch. What came out lies in ``FOLDER/0.pt``
 import math
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -26,7 +23,7 @@ EMAWeightAveraging = pytorch.callbacks.EMAWeightAveraging
 
 BAD, KIND = 7, {"spike": 1e3, "nan": math.nan}
 KEPT = [0, 1, 2, 3, *range(9, 14)]  # a snapshot before step 4, and step 8 is taken before the loss of 7 is read
-RUNS: dict[str, tuple[str, str, str, Any]] = {
+RUNS = {
     f"{strategy}, {optimizer}, {kind}": (strategy, optimizer, kind, None)
     for strategy in ("ddp", "fsdp2", "fsdp1")
     for optimizer in ("adaptive", "fp8")
@@ -44,17 +41,17 @@ class OneSided(Regression):
         factor: what the outputs of the bad batch are to be.
     """
 
-    def __init__(self, name: str, shard: bool, numbers: Sequence[int], factor: float) -> None:
+    def __init__(self, name, shard, numbers, factor):
         super().__init__(name, shard)
         self.numbers, self.factor = numbers, factor
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         """Shards the root alone, whose weights FSDP2 keeps after a forward pass without a backward pass."""
         if self.shard:
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])  # type: ignore[arg-type,index]
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
             self.shard = False  # it is called again
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         number = self.numbers[batch_idx]
         generator = torch.Generator().manual_seed(100 * number + self.global_rank)
         x, y = torch.randn(4, 16, generator=generator), torch.randn(4, 1, generator=generator)
@@ -62,19 +59,19 @@ class OneSided(Regression):
             y = y * self.factor
         return F.mse_loss(self(x).float(), y)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         """Looks at an output between steps, after which FSDP keeps the weights that it has gathered."""
         with torch.no_grad():
-            self.trainer.model(torch.ones(4, 16))  # type: ignore[misc]
+            self.trainer.model(torch.ones(4, 16))
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self(torch.ones(4, 16))
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self):
         return DataLoader(range(1))
 
 
-def train(strategy: str, optimizer: str, kind: str, numbers: Sequence[int], *callbacks: Any) -> list[Tensor]:
+def train(strategy, optimizer, kind, numbers, *callbacks):
     """Weights after a run with a validation before it and one amid it, after which FSDP leaves what it gathered."""
     model = OneSided(optimizer, strategy.startswith("fsdp2"), numbers, KIND[kind])
     run = trainer(
@@ -89,8 +86,8 @@ def train(strategy: str, optimizer: str, kind: str, numbers: Sequence[int], *cal
     return model.whole
 
 
-def work() -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def work():
+    results = {}
     for name in sys.argv[3:]:
         strategy, optimizer, kind, average = RUNS[name]
         averages = [[average()] if average else [] for _ in range(2)]

@@ -1,24 +1,15 @@
 """Runs with planted spikes and NaN, and how they go on."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import (
-    SpikeRollback,
-)
+from lightning_lowbit import SpikeRollback
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
-from tests.lightning_imports import (
-    Callback,
-    LightningModule,
-    Trainer,
-    quiet_trainer,
-)
+from tests.lightning_imports import LightningModule, quiet_trainer
 
 BAD = 11
 
@@ -30,18 +21,18 @@ KEPT = [*range(8), *range(13, 20)]
 class SGD(torch.optim.SGD):
     """Notes the learning rate of each step, for which torch calls hooks twice."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         torch.optim.SGD([torch.zeros(1)])  # it is the first one of a class that makes its step call hooks
         super().__init__(*args, **kwargs)
-        self.rates: list[float] = []
+        self.rates = []
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         loss = super().step(closure)
         self.rates.append(self.param_groups[0]["lr"])
         return loss
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "SGD": lambda p: SGD(p, lr=1e-2),
     "SGD, momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "SGD, fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
@@ -64,24 +55,18 @@ class Scripted(LightningModule):
         scheduler: makes one, for each step.
     """
 
-    def __init__(
-        self,
-        numbers: Sequence[int],
-        bad: Mapping[int, str] | None = None,
-        optimizer: str = "SGD",
-        scheduler: Callable[[Any], Any] | None = None,
-    ) -> None:
+    def __init__(self, numbers, bad=None, optimizer="SGD", scheduler=None):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.body = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
         self.numbers, self.bad, self.optimizer, self.scheduler = list(numbers), dict(bad or {}), optimizer, scheduler
-        self.losses: list[float] = []
-        self.phases: list[str] = []
-        self.made: Any = None
-        self.end: Any = None
+        self.losses = []
+        self.phases = []
+        self.made = None
+        self.end = None
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         number = self.numbers[self.trainer.fit_loop.epoch_loop.total_batch_idx]
         generator = torch.Generator().manual_seed(number)
         x = torch.randn(8, 16, generator=generator)
@@ -97,49 +82,49 @@ class Scripted(LightningModule):
         self.phases.append(getattr(self.trainer.precision_plugin, "phase", ""))
         return loss
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(range(len(self.numbers)))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         self.made = OPTIMIZERS[self.optimizer](self.parameters())
         if self.scheduler is None:
             return self.made
         return [self.made], [{"scheduler": self.scheduler(self.made), "interval": "step"}]
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         self.end = self.everything()
 
-    def everything(self) -> Any:
+    def everything(self):
         """Copies of weights, buffers and optimizer state."""
         weights = {name: value.clone() for name, value in self.state_dict().items()}
         state = [{name: _clone(value) for name, value in kept.items()} for kept in self.made.state.values()]
         return weights, state
 
 
-def _clone(value: Any) -> Any:
+def _clone(value):
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def rollback(**kwargs: Any) -> SpikeRollback:
+def rollback(**kwargs):
     """Armed early, with snapshots before each fourth step."""
     return SpikeRollback(**{"warmup_steps": 4, "every_n_steps": 4, "good_for": 1, **kwargs})
 
 
-def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
+def trainer(*callbacks, plugin=None, **kwargs):
     defaults = {"max_epochs": 1, "log_every_n_steps": 1}
     plugins = None if plugin is None else [plugin]
     return quiet_trainer(callbacks=list(callbacks), plugins=plugins, **{**defaults, **kwargs})
 
 
-def fit(model: Scripted, *callbacks: Callback, **kwargs: Any) -> Scripted:
+def fit(model, *callbacks, **kwargs):
     trainer(*callbacks, **kwargs).fit(model)
     return model
 
 
-def steps(callback: SpikeRollback) -> list[tuple[float, ...]]:
+def steps(callback):
     """(at which step, whose loss, where to) of each rollback."""
     return [tuple(one[name] for name in ("step", "spike", "to")) for one in callback.state_dict()["rollbacks"]]
 
 
-def assert_same(found: Any, wanted: Any, what: str) -> None:
+def assert_same(found, wanted, what):
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")

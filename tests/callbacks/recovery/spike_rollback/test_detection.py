@@ -2,26 +2,18 @@
 
 import math
 import warnings
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import (
-    SpikeRollback,
-)
+from lightning_lowbit import SpikeRollback
 from tests.callbacks.recovery.spike_rollback.runs import BAD, KEPT, Scripted, assert_same, fit, rollback, steps, trainer
-from tests.lightning_imports import (
-    BoringModel,
-    Trainer,
-)
+from tests.lightning_imports import BoringModel
 
 
-def test_only_what_is_not_finite_counts_before_it_is_armed() -> None:
+def test_only_what_is_not_finite_counts_before_it_is_armed():
     callback = rollback(warmup_steps=12)
     fit(Scripted(range(20), {BAD: "spike"}, "AdamW"), callback)
     assert steps(callback) == []
@@ -33,19 +25,19 @@ def test_only_what_is_not_finite_counts_before_it_is_armed() -> None:
 class Losses(BoringModel):
     """Has the losses it is given, whatever the weights."""
 
-    def __init__(self, losses: Sequence[float]) -> None:
+    def __init__(self, losses):
         super().__init__()
         self.losses = losses
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.losses[batch_idx]
         return None if math.isnan(loss) else self.layer(batch).sum() * 0 + loss
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(torch.randn(len(self.losses), 32))
 
 
-def is_spike(*losses: float, accumulate: int = 1, **kwargs: Any) -> bool:
+def is_spike(*losses, accumulate=1, **kwargs):
     callback = rollback(**{"warmup_steps": 2, **kwargs})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "SpikeRollback")
@@ -54,7 +46,7 @@ def is_spike(*losses: float, accumulate: int = 1, **kwargs: Any) -> bool:
     return bool(steps(callback))
 
 
-def test_the_rule() -> None:
+def test_the_rule():
     """Mean 2 and deviation 1 of 1 and 3; of 2 and 2 the deviation counts as 0.02. Bounds are those of float32."""
     assert is_spike(1, 3, 8.01)
     assert not is_spike(1, 3, 7.99)
@@ -69,7 +61,7 @@ def test_the_rule() -> None:
     assert not is_spike(9, 1, 3, 8.01, history=3)
 
 
-def test_the_loss_is_the_mean_over_micro_batches() -> None:
+def test_the_loss_is_the_mean_over_micro_batches():
     """Also in the last step of an epoch, which has one of two; and where one of them has no loss."""
     steady = [1, 3, 3, 1, 2, 2]  # means of 2, 2, 2
     assert not is_spike(*steady, 2.11, accumulate=2), "the lone micro-batch counts as half a step, or twice"
@@ -83,7 +75,7 @@ def test_the_loss_is_the_mean_over_micro_batches() -> None:
     assert callback.state_dict()["good"] == [2, 4.5, 6]
 
 
-def test_goes_back_between_steps_with_micro_batches() -> None:
+def test_goes_back_between_steps_with_micro_batches():
     callback = rollback()
     with pytest.warns(UserWarning, match="The loss of step 11 .* continues with the weights of step 8"):
         model = fit(Scripted(range(40), {2 * BAD: "spike"}), callback, accumulate_grad_batches=2)
@@ -92,20 +84,20 @@ def test_goes_back_between_steps_with_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("at", [18, 19])
-def test_the_last_steps_are_judged_too(at: int) -> None:
+def test_the_last_steps_are_judged_too(at):
     callback = rollback()
     with pytest.warns(UserWarning, match=f"The loss of step {at} .* weights of step 16"):
         model = fit(Scripted(range(20), {at: "spike"}), callback)
     assert_same(model.end, fit(Scripted(range(16))).end, "the run ends with a bad update")
 
 
-def test_validates_what_has_been_judged() -> None:
+def test_validates_what_has_been_judged():
     class Validated(Scripted):
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        def validation_step(self, batch, batch_idx):
             if not self.trainer.sanity_checking:
                 self.validated.append(self.everything())
 
-        def val_dataloader(self) -> DataLoader:
+        def val_dataloader(self):
             return DataLoader(range(1))
 
     model = Validated(range(12), {BAD: "spike"})
@@ -116,20 +108,20 @@ def test_validates_what_has_been_judged() -> None:
     assert_same(model.validated[-1], fit(Scripted(range(8))).end, "the bad update was validated")
 
 
-def test_nothing_is_read_within_a_step_and_nothing_of_the_last_one() -> None:
+def test_nothing_is_read_within_a_step_and_nothing_of_the_last_one():
     """A number of a tensor is what a device has to be waited for. The one that is read is older than a step."""
-    judged: list[tuple[int, int]] = []
+    judged = []
 
     class Watched(SpikeRollback):
-        def on_train_batch_start(self, run: Trainer, *args: Any) -> None:
+        def on_train_batch_start(self, run, *args):
             before = [one.step for one in self._losses.pending]
             super().on_train_batch_start(run, *args)
             after = [one.step for one in self._losses.pending]
             judged.extend((run.global_step, step) for step in before if step not in after)
 
-        def on_train_batch_end(self, *args: Any) -> None:
+        def on_train_batch_end(self, *args):
             class Refuse(TorchDispatchMode):
-                def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                def __torch_dispatch__(self, func, types, args=(), kwargs=None):
                     assert func is not torch.ops.aten._local_scalar_dense.default, "a number was read"
                     return func(*args, **(kwargs or {}))
 
@@ -141,7 +133,7 @@ def test_nothing_is_read_within_a_step_and_nothing_of_the_last_one() -> None:
 
 
 @pytest.mark.parametrize("within", [1, 1000])
-def test_gives_up_without_progress(within: int) -> None:
+def test_gives_up_without_progress(within):
     """From step 10 on all losses are bad: each time two more steps are taken; the good snapshot stays the same one."""
     callback, model = rollback(max_rollbacks=2, within=within), Scripted(range(40), dict.fromkeys(range(10, 40), "nan"))
     told = r"step 14 is nan.* has gone back 2 times since step 12 \(max_rollbacks=2\).* those of step 8"
@@ -151,7 +143,7 @@ def test_gives_up_without_progress(within: int) -> None:
 
 
 @pytest.mark.parametrize(("within", "gives_up"), [(16, False), (17, True)])
-def test_gives_up_within_a_window_only(within: int, gives_up: bool) -> None:
+def test_gives_up_within_a_window_only(within, gives_up):
     """Spikes at 8 and 24, and with them rollbacks at 10 and 26, from different snapshots."""
     model = Scripted(range(40), {8: "nan", 24: "nan"})
     with pytest.warns(UserWarning, match="SpikeRollback"):
@@ -162,7 +154,7 @@ def test_gives_up_within_a_window_only(within: int, gives_up: bool) -> None:
             fit(model, rollback(max_rollbacks=1, within=within))
 
 
-def test_a_run_that_has_converged_goes_on() -> None:
+def test_a_run_that_has_converged_goes_on():
     """Near 0 every loss is many times the mean; those that are not small have gone back as often as they may."""
     start, settled = [1.0, 1.1, 0.9, 1.0], [1e-6 * (1 + i % 3) for i in range(8)]
     callback = rollback(history=4, max_rollbacks=2)
@@ -181,7 +173,7 @@ def test_a_run_that_has_converged_goes_on() -> None:
         trainer(rollback(history=4, max_rollbacks=2), limit_val_batches=0).fit(Losses(losses))
 
 
-def test_what_the_run_began_with_is_in_the_checkpoint() -> None:
+def test_what_the_run_began_with_is_in_the_checkpoint():
     first, second = rollback(history=4), rollback(history=4)
     trainer(first, limit_val_batches=0).fit(Losses([1.0, 1.1, 0.9, 1.0, *[1e-6] * 6]))
     second.load_state_dict(first.state_dict())

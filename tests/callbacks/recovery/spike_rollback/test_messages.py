@@ -2,16 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_lowbit import (
-    RunReport,
-    SpikeRollback,
-)
+from lightning_lowbit import RunReport, SpikeRollback
 from tests.callbacks.recovery.spike_rollback.runs import BAD, Scripted, fit, rollback, trainer
 from tests.lightning_imports import (
     BoringModel,
@@ -23,7 +19,7 @@ from tests.lightning_imports import (
 from tests.tables import each
 
 
-def test_logged() -> None:
+def test_logged():
     run = trainer(rollback(), logger=TensorBoardLogger("."))
     with pytest.warns(UserWarning, match="SpikeRollback"):
         run.fit(model := Scripted(range(20), {BAD: "nan"}))
@@ -42,7 +38,7 @@ def test_logged() -> None:
         assert found["limit"][step] == pytest.approx(limit, rel=1e-6)
 
 
-def test_reported() -> None:
+def test_reported():
     with pytest.warns(UserWarning, match="SpikeRollback"):
         fit(Scripted(range(20), {BAD: "nan"}), RunReport(), rollback())
     page = Path("report.html").read_text()
@@ -53,7 +49,7 @@ def test_reported() -> None:
     assert "No loss spiked." in Path("version_1/report.html").read_text()
 
 
-def test_from_yaml() -> None:
+def test_from_yaml():
     run = from_yaml("""
         accelerator: cpu
         callbacks:
@@ -87,12 +83,12 @@ def test_from_yaml() -> None:
         ({"phase": "fp32"}, "Unknown phase 'fp32'"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         SpikeRollback(**arguments)
 
 
-def test_manual_optimization() -> None:
+def test_manual_optimization():
     class Manual(BoringModel):
         automatic_optimization = False
 
@@ -100,12 +96,12 @@ def test_manual_optimization() -> None:
         trainer(SpikeRollback()).fit(Manual())
 
 
-def test_a_phase_without_a_plugin() -> None:
+def test_a_phase_without_a_plugin():
     with pytest.raises(MisconfigurationException, match=r"the Trainer has Precision\. Use e\.g\. Trainer\(plugins="):
         fit(Scripted(range(2)), SpikeRollback(phase="bf16"))
 
 
-def test_deepspeed() -> None:
+def test_deepspeed():
     run = trainer()
     run.strategy.__class__ = type("Likewise", (DeepSpeedStrategy,), {})  # the package need not be installed
     with pytest.raises(

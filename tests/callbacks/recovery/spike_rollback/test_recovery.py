@@ -1,26 +1,18 @@
 """Casts and learning rates for some steps after a rollback; checkpoints amid them."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from lightning_lowbit import (
-    FP8Precision,
-    PrecisionSwitch,
-)
+from lightning_lowbit import FP8Precision, PrecisionSwitch
 from tests.callbacks.recovery.spike_rollback.runs import BAD, Scripted, assert_same, fit, rollback, steps, trainer
-from tests.lightning_imports import (
-    Callback,
-    Trainer,
-)
+from tests.lightning_imports import Callback
 
 RESUMING = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
 
 @pytest.mark.parametrize("make", ["ExponentialLR", "LambdaLR"])
-def test_learning_rates_are_lower_for_some_steps(make: str) -> None:
-    def scheduler(optimizer: Any) -> Any:
+def test_learning_rates_are_lower_for_some_steps(make):
+    def scheduler(optimizer):
         if make == "ExponentialLR":
             return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
@@ -32,14 +24,14 @@ def test_learning_rates_are_lower_for_some_steps(make: str) -> None:
     assert model.made.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**20), "the schedule saw the factor"
 
 
-def test_a_phase_for_some_steps() -> None:
+def test_a_phase_for_some_steps():
     plugin = FP8Precision()
     with pytest.warns(UserWarning, match="SpikeRollback"):
         model = fit(Scripted(range(20), {BAD: "nan"}), rollback(phase="bf16", recovery_steps=3), plugin=plugin)
     assert model.phases == ["fqt"] * 13 + ["bf16"] * 3 + ["fqt"] * 4
 
 
-def test_a_run_that_ends_meanwhile_ends_in_its_own_phase() -> None:
+def test_a_run_that_ends_meanwhile_ends_in_its_own_phase():
     plugin = FP8Precision()
     with pytest.warns(UserWarning, match="SpikeRollback"):
         model = fit(Scripted(range(16), {BAD: "nan"}), rollback(phase="bf16", lr_factor=0.5), plugin=plugin)
@@ -49,7 +41,7 @@ def test_a_run_that_ends_meanwhile_ends_in_its_own_phase() -> None:
 
 
 @RESUMING
-def test_a_switch_that_acts_meanwhile_has_the_last_word() -> None:
+def test_a_switch_that_acts_meanwhile_has_the_last_word():
     with pytest.warns(UserWarning, match="SpikeRollback"):
         model = fit(
             Scripted(range(20), {BAD: "nan"}),
@@ -64,8 +56,8 @@ def test_a_switch_that_acts_meanwhile_has_the_last_word() -> None:
 
 
 @RESUMING
-def test_a_switch_to_the_phase_of_the_recovery_meanwhile_stays() -> None:
-    def callbacks() -> list[Callback]:
+def test_a_switch_to_the_phase_of_the_recovery_meanwhile_stays():
+    def callbacks():
         return [rollback(phase="bf16", recovery_steps=4), PrecisionSwitch("bf16", step=15)]
 
     whole = ["fqt"] * 13 + ["bf16"] * 7
@@ -79,18 +71,18 @@ def test_a_switch_to_the_phase_of_the_recovery_meanwhile_stays() -> None:
 
 @RESUMING
 @pytest.mark.parametrize("first", [True, False])
-def test_a_switch_from_before_leaves_a_resumed_recovery_alone(first: bool) -> None:
+def test_a_switch_from_before_leaves_a_resumed_recovery_alone(first):
     """Whatever the order of the callbacks."""
 
-    def callbacks() -> list[Callback]:
+    def callbacks():
         both = [rollback(phase="bf16", recovery_steps=4), PrecisionSwitch("qaf", step=3, steps=13)]
         return both if first else both[::-1]
 
     class Blends(Callback):
-        def __init__(self) -> None:
-            self.seen: list[float] = []
+        def __init__(self):
+            self.seen = []
 
-        def on_train_batch_end(self, run: Any, *_: Any) -> None:
+        def on_train_batch_end(self, run, *_):
             self.seen.append(float(run.precision_plugin.blend))
 
     blends = Blends()
@@ -105,7 +97,7 @@ def test_a_switch_from_before_leaves_a_resumed_recovery_alone(first: bool) -> No
 
 
 @RESUMING
-def test_a_longer_run_goes_on_with_the_recovery() -> None:
+def test_a_longer_run_goes_on_with_the_recovery():
     """Saved at the end, in the phase of before."""
     run = trainer(rollback(phase="bf16", recovery_steps=6), plugin=FP8Precision(), max_steps=16)
     with pytest.warns(UserWarning, match="SpikeRollback"):
@@ -117,9 +109,9 @@ def test_a_longer_run_goes_on_with_the_recovery() -> None:
     assert model.phases == ["bf16"] * 3 + ["fqt"] * 3
 
 
-def test_learning_rates_are_its_own_after_a_step_that_broke_off() -> None:
+def test_learning_rates_are_its_own_after_a_step_that_broke_off():
     class Breaks(Scripted):
-        def on_after_backward(self) -> None:
+        def on_after_backward(self):
             if self.trainer.global_step == 14:
                 raise KeyError("broken")
 
@@ -133,22 +125,22 @@ def test_learning_rates_are_its_own_after_a_step_that_broke_off() -> None:
 class Saves(Callback):
     """A checkpoint after a number of steps."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at):
         self.at = at
 
-    def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, run, *_):
         if run.global_step == self.at:
             run.save_checkpoint("saved.ckpt")
 
 
-def resumed(model: Scripted, *callbacks: Callback, **kwargs: Any) -> Scripted:
+def resumed(model, *callbacks, **kwargs):
     trainer(*callbacks, **kwargs).fit(model, ckpt_path="saved.ckpt", weights_only=True)
     return model
 
 
 @RESUMING
 @pytest.mark.parametrize("at", [13, 15, 16, 18])
-def test_a_recovery_goes_on_in_a_resumed_run(at: int) -> None:
+def test_a_recovery_goes_on_in_a_resumed_run(at):
     settings = {"phase": "bf16", "lr_factor": 0.5, "recovery_steps": 4}
     with pytest.warns(UserWarning, match="SpikeRollback"):
         whole = fit(
@@ -167,7 +159,7 @@ def test_a_recovery_goes_on_in_a_resumed_run(at: int) -> None:
 
 
 @RESUMING
-def test_a_resumed_run_goes_back_to_where_it_was_resumed() -> None:
+def test_a_resumed_run_goes_back_to_where_it_was_resumed():
     fit(Scripted(range(20)), rollback(), Saves(9))
     callback = rollback(every_n_steps=50)
     with pytest.warns(UserWarning, match="The loss of step 11 .* weights of step 9"):
@@ -175,7 +167,7 @@ def test_a_resumed_run_goes_back_to_where_it_was_resumed() -> None:
     assert_same(model.end, fit(Scripted([*range(9), *range(13, 20)])).end, "not the run without these batches")
 
 
-def test_another_run_starts_afresh() -> None:
+def test_another_run_starts_afresh():
     callback = rollback()
     for _ in range(2):
         with pytest.warns(UserWarning, match="SpikeRollback"):

@@ -1,19 +1,13 @@
 """Where a rollback ends: the run without the bad batches; which snapshot is taken."""
 
 import warnings
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from lightning_lowbit import (
-    ConservativeGradScaler,
-    FP8Precision,
-    LowBitPrecision,
-)
+from lightning_lowbit import ConservativeGradScaler, FP8Precision, LowBitPrecision
 from tests.callbacks.recovery.spike_rollback.runs import (
     BAD,
     KEPT,
@@ -25,18 +19,14 @@ from tests.callbacks.recovery.spike_rollback.runs import (
     steps,
     trainer,
 )
-from tests.lightning_imports import (
-    Callback,
-    MixedPrecision,
-    Trainer,
-)
+from tests.lightning_imports import Callback, MixedPrecision
 
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("device", ["same", "cpu"])
 @pytest.mark.parametrize("kind", ["spike", "nan"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_ends_as_the_run_that_never_saw_the_batches(optimizer: str, kind: str, device: str) -> None:
+def test_ends_as_the_run_that_never_saw_the_batches(optimizer, kind, device):
     callback = rollback(device=device)
     with pytest.warns(
         UserWarning, match="SpikeRollback: The loss of step 11 is .* continues with the weights of step 8"
@@ -47,7 +37,7 @@ def test_ends_as_the_run_that_never_saw_the_batches(optimizer: str, kind: str, d
 
 
 @pytest.mark.parametrize("kind", ["spike", "nan"])
-def test_without_it_the_run_is_lost(kind: str) -> None:
+def test_without_it_the_run_is_lost(kind):
     """And with it the loss ends where it would have without the batch: within a quarter, since five of 20 steps are
     missing."""
     clean = fit(Scripted(range(40))).losses
@@ -60,14 +50,14 @@ def test_without_it_the_run_is_lost(kind: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_without_a_spike_nothing_changes(optimizer: str) -> None:
+def test_without_a_spike_nothing_changes(optimizer):
     callback = rollback(lr_factor=0.5)
     found = fit(Scripted(range(20), optimizer=optimizer), callback)
     assert steps(callback) == []
     assert_same(found.end, fit(Scripted(range(20), optimizer=optimizer)).end, "watching changed the run")
 
 
-def test_a_state_that_appeared_since_goes() -> None:
+def test_a_state_that_appeared_since_goes():
     """To the very beginning, before which an optimizer has none."""
     callback = rollback()
     with pytest.warns(UserWarning, match="weights of step 0"):
@@ -76,14 +66,14 @@ def test_a_state_that_appeared_since_goes() -> None:
     assert_same(model.end, fit(Scripted(range(3, 10), optimizer="AdamW")).end, "something was left")
 
 
-def test_objects_stay() -> None:
+def test_objects_stay():
     """Parameters and tensors of states are filled, not replaced."""
 
     class Addresses(Callback):
-        def __init__(self) -> None:
-            self.seen: list[list[int]] = []
+        def __init__(self):
+            self.seen = []
 
-        def on_train_batch_end(self, run: Trainer, module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, run, module, *_):
             state = [value for kept in module.made.state.values() for value in kept.values()]
             self.seen.append([value.data_ptr() for value in (*module.parameters(), *state)])
 
@@ -93,7 +83,7 @@ def test_objects_stay() -> None:
     assert all(a == b for a, b in pairwise(addresses.seen)), "a tensor was replaced"
 
 
-def test_a_snapshot_with_the_bad_update_is_not_gone_back_to() -> None:
+def test_a_snapshot_with_the_bad_update_is_not_gone_back_to():
     """The update of step 8 is bad and its loss is not; the snapshot of step 9 holds it, which only the loss of 9 tells
     of."""
     callback = rollback(every_n_steps=3)
@@ -103,7 +93,7 @@ def test_a_snapshot_with_the_bad_update_is_not_gone_back_to() -> None:
     assert_same(model.end, fit(Scripted([*range(6), *range(11, 20)])).end, "not the run without these batches")
 
 
-def test_a_candidate_with_the_bad_update_does_not_prove_good_later() -> None:
+def test_a_candidate_with_the_bad_update_does_not_prove_good_later():
     """The snapshot of step 12 holds the update of step 11; after the rollback losses are good again, until step 15."""
     callback = rollback()
     with pytest.warns(UserWarning, match="SpikeRollback"):
@@ -112,7 +102,7 @@ def test_a_candidate_with_the_bad_update_does_not_prove_good_later() -> None:
     assert_same(model.end, fit(Scripted([*range(8), *range(17, 20)])).end, "not the run without these batches")
 
 
-def test_trusting_a_snapshot_too_early_shows_why_one_waits() -> None:
+def test_trusting_a_snapshot_too_early_shows_why_one_waits():
     with (
         pytest.warns(UserWarning, match="weights of step 9"),
         pytest.raises(RuntimeError, match="it is no batch that is to blame"),
@@ -121,18 +111,18 @@ def test_trusting_a_snapshot_too_early_shows_why_one_waits() -> None:
 
 
 @pytest.mark.parametrize(("good_for", "to"), [(0, 8), (2, 8), (3, 8), (4, 0), (7, 0)])
-def test_a_snapshot_proves_good(good_for: int, to: int) -> None:
+def test_a_snapshot_proves_good(good_for, to):
     """Of the snapshot of step 8, where the losses of 8, 9 and 10 are good and that of 11 is not. That of 0 precedes."""
     callback = rollback(good_for=good_for, every_n_steps=8)
     with pytest.warns(UserWarning, match=f"weights of step {to}"):
         fit(Scripted(range(20), {BAD: "nan"}), callback)
 
 
-def scaled() -> ConservativeGradScaler:
+def scaled():
     return ConservativeGradScaler(init_scale=2.0**4, growth_interval=3, cooldown=1, device="cpu")
 
 
-PLUGINS: dict[str, Callable[[], Any]] = {
+PLUGINS = {
     "fp8, delayed": lambda: FP8Precision("delayed", compute_dtype="fp32"),
     "fp16": lambda: LowBitPrecision("bf16", compute_dtype="fp16", scaler=scaled()),
     "fp16, fp8, delayed": lambda: FP8Precision("delayed", compute_dtype="fp16", scaler=scaled()),
@@ -141,7 +131,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
-def test_the_scaler_and_the_amaxes_go_back_and_counters_go_on(plugin: Callable[[], Any]) -> None:
+def test_the_scaler_and_the_amaxes_go_back_and_counters_go_on(plugin):
     """Random bits differ, of which these casts have none: they round to nearest."""
     ends = []
     for numbers, callbacks in ((range(20), [rollback()]), (KEPT, [])):
@@ -157,7 +147,7 @@ def test_the_scaler_and_the_amaxes_go_back_and_counters_go_on(plugin: Callable[[
     assert_same(*ends, "not the run without these batches")
 
 
-def test_schedules_go_on() -> None:
+def test_schedules_go_on():
     """One that computes a learning rate from the last one, too."""
     with pytest.warns(UserWarning, match="SpikeRollback"):
         model = fit(
@@ -167,9 +157,9 @@ def test_schedules_go_on() -> None:
     assert model.made.rates == pytest.approx([1e-2 * 0.9**step for step in range(20)])
 
 
-def test_what_an_optimizer_keeps_in_its_groups_goes_back_and_what_is_scheduled_stays() -> None:
+def test_what_an_optimizer_keeps_in_its_groups_goes_back_and_what_is_scheduled_stays():
     class Counts(Callback):
-        def on_train_batch_end(self, run: Trainer, module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, run, module, *_):
             group = module.made.param_groups[0]
             group["k"] = group.get("k", 0) + 1
             group["weight_decay"] = run.global_step / 1000

@@ -1,7 +1,5 @@
 """Both ranks go back though one alone saw the bad batch; states of an earlier version."""
 
-from typing import Any
-
 import pytest
 
 from tests.callbacks.recovery.spike_rollback.ranks import RUNS
@@ -11,7 +9,7 @@ from tests.pairwise import selected
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rolled_back")
     return launch("tests.callbacks.recovery.spike_rollback.ranks", 2, folder, *selected(request, "run"))
 
@@ -21,7 +19,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     *("fsdp2, adaptive, nan", "fsdp2, fp8, spike", "fsdp1, adaptive, spike"),
 )
 @pytest.mark.parametrize("run", RUNS)
-def test_all_ranks_go_back_though_one_saw_the_bad_batch(results: list[dict[str, Any]], run: str) -> None:
+def test_all_ranks_go_back_though_one_saw_the_bad_batch(results, run):
     found = [result[run] for result in results]
     for rank, one in enumerate(found):
         assert one["steps"] == [[9, 7, 4]], f"rank {rank}"
@@ -30,7 +28,7 @@ def test_all_ranks_go_back_though_one_saw_the_bad_batch(results: list[dict[str, 
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_a_state_of_an_earlier_version_loads(is_ours: bool) -> None:
+def test_a_state_of_an_earlier_version_loads(is_ours):
     state = {
         "good": [3.0, 1.0, 2.0],
         "seen": 9,

@@ -1,18 +1,12 @@
 """A plateau starts a gradual switch."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch
 from lightning_lowbit.callbacks import Plateau
 from tests.callbacks.switches.gradual.runs import INF, NAN, Validated, Witness, blends, fit, seen
-from tests.lightning_imports import (
-    MisconfigurationException,
-)
+from tests.lightning_imports import MisconfigurationException
 from tests.precision.regression_model import flat, trainer
 from tests.tables import each
 
@@ -37,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")
         ([INF, INF, 1, 2, 3, 4], {"patience": 2, "mode": "max"}, 2),
     ],
 )
-def test_begins_after_a_plateau(said: Sequence[float], plateau: dict[str, Any], begin: int | None) -> None:
+def test_begins_after_a_plateau(said, plateau, begin):
     switch = PrecisionSwitch("fqt", plateau=plateau, steps=2)
     found = blends(switch, model=Validated(*said), max_steps=7, val_check_interval=1, limit_val_batches=1)
     expected = [1.0] * 7
@@ -47,7 +41,7 @@ def test_begins_after_a_plateau(said: Sequence[float], plateau: dict[str, Any], 
     assert found == expected
 
 
-def test_happens_once() -> None:
+def test_happens_once():
     found = blends(
         PrecisionSwitch("fqt", plateau={"patience": 1}, steps=2),
         model=Validated(1),
@@ -58,7 +52,7 @@ def test_happens_once() -> None:
     assert found == [1, 1, 0, 0.5] + [1] * 8
 
 
-def test_a_sudden_switch_at_a_plateau() -> None:
+def test_a_sudden_switch_at_a_plateau():
     seen = fit(
         PrecisionSwitch("hp-forward", plateau=Plateau("other", patience=2)),
         model=Validated(1, name="other"),
@@ -68,7 +62,7 @@ def test_a_sudden_switch_at_a_plateau() -> None:
     assert list(seen.phases.values()) == ["fqt"] * 3 + ["hp-forward"] * 5
 
 
-def test_a_validation_in_mid_step_counts_for_the_next_one() -> None:
+def test_a_validation_in_mid_step_counts_for_the_next_one():
     """Steps of two micro-batches, a validation after each third: after steps 1½, 3, 4½ and 6."""
     kwargs = {"accumulate_grad_batches": 2, "val_check_interval": 3, "limit_val_batches": 1}
     for patience, begin in [(1, 3), (2, 5), (3, 6)]:
@@ -77,7 +71,7 @@ def test_a_validation_in_mid_step_counts_for_the_next_one() -> None:
         assert found.index(0) == begin, f"after {patience} validations without an improvement"
 
 
-def test_validations_outside_training_do_not_count() -> None:
+def test_validations_outside_training_do_not_count():
     model, switch = Validated(1), PrecisionSwitch("qaf", plateau={"patience": 9})
     kwargs = {"max_steps": 8, "limit_train_batches": 64, "val_check_interval": 2, "limit_val_batches": 1}
     made = trainer(FP4Precision(quantize_output=True), callbacks=[switch], num_sanity_val_steps=1, **kwargs)
@@ -88,14 +82,14 @@ def test_validations_outside_training_do_not_count() -> None:
     assert seen(switch)["stalled"] == 3
 
 
-def test_another_run_begins_anew() -> None:
+def test_another_run_begins_anew():
     switch = PrecisionSwitch("qaf", plateau={"patience": 1})
     kwargs = {"val_check_interval": 1, "limit_val_batches": 1, "max_steps": 5}
     for said, expected in [((1,), ["fqt"] * 2 + ["qaf"] * 3), ((5, 4, 3, 3), ["fqt"] * 4 + ["qaf"])]:
         assert list(fit(switch, model=Validated(*said), **kwargs).phases.values()) == expected
 
 
-def test_the_same_trainer_goes_on() -> None:
+def test_the_same_trainer_goes_on():
     model, witness = Validated(3, 2, 2), Witness()
     switch = PrecisionSwitch("fqt", plateau={"patience": 2}, steps=4)
     kwargs = {"max_steps": -1, "limit_train_batches": 2, "limit_val_batches": 1, "val_check_interval": 1}
@@ -108,14 +102,14 @@ def test_the_same_trainer_goes_on() -> None:
     assert list(witness.blends.values()) == [1, 1, 1, 1, 0, 0.25, 0.5, 0.75]
 
 
-def test_a_metric_that_is_not_there() -> None:
+def test_a_metric_that_is_not_there():
     switch = PrecisionSwitch("qaf", plateau={"monitor": "val_los"})
     message = "plateau of 'val_los' finds no such metric after a validation, but 'val_loss'. Log it in validation_step"
     with pytest.raises(MisconfigurationException, match=message):
         fit(switch, model=Validated(1), val_check_interval=1, limit_val_batches=1)
 
 
-def test_a_run_without_validation() -> None:
+def test_a_run_without_validation():
     with pytest.raises(MisconfigurationException, match="waits for validations, and this run has none"):
         fit(PrecisionSwitch("qaf", plateau={}), model=Validated(1))
 
@@ -123,16 +117,16 @@ def test_a_run_without_validation() -> None:
 class Ranks(Validated):
     """The loss falls on rank 0 and stays on rank 1; it is not the mean of both."""
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", 1.0 if self.global_rank else 1 / (1 + self.global_step), sync_dist=False)
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         torch.save([self.trainer.callbacks[-1].blends, flat(self)], f"{self.global_rank}.pt")
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
 @pytest.mark.slow
-def test_all_ranks_begin_where_one_sees_a_plateau() -> None:
+def test_all_ranks_begin_where_one_sees_a_plateau():
     kwargs = {"devices": 2, "strategy": "ddp_spawn", "use_distributed_sampler": False, "max_steps": 6}
     switch = PrecisionSwitch("fqt", plateau={"patience": 2}, steps=2)
     fit(switch, model=Ranks(), val_check_interval=1, limit_val_batches=1, **kwargs)

@@ -2,23 +2,15 @@
 
 import csv
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_lowbit import FP4Precision, LowBitPrecision, PrecisionSwitch, QAFSwitch
+from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks import Plateau
-from tests.callbacks.switches.gradual.runs import INF, Validated, Witness, blends, fit
-from tests.lightning_imports import (
-    BoringModel,
-    Callback,
-    CSVLogger,
-    MisconfigurationException,
-    from_yaml,
-)
+from tests.callbacks.switches.gradual.runs import INF, Validated, blends, fit
+from tests.lightning_imports import BoringModel, CSVLogger, MisconfigurationException, from_yaml
 from tests.precision.regression_model import Regression, flat, state
 from tests.tables import each
 
@@ -30,10 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")
 resumes = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
 
-def assert_resumes(make: Callable[[], list[Callback]], at: Sequence[int], keep: str, **kwargs: Any) -> None:
+def assert_resumes(make, at, keep, **kwargs):
     """From the checkpoint after each of these steps a run goes on as the uninterrupted one does."""
 
-    def run(keep: str | None = None, ckpt_path: str | None = None) -> tuple[Witness, Tensor, LowBitPrecision]:
+    def run(keep=None, ckpt_path=None):
         model, plugin = Validated(3, 2, 2), FP4Precision(quantize_output=True)
         witness = fit(*make(), model=model, plugin=plugin, keep=keep, ckpt_path=ckpt_path, **kwargs)
         return witness, flat(model), plugin
@@ -52,10 +44,10 @@ def assert_resumes(make: Callable[[], list[Callback]], at: Sequence[int], keep: 
 
 
 @resumes
-def test_a_resumed_run_goes_on_with_the_switch() -> None:
+def test_a_resumed_run_goes_on_with_the_switch():
     """Before its begin, at it, in the middle, before its end, at it and after it."""
 
-    def make() -> list[Callback]:
+    def make():
         return [PrecisionSwitch("bf16", step=0), PrecisionSwitch("fqt", step=2, steps=3, schedule="cosine")]
 
     assert_resumes(make, [1, 2, 3, 4, 5, 6], "trained", accumulate_grad_batches=2)
@@ -63,13 +55,13 @@ def test_a_resumed_run_goes_on_with_the_switch() -> None:
 
 @resumes
 @pytest.mark.parametrize(("keep", "at"), [("trained", [3, 7, 9, 11]), ("validated", [2, 6, 8, 10])])
-def test_a_resumed_run_remembers_the_plateau(keep: str, at: Sequence[int]) -> None:
+def test_a_resumed_run_remembers_the_plateau(keep, at):
     """Validations after steps 2, 4, …: the third is the first without an improvement, the fourth the last that counts.
 
     (Of a checkpoint between a step and the validation that follows it, Lightning leaves this validation out.)
     """
 
-    def make() -> list[Callback]:
+    def make():
         return [PrecisionSwitch("qaf", plateau={"patience": 2}, over=0.25)]
 
     assert_resumes(make, at, keep, val_check_interval=2, limit_val_batches=1, max_steps=12)
@@ -84,7 +76,7 @@ def test_a_resumed_run_remembers_the_plateau(keep: str, at: Sequence[int]) -> No
 
 @resumes
 @pytest.mark.filterwarnings("ignore:The run is at λ")
-def test_without_its_state_a_plateau_is_another() -> None:
+def test_without_its_state_a_plateau_is_another():
     """The former test would see it."""
     kwargs = {"val_check_interval": 1, "limit_val_batches": 1}
     plateau = {"patience": 2}
@@ -99,7 +91,7 @@ def test_without_its_state_a_plateau_is_another() -> None:
     assert list(resumed.blends.values()) == [0, 0, 0, 0], "it goes on from somewhere else"
 
 
-def logged(name: str, *callbacks: Callback, **kwargs: Any) -> list[tuple[int, float]]:
+def logged(name, *callbacks, **kwargs):
     """The metric, with the step of each row."""
     logger = CSVLogger("logs")
     fit(*callbacks, logger=logger, **kwargs)
@@ -107,52 +99,52 @@ def logged(name: str, *callbacks: Callback, **kwargs: Any) -> list[tuple[int, fl
         return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
 
 
-def test_lambda_is_logged_as_often_as_the_logger_takes_it() -> None:
+def test_lambda_is_logged_as_often_as_the_logger_takes_it():
     """Steps of a row are those that the logger takes, here the third of each three; the begin of an epoch forgets."""
 
     class Asked(Regression):
-        def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        def log(self, name, value, *args, **kwargs):
             asked.append(self.trainer.global_step)
             assert value.device.type == "cpu", "the host would wait for a device"
             super().log(name, value, *args, **kwargs)
 
-    asked: list[int] = []
+    asked = []
     kwargs = {"max_steps": 16, "limit_train_batches": 24, "accumulate_grad_batches": 2, "log_every_n_steps": 3}
     found = logged("blend", PrecisionSwitch("fqt", step=1, steps=8), model=Asked(), **kwargs)
     assert asked == [2, 5, 8, 9], "where the logger takes it, and at the end"
     assert found == [(2, 0.125), (5, 0.5), (8, 0.875), (11, 1.0)], "the next epoch begins at step 12"
 
 
-def test_each_lambda_is_logged() -> None:
+def test_each_lambda_is_logged():
     found = logged("blend", PrecisionSwitch("fqt", step=1, steps=2), log_every_n_steps=1, limit_train_batches=4)
     assert found == [(1, 0.0), (2, 0.5), (3, 1.0)]
 
 
-def test_a_sudden_switch_ends_the_log_of_another() -> None:
+def test_a_sudden_switch_ends_the_log_of_another():
     switches = [PrecisionSwitch("fqt", step=0, steps=4), QAFSwitch(step=2)]
     found = logged("blend", *switches, log_every_n_steps=1, limit_train_batches=4)
     assert found == [(0, 0.0), (1, 0.25), (2, 1.0), (3, 1.0)]  # Lightning repeats a value until the epoch ends
 
 
-def test_without_progressive_quantization_no_lambda_is_logged() -> None:
+def test_without_progressive_quantization_no_lambda_is_logged():
     assert logged("blend", QAFSwitch(step=2), log_every_n_steps=1) == []
 
 
-def test_the_phase_is_logged_at_the_begin() -> None:
+def test_the_phase_is_logged_at_the_begin():
     assert logged("phase", PrecisionSwitch("qaf", step=2, steps=4), log_every_n_steps=1) == [(2, 1.0)]
 
 
 @pytest.mark.slow
-def test_no_recompilation_while_lambda_changes() -> None:
+def test_no_recompilation_while_lambda_changes():
     from torch._dynamo.utils import counters
 
     class Compiled(BoringModel):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 2))
-            self.compiled: Any = None
+            self.compiled = None
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             self.compiled = self.compiled or torch.compile(self.layer, backend="eager")
             return self.compiled(x)
 
@@ -193,18 +185,18 @@ def test_no_recompilation_while_lambda_changes() -> None:
         ({"plateau": {"mode": "least"}}, "Unknown mode of a plateau 'least'"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         PrecisionSwitch(**{"to": "fqt", **arguments})
 
 
-def test_a_run_that_ends_in_the_middle_says_so() -> None:
+def test_a_run_that_ends_in_the_middle_says_so():
     with pytest.warns(UserWarning, match=r"Training ended at λ = 0.4: .* Shorten the gradual switch, or train for lon"):
         fit(PrecisionSwitch("fqt", step=4, steps=5), max_steps=7)
 
 
 @resumes
-def test_a_resumed_run_without_its_switch_says_so() -> None:
+def test_a_resumed_run_without_its_switch_says_so():
     fit(PrecisionSwitch("fqt", step=4, steps=5), max_steps=7, keep="trained")
     with pytest.warns(
         UserWarning, match=r"is at λ = 0.4, .* none of its callbacks continues: .* plugin.set_blend\(1.0\)"
@@ -213,7 +205,7 @@ def test_a_resumed_run_without_its_switch_says_so() -> None:
     assert list(resumed.blends.values()) == pytest.approx([0.4])
 
 
-def test_a_share_of_an_endless_run() -> None:
+def test_a_share_of_an_endless_run():
     switch = PrecisionSwitch("fqt", step=2, over=0.1)
     message = r"PrecisionSwitch\(over=0.1\) is a fraction of all optimizer steps, .* or give steps instead"
     with pytest.raises(MisconfigurationException, match=message):
@@ -221,9 +213,9 @@ def test_a_share_of_an_endless_run() -> None:
 
 
 @pytest.mark.parametrize("plateau", [None, {"patience": 1}])
-def test_a_switch_may_be_given_twice(plateau: dict[str, int] | None) -> None:
+def test_a_switch_may_be_given_twice(plateau):
     """By a recipe, and by an overlay on top of it."""
-    when: dict[str, Any] = {"at": 0.0} if plateau is None else {"plateau": plateau}
+    when = {"at": 0.0} if plateau is None else {"plateau": plateau}
     runs = []
     for times in (1, 2):
         switches = [PrecisionSwitch("fqt", steps=3, **when) for _ in range(times)]
@@ -231,7 +223,7 @@ def test_a_switch_may_be_given_twice(plateau: dict[str, int] | None) -> None:
     assert runs[0] == runs[1] and 0 in runs[0]
 
 
-def test_switches_of_one_kind_have_states_of_their_own() -> None:
+def test_switches_of_one_kind_have_states_of_their_own():
     changes = [
         {},
         {"to": "qaf"},
@@ -242,7 +234,7 @@ def test_switches_of_one_kind_have_states_of_their_own() -> None:
     assert len(keys) == len(changes)
 
 
-def test_yaml() -> None:
+def test_yaml():
     callbacks = from_yaml("""
         accelerator: cpu
         plugins: {class_path: lightning_lowbit.TernaryPrecision}

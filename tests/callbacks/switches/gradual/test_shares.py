@@ -1,19 +1,13 @@
 """λ of each step of a gradual switch, its schedules, and several switches."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.precision import SCHEDULES
 from lightning_lowbit.precision.layers import RunLayers
 from tests.callbacks.switches.gradual.runs import blends, fit
-from tests.lightning_imports import (
-    Callback,
-)
+from tests.lightning_imports import Callback
 from tests.precision.regression_model import Regression
 
 # Short runs: many end in the middle of a switch.
@@ -30,12 +24,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")
     ],
 )
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_rises_step_by_step(switch: Callable[[], PrecisionSwitch], accumulate: int) -> None:
+def test_rises_step_by_step(switch, accumulate):
     found = blends(switch(), accumulate_grad_batches=accumulate)
     assert found == [1, 1, 0, 0.25, 0.5, 0.75, 1, 1]
 
 
-def test_lambda_is_set_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lambda_is_set_once_a_step(monkeypatch):
     """Not for each micro-batch: this goes over all layers."""
     values, original = [], RunLayers.set_blend
     monkeypatch.setattr(RunLayers, "set_blend", lambda self, value: (values.append(value), original(self, value)))
@@ -43,36 +37,36 @@ def test_lambda_is_set_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values == [1, 0, 0.25, 0.5, 0.75, 1], "once by the plugin, then at each step of the switch"
 
 
-def test_high_precision_first_and_then_progressively() -> None:
+def test_high_precision_first_and_then_progressively():
     seen = fit(PrecisionSwitch("bf16", step=0), PrecisionSwitch("fqt", at=0.25, over=0.25))
     assert list(seen.phases.values()) == ["bf16"] * 2 + ["fqt"] * 6
     assert list(seen.blends.values()) == [1, 1, 0, 0.5, 1, 1, 1, 1]
 
 
-def test_warm_up_from_the_first_step_on() -> None:
+def test_warm_up_from_the_first_step_on():
     assert blends(PrecisionSwitch("fqt", at=0, over=0.5)) == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("phase", ["qaf", "hp-forward"])
-def test_to_another_phase(phase: str) -> None:
+def test_to_another_phase(phase):
     seen = fit(PrecisionSwitch(phase, step=2, steps=2))
     assert list(seen.phases.values()) == ["fqt"] * 2 + [phase] * 6
     assert list(seen.blends.values()) == [1, 1, 0, 0.5, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("over", "expected"), [(0.01, [0, 1, 1, 1]), (0.99, [0, 0.125, 0.25, 0.375])])
-def test_takes_one_step_at_least_and_the_run_at_most(over: float, expected: list[float]) -> None:
+def test_takes_one_step_at_least_and_the_run_at_most(over, expected):
     assert blends(PrecisionSwitch("fqt", at=0, over=over))[:4] == expected
 
 
-def test_what_is_trained_with_is_blended() -> None:
+def test_what_is_trained_with_is_blended():
     """At λ = 0 the loss is that of high precision, at 1 that of the phase, and in between neither."""
 
     class Losses(Regression):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             return super().training_step(batch, 0) * 0  # the weights stay
 
-    def losses(*switches: Callback) -> Tensor:
+    def losses(*switches):
         model = Losses()
         fit(*switches, model=model, plugin=FP4Precision(compute_dtype="fp32", exact=True), max_steps=3)
         return torch.stack(model.losses)
@@ -85,7 +79,7 @@ def test_what_is_trained_with_is_blended() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_rise_from_0_to_1(schedule: str) -> None:
+def test_schedules_rise_from_0_to_1(schedule):
     values = [SCHEDULES[schedule](i / 1000) for i in range(1001)]
     assert (values[0], values[-1]) == (0, 1), "not exactly 0 and 1 at its ends"
     assert all(a <= b for a, b in zip(values, values[1:], strict=False)), "it falls"
@@ -100,13 +94,13 @@ def test_schedules_rise_from_0_to_1(schedule: str) -> None:
         ("delayed", [0, 0, 0, 0.5, 1]),
     ],
 )
-def test_schedules_of_a_run(schedule: str, expected: list[float]) -> None:
+def test_schedules_of_a_run(schedule, expected):
     found = blends(PrecisionSwitch("fqt", step=1, steps=4, schedule=schedule))
     assert found == pytest.approx([1, *expected, 1, 1], abs=1e-6)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_the_last_one_due_holds_whatever_their_order(reverse: bool) -> None:
+def test_the_last_one_due_holds_whatever_their_order(reverse):
     switches = [
         PrecisionSwitch("fqt", step=0, steps=4),
         QAFSwitch(step=2),
@@ -118,19 +112,19 @@ def test_the_last_one_due_holds_whatever_their_order(reverse: bool) -> None:
     assert list(seen.blends.values()) == [0, 0.25, 1, 1, 0, 0.125, 0, 0.5]
 
 
-def test_of_two_at_one_step_the_last_in_the_list_holds() -> None:
-    def gradual() -> PrecisionSwitch:
+def test_of_two_at_one_step_the_last_in_the_list_holds():
+    def gradual():
         return PrecisionSwitch("fqt", step=0, steps=4)
 
     assert blends(gradual(), QAFSwitch(step=0))[:2] == [1, 1]
     assert blends(QAFSwitch(step=0), gradual())[:2] == [0, 0.25]
 
 
-def test_changes_by_hand() -> None:
+def test_changes_by_hand():
     """The phase stays; λ stays once the switch has ended."""
 
     class ByHand(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_start(self, trainer, *_):
             if trainer.global_step == 2:
                 trainer.precision_plugin.set_phase("qaf")
             if trainer.global_step in (2, 6):
@@ -142,7 +136,7 @@ def test_changes_by_hand() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The run is at λ")
-def test_a_sudden_switch_goes_all_the_way() -> None:
+def test_a_sudden_switch_goes_all_the_way():
     plugin = FP4Precision(quantize_output=True)
     plugin.set_blend(0.5)
     assert blends(PrecisionSwitch("fqt", step=4), plugin=plugin) == [0.5] * 4 + [1] * 4

@@ -4,9 +4,6 @@ Ranks see different numbers of tokens. What came out lies in ``FOLDER/0.pt``, of
 """
 
 import warnings
-from typing import Any
-
-from torch import Tensor
 
 from lightning_lowbit import LowBitPrecision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
@@ -23,23 +20,23 @@ RESUMED = [4, 5, 6]  # before the switch, at it and after it
 class Witness(Callback):
     """Step, phase, and the casts of both layers; a checkpoint after some steps, if it shall."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path):
         self.path = path
-        self.seen: list[list[Any]] = []
+        self.seen = []
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, pl_module, *_):
         casts = [str(m.full_casts) for m in pl_module.modules() if isinstance(m, QuantizedLayer)]
         self.seen.append([trainer.global_step, trainer.precision_plugin.phase, *casts])
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         if self.path is not None and trainer.global_step in RESUMED:
             trainer.save_checkpoint(f"{self.path} {trainer.global_step}.ckpt")
 
 
-def train(strategy: str, path: str | None = None, ckpt_path: str | None = None) -> dict[str, Any]:
+def train(strategy, path=None, ckpt_path=None):
     model, witness = Regression("stable_spam", shard=strategy == "fsdp2"), Witness(path)
 
-    def count(batch: Tensor) -> int:
+    def count(batch):
         return OF_RANK[model.global_rank]
 
     first = PrecisionSwitch({r"body\.0": "mxfp4"}, tokens=TOKENS, count=count, rewarm=3, moments="reset")
@@ -54,7 +51,7 @@ def train(strategy: str, path: str | None = None, ckpt_path: str | None = None) 
     return {"seen": witness.seen, "weights": model.whole, "record": first._record}
 
 
-def work() -> dict[str, Any]:
+def work():
     results = {}
     for strategy in ("ddp", "fsdp2"):
         with warnings.catch_warnings():

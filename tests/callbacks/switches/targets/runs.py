@@ -5,12 +5,9 @@ from typing import Any
 
 import torch
 
-from lightning_lowbit import (
-    FP4Precision,
-)
-from lightning_lowbit.nn import LinearCasts
+from lightning_lowbit import FP4Precision
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
-from tests.lightning_imports import Callback, LightningModule
+from tests.lightning_imports import Callback
 from tests.precision.regression_model import Regression, trainer
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -23,23 +20,23 @@ class Model(Regression):
         make: the optimizer.
     """
 
-    def __init__(self, make: Optimizer = lambda p: torch.optim.Adam(p, 1e-2)) -> None:
+    def __init__(self, make=lambda p: torch.optim.Adam(p, 1e-2)):
         super().__init__()
         self.make = make
-        self.rates: list[float] = []
+        self.rates = []
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = self.make(self.parameters())
         optimizer.register_step_post_hook(lambda *_: self.scheduled.append(self.rate(optimizer)))
-        self.scheduled: list[float] = []
+        self.scheduled = []
         schedule = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def rate(self, optimizer: torch.optim.Optimizer) -> float:
+    def rate(self, optimizer):
         return float(optimizer.param_groups[0]["lr"])
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
-        def noted() -> Any:  # the hooks before a step have run
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
+        def noted():  # the hooks before a step have run
             loss = closure()
             self.rates.append(self.rate(optimizer.optimizer))
             return loss
@@ -50,12 +47,12 @@ class Model(Regression):
 class Casts(Callback):
     """The casts of all layers in each step, outside the phase and in it; a checkpoint after each step, if it shall."""
 
-    def __init__(self, keep: bool = False) -> None:
-        self.full: list[dict[str, LinearCasts]] = []
-        self.phases: list[str] = []
+    def __init__(self, keep=False):
+        self.full = []
+        self.phases = []
         self.keep = keep
 
-    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, pl_module, *_):
         layers = {name: m for name, m in pl_module.named_modules() if isinstance(m, QuantizedLayer)}
         phase = trainer.precision_plugin.phase
         for name, layer in layers.items():
@@ -63,15 +60,15 @@ class Casts(Callback):
         self.phases.append(phase)
         self.full.append({name: layer.full_casts for name, layer in layers.items()})
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         if self.keep and not trainer.fit_loop._should_accumulate():
             trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
 
-    def of(self, name: str) -> list[str]:
+    def of(self, name):
         return [str(casts[name]) for casts in self.full]
 
 
-def fit(*callbacks: Callback, model: Any = None, plugin: Any = None, ckpt_path: Any = None, **kwargs: Any) -> Casts:
+def fit(*callbacks, model=None, plugin=None, ckpt_path=None, **kwargs):
     """Six steps, with callbacks and then a witness."""
     witness = Casts(kwargs.pop("keep", False))
     made = trainer(

@@ -1,20 +1,9 @@
 """Switches of some layers."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_lowbit import (
-    FP4Precision,
-    FP8Precision,
-    LowBitPrecision,
-    PrecisionSwitch,
-    QAFSwitch,
-    SpikeRollback,
-)
+from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision, PrecisionSwitch, QAFSwitch, SpikeRollback
 from lightning_lowbit.nn import OPERANDS, PRESETS, LinearCasts
 from lightning_lowbit.precision.checkpoints.trained import primitive
 from tests.callbacks.switches.targets.runs import Casts, Model, fit
@@ -37,7 +26,7 @@ WEIGHTS_OF_DOWN = {f"{DOWN}/fprop_w", f"{DOWN}/dgrad_w"}  # smoothed, and scaled
 NVFP4 = PRESETS["nvfp4"]()
 
 
-def test_layers_that_match_get_other_casts_and_others_keep_theirs() -> None:
+def test_layers_that_match_get_other_casts_and_others_keep_theirs():
     seen = fit(PrecisionSwitch({"head": "bf16", "down_proj": "nvfp4-4over6", "mlp": "mxfp4"}, step=2))
     assert seen.of("head") == ["nvfp4"] * 2 + ["bf16"] * 4
     assert seen.of("mlp.down_proj") == ["nvfp4"] * 2 + ["nvfp4-4over6"] * 4, "the first pattern holds"
@@ -45,13 +34,13 @@ def test_layers_that_match_get_other_casts_and_others_keep_theirs() -> None:
     assert seen.of("first") == ["nvfp4"] * 6
 
 
-def test_casts_of_any_kind() -> None:
+def test_casts_of_any_kind():
     e1m2 = LinearCasts.of({"fprop_w": {"element": "e1m2"}})
     seen = fit(PrecisionSwitch({"head": {"fprop_w": {"element": "e1m2"}}, "first": e1m2}, step=1))
     assert seen.full[1]["head"] == seen.full[1]["first"] == e1m2
 
 
-def test_phases_and_mappings_compose() -> None:
+def test_phases_and_mappings_compose():
     """Each at its time, and in the order of time, whatever their order in the list."""
     seen = fit(
         PrecisionSwitch({"head": "fqt"}, step=5),
@@ -67,7 +56,7 @@ def test_phases_and_mappings_compose() -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_of_mappings_that_are_late_the_last_one_due_acts_last(reverse: bool) -> None:
+def test_of_mappings_that_are_late_the_last_one_due_acts_last(reverse):
     """A run resumes with switches that it did not have: all act in its first step."""
     fit(keep=True, max_steps=4)
     switches = [PrecisionSwitch({"head": "bf16"}, step=1), PrecisionSwitch({"head": "mxfp4"}, step=2)]
@@ -75,11 +64,11 @@ def test_of_mappings_that_are_late_the_last_one_due_acts_last(reverse: bool) -> 
     assert seen.of("head") == ["mxfp4"] * 2
 
 
-def test_lambda_is_left_alone() -> None:
-    blends: list[float] = []
+def test_lambda_is_left_alone():
+    blends = []
 
     class Blends(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_start(self, trainer, *_):
             blends.append(trainer.precision_plugin.blend.item())
 
     fit(PrecisionSwitch("fqt", step=0, steps=4), PrecisionSwitch({"head": "bf16"}, step=2), Blends())
@@ -87,12 +76,12 @@ def test_lambda_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_resumes_with_the_casts_and_their_histories(accumulate: int) -> None:
+def test_resumes_with_the_casts_and_their_histories(accumulate):
     """Delayed scaling comes and goes, and smoothing is there all the time."""
 
     kwargs = {"max_steps": 7, "accumulate_grad_batches": accumulate}
 
-    def run(ckpt_path: str | None = None, keep: bool = False) -> Any:
+    def run(ckpt_path=None, keep=False):
         switches = [
             PrecisionSwitch({"head": "bf16", "mlp": "nvfp4"}, step=2, rewarm=3),
             PrecisionSwitch({"mlp": "fp8-delayed"}, step=4, moments="reset"),
@@ -114,14 +103,14 @@ def test_resumes_with_the_casts_and_their_histories(accumulate: int) -> None:
                 assert torch.equal(resumed_state[kind][name], tensor), f"resumed after step {step}: {name}"
 
 
-def test_amaxes_of_other_layers_go_on() -> None:
+def test_amaxes_of_other_layers_go_on():
     """Weights stay, so that every history depends on the step alone."""
 
     class Still(Regression):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.0)
 
-    def histories(*switches: Callback) -> Any:
+    def histories(*switches):
         plugin = FP8Precision("delayed", compute_dtype="fp32", exact=True)
         fit(*switches, model=Still(), plugin=plugin)
         return state(plugin)["amax_history"]
@@ -140,13 +129,13 @@ def test_amaxes_of_other_layers_go_on() -> None:
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
-def test_casts_of_a_checkpoint_are_primitives(preset: str, tmp_path: Path) -> None:
+def test_casts_of_a_checkpoint_are_primitives(preset, tmp_path):
     casts = PRESETS[preset]()
     torch.save(primitive(casts), tmp_path / "x.pt")
     assert LinearCasts.of(torch.load(tmp_path / "x.pt", weights_only=True)) == casts
 
 
-def test_another_run_begins_with_the_constructors_casts() -> None:
+def test_another_run_begins_with_the_constructors_casts():
     plugin, model = FP4Precision(overrides={"first": "mxfp4"}, quantize_output=True), Regression()
     for _ in range(2):
         seen = fit(PrecisionSwitch({"head": "bf16", "first": "bf16"}, step=3), plugin=plugin, model=model)
@@ -154,7 +143,7 @@ def test_another_run_begins_with_the_constructors_casts() -> None:
         assert seen.of("first") == ["mxfp4"] * 3 + ["bf16"] * 3
 
 
-def test_the_same_trainer_goes_on() -> None:
+def test_the_same_trainer_goes_on():
     plugin, model, seen = FP8Precision("delayed"), Regression(), Casts()
     switch = PrecisionSwitch({"head": "bf16"}, step=1, moments="reset")
     made = trainer(plugin, callbacks=[switch, seen], max_steps=-1, max_epochs=1)
@@ -164,7 +153,7 @@ def test_the_same_trainer_goes_on() -> None:
     assert seen.of("head") == ["fp8-delayed", *["bf16"] * 3]
 
 
-def test_the_same_trainer_goes_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
+def test_the_same_trainer_goes_back_to_an_earlier_checkpoint(tmp_path):
     """From before the switch, when it had no state to save."""
     model, seen = Model(), Casts(keep=True)
     switch = PrecisionSwitch({"head": "bf16"}, step=3, rewarm=2)
@@ -179,7 +168,7 @@ def test_the_same_trainer_goes_back_to_an_earlier_checkpoint(tmp_path: Path) -> 
     assert switch._record["step"] == 3
 
 
-def test_a_checkpoint_with_casts_of_layers_that_are_not_converted(tmp_path: Path) -> None:
+def test_a_checkpoint_with_casts_of_layers_that_are_not_converted(tmp_path):
     """They are said, and other casts may be set all the same."""
     fit(PrecisionSwitch({"head": "bf16"}, step=1), keep=True)
     plugin = FP4Precision(skip=["head"])
@@ -189,14 +178,14 @@ def test_a_checkpoint_with_casts_of_layers_that_are_not_converted(tmp_path: Path
     assert list(state(plugin)["casts"]) == ["first"]
 
 
-def test_another_model_without_a_layer_whose_casts_were_changed() -> None:
+def test_another_model_without_a_layer_whose_casts_were_changed():
     class Headless(Regression):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.tail = self.head
             del self.head
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             h = self.first(x)
             return self.tail(h + self.mlp(h))
 
@@ -209,15 +198,15 @@ def test_another_model_without_a_layer_whose_casts_were_changed() -> None:
     assert model.first.full_casts == HP
 
 
-def test_a_resumed_run_leaves_the_phase_as_it_was_saved() -> None:
+def test_a_resumed_run_leaves_the_phase_as_it_was_saved():
     """Unless a switch is no longer there that has acted since."""
 
     class ByHand(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_start(self, trainer, *_):
             if trainer.global_step == 2:
                 trainer.precision_plugin.set_phase("hp-forward")
 
-    def switches() -> list[Callback]:
+    def switches():
         return [QAFSwitch(step=1, rewarm=2)]
 
     assert fit(*switches(), ByHand(), keep=True).phases == ["fqt", "qaf", *["hp-forward"] * 4]
@@ -228,9 +217,9 @@ def test_a_resumed_run_leaves_the_phase_as_it_was_saved() -> None:
     assert fit(*switches(), ckpt_path="3.ckpt").phases == ["qaf"] * 3
 
 
-def test_a_switch_that_is_due_later_in_a_longer_run_acts_again() -> None:
+def test_a_switch_that_is_due_later_in_a_longer_run_acts_again():
     class Back(Callback):
-        def on_train_start(self, trainer: Any, *_: Any) -> None:
+        def on_train_start(self, trainer, *_):
             trainer.precision_plugin.set_phase("fqt")
 
     fit(QAFSwitch(at=0.5), max_steps=4, keep=True)
@@ -239,11 +228,11 @@ def test_a_switch_that_is_due_later_in_a_longer_run_acts_again() -> None:
     assert seen.phases == ["fqt"] * 2 + ["qaf"] * 6
 
 
-def test_a_rollback_from_after_a_switch_to_before_it() -> None:
+def test_a_rollback_from_after_a_switch_to_before_it():
     """Histories of layers that have other casts since are passed over."""
 
     class Bad(Regression):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * (float("nan") if self.trainer.global_step == 4 else 1)
 
     rollback = SpikeRollback(warmup_steps=50, every_n_steps=50)
@@ -264,7 +253,7 @@ def test_a_rollback_from_after_a_switch_to_before_it() -> None:
     ],
     ids=["no layer", "unconverted"],
 )
-def test_patterns_without_a_layer(to: dict[str, str], message: str) -> None:
+def test_patterns_without_a_layer(to, message):
     """At the start of training, and before anything is changed."""
     seen = Casts()
     with pytest.raises(MisconfigurationException, match=message):
@@ -272,7 +261,7 @@ def test_patterns_without_a_layer(to: dict[str, str], message: str) -> None:
     assert not seen.full
 
 
-def test_casts_that_the_backend_refuses() -> None:
+def test_casts_that_the_backend_refuses():
     plugin = LowBitPrecision("bf16", backend="native")
     with pytest.raises(
         MisconfigurationException, match="cannot be: backend='native', but fprop of first has no native"
@@ -280,7 +269,7 @@ def test_casts_that_the_backend_refuses() -> None:
         fit(PrecisionSwitch({"first": "mxfp6"}, step=2), plugin=plugin)
 
 
-def test_by_hand_before_there_is_a_model() -> None:
+def test_by_hand_before_there_is_a_model():
     with pytest.raises(MisconfigurationException, match="none has been converted yet. Give the plugin overrides"):
         FP4Precision(quantize_output=True).set_casts({"head": "bf16"})
 
@@ -288,16 +277,16 @@ def test_by_hand_before_there_is_a_model() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it itself
 @pytest.mark.parametrize("changes", [False, True])
-def test_compiled_before_training_it_computes_the_same(changes: bool) -> None:
+def test_compiled_before_training_it_computes_the_same(changes):
     """One graph for each precision, and none for going back."""
     from torch._dynamo.utils import counters
 
-    def train(compiled: bool) -> Tensor:
+    def train(compiled):
         model = Regression()
         if compiled:
             model.mlp.compile(backend="eager")
-        to: Any = {"mlp": "mxfp4"} if changes else "qaf"
-        back: Any = {"mlp": "fqt"} if changes else "fqt"
+        to = {"mlp": "mxfp4"} if changes else "qaf"
+        back = {"mlp": "fqt"} if changes else "fqt"
         fit(PrecisionSwitch(to, step=2), PrecisionSwitch(back, step=4), model=model)
         return flat(model)
 

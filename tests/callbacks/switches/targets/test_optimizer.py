@@ -1,21 +1,12 @@
 """Learning rates and moments at a switch; the report, and what is refused."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit import (
-    SPAM,
-    Adaptive,
-    LowBitAdamW,
-    PrecisionSwitch,
-    QAFSwitch,
-    StableSPAM,
-)
+from lightning_lowbit import SPAM, Adaptive, LowBitAdamW, PrecisionSwitch, QAFSwitch, StableSPAM
 from lightning_lowbit.callbacks.learning_rates import LowerRates, Rewarm
-from tests.callbacks.switches.targets.runs import Model, Optimizer, fit
+from tests.callbacks.switches.targets.runs import Model, fit
 from tests.lightning_imports import Callback
 from tests.precision.regression_model import Regression, trainer
 from tests.tables import each
@@ -27,18 +18,18 @@ pytestmark = [
 ]
 
 
-def adam(p: Any) -> torch.optim.Optimizer:
+def adam(p):
     return torch.optim.Adam(p, 1.0)
 
 
-def tensor_rate(p: Any) -> torch.optim.Optimizer:
+def tensor_rate(p):
     return torch.optim.Adam(p, torch.tensor(1.0), capturable=False, foreach=False)
 
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("make", [adam, tensor_rate, lambda p: Adaptive(adam(p))], ids=["adam", "tensor", "adaptive"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_learning_rate_rises_again_and_the_schedule_goes_on(make: Optimizer, accumulate: int) -> None:
+def test_the_learning_rate_rises_again_and_the_schedule_goes_on(make, accumulate):
     model = Model(make)
     fit(QAFSwitch(step=1, rewarm=4), model=model, accumulate_grad_batches=accumulate)
     assert model.rates == [1, 0.5 / 4, 0.25 / 2, 0.125 * 3 / 4, 0.0625, 0.03125]
@@ -52,22 +43,22 @@ class TwoOptimizers(Regression):
 
     automatic_optimization = False
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch_idx, 1.0)
         self.manual_backward(loss)
         for optimizer in self.optimizers():
             optimizer.step()
 
-    def configure_optimizers(self) -> Any:
-        self.rates: list[float] = []
+    def configure_optimizers(self):
+        self.rates = []
         made = [torch.optim.SGD([layer.weight], 1.0) for layer in (self.first, self.head)]
         for optimizer in made:
             # Hooks before a step run in the order in which they came, and this is run after those of the switch.
             optimizer.step = self.noted(optimizer, optimizer.step)
         return made
 
-    def noted(self, optimizer: torch.optim.Optimizer, step: Any) -> Any:
-        def run(closure: Any = None) -> Any:
+    def noted(self, optimizer, step):
+        def run(closure=None):
             handle = optimizer.register_step_pre_hook(lambda *_: self.rates.append(optimizer.param_groups[0]["lr"]))
             step(closure)
             handle.remove()
@@ -75,13 +66,13 @@ class TwoOptimizers(Regression):
         return run
 
 
-def test_by_hand_steps_of_all_optimizers_count_and_a_batch_has_one_rate() -> None:
+def test_by_hand_steps_of_all_optimizers_count_and_a_batch_has_one_rate():
     model = TwoOptimizers()
     fit(QAFSwitch(step=2, rewarm=4), model=model, max_steps=8)
     assert model.rates == [1, 1, 1 / 4, 1 / 4, 3 / 4, 3 / 4, 1, 1]
 
 
-def test_it_does_not_rise_before_the_switch() -> None:
+def test_it_does_not_rise_before_the_switch():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 1.0)
     rewarm = Rewarm(4)
     rewarm.follow([optimizer], 0)
@@ -90,7 +81,7 @@ def test_it_does_not_rise_before_the_switch() -> None:
     assert not optimizer._optimizer_step_pre_hooks, "of a negative number of steps"
 
 
-def test_learning_rates_of_two_causes_multiply_and_come_back() -> None:
+def test_learning_rates_of_two_causes_multiply_and_come_back():
     weights = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weights], 1.0)
     weights.grad = torch.ones(1)
@@ -107,7 +98,7 @@ def test_learning_rates_of_two_causes_multiply_and_come_back() -> None:
     assert weights.item() == -0.5
 
 
-OPTIMIZERS: dict[str, Optimizer] = {
+OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
     "adaptive": lambda p: Adaptive(torch.optim.AdamW(p, 1e-2)),
@@ -121,12 +112,12 @@ GUARDS = ("steps", "threshold", "norm_mean", "norm_mean_square", "norm_mean_weig
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_moments_start_anew_and_guards_go_on(name: str) -> None:
+def test_moments_start_anew_and_guards_go_on(name):
     """After a step that follows the reset, moments are those of its gradients alone."""
-    states: list[Any] = []
+    states = []
 
     class Look(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, *_):
             (optimizer,) = trainer.optimizers
             weight = trainer.lightning_module.first.weight
             kept = {key: v.clone() for key, v in optimizer.state[weight].items() if isinstance(v, Tensor)}
@@ -150,8 +141,8 @@ def test_moments_start_anew_and_guards_go_on(name: str) -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_each_switch_that_acted_is_reported(resumed: bool) -> None:
-    def make() -> list[PrecisionSwitch]:
+def test_each_switch_that_acted_is_reported(resumed):
+    def make():
         return [
             PrecisionSwitch({"head": "bf16", "mlp": "qaf"}, step=3),
             QAFSwitch(at=0.25),
@@ -175,7 +166,7 @@ def test_each_switch_that_acted_is_reported(resumed: bool) -> None:
     assert others == [[], [], []], "said more than once"
 
 
-def test_nothing_to_report() -> None:
+def test_nothing_to_report():
     switch = QAFSwitch(step=100)
     fit(switch)
     made = trainer(None, callbacks=[switch])
@@ -194,6 +185,6 @@ def test_nothing_to_report() -> None:
         ({"moments": "forget"}, "Unknown moments 'forget'"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         PrecisionSwitch(**{"to": "fqt", "step": 3, **arguments})

@@ -1,7 +1,5 @@
 """Switches on two processes."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ pytestmark = [
 ]
 
 
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path):
     """Ranks with different numbers of tokens switch at one step, and go on from a checkpoint of any."""
     ranks = launch("tests.callbacks.switches.targets.ranks", RANKS, tmp_path)
     first, second = ranks

@@ -1,8 +1,6 @@
 """Switches when a measurement of a monitor falls below a value; all triggers in resumed runs and YAML."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +9,7 @@ from lightning_lowbit import Below, Plateau, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow
 from lightning_lowbit.callbacks.switches.step_triggers import count_tokens
 from tests.callbacks.switches.triggers.runs import Texts, begin, fit
-from tests.lightning_imports import (
-    Callback,
-    LightningModule,
-    MisconfigurationException,
-    from_yaml,
-)
+from tests.lightning_imports import Callback, MisconfigurationException, from_yaml
 from tests.tables import each
 
 pytestmark = [
@@ -29,22 +22,22 @@ pytestmark = [
 class Measured(Callback):
     """Measures what it is told to, in each step the next, and knows it one batch later; forgets it when it is saved."""
 
-    def __init__(self, *values: float) -> None:
+    def __init__(self, *values):
         self.values = values
-        self.known: list[tuple[int, float]] = []
+        self.known = []
 
-    def measurements(self, monitor: str) -> Sequence[tuple[int, float]]:
+    def measurements(self, monitor):
         if monitor != "noise":
             raise KeyError(f"it measures 'noise' and not {monitor!r}")
         return self.known
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         self._read(trainer)
 
-    def on_train_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_end(self, trainer, *_):
         self._read(trainer)
 
-    def _read(self, trainer: Any) -> None:
+    def _read(self, trainer):
         step = trainer.global_step
         if step and (not self.known or self.known[-1][0] < step):
             self.known.append((step, self.values[min(step, len(self.values)) - 1]))
@@ -64,7 +57,7 @@ class Measured(Callback):
     ids=["after another", "not in a row", "nan", "equal", "alternating", "at once"],
 )
 @pytest.mark.parametrize("first", [True, False])
-def test_after_some_measurements_in_a_row(values: list[float], expected: int | None, first: bool) -> None:
+def test_after_some_measurements_in_a_row(values, expected, first):
     """Whatever the order of the callbacks."""
     switch = PrecisionSwitch("qaf", below=Below("noise", threshold=2, measurements=2))
     both = [Measured(*values, 3), switch]
@@ -74,16 +67,16 @@ def test_after_some_measurements_in_a_row(values: list[float], expected: int | N
 class Disagrees:
     """A Trainer of two ranks, as far as a trigger sees it, of which the other one decides by itself, too."""
 
-    def __init__(self, *others: bool) -> None:
+    def __init__(self, *others):
         self.others, self.strategy, self.global_step = list(others), self, 0
 
-    def reduce_boolean_decision(self, decision: bool, all: bool) -> bool:
+    def reduce_boolean_decision(self, decision, all):
         assert not all
         return decision or self.others.pop(0)
 
 
-def test_ranks_whose_values_differ_decide_alike() -> None:
-    ranks: Any = Disagrees(False, True, True)
+def test_ranks_whose_values_differ_decide_alike():
+    ranks = Disagrees(False, True, True)
     trigger = AtBelow(Below("noise", threshold=2, measurements=2))
     trigger._source = Measured()
     for step in range(5):
@@ -93,7 +86,7 @@ def test_ranks_whose_values_differ_decide_alike() -> None:
         trigger._source.known.append((step + 1, 2.0))
 
 
-def test_a_metric_that_nobody_measures() -> None:
+def test_a_metric_that_nobody_measures():
     with pytest.raises(
         MisconfigurationException, match=r"'gradient_noise/ratio', which no .* Add GradientNoiseMonitor"
     ):
@@ -103,11 +96,11 @@ def test_a_metric_that_nobody_measures() -> None:
         fit(QAFSwitch(below={}), Measured())
 
 
-def test_the_default_is_that_of_the_paper() -> None:
+def test_the_default_is_that_of_the_paper():
     assert QAFSwitch(below={}).below == Below("gradient_noise/ratio", math.sqrt(3), 3)
 
 
-TRIGGERS: dict[str, dict[str, Any]] = {
+TRIGGERS = {
     "at": {"at": 0.5},
     "step": {"step": 4},
     "tokens": {"tokens": 31},
@@ -117,14 +110,14 @@ TRIGGERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", TRIGGERS)
-def test_resumes_before_at_and_after(name: str) -> None:
+def test_resumes_before_at_and_after(name):
     """With a re-warm and new moments, which happen once."""
 
-    def make() -> list[Callback]:
+    def make():
         switch = QAFSwitch(**TRIGGERS[name], rewarm=4, moments="reset")
         return [Measured(3, 1, 1, 3), switch]
 
-    kwargs: dict[str, Any] = {"max_steps": 12 if name == "plateau" else 8}
+    kwargs = {"max_steps": 12 if name == "plateau" else 8}
     if name == "plateau":
         kwargs |= {"val_check_interval": 2, "limit_val_batches": 1}
     phases, weights = fit(*make(), keep=True, **kwargs)
@@ -138,14 +131,14 @@ def test_resumes_before_at_and_after(name: str) -> None:
         assert torch.equal(resumed_weights, weights), f"resumed after step {step}: other weights"
 
 
-def test_what_is_measured_and_not_looked_at_is_saved() -> None:
+def test_what_is_measured_and_not_looked_at_is_saved():
     """The fake monitor forgets its measurements: that of the 2nd step is known after the 3rd, and looked at later."""
     fit(Measured(3, 1, 1, 3), QAFSwitch(below=TRIGGERS["below"]["below"]), keep=True)
     (state,) = torch.load("3.ckpt", weights_only=True)["lightning_lowbit_switches"].values()
     assert state == {"due": math.inf, "in_a_row": 0, "value": 3, "seen": 1, "waiting": [(2, 1)]}
 
 
-def test_of_two_that_are_due_at_once_the_last_in_the_list_holds() -> None:
+def test_of_two_that_are_due_at_once_the_last_in_the_list_holds():
     """Also where one finds out only then."""
     for switches, last in [
         ([PrecisionSwitch("bf16", step=3), QAFSwitch(tokens=30)], "qaf"),
@@ -173,12 +166,12 @@ def test_of_two_that_are_due_at_once_the_last_in_the_list_holds() -> None:
         ({"below": {"monitor": ""}}, "monitor is the name of a metric that a callback measures; got ''"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         QAFSwitch(**arguments)
 
 
-def test_yaml() -> None:
+def test_yaml():
     callbacks = from_yaml("""
         accelerator: cpu
         plugins: {class_path: lightning_lowbit.FP4Precision}
@@ -209,15 +202,15 @@ def test_yaml() -> None:
     assert last.to == {"lm_head": "bf16", r"layers\.0": {"preset": "nvfp4", "every": {"rounding": "nearest"}}}
 
 
-def test_switches_of_other_triggers_have_states_of_their_own() -> None:
+def test_switches_of_other_triggers_have_states_of_their_own():
     keys = {QAFSwitch(**arguments).state_key for arguments in TRIGGERS.values()}
     assert len(keys) == len(TRIGGERS)
 
 
-def test_a_second_run_begins_anew() -> None:
-    switches: list[Callback] = [QAFSwitch(tokens=30, rewarm=2, moments="reset")]
+def test_a_second_run_begins_anew():
+    switches = [QAFSwitch(tokens=30, rewarm=2, moments="reset")]
     first = fit(*switches)
-    model: LightningModule = Texts()
+    model = Texts()
     second = fit(*switches, model=model)
     assert first[0] == second[0]
     assert torch.equal(first[1], second[1])

@@ -1,12 +1,9 @@
 """Switches after so many tokens."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbit import PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.step_triggers import AtTokens, count_tokens
@@ -24,21 +21,21 @@ pytestmark = [
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (1, 1), (10, 1), (11, 2), (40, 4), (41, 5), (80, None)])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_first_step_that_begins_after_so_many_tokens(tokens: int, expected: int | None, accumulate: int) -> None:
+def test_the_first_step_that_begins_after_so_many_tokens(tokens, expected, accumulate):
     found = begin(PrecisionSwitch("qaf", tokens=tokens * accumulate), accumulate_grad_batches=accumulate)
     assert found == expected
 
 
-def test_micro_batches_count_but_do_not_switch() -> None:
+def test_micro_batches_count_but_do_not_switch():
     assert begin(QAFSwitch(tokens=10), accumulate_grad_batches=4) == 1
     assert begin(QAFSwitch(tokens=41), accumulate_grad_batches=4) == 2
 
 
-def test_tokens_by_a_count_of_ones_own() -> None:
+def test_tokens_by_a_count_of_ones_own():
     assert begin(QAFSwitch(tokens=12, count=lambda batch: batch.numel() // 3)) == 4
 
 
-def test_what_is_counted() -> None:
+def test_what_is_counted():
     ids = torch.zeros(2, 5, dtype=torch.int64)
     assert count_tokens(ids) == count_tokens({"input_ids": ids, "mask": torch.zeros(7)}) == 10
     for batch, kind in [(torch.zeros(2), "Tensor of torch.float32"), ([ids], "list"), ({"ids": ids}, "dict")]:
@@ -47,7 +44,7 @@ def test_what_is_counted() -> None:
 
 
 @pytest.mark.parametrize("number", [torch.tensor(3), 2.5, None], ids=str)
-def test_a_count_that_is_none(number: Any) -> None:
+def test_a_count_that_is_none(number):
     with pytest.raises(MisconfigurationException, match="count gives the number of tokens of a batch, an int"):
         fit(QAFSwitch(tokens=3, count=lambda batch: number))
 
@@ -55,21 +52,21 @@ def test_a_count_that_is_none(number: Any) -> None:
 class Ranks:
     """A Trainer of two ranks, as far as a trigger sees it; the other one's tokens, and the number of collectives."""
 
-    def __init__(self, alike: int = 1) -> None:
+    def __init__(self, alike=1):
         self.world_size, self.global_step, self.collectives = 2, 0, 0
         self.distributed_sampler_kwargs = {"num_replicas": 2 // alike, "rank": 0}
         self.strategy = self
         self.root_device = torch.device("cpu")
         self.other = 0
 
-    def reduce(self, tensor: Tensor, reduce_op: str) -> Tensor:
+    def reduce(self, tensor, reduce_op):
         assert (reduce_op, tensor.dtype) == ("sum", torch.int64)
         self.collectives += 1
         total, self.other = tensor + self.other, 0
         return total
 
 
-def count_on(ranks: Any, tokens: int, others: Callable[[int], int]) -> int:
+def count_on(ranks, tokens, others):
     """The step before which it is due."""
     trigger = AtTokens(tokens, lambda batch: 100)
     trigger.begin("", ranks, BoringModel())
@@ -85,22 +82,22 @@ def count_on(ranks: Any, tokens: int, others: Callable[[int], int]) -> int:
 
 
 @each("tokens", [300, 301, 299_999, 300_000, 1_234_567])
-def test_few_collectives_and_the_very_step(tokens: int) -> None:
+def test_few_collectives_and_the_very_step(tokens):
     ranks = Ranks()
     assert count_on(ranks, tokens, lambda step: 200) == -(-tokens // 300)
     assert ranks.collectives <= 5 + 2 * math.log2(tokens / 300 + 1)
 
 
-def test_exact_though_steps_become_twice_as_large() -> None:
+def test_exact_though_steps_become_twice_as_large():
     """Of 300 tokens, and after step 100 of 600: at 30 000 + 600 k."""
     assert count_on(Ranks(), 90_000, lambda step: 200 if step < 100 else 500) == 200
 
 
-def test_ranks_that_share_a_batch_count_as_one() -> None:
+def test_ranks_that_share_a_batch_count_as_one():
     assert count_on(Ranks(alike=2), 10_000, lambda step: 100) == 100
 
 
-def test_a_checkpoint_without_a_count_says_so() -> None:
+def test_a_checkpoint_without_a_count_says_so():
     fit(max_steps=3, keep=True)
     with pytest.warns(UserWarning, match=r"QAFSwitch\(tokens=20\) counts tokens from step 3 on"):
         assert begin(QAFSwitch(tokens=20), ckpt_path="3.ckpt") == 5

@@ -1,13 +1,11 @@
 """FLOPs to expect of layers by their shapes, and how to count them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as module_globals
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,19 +26,17 @@ BATCH, TOKENS, WIDTH, HEADS = 2, 5, 16, 2
 BACKWARD = ("dgrad", "wgrad")
 
 
-def gemm(m: int, n: int, k: int) -> int:
+def gemm(m, n, k):
     """FLOPs of ``[m, k] · [k, n]``."""
     return 2 * m * n * k
 
 
-def layer(rows: int, inputs: int, outputs: int, without: Iterable[str] = ()) -> dict[str, int]:
+def layer(rows, inputs, outputs, without=()):
     """A linear layer's GEMMs but for some."""
     return {name: gemm(rows, outputs, inputs) for name in ("fprop", *BACKWARD) if name not in without}
 
 
-def assert_counted(
-    counter: GemmCounter, layers: Mapping[str, Mapping[str, int]], others: Mapping[str, int], recomputed: int = 0
-) -> None:
+def assert_counted(counter, layers, others, recomputed=0):
     """Every FLOP is in a GEMM of a converted layer, both operands quantized, or uncovered under the right name."""
     assert dict(counter.gemms) == {(name, g): flops for name, gemms in layers.items() for g, flops in gemms.items()}
     assert dict(counter.others) == dict(others)
@@ -57,21 +53,21 @@ def assert_counted(
     assert counter.model_flops == low_bit + rest - recomputed
 
 
-def low_bit(model: nn.Module, casts: Any = NVFP4, **kwargs: Any) -> Any:
+def low_bit(model, casts=NVFP4, **kwargs):
     convert(model, casts, **kwargs)
     LayerKeys(model).fill_(0)
     return model
 
 
 @contextmanager
-def quantized(*models: nn.Module) -> Iterator[None]:
+def quantized(*models):
     """Asserts that converted layers have run, and that their output is not that of the raw weights."""
     layers = {m for model in models for m in model.modules() if isinstance(m, QuantizedLayer)}
-    seen: list[tuple[QuantizedLayer, tuple[Tensor, ...], Tensor]] = []
+    seen = []
 
-    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def record(module, inputs, output):
         if module in layers:
-            seen.append((module, inputs, output.detach()))  # type: ignore[arg-type]
+            seen.append((module, inputs, output.detach()))
 
     hook = module_globals.register_module_forward_hook(record)  # a module's own would close torch's fast paths
     try:
@@ -90,7 +86,7 @@ def quantized(*models: nn.Module) -> Iterator[None]:
             assert not torch.equal(y, raw), f"{module}: computes on the raw operands"
 
 
-def backward(output: Any) -> None:
+def backward(output):
     output = getattr(output, "logits", output)
     output.square().sum().backward()
 
@@ -98,16 +94,16 @@ def backward(output: Any) -> None:
 class Operations(TorchDispatchMode):
     """Notes what runs, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: set[str] = set()
+        self.names = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
 
-def count(model: nn.Module, *inputs: Any, runs: str | None = None, **kwargs: Any) -> GemmCounter:
+def count(model, *inputs, runs=None, **kwargs):
     """Counts a forward and, in training, a backward pass, in which an operation ``runs``."""
     with quantized(model), Operations() as operations, GemmCounter(model) as counter:
         output = model(*inputs, **kwargs)
@@ -117,27 +113,27 @@ def count(model: nn.Module, *inputs: Any, runs: str | None = None, **kwargs: Any
     return counter
 
 
-def x_of(*shape: int, grad: bool = False) -> Tensor:
+def x_of(*shape, grad=False):
     return torch.randn(*shape, requires_grad=grad)
 
 
 class Applied(nn.Module):
     """A function of itself and its input, with named members."""
 
-    def __init__(self, function: Callable[..., Tensor], **members: Any) -> None:
+    def __init__(self, function, **members):
         super().__init__()
         self.function = function
         for name, member in members.items():
             setattr(self, name, member)
 
-    def forward(self, *inputs: Any) -> Tensor:
+    def forward(self, *inputs):
         return self.function(self, *inputs)
 
 
 class UNet(nn.Module):
     """Down, attention in the middle, up; the time enters through an MLP."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width=8):
         super().__init__()
         self.time = nn.Sequential(nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 2 * width))
         self.stem = nn.Conv2d(3, width, 3, padding=1)
@@ -147,7 +143,7 @@ class UNet(nn.Module):
         self.up = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
         self.last = nn.Conv2d(2 * width, 3, 1)
 
-    def forward(self, image: Tensor, time: Tensor) -> Tensor:
+    def forward(self, image, time):
         outer = self.stem(image)
         x = self.norm(self.down(outer) + self.time(time)[..., None, None])
         tokens = x.flatten(2).transpose(1, 2)
@@ -157,7 +153,7 @@ class UNet(nn.Module):
         return self.last(torch.cat([self.up(x), outer], dim=1))
 
 
-def tower(inputs: int, hidden: int) -> nn.Module:
+def tower(inputs, hidden):
     return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 4))
 
 

@@ -1,8 +1,5 @@
 """Coverage by phases and casts; operations without a formula; casts with GEMMs of their own."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,7 +30,7 @@ from tests.tables import each
 FLOPS = gemm(TOKENS, WIDTH, WIDTH)
 
 
-def three_layers(casts: Any = NVFP4, **kwargs: Any) -> GemmCounter:
+def three_layers(casts=NVFP4, **kwargs):
     """Three layers with the same FLOPs in each of nine GEMMs, "c" skipped; ``kwargs`` override "b"."""
     layers = {name: nn.Linear(WIDTH, WIDTH) for name in "abc"}
     model = low_bit(Applied(lambda self, x: self.c(self.b(self.a(x))), **layers), casts, skip=["c"], **kwargs)
@@ -59,7 +56,7 @@ AB = ("a", "b")
     ],
 )
 @each("hp_bits", [16, 32])
-def test_phases(phase: str | None, low: int, uncovered: dict[str, int], hp_bits: int) -> None:
+def test_phases(phase, low, uncovered, hp_bits):
     coverage = three_layers().coverage(phase, hp_bits)
     assert coverage.flops == 9 * FLOPS
     assert coverage.low_bit == low * FLOPS
@@ -68,7 +65,7 @@ def test_phases(phase: str | None, low: int, uncovered: dict[str, int], hp_bits:
     assert coverage.uncovered == uncovered
 
 
-def test_the_phase_in_force() -> None:
+def test_the_phase_in_force():
     counter = three_layers()
     for name, module in counter._layers.items():
         set_phase(module, "bf16" if name == "a" else "qaf")
@@ -78,12 +75,12 @@ def test_the_phase_in_force() -> None:
     assert counter.coverage("fqt") == three_layers().coverage(), "the phase asked for, not the one in force"
 
 
-def test_an_unknown_phase() -> None:
+def test_an_unknown_phase():
     with pytest.raises(ValueError, match="Unknown phase 'qat'"):
         three_layers().coverage("qat")
 
 
-def test_casts_of_the_forward_pass() -> None:
+def test_casts_of_the_forward_pass():
     """Quantization-aware training: dW meets the quantized x, but the gradient is in high precision."""
     casts = LinearCasts(
         fprop_x=Cast("int8", Scale(block=32)),
@@ -104,13 +101,13 @@ def test_casts_of_the_forward_pass() -> None:
     assert hp_forward.average_bits == pytest.approx((2 * (16 + (x_bits + 16) / 2 + 16) + 3 * 16) / 9)
 
 
-def test_an_override_in_high_precision() -> None:
+def test_an_override_in_high_precision():
     coverage = three_layers(overrides={"b": "bf16"}).coverage()
     assert coverage.low_bit == 3 * FLOPS
     assert coverage.uncovered == C | {"b": 3 * FLOPS}
 
 
-def test_one_gemm_in_high_precision() -> None:
+def test_one_gemm_in_high_precision():
     """One operand suffices: the GEMM is then not low-bit, and its bits are those of both."""
     coverage = three_layers(overrides={"b": NVFP4.replace(dgrad_g=None)}).coverage()
     assert coverage.low_bit == 5 * FLOPS
@@ -131,7 +128,7 @@ def test_one_gemm_in_high_precision() -> None:
         (Cast("int2", Scale("e4m3", 16)), 2.5),
     ],
 )
-def test_bits_of_a_cast(cast: Cast, bits: float) -> None:
+def test_bits_of_a_cast(cast, bits):
     """The scale of a block is shared by its elements; that of the tensor weighs nothing."""
     assert cast.bits == bits
 
@@ -144,14 +141,14 @@ def test_bits_of_a_cast(cast: Cast, bits: float) -> None:
         (lambda: F.bilinear(torch.randn(2, 3), torch.randn(2, 4), torch.randn(5, 3, 4)), "aten._trilinear"),
     ],
 )
-def test_an_operation_without_a_formula(operation: Callable[[], Tensor], name: str) -> None:
+def test_an_operation_without_a_formula(operation, name):
     with GemmCounter(nn.Identity()) as counter:
         operation()
     assert counter.coverage().uncounted == (name,)
     assert counter.coverage().flops == 0
 
 
-def test_a_custom_operation_without_a_formula() -> None:
+def test_a_custom_operation_without_a_formula():
     """Somebody's kernel: its name tells, and once."""
 
     @torch.library.custom_op("coverage_test::fused_mlp_mm", mutates_args=())
@@ -164,7 +161,7 @@ def test_a_custom_operation_without_a_formula() -> None:
     assert counter.coverage().uncounted == ("coverage_test.fused_mlp_mm",)
 
 
-def test_what_is_no_matrix_product_is_not_taken_for_one() -> None:
+def test_what_is_no_matrix_product_is_not_taken_for_one():
     with GemmCounter(nn.Identity()) as counter:
         x = torch.randn(4, 4)
         x.to(torch.bfloat16).float().sum().add(1)
@@ -189,14 +186,14 @@ def test_what_is_no_matrix_product_is_not_taken_for_one() -> None:
         (lambda: torch.tensordot(torch.randn(2, 3, 4), torch.randn(3, 4, 5), 2), gemm(2, 5, 12)),
     ],
 )
-def test_operations_outside_any_module(operation: Callable[[], Tensor], flops: int) -> None:
+def test_operations_outside_any_module(operation, flops):
     with GemmCounter(nn.Identity()) as counter:
         operation()
     assert counter.coverage().uncovered == {"": flops}
     assert counter.coverage().uncounted == ()
 
 
-def test_a_module_that_is_not_part_of_the_model() -> None:
+def test_a_module_that_is_not_part_of_the_model():
     """A loss or a metric counts as the module that calls it."""
     stranger = nn.Linear(4, 8)
     head = Applied(lambda self, x: self.function_of[0](x), function_of=(stranger,))
@@ -215,14 +212,14 @@ def test_a_module_that_is_not_part_of_the_model() -> None:
         {"subtract_mean": MEANS, "dgrad_w": "fprop"},
     ],
 )
-def test_rotations_and_means(changes: dict[str, Any]) -> None:
+def test_rotations_and_means(changes):
     """They are part of the casts: GEMMs, coverage and what the model needs are what they would be without."""
     model = low_bit(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32)), NVFP4.replace(**changes))
     counter = count(model, x_of(32, 64, grad=True))
     assert_counted(counter, {"0": layer(32, 64, 48), "2": layer(32, 48, 32)}, {})
 
 
-def test_casts_of_rows_and_tensors_are_covered() -> None:
+def test_casts_of_rows_and_tensors_are_covered():
     """Their scales count as no bits: there is one for a whole row."""
     rows, tensor = Cast("int8", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor"))
     model = low_bit(nn.Sequential(nn.Linear(64, 48)), LinearCasts(rows, tensor, rows, "fprop", rows, None))
@@ -234,7 +231,7 @@ def test_casts_of_rows_and_tensors_are_covered() -> None:
     assert coverage.average_bits == pytest.approx((8 + 8 + (8 + HP_BITS) / 2) / 3)
 
 
-def test_a_phase_without_rotations() -> None:
+def test_a_phase_without_rotations():
     """Coverage of another phase follows from the counts, whatever was rotated when they were made."""
     model = low_bit(nn.Sequential(nn.Linear(64, 48)), NVFP4.replace(hadamard=HADAMARD, subtract_mean=MEANS))
     counter = count(model, x_of(32, 64, grad=True))

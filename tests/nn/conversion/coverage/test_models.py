@@ -1,12 +1,9 @@
 """FLOPs that are counted in attention, experts and models of others."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit.nn import QuantLinear
 from tests.nn.conversion.coverage.flops import (
@@ -27,19 +24,19 @@ from tests.nn.conversion.coverage.flops import (
 from tests.tables import each
 
 
-def attention(batch: int, queries: int, keys: int, width: int) -> int:
+def attention(batch, queries, keys, width):
     """Q · Kᵀ and P · V of all heads, whose widths add up."""
     return batch * (gemm(queries, keys, width) + gemm(queries, width, keys))
 
 
-def fused_backward(forward: int) -> int:
+def fused_backward(forward):
     """Fused attention computes Q · Kᵀ again, and two products for each of the two: five for two."""
     return forward * 5 // 2
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("keys", [TOKENS, 7])
-def test_multihead_attention(need_weights: bool, keys: int) -> None:
+def test_multihead_attention(need_weights, keys):
     """Its projections are products of a host, and its attention is in high precision."""
     model = low_bit(
         Applied(
@@ -62,7 +59,7 @@ def test_multihead_attention(need_weights: bool, keys: int) -> None:
     assert_counted(counter, layers, {"mha": products})
 
 
-def encoder_layer() -> nn.TransformerEncoderLayer:
+def encoder_layer():
     return nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
 
 
@@ -70,7 +67,7 @@ PRODUCTS = attention(BATCH, TOKENS, TOKENS, WIDTH)
 ENCODER_ATTENTION = 4 * gemm(BATCH * TOKENS, WIDTH, WIDTH) + PRODUCTS
 
 
-def encoder_gemms(without: Iterable[str] = ()) -> dict[str, dict[str, int]]:
+def encoder_gemms(without=()):
     return {
         "self_attn.in_proj": layer(BATCH * TOKENS, WIDTH, 3 * WIDTH, {"dgrad", *without}),
         "self_attn.out_proj": layer(BATCH * TOKENS, WIDTH, WIDTH, without),
@@ -79,14 +76,14 @@ def encoder_gemms(without: Iterable[str] = ()) -> dict[str, dict[str, int]]:
     }
 
 
-def test_encoder_layer_in_training() -> None:
+def test_encoder_layer_in_training():
     counter = count(low_bit(encoder_layer()), x_of(BATCH, TOKENS, WIDTH))
     assert_counted(counter, encoder_gemms(), {"self_attn": PRODUCTS + fused_backward(PRODUCTS)})
 
 
 @each("norm_first", [False, True])
 @each("skip", [(), ("self_attn",), ("linear1", "linear2")])
-def test_encoder_layer_in_evaluation(norm_first: bool, skip: tuple[str, ...]) -> None:
+def test_encoder_layer_in_evaluation(norm_first, skip):
     """Where any of its layers is converted they run; attention without such is one fused operation."""
     model = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True, norm_first=norm_first)
     low_bit(model, skip=skip).eval()
@@ -100,7 +97,7 @@ def test_encoder_layer_in_evaluation(norm_first: bool, skip: tuple[str, ...]) ->
     )
 
 
-def test_a_skipped_encoder_layer_in_evaluation() -> None:
+def test_a_skipped_encoder_layer_in_evaluation():
     """It is one fused operation, in which nothing is quantized."""
     model = low_bit(nn.Sequential(encoder_layer(), nn.Linear(WIDTH, 8)), skip=["0"]).eval()
     with torch.no_grad():
@@ -110,7 +107,7 @@ def test_a_skipped_encoder_layer_in_evaluation() -> None:
     assert_counted(counter, layers, {"0": ENCODER_ATTENTION + feed_forward})
 
 
-def padded_encoder(skip: Iterable[str] = ()) -> tuple[nn.Module, Tensor, Tensor]:
+def padded_encoder(skip=()):
     """With padding, torch's fast path makes the input a nested tensor."""
     encoder = nn.TransformerEncoder(encoder_layer(), 2)
     model = Applied(
@@ -123,7 +120,7 @@ def padded_encoder(skip: Iterable[str] = ()) -> tuple[nn.Module, Tensor, Tensor]
     return low_bit(model, skip=skip).eval(), x_of(BATCH, TOKENS, WIDTH), padding
 
 
-def test_an_encoder_with_padding_in_evaluation() -> None:
+def test_an_encoder_with_padding_in_evaluation():
     model, x, padding = padded_encoder()
     with torch.no_grad():
         counter = count(model, x, padding)
@@ -133,7 +130,7 @@ def test_an_encoder_with_padding_in_evaluation() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_a_skipped_encoder_with_padding_in_evaluation() -> None:
+def test_a_skipped_encoder_with_padding_in_evaluation():
     """A nested tensor has no shape to count by: it is said that there is more, and the run goes on."""
     model, x, padding = padded_encoder(skip=["encoder"])
     with torch.no_grad():
@@ -142,7 +139,7 @@ def test_a_skipped_encoder_with_padding_in_evaluation() -> None:
     assert dict(counter.others) or counter.coverage().uncounted == ("aten._transformer_encoder_layer_fwd",)
 
 
-def test_einsum_and_functional_calls() -> None:
+def test_einsum_and_functional_calls():
     """They belong to the module whose forward makes them, also where the weight is a converted layer's."""
     inner = Applied(lambda self, x: torch.einsum("bti,io->bto", x, self.w), w=nn.Parameter(torch.randn(WIDTH, 8)))
     model = low_bit(
@@ -161,19 +158,19 @@ def test_einsum_and_functional_calls() -> None:
     )
 
 
-def expert_stack(function: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float32) -> nn.Module:
+def expert_stack(function, dtype=torch.float32):
     experts = Applied(lambda self, x: function(x, self.stack), stack=nn.Parameter(torch.randn(3, WIDTH, 8)))
     return low_bit(nn.Sequential(nn.Linear(4, WIDTH), experts, nn.Linear(8, 4)).to(dtype))
 
 
 @pytest.mark.parametrize("product", [torch.bmm, lambda x, w: torch.einsum("eti,eio->eto", x, w)], ids=["bmm", "einsum"])
-def test_an_expert_stack(product: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_an_expert_stack(product):
     counter, rows = count(expert_stack(product), x_of(3, TOKENS, 4)), 3 * TOKENS
     layers = {"0": layer(rows, 4, WIDTH, ["dgrad"]), "2": layer(rows, 8, 4)}
     assert_counted(counter, layers, {"1": 3 * 3 * gemm(TOKENS, 8, WIDTH)})
 
 
-def test_a_grouped_product() -> None:
+def test_a_grouped_product():
     """Each row meets one expert, however the rows are divided."""
     offsets = torch.tensor([1, 1, 8], dtype=torch.int32)
     model = expert_stack(lambda x, w: torch._grouped_mm(x, w, offs=offsets), torch.bfloat16)
@@ -183,10 +180,10 @@ def test_a_grouped_product() -> None:
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(context: Callable[[], Any]) -> None:
+def test_without_gradients(context):
     """In inference mode linear, matmul, einsum and conv1d arrive whole, not as the operations they are made of."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.plain(self.layer(x))
         scores = torch.einsum("bqc,bkc->bqk", y, y)
         return self.convolution((scores @ y).transpose(1, 2))
@@ -199,7 +196,7 @@ def test_without_gradients(context: Callable[[], Any]) -> None:
     assert_counted(counter, {"layer": layer(rows, WIDTH, 8, BACKWARD)}, others)
 
 
-def test_gpt2() -> None:
+def test_gpt2():
     """Its layers are Conv1D; only attention itself is left."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -216,13 +213,13 @@ def test_gpt2() -> None:
     assert_counted(counter, layers, {f"transformer.h.{i}.attn": forward + fused_backward(forward) for i in range(2)})
 
 
-def encoder_sizes() -> dict[str, Any]:
+def encoder_sizes():
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS, "intermediate_size": 24}
     return sizes | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-def test_a_bert_classifier(kernel: str) -> None:
+def test_a_bert_classifier(kernel):
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(vocab_size=32, max_position_embeddings=8, attn_implementation=kernel, **encoder_sizes())
@@ -242,7 +239,7 @@ def test_a_bert_classifier(kernel: str) -> None:
     assert_counted(counter, layers, {f"{block}.attention.self": products})
 
 
-def test_a_vit_classifier() -> None:
+def test_a_vit_classifier():
     """The patches are a convolution, of whose input no gradient is needed."""
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -264,7 +261,7 @@ def test_a_vit_classifier() -> None:
     assert_counted(counter, layers, others)
 
 
-def test_a_unet() -> None:
+def test_a_unet():
     counter = count(low_bit(UNet()), x_of(BATCH, 3, 6, 6), x_of(BATCH, 4))
     small, large, width = BATCH * 9, BATCH * 36, 8
     layers = {
@@ -282,7 +279,7 @@ def test_a_unet() -> None:
 
 @each("groups", [1, 2, 8])
 @each("transposed", [False, True])
-def test_grouped_convolutions(groups: int, transposed: bool) -> None:
+def test_grouped_convolutions(groups, transposed):
     """As in ConvNeXt and MobileNet: channels meet those of their group only, in the backward pass too. Depthwise ones
     are not converted."""
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
@@ -298,7 +295,7 @@ def test_grouped_convolutions(groups: int, transposed: bool) -> None:
 
 
 @pytest.mark.parametrize("directions", [1, 2])
-def test_lstm(directions: int) -> None:
+def test_lstm(directions):
     """One fused operation a layer; its backward pass computes the gradients of all its inputs."""
     lstm = nn.LSTM(8, 12, num_layers=2, batch_first=True, bidirectional=directions == 2)
     head = nn.Linear(12 * directions, 6)
@@ -308,7 +305,7 @@ def test_lstm(directions: int) -> None:
     assert_counted(counter, {"head": layer(rows, 12 * directions, 6)}, {"lstm": 3 * forward})
 
 
-def test_gru() -> None:
+def test_gru():
     """Many small operations: the first needs no gradient of its input, nor any step one of the initial state."""
     model = low_bit(
         Applied(lambda self, x: self.head(self.gru(x)[0]), gru=nn.GRU(8, 12, batch_first=True), head=nn.Linear(12, 6))

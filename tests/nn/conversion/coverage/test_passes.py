@@ -1,11 +1,10 @@
 """FLOPs of backward passes, recomputed activations and compiled code."""
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -31,7 +30,7 @@ from tests.tables import each
 @each("phase", ["fqt", "bf16"])
 @each("needs_x", [False, True])
 @each("needs_w", [False, True])
-def test_frozen_weights_and_inputs_without_gradient(needs_x: bool, needs_w: bool, phase: str) -> None:
+def test_frozen_weights_and_inputs_without_gradient(needs_x, needs_w, phase):
     """Counted alike whatever the phase in force: the coverage of another one can be asked for."""
     model = low_bit(nn.Linear(WIDTH, 8))
     set_phase(model, phase)
@@ -44,7 +43,7 @@ def test_frozen_weights_and_inputs_without_gradient(needs_x: bool, needs_w: bool
     assert_counted(counter, {"0": layer(TOKENS, WIDTH, 8, without)}, {})
 
 
-def test_a_layer_called_twice() -> None:
+def test_a_layer_called_twice():
     """The first call needs no gradient of its input, the second does."""
     counter = count(
         low_bit(Applied(lambda self, x: self.layer(self.layer(x)), layer=nn.Linear(WIDTH, WIDTH))),
@@ -54,7 +53,7 @@ def test_a_layer_called_twice() -> None:
     assert_counted(counter, {"layer": {"fprop": 2 * flops, "dgrad": flops, "wgrad": 2 * flops}}, {})
 
 
-def test_an_input_given_by_name() -> None:
+def test_an_input_given_by_name():
     """A converted layer may be called as nn.Linear may."""
     model = low_bit(Applied(lambda self, x: self.layer(input=x), layer=nn.Linear(WIDTH, 8)))
     with GemmCounter(model) as counter:
@@ -62,7 +61,7 @@ def test_an_input_given_by_name() -> None:
     assert_counted(counter, {"layer": layer(TOKENS, WIDTH, 8)}, {})
 
 
-def test_a_conv1d_input_given_by_name() -> None:
+def test_a_conv1d_input_given_by_name():
     from transformers.pytorch_utils import Conv1D
 
     model = low_bit(Applied(lambda self, x: self.layer(x=x), layer=Conv1D(8, WIDTH)))
@@ -71,7 +70,7 @@ def test_a_conv1d_input_given_by_name() -> None:
     assert_counted(counter, {"layer": layer(TOKENS, WIDTH, 8)}, {})
 
 
-def test_two_towers() -> None:
+def test_two_towers():
     """Without gradients of inputs, and one of them in high precision: each gets its own backward pass."""
     model = low_bit(Applied(lambda self, x: self.a(x) * self.b(x), a=tower(WIDTH, 8), b=tower(WIDTH, 32)), skip=["b"])
     counter = count(model, x_of(TOKENS, WIDTH))
@@ -84,10 +83,10 @@ def test_two_towers() -> None:
 
 @each("frozen", [False, True])
 @each("skip", [[], ["teacher"], ["student"], ["student", "teacher"]])
-def test_a_teacher_without_gradients_after_a_student(frozen: bool, skip: list[str]) -> None:
+def test_a_teacher_without_gradients_after_a_student(frozen, skip):
     """It leaves no autograd node behind, and takes no gradient of the student's."""
 
-    def distance(self: Any, x: Tensor) -> Tensor:
+    def distance(self, x):
         student = self.student(x)
         with torch.set_grad_enabled(frozen):
             teacher = self.teacher(x)
@@ -103,11 +102,11 @@ def test_a_teacher_without_gradients_after_a_student(frozen: bool, skip: list[st
     assert_counted(counter, layers, {name: sum(expected[name].values()) for name in skip})
 
 
-def test_a_backward_pass_inside_a_forward() -> None:
+def test_a_backward_pass_inside_a_forward():
     """As in manual optimization under DDP, whose forward runs the training step: nothing is computed twice."""
     model = low_bit(nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 4)), skip=["0"])
 
-    def step(self: Any, x: Tensor) -> Tensor:
+    def step(self, x):
         loss = self.model(x).square().sum()
         loss.backward()
         return loss.detach()
@@ -117,7 +116,7 @@ def test_a_backward_pass_inside_a_forward() -> None:
     assert_counted(counter, {"2": layer(TOKENS, 8, 4)}, {"0": 2 * gemm(TOKENS, 8, WIDTH)})
 
 
-def test_gradients_of_gradients() -> None:
+def test_gradients_of_gradients():
     """A penalty on the gradient: backward operations with a graph of their own are no recomputation."""
     model = nn.Sequential(nn.Linear(WIDTH, 8, bias=False), nn.Tanh(), nn.Linear(8, 1, bias=False))
     x = x_of(TOKENS, WIDTH, grad=True)
@@ -129,7 +128,7 @@ def test_gradients_of_gradients() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_activations(reentrant: bool) -> None:
+def test_recomputed_activations(reentrant):
     """They count once more as forward GEMMs, and are told apart from what the model needs."""
     block = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
     model = low_bit(
@@ -147,10 +146,10 @@ def test_recomputed_activations(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_activations_of_a_function(reentrant: bool) -> None:
+def test_recomputed_activations_of_a_function(reentrant):
     """A raw product in a checkpointed function, before a converted layer: it is recomputed, and is not low-bit."""
 
-    def block(self: Any, x: Tensor) -> Tensor:
+    def block(self, x):
         return self.layer(torch.relu(x @ self.w))
 
     model = low_bit(
@@ -173,14 +172,14 @@ def test_recomputed_activations_of_a_function(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["module", "in place"])
-def test_compiled(whole: bool) -> None:
+def test_compiled(whole):
     """A compiled module counts as it does otherwise, and says nothing about hooks."""
     x = x_of(TOKENS, WIDTH)
     model = low_bit(nn.Sequential(tower(WIDTH, 8), nn.Tanh(), nn.Linear(4, 2)), skip=["2"])
     eager = count(model, x)
     graphs = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         graphs.append(graph)
         return graph
 
@@ -199,7 +198,7 @@ def test_compiled(whole: bool) -> None:
     assert graphs, "the model was left as eager code for good"
 
 
-def test_a_compiled_function_that_calls_modules() -> None:
+def test_a_compiled_function_that_calls_modules():
     """It counts as it does otherwise."""
     x = x_of(TOKENS, WIDTH)
     model = low_bit(tower(WIDTH, 8))
@@ -209,7 +208,7 @@ def test_a_compiled_function_that_calls_modules() -> None:
 
 
 @pytest.mark.slow
-def test_casts_are_compiled_after_the_count() -> None:
+def test_casts_are_compiled_after_the_count():
     """What torch.compile once ran as eager code stays eager code; the casts of a run must not be among it."""
     x = x_of(TOKENS, WIDTH)
     model = low_bit(tower(WIDTH, 8))
