@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,28 +131,36 @@ def wait_for(happens, process, log):
 
 
 def launch(module, ranks, folder, *arguments):
-    """What each of some processes made of everything, in one start: importing takes longer than training.
+    """What ``work()`` of a module returned in each of some processes that meet.
 
-    ``python -m MODULE RANK FOLDER ARGUMENTS`` is what each runs; it calls :func:`take_part`, which leaves
-    ``FOLDER/RANK.pt``.
+    Each finds its rank, the folder and the arguments in ``sys.argv``, and leaves its result in ``FOLDER/RANK.pt``.
     """
     logs = [folder / f"{rank}.log" for rank in range(ranks)]
-    codes = wait([start(log, module, str(rank), str(folder), *arguments) for rank, log in enumerate(logs)])
-    told = "\n".join(f"--- rank {rank}\n{log.read_text()[-3000:]}" for rank, log in enumerate(logs))
-    assert codes == [0] * ranks, f"the processes ended with {codes}; None: not within {LIMIT} s, or stopped\n{told}"
+    processes = [
+        start(log, "tests.launch", str(rank), str(folder), module, str(ranks), *arguments)
+        for rank, log in enumerate(logs)
+    ]
+    codes = wait(processes)
+    output = "\n".join(f"--- rank {rank}\n{log.read_text()[-3000:]}" for rank, log in enumerate(logs))
+    assert codes == [0] * ranks, f"the processes ended with {codes}; None: not within {LIMIT} s, or stopped\n{output}"
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def take_part(ranks, work):
+def take_part(rank, folder, module, ranks, *arguments):
     """Meets the other processes, works, and leaves what came of it."""
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     # How Lightning is told that others start the processes.
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(ranks))
+    os.environ.update(LOCAL_RANK=rank, NODE_RANK="0", WORLD_SIZE=ranks)
     torch.set_num_threads(1)
     os.chdir(folder)
+    sys.argv = [module, rank, folder, *arguments]
+    work = import_module(module).work
     # They meet in a file: a free port might be taken by the time it is used.
-    meet = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=meet, timeout=timedelta(seconds=60), rank=rank, world_size=ranks)
+    meet = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo", **meet, rank=int(rank), world_size=int(ranks))
     torch.save(work(), f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    take_part(*sys.argv[1:])

@@ -1,5 +1,4 @@
-"""One of two processes that train a tiny model, and what they send:
-``python -m tests.cli.ranks_estimate 0 FOLDER RUN …``."""
+"""One of two processes that train a tiny model, and what they send."""
 
 import sys
 from collections import Counter
@@ -18,7 +17,6 @@ from lightning_lowbit import convert
 from lightning_lowbit.nn.sharded.gather import WeightGathers
 from lightning_lowbit.recipes.models import CausalLM
 from lightning_lowbit.recipes.sharding import tensor_parallel_plan
-from tests.launch import take_part
 
 RANKS, MICRO_BATCHES, SEQUENCES, LENGTH = 2, 2, 2, 32
 # Rows of the MLP do not divide by two, so that shards are padded.
@@ -136,7 +134,3 @@ def work():
         "tensor parallel, again": lambda: cut(gradient_checkpointing=True),
     }
     return {name: runs[name]() for name in sys.argv[3:]}
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

@@ -1,8 +1,6 @@
-"""One of four processes that train one small model, spread in all ways:
-``python -m tests.distributed.ranks 0 FOLDER RUN …``.
+"""One of four processes that train one small model, spread in all ways.
 
-What it saw and what came out lies in ``FOLDER/0.pt``, of the other ranks in ``FOLDER/1.pt`` and so on. Where fewer are
-needed than there are, the first ones take part.
+Where fewer are needed than there are, the first ones take part.
 """
 
 import math
@@ -27,7 +25,6 @@ from tests.distributed.parameters import (
 )
 from tests.distributed.resumptions import flat_resumptions, resumptions
 from tests.distributed.spreads import SPREADS, Meshes, Run, Spread, fsdp1
-from tests.launch import take_part
 
 RANKS = 4
 
@@ -90,7 +87,3 @@ def work():
         results["too large elsewhere"] = bad_elsewhere(meshes, 1e20, None)
         results["masters"] = masters(meshes[3,])
     return results
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

@@ -1,14 +1,10 @@
-"""One of two processes that train one model through Lightning: ``python -m tests.optim.ranks_lightning 0 FOLDER``.
-
-What came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
-"""
+"""One of two processes that train one model through Lightning."""
 
 import torch
 
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
 from tests import ranks
-from tests.launch import take_part
 from tests.ranks import RANKS, trainer
 
 STEPS, HALF = 8, 4
@@ -88,7 +84,3 @@ def work():
     except ValueError as error:
         results["not connected"] = str(error)
     return results
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

@@ -1,9 +1,4 @@
-"""One of two processes that train a model of which little is converted.
-
-``python -m tests.precision.ranks_coverage_line 0 FOLDER``.
-
-Each leaves what it was told of coverage, by strategy, in ``FOLDER/0.pt``.
-"""
+"""One of two processes that train a model of which little is converted."""
 
 import logging
 
@@ -14,7 +9,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision
-from tests.launch import take_part
 from tests.lightning_imports import LightningModule, quiet_trainer
 from tests.ranks import RANKS, STRATEGIES
 
@@ -67,7 +61,3 @@ def work():
             "said": [text for text in told if "quantized layers" in text],
         }
     return results
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

@@ -1,8 +1,4 @@
-"""One of two processes that train one model, each on its own data:
-``python -m tests.precision.ranks_ddp 0 FOLDER COUNTED …``.
-
-What it saw and what came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
-"""
+"""One of two processes that train one model, each on its own data."""
 
 import sys
 from collections import Counter
@@ -11,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
-from tests.launch import take_part
 from tests.lightning_imports import Callback
 from tests.precision.regression_model import Ramp, Regression, Witness, flat, state, trainer
 
@@ -121,7 +116,3 @@ def work():
         "fresh": run("2.ckpt", fresh_histories=True),
         "qat": {name: progressive(make()) for name, make in QAT.items()},
     }
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

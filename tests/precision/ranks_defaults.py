@@ -1,7 +1,6 @@
-"""One of two processes that train with default arguments, under the named strategies:
-``python -m tests.precision.ranks_defaults 0 FOLDER STRATEGY …``.
+"""One of two processes that train with default arguments, under the named strategies.
 
-The second one has a CPU without instructions for bf16. What came out lies in ``FOLDER/0.pt`` and ``FOLDER/1.pt``.
+The second one has a CPU without instructions for bf16.
 """
 
 import sys
@@ -11,7 +10,6 @@ import torch
 
 from lightning_lowbit import FP4Precision
 from lightning_lowbit.precision import run_settings
-from tests.launch import take_part
 from tests.lightning_imports import NAME, Callback
 from tests.precision.checkpoints.ranks import STRATEGIES, Regression, _in_place
 from tests.ranks import RANKS, trainer
@@ -56,7 +54,3 @@ def work():
     lacking = {torch.bfloat16} if torch.distributed.get_rank() == 1 else set[torch.dtype]()
     run_settings.SLOW_ON_CPU = frozenset(lacking)
     return {name: run(name) for name in sys.argv[3:]}
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

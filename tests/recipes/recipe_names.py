@@ -9,10 +9,7 @@ RECIPES, OVERLAYS, STUDIES = (
     [name for name, path in recipes().items() if kind(path) == mark] for mark in ("", OVERLAY, STUDY)
 )
 
-
 FP4_STUDIES = ("scale_formats", "block_sizes", "stochastic_rounding", "nearest_rounding")
-
-
 OPTIMIZER_STUDIES = ("spikes", "learning_rates", "ablation")
 
 
@@ -25,7 +22,6 @@ RULES = {
     "moret_adagn_spikeclip": ("spike_clip", "ada_gn"),
     "moret_gradclip_adaclip": ("ada_clip", "grad_clip"),
 }
-
 
 SMALL = """
 trainer: {max_steps: 2, accumulate_grad_batches: 1, log_every_n_steps: 1, val_check_interval: 1}

@@ -82,10 +82,7 @@ SOME_LAYERS = {
 
 # What else some overlays need for it: rows are shorter than their groups, and Adam-mini is told the size of the model.
 GROUPS = "trainer: {plugins: {init_args: {group: 16}}}"
-
-
 HEADS = "{init_args: {dim: 32, n_heads: 2}}"
-
 
 FITTING = {
     **dict.fromkeys(("int4_qat", "int3_qat", "int2_qat"), GROUPS),
@@ -104,8 +101,6 @@ def combinations():
 
 
 COMBINATIONS = dict(combinations())
-
-
 ONE_DEVICE = [name for name in COMBINATIONS if name != "multi_node"]  # what a single process can train
 
 

@@ -24,7 +24,6 @@ MOVES = {
     "trembling in its bin": (lambda t: 5.1 + 0.1 * (t % 2), "0 / 1"),
 }
 
-
 WEIGHT = torch.tensor([[[move(t) for move, _ in MOVES.values()]] for t in range(64)])
 
 

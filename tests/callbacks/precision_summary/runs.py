@@ -7,13 +7,8 @@ from tests.lightning_imports import BoringModel, quiet_trainer
 
 # Of Two, with one sample in a batch: the first layer's input needs no gradient.
 FIRST, LAST = 2 * 32 * 32, 2 * 32 * 2
-
-
 TOTAL = 2 * FIRST + 3 * LAST
-
-
 SKIP = {"skip": ["layer.2"]}
-
 
 BITS = {
     "fqt": (4.5 * 2 * FIRST + 16 * 3 * LAST) / TOTAL,

@@ -1,9 +1,8 @@
-"""One of two processes that train with a report: ``python -m tests.callbacks.run_report.ranks RANK FOLDER``."""
+"""One of two processes that train with a report."""
 
 import torch
 
 from tests.callbacks.run_report.runs import Known, trainer
-from tests.launch import take_part
 from tests.lightning_imports import BoringModel, CSVLogger
 
 RANKS, STEPS = 2, 4
@@ -26,7 +25,3 @@ def work():
     made = trainer(devices=RANKS, strategy="ddp", logger=logger, max_steps=STEPS, limit_train_batches=2)
     made.fit(Shared())
     return {}
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

@@ -11,11 +11,7 @@ from lightning_lowbit.cli.lab.estimate.shapes import describe
 from lightning_lowbit.recipes.models import CausalLM
 
 SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
 BATCH = Batch(sequences=2, length=48)
-
-
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 

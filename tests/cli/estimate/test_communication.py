@@ -106,11 +106,7 @@ def test_two_tensor_parallel_processes_send_and_keep_what_is_estimated(ranks, na
 
 
 WIDER = {**SMALL, "intermediate_size": 192}  # shards of whole tiles
-
-
 MATRICES, VECTORS, REST = 4 * 64 * 64 + 3 * 64 * 192, 2 * 64, 2 * 256 * 64 + 64  # of a block, and outside of them
-
-
 GATHERED = {"stored": (32, 4), "bf16": (16, 2), "casts": (4 + 8 / 256, 4), "casts+bf16": (4 + 8 / 256, 2)}
 
 

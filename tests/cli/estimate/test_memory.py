@@ -66,11 +66,7 @@ def test_bytes_of_optimizer_state_per_parameter():
 # What is not estimated, once for all blocks: tables of sine and cosine in fp32, tokens and targets in int64 (tokens are
 # a slice of sequences that are longer by one), and the number of targets.
 INTEGERS = 8 * (BATCH.sequences * (BATCH.length + 1) + BATCH.tokens) + 4
-
-
 ROTARY = 2 * BATCH.length * 16 * 4
-
-
 TABLES = ROTARY + INTEGERS
 
 

@@ -54,8 +54,6 @@ def test_of_mapping_starts_from_a_preset():
 
 
 LONG = Scale("fp32", "tensor", source="delayed", history=1024)
-
-
 NVFP4, NVIDIA = LinearCasts.preset("nvfp4"), LinearCasts.preset("nvfp4-nvidia")
 
 
@@ -141,13 +139,11 @@ subtract_mean: [dgrad]
 surrogate: {fprop_w: dge}
 """
 
-
 YAML_ROTATED = """
 preset: nvfp4
 hadamard: {dgrad: 32, wgrad: {size: 64, signs: keyed}}
 every: {scale: {format: e8m0, rounding: rceil, two_level: false}}
 """
-
 
 YAML_DELAYED = """
 fprop_x: {element: e4m3, scale: {format: fp32, block: tensor, margin: 1, source: delayed, history: 4,

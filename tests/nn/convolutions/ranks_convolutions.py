@@ -1,5 +1,4 @@
-"""One of two processes that train a block of convolutions, each on its images:
-``python -m tests.nn.convolutions.ranks_convolutions RANK FOLDER``."""
+"""One of two processes that train a block of convolutions, each on its images."""
 
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.nn.layers.convolution import QuantizedConvolution
 from lightning_lowbit.nn.sharded.gather import WeightGathers
 from tests.distributed.spreads import full
-from tests.launch import take_part
 
 RANKS, CASTS = 2, "mxfp8"  # which has no scale of a whole tensor, and rounds to nearest
 
@@ -61,7 +59,3 @@ def work():
     except ValueError as error:
         found["gathers"] = str(error)
     return found
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

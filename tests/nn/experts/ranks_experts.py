@@ -1,7 +1,6 @@
-"""One of two processes that train a small OLMoE: ``python -m tests.nn.experts.ranks_experts RANK FOLDER``.
+"""One of two processes that train a small OLMoE.
 
 Both get the same batches with the same random bits, so that means of gradients over ranks are those of one process.
-What came of each kind of run lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
 from functools import partial
@@ -18,7 +17,6 @@ from lightning_lowbit import convert
 from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.nn.layers.experts import RoutedExperts
 from lightning_lowbit.nn.sharded.gather import WeightGathers
-from tests.launch import take_part
 from tests.nn.experts.models import logits, tiny
 
 RANKS, STEPS = 2, 3
@@ -106,7 +104,3 @@ def work():
         "FSDP1, flat": losses(partial(fsdp1, use_orig_params=False)),
     }
     return {"runs": runs, "wrapped": wrapped, "refusal": refusal()}
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

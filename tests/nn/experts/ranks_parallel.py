@@ -1,7 +1,6 @@
-"""One of two processes that share the experts of an OLMoE: ``python -m tests.nn.experts.ranks_parallel RANK FOLDER``.
+"""One of two processes that share the experts of an OLMoE.
 
-``transformers`` spreads the experts, and brings them their tokens. Each process trains the whole model, too; what came
-of the pairs of runs lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
+``transformers`` spreads the experts, and brings them their tokens. Each process trains the whole model, too.
 """
 
 import os
@@ -17,7 +16,6 @@ from transformers.distributed import DistributedConfig
 
 from lightning_lowbit import LowBitPrecision, StableSPAM, convert
 from lightning_lowbit.nn import AmaxHistories, LayerKeys
-from tests.launch import take_part
 from tests.lightning_imports import LightningModule, ModelParallelStrategy, quiet_trainer
 from tests.nn.experts.models import TOKENS, tiny
 from tests.nn.experts.ranks_experts import RANKS, whole
@@ -155,7 +153,3 @@ def work():
     for name, kwargs in RUNS.items():
         runs[name] = train(**{**kwargs, "plan": None}), train(**kwargs)
     return {"runs": runs, "fits": fits(), "refusal": refusal()}
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

@@ -1,8 +1,6 @@
-"""One of two processes that train one model under FSDP2:
-``python -m tests.nn.sharded.ranks_gather RANK FOLDER RUN ...``.
+"""One of two processes that train one model under FSDP2.
 
-Each run is made twice, with weights that are quantized before they are gathered and without. What came out lies in
-``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
+Each run is made twice, with weights that are quantized before they are gathered and without.
 """
 
 import sys
@@ -22,7 +20,6 @@ from lightning_lowbit import Cast, LowBitPrecision, Scale, convert
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.sharded.gather import WeightGathers
 from tests.distributed.spreads import full
-from tests.launch import take_part
 from tests.precision.regression_model import trainer
 
 RANKS, STEPS = 2, 3
@@ -285,6 +282,7 @@ SHARES = {
 }
 
 
+@backend("cpp")
 def work():
     asked = sys.argv[3:]
     return {
@@ -300,8 +298,3 @@ def work():
             "strategy": refused("nvfp4-nvidia", "ddp"),
         },
     }
-
-
-if __name__ == "__main__":
-    with backend("cpp"):  # else other code would be generated for each cast without a kernel
-        take_part(RANKS, work)

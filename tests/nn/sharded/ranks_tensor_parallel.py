@@ -1,8 +1,6 @@
 """One of the processes that compute one layer together.
 
-``python -m tests.nn.sharded.ranks_tensor_parallel RANK FOLDER CASE ...``.
-
-Each computes the whole layer, too, and says in ``FOLDER/0.pt`` where its part of the other one differs.
+Each computes the whole layer, too, and says where its part of the other one differs.
 """
 
 import copy
@@ -20,7 +18,6 @@ from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
 from lightning_lowbit.quant.statistics import MAXIMA, SAMPLE, SUMS, merge_statistics_
 from tests.distributed.spreads import full
-from tests.launch import take_part
 from tests.nn.layers import remember, spied, token_amax, value
 from tests.nn.named_casts import CASTS, REMEMBERED
 
@@ -188,6 +185,7 @@ def plain_input():
     return "nothing"
 
 
+@backend("cpp")
 def work():
     runs = {}
     for number, (name, casts) in enumerate(CASTS.items()):
@@ -208,8 +206,3 @@ def work():
             "plain": plain_input(),
         },
     }
-
-
-if __name__ == "__main__":
-    with backend("cpp"):  # else other code would be generated for each cast without a kernel
-        take_part(RANKS, work)

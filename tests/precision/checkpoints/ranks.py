@@ -1,7 +1,7 @@
-"""One of two processes that go on from others' checkpoints: ``python -m tests.precision.checkpoints.ranks 0 FOLDER``.
+"""One of two processes that go on from others' checkpoints.
 
-A run sees the same two micro-batches in a step however many processes there are. What came out lies in ``FOLDER/0.pt``,
-of the other rank in ``FOLDER/1.pt``; checkpoints after step ``HALF`` are ``FOLDER/WRITER KIND.ckpt``.
+A run sees the same two micro-batches in a step however many processes there are. Checkpoints after step ``HALF`` are
+``FOLDER/WRITER KIND.ckpt``.
 """
 
 import sys
@@ -27,7 +27,6 @@ from lightning_lowbit import (
     StableSPAM,
 )
 from tests import ranks
-from tests.launch import take_part
 from tests.lightning_imports import NAME, Callback, DDPStrategy, ModelParallelStrategy
 from tests.precision.regression_model import state
 from tests.ranks import RANKS, FSDPOnCPU
@@ -205,7 +204,3 @@ def work():
         if reader not in ALONE and resumed(kind, writer, reader) in sys.argv[3:]:
             results[resumed(kind, writer, reader)] = train(reader, kind, path_of(writer, kind))
     return results
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

@@ -1,9 +1,4 @@
-"""One of two processes that train in fp16, with all kinds of scalers.
-
-``python -m tests.precision.fp16.ranks 0 FOLDER``.
-
-What it saw and what came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
-"""
+"""One of two processes that train in fp16, with all kinds of scalers."""
 
 from functools import partial
 
@@ -29,7 +24,6 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.distributed import local
 from lightning_lowbit.optim import connect
-from tests.launch import take_part
 from tests.lightning_imports import Callback
 from tests.optim import ranks_lightning
 from tests.precision import ranks_ddp
@@ -301,7 +295,3 @@ def work():
     for name, make in PLAIN.items():
         results[f"plain: {name}"] = plain(make)
     return results
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

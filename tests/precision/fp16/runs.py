@@ -146,9 +146,7 @@ PRECISIONS = {
     "IntegerPrecision": lambda **kwargs: IntegerPrecision(group="row", **kwargs),
 }
 
-
 OVERFLOWS = (3, 5)
-
 
 SCALERS = {
     "conservative": lambda: moving(growth_interval=3, hysteresis=2, cooldown=1),

@@ -17,7 +17,6 @@ PROFILE = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
-
 INF, NAN = math.inf, math.nan
 
 

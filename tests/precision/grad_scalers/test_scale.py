@@ -27,16 +27,13 @@ CLASSES = {
     "sharded": (ShardedConservativeGradScaler, ShardedGradScaler),
 }
 
-
 OVERFLOWS = st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=40)
-
 
 SEQUENCES = {
     "at first": "xx...x" + "." * 22,
     "now and then": "....x......x..xx...xxx......x...x.x..",
     "in a row": "....xxxxxxxx" + "." * 13,
 }
-
 
 SETTINGS = [
     *(

@@ -25,8 +25,6 @@ from tests.precision.grad_scalers.scalers import INF, drive, make, steps
 from tests.tables import each
 
 REMEMBERING = {"growth_factor": 2, "growth_interval": 3, "cooldown": 1, "hysteresis": 3}
-
-
 LONG = steps("..x.....xx....xxx......x")
 
 

@@ -22,11 +22,7 @@ def integer(bits, block=128, statistic="absmax"):
 
 
 TOKENS = Cast("int8", Scale("fp32", "row", epsilon=1e-5))
-
-
 GAMMA = Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)
-
-
 TERNARY = Cast("ternary", GAMMA)
 
 
@@ -67,8 +63,6 @@ def test_by_default_they_are_the_presets():
 
 
 BITS = r"is a number of bits, 2 or more and at most 8, or None; got"
-
-
 GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
 
 

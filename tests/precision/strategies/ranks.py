@@ -1,8 +1,6 @@
 """A process that trains a small LLaMA under strategies.
 
-``python -m tests.precision.strategies.ranks RANK FOLDER RANKS RUN``.
-
-Each rank leaves what came of the named `RUNS` in ``FOLDER/RANK.pt``. Four of them have meshes of two dimensions.
+Each rank makes the named `RUNS`. Four of them have meshes of two dimensions.
 """
 
 import sys
@@ -15,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from lightning_lowbit import FP4Precision, FP8Precision, IntegerPrecision, PrecisionSwitch, TernaryPrecision
-from tests.launch import take_part
 from tests.lightning_imports import (
     Callback,
     DDPStrategy,
@@ -226,9 +223,9 @@ def table():
     return "\n".join(lines) + "\n"
 
 
+def work():
+    return {name: RUNS[name]() for name in sys.argv[3:]}
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["table"]:
-        print(table(), end="")
-    else:
-        ranks, *names = sys.argv[3:]
-        take_part(int(ranks), lambda: {name: RUNS[name]() for name in names})
+    print(table(), end="")

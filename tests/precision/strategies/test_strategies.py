@@ -63,14 +63,12 @@ DATA_RANKS |= {name: [0, 2] for name in ON_FOUR if name.endswith("tensor paralle
 @pytest.fixture(scope="module")
 def two(request, tmp_path_factory):
     names = selected(request, "run")
-    return launch("tests.precision.strategies.ranks", RANKS, tmp_path_factory.mktemp("two"), str(RANKS), *names)
+    return launch("tests.precision.strategies.ranks", RANKS, tmp_path_factory.mktemp("two"), *names)
 
 
 @pytest.fixture(scope="module")
 def four(request, tmp_path_factory):
-    return launch(
-        "tests.precision.strategies.ranks", 4, tmp_path_factory.mktemp("four"), "4", *selected(request, "run")
-    )
+    return launch("tests.precision.strategies.ranks", 4, tmp_path_factory.mktemp("four"), *selected(request, "run"))
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +186,7 @@ def test_uneven_batches_and_empty_shards(two, run):
 
 def test_the_table_of_the_guide_is_what_is_tested():
     guide = (Path(__file__).parents[3] / "docs/guides/distributed.md").read_text()
-    assert table() in guide, "replace it: python -m tests.precision.strategies.ranks table"
+    assert table() in guide, "replace it: python -m tests.precision.strategies.ranks"
 
 
 def test_deepspeed_is_refused():

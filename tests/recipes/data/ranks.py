@@ -1,13 +1,9 @@
-"""One of two processes that read one text: ``python -m tests.recipes.data.ranks RANK FOLDER``.
-
-The folder holds ``text`` and ``c4``; the batches that each process saw lie in ``FOLDER/RANK.pt``.
-"""
+"""One of two processes that read one text. The folder holds ``text`` and ``c4``."""
 
 from pathlib import Path
 
 from lightning.pytorch.callbacks import Callback
 
-from tests.launch import take_part
 from tests.recipes.data import runs, streams
 
 RANKS, EPOCHS, STEPS, SAVED = 2, 2, 12, 5
@@ -37,7 +33,3 @@ def work():
         "stream": stream(callbacks=[SaveOnce()]),
         "stream, resumed": stream(Path("saved.ckpt")),
     }
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

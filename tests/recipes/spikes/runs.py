@@ -7,8 +7,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 SIZES = (3, 4), (5,), (3, 4)
-
-
 SLOPE = 0.125  # of the loss in each direction, a power of two, so that products with 1000 are exact
 
 

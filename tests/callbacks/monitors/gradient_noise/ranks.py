@@ -1,8 +1,4 @@
-"""One of two processes that train a model whose noise is measured:
-``python -m tests.callbacks.monitors.gradient_noise.ranks 0 FOLDER``.
-
-What was measured lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
-"""
+"""One of two processes that train a model whose noise is measured."""
 
 import torch
 from torch import nn
@@ -10,7 +6,6 @@ from torch import nn
 from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LowBitPrecision
 from tests import ranks
 from tests.distributed.spreads import full
-from tests.launch import take_part
 from tests.lightning_imports import Callback
 from tests.ranks import RANKS, STRATEGIES
 
@@ -159,7 +154,3 @@ def work():
             ask(name, steps=HALF, end=f"{name}.ckpt")
             found[name, "resumed"] = ask(name, start=f"{name}.ckpt")
     return found
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

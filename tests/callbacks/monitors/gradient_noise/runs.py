@@ -10,11 +10,7 @@ from tests.callbacks.monitors.gradient_noise.ranks import E2M1, STOCHASTIC
 from tests.lightning_imports import LightningModule, quiet_trainer
 
 NEAREST = LinearCasts(**dict.fromkeys(("fprop_x", "fprop_w", "dgrad_g", "wgrad_g"), Cast(**E2M1)))
-
-
 NOISY = LinearCasts(wgrad_g=STOCHASTIC, dgrad_w=STOCHASTIC)
-
-
 METRIC = "gradient_noise/ratio"
 
 

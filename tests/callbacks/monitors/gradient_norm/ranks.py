@@ -1,7 +1,4 @@
-"""One of two processes that train a watched model: ``python -m tests.callbacks.monitors.gradient_norm.ranks 0 FOLDER``.
-
-What the monitor logged lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
-"""
+"""One of two processes that train a watched model."""
 
 import torch
 from torch import nn
@@ -10,7 +7,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision
 from lightning_lowbit.optim import StableSPAM
 from tests import ranks
-from tests.launch import take_part
 from tests.lightning_imports import Callback
 from tests.ranks import RANKS, STRATEGIES
 
@@ -96,7 +92,3 @@ def work():
     return {
         run: train(STRATEGIES[run[0]](), *run[1:], shard=run[0] == "fsdp2", devices=RANKS) for run in [*RUNS, UNPLUGGED]
     }
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

@@ -78,7 +78,6 @@ PLUGINS = {
     "Lightning's, torch's": lambda: mixed(torchs()),
 }
 
-
 plugins = pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 
 

@@ -1,9 +1,4 @@
-"""One of two processes that train a quantized model.
-
-``python -m tests.callbacks.monitors.operand_statistics.ranks 0 FOLDER``.
-
-What the monitor found lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
-"""
+"""One of two processes that train a quantized model."""
 
 import warnings
 
@@ -13,7 +8,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_lowbit import LowBitPrecision, QuantizationMonitor
 from tests import ranks
-from tests.launch import take_part
 from tests.ranks import RANKS, STRATEGIES
 
 STEPS, EVERY = 4, 2
@@ -82,7 +76,3 @@ def work():
         train(STRATEGIES["fsdp1"](), "int4", weights=True, devices=RANKS)
     results["said"] = [str(warning.message) for warning in said if "Not measured" in str(warning.message)]
     return results
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

@@ -12,14 +12,8 @@ from tests.curves import csv_curves
 from tests.lightning_imports import BoringModel, CSVLogger, RandomDataset, quiet_trainer
 
 LAYERS = ["layer.0", "layer.2"]
-
-
 NAMES = {"sqnr", "underflow", "saturation", "scale_min", "scale_max"}
-
-
 MEANS = {"sqnr", "underflow", "saturation"}
-
-
 FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
 
 

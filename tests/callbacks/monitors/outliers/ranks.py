@@ -1,8 +1,4 @@
-"""One of two processes that train a model whose outliers are watched:
-``python -m tests.callbacks.monitors.outliers.ranks 0 FOLDER``.
-
-What the monitor logged lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
-"""
+"""One of two processes that train a model whose outliers are watched."""
 
 import warnings
 
@@ -15,7 +11,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_lowbit import OutlierMonitor
 from tests import ranks
-from tests.launch import take_part
 from tests.ranks import RANKS, STRATEGIES
 
 STEPS, EVERY = 6, 2
@@ -107,7 +102,3 @@ def work():
         train(STRATEGIES["fsdp1"](), "fsdp1", swiglu=True)
     results["said"] = [str(warning.message) for warning in said if "Not measured" in str(warning.message)]
     return results
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

@@ -12,8 +12,6 @@ from tests.curves import assert_curves, event_curves
 from tests.lightning_imports import LightningModule, TensorBoardLogger, quiet_trainer
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}  # sums of float32 in another order
-
-
 LAYERS = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "lm_head"]
 
 

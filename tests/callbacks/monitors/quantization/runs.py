@@ -9,11 +9,7 @@ from tests.curves import csv_curves
 from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, quiet_trainer
 
 LAYERS = ("layer.0", "layer.2")
-
-
 SHARES = {"minus", "zeros", "plus"}
-
-
 ALL = {*SHARES, "flips", "distance"}
 
 

@@ -1,7 +1,6 @@
-"""One of two processes that train one model and go back, in the named `RUNS`:
-``python -m tests.callbacks.recovery.spike_rollback.ranks 0 FOLDER RUN …``.
+"""One of two processes that train one model and go back, in the named `RUNS`.
 
-Of both ranks only one sees the bad batch. What came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
+Of both ranks only one sees the bad batch.
 """
 
 import math
@@ -14,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import SpikeRollback
-from tests.launch import take_part
 from tests.lightning_imports import pytorch
 from tests.optim.ranks_lightning import Regression, plugin
 from tests.ranks import RANKS, STRATEGIES, trainer
@@ -103,7 +101,3 @@ def work():
             "good": rollback.state_dict()["good"],
         }
     return results
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

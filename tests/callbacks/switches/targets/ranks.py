@@ -1,13 +1,12 @@
-"""One of two processes that train one model and switch: ``python -m tests.callbacks.switches.targets.ranks 0 FOLDER``.
+"""One of two processes that train one model and switch.
 
-Ranks see different numbers of tokens. What came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
+Ranks see different numbers of tokens.
 """
 
 import warnings
 
 from lightning_lowbit import LowBitPrecision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
-from tests.launch import take_part
 from tests.lightning_imports import Callback
 from tests.optim.ranks_lightning import Regression
 from tests.ranks import RANKS, STRATEGIES, trainer
@@ -61,7 +60,3 @@ def work():
                 step: train(strategy, ckpt_path=f"{strategy} {step}.ckpt")["weights"] for step in RESUMED
             }
     return results
-
-
-if __name__ == "__main__":
-    take_part(RANKS, work)

@@ -16,13 +16,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
 ]
 
-
 HP = LinearCasts()
-
-
 WEIGHTS_OF_DOWN = {f"{DOWN}/fprop_w", f"{DOWN}/dgrad_w"}  # smoothed, and scaled by themselves
-
-
 NVFP4 = PRESETS["nvfp4"]()
 
 

@@ -107,7 +107,6 @@ OPTIMIZERS = {
     "sparse": lambda p: SPAM(p, lr=1e-2, density=0.25),
 }
 
-
 GUARDS = ("steps", "threshold", "norm_mean", "norm_mean_square", "norm_mean_weight")
 
 

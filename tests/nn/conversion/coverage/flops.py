@@ -15,14 +15,8 @@ from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.quant import Hadamard
 
 NVFP4 = LinearCasts.preset("nvfp4")
-
-
 BITS, HP_BITS = 4.5, 16
-
-
 BATCH, TOKENS, WIDTH, HEADS = 2, 5, 16, 2
-
-
 BACKWARD = ("dgrad", "wgrad")
 
 
@@ -158,6 +152,4 @@ def tower(inputs, hidden):
 
 
 HADAMARD = {"fprop": 16, "dgrad": Hadamard(16, "keyed"), "wgrad": Hadamard(32, "keyed")}
-
-
 MEANS = ("fprop", "dgrad", "wgrad")

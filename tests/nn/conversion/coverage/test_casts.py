@@ -40,8 +40,6 @@ def three_layers(casts=NVFP4, **kwargs):
 
 
 C = {"c": 3 * FLOPS}
-
-
 AB = ("a", "b")
 
 
