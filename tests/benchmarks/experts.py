@@ -39,11 +39,7 @@ class Loop(nn.Module):
 
 
 def step(
-    model: Callable[..., Tensor],
-    x: Tensor,
-    g: Tensor,
-    ends: list[int],
-    now: Callable[[], float] = time.perf_counter,
+    model: Callable[..., Tensor], x: Tensor, g: Tensor, ends: list[int], now: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float, Tensor]:
     model.zero_grad()  # type: ignore[attr-defined]
     x = x.clone().requires_grad_()

@@ -20,13 +20,7 @@ from lightning_lowbit.recipes.sharding import tensor_parallel_plan
 
 RANKS, MICRO_BATCHES, SEQUENCES, LENGTH = 2, 2, 2, 32
 # Rows of the MLP do not divide by two, so that shards are padded.
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 51,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "vocab_size": 96,
-}
+TINY = {"hidden_size": 32, "intermediate_size": 51, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 96}
 # Rows of the MLP divide by two, as tensor parallelism has to cut them.
 EVEN = {**TINY, "intermediate_size": 52}
 # Name of an operator and which argument holds the whole tensors; the last one is that of DTensors.
@@ -79,10 +73,7 @@ def step(module, model):
             batch = torch.randint(0, TINY["vocab_size"], (SEQUENCES, LENGTH + 1))
             waits = isinstance(model, DistributedDataParallel) and number < MICRO_BATCHES - 1
             with model.no_sync() if waits else nullcontext():
-                with (
-                    torch.autocast("cpu", dtype=torch.bfloat16),
-                    saved_tensors_hooks(guarded, lambda tensor: tensor),
-                ):
+                with torch.autocast("cpu", dtype=torch.bfloat16), saved_tensors_hooks(guarded, lambda tensor: tensor):
                     logits = model(batch[:, :-1])
                     loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
                 if number == 0:

@@ -72,8 +72,7 @@ def test_no_command_runs_what_lies_in_the_current_folder(program, poisoned, tmp_
 
 
 @pytest.mark.parametrize(
-    "program",
-    [pytest.param(LOWBIT, id="lowbit"), pytest.param(MODULE, id="python -m", marks=pytest.mark.slow)],
+    "program", [pytest.param(LOWBIT, id="lowbit"), pytest.param(MODULE, id="python -m", marks=pytest.mark.slow)]
 )
 def test_a_picture_is_not_drawn_by_a_file_of_the_current_folder(program, poisoned):
     torch.save({"weight": torch.randn(16, 32)}, "good.ckpt")

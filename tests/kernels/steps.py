@@ -20,11 +20,7 @@ CPU = torch.device("cpu")
 ALIGNED = [(64,), (64, 128)]
 _RULES = {"element_clip": "ada_clip", "norm_clip": "ada_gn", "weight_decay": 0.1}
 _SPIKES = {"element_clip": "spike_clip", "spike_threshold": 0.5, "moments": "fp8", "master_weights": "fp16"}
-CASES = [
-    (_RULES, torch.float32),
-    (_SPIKES, torch.bfloat16),
-    ({**_RULES, "moments": "fp8"}, torch.bfloat16),
-]
+CASES = [(_RULES, torch.float32), (_SPIKES, torch.bfloat16), ({**_RULES, "moments": "fp8"}, torch.bfloat16)]
 
 
 def small_adaptive(parameters, **options):

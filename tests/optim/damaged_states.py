@@ -32,22 +32,7 @@ DTYPES = [
     torch.bool,
 ]
 SHAPES = [(), (0,), (1,), (3,), (6, 5), (5, 6), (1, 5, 6), (40, 6), (2**16,), (3, 2, 2, 2)]
-ODDITIES = [
-    None,
-    3,
-    -1.5,
-    math.nan,
-    10**400,
-    "mean",
-    b"",
-    [],
-    [1, 2],
-    (),
-    {},
-    {"a": 1},
-    torch.zeros(3),
-    True,
-]
+ODDITIES = [None, 3, -1.5, math.nan, 10**400, "mean", b"", [], [1, 2], (), {}, {"a": 1}, torch.zeros(3), True]
 Saved = dict[str, Any]
 
 

@@ -88,13 +88,7 @@ def test_golden_vectors_compiled():
 def test_compiled_fp8_moments_are_those_of_eager_code(in_torch):
     """Codes are drawn, and where value and draw agree to an ulp the other side may be taken: a few may differ."""
     torch._dynamo.reset()
-    options = {
-        "lr": 1e-2,
-        "reset_interval": 2,
-        "moments": "fp8",
-        "element_clip": None,
-        "norm_clip": None,
-    }
+    options = {"lr": 1e-2, "reset_interval": 2, "moments": "fp8", "element_clip": None, "norm_clip": None}
     both = [make_parameters(shapes=[(6, 130)]) for _ in range(2)]
     made = [StableSPAM(parameters, **options) for parameters in both]
     takes = [made[0].step, torch.compile(made[1].step)]

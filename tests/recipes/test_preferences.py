@@ -258,10 +258,7 @@ class FirstLayer(Callback):
 def test_gradients_that_vanish_in_fp16_unless_the_loss_is_scaled():
     """Without a scale none reaches a layer below the last; with it, those of tokens that are not in the text are 0."""
     zeros, moves = {}, {}
-    scalers = {
-        "1": StaticGradScaler(1, device="cpu"),
-        "2^18": ConservativeGradScaler(preset="tiny-loss", device="cpu"),
-    }
+    scalers = {"1": StaticGradScaler(1, device="cpu"), "2^18": ConservativeGradScaler(preset="tiny-loss", device="cpu")}
     for name, scaler in scalers.items():
         history, layer = History(), FirstLayer()
         plugin = LowBitPrecision("bf16", compute_dtype="fp16", scaler=scaler, skip=["reference"])

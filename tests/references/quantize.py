@@ -325,11 +325,7 @@ def quantize(x, cast, dim=-1, key=None, amax=None, *, field):
     if block == "tensor":
         tile = tuple(matrix.shape)
     result = quantize_matrix(
-        matrix.detach().float().numpy(),
-        cast,
-        tile,
-        amax=amax,
-        key=key if cast.rounding == "stochastic" else None,
+        matrix.detach().float().numpy(), cast, tile, amax=amax, key=key if cast.rounding == "stochastic" else None
     )
     found = torch.from_numpy(getattr(result, field))
     if field in ("scales", "zeros") and block == "tensor":

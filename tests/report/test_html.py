@@ -282,11 +282,7 @@ def pointed(chart):
 
 def test_values_are_under_the_pointer():
     chart = Chart("", {"loss": ([1, 2, 3], [3.0, math.nan, 1.5]), "val": ([2], [2.25])})
-    assert pointed(chart) == [
-        (["step 1", "loss 3"], 1),
-        (["step 2", "val 2.25"], 1),
-        (["step 3", "loss 1.5"], 1),
-    ]
+    assert pointed(chart) == [(["step 1", "loss 3"], 1), (["step 2", "val 2.25"], 1), (["step 3", "loss 1.5"], 1)]
     assert pointed(Chart("a", {"a": ([7], [0.5])})) == [(["step 7", "0.5"], 1)], "the title has said what it is"
     assert pointed(Chart("a", {"a": ([7, 9], [1.0, math.inf])})) == [(["step 7", "1"], 1)]
     names = [f"layers.{i}.up" for i in range(30)]

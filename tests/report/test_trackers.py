@@ -96,10 +96,7 @@ def test_trackers_are_told(stand_in):
     loggers = Wandb(), MLFlow()
     train(list(loggers))
     wandb, mlflow = loggers
-    assert wandb.run.config == {
-        "lightning_lowbit/plugin": "FP4Precision",
-        "lightning_lowbit/casts": "nvfp4",
-    }
+    assert wandb.run.config == {"lightning_lowbit/plugin": "FP4Precision", "lightning_lowbit/casts": "nvfp4"}
     assert wandb.run.summary == {"lightning_lowbit/coverage": 1.0, "lightning_lowbit/alerts": 0}
     (artifact,) = wandb.artifacts
     assert (artifact.name, artifact.type) == ("report-abc", "report")

@@ -40,10 +40,7 @@ def test_layers_share_a_warning_that_names_the_worst():
     assert texts == ["Owner: 3 layers, the worst b, step 3: 5 is too much."]
     assert step(alerts, 3, {"b": 1.0}, "zeros") == ["Owner: b, step 3: 1 is too much."], "another kind"
     assert [alerts.kinds(name) for name in "abc"] == [["underflow"], ["underflow", "zeros"], ["underflow"]]
-    assert alerts.texts() == [
-        "3 layers, the worst b, step 3: 5 is too much.",
-        "b, step 3: 1 is too much.",
-    ]
+    assert alerts.texts() == ["3 layers, the worst b, step 3: 5 is too much.", "b, step 3: 1 is too much."]
 
 
 def test_what_lasts_is_said_again_where_it_is_much_worse():

@@ -6,13 +6,7 @@ import yaml
 from tests.lightning_imports import from_yaml
 
 ARGUMENTS = {
-    "GradientNormMonitor": {
-        "layers": ["layer"],
-        "every_n_steps": 1,
-        "spike_factor": 3.0,
-        "decay": 0.9,
-        "limit": "20x",
-    },
+    "GradientNormMonitor": {"layers": ["layer"], "every_n_steps": 1, "spike_factor": 3.0, "decay": 0.9, "limit": "20x"},
     "GradientNoiseMonitor": {
         "every_n_steps": 10,
         "kind": "layers",

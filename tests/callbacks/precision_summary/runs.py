@@ -10,10 +10,7 @@ FIRST, LAST = 2 * 32 * 32, 2 * 32 * 2
 TOTAL = 2 * FIRST + 3 * LAST
 SKIP = {"skip": ["layer.2"]}
 
-BITS = {
-    "fqt": (4.5 * 2 * FIRST + 16 * 3 * LAST) / TOTAL,
-    "qaf": (4.5 * FIRST + 16 * (FIRST + 3 * LAST)) / TOTAL,
-}
+BITS = {"fqt": (4.5 * 2 * FIRST + 16 * 3 * LAST) / TOTAL, "qaf": (4.5 * FIRST + 16 * (FIRST + 3 * LAST)) / TOTAL}
 
 
 class Two(BoringModel):

@@ -58,11 +58,7 @@ QUESTIONS = [
     {"start": "class", "ends": [" A:\n    pass", " \n\n\n"], "answer": 0},
 ]
 TEXTS = [TEXT[:40], "x", "é = 1\n"]
-COMMON = {
-    "dataset_path": "json",
-    "test_split": "test",
-    "target_delimiter": "",
-}
+COMMON = {"dataset_path": "json", "test_split": "test", "target_delimiter": ""}
 CHOICE = {
     **COMMON,
     "task": "own_choice",

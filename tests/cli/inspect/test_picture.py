@@ -147,10 +147,7 @@ def write(kind):
     ("kind", "line"),
     [
         ("nothing", "There is no checkpoint it.ckpt. Give a Lightning .ckpt, "),
-        (
-            "object",
-            "it.ckpt holds an object of functools.partial, which to load may run any code. Save the weights",
-        ),
+        ("object", "it.ckpt holds an object of functools.partial, which to load may run any code. Save the weights"),
         ("empty", "it.ckpt is not a checkpoint to read (EOFError). Give a Lightning .ckpt, "),
         ("garbage", "it.ckpt is not a checkpoint to read"),
         ("garbage.safetensors", "it.safetensors is not a checkpoint to read (SafetensorError). Give "),

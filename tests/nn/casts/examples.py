@@ -16,11 +16,7 @@ CENTERED = SIX.replace(subtract_mean=["fprop", "dgrad", "wgrad"])
 SURROGATES = ROTATED.replace(surrogate={"fprop_x": "trust", "fprop_w": "dge"}, subtract_mean=["dgrad", "wgrad"])
 
 MIXED = LinearCasts(
-    fprop_x=NEAREST,
-    dgrad_w="fprop",
-    wgrad_g=INT4,
-    hadamard={"wgrad": 32},
-    subtract_mean=["fprop", "wgrad"],
+    fprop_x=NEAREST, dgrad_w="fprop", wgrad_g=INT4, hadamard={"wgrad": 32}, subtract_mean=["fprop", "wgrad"]
 )
 
 DELAYED = Cast("e4m3", Scale("fp32", "tensor", margin=1, source="delayed", history=4, algorithm="most_recent"))

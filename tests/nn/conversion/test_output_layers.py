@@ -99,10 +99,7 @@ MODELS = {
     "attention alone": (lambda: nn.MultiheadAttention(64, 2), ["out_proj"]),
 }
 LARGE = {
-    "LLaMA": (
-        lambda: of_transformers("LlamaConfig:LlamaForCausalLM", intermediate_size=64),
-        ["model.lm_head"],
-    ),
+    "LLaMA": (lambda: of_transformers("LlamaConfig:LlamaForCausalLM", intermediate_size=64), ["model.lm_head"]),
     "GPT-2": (lambda: of_transformers("GPT2Config:GPT2LMHeadModel"), ["model.lm_head"]),
     "T5": (lambda: of_transformers("T5Config:T5ForConditionalGeneration", d_model=64, d_ff=64), ["model.lm_head"]),
     "BERT": (

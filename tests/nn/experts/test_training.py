@@ -51,10 +51,7 @@ def test_summaries_coverage_and_monitors_know_the_experts():
 
 @pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
 def test_runs_go_on_from_checkpoints(tmp_path):
-    makers = [
-        lambda: FP4Precision("nvfp4", quantize_output=True),
-        lambda: FP8Precision("delayed"),
-    ]
+    makers = [lambda: FP4Precision("nvfp4", quantize_output=True), lambda: FP8Precision("delayed")]
     for number, make in enumerate(makers):
         path, whole, half, rest = tmp_path / f"{number}.ckpt", Model(), Model(), Model()
         trainer(make(), limit_train_batches=4, max_steps=4).fit(whole)

@@ -41,8 +41,7 @@ def test_language_models(make, layers, autocast):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "casts, autocast",
-    [(name, number % 2 == 0) for number, name in enumerate(["nvfp4", *EVERYTHING])],
+    "casts, autocast", [(name, number % 2 == 0) for number, name in enumerate(["nvfp4", *EVERYTHING])]
 )
 def test_torch_compile_gives_the_same_bits(casts, autocast):
     torch._dynamo.reset()  # the graphs of other casts count towards its limit

@@ -45,10 +45,7 @@ CASTS = {
         "dgrad_w": "fprop",
     },
     "scales in bf16": {"fprop_w": Cast("int4", Scale("bf16", 8)), "dgrad_w": "fprop"},
-    "mean magnitudes of rows": {
-        "fprop_w": Cast("int2", Scale("fp32", "row", statistic="absmean")),
-        "dgrad_w": "fprop",
-    },
+    "mean magnitudes of rows": {"fprop_w": Cast("int2", Scale("fp32", "row", statistic="absmean")), "dgrad_w": "fprop"},
 }
 
 

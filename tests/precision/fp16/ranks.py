@@ -91,10 +91,7 @@ class FSDPInFP16(FSDPOnCPU):
         return super()._setup_model(model)
 
 
-STRATEGIES = {
-    **ranks_lightning.STRATEGIES,
-    "fsdp1, sums in fp16": lambda: FSDPInFP16(state_dict_type="sharded"),
-}
+STRATEGIES = {**ranks_lightning.STRATEGIES, "fsdp1, sums in fp16": lambda: FSDPInFP16(state_dict_type="sharded")}
 SHARDED, PARTS = ("fsdp1", "fsdp2"), ("all", "head")
 # Of strategy, scaler, and what is trained: of the head alone, one rank has nothing.
 PLANTED = [

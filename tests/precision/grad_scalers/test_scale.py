@@ -22,10 +22,7 @@ from tests.references.scalers import Reference, float32
 from tests.tables import each
 
 #: By what they are called: this package's class, and torch's that it builds on. Sharded ones need a process group.
-CLASSES = {
-    "plain": (ConservativeGradScaler, GradScaler),
-    "sharded": (ShardedConservativeGradScaler, ShardedGradScaler),
-}
+CLASSES = {"plain": (ConservativeGradScaler, GradScaler), "sharded": (ShardedConservativeGradScaler, ShardedGradScaler)}
 
 OVERFLOWS = st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=40)
 
@@ -228,11 +225,7 @@ def test_several_optimizers_share_a_scale():
 
 @pytest.mark.parametrize(
     ("preset", "expected"),
-    [
-        ("default", (2.0**16, 2000, 1)),
-        ("tiny-loss", (2.0**18, 2000, 1)),
-        ("quantized-fine-tuning", (2.0**17, 200, 2)),
-    ],
+    [("default", (2.0**16, 2000, 1)), ("tiny-loss", (2.0**18, 2000, 1)), ("quantized-fine-tuning", (2.0**17, 200, 2))],
 )
 def test_presets(preset, expected):
     def found(**arguments):

@@ -148,10 +148,7 @@ def test_a_short_row_is_one_group(columns, symmetric):
 @on_int8_units
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda **how: TernaryPrecision(quantize_output=True, **how),
-        lambda **how: IntegerPrecision(4, 8, "row", **how),
-    ],
+    [lambda **how: TernaryPrecision(quantize_output=True, **how), lambda **how: IntegerPrecision(4, 8, "row", **how)],
 )
 def test_backend_native(monkeypatch, make):
     """Trains on int8 units, and is refused before anything is changed where there are none."""

@@ -93,12 +93,7 @@ ON_FOUR = {
 
 
 def trainer(plugin, **kwargs):
-    defaults = {
-        "max_steps": STEPS,
-        "gradient_clip_val": 1.0,
-        "use_distributed_sampler": False,
-        "limit_val_batches": 0,
-    }
+    defaults = {"max_steps": STEPS, "gradient_clip_val": 1.0, "use_distributed_sampler": False, "limit_val_batches": 0}
     return quiet_trainer(*([] if plugin is None else [plugin]), **{**defaults, **kwargs})
 
 

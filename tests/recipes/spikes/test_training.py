@@ -41,10 +41,7 @@ def test_an_accumulated_gradient_is_multiplied_once():
 
 def test_each_of_several_optimizers_has_its_steps():
     """Manual optimization: the one has the first two parameters, the other the last."""
-    optimizers = (
-        lambda module: sgd([module.weights[0], module.weights[1]]),
-        lambda module: sgd([module.weights[2]]),
-    )
+    optimizers = (lambda module: sgd([module.weights[0], module.weights[1]]), lambda module: sgd([module.weights[2]]))
     spikes = GradientSpikes(0.5, seed=0)
     module = fit(spikes, Slope(optimizers), steps=40)
     expected = spiked(spikes, 40)

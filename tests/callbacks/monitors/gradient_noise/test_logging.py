@@ -28,11 +28,7 @@ from tests.lightning_imports import Callback, TensorBoardLogger
 def test_logged_in_the_step_or_in_the_next_one_that_is_logged(every, log_every, micro, expected):
     """By step in which it is logged, the step that was measured."""
     monitor = GradientNoiseMonitor(every, layers=[r"net\.2"])
-    kwargs = {
-        "log_every_n_steps": log_every,
-        "accumulate_grad_batches": micro,
-        "max_steps": 9 if log_every == 3 else 8,
-    }
+    kwargs = {"log_every_n_steps": log_every, "accumulate_grad_batches": micro, "max_steps": 9 if log_every == 3 else 8}
     run = fit(Model(0.1, 5), monitor, logger=TensorBoardLogger("."), **kwargs)
     found = logged(run)
     known = dict(monitor.measurements())

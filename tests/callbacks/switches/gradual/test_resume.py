@@ -224,12 +224,7 @@ def test_a_switch_may_be_given_twice(plateau):
 
 
 def test_switches_of_one_kind_have_states_of_their_own():
-    changes = [
-        {},
-        {"to": "qaf"},
-        {"plateau": {"patience": 3}},
-        {"plateau": {"monitor": "other"}},
-    ]
+    changes = [{}, {"to": "qaf"}, {"plateau": {"patience": 3}}, {"plateau": {"monitor": "other"}}]
     keys = {PrecisionSwitch(**{"to": "fqt", "plateau": {}, "steps": 4, **change}).state_key for change in changes}
     assert len(keys) == len(changes)
 

@@ -66,9 +66,7 @@ def test_leaves_nothing_behind_after_an_exception(where):
     assert traces(model) == before
     model[1] = nn.Identity()
     assert_counted(
-        count(model, x_of(TOKENS, WIDTH)),
-        {"0": layer(TOKENS, WIDTH, 8, ["dgrad"]), "2": layer(TOKENS, 8, 4)},
-        {},
+        count(model, x_of(TOKENS, WIDTH)), {"0": layer(TOKENS, WIDTH, 8, ["dgrad"]), "2": layer(TOKENS, 8, 4)}, {}
     )
 
 

@@ -46,8 +46,7 @@ def test_frozen_weights_and_inputs_without_gradient(needs_x, needs_w, phase):
 def test_a_layer_called_twice():
     """The first call needs no gradient of its input, the second does."""
     counter = count(
-        low_bit(Applied(lambda self, x: self.layer(self.layer(x)), layer=nn.Linear(WIDTH, WIDTH))),
-        x_of(TOKENS, WIDTH),
+        low_bit(Applied(lambda self, x: self.layer(self.layer(x)), layer=nn.Linear(WIDTH, WIDTH))), x_of(TOKENS, WIDTH)
     )
     flops = gemm(TOKENS, WIDTH, WIDTH)
     assert_counted(counter, {"layer": {"fprop": 2 * flops, "dgrad": flops, "wgrad": 2 * flops}}, {})
@@ -163,11 +162,7 @@ def test_recomputed_activations_of_a_function(reentrant):
     assert counter.coverage().flops == 8 * flops
     assert counter.recomputed == 2 * flops
     assert counter.model_flops == 6 * flops
-    assert dict(counter.gemms) == {
-        ("layer", "fprop"): 2 * flops,
-        ("layer", "dgrad"): flops,
-        ("layer", "wgrad"): flops,
-    }
+    assert dict(counter.gemms) == {("layer", "fprop"): 2 * flops, ("layer", "dgrad"): flops, ("layer", "wgrad"): flops}
     assert sum(counter.others.values()) == 4 * flops
 
 
