@@ -12,7 +12,6 @@ Curves = dict[int, dict[str, float]]
 
 def event_curves(run, selected="epoch".__ne__, first=1):
     """The event file, by optimizer step: Lightning numbers the first one 0, which is ``first`` here."""
-    assert run.logger is not None
     run.logger.finalize("success")
     events = EventAccumulator(run.logger.log_dir).Reload()
     curves = {}
@@ -26,7 +25,6 @@ def event_curves(run, selected="epoch".__ne__, first=1):
 
 def csv_curves(run, selected):
     """The file of a `CSVLogger`, by the step it was logged at."""
-    assert run.logger is not None
     path = Path(run.logger.experiment.metrics_file_path)
     curves = {}
     for row in csv.DictReader(path.read_text().splitlines()) if path.exists() else ():

@@ -42,7 +42,6 @@ def test_the_reciprocal_of_weight_scale_is_the_scale_to_the_bit():
 
 def test_layers_that_it_cannot_hold_are_refused_by_name():
     weight, x = TERNARY.fprop_w, TERNARY.fprop_x
-    assert isinstance(weight, Cast) and isinstance(x, Cast)
     by_row = TERNARY.replace(fprop_w=weight.replace(scale={"block": "row"}))
     refused = [
         (layer_of(LinearCasts.preset("int4")), "ternary weights with one scale of the tensor"),
@@ -93,7 +92,6 @@ def test_transformers_computes_the_same(kind, tmp_path):
     source = language_model(kind, TERNARY)
     written = FORMAT.write(source, tmp_path, Options(dtype=torch.float32))
     assert [row.name for row in written] == [*source.layers] and all(row.error == 0 and row.inputs for row in written)
-    assert FORMAT.load is not None
     loaded = FORMAT.load(tmp_path)
 
     from transformers.integrations.bitnet import unpack_weights

@@ -103,7 +103,6 @@ def test_one_export_merges_and_rounds(adapted, tmp_path, casts, format, cast):
 def test_the_sum_is_that_of_the_training(adapted, tmp_path):
     """In a format that rounds little, the merged model is the unmerged one without its adapters."""
     exported = export_checkpoint(adapted("bf16"), "int8", tmp_path / "out", dtype="fp32", merge=True, module=LORA)
-    assert exported.parity is not None and exported.parity.merged is not None
     assert exported.parity.merged < 0.03
     source = read(adapted("bf16"), LORA)
     model = source.model

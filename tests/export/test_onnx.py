@@ -106,7 +106,6 @@ def written(source, folder, **options):
         pytest.importorskip(package)
     rows = FORMAT.write(source, folder, Options(**options))
     assert [row.name for row in rows] == [*source.layers] and all(row.error == 0 for row in rows)
-    assert FORMAT.load is not None
     return FORMAT.load(folder)
 
 

@@ -168,8 +168,6 @@ def test_the_bias_of_nvfp4_is_the_one_that_is_told(rounding, bias):
     """Of wgrad's products, both of whose operands are rounded stochastically, on normal data."""
     casts = LinearCasts.of({"preset": "nvfp4", "every": {"scale": {"rounding": rounding}}})
     assert (rounding == "nearest") == (casts == LinearCasts.preset("nvfp4"))
-    assert isinstance(casts.wgrad_g, Cast)
-    assert isinstance(casts.wgrad_x, Cast)
     x, g = torch.randn(256, 64), torch.randn(256, 64)
     exact, mean, draws = g.T @ x, torch.zeros(64, 64), 100
     for draw in range(draws):

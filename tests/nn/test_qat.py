@@ -44,7 +44,6 @@ def fake_quantize(x, cast, dtype):
         1 if scale.block == "tensor" else -1, x.numel() if scale.block == "tensor" else x.shape[-1]
     )
     group = rows.shape[1] if isinstance(scale.block, str) else scale.block
-    assert isinstance(group, int)
     groups = F.pad(rows, (0, -rows.shape[1] % group)).view(len(rows), -1, group)
     low, high = groups.amin(-1, True).clamp(max=0), groups.amax(-1, True).clamp(min=0)
     amount, levels = {

@@ -40,7 +40,6 @@ def test_rows_tell_what_casts_did(casts):
     """To the operands as they were quantized: rotated, or the other way round; also to those that were taken over."""
     model, _ = net(casts)
     watch = watch_of(model)
-    assert isinstance(watch, QuantizedOperands)
     watch.start(CPU)
     with captured() as made:
         gradients(model, batch())
@@ -99,7 +98,6 @@ def test_only_while_it_is_on(what):
 def test_different_passes_add_up():
     model, _ = net()
     watch = watch_of(model)
-    assert isinstance(watch, QuantizedOperands)
     watch.start(CPU)
     with captured() as made:
         for seed, size in ((0, 1.0), (1, 30.0)):
@@ -115,7 +113,6 @@ def test_recomputed_passes_count_twice_with_the_same_ratios():
     for recompute in (False, True):
         model, _ = net(recompute=recompute)
         watch = watch_of(model)
-        assert isinstance(watch, QuantizedOperands)
         watch.start(CPU)
         gradients(model, batch())
         found.append((watch.sums, numbers(watch)))
@@ -163,7 +160,6 @@ def test_gradients_in_both_precisions(casts):
     with spied() as seen:
         found = run(layer, x, g)
     dw, exact = value(seen["wgrad_g"]).t() @ value(seen["wgrad_x"]), g.double().t() @ x.double()
-    assert found["weight"] is not None
     torch.testing.assert_close(found["weight"].double(), dw, rtol=1e-5, atol=1e-5)
     expected = [(dw - exact).square().sum().item(), exact.square().sum().item()]
     assert watch.sums[0].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-8)

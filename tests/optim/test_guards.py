@@ -192,7 +192,6 @@ def test_statistics_of_a_skipped_step(code, bad, monkeypatch):
     before = optimizer.gradient_statistics()
     set_gradients(parameters, seed=9)
     first, last = (p.grad for p in parameters)
-    assert first is not None and last is not None
     last[1, 2] = bad
     optimizer.step()
     saw = optimizer.gradient_statistics()

@@ -221,7 +221,6 @@ def test_gradients_and_parameters_have_the_signs_that_torch_reads(name):
             set_gradients(parameters, seed=step)
             if is_marked:
                 for p in parameters:
-                    assert p.grad is not None
                     p.grad = torch._neg_view(-p.grad)
                 if step == 3 and "fused" not in name:  # torch's own fused step does not resolve them
                     parameters[0].data = torch._neg_view(-parameters[0].detach())

@@ -40,7 +40,6 @@ def check_nvfp4(found, case, name, prefix="", scale="scale"):
     equal(found.scales, stored, None, f"{name}: scales")
     not_zero = case[f"{prefix}scale"].repeat(16, axis=1) != 0
     equal(found.codes, codes_of(case, f"{prefix}codes"), not_zero, f"{name}: codes")
-    assert found.tensor_scale is not None
     encode = case.get(f"{prefix}encode_scale", case.get("encode_scale"))
     assert found.tensor_scale.item() == np.float32(1) / encode, f"{name}: tensor scale"
     values = case.get(f"{prefix}deq_reciprocal", case[f"{prefix}deq"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.lab.estimate.shapes import Decoder, describe
+from lightning_lowbit.cli.lab.estimate.shapes import describe
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli.estimate.models import SMALL
 
@@ -136,7 +136,6 @@ def test_a_gate_is_found():
     def gated(network, **config):
         with torch.device("meta"):
             decoder = describe(CausalLM(network, config))[0].decoder
-        assert isinstance(decoder, Decoder)
         return decoder.gated
 
     assert gated("llama-small") and gated("bitnet-small")

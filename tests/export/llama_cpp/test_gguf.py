@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from lightning_lowbit.export.formats.gguf.blocks import TQ1_0, TQ2_0, BlockType, block_type, has_scale, pack
 from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
-from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
+from lightning_lowbit.export.formats.gguf.vocabulary import vocabulary
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.quant import Cast, Scale, quantize
 from tests.export.llama_cpp.gguf_blocks import READERS
@@ -93,7 +93,6 @@ def test_rows_of_q_and_k_are_neighbors_in_a_rotation():
     network = network_of(config)
     for part, heads in (("blk.0.attn_q", 4), ("blk.0.attn_k", 2)):
         order = network.rows(part, config)
-        assert order is not None
         for head in range(heads):
             for pair in range(6):  # rotated together: 2 pair and 2 pair + 1 there, pair and pair + 6 here
                 there = order[12 * head + 2 * pair : 12 * head + 2 * pair + 2].tolist()
@@ -128,7 +127,6 @@ def test_networks_that_llama_cpp_would_compute_wrongly_are_refused():
 
 def test_the_vocabulary_of_bytes():
     found = vocabulary("bytes", 300)
-    assert isinstance(found, Vocabulary)
     assert len(found.tokens) == len({*found.tokens}) == len(found.types) == 300
     assert [found.tokens[byte] for byte in b"a ~\n"] == ["a", "Ġ", "~", "Ċ"]
     assert found.types[255:257] == [1, 5] and found.special == {"bos": 0, "eos": 0}

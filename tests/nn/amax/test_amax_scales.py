@@ -74,7 +74,6 @@ def test_scales_by_hand(name):
         histories.advance_()
         for operand in OPERANDS:
             found = seen[operand].factor
-            assert found is not None
             assert found.item() == pytest.approx(factor, rel=2e-7), f"{operand}, step {step}: {found.item() * 448}/448"
             if "power" in name:
                 assert math.frexp(found.item())[0] == 0.5, f"{operand}: {found.item()} is no power of two"

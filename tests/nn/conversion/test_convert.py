@@ -240,7 +240,6 @@ def test_tied_weights_stay_tied():
     convert(model, INT4)
     assert model.lm_head.weight is model.embed.weight
     model.lm_head(model.embed(torch.arange(7))).sum().backward()
-    assert model.embed.weight.grad is not None
     assert model.embed.weight.grad.isfinite().all()
 
 

@@ -80,5 +80,4 @@ def test_overflows_reach_every_gradient(bad, casts):
         found = run(layer, x, g)
         for name, place in expected.items():
             tensor = found[name]
-            assert tensor is not None
             assert not tensor[place].isfinite().any(), f"{bad} in {where} does not reach {name}"

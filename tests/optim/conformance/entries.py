@@ -48,7 +48,6 @@ class Entry(NamedTuple):
         return self.kind(self.make_base(params, lr=lr), **self.options)
 
     def make_base(self, params, lr=LR):
-        assert self.base is not None
         module, name = self.base
         if not module.startswith("torch."):
             pytest.importorskip(module)

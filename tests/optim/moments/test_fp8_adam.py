@@ -192,7 +192,6 @@ def test_a_skipped_step_changes_nothing(bad, make, dtype, code, monkeypatch):
             optimizer.step()
     before = snapshot(optimizer, parameters)
     last = parameters[-1].grad
-    assert last is not None
     last[1, 1] = bad
     optimizer.step()
     assert_same(snapshot(optimizer, parameters), before, "a skipped step left traces")

@@ -142,7 +142,6 @@ def test_a_copy_within_the_model_stays_a_copy_when_casts_change():
 
     plugin = delayed()
     model = fit(plugin, Within(), max_steps=5)
-    assert plugin.histories is not None
     layers = {key.partition("/")[0] for key in plugin.histories.state_dict()["amax_history"]}
     assert layers == {"net.2", "net.4"}
     assert model.teacher[2].full_casts.is_delayed

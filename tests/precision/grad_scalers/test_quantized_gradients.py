@@ -150,7 +150,6 @@ def test_what_is_not_finite_reaches_the_gradients(name, bad):
     g[3, 5] = bad
     y.backward(g)
     for what, tensor in (("x", x), *model.named_parameters()):
-        assert tensor.grad is not None
         assert not tensor.grad.isfinite().all(), f"{name}: {bad} is not seen in the gradient of {what}"
     scaler = make(ConservativeGradScaler)
     scaler.scale(torch.zeros(()))

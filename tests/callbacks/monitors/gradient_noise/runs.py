@@ -66,7 +66,6 @@ def ratios(monitor):
 
 def logged(run):
     """What the event file holds, by optimizer step (Lightning numbers the first one 0)."""
-    assert run.logger is not None
     run.logger.finalize("success")
     events = EventAccumulator(run.logger.log_dir).Reload()
     return {tag: {event.step + 1: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}

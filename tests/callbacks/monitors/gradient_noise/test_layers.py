@@ -9,7 +9,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LowBitPrecision, PrecisionSwitch
-from lightning_lowbit.report.html import Chart, Text
 from tests.callbacks.monitors.gradient_noise.ranks import E2M1
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NOISY, Model, assert_equal, fit, ratios, trainer
 from tests.lightning_imports import Callback
@@ -88,12 +87,10 @@ def test_layers_in_the_phase_of_finetuning_are_not_measured():
     assert [step for step, _ in monitor.measurements()] == [1, 2, 3]
     assert all(ratio < math.inf for ratio in ratios(monitor)), "the end of noise is logged as a number"
     (chart, text) = monitor.report_sections(run)[0].blocks
-    assert isinstance(chart, Chart)
     monitor = GradientNoiseMonitor(1, kind="layers")
     run = trainer(LinearCasts(fprop_w=Cast(**E2M1)), monitor)
     run.fit(Model())
     (text,) = monitor.report_sections(run)[0].blocks
-    assert isinstance(text, Text)
     assert text.text == "Not measured: every 1 steps, in quantized layers."
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -55,7 +55,6 @@ class Stateful(Model):
         self.register_buffer("expanded", torch.ones(1).expand(3), persistent=False)
 
     def training_step(self, batch, batch_idx):
-        assert isinstance(batch, Tensor)
         batch += 0.1 * torch.randn(batch.shape, generator=self.generator)  # in place
         batch *= 1 + 0.1 * random.random() + 0.1 * np.random.rand() + 0.1 * torch.rand(())
         self.power.mul_(0.9).add_(0.1 * self.net[0].weight.detach().norm(dim=0))

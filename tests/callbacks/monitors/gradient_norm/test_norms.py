@@ -45,7 +45,6 @@ def test_clipped_by_a_hook():
     class Halves(Planned):
         def configure_gradient_clipping(self, optimizer, *_, **__):
             for parameter in self.parameters():
-                assert parameter.grad is not None
                 parameter.grad /= 2
 
     model = Halves()
