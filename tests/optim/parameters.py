@@ -5,7 +5,7 @@ import torch
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbit.optim import kernels
+from lightning_lowbit.optim import kernels, passes
 
 SHAPES = [(), (1,), (7,), (0,), (0, 3), (5, 6), (3, 2, 2, 2)]
 
@@ -18,6 +18,12 @@ def use(code, monkeypatch):
     """Plain torch, the code of all other devices, or C++ where it serves."""
     if code == "torch":
         monkeypatch.setattr(kernels, "kernels_for", lambda batch: None)
+
+
+def in_pieces(size, monkeypatch):
+    """Tensors of more than ``size`` elements, even small ones, are worked on in pieces."""
+    monkeypatch.setattr(passes, "PIECE_ON_CPU", size)
+    monkeypatch.setattr(passes, "PIECE_ON_ACCELERATOR", size)
 
 
 def make_parameters(dtype=torch.float32, shapes=SHAPES):

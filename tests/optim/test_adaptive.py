@@ -9,8 +9,16 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, passes
-from tests.optim.parameters import assert_same, in_cpp_and_in_torch, make_parameters, set_gradients, train, use
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
+from tests.optim.parameters import (
+    assert_same,
+    in_cpp_and_in_torch,
+    in_pieces,
+    make_parameters,
+    set_gradients,
+    train,
+    use,
+)
 from tests.references.adaptive import Guard, guard_all
 from tests.tables import each
 
@@ -84,7 +92,7 @@ def uncorrected_second_moment(optimizer, parameter):
 def test_reference(make, options, code, monkeypatch):
     """In float64, where only the order of sums differs; Lion's signs are then safe, too."""
     use(code, monkeypatch)
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
+    in_pieces(8, monkeypatch)
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
     guarding = [Guard(**options) for _ in parameters]
     cut = follow_reference(Adaptive(make(parameters), **options), make(twins), guarding, 10, 1e-9)
@@ -104,7 +112,7 @@ def test_reference_in_fp32(options):
 @pytest.mark.parametrize("norm_clip", ["ada_gn", "grad_clip", None])
 def test_spike_clip_by_the_wrapped_second_moment(make, norm_clip, code, monkeypatch):
     use(code, monkeypatch)
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
+    in_pieces(8, monkeypatch)
     options = {"element_clip": "spike_clip", "norm_clip": norm_clip, "spike_threshold": 4.0}
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
     guarding = [Guard(**options) for _ in parameters]

@@ -7,7 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_lowbit.optim import passes, rules
+from lightning_lowbit.optim import passes
+from tests.optim.parameters import in_pieces
 from tests.tables import each
 
 # Deterministic: it derives no seeds. The fixture that every test has gives it a folder, which these do not use.
@@ -36,7 +37,7 @@ def from_list(values, dtype=torch.float32):
     [((), [1]), ((1,), [1]), ((8,), [8]), ((9,), [8, 1]), ((5, 3), [2, 2, 1]), ((3, 20), [1, 1, 1]), ((4, 2, 1), [4])],
 )
 def test_pieces_are_rows_of_at_most_so_many_elements(shape, rows, monkeypatch):
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
+    in_pieces(8, monkeypatch)
     tensor = torch.arange(math.prod(shape)).reshape(shape)
     parts = [piece for (piece,) in passes.pieces_of(tensor)]
     assert [len(part) for part in parts] == rows, f"pieces of {shape} have {[len(part) for part in parts]} rows"
@@ -52,7 +53,7 @@ def test_an_empty_tensor_has_no_pieces(shape):
 
 
 def test_the_first_tensor_decides_the_rows_of_all(monkeypatch):
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
+    in_pieces(8, monkeypatch)
     wide, narrow = torch.arange(20).reshape(5, 4), torch.arange(5)
     shapes = [(tuple(a.shape), tuple(b.shape)) for a, b in passes.pieces_of(wide, narrow)]
     assert shapes == [((2, 4), (2,)), ((2, 4), (2,)), ((1, 4), (1,))]

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, StableSPAM, passes
-from lightning_lowbit.optim.optimizer import GradientStatistics
-from lightning_lowbit.optim.rules import SPIKE_CLIP_AFTER
+from lightning_lowbit.optim import SPAM, Adaptive, StableSPAM
+from lightning_lowbit.optim.batch import GradientStatistics
+from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER
 from tests.optim.parameters import (
     NoHostSync,
     assert_same,
     in_cpp_and_in_torch,
+    in_pieces,
     make_parameters,
     set_gradients,
     snapshot,
@@ -73,7 +74,7 @@ def follow_oracle(optimizers=1, compiled=False, chosen=range(3), steps=None):
 def test_golden_vectors_on_every_path(code, piece, optimizers, monkeypatch):
     use(code, monkeypatch)
     if piece is not None:
-        monkeypatch.setattr(passes, "PIECE_ON_CPU", piece)
+        in_pieces(piece, monkeypatch)
     follow_oracle(optimizers)
 
 
@@ -129,7 +130,7 @@ def test_pieces_and_whole_tensors_agree(make, monkeypatch):
     for step in range(30):
         train(whole, here, [step])
         with monkeypatch.context() as patch:
-            patch.setattr(passes, "PIECE_ON_CPU", 8)
+            in_pieces(8, patch)
             train(cut, there, [step])
         for p, q in zip(here, there, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=f"step {step + 1}, {tuple(p.shape)}: {p} {q}")
@@ -166,7 +167,7 @@ def assert_saw(statistics, parameters, references):
 def test_statistics_are_those_of_the_reference(code, monkeypatch):
     """Groups with one rule each, so that each keeps to its own; a reset within the run."""
     use(code, monkeypatch)
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
+    in_pieces(8, monkeypatch)
     shapes = [(), (7,), (0, 3), (5, 6)]
     groups = [{"params": make_parameters(shapes=shapes), **options} for options in RULES.values()]
     parameters = [p for group in groups for p in group["params"]]

@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, passes
-from tests.optim.parameters import assert_same, in_cpp_and_in_torch, make_parameters, set_gradients, snapshot, use
+from lightning_lowbit.optim import SPAM
+from tests.optim.parameters import (
+    assert_same,
+    in_cpp_and_in_torch,
+    in_pieces,
+    make_parameters,
+    set_gradients,
+    snapshot,
+    use,
+)
 from tests.references.spam import Reference
 from tests.tables import each
 
@@ -33,7 +41,7 @@ SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
 )
 def test_reference(options, dtype, tolerance, code, monkeypatch):
     use(code, monkeypatch)
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
+    in_pieces(8, monkeypatch)
     parameters = make_parameters(dtype, SHAPES)
     references = [Reference(p, lr=1e-2, **options) for p in parameters]
     optimizer = SPAM(parameters, lr=1e-2, **options)
@@ -175,7 +183,7 @@ def test_elements_that_are_not_drawn_move_by_weight_decay_alone():
 def test_drawn_elements_follow_the_reference(code, monkeypatch):
     """Spikes, resets, warm-up and decay included; what was drawn is seen in a twin that does not decay."""
     use(code, monkeypatch)
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
+    in_pieces(8, monkeypatch)
     options = {"lr": 1e-2, "spike_threshold": 4.0, "reset_interval": 25, "warmup_steps": 3}
     [parameter], [twin] = make_parameters(torch.float64, [(5, 9)]), make_parameters(torch.float64, [(5, 9)])
     reference = Reference(parameter, weight_decay=0.1, **options)
@@ -206,7 +214,7 @@ def test_draws_do_not_depend_on_the_size_of_a_piece(piece, monkeypatch):
         return [one_step(optimizer, parameter, seed=step) for step in range(7)], snapshot(optimizer, [parameter])
 
     drawn, values = run()
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", piece)
+    in_pieces(piece, monkeypatch)
     drawn_in_pieces, values_in_pieces = run()
     assert_same(drawn_in_pieces, drawn, f"pieces of {piece} elements draw others")
     for left, right in zip(values_in_pieces, values, strict=True):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import StableSPAM, passes
-from tests.optim.parameters import assert_same, make_parameters, set_gradients, train
+from lightning_lowbit.optim import StableSPAM
+from tests.optim.parameters import assert_same, in_pieces, make_parameters, set_gradients, train
 from tests.references.stable_spam import Reference, step_all
 
 ORACLE = Path(__file__).parents[1] / "data" / "stable_spam.npz"
@@ -68,7 +68,7 @@ def test_oracle(dtype, tolerance, decay_index, resets):
     ids=["defaults", "decay and resets", "bf16 preset", "no memory"],
 )
 def test_reference(dtype, tolerance, options, monkeypatch):
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
+    in_pieces(8, monkeypatch)
     parameters = make_parameters(dtype)
     references = [Reference(p, lr=1e-2, **options) for p in parameters]
     optimizer = StableSPAM(parameters, lr=1e-2, **options)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from lightning_lowbit.optim import passes, rules
+from lightning_lowbit.optim import rules
+from tests.optim.parameters import in_pieces
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Even small tensors are worked on in pieces, and SpikeClip does not wait for 20 steps."""
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", 12)
-    monkeypatch.setattr(passes, "PIECE_ON_ACCELERATOR", 12)
+    in_pieces(12, monkeypatch)
     monkeypatch.setattr(rules, "SPIKE_CLIP_AFTER", 2)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, LowBitAdamW, passes
+from lightning_lowbit.optim import SPAM, LowBitAdamW
 from lightning_lowbit.optim.moments import NAMES, Piece, SparseMoments
 from tests.optim.moments.helpers import assert_same, draw, final_loss, set_gradients, snapshot, train
-from tests.optim.parameters import in_cpp_and_in_torch, use
+from tests.optim.parameters import in_cpp_and_in_torch, in_pieces, use
 from tests.references import moments as reference
 from tests.tables import each
 
@@ -152,7 +152,7 @@ def is_drawn(shape, every, last_reset, number):
 
 @pytest.mark.parametrize("piece", [8, 2**18])
 def test_only_what_was_drawn_moves_until_the_next_reset(piece, monkeypatch):
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", piece)
+    in_pieces(piece, monkeypatch)
     shapes = [(6, 8), (6, 8), (5, 10), (4, 1), (2, 3, 7), (2, 3)]
     parameters = [Parameter(torch.zeros(shape)) for shape in (*shapes, (9,))]
     optimizer = SPAM(parameters, lr=1e-3, density=0.25, reset_interval=3)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import StableSPAM, passes
+from lightning_lowbit.optim import StableSPAM
 from lightning_lowbit.optim.adam import PRESETS
-from tests.optim.parameters import make_parameters, set_gradients, use
+from tests.optim.parameters import in_pieces, make_parameters, set_gradients, use
 from tests.references.adaptive import norm_of
 from tests.references.stable_spam import Reference, step_all
 from tests.tables import each
@@ -93,7 +93,7 @@ def compare(optimizer, references, steps, tolerance):
 @pytest.mark.parametrize("options", [pytest.param(v, id=k) for k, v in (TABLE_4_6 | ALONE | TOGETHER).items()])
 def test_rules(options, dtype, tolerance, code, monkeypatch):
     use(code, monkeypatch)
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
+    in_pieces(8, monkeypatch)
     parameters = make_parameters(dtype, SHAPES)
     clips = options.get("element_clip", "ada_clip")
     cut = compare(
