@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_lowbit.optim import passes
+from lightning_lowbit.optim import passes, rules
 from tests.optim.parameters import in_pieces
 from tests.tables import each
 
