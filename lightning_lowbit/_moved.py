@@ -1,12 +1,12 @@
 """Modules under their former names, for one version.
 
-Importing one of them, as pickles of classes do, warns and gives the contents of the modules that hold them now.
+Importing one of them, as pickles of classes do, warns and gives the contents of the modules that hold them now. The
+finder derives from no class of ``importlib.abc``, which would import more of Python before a command runs.
 """
 
 import importlib
 import sys
 import warnings
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -65,12 +65,15 @@ RENAMED = {"Host": "CompositeLayer", "Plan": "CastPlan", "Product": "PartLayer",
 _PACKAGE = "lightning_lowbit."
 
 
-class _FormerNames(MetaPathFinder, Loader):
+class _FormerNames:
     """Finds modules under their former names, and makes them of those that hold their contents now."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         is_former = fullname.startswith(_PACKAGE) and fullname.removeprefix(_PACKAGE) in MOVED
-        return ModuleSpec(fullname, self) if is_former else None
+        return ModuleSpec(fullname, self, is_package=True) if is_former else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leaves it to Python to make the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         names = [_PACKAGE + name for name in MOVED[module.__name__.removeprefix(_PACKAGE)]]

@@ -1,8 +1,8 @@
 """The doorway to torch's private names: no other module uses one, so that a new torch is tried here first.
 
 Names are those of torch without the underscore, or say for what the package needs it. Operations are torch's own
-objects, which compiled graphs know; the rest are functions of a few lines. :mod:`lightning_lowbit._torch.sharding` has
-those that import FSDP.
+objects, which compiled graphs know; the rest are functions of a few lines. ``sharding`` and
+``fsdp2`` have the names of torch.distributed.
 """
 
 from collections.abc import Mapping

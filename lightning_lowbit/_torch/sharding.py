@@ -1,18 +1,17 @@
-"""The part of the doorway to torch's private names that knows DTensor, FSDP1 and FSDP2."""
+"""The part of the doorway to torch's private names that knows process groups, DTensor and FSDP1."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-process_group: Any = _resolve_process_group  # by its name
-Record = FSDPParam  # of a parameter
+
+def process_group(name: Any) -> Any:
+    """Returns the process group of a name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+    return _resolve_process_group(name)
 
 
 # --- DTensor ----------------------------------------------------------------------------------------------------------
@@ -56,94 +55,9 @@ def flat_parameters(handle: Any) -> list[tuple[Tensor, torch.Size]]:
     return list(zip(flat._params or (), map(torch.Size, flat._shapes), strict=True))
 
 
-# --- FSDP2 ------------------------------------------------------------------------------------------------------------
-
-
 def remembered_class(cls: Any, sharded: Any) -> Any:
-    """Returns the class that ``fully_shard`` gives to modules of a class: the one that it knows, or else ``sharded``,
-    which it knows from then on."""
+    """Returns the class that ``fully_shard`` of FSDP2 gives to modules of a class: the one that it knows, or else
+    ``sharded``, which it knows from then on."""
+    from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
+
     return get_cls_to_fsdp_cls().setdefault(cls, sharded)
-
-
-def weights_of(module: Any) -> Iterator[FSDPParam]:
-    """Yields the record of each parameter ``weight`` that a module gathers whole, for both of its passes.
-
-    FSDP2 does not call extensions for parameters that it spreads over a smaller mesh after the forward pass.
-    """
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        if not group._use_post_forward_mesh:
-            yield from (record for record in group.fsdp_params if record._module_info.param_name == "weight")
-
-
-def owner_of(record: FSDPParam) -> Any:
-    """Returns the module that owns the parameter of a record."""
-    return record._module_info.module
-
-
-def is_shared(record: FSDPParam) -> bool:
-    """Tells whether several modules own the parameter of a record."""
-    return bool(record._module_info.shared_modules)
-
-
-def is_cut_by_rows(record: FSDPParam) -> bool:
-    """Tells whether FSDP2 alone has cut a parameter, along its first dimension."""
-    return not record.is_dtensor and isinstance(record.mesh_info, FSDPMeshInfo) and record.fsdp_placement.dim == 0
-
-
-def shard_data(record: FSDPParam) -> Tensor:
-    """Returns the shard of a record, padded to the size that all processes have, 1-D."""
-    return record._sharded_param_data
-
-
-def whole_size(record: FSDPParam) -> torch.Size:
-    """Returns the shape of the parameter before FSDP2 cut it."""
-    return record._orig_size
-
-
-class ExtendedRecord(FSDPParam):
-    """FSDP2's record of a parameter that an extension gathers, instead of FSDP2 from the local tensor.
-
-    Attributes:
-        extension: an object with the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
-    """
-
-    extension: Any
-
-    @property
-    def _sharded_local_tensor(self) -> Any:
-        return self.extension
-
-    def _init_extensions(self) -> None:
-        """FSDP2 calls this again when training starts; the buffers of the gathered parameter stay."""
-        buffers = self._unsharded_inner_tensors
-        super()._init_extensions()
-        self._unsharded_inner_tensors = buffers
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """The tensors that hold the gathered parameter."""
-        return self._unsharded_inner_tensors
-
-    @buffers.setter
-    def buffers(self, tensors: list[Tensor]) -> None:
-        self._unsharded_inner_tensors = tensors
-
-    def release(self) -> None:
-        """Gives the parameter back to FSDP2."""
-        self.__class__ = FSDPParam  # type: ignore[assignment]
-        self.all_gather_outputs, self._unsharded_inner_tensors = self._unsharded_inner_tensors, []
-        del self.extension
-
-
-def extend(record: Any, extension: Any) -> ExtendedRecord:
-    """Has an extension gather the parameter of a record, in place; returns the record. See :class:`ExtendedRecord`.
-
-    The buffers stay FSDP2's own: an optimizer or a graph may know the parameter.
-    """
-    buffers = record._unsharded_inner_tensors or record.all_gather_outputs
-    record.__class__ = ExtendedRecord
-    record.extension = extension
-    record._init_extensions()
-    record._unsharded_inner_tensors, record.all_gather_outputs = buffers, []
-    extended: ExtendedRecord = record
-    return extended

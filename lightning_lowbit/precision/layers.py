@@ -132,10 +132,7 @@ class RunLayers:
         check_save(planned, self.save)
         autocast_dtype = None if dtype == torch.float32 else dtype
         if self.quantize_before_gather:
-            from lightning_lowbit.nn.sharded.gather import (
-                WeightGathers,
-                check_gathers,  # imports private parts of FSDP2
-            )
+            from lightning_lowbit.nn.sharded.gather import WeightGathers, check_gathers  # imports parts of FSDP2
 
             check_gathers(model, planned, autocast_dtype)
         convert_layers(model, planned, self.exact, self.backend, self.save)
@@ -238,10 +235,9 @@ class RunLayers:
         return changes
 
     def casts_of(self, pattern: str) -> dict[str, LinearCasts]:
-        model = self.model
-        if self._keys is None or model is None:
+        if self._keys is None or self.model is None:
             return {}
-        return {name: self._layers[name].full_casts for name in sorted(matches(pattern, self._plan, model))}
+        return {name: self._layers[name].full_casts for name in sorted(matches(pattern, self._plan, self.model))}
 
     def _change_casts(self, casts: Mapping[str, LinearCasts], model: nn.Module) -> set[str]:
         changed = {name for name, new in casts.items() if self._layers[name].full_casts != new}

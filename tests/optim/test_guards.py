@@ -10,8 +10,8 @@ import torch
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, StableSPAM
-from lightning_lowbit.optim.batch import GradientStatistics
-from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER
+from lightning_lowbit.optim.optimizer import GradientStatistics
+from lightning_lowbit.optim.rules import SPIKE_CLIP_AFTER
 from tests.optim.parameters import (
     NoHostSync,
     assert_same,

@@ -22,18 +22,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._torch import unseen_writes, version_of
-from lightning_lowbit._torch.sharding import (
+from lightning_lowbit._torch.fsdp2 import (
     ExtendedRecord,
     Record,
     extend,
     is_cut_by_rows,
     is_shared,
-    local_tensor,
     owner_of,
     shard_data,
     weights_of,
     whole_size,
 )
+from lightning_lowbit._torch.sharding import local_tensor
 from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
