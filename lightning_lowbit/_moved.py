@@ -55,7 +55,7 @@ MOVED = {
     "optim.options": ("optim.rules",),
     "optim.spam": ("optim.adam",),
     "optim.stable_spam": ("optim.adam",),
-    "precision.checkpoints.planned": ("precision.outputs", "precision.base"),
+    "precision.checkpoints.planned": ("precision.state", "precision.base"),
     "quant.surrogate": ("quant.operand",),
     "report.cast_words": ("report.contents",),
     "report.console": ("report.tables",),

@@ -1,4 +1,4 @@
-"""The shape of the package, counted: `python -m tests.structure [ROOT]` prints it for a checkout, such as an older one.
+"""The shape of the package, counted. `python -m tests.house.structure [ROOT]` prints it, also for an older checkout.
 
 Functions take the folder of a package and return what a reader would have to count by hand.
 """

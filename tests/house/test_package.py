@@ -14,7 +14,7 @@ from lightning_lowbit._lightning import _decide
 from lightning_lowbit.packages import install
 from tests.tables import each
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_package_is_listed():

@@ -13,8 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import lightning_lowbit
-from tests import structure
-from tests.structure import nodes, tree
+from tests.house import structure
+from tests.house.structure import nodes, tree
 
 ROOT = Path(lightning_lowbit.__file__).parent
 LEVELS = {
@@ -202,7 +202,7 @@ def test_imports_inside_functions_have_a_reason():
 
 
 def test_a_file_fits_in_one_reading_and_a_folder_on_one_screen():
-    tests = sorted(Path(__file__).parent.rglob("*.py"))
+    tests = sorted(Path(__file__).parents[1].rglob("*.py"))
     long = {str(path): n for path in [*FILES, *RECIPES, *tests] if (n := structure.code_lines(path)) > 300}
     assert not long, f"lines of code: {long}; 300 at most"
     folders = Counter(path.parent for path in [*FILES, *RECIPES, *tests])
