@@ -123,7 +123,7 @@ def _unpack_operand(
 ) -> tuple[Tensor, Tensor]:
     call = CastCall(Cast.from_spec(spec), dim, dtype=dtype)
     values, scales = run(UNPACK, data, factor, call, torch.Size(shape), source)
-    return values, factor.new_empty(()) if scales is None else scales.clone()
+    return values, factor.new_ones(()) if scales is None else scales.clone()
 
 
 def lay_out_operand(

@@ -108,7 +108,7 @@ def plain_operand(
     """:func:`make_operand` as an operator of compiled graphs, where a factor is always a tensor."""
     part = None if shard is None else Shard.from_spec(shard)
     values, factor = make_operand(x, CastCall(Cast.from_spec(spec), dim, key, amax, dtype, part))
-    return values, x.new_empty((), dtype=torch.float32) if factor is None else factor
+    return values, x.new_ones((), dtype=torch.float32) if factor is None else factor
 
 
 def blend(x: Tensor, quantized: Operand, share: Tensor, exact: bool = False) -> Operand:

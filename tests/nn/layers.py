@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -68,8 +68,8 @@ def pass_through(model, x, g=None, forward=None, autocast=False, needs_x=True):
     """
     x = x.detach().clone().requires_grad_(needs_x)
     model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = (forward or model)(x)
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():  # an autocast around it stays in force
+        y = (model if forward is None else forward)(x)
     if g is None:
         y.float().square().mean().backward()
     elif y.requires_grad:
