@@ -1,4 +1,4 @@
-"""``lowbit.json`` in an exported folder: how each layer was trained, for :func:`load`."""
+"""``lowbit.json`` in an exported folder: how each layer was trained, for ``load``."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -72,7 +72,7 @@ def quantize_operand(
 ) -> Operand:
     """Quantizes one operand of a GEMM, as :func:`lightning_lowbit.quant.quantize_operand`, by the fastest code.
 
-    With ``rotation``, the signs of a Hadamard transform (:meth:`Hadamard.diagonal`), the operand is that of
+    With ``rotation``, the signs of a Hadamard transform (``Hadamard.diagonal``), the operand is that of
     ``rotate(x, rotation, dim)``, to the bit; ``amax`` and ``shard`` describe the rotated matrix.
 
     Examples:

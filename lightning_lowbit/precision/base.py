@@ -66,14 +66,14 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     Args:
         casts: a preset's name, a :class:`LinearCasts`, or a mapping of its fields (with ``preset`` to start from one).
-        skip: name patterns of layers to leave in high precision, e.g. ``["lm_head"]``; see :func:`convert`.
+        skip: name patterns of layers to leave in high precision, e.g. ``["lm_head"]``; see ``convert``.
         only: name patterns of layers to convert; None for all.
         overrides: other casts for some layers, by name pattern.
         compute_dtype: the dtype of everything that is not quantized: ``"bf16"`` or ``"fp16"`` (autocast), ``"fp32"``,
             or their names in Lightning or torch. ``"auto"`` is bf16 if the devices of all processes have instructions
             for it, else float32; a run that loads a checkpoint takes the dtype in which that was trained. Operands are
             rounded to it before they are quantized. Parameters keep their dtype.
-        scaler: any ``torch.amp.GradScaler``, for ``"fp16"`` only; None for a :class:`ConservativeGradScaler`.
+        scaler: any ``torch.amp.GradScaler``, for ``"fp16"`` only; None for a ``ConservativeGradScaler``.
         seed: of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
         backend: ``"auto"`` runs GEMMs of FP8, integers, NVFP4, MXFP4 and MXFP8 natively where the hardware can, and
@@ -85,7 +85,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         shared_amax: patterns of layers whose weights share an amax within a module, such as ``["(q|k|v)_proj"]``.
         quantize_before_gather: FSDP2 gathers codes and scales, see :mod:`lightning_lowbit.nn.sharded.gather`.
         casts_of_checkpoint: evaluating a checkpoint that was trained with other casts is an error; False allows it.
-        attention: casts of attention's two products; None leaves them in high precision. See :func:`convert`.
+        attention: casts of attention's two products; None leaves them in high precision. See ``convert``.
         quantize_output: False leaves the output layer in high precision, see
             :mod:`lightning_lowbit.nn.conversion.defaults`, unless a pattern of ``only`` or ``overrides`` names it. None
             is False in FP4 and ternary plugins, but keeps it quantized if the checkpoint that a run loads has it so.

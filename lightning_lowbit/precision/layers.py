@@ -38,7 +38,7 @@ class RunLayers:
 
     Args:
         seed: of stochastic rounding.
-        **settings: as in :class:`LowBitPrecision`; each becomes an attribute.
+        **settings: as in ``LowBitPrecision``; each becomes an attribute.
 
     Attributes:
         device: where the layers are; state follows it before a forward pass.

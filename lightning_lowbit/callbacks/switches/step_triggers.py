@@ -2,7 +2,7 @@
 
     at=0.5, step=500    known when training starts, so a resumed run needs no state
     tokens              known once that many tokens have been trained on
-    plateau, below      known once a metric meets a condition, see :mod:`.metric_triggers`
+    plateau, below      known once a metric meets a condition, see metric_triggers.py
 
 All ranks get the same answer, before the first micro-batch of an optimizer step.
 """

@@ -169,7 +169,7 @@ class LinearCasts:
 
     @property
     def native_gemms(self) -> dict[str, str]:
-        """The GEMMs that hardware may compute on quantized elements, with their kind (:mod:`.native.table`)."""
+        """The GEMMs that hardware may compute on quantized elements, with their kind (see ``nn/native/table.py``)."""
         return self.plan.native_gemms
 
     quantised_gemms = _renamed("quantised_gemms", "quantized_gemms")

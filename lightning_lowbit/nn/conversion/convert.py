@@ -43,7 +43,7 @@ def convert(
     """Quantizes the matrix products of a model's layers in place, and returns the model.
 
     Each layer changes its class: ``nn.Linear``, subclasses that inherit its forward, other linear layers that are known
-    by name, those of :func:`register_linear`, convolutions, stacks of experts, and ``nn.MultiheadAttention``. Names in
+    by name, those of ``register_linear``, convolutions, stacks of experts, and ``nn.MultiheadAttention``. Names in
     ``state_dict``, parameters and references stay the same. Converting again replaces the casts. Routers, adapters and
     narrow layers stay in high precision unless a pattern of ``only`` or ``overrides`` names them, see
     :mod:`lightning_lowbit.nn.conversion.defaults`.

@@ -63,7 +63,7 @@ class Reasons:
         self.defaults |= {name: OUTPUT for name, module in self._modules.items() if is_left_output(module)}
 
     def of(self, name: str) -> Reason:
-        """The reason for a name of :attr:`Coverage.uncovered`."""
+        """The reason for a name of ``Coverage.uncovered``."""
         module_name, _, gemm = name.partition(" (")
         module = self._modules.get(module_name)
         if not module_name or module is None:
