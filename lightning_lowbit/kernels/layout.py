@@ -35,7 +35,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """A contiguous matrix of one-byte elements, with zeros below and to the right."""
+    """Returns a contiguous matrix of one-byte elements, with zeros below and to the right."""
     if rows or columns:
         return F.pad(matrix.view(torch.uint8), (0, columns, 0, rows)).view(matrix.dtype)
     return matrix.contiguous().flatten().view(matrix.shape)  # gives a single row, too, the strides that the GEMM needs
@@ -67,7 +67,7 @@ def unswizzle(flat: Tensor, rows: int, blocks: int) -> Tensor:
 
 
 def outer_major(scales: Tensor) -> Tensor:
-    """A copy of ``[rows, blocks]`` with strides ``(1, rows)``."""
+    """Returns a copy of ``[rows, blocks]`` with strides ``(1, rows)``."""
     return scales.t().contiguous().flatten().view(scales.shape[1], len(scales)).t()
 
 
@@ -81,7 +81,7 @@ def repeated(scales: Tensor, rows: int, columns: int, down: int, across: int) ->
 
 
 def block_shape(cast: Cast, dim: int) -> tuple[int, int]:
-    """The sides of a block across and along dimension ``dim`` of a matrix."""
+    """Returns the sides of a block across and along dimension ``dim`` of a matrix."""
     block = cast.scale.block
     if isinstance(block, tuple):
         return block[1 - dim], block[dim]
@@ -95,7 +95,8 @@ def keeps_tiles(cast: Cast, block: int, dim: int) -> bool:
 
 
 def laid_out_shapes(cast: Cast, block: int, dim: int, rows: int, inner: int) -> tuple[list[int], list[int]]:
-    """The shapes of codes and scales of :func:`lay_out`, for a matrix that the GEMM takes as ``[rows, inner]``."""
+    """Returns the shapes of codes and scales of :func:`lay_out`, for a matrix that the GEMM takes as ``[rows,
+    inner]``."""
     if block == _LARGE:
         return [rows, inner], [-(-rows // _LARGE) if keeps_tiles(cast, block, dim) else rows, -(-inner // block)]
     down, along = multiples()
@@ -172,8 +173,8 @@ def empty_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix ``[rows, columns]``, quantized and laid out for a GEMM that takes scales of ``call.block`` elements, and
-    the scale of the matrix, float32, 0-d (1 for none)."""
+    """Returns a matrix ``[rows, columns]``, quantized and laid out for a GEMM that takes scales of ``call.block``
+    elements, and the scale of the matrix, float32, 0-d (1 for none)."""
     scaled, codes = round_matrix(x, call, rounding=_round_codes)
     scales = scaled.stored(call.cast).reshape(_blocks(call.cast, call.dim, x.shape))
     # Results of an operator share no memory: decode may be a view.

@@ -39,7 +39,8 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, elements: int, device
 
 
 def start(tensor: Tensor) -> int:
-    """The address of a tensor that the caller has just compared, made contiguous, or made, in the kernel's sizes."""
+    """Returns the address of a tensor that the caller has just compared, made contiguous, or made, in the kernel's
+    sizes."""
     place = tensor.data_ptr()
     if not place and tensor.numel():
         raise Misfit(f"Kernels need memory, and that of {described(tensor)} was freed.")
@@ -55,7 +56,8 @@ def addresses(name: str, scalars: Sequence[Tensor], dtype: torch.dtype) -> list[
 
 
 def checked(name: str, tensor: _T, dtype: torch.dtype, elements: int, device: torch.device) -> _T:
-    """The tensor, if a kernel may touch so many elements of it, or None; else the ``ValueError`` of :func:`address`."""
+    """Returns the tensor, if a kernel may touch so many elements of it, or None; else the ``ValueError`` of
+    :func:`address`."""
     if tensor is None or (
         tensor.dtype is dtype
         and tensor.numel() == elements

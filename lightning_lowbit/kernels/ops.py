@@ -83,7 +83,8 @@ class Operation:
 
 
 def run(operation: Operation, x: Tensor, *arguments: Any) -> Any:
-    """The result of an operation by the kernel that serves, else by the plain code. Not for graphs that are compiled.
+    """Returns the result of an operation by the kernel that serves, else by the plain code. Not for graphs that are
+    compiled.
 
     Raises:
         ValueError: from the plain code, or tensors that do not fit each other.
@@ -113,7 +114,8 @@ def run(operation: Operation, x: Tensor, *arguments: Any) -> Any:
 
 
 def run_in_graph(operation: Operation, x: Tensor, call: CastCall) -> list[Tensor]:
-    """The tensors of :func:`run` in a graph that is compiled, which calls an operator and does not look into it."""
+    """Returns the tensors of :func:`run` in a graph that is compiled, which calls an operator and does not look into
+    it."""
     shard = None if call.shard is None else call.shard.spec
     return _cast(
         x, operation.name, call.cast.spec, call.dim, call.key, call.amax, call.dtype, shard, call.rotation, call.block

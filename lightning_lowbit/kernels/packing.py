@@ -77,7 +77,7 @@ def pack_operand(
 def unpack_operand(
     packed: Packed, cast: Cast, dim: int, shape: torch.Size, source: torch.dtype, dtype: torch.dtype | None = None
 ) -> Operand:
-    """The operand of ``quantize_operand``, to the bit (-0 may be 0), from the bytes of :func:`pack_operand`.
+    """Returns the operand of ``quantize_operand``, to the bit (-0 may be 0), from the bytes of :func:`pack_operand`.
 
     Args:
         packed, cast, dim: of the packed operand.

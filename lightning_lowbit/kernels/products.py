@@ -55,7 +55,7 @@ ADD_PATCHES = Operation("sums over patches", _no_plain_code, cpp.add_patches)
 
 
 def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``product * factors + bias``, computed in float32 and rounded once to ``dtype``.
+    """Returns ``product * factors + bias``, computed in float32 and rounded once to ``dtype``.
 
     Args:
         product: ``[m, n]``; kernels take float32 and int32.
@@ -67,7 +67,8 @@ def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None,
 
 
 def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
-    """The amax that scales an operand with delayed scaling: the one in force, or the operand's while there is none.
+    """Returns the amax that scales an operand with delayed scaling: the one in force, or the operand's while there is
+    none.
 
     Args:
         amax: float32, 0-d: max|x| of the operand. A new tensor is returned.

@@ -32,7 +32,7 @@ PIECE_ON_CPU, PIECE_ON_ACCELERATOR = 2**18, 2**26
 
 
 def scalar_dtype(name: str, statistics: torch.dtype) -> torch.dtype:
-    """The dtype of a scalar of the state, where statistics have another."""
+    """Returns the dtype of a scalar of the state, where statistics have another."""
     return torch.int64 if name.startswith("steps") else statistics
 
 
@@ -118,7 +118,7 @@ class Passes:
         self.batch = batch
 
     def load_scalars(self) -> Numbers:
-        """The scalars of the members' states, [P] for each name."""
+        """Returns the scalars of the members' states, [P] for each name."""
         return {name: torch.stack([m.state[name] for m in self.batch.members]) for name in self.batch.scalars}
 
     def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:
@@ -126,7 +126,7 @@ class Passes:
             foreach_copy_([member.state[name] for member in self.batch.members], list(values.unbind()))
 
     def measure(self, weights: bool = False) -> Tensor:
-        """max|g| of the shards, −1 without a gradient; or max|p|; [P]."""
+        """Returns max|g| of the shards, −1 without a gradient; or max|p|; [P]."""
         none, tensors = self.batch.zero - 1, [m.shard if weights else m.gradient for m in self.batch.members]
         return torch.stack([none if tensor is None else self._amax(tensor) for tensor in tensors])
 
@@ -277,7 +277,7 @@ def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def amax(tensor: Tensor) -> Tensor:
-    """max|x|: 0-d, in the tensor's dtype; 0 if it is empty; NaN and Inf stay."""
+    """Returns max|x|: 0-d, in the tensor's dtype; 0 if it is empty; NaN and Inf stay."""
     if tensor.numel() == 0:
         return tensor.new_zeros(())
     low, high = torch.aminmax(tensor)  # one pass; the infinity norm takes several times as long on a CPU

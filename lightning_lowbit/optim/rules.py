@@ -89,7 +89,7 @@ def _count_or_none(advice: str) -> Option:
 
 
 def options_among(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among the arguments of a constructor."""
+    """Returns the options among the arguments of a constructor."""
     return {name: arguments[name] for name in OPTIONS if name in arguments}
 
 
@@ -118,7 +118,8 @@ def step_weight(numbers: Numbers, decay: float, steps_before: Tensor) -> Tensor:
 
 
 def growing_weight(new: Scalar, total: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight (1 − γₜ)/(1 − γ₁·γ₂·…·γₜ) of the newest value in an average whose γ may change, and the new total.
+    """Returns the weight (1 − γₜ)/(1 − γ₁·γ₂·…·γₜ) of the newest value in an average whose γ may change, and the new
+    total.
 
     ``new`` is 1 − γₜ, in (0, 1]. ``total`` is 1 − γ₁·…·γₜ₋₁, 0 at the first step and after a reset; any shape. In fp32
     the error of both results is about 6e-8/(1 − γ).
@@ -141,7 +142,8 @@ def halving_decay(decay: float, numbers: Numbers, total_steps: int | None) -> Sc
 
 
 def largest_root(dtype: torch.dtype, summed: int = 1) -> float:
-    """A number of which ``summed`` squares, added up, fit with a factor of four to spare: 9e18 for one in fp32."""
+    """Returns a number of which ``summed`` squares, added up, fit with a factor of four to spare: 9e18 for one in
+    fp32."""
     return float((torch.finfo(dtype).max / summed) ** 0.5 / 2)
 
 
@@ -244,7 +246,7 @@ class NormRule:
         return False
 
     def factor(self, numbers: Numbers, total: Tensor | None) -> Tensor:
-        """The factor on gradients, [P].
+        """Returns the factor on gradients, [P].
 
         Args:
             numbers: with ``norm``, that of a whole gradient after the rule for elements; ``norm_in_units``, the same in
@@ -373,13 +375,14 @@ class GroupRules(NamedTuple):
     has_masters: bool = False
 
     def unguarded(self) -> "GroupRules":
-        """The same without rules: of parameters below two dimensions under ``matrices_only``."""
+        """Returns the same without rules: of parameters below two dimensions under ``matrices_only``."""
         none: dict[str, Any] = {"elements": ElementRule(), "norms": NormRule(), "reset_interval": None}
         return self._replace(**none, warmup_steps=0, total_steps=None)
 
 
 def rules_of(group: Mapping[str, Any], **more: Any) -> tuple[ElementRule, NormRule]:
-    """The rules that a group names, with its options; ``more`` are fields of rules that are no options of the group."""
+    """Returns the rules that a group names, with its options; ``more`` are fields of rules that are no options of the
+    group."""
     values = {**group, **more}
 
     def build(rule: type[Any]) -> Any:

@@ -56,7 +56,7 @@ __all__ = ["LowBitPrecision", "compute_dtype"]
 
 
 def _part(part: str, name: str) -> Any:
-    """A property of the plugin that a part of it has: ``_layers`` or ``_state``."""
+    """Returns a property of the plugin that a part of it has: ``_layers`` or ``_state``."""
     owner = attrgetter(part)
     return property(lambda plugin: getattr(owner(plugin), name), lambda plugin, new: setattr(owner(plugin), name, new))
 

@@ -207,12 +207,13 @@ class Cast:
     @staticmethod
     @cache
     def from_spec(spec: str) -> "Cast":
-        """The cast with this ``spec``, a JSON object of its fields; custom operators take strings, not objects."""
+        """Returns the cast with this ``spec``, a JSON object of its fields; custom operators take strings, not
+        objects."""
         return Cast(**json.loads(spec))
 
     def replace(self, **changes: Any) -> "Cast":
-        """A copy with other fields; ``scale`` may be a mapping of the fields of the scale that change. A ValueError for
-        an unknown field, or a combination that has no meaning."""
+        """Returns a copy with other fields; ``scale`` may be a mapping of the fields of the scale that change. A
+        ValueError for an unknown field, or a combination that has no meaning."""
         changes = current_names(changes, warn=True)
         for name in changes:
             choose("field of Cast", name, [f.name for f in fields(Cast) if f.init])

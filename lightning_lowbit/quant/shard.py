@@ -76,8 +76,8 @@ class Shard(NamedTuple):
         return torch.stack([torch.full((), n, dtype=torch.int32, device=device) for n in numbers])
 
     def place(self, shape: torch.Size, tile: Tile) -> tuple[int, int, int]:
-        """The place of a shard of this shape: its columns and the global matrix's, both padded to whole tiles, and the
-        global index of its first element; each wrapped as int32 does."""
+        """Returns the place of a shard of this shape: its columns and the global matrix's, both padded to whole tiles,
+        and the global index of its first element; each wrapped as int32 does."""
         rows, columns = (n if k == ALL else n + -n % k for n, k in zip(shape, tile, strict=True))
         all_columns = self.global_shape(torch.Size((rows, columns)))[1]
         all_columns += 0 if ALL in tile else -all_columns % tile[1]
@@ -99,7 +99,8 @@ class Shard(NamedTuple):
 
 
 def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
-    """max|x| of a tensor, or of a shard's global matrix: 0-d float32, 0 without elements, not finite if x is not."""
+    """Returns max|x| of a tensor, or of a shard's global matrix: 0-d float32, 0 without elements, not finite if x is
+    not."""
     if shard is not None:
         return _global_amax(x, shard.spec)
     if x.numel() == 0:

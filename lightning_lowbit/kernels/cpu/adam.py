@@ -45,7 +45,7 @@ class CppParameters:
         self._measured = self._new_chunks()
 
     def measure(self, weights: bool = False) -> Tensor:
-        """max|g|, −1 where there is no gradient, or max|p|: float32 [P]."""
+        """Returns max|g|, −1 where there is no gradient, or max|p|: float32 [P]."""
         result = torch.empty(self._count, dtype=torch.float32, device="cpu")
         chunks = self._new_chunks() if weights else self._measured
         self._call("measure", ctypes.c_int(weights), *map(_pointer, (result, *chunks)))

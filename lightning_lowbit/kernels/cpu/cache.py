@@ -52,7 +52,8 @@ def trusted(folder: Path) -> Iterator[Path]:
 
 
 def read_trusted(path: Path) -> bytes:
-    """The content of a file in a trusted folder; a link, or a file that others own or can write, is an ``OSError``."""
+    """Returns the content of a file in a trusted folder; a link, or a file that others own or can write, is an
+    ``OSError``."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
     with open(descriptor, "rb") as file:
         _check(path, descriptor)
@@ -60,7 +61,7 @@ def read_trusted(path: Path) -> bytes:
 
 
 def shown(path: Path) -> str:
-    """A path in a trusted folder as users know it."""
+    """Returns a path in a trusted folder as users know it."""
     return os.path.join(os.path.realpath(path.parent), path.name)
 
 

@@ -68,7 +68,7 @@ class TritonParameters:
         self._kinds = [Kind.of(shard) for shard in shards]
 
     def measure(self, weights: bool = False) -> Tensor:
-        """max|g|, −1 where there is no gradient, or max|p|: float32 [P]."""
+        """Returns max|g|, −1 where there is no gradient, or max|p|: float32 [P]."""
         field, kinds = (_AT.weights, _AT.weights_kind) if weights else (_AT.gradient, _AT.gradient_kind)
         amaxes = (self._table[:, kinds] != NOTHING).to(torch.float32) - 1
         if weights:
@@ -122,7 +122,7 @@ class TritonParameters:
         return self._total(**room) if sums else None
 
     def _room_for_sums(self, counts: Iterable[tuple[int, ...]]) -> dict[str, Any]:
-        """Two sums for each tile, and the places of shards among them."""
+        """Returns two sums for each tile, and the places of shards among them."""
         totals = tuple(map(sum, zip([0] * len(self._shards), *counts, strict=True)))
         return {"starts": _starts(totals, self._device), "partials": self._empty(sum(totals), 2)}
 
@@ -149,7 +149,7 @@ class TritonParameters:
         return tuple(_tiles_of(shard, by_rows) if other == kind else 0 for other, shard in pairs)
 
     def _rows(self, numbers: Mapping[str, Tensor]) -> Tensor:
-        """The numbers at the places ``_ROW``, float32 [K, P]; the limit fills rows that are not decided."""
+        """Returns the numbers at the places ``_ROW``, float32 [K, P]; the limit fills rows that are not decided."""
         rows = torch.stack([numbers.get(name, numbers["limit"]).to(torch.float32) for name in _NUMBERS])
         return checked("numbers of shards", rows, torch.float32, len(rows) * len(self._shards), self._device)
 
@@ -175,5 +175,5 @@ def _tiles(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _starts(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """The index of the first tile of each shard, and the number of all tiles: int32 [P + 1]."""
+    """Returns the index of the first tile of each shard, and the number of all tiles: int32 [P + 1]."""
     return indices_on(device, list(accumulate(counts, initial=0))).to(torch.int32)

@@ -76,7 +76,7 @@ class _Form(NamedTuple):
 
 @cache
 def _cast_form(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, transposed: bool, group: int) -> _Form:
-    """The form of a cast from the dtype ``source`` to ``dtype``, rotated in groups unless their size is 0."""
+    """Returns the form of a cast from the dtype ``source`` to ``dtype``, rotated in groups unless their size is 0."""
     cast = Cast.from_spec(spec)
     tile, constants = tile_of(cast, dim, 2), {"CAST": cast_numbers(cast), "DTYPE": dtype}
     if tile == (ALL, ALL):
@@ -213,7 +213,7 @@ def rotation_launch(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> La
 
 
 def _rotation(size: int, dim: int) -> tuple[int, int, float, float]:
-    """The axis, the size of groups, and the factors of a rotation."""
+    """Returns the axis, the size of groups, and the factors of a rotation."""
     return (dim, size, *rotation_factors(size))
 
 

@@ -50,7 +50,8 @@ class Attention(NamedTuple):
         return [(start, min(start + self.tile, queries)) for start in range(0, queries, self.tile)]
 
     def keys_seen(self, end: int, keys: int) -> int:
-        """The keys that take part in products of queries before ``end``; a rotation mixes them with later ones."""
+        """Returns the keys that take part in products of queries before ``end``; a rotation mixes them with later
+        ones."""
         rotates = self.qk.how.casts.hadamard or self.pv.how.casts.hadamard
         return min(end, keys) if self.causal and not rotates else keys
 
@@ -65,7 +66,7 @@ class Attention(NamedTuple):
         return p.masked_fill(uniform(index, self.key) < self.dropout, 0) * (1 / (1 - self.dropout))
 
     def amax_of_p(self, x: Tensor) -> Tensor:
-        """The amax of P in the dtype of ``x``, whatever the scores."""
+        """Returns the amax of P in the dtype of ``x``, whatever the scores."""
         return torch.full((), 1 / (1 - self.dropout), dtype=x.dtype, device=x.device).float()
 
 
@@ -161,7 +162,7 @@ def _gradients(
 
 
 def _rows_first(x: Tensor) -> Tensor:
-    """``[..., rows, features]`` as ``[rows, n, features]``."""
+    """Returns ``[..., rows, features]`` as ``[rows, n, features]``."""
     return x.flatten(0, -3).transpose(0, 1)
 
 
@@ -195,7 +196,7 @@ def _weights(
 def _tile_operand(
     name: str, x: Tensor, product: ProductPass, start: int, queries: int, tile: int, amax: Tensor | None
 ) -> Operand:
-    """The operand of P or dS of a tile, ``[n, queries, keys]``."""
+    """Returns the operand of P or dS of a tile, ``[n, queries, keys]``."""
     return product.row_operand(name, x.transpose(0, 1), amax, None if tile >= queries else (start, tile, queries))
 
 

@@ -34,7 +34,7 @@ class ProductPass(NamedTuple):
         return self._replace(one=self.one.unrecorded())
 
     def row_operand(self, name: str, x: Tensor, amax: Tensor | None = None, tile: Any = None) -> Operand:
-        """An operand of x or g.
+        """Returns an operand of x or g.
 
         Args:
             name: of the operand.
@@ -56,7 +56,7 @@ class ProductPass(NamedTuple):
         return Operand(values.view(len(values), n, features).transpose(0, 1), _view(factor, n, 1, features))
 
     def weight_operand(self, name: str, w: Tensor) -> Operand:
-        """An operand of w ``[n, out, features]``, padded inside so that no two matrices lie in one block."""
+        """Returns an operand of w ``[n, out, features]``, padded inside so that no two matrices lie in one block."""
         operand, (n, out, features) = self.how.operands[name], w.shape
         if operand.dim == 1:
             w = _padded(w, 1, operand)
@@ -82,8 +82,8 @@ class ProductPass(NamedTuple):
         return Operand(values, factor)
 
     def multiply(self, gemm: str, left: Operand, right: Operand, dtype: torch.dtype, again: bool = False) -> Tensor:
-        """``left · right`` for ``[n, rows, k]`` and ``[n, k, columns]``, summed and returned in ``dtype``, float32 or
-        wider. ``again``: a GEMM that has been counted (:func:`lightning_lowbit.compilation.counted_for`)."""
+        """Returns ``left · right`` for ``[n, rows, k]`` and ``[n, k, columns]``, summed and returned in ``dtype``,
+        float32 or wider. ``again``: a GEMM that has been counted (:func:`lightning_lowbit.compilation.counted_for`)."""
         a, b = left.values, right.values
         with counted_for(self.layer, gemm, again):
             if a.is_cuda and dtype == torch.float32 and a.dtype == b.dtype == torch.bfloat16:
@@ -103,7 +103,7 @@ def decoded(operand: Operand) -> Operand:
 
 
 def part(operand: Operand, dim: int, start: int, end: int) -> Operand:
-    """The rows (``dim=1``) or columns (2) of an operand from ``start`` to ``end``."""
+    """Returns the rows (``dim=1``) or columns (2) of an operand from ``start`` to ``end``."""
     factor = operand.factor
     if factor is not None and factor.dim() and factor.shape[dim] > 1:
         factor = factor.narrow(dim, start, end - start)

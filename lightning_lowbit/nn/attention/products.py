@@ -54,7 +54,7 @@ class ActivationProduct(PartLayer):
         return {", ".join(gemms): "attention's products have no native GEMM"} if gemms else {}
 
     def product_pass(self, dtype: torch.dtype, device: torch.device) -> ProductPass:
-        """The product of a pass that begins now."""
+        """Returns the product of a pass that begins now."""
         one = self._pass(dtype, keys_of_call(self), None).for_backward()
         return ProductPass(self._how(dtype, device), one, id(self))
 
@@ -97,8 +97,8 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` through the casts of ``products``, with its shapes and its masks. With dropout
-    it draws one number of torch's generator, for the bits of the whole call.
+    """Returns ``F.scaled_dot_product_attention`` through the casts of ``products``, with its shapes and its masks. With
+    dropout it draws one number of torch's generator, for the bits of the whole call.
 
     Raises:
         ValueError: nested tensors, DTensors, tensors of different dtypes, a mask of integers, or one beside

@@ -107,7 +107,7 @@ def obstacle(casts: "LinearCasts", takes: Collection[str], layer: Any = None) ->
 
 
 def group_by_reason(obstacles: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """The names of layers by obstacle; layers without one are left out."""
+    """Returns the names of layers by obstacle; layers without one are left out."""
     names: dict[str, list[str]] = {}
     for name, reason in obstacles.items():
         if reason is not None:
@@ -116,5 +116,5 @@ def group_by_reason(obstacles: Mapping[str, str | None]) -> dict[str, list[str]]
 
 
 def explain_groups(names: Mapping[str, list[str]]) -> str:
-    """The layers of each reason that :func:`group_by_reason` has found, and the reason."""
+    """Returns the layers of each reason that :func:`group_by_reason` has found, and the reason."""
     return "; ".join(f"{some(layers)}: {reason}" for reason, layers in names.items())

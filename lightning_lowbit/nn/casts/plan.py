@@ -111,7 +111,8 @@ def _packed(casts: "LinearCasts") -> str | None:
 
 
 def native_kind(casts: "LinearCasts", gemm: str) -> str | None:
-    """The kind of native GEMM, a key of :data:`lightning_lowbit.nn.native.table.NATIVE`; None if there is none."""
+    """Returns the kind of native GEMM, a key of :data:`lightning_lowbit.nn.native.table.NATIVE`; None if there is
+    none."""
     operands = OPERANDS_OF[gemm]
     pair = [cast for cast in map(casts.cast_of, operands) if cast is not None]
     kind = kind_of(pair, [CONTRACTION[operand] for operand in operands]) if len(pair) == 2 else None

@@ -148,7 +148,7 @@ def plan(
     attention: CastsLike | None = None,
     quantize_output: bool = True,
 ) -> dict[str, LinearCasts]:
-    """The casts that :func:`convert` would give each layer, by name. Arguments and errors are the same.
+    """Returns the casts that :func:`convert` would give each layer, by name. Arguments and errors are the same.
 
     ``quantize_output=False`` leaves out the layers that :func:`output_layers` finds, unless a pattern names them or no
     other layer is left.
@@ -228,7 +228,7 @@ class Selection:
         return excluded - (outputs - self._reasons.keys()) if excluded >= self.casts.keys() else excluded
 
     def planned(self, excluded: Collection[str], smooth_swiglu: str | None) -> dict[str, LinearCasts]:
-        """The casts by name without some layers, with down projections smoothed if asked for."""
+        """Returns the casts by name without some layers, with down projections smoothed if asked for."""
         result = {name: layer_casts for name, layer_casts in self.casts.items() if name not in excluded}
         if smooth_swiglu is None:
             return result
@@ -237,7 +237,7 @@ class Selection:
 
 
 def _convertible(model: Any) -> dict[str, nn.Module]:
-    """The layers of a model by name; a ``ValueError`` if there are none."""
+    """Returns the layers of a model by name; a ``ValueError`` if there are none."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"A model is an instance of nn.Module; got {model!r}.")
     if layers := convertible(model):

@@ -32,7 +32,7 @@ _IS_LEFT_OUTPUT = "_is_left_output"  # a module's attribute: for reasons
 
 
 def default_reasons(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, str]:
-    """The reasons of layers that stay in high precision by default, by name.
+    """Returns the reasons of layers that stay in high precision by default, by name.
 
     ``casts`` are the casts that the layers would have; only layers that it names are looked at.
     """
@@ -43,7 +43,8 @@ def default_reasons(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[
 
 
 def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
-    """The names of a model's output layers, among linear layers and convolutions of ``layers`` (modules by name).
+    """Returns the names of a model's output layers, among linear layers and convolutions of ``layers`` (modules by
+    name).
 
     They are what ``get_output_embeddings`` of its modules returns, as models of transformers have it, of those that are
     trained if any is; else layers whose weight is also an embedding's; else the last layer in the order in which
@@ -114,7 +115,8 @@ def _by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _kind(layer: nn.Module | None) -> str | None:
-    """The kind of a layer whose class can be quantized; None for a part of a composite layer, and for others."""
+    """Returns the kind of a layer whose class can be quantized; None for a part of a composite layer, and for
+    others."""
     cls = None if layer is None or isinstance(layer, PartLayer) else quantized_class(type(layer))
     return None if cls is None else cls.kind
 
@@ -126,7 +128,7 @@ def _can_be_output(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]
 
 
 def _declared(module: Any) -> nn.Module | None:
-    """The output layer by a module's own declaration; None without one."""
+    """Returns the output layer by a module's own declaration; None without one."""
     output = None
     if callable(method := getattr(type(module), "get_output_embeddings", None)):
         with suppress(AttributeError, NotImplementedError, TypeError):
@@ -147,8 +149,8 @@ def is_left_output(module: nn.Module) -> bool:
 
 
 def drop_named(names: Collection[str], layers: Sequence[str], patterns: Iterable[str]) -> set[str]:
-    """The layers among ``names`` that no pattern names: by the name of the layer itself, or by that of a module around
-    it which has no other layers."""
+    """Returns the layers among ``names`` that no pattern names: by the name of the layer itself, or by that of a module
+    around it which has no other layers."""
     named: set[str] = set()
     for pattern in patterns:
         matched = select(layers, [pattern], "a pattern")
@@ -169,7 +171,7 @@ def _reason(name: str, modules: Mapping[str, nn.Module], casts: LinearCasts) -> 
 
 
 def _shape(layer: Any) -> tuple[int, int] | None:
-    """``(out_features, in_features)``: as attributes if there are any, since FSDP1 flattens weights."""
+    """Returns ``(out_features, in_features)``: as attributes if there are any, since FSDP1 flattens weights."""
     declared = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
     if all(isinstance(size, int) for size in declared):
         return declared  # type: ignore[return-value]

@@ -50,8 +50,9 @@ def select(
     kind: str = "linear layer",
     left: Callable[[], Mapping[str, str]] = dict,
 ) -> set[str]:
-    """The names that patterns match, by any of a layer's :class:`Names`; a pattern without a match among ``kind`` is a
-    ``ValueError`` of ``argument``. ``left`` gives the reasons of modules that cannot be selected, by name."""
+    """Returns the names that patterns match, by any of a layer's :class:`Names`; a pattern without a match among
+    ``kind`` is a ``ValueError`` of ``argument``. ``left`` gives the reasons of modules that cannot be selected, by
+    name."""
     if isinstance(patterns, str):
         raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
     if not isinstance(patterns, Iterable):
@@ -79,7 +80,7 @@ def select(
 
 
 def select_by_name(names: Sequence[str], pattern: str) -> set[str]:
-    """The names that a valid pattern matches to their end: a layer itself, not only a module around it."""
+    """Returns the names that a valid pattern matches to their end: a layer itself, not only a module around it."""
     compiled, called = re.compile(pattern), _spellings(pattern, names)
     tails = {name: [path[i:] for path in paths for i in range(len(path))] for name, paths in called.items()}
     return {name for name in names if any(compiled.fullmatch(".".join(tail)) for tail in tails[name])}
@@ -100,8 +101,8 @@ _NEGATIVE = re.compile(r"(?<![\w\]])-\d")
 
 
 def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]:
-    """The spellings of all names of each layer, as parts: unchanged, and for a pattern with negative numbers with
-    numbers counted from the end of their list, too."""
+    """Returns the spellings of all names of each layer, as parts: unchanged, and for a pattern with negative numbers
+    with numbers counted from the end of their list, too."""
     others: Mapping[str, list[str]] = names.others if isinstance(names, Names) else {}
     paths = {name: [clean_name(path).split(".") for path in (name, *others.get(name, ()))] for name in names}
     if not _NEGATIVE.search(pattern):

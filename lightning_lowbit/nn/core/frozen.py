@@ -20,20 +20,21 @@ class Frozen(NamedTuple):
     dtype: torch.dtype
 
     def pack(self, weight: Tensor) -> Tensor:
-        """The bytes of a weight, which is rounded to ``dtype`` first."""
+        """Returns the bytes of a weight, which is rounded to ``dtype`` first."""
         return joined(pack_operand(weight.to(self.dtype), self.cast, 1))
 
     def packed(self, data: Tensor) -> Packed:
-        """The bytes as an operand; a ``ValueError`` if they are not as many as the matrix needs."""
+        """Returns the bytes as an operand; a ``ValueError`` if they are not as many as the matrix needs."""
         check_bytes(data, self.cast, 1, self.shape, more=4)
         return Packed(data[:-4], data[-4:].clone().view(torch.float32)[0])
 
     def operand(self, data: Tensor, source: torch.dtype, dtype: torch.dtype | None = None) -> Operand:
-        """The quantized weight, as a GEMM takes it that computes in ``source``; ``dtype`` is that of the values."""
+        """Returns the quantized weight, as a GEMM takes it that computes in ``source``; ``dtype`` is that of the
+        values."""
         return unpack_operand(self.packed(data), self.cast, 1, self.shape, source, dtype)
 
     def dense(self, data: Tensor) -> Tensor:
-        """The quantized weight as a matrix, in ``dtype``."""
+        """Returns the quantized weight as a matrix, in ``dtype``."""
         values, factor = self.operand(data, torch.float32, torch.float32)
         return (values if factor is None else values * factor).to(self.dtype)
 

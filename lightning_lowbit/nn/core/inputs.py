@@ -73,7 +73,7 @@ def refuse_dtypes(layer: str, *tensors: Tensor) -> NoReturn:
 
 
 def nested_product(layer: str, x: Any, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """A nested tensor of ``multiply(rows)``. The rows of all sequences are one matrix, and share its scales. A
+    """Returns a nested tensor of ``multiply(rows)``. The rows of all sequences are one matrix, and share its scales. A
     ``ValueError`` for other nested tensors than those of ``layout=torch.jagged`` without holes."""
     if x.layout is not torch.jagged or not x.is_contiguous():
         raise ValueError(

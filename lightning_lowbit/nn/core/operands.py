@@ -206,7 +206,8 @@ class OperandHow:
         return quantized if watch is None else watch.observe(self, source, quantized, key, amax)
 
     def _other_operand(self, source: OperandInput, one: Pass) -> Operand | BlockOperand:
-        """A tensor or an operand as it is; or codes, where ``"fprop"`` is quantized again along this contraction."""
+        """Returns a tensor or an operand as it is; or codes, where ``"fprop"`` is quantized again along this
+        contraction."""
         source, watch, sums = self.rotated(source), one.watch, one.operand_sums
         key = amax = None
         if source.is_operand or self.kind is None:
@@ -222,11 +223,11 @@ class OperandHow:
         return operand if watch is None else watch.observe(self, source, operand, key, amax)
 
     def key(self, one: Pass) -> Tensor | None:
-        """The key of its random bits, int64, 0-d; None if it draws none."""
+        """Returns the key of its random bits, int64, 0-d; None if it draws none."""
         return None if one.keys is None or not self.draws else one.keys[self.index]
 
     def scaling_amax(self, source: OperandInput, one: Pass) -> Tensor | None:
-        """The amax that scales the operand: the input's, or with delayed scaling the one in force."""
+        """Returns the amax that scales the operand: the input's, or with delayed scaling the one in force."""
         if not self.is_delayed:
             return source.amax if self.needs_amax else None
         amax, shard, amaxes = source.amax, self.shard, one.amaxes
@@ -236,7 +237,7 @@ class OperandHow:
         return stage_and_choose(amaxes.in_force, amaxes.staged, self.places, amax)
 
     def signs(self, one: Pass, device: torch.device) -> Tensor:
-        """The signs of the rotation of its GEMM, from the key of the second operand, so that both agree."""
+        """Returns the signs of the rotation of its GEMM, from the key of the second operand, so that both agree."""
         assert self.transform is not None
         return self.transform.diagonal(None if one.keys is None else one.keys[self.signs_index], device)
 
@@ -249,7 +250,7 @@ class OperandHow:
         return OperandInput(source.values, rotation=signs)
 
     def rotated(self, source: OperandInput) -> OperandInput:
-        """The input as a rotated matrix, where more than the kernel of a cast reads it."""
+        """Returns the input as a rotated matrix, where more than the kernel of a cast reads it."""
         return source if source.rotation is None else OperandInput(rotate(source.values, source.rotation, self.dim))
 
     def record(self, sums: Tensor, x: Tensor, quantized: Operand, amax: Tensor | None) -> None:
@@ -288,8 +289,8 @@ def _is_reused(name: str, casts: LinearCasts, native: tuple[str, ...]) -> bool:
 
 
 def common_amax(tensor: Tensor, first: OperandHow | None, second: OperandHow | None) -> Tensor | None:
-    """The amax of a tensor, measured once for the operands that are made from it; None where they measure their own:
-    rotated or centered ones, and those of a small tensor."""
+    """Returns the amax of a tensor, measured once for the operands that are made from it; None where they measure their
+    own: rotated or centered ones, and those of a small tensor."""
     operand = first if first is not None and first.shares_amax else second
     if operand is None or not operand.shares_amax:
         return None
@@ -308,7 +309,7 @@ class GemmHow:
     def operands(
         self, left: OperandInput, right: OperandInput, one: Pass, bias: Tensor | None = None
     ) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
-        """Both operands, and what is added to their product."""
+        """Returns both operands, and what is added to their product."""
         if self.splits_means:
             left, right, bias = self._split_means(left, right, bias)
         if self.rotates:
@@ -319,7 +320,7 @@ class GemmHow:
     def _split_means(
         self, left: OperandInput, right: OperandInput, bias: Tensor | None
     ) -> tuple[OperandInput, OperandInput, Tensor]:
-        """The operands without their means over the tokens, and the rank-one product with the mean, plus bias.
+        """Returns the operands without their means over the tokens, and the rank-one product with the mean, plus bias.
 
         ``(A + 1μᵀ) B = A B + 1 (μᵀ B)``. Where both operands have tokens, ``(A + 1νᵀ)ᵀ (B + 1μᵀ) = Aᵀ B + tokens · ν
         μᵀ``, since the columns of A and B then sum to zero; splitting one of them gives the same.

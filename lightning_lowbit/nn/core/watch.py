@@ -136,8 +136,8 @@ def stage_(staged: Tensor, amax: Tensor) -> None:
 
 
 def stage_and_choose(in_force: Tensor, staged: Tensor | None, places: list[int], amax: Tensor) -> Tensor:
-    """The amax that scales an operand with delayed scaling. Records the operand's ``amax`` at ``places[0]``, and at the
-    places of operands that reuse it."""
+    """Returns the amax that scales an operand with delayed scaling. Records the operand's ``amax`` at ``places[0]``,
+    and at the places of operands that reuse it."""
     if (choice := delayed_amax(amax, in_force, staged, places)) is not None:
         return choice
     if staged is not None:
@@ -147,7 +147,7 @@ def stage_and_choose(in_force: Tensor, staged: Tensor | None, places: list[int],
 
 
 def amax_in_force(in_force: Tensor, operand: str, amax: Tensor) -> Tensor:
-    """The amax that delayed scaling uses for an operand: the one in force, or the operand's ``amax`` while there is
-    none."""
+    """Returns the amax that delayed scaling uses for an operand: the one in force, or the operand's ``amax`` while
+    there is none."""
     remembered = in_force[OPERANDS.index(operand)]
     return torch.where(remembered > 0, remembered, amax)

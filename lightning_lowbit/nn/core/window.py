@@ -52,7 +52,7 @@ class Window(NamedTuple):
         return tuple((n - span) // s + 1 for n, span, s in zip(padded, self.spans, self.stride, strict=True))
 
     def sizes(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """The sizes of images into which the kernel fits this often."""
+        """Returns the sizes of images into which the kernel fits this often."""
         padding = zip(self._used(tuple(positions)), self.before, self.after, strict=True)
         return tuple(used - before - after for used, before, after in padding)
 
@@ -92,7 +92,8 @@ class Window(NamedTuple):
         )
 
     def gather(self, x: Tensor) -> Tensor:
-        """The patches of images ``[N, C, *sizes]``: ``[N · positions, kernel · C]`` in the dtype of ``x``, a copy."""
+        """Returns the patches of images ``[N, C, *sizes]``: ``[N · positions, kernel · C]`` in the dtype of ``x``, a
+        copy."""
         positions = self.positions(x.shape[2:])
         pixels = self._padded(x.movedim(1, -1), self._used(positions))
         for dim, (span, s, d) in enumerate(zip(self.spans, self.stride, self.dilation, strict=True), start=1):
@@ -102,7 +103,7 @@ class Window(NamedTuple):
         return patches.reshape(len(x) * prod(positions), prod(self.kernel) * x.shape[1])
 
     def _padded(self, pixels: Tensor, used: tuple[int, ...]) -> Tensor:
-        """``[N, *used, C]``: images with their zeros, contiguous."""
+        """Returns ``[N, *used, C]``: images with their zeros, contiguous."""
         sizes = pixels.shape[1:-1]
         lengths = [min(size, u - b) for size, u, b in zip(sizes, used, self.before, strict=True)]
         inner: Any = (slice(None), *(slice(0, n) for n in lengths))

@@ -54,8 +54,8 @@ class QuantizedConvolution(QuantizedLayer):
         return DEPTHWISE if module.in_channels == module.groups > 1 else None
 
     def weight_matrix(self) -> Tensor:
-        """The weight as ``[C_out, kernel · C_in]``, channels innermost, or ``[groups, …]`` a stack of such matrices: a
-        copy, unless the weight is in channels-last order."""
+        """Returns the weight as ``[C_out, kernel · C_in]``, channels innermost, or ``[groups, …]`` a stack of such
+        matrices: a copy, unless the weight is in channels-last order."""
         return self._matrices(self.weight)[0]
 
     def _matrices(self, weight: Any) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ class QuantizedConvolution(QuantizedLayer):
         return self.in_channels, saved_bits(self.full_casts, save, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
+        """Returns the convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
         if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
             return super().forward(input)
         x = self._batch(input)
@@ -107,7 +107,7 @@ class QuantizedConvolution(QuantizedLayer):
         return Window(self.kernel_size, self.stride, self.dilation, before, after)
 
     def _batch(self, input: Tensor) -> Tensor:
-        """The input as ``[N, C, *sizes]``; a ValueError for what the layer cannot take."""
+        """Returns the input as ``[N, C, *sizes]``; a ValueError for what the layer cannot take."""
         if isinstance(self.weight, DTensor):
             raise ValueError(
                 "The weight of a convolution is spread over processes, and a quantized one computes with the whole "
@@ -128,7 +128,7 @@ class QuantizedConvolution(QuantizedLayer):
         return input if input.dim() == spatial + 2 else input.unsqueeze(0)
 
     def _products(self, x: Tensor, bias: Tensor | None, window: Window | None) -> list[Tensor]:
-        """The product of each group: rows of positions, or of pixels where there is no window."""
+        """Returns the product of each group: rows of positions, or of pixels where there is no window."""
         keys, matrices, groups = keys_of_call(self), self.weight_matrix(), self.groups
         if groups == 1:
             return [self.quantized_forward(x, matrices, bias, window=window, keys=keys)]
@@ -139,7 +139,7 @@ class QuantizedConvolution(QuantizedLayer):
         ]
 
     def _laid_out(self, y: Tensor, input: Tensor) -> Tensor:
-        """The result in the memory format that torch's convolution would give it."""
+        """Returns the result in the memory format that torch's convolution would give it."""
         order = _CHANNELS_LAST.get(len(self.kernel_size))
         if order is None or not any(
             tensor.dim() == y.dim() and tensor.is_contiguous(memory_format=order) and not tensor.is_contiguous()
@@ -155,8 +155,8 @@ class QuantizedTransposed(QuantizedConvolution):
     and added up in float32."""
 
     def weight_matrix(self) -> Tensor:
-        """The weight as ``[kernel · C_out, C_in]``, channels innermost, or ``[groups, …]`` a stack of such matrices: a
-        copy."""
+        """Returns the weight as ``[kernel · C_out, C_in]``, channels innermost, or ``[groups, …]`` a stack of such
+        matrices: a copy."""
         return super().weight_matrix()
 
     def _matrices(self, weight: Any) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,8 @@ class QuantizedTransposed(QuantizedConvolution):
         return self.in_channels, saved_bits(self.full_casts, self.lowbit.save, dtype)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        """The transposed convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
+        """Returns the transposed convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its
+        dtype."""
         if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
             return super(QuantizedLayer, self).forward(input, output_size)
         if self.padding_mode != "zeros":
@@ -237,7 +238,8 @@ _CLASSES: dict[Any, type[QuantizedConvolution]] = {
 
 @kind
 def convolution_class(cls: Any) -> type[QuantizedConvolution] | None:
-    """The class that a convolution of torch is converted to, or a class that computes as one; None for others."""
+    """Returns the class that a convolution of torch is converted to, or a class that computes as one; None for
+    others."""
     if cls in _CLASSES:
         return _CLASSES[cls]
     original = next((base for base in _CLASSES if issubclass(cls, base)), None)

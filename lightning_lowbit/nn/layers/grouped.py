@@ -87,7 +87,8 @@ class GroupedLinear(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x: Tensor, offsets: Offsets) -> Tensor:
-        """The results ``[tokens, out_features]`` of ``x`` ``[tokens, in_features]``, whose rows are sorted by expert.
+        """Returns the results ``[tokens, out_features]`` of ``x`` ``[tokens, in_features]``, whose rows are sorted by
+        expert.
 
         ``offsets`` are int32 ``[experts]``: where the rows of each expert end, as ``torch.nn.functional.grouped_mm``
         takes them, or a list of these numbers, for which nothing waits. Rows after the last one belong to no expert:
@@ -110,7 +111,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | N
 
 
 def _split(x: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The rows of each expert, and those of none."""
+    """Returns the rows of each expert, and those of none."""
     return torch.split(x, [end - start for start, end in zip((0, *ends), (*ends, len(x)), strict=True)])
 
 
@@ -183,7 +184,7 @@ class GroupedLayer(QuantizedLayer):
         return y
 
     def first_of(self, weight: DTensor) -> int:
-        """The global index of the first expert that this process holds."""
+        """Returns the global index of the first expert that this process holds."""
         if any(not placement.is_replicate() and not placement.is_shard(0) for placement in weight.placements):
             raise ValueError(
                 f"The weight of {self} is spread over processes as {weight.placements}, and experts are quantized "

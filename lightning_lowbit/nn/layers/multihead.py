@@ -45,7 +45,7 @@ class Projection(PartLayer):
         return bias if self.parts > 1 else bias.chunk(len(SEPARATE))[self._part]
 
     def forward(self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``, by default with the whole weight and bias."""
+        """Returns ``x · Wᵀ + b`` for ``x`` ``[..., in_features]``, by default with the whole weight and bias."""
         if weight is None:
             weight, bias = self.weight, self.bias
         if isinstance(weight, DTensor):

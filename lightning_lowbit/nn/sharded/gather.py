@@ -249,18 +249,18 @@ class _Gather:
         return cast, version_of(parameter), version_of(local), local.data_ptr()
 
     def _shard(self) -> Tensor:
-        """``[rows, columns]`` in the dtype of the computation, padded with rows of zeros."""
+        """Returns ``[rows, columns]`` in the dtype of the computation, padded with rows of zeros."""
         return self._rounded(self._local()).view(self.size())
 
     def _local(self) -> Tensor:
-        """The padded shard, 1-D, on the device (offloaded shards are on the CPU)."""
+        """Returns the padded shard, 1-D, on the device (offloaded shards are on the CPU)."""
         return shard_data(self.record).to(self.record.device, non_blocking=True)
 
     def _rounded(self, values: Tensor) -> Tensor:
         return values.to(gathered_dtype(self.record)).to(self._dtype)
 
     def local_statistic(self) -> Tensor:
-        """The shard's amax, or its sum of magnitudes, float64, 0-d."""
+        """Returns the shard's amax, or its sum of magnitudes, float64, 0-d."""
         cast = self._cast
         assert cast is not None
         self.measured = self._state(cast)
@@ -286,7 +286,8 @@ class _Gather:
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """The bytes to send, ``[1, ...]``, and for :meth:`fsdp_post_all_gather` the cast and the scale of the whole."""
+        """Returns the bytes to send, ``[1, ...]``, and for :meth:`fsdp_post_all_gather` the cast and the scale of the
+        whole."""
         cast, state = self._cast, self.layer.lowbit
         if cast is None:
             return (self._local().to(gathered_dtype(self.record)).view(1, -1),), None

@@ -74,7 +74,7 @@ class LayerKeys:
         self._calls.drawn = [] if on else None
 
     def in_use(self) -> list[Tensor]:
-        """All keys that a backward pass over the micro-batch uses, also those of recomputed calls."""
+        """Returns all keys that a backward pass over the micro-batch uses, also those of recomputed calls."""
         return [self._keys, *(self._calls.drawn or [])]
 
     def draw_again_(self, number: int) -> None:
