@@ -99,15 +99,14 @@ def layout_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCal
 
 
 def rotation_form(x: Tensor, rotation: Tensor | None, dim: int) -> tuple[int, int, torch.dtype] | None:
-    """Returns the size of groups (0 for none), their dimension, and the dtype of a matrix that is rotated or
-    measured."""
+    """Returns the size of groups (0 for none), their dimension, and the dtype of a matrix to rotate or measure."""
     if x.numel() == 0 or x.dim() != 2 or (rotation is not None and not triton.are_signs(rotation, x, dim)):
         return None
     return (0, 1, x.dtype) if rotation is None else (len(rotation), dim, x.dtype)
 
 
 def rotation_sample(form: tuple[int, int, torch.dtype], device: torch.device) -> tuple[Any, ...] | None:
-    """Returns a sample of a matrix that is rotated or measured, with the other arguments."""
+    """Returns a sample of a matrix to rotate or measure, with the other arguments."""
     group, dim, dtype = form
     x, *_ = _normal((64, 160), device=device)
     signs = Hadamard(group).diagonal(None, device) if group else None

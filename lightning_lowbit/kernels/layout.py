@@ -48,19 +48,19 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 @compiled
 def _join_pairs(codes: Tensor) -> Tensor:
-    """Bytes of pairs of codes, uint8 ``[n, 2]``."""
+    """Joins pairs of codes, uint8 ``[n, 2]``, to bytes."""
     return codes[:, 0] | codes[:, 1] << 4
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """Scales ``[rows, blocks]`` of one byte in the layout above, padded with zeros: ``[R' * C']``."""
+    """Brings scales ``[rows, blocks]`` of one byte into the layout above, padded with zeros: ``[R' * C']``."""
     padded = pad(scales, -len(scales) % 128, -scales.shape[1] % 4).view(torch.uint8)
     tiles = padded.view(len(padded) // 128, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)
 
 
 def unswizzle(flat: Tensor, rows: int, blocks: int) -> Tensor:
-    """Inverse of :func:`swizzle`."""
+    """Inverts :func:`swizzle`."""
     down, across = -(-rows // 128), -(-blocks // 4)
     tiles = flat.view(torch.uint8).view(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(down * 128, across * 4)[:rows, :blocks].contiguous().view(flat.dtype)
@@ -95,8 +95,7 @@ def keeps_tiles(cast: Cast, block: int, dim: int) -> bool:
 
 
 def laid_out_shapes(cast: Cast, block: int, dim: int, rows: int, inner: int) -> tuple[list[int], list[int]]:
-    """Returns the shapes of codes and scales of :func:`lay_out`, for a matrix that the GEMM takes as ``[rows,
-    inner]``."""
+    """Returns the shapes of codes and scales of :func:`lay_out`; the GEMM takes the matrix as ``[rows, inner]``."""
     if block == _LARGE:
         return [rows, inner], [-(-rows // _LARGE) if keeps_tiles(cast, block, dim) else rows, -(-inner // block)]
     down, along = multiples()
@@ -108,8 +107,15 @@ def laid_out_shapes(cast: Cast, block: int, dim: int, rows: int, inner: int) -> 
 
 
 def lay_out(codes: Tensor, scales: Tensor, cast: Cast, block: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix, uint8 or float8, and the scales of its blocks or tiles, float32, both ``[rows, columns]``, as
-    a GEMM takes them that contracts dimension ``dim``, with a scale for each ``block`` elements."""
+    """Brings codes and scales into the layout of a GEMM.
+
+    Args:
+        codes: uint8 or float8 ``[rows, columns]``.
+        scales: float32 ``[rows, columns]`` of blocks or tiles.
+        cast: by which the matrix was quantized.
+        block: elements with a common scale in the GEMM.
+        dim: which the GEMM contracts.
+    """
     if dim == 0:  # physically transposed
         codes, scales = codes.t(), scales.t()
     rows, inner = codes.shape
@@ -127,7 +133,8 @@ def lay_out(codes: Tensor, scales: Tensor, cast: Cast, block: int, dim: int) -> 
 
 
 def taken_apart(values: Tensor, scales: Tensor, block: int, rows: int, inner: int) -> tuple[Tensor, Tensor]:
-    """Inverse of :func:`lay_out`: codes ``[rows, inner]``, and scales with the contraction axis in their columns."""
+    """Inverts :func:`lay_out`: returns codes ``[rows, inner]``, and scales with the contraction axis in their
+    columns."""
     if block == _LARGE:
         return values, scales
     codes = torch.stack([values & 15, values >> 4], -1).flatten(1) if values.dtype == torch.uint8 else values
@@ -165,7 +172,7 @@ def _round_codes(
 
 
 def empty_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for codes, scales and the scale of a matrix in the layout of its GEMM."""
+    """Returns memory for codes, scales and the scale of a matrix in the layout of its GEMM."""
     cast, dim = call.cast, call.dim
     codes, scales = laid_out_shapes(cast, call.block, dim, x.shape[1 - dim], x.shape[dim])
     values = x.new_empty(codes, dtype=cast.format.dtype or torch.uint8)
@@ -173,8 +180,8 @@ def empty_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns a matrix ``[rows, columns]``, quantized and laid out for a GEMM that takes scales of ``call.block``
-    elements, and the scale of the matrix, float32, 0-d (1 for none)."""
+    """Quantizes a matrix ``[rows, columns]`` into the layout of a GEMM with a scale for each ``call.block`` elements.
+    Returns codes, scales, and the scale of the matrix, float32, 0-d (1 for none)."""
     scaled, codes = round_matrix(x, call, rounding=_round_codes)
     scales = scaled.stored(call.cast).reshape(_blocks(call.cast, call.dim, x.shape))
     # Results of an operator share no memory: decode may be a view.
@@ -182,8 +189,7 @@ def make_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def lay_out_bytes(data: Tensor, cast: Cast, block: int, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Codes and scales in the layout from bytes that :func:`lightning_lowbit.quant.packed.pack` made of a matrix of
-    ``shape``."""
+    """Brings bytes of :func:`lightning_lowbit.quant.packed.pack` for a matrix of ``shape`` into the layout."""
     codes, scales = unpacked_codes(data, cast, shape.numel())
     return lay_out(codes.view(shape), scales.view(_blocks(cast, dim, shape)), cast, block, dim)
 

@@ -35,8 +35,7 @@ _SMALL = 2**16  # elements, of which one core measures the amax in 10 µs
 
 
 def _plain_operand(x: Tensor, call: CastCall) -> Operand:
-    """Returns the operand by plain code; of a matrix that is to be rotated, the rotation and the cast each by their
-    kernels."""
+    """Makes the operand by plain code; a rotation and the cast after it each by their kernels."""
     if call.rotation is None:
         return make_operand(x, call)
     rotated: Operand = run(CAST, rotate(x, call.rotation, call.dim), call._replace(rotation=None))
@@ -94,9 +93,15 @@ def quantize_both(
     amax: Tensor | None,
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
 ) -> tuple[Operand, Operand]:
-    """Returns the operands of a matrix along its rows (dim 1) and along its columns (dim 0), each as
-    :func:`quantize_operand` makes it: from one read of a tensor of :func:`reads_once` where a kernel makes both.
-    ``amax`` is that of both."""
+    """Quantizes a matrix along its rows (dim 1) and its columns (dim 0), each as :func:`quantize_operand` does.
+
+    A kernel makes both from one read of a tensor of :func:`reads_once`.
+
+    Args:
+        x: ``[rows, columns]``.
+        casts, keys, dtypes: of both operands.
+        amax: of both; float32, 0-d, or None.
+    """
     calls = [
         CastCall(cast, dim, key, amax if cast.scale.needs_amax else None, dtype)
         for cast, dim, key, dtype in zip(casts, (1, 0), keys, dtypes, strict=True)

@@ -83,8 +83,7 @@ class Operation:
 
 
 def run(operation: Operation, x: Tensor, *arguments: Any) -> Any:
-    """Returns the result of an operation by the kernel that serves, else by the plain code. Not for graphs that are
-    compiled.
+    """Runs an operation by the kernel that serves, else by the plain code. Not for graphs that are compiled.
 
     Raises:
         ValueError: from the plain code, or tensors that do not fit each other.
@@ -114,8 +113,7 @@ def run(operation: Operation, x: Tensor, *arguments: Any) -> Any:
 
 
 def run_in_graph(operation: Operation, x: Tensor, call: CastCall) -> list[Tensor]:
-    """Returns the tensors of :func:`run` in a graph that is compiled, which calls an operator and does not look into
-    it."""
+    """Returns the tensors of :func:`run` in a compiled graph, which calls an operator and does not look into it."""
     shard = None if call.shard is None else call.shard.spec
     return _cast(
         x, operation.name, call.cast.spec, call.dim, call.key, call.amax, call.dtype, shard, call.rotation, call.block
@@ -188,7 +186,7 @@ def _warn(language: str, name: str, fault: str, device: torch.device) -> None:
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
-    """The tensors of a result, in their order."""
+    """Yields the tensors of a result, in their order."""
     if isinstance(result, Tensor):
         yield result
     elif result is not None:

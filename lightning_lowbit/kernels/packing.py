@@ -154,7 +154,7 @@ def lay_out_operand(
 
 
 def lay_out_packed(data: Tensor, cast: Cast, block: int, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Codes and scales of :func:`lay_out_operand` from the bytes of :func:`pack_operand` for a matrix of ``shape``."""
+    """Does :func:`lay_out_operand` from the bytes of :func:`pack_operand` for a matrix of ``shape``."""
     check_bytes(data, cast, dim, shape)
     return _lay_out_packed(data, cast.spec, block, dim, shape[0], shape[1])
 

@@ -64,7 +64,7 @@ class CppParameters:
         return result
 
     def write_clipped(self, decision: Decision) -> None:
-        """factor·clip(g) into ``weights``."""
+        """Writes factor·clip(g) into ``weights``."""
         self._call_with(decision, "clipped")
 
     def _new_chunks(self) -> tuple[Tensor, Tensor]:

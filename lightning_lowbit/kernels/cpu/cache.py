@@ -52,8 +52,7 @@ def trusted(folder: Path) -> Iterator[Path]:
 
 
 def read_trusted(path: Path) -> bytes:
-    """Returns the content of a file in a trusted folder; a link, or a file that others own or can write, is an
-    ``OSError``."""
+    """Reads a file in a trusted folder; a link, or a file that others own or can write, is an ``OSError``."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
     with open(descriptor, "rb") as file:
         _check(path, descriptor)

@@ -213,8 +213,8 @@ def write(
 
 
 def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor | None:
-    """Returns max|x| of a float32 or bfloat16 tensor, of a rotated one a matrix: 0-d float32, not finite if an element
-    is not; None for all others."""
+    """Returns max|x| of a float32 or bfloat16 tensor, or of a rotated matrix: 0-d float32, not finite if an element is
+    not; None for all others."""
     dtype, kernels, count = INPUTS.get(x.dtype), library(), x.numel()
     if dtype is None or kernels is None or count == 0:
         return None
@@ -237,7 +237,8 @@ def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: 
 
 
 def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor | None:
-    """Returns a float32 or bfloat16 matrix as :func:`lightning_lowbit.quant.rotate` has it; None for all others."""
+    """Rotates a float32 or bfloat16 matrix as :func:`lightning_lowbit.quant.rotate` does; returns None for all
+    others."""
     dtype, kernels = INPUTS.get(x.dtype), library()
     if dtype is None or kernels is None or x.numel() == 0 or x.dim() != 2 or not are_signs(rotation, dim):
         return None

@@ -37,8 +37,7 @@ def pack(x: Tensor, call: CastCall) -> Packed | None:
 
 
 def unpack(data: Tensor, factor: Tensor, call: CastCall, shape: torch.Size, source: torch.dtype) -> Operand | None:
-    """Returns the operand of packed bytes of a matrix of this shape and dtype; None for arguments that are not
-    covered."""
+    """Unpacks the operand of a matrix of this shape and dtype; returns None for arguments that are not covered."""
     dtype, cast, dim = call.values_dtype(source), call.cast, call.dim
     target = torch.float32 if dtype == torch.int8 else dtype
     form, layout, kernels = casts.cpp_cast(cast.spec, dim, source, target), _layout(cast.spec), library()

@@ -176,8 +176,7 @@ def _compiler() -> list[str]:
 
 @cache
 def _name() -> str:
-    """Returns the beginning of the names of libraries: a hash of sources, flags and CPU, whichever compiler made
-    them."""
+    """Returns the beginning of libraries' names: a hash of sources, flags and CPU, whichever compiler made them."""
     parts = [*(path.read_bytes() for path in sorted(_SOURCE.iterdir())), _cpu().encode()]
     digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _EXTRAS)).encode()])).hexdigest()
     return f"kernels-{digest[:20]}"

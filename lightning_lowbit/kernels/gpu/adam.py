@@ -81,17 +81,17 @@ class TritonParameters:
         return amaxes
 
     def squares(self, decision: Decision) -> Tensor:
-        """Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]."""
+        """Returns Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]."""
         sums = self._pass("squares", decision, sums=True)
         assert sums is not None
         return sums
 
     def update(self, decision: Decision, sums: bool) -> Tensor | None:
-        """Adam; with ``sums``, the result of `squares` from the same pass."""
+        """Takes Adam's step; with ``sums``, also returns the result of `squares` from the same pass."""
         return self._pass("update", decision, sums)
 
     def write_clipped(self, decision: Decision) -> None:
-        """factor·clip(g) into ``weights``."""
+        """Writes factor·clip(g) into ``weights``."""
         self._pass("write", decision, sums=False)
 
     def _pass(self, name: str, decision: Decision, sums: bool) -> Tensor | None:
@@ -122,7 +122,7 @@ class TritonParameters:
         return self._total(**room) if sums else None
 
     def _room_for_sums(self, counts: Iterable[tuple[int, ...]]) -> dict[str, Any]:
-        """Returns two sums for each tile, and the places of shards among them."""
+        """Returns room for two sums of each tile, and the places of shards among them."""
         totals = tuple(map(sum, zip([0] * len(self._shards), *counts, strict=True)))
         return {"starts": _starts(totals, self._device), "partials": self._empty(sum(totals), 2)}
 
@@ -144,7 +144,7 @@ class TritonParameters:
         return dict.fromkeys(kind for kind, shard in zip(self._kinds, self._shards, strict=True) if shard.size)
 
     def _counts(self, kind: Kind, by_rows: bool) -> tuple[int, ...]:
-        """Numbers of tiles of the shards; 0 for shards of another kind."""
+        """Returns how many tiles each shard has; 0 for shards of another kind."""
         pairs = zip(self._kinds, self._shards, strict=True)
         return tuple(_tiles_of(shard, by_rows) if other == kind else 0 for other, shard in pairs)
 
@@ -166,7 +166,7 @@ def _tiles_of(shard: ParameterShard, by_rows: bool) -> int:
 
 @lru_cache(maxsize=4096)  # more than there are groups of parameters and kinds: a miss waits for the device
 def _tiles(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Row of the table and number of the tile in the shard, for each program: int32 [programs, 2]."""
+    """Returns the row of the table and the number of the tile in the shard, for each program: int32 [programs, 2]."""
     sizes = torch.frombuffer(array("q", counts), dtype=torch.int64)
     rows = torch.repeat_interleave(sizes)
     tiles = torch.arange(len(rows), device="cpu") - (sizes.cumsum(0) - sizes)[rows]

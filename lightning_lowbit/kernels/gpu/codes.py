@@ -219,7 +219,7 @@ def unpack_blocks(
     DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Values from the bytes of codes ``x`` and of block scales."""
+    """Decodes values from the bytes of codes ``x`` and of block scales."""
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     count: tl.constexpr = 8 // BITS
     joined = tl.load(x + (row.to(tl.int64) * (columns // count) + column // count), mask=mask, other=0).to(tl.int32)

@@ -289,7 +289,7 @@ def cast_both(
 
 @triton.jit
 def _cast_tile(elements, mask, row, column, stride, factor, amax, key, CAST: tl.constexpr, SHAPE: tl.constexpr):
-    """One cast of a tile ``[rows, columns]``, in blocks along axes 1 and 3 of ``SHAPE``."""
+    """Casts a tile ``[rows, columns]`` in blocks along axes 1 and 3 of ``SHAPE``."""
     encode, decode = tensor_scales(amax, CAST)
     if tl.program_id(0) == 0:
         tl.store(factor, decode)

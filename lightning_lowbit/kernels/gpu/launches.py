@@ -183,13 +183,13 @@ def _outside(x: Tensor, call: CastCall, amax: Tensor | None, amaxes: int = 1) ->
 
 
 def _coding(cast: Cast) -> dict[str, Any]:
-    """Constants of codes; their elements are rounded alone, since scales go beside them."""
+    """Returns constants of codes; their elements are rounded alone, since scales go beside them."""
     numbers = cast_numbers(cast)._replace(scaled=False)
     return {"CAST": numbers, "CODING": cast.format.encoding, "BITS": cast.format.bits}
 
 
 def packed_codes(shape: torch.Size, cast: Cast) -> int:
-    """Bytes of the codes of a packed matrix."""
+    """Returns the bytes of the codes of a packed matrix."""
     return shape[0] * shape[1] // per_byte(cast.format)
 
 
@@ -218,7 +218,7 @@ def _rotation(size: int, dim: int) -> tuple[int, int, float, float]:
 
 
 def _whole_groups(rows: int, columns: int, size: int, dim: int) -> tuple[int, int]:
-    """Sides of a program that holds whole groups, with as many elements unless a side would be less than 1."""
+    """Returns sides of a program that holds whole groups, with as many elements unless a side would be less than 1."""
     sides = [rows, columns]
     more = max(size // sides[dim], 1)
     sides[dim] *= more
@@ -235,8 +235,8 @@ def sums_launch(x: Tensor, sums: Tensor) -> Launch:
 def delay_launch(
     amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int], result: Tensor
 ) -> Launch:
-    """Raises ``staged`` at ``places`` to ``amax``, and writes the amax that scales an operand; all float32, 0-d but for
-    ``staged``, which has one for each operand."""
+    """Raises ``staged`` at ``places`` to ``amax``, and writes the amax that scales an operand. All are float32, 0-d,
+    but ``staged`` is ``[6]``."""
     constants = {"PLACES": sum(1 << place for place in places)}
     arguments = {"x": amax, "in_force": in_force, "staged": staged, "result": result}
     return Launch("delay", 1, arguments, constants, 1)
