@@ -227,7 +227,7 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor |
 
 
 def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
-    """:func:`lightning_lowbit.kernels.delayed_amax`, of tensors that have been compared; None without kernels."""
+    """Does :func:`lightning_lowbit.kernels.delayed_amax`, for tensors that have been compared; None without kernels."""
     if (kernels := library()) is None:
         return None
     result, bits = torch.empty_like(amax), sum(1 << place for place in places)

@@ -104,7 +104,7 @@ def pack_blocks(
     SIDES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Scales per block of ``SIDES``, powers of two, of which a program has ``BLOCKS``."""
+    """Packs blocks of ``SIDES``, powers of two, of which a program has ``BLOCKS``."""
     down, right, row, column = block_places(columns, SIDES, SIDES, BLOCKS)
     mask = (row < rows) & (column < columns)
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
@@ -159,7 +159,7 @@ def lay_out_blocks(
     SCALED: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Codes and scales as kernels/layout.py has them, with the contraction axis in the columns.
+    """Writes codes and scales as kernels/layout.py has them, with the contraction axis in the columns.
 
     Sizes, strides and ``SIDES`` are those of the matrix, or with ``DIM`` 0 of its transpose. A scale is of ``SCALED``
     elements; codes are zero up to multiples of ``PADDED``. Programs cover whole tiles of scales.

@@ -36,7 +36,7 @@ def scale_and_round(
     DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes."""
+    """Writes ``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes."""
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     values = load_elements(x, row, column, row_stride, column_stride, mask)
     if first is not None:

@@ -27,7 +27,7 @@ from lightning_lowbit.quant.shard import amax_of
 
 
 class Attention(NamedTuple):
-    """The settings of one call.
+    """Holds the arguments of one call.
 
     Attributes:
         qk, pv: the two products.
@@ -50,13 +50,12 @@ class Attention(NamedTuple):
         return [(start, min(start + self.tile, queries)) for start in range(0, queries, self.tile)]
 
     def keys_seen(self, end: int, keys: int) -> int:
-        """Returns the keys that take part in products of queries before ``end``; a rotation mixes them with later
-        ones."""
+        """Returns how many keys queries before ``end`` may see: a rotation mixes keys with later ones."""
         rotates = self.qk.how.casts.hadamard or self.pv.how.casts.hadamard
         return min(end, keys) if self.causal and not rotates else keys
 
     def dropped(self, p: Tensor, start: int) -> Tensor:
-        """P, or what is multiplied with it, ``[n, queries, keys]`` from a query on, with dropout."""
+        """Applies dropout to P, or to what is multiplied with it, ``[n, queries, keys]`` from a query on."""
         if self.key is None:
             return p
         n, queries, keys = p.shape

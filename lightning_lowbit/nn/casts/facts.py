@@ -1,8 +1,8 @@
-"""Facts about a layer's weight that keep other things from standing in its place, a sentence for each.
+"""Facts about a layer's weight for which no other form may stand in for it, a sentence for each.
 
 Baked weights, codes of frozen weights, weights that FSDP2 gathers as codes, shared amaxes and exported files stand for
-the weight of the forward pass. Each of them names the facts that it takes, and any other fact refuses the layer: so a
-new fact is refused everywhere until somebody has thought about it.
+the weight of the forward pass. Each of these names the facts that it takes, and any other fact refuses the layer: a new
+fact is refused everywhere until somebody has thought about it.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -116,5 +116,5 @@ def group_by_reason(obstacles: Mapping[str, str | None]) -> dict[str, list[str]]
 
 
 def explain_groups(names: Mapping[str, list[str]]) -> str:
-    """Returns the layers of each reason that :func:`group_by_reason` has found, and the reason."""
+    """Names the layers of each reason that :func:`group_by_reason` has found, and the reason."""
     return "; ".join(f"{some(layers)}: {reason}" for reason, layers in names.items())

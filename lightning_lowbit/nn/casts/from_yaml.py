@@ -26,7 +26,7 @@ Settings = FrozenDict  # the former name, in pickles
 
 
 def apply_change(before: Any, value: Any) -> Any:
-    """Returns the new value of a field: a mapping changes fields of a cast, or entries of settings, where None removes
+    """Applies a change to a field: a mapping changes fields of a cast, or entries of a table, where None removes
     one."""
     if not isinstance(value, Mapping):
         return value
@@ -41,7 +41,7 @@ def apply_change(before: Any, value: Any) -> Any:
 
 
 def change_every(start: Mapping[str, Any], changes: Any) -> dict[str, Cast]:
-    """Returns the casts among some fields, with the same changes made to each."""
+    """Makes the same changes to each cast among some fields."""
     if not isinstance(changes, Mapping):
         raise ValueError(f"casts.every is a mapping of fields of Cast; got {changes!r}.")
     changed = {name: apply_change(value, changes) for name, value in start.items() if isinstance(value, Cast)}
@@ -51,7 +51,7 @@ def change_every(start: Mapping[str, Any], changes: Any) -> dict[str, Cast]:
 
 
 def read_hadamard(value: Any) -> Hadamard:
-    """Returns a transform, given as one, as the size of its groups, or as its fields."""
+    """Reads a transform: one as it is, the size of its groups, or its fields."""
     if isinstance(value, Mapping):
         return from_fields(Hadamard, "Hadamard", value)
     return value if isinstance(value, Hadamard) else Hadamard(value)

@@ -111,7 +111,7 @@ def _packed(casts: "LinearCasts") -> str | None:
 
 
 def native_kind(casts: "LinearCasts", gemm: str) -> str | None:
-    """Returns the kind of native GEMM, a key of :data:`lightning_lowbit.nn.native.table.NATIVE`; None if there is
+    """Returns the native GEMM's kind, a key of :data:`lightning_lowbit.nn.native.table.NATIVE`; None if there is
     none."""
     operands = OPERANDS_OF[gemm]
     pair = [cast for cast in map(casts.cast_of, operands) if cast is not None]

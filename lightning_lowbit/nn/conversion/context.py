@@ -12,7 +12,7 @@ from lightning_lowbit.nn.layers.layer import QuantizedLayer
 
 
 class ForwardContext:
-    """Forward hooks that run a model's outermost forward pass in the context that ``enter`` makes from its module."""
+    """Runs a model's outermost forward pass in the context that ``enter`` makes from its module, by forward hooks."""
 
     def __init__(self, enter: Callable[[nn.Module], AbstractContextManager[Any]]) -> None:
         self.enter = enter

@@ -132,7 +132,7 @@ def _prepare(model: nn.Module) -> None:
 
 
 def casts_by_pattern(overrides: Mapping[str, CastsLike] | None) -> dict[str, LinearCasts]:
-    """Casts by name pattern; a ``ValueError`` for a value that is no mapping."""
+    """Makes casts by name pattern; a ``ValueError`` for a value that is no mapping."""
     if not isinstance(overrides, Mapping | None):
         raise ValueError(f"overrides maps name patterns to casts, such as {{'lm_head': 'mxfp8'}}; got {overrides!r}.")
     return {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}

@@ -52,7 +52,7 @@ def _experts(block: nn.Module) -> list[nn.Module]:
 
 
 def _counts(block: nn.Module) -> set[Any]:
-    """Returns all that may be the number of a block's experts."""
+    """Returns all numbers that may be that of a block's experts."""
     counts: set[Any] = {getattr(block, name, None) for name in _COUNTS}
     for child in _experts(block):
         if isinstance(child, nn.ModuleList | nn.ModuleDict):

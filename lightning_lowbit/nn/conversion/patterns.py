@@ -36,7 +36,7 @@ class Names(list[str]):
 
 
 def _paths(module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """All names of all modules; a module within itself has none there."""
+    """Yields all modules by all of their names; a module within itself has none there."""
     yield path, module
     for name, child in children_of(module).items():
         if child is not None and child is not module and child not in around:
@@ -50,9 +50,18 @@ def select(
     kind: str = "linear layer",
     left: Callable[[], Mapping[str, str]] = dict,
 ) -> set[str]:
-    """Returns the names that patterns match, by any of a layer's :class:`Names`; a pattern without a match among
-    ``kind`` is a ``ValueError`` of ``argument``. ``left`` gives the reasons of modules that cannot be selected, by
-    name."""
+    """Selects the names that patterns match, by any of a layer's :class:`Names`.
+
+    Args:
+        names: of layers.
+        patterns: regular expressions, which match parts of names.
+        argument: what errors call the patterns.
+        kind: what errors call the layers.
+        left: returns the reasons of modules that cannot be selected, by name.
+
+    Raises:
+        ValueError: a pattern matches none of the names.
+    """
     if isinstance(patterns, str):
         raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
     if not isinstance(patterns, Iterable):
@@ -101,8 +110,8 @@ _NEGATIVE = re.compile(r"(?<![\w\]])-\d")
 
 
 def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]:
-    """Returns the spellings of all names of each layer, as parts: unchanged, and for a pattern with negative numbers
-    with numbers counted from the end of their list, too."""
+    """Returns all names of each layer, as parts. For a pattern with negative numbers also with numbers counted from the
+    end of their list."""
     others: Mapping[str, list[str]] = names.others if isinstance(names, Names) else {}
     paths = {name: [clean_name(path).split(".") for path in (name, *others.get(name, ()))] for name in names}
     if not _NEGATIVE.search(pattern):

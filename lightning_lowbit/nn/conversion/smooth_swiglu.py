@@ -71,8 +71,7 @@ def smooth_casts(model: nn.Module, planned: Mapping[str, LinearCasts], kind: str
 
 
 def _smoothed(casts: LinearCasts | None, kind: str) -> LinearCasts | None:
-    """Returns the casts with smoothing, per channel without delayed scaling of the weight; None if they quantize
-    nothing."""
+    """Adds smoothing to casts, per channel without delayed scaling of the weight; None if they quantize nothing."""
     if casts is None or not casts.quantizes_x_or_w:
         return None
     current, changes = {"source": "current", "history": 16, "algorithm": "max"}, dict[str, Any]()

@@ -46,8 +46,8 @@ class Calls:
             self.drawn.clear()
 
     def number(self, layer: Any, site: int | None = None) -> int:
-        """Returns the number of a call that begins now, at a ``site`` of a compiled graph, if any; a ValueError if
-        unknown."""
+        """Returns the number of the call that begins now; a ``ValueError`` if unknown. ``site``: of a compiled
+        graph."""
         regions, again = _surroundings(site is not None)
         if again is None:
             number = self._counts[id(layer)]
@@ -95,8 +95,7 @@ def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
 
 
 def keys_of_part(keys: Tensor, part: int) -> Tensor:
-    """Returns the keys of one of several products of a call, such as a group of a convolution or an expert of a stack:
-    those of the call XOR a hash of the product's index."""
+    """Returns the keys of one of several products of a call, such as an expert: the call's XOR a hash of the index."""
     return keys ^ _hash_of_part(part)
 
 
@@ -144,8 +143,7 @@ _NOTES = "_lightning_lowbit_calls"
 
 
 def _notes(region: Any) -> dict[Any, int]:
-    """Returns the notes of a region: first calls by layer, calls by (layer, site), and recomputed calls by (pass,
-    layer)."""
+    """Returns a region's notes: first calls by layer, calls by (layer, site), recomputed calls by (pass, layer)."""
     notes: dict[Any, int] = vars(region).setdefault(_NOTES, {})
     return notes
 
@@ -163,8 +161,8 @@ def _recomputed(region: Any, run: Any, layer: int, site: int | None) -> int | No
 
 
 def _surroundings(compiled: bool) -> tuple[list[Any], tuple[Any, Any] | None]:
-    """Returns the regions around a call, to be noted; and in a recomputation, its region (or None) and an identifier of
-    the pass."""
+    """Returns the regions around a call, to be noted; and in a recomputation its region, or None, and the pass's
+    identifier."""
     hooks, backward = saved_tensor_hooks(False), number_of_backward()
     regions: list[Any] = []
     if hooks is None and backward == -1 and torch.is_grad_enabled() and not compiled:

@@ -26,7 +26,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def mark(ctx: Any, y: Tensor) -> Tensor | None:
-    """Returns the second output of an autograd function, and the last tensor that it saves; None without gradients."""
+    """Makes the second output of an autograd function, and the last tensor that it saves; None without gradients."""
     ctx.set_materialize_grads(False)
     return y.new_empty(0) if True in ctx.needs_input_grad else None
 

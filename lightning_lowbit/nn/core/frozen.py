@@ -20,7 +20,7 @@ class Frozen(NamedTuple):
     dtype: torch.dtype
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Returns the bytes of a weight, which is rounded to ``dtype`` first."""
+        """Packs a weight, which is rounded to ``dtype`` first."""
         return joined(pack_operand(weight.to(self.dtype), self.cast, 1))
 
     def packed(self, data: Tensor) -> Packed:
@@ -29,16 +29,15 @@ class Frozen(NamedTuple):
         return Packed(data[:-4], data[-4:].clone().view(torch.float32)[0])
 
     def operand(self, data: Tensor, source: torch.dtype, dtype: torch.dtype | None = None) -> Operand:
-        """Returns the quantized weight, as a GEMM takes it that computes in ``source``; ``dtype`` is that of the
-        values."""
+        """Decodes the weight for a GEMM that computes in ``source``; ``dtype`` is that of the values."""
         return unpack_operand(self.packed(data), self.cast, 1, self.shape, source, dtype)
 
     def dense(self, data: Tensor) -> Tensor:
-        """Returns the quantized weight as a matrix, in ``dtype``."""
+        """Decodes the weight to a matrix, in ``dtype``."""
         values, factor = self.operand(data, torch.float32, torch.float32)
         return (values if factor is None else values * factor).to(self.dtype)
 
 
 def joined(packed: Packed) -> Tensor:
-    """Codes, scales of blocks, and the scale of the matrix, as bytes."""
+    """Joins codes, scales of blocks, and the scale of the matrix, as bytes."""
     return torch.cat([packed.data, packed.factor.detach().reshape(1).view(torch.uint8)])

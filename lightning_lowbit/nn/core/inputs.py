@@ -73,8 +73,8 @@ def refuse_dtypes(layer: str, *tensors: Tensor) -> NoReturn:
 
 
 def nested_product(layer: str, x: Any, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns a nested tensor of ``multiply(rows)``. The rows of all sequences are one matrix, and share its scales. A
-    ``ValueError`` for other nested tensors than those of ``layout=torch.jagged`` without holes."""
+    """Applies ``multiply`` to the rows of a nested tensor: the rows of all sequences are one matrix, and share its
+    scales. A ``ValueError`` for nested tensors other than those of ``layout=torch.jagged`` without holes."""
     if x.layout is not torch.jagged or not x.is_contiguous():
         raise ValueError(
             f"Layer {layer} takes nested tensors of layout=torch.jagged that are contiguous: make it with "

@@ -73,15 +73,15 @@ class Pass(NamedTuple):
         return None if self.watch is None else self.watch.gradient_sums
 
     def with_keys_of_part(self) -> "Pass":
-        """With the keys of the product that this is. Another draw of random bits may change those of the call in
-        place, so that the forward pass and the backward pass each derive them."""
+        """Returns the pass with the keys of its part. Forward and backward pass each derive them, since another draw of
+        random bits may change the call's keys in place."""
         if self.part is None or self.keys is None:
             return self
         return self._replace(keys=keys_of_part(self.keys, self.part), part=None)
 
     def for_backward(self) -> "Pass":
-        """With copies of what is refilled in place for the next micro-batch or step, which may begin before this one's
-        backward pass."""
+        """Returns the pass with copies of all that the next micro-batch or step refills in place, perhaps before this
+        one's backward pass."""
         if self.amaxes is None and self.blend is None:
             return self
         keys, part, amaxes, blend, watch, gathered = self  # faster than _replace
@@ -90,7 +90,7 @@ class Pass(NamedTuple):
         return Pass(keys, part, amaxes, None if blend is None else blend.clone(), watch, gathered)
 
     def unrecorded(self) -> "Pass":
-        """For an operand that another pass has quantized, and recorded, before."""
+        """Returns the pass for an operand that another pass has quantized, and recorded, before."""
         return self._replace(amaxes=None if self.amaxes is None else self.amaxes._replace(staged=None), watch=None)
 
 
@@ -206,7 +206,7 @@ class OperandHow:
         return quantized if watch is None else watch.observe(self, source, quantized, key, amax)
 
     def _other_operand(self, source: OperandInput, one: Pass) -> Operand | BlockOperand:
-        """Returns a tensor or an operand as it is; or codes, where ``"fprop"`` is quantized again along this
+        """Takes a tensor or an operand as it is; or makes codes, where ``"fprop"`` is quantized again along this
         contraction."""
         source, watch, sums = self.rotated(source), one.watch, one.operand_sums
         key = amax = None
@@ -223,7 +223,7 @@ class OperandHow:
         return operand if watch is None else watch.observe(self, source, operand, key, amax)
 
     def key(self, one: Pass) -> Tensor | None:
-        """Returns the key of its random bits, int64, 0-d; None if it draws none."""
+        """Returns the key of the operand's random bits, int64, 0-d; None if it draws none."""
         return None if one.keys is None or not self.draws else one.keys[self.index]
 
     def scaling_amax(self, source: OperandInput, one: Pass) -> Tensor | None:
@@ -242,7 +242,8 @@ class OperandHow:
         return self.transform.diagonal(None if one.keys is None else one.keys[self.signs_index], device)
 
     def with_rotation(self, source: OperandInput, signs: Tensor) -> OperandInput:
-        """With rotated groups along the contraction axis, all of which one process must hold whole."""
+        """Returns the input with signs to rotate groups along the contraction axis, each of which one process must hold
+        whole."""
         if source.is_operand:  # it was rotated before
             return source
         if self.cut is not None and self.cut.dim == self.dim:
@@ -250,7 +251,7 @@ class OperandHow:
         return OperandInput(source.values, rotation=signs)
 
     def rotated(self, source: OperandInput) -> OperandInput:
-        """Returns the input as a rotated matrix, where more than the kernel of a cast reads it."""
+        """Rotates the input, where more than the kernel of a cast reads it."""
         return source if source.rotation is None else OperandInput(rotate(source.values, source.rotation, self.dim))
 
     def record(self, sums: Tensor, x: Tensor, quantized: Operand, amax: Tensor | None) -> None:
@@ -289,8 +290,8 @@ def _is_reused(name: str, casts: LinearCasts, native: tuple[str, ...]) -> bool:
 
 
 def common_amax(tensor: Tensor, first: OperandHow | None, second: OperandHow | None) -> Tensor | None:
-    """Returns the amax of a tensor, measured once for the operands that are made from it; None where they measure their
-    own: rotated or centered ones, and those of a small tensor."""
+    """Measures the amax of a tensor once for the operands made from it. Returns None where they measure their own:
+    rotated or centered ones, and those of a small tensor."""
     operand = first if first is not None and first.shares_amax else second
     if operand is None or not operand.shares_amax:
         return None
@@ -309,7 +310,7 @@ class GemmHow:
     def operands(
         self, left: OperandInput, right: OperandInput, one: Pass, bias: Tensor | None = None
     ) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
-        """Returns both operands, and what is added to their product."""
+        """Quantizes both operands, and returns with them what is added to their product."""
         if self.splits_means:
             left, right, bias = self._split_means(left, right, bias)
         if self.rotates:
@@ -320,7 +321,7 @@ class GemmHow:
     def _split_means(
         self, left: OperandInput, right: OperandInput, bias: Tensor | None
     ) -> tuple[OperandInput, OperandInput, Tensor]:
-        """Returns the operands without their means over the tokens, and the rank-one product with the mean, plus bias.
+        """Splits off the operands' means over the tokens, whose rank-one product is returned, plus bias.
 
         ``(A + 1μᵀ) B = A B + 1 (μᵀ B)``. Where both operands have tokens, ``(A + 1νᵀ)ᵀ (B + 1μᵀ) = Aᵀ B + tokens · ν
         μᵀ``, since the columns of A and B then sum to zero; splitting one of them gives the same.

@@ -34,8 +34,8 @@ WHOLE = Shards()
 def tensor_parallel(
     multiply: Callable[[Tensor, Tensor, Tensor | None, Shards], Tensor], x: Tensor, weight: DTensor, bias: Any
 ) -> DTensor:
-    """Returns the output ``[..., out_features]`` of a layer whose weight is a DTensor; ``multiply`` gives x · Wᵀ + b of
-    shards.
+    """Computes the output ``[..., out_features]`` of a layer whose weight is a DTensor; ``multiply`` gives x · Wᵀ + b
+    of shards.
 
     ``x`` is a DTensor over the weight's mesh, redistributed where needed. The weight, ``[out_features, in_features]``,
     is whole or sharded over one dimension of its mesh. The output is sharded along the features if the weight is, and a

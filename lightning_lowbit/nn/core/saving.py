@@ -35,7 +35,7 @@ def check_save(planned: "Mapping[str, LinearCasts]", save: str) -> None:
 
 
 def saved_bits(casts: "LinearCasts", save: str, dtype: torch.dtype) -> float:
-    """Bits per element of its input that a layer keeps for the backward pass.
+    """Returns the bits per element of its input that a layer saves for the backward pass.
 
     Examples:
         >>> saved_bits(LinearCasts.preset("nvfp4"), "codes", torch.bfloat16)

@@ -123,7 +123,7 @@ class Patches(Matrix):
         return None if x is None else self.window.gather(x)
 
     def _gathered(self, x: Tensor, one: Pass, second: OperandHow | None, amax: Tensor | None = None) -> OperandInput:
-        """Returns the patches for fprop. Quantizes pixels first, which are fewer, where that gives the same values."""
+        """Gathers the patches for fprop. Quantizes pixels first, which are fewer, where that gives the same values."""
         covers, pixels = self.window.covers(x.shape[2:]), x.movedim(1, -1)
         if covers and amax is None:
             amax = common_amax(pixels, self.first, second)

@@ -76,7 +76,7 @@ class Window(NamedTuple):
         return not any((*self.before, *self.after)) and all(k == 1 or (k == s and d == 1) for k, s, d in rows)
 
     def tiles(self, x: Tensor) -> Tensor:
-        """:meth:`gather` of a tiling: a rearrangement, through which autograd finds its way."""
+        """Rearranges a tiling, as :meth:`gather` does, and lets autograd find its way through."""
         positions = self.positions(x.shape[2:])
         for dim, (o, k, s) in enumerate(zip(positions, self.kernel, self.stride, strict=True), start=2):
             if k == 1 and s > 1:
@@ -92,8 +92,8 @@ class Window(NamedTuple):
         )
 
     def gather(self, x: Tensor) -> Tensor:
-        """Returns the patches of images ``[N, C, *sizes]``: ``[N · positions, kernel · C]`` in the dtype of ``x``, a
-        copy."""
+        """Gathers patches of images ``[N, C, *sizes]``: a copy ``[N · positions, kernel · C]`` in the dtype of
+        ``x``."""
         positions = self.positions(x.shape[2:])
         pixels = self._padded(x.movedim(1, -1), self._used(positions))
         for dim, (span, s, d) in enumerate(zip(self.spans, self.stride, self.dilation, strict=True), start=1):
@@ -103,7 +103,7 @@ class Window(NamedTuple):
         return patches.reshape(len(x) * prod(positions), prod(self.kernel) * x.shape[1])
 
     def _padded(self, pixels: Tensor, used: tuple[int, ...]) -> Tensor:
-        """Returns ``[N, *used, C]``: images with their zeros, contiguous."""
+        """Adds the zeros around images: ``[N, *used, C]``, contiguous."""
         sizes = pixels.shape[1:-1]
         lengths = [min(size, u - b) for size, u, b in zip(sizes, used, self.before, strict=True)]
         inner: Any = (slice(None), *(slice(0, n) for n in lengths))
@@ -115,13 +115,12 @@ class Window(NamedTuple):
         return padded
 
     def scatter(self, patches: Tensor, shape: Sequence[int]) -> Tensor:
-        """Images ``[N, C, *sizes]`` of this shape, with each pixel the sum over its places in patches ``[N · positions,
-        kernel · C]``: summed in float32 (or wider) in the order of the kernel, rounded once to the dtype of patches.
-        Channels are innermost in memory."""
+        """Sums patches ``[N · positions, kernel · C]`` to images ``[N, C, *sizes]`` of this shape: in float32 (or
+        wider) in the order of the kernel, rounded once to the dtype of patches. Channels are innermost in memory."""
         return _scatter(patches, [*shape], [number for field in self for number in field])
 
     def sums(self, patches: Tensor, shape: Sequence[int]) -> Tensor:
-        """:meth:`scatter` to ``[N, *sizes, C]``, contiguous."""
+        """Does :meth:`scatter` to ``[N, *sizes, C]``, contiguous."""
         images, channels, *sizes = shape
         positions = self.positions(sizes)
         rows = zip(sizes, positions, self.kernel, self.stride, self.dilation, self.before, strict=True)

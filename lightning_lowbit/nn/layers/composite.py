@@ -86,7 +86,7 @@ class CompositeLayer(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether no part has anything to quantize: the module then computes as the class that it was."""
+        """True if no part has anything to quantize: the module then computes as its original class."""
         return has_plain_parts(self)
 
     @property

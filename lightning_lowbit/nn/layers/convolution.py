@@ -59,7 +59,7 @@ class QuantizedConvolution(QuantizedLayer):
         return self._matrices(self.weight)[0]
 
     def _matrices(self, weight: Any) -> tuple[Tensor, Tensor]:
-        """:meth:`weight_matrix`, and the weight in the same order before its dimensions are merged."""
+        """Returns :meth:`weight_matrix`, and the weight in the same order before its dimensions are merged."""
         if self.groups == 1:
             view = weight.movedim(1, -1)
             return view.flatten(1), view
@@ -107,7 +107,7 @@ class QuantizedConvolution(QuantizedLayer):
         return Window(self.kernel_size, self.stride, self.dilation, before, after)
 
     def _batch(self, input: Tensor) -> Tensor:
-        """Returns the input as ``[N, C, *sizes]``; a ValueError for what the layer cannot take."""
+        """Returns the input as ``[N, C, *sizes]``; a ValueError for one that the layer cannot take."""
         if isinstance(self.weight, DTensor):
             raise ValueError(
                 "The weight of a convolution is spread over processes, and a quantized one computes with the whole "
@@ -128,7 +128,7 @@ class QuantizedConvolution(QuantizedLayer):
         return input if input.dim() == spatial + 2 else input.unsqueeze(0)
 
     def _products(self, x: Tensor, bias: Tensor | None, window: Window | None) -> list[Tensor]:
-        """Returns the product of each group: rows of positions, or of pixels where there is no window."""
+        """Multiplies each group: rows of positions, or of pixels where there is no window."""
         keys, matrices, groups = keys_of_call(self), self.weight_matrix(), self.groups
         if groups == 1:
             return [self.quantized_forward(x, matrices, bias, window=window, keys=keys)]
@@ -139,7 +139,7 @@ class QuantizedConvolution(QuantizedLayer):
         ]
 
     def _laid_out(self, y: Tensor, input: Tensor) -> Tensor:
-        """Returns the result in the memory format that torch's convolution would give it."""
+        """Brings the result into the memory format that torch's convolution would give it."""
         order = _CHANNELS_LAST.get(len(self.kernel_size))
         if order is None or not any(
             tensor.dim() == y.dim() and tensor.is_contiguous(memory_format=order) and not tensor.is_contiguous()
@@ -238,8 +238,7 @@ _CLASSES: dict[Any, type[QuantizedConvolution]] = {
 
 @kind
 def convolution_class(cls: Any) -> type[QuantizedConvolution] | None:
-    """Returns the class that a convolution of torch is converted to, or a class that computes as one; None for
-    others."""
+    """Returns the class for a convolution of torch, or a class that computes as one; None for others."""
     if cls in _CLASSES:
         return _CLASSES[cls]
     original = next((base for base in _CLASSES if issubclass(cls, base)), None)

@@ -76,7 +76,7 @@ class RoutedExperts(CompositeLayer):
         return y.index_select(0, back).view(tokens, k, y.shape[1]).sum(1).to(x.dtype).view_as(hidden_states)
 
     def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
-        """Returns the output of each expert for its rows of ``x``, which end at ``ends``."""
+        """Runs each expert on its rows of ``x``, which end at ``ends``."""
         h = self.part("gate_up_proj" if self.has_gate else "up_proj")(x, ends)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         y: Tensor = self.part("down_proj")(h, ends)

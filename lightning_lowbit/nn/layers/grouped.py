@@ -111,12 +111,12 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | N
 
 
 def _split(x: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Returns the rows of each expert, and those of none."""
+    """Splits off the rows of each expert, and last those of none."""
     return torch.split(x, [end - start for start, end in zip((0, *ends), (*ends, len(x)), strict=True)])
 
 
 def _by_expert(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Iterable[tuple[Any, ...]]:
-    """The rows, the matrix and the bias of each expert."""
+    """Yields the rows, the matrix and the bias of each expert."""
     biases = [None] * len(weight) if bias is None else bias.unbind()
     return zip(parts, weight.unbind(), biases, strict=True)
 

@@ -145,7 +145,7 @@ class QuantizedLayer(NativeGemms):
         refuse_scripts(self.name_in_model)
 
     def forward(self, input: Tensor) -> Tensor:  # as nn.Linear names it, which callers may do too
-        """Returns ``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
+        """Computes ``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
         casts, frozen = self.lowbit.casts, self.lowbit.frozen
         if casts.plan.is_empty or check_inputs(self, input):  # nothing to quantize: the original layer
             if frozen is not None:
@@ -216,7 +216,7 @@ class QuantizedLayer(NativeGemms):
         return unsafe_view(y, (*shape[:-1], y.shape[-1]))
 
     def _expect_plugin(self, y: Tensor, weight: Tensor) -> None:
-        """Has the backward pass of an output refused, or warned of, if nothing renews keys and amaxes anymore."""
+        """Lets the backward pass refuse or warn, if nothing renews keys and amaxes anymore."""
         state = self.lowbit
         is_gone = state.plugin_is_gone or (state.amaxes is not None and state.amaxes.switch is None)
         if is_gone and self.training and weight.requires_grad and y.requires_grad:
@@ -296,7 +296,7 @@ class QuantizedLayer(NativeGemms):
         return how
 
     def _smoothed(self, x: Tensor, weight: Tensor, shards: Shards) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x and w with the smoothing factor s in them, and the factor of the product (None for 1).
+        """Multiplies x and w by the smoothing factor s, and returns with them the factor of the product (None for 1).
 
         Y = (X · diag(s)) · (W · diag(1/s))ᵀ + b      per channel
         Y = diag(1/s) · (diag(s) · X) · Wᵀ + b        per token
@@ -321,7 +321,7 @@ class QuantizedLayer(NativeGemms):
         return torch.where(channels > 0, channels, amax)
 
     def _token_amax(self, x: Tensor, shards: Shards) -> Tensor:
-        """Returns float32 ``[tokens, 1]``: of the up projection's output, which its hook left in ``token_amax``."""
+        """Takes float32 ``[tokens, 1]`` of the up projection's output, which its hook left in ``token_amax``."""
         amax, self.lowbit.token_amax = self.lowbit.token_amax, None
         if amax is None or amax.numel() != len(x):
             raise ValueError(

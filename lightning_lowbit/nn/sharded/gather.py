@@ -286,8 +286,7 @@ class _Gather:
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Returns the bytes to send, ``[1, ...]``, and for :meth:`fsdp_post_all_gather` the cast and the scale of the
-        whole."""
+        """Returns the bytes to send, ``[1, ...]``, and the cast and whole scale for :meth:`fsdp_post_all_gather`."""
         cast, state = self._cast, self.layer.lowbit
         if cast is None:
             return (self._local().to(gathered_dtype(self.record)).view(1, -1),), None
