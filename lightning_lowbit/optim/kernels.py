@@ -44,7 +44,7 @@ class KernelPasses(Passes):
 
     @abstractmethod
     def _in_kernels(self, shards: Sequence[ParameterShard]) -> cpu.CppParameters | gpu.TritonParameters:
-        """Returns the shards for the kernels."""
+        """Hands the shards to the kernels."""
 
     def measure(self, weights: bool = False) -> Tensor:
         return self._parameters.measure(weights)
@@ -96,7 +96,7 @@ class TritonPasses(KernelPasses):
 
 
 def passes_for(batch: Batch) -> Passes:
-    """Returns the passes that serve a batch; a ``ValueError`` where a state has not the sizes of its parameter."""
+    """Returns the passes that serve a batch; a ``ValueError`` where a state does not fit its parameter."""
     if kernels := kernels_for(batch):
         return kernels(batch)
     for member in batch.members:

@@ -179,7 +179,8 @@ class ClippedOptimizer(CheckedOptimizer):
 
 
 def _measure(batches: Sequence[Batch]) -> None:
-    """max|g| of whole gradients, with one collective per process group for all batches; then the rules for elements."""
+    """Measures max|g| of whole gradients, with one collective per process group for all batches; then clips
+    elements."""
     rows = [_measure_shards(batch) for batch in batches]
     groups = [batch.groups for batch in batches]
     # In every group, so that a rank also skips the step for gradients of which it has no part.
@@ -193,7 +194,7 @@ def _measure(batches: Sequence[Batch]) -> None:
 
 
 def _measure_shards(batch: Batch) -> Tensor:
-    """Returns the rows max|g| and, where masters need a scale, max|p|."""
+    """Measures the rows max|g| and, where masters need a scale, max|p|."""
     amax, rules = batch.passes.measure(), batch.rules
     limit = largest_root(batch.dtype, rules.squares_summed)  # squares must fit, unless a rule shrinks elements first
     if rules.norms.brings_below(limit):

@@ -55,8 +55,8 @@ from lightning_lowbit.precision.state import RunState
 __all__ = ["LowBitPrecision", "compute_dtype"]
 
 
-def _part(part: str, name: str) -> Any:
-    """Returns a property of the plugin that a part of it has: ``_layers`` or ``_state``."""
+def _delegated(part: str, name: str) -> Any:
+    """Makes a property of the plugin that stands for one of its ``_layers`` or its ``_state``."""
     owner = attrgetter(part)
     return property(lambda plugin: getattr(owner(plugin), name), lambda plugin, new: setattr(owner(plugin), name, new))
 
@@ -101,25 +101,25 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     leaves_output: ClassVar[bool] = False  # by default, with quantize_output=None
 
-    seed: int = _part("_layers", "seed")
-    exact: bool = _part("_layers", "exact")
-    backend: str = _part("_layers", "backend")
-    save: str = _part("_layers", "save")
-    smooth_swiglu: str | None = _part("_layers", "smooth_swiglu")
-    shared_amax: Iterable[str] = _part("_layers", "shared_amax")
-    quantize_before_gather: bool = _part("_layers", "quantize_before_gather")
-    blend: Tensor = _part("_layers", "blend")
+    seed: int = _delegated("_layers", "seed")
+    exact: bool = _delegated("_layers", "exact")
+    backend: str = _delegated("_layers", "backend")
+    save: str = _delegated("_layers", "save")
+    smooth_swiglu: str | None = _delegated("_layers", "smooth_swiglu")
+    shared_amax: Iterable[str] = _delegated("_layers", "shared_amax")
+    quantize_before_gather: bool = _delegated("_layers", "quantize_before_gather")
+    blend: Tensor = _delegated("_layers", "blend")
     """λ, set by :meth:`set_blend`; 0-d."""
-    is_blending: bool = _part("_layers", "is_blending")  # whether λ is below 1
-    histories: AmaxHistories | None = _part("_layers", "histories")  # amaxes of previous steps
-    step: int = _part("_layers", "step")  # optimizer steps taken
-    micro_batch: int = _part("_layers", "micro_batch")  # training steps since then
-    phase: str = _part("_layers", "phase")
+    is_blending: bool = _delegated("_layers", "is_blending")  # whether λ is below 1
+    histories: AmaxHistories | None = _delegated("_layers", "histories")  # amaxes of previous steps
+    step: int = _delegated("_layers", "step")  # optimizer steps taken
+    micro_batch: int = _delegated("_layers", "micro_batch")  # training steps since then
+    phase: str = _delegated("_layers", "phase")
     """The phase in force: the latest temporary one, or else that of :meth:`set_phase`."""
-    scaler: GradScaler | None = _part("_state", "scaler")  # type: ignore[assignment]  # may be set between steps
-    trained: Trained = _part("_state", "trained")  # the record that checkpoints hold
-    fresh_histories: bool = _part("_state", "fresh_histories")
-    casts_of_checkpoint: bool = _part("_state", "casts_of_checkpoint")
+    scaler: GradScaler | None = _delegated("_state", "scaler")  # type: ignore[assignment]  # may be set between steps
+    trained: Trained = _delegated("_state", "trained")  # the record that checkpoints hold
+    fresh_histories: bool = _delegated("_state", "fresh_histories")
+    casts_of_checkpoint: bool = _delegated("_state", "casts_of_checkpoint")
 
     def __init__(
         self,
@@ -358,7 +358,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """The forward context with the random bits of this micro-batch, which its backward pass uses too."""
+        """Returns the forward context with the random bits of this micro-batch, which its backward pass uses too."""
         with self.forward_context():
             epoch = self._state.runs.trainer.current_epoch
             if epoch != self._epoch:

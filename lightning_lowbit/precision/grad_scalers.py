@@ -145,7 +145,7 @@ class ConservativeGradScaler(GradScaler):
         return self.get_growth_interval() if self.cooldown is None else self.cooldown
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state, and the overflows left before the scale falls. Call it after `update`."""
+        """Adds the overflows left before the scale falls to torch's state."""
         state = super().state_dict()
         return state | {"_tolerated": int(self._tolerated)} if state else state
 

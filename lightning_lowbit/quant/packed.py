@@ -124,7 +124,7 @@ def unpacked_codes(data: Tensor, cast: Cast, size: int) -> tuple[Tensor, Tensor]
 
 
 def packed_bytes(rows: int, columns: int, cast: Cast, dim: int) -> int:
-    """Returns the number of bytes of a packed matrix."""
+    """Counts the bytes of a packed matrix."""
     codes = -(-rows * columns // per_byte(cast.format))
     if cast.scale.block == "tensor":
         return codes
@@ -134,12 +134,12 @@ def packed_bytes(rows: int, columns: int, cast: Cast, dim: int) -> int:
 
 
 def per_byte(format: Format) -> int:
-    """Returns the number of codes in a byte."""
+    """Counts the codes in a byte."""
     return 8 // format.bits
 
 
 def scale_bytes(storage: Format) -> int:
-    """Returns the number of bytes of a scale."""
+    """Counts the bytes of a scale."""
     return 1 if storage.dtype is None else storage.dtype.itemsize
 
 
@@ -167,7 +167,7 @@ def _join(codes: Tensor, format: Format) -> Tensor:
 
 
 def _split(data: Tensor, format: Format) -> Tensor:
-    """Returns the elements of bytes ``[shards, bytes]``: float32 ``[shards, bytes * k]``."""
+    """Splits bytes ``[shards, bytes]`` into elements, float32 ``[shards, bytes * k]``."""
     if format.dtype is not None:
         return _decode(data, format)
     # One look-up for all codes of a byte, with an int32 index, half the size of int64.

@@ -37,8 +37,7 @@ def _divide_by(tensor: Tensor, number: float) -> Tensor:
 def block_scales(
     blocks: Tensor, encode_scale: Tensor, draws: Tensor | None = None, *, cast: Cast, dims: tuple[int, ...]
 ) -> Tensor:
-    """Returns s (for fp32 scales e) of a blocked view: float32, with the size 1 along ``dims``, the dimensions of a
-    block."""
+    """Returns s (for fp32 scales e) of a blocked view: float32, 1 along ``dims``, the dimensions of a block."""
     return scales_of(block_amax(blocks, dims), encode_scale, cast, draws)
 
 
@@ -123,8 +122,7 @@ def _round_e8m0(amax: Tensor, element: Format, rounding: str | None) -> Tensor:
 
 
 def e8m0_rule(element: Format, rounding: str | None) -> tuple[int, float]:
-    """Returns the exponent of ``element.max``, and the m from which the scale of an amax 2^k * m is one power of two
-    larger."""
+    """Returns the exponent of ``element.max``, and the m from which an amax 2^k * m gets a scale twice as large."""
     fraction, exponent = math.frexp(element.max)
     top, exponent = 2 * fraction, exponent - 1  # element.max = top * 2^exponent
     digits = element.mantissa_bits - max(element.min_exponent - exponent, 0)  # of element.max, after the leading one

@@ -206,8 +206,7 @@ def _tensor_amax(x: Tensor, call: CastCall) -> Tensor | None:
 def _block_statistic(
     x: Tensor, blocks: Tensor, tile: Tile, cast: Cast, shard: Shard | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the statistic of each block, reduced over the processes that hold parts of it; and the lower end of its
-    range."""
+    """Returns each block's statistic over all processes that hold parts of it, and the lower end of its range."""
     statistic = STATISTICS[cast.scale.statistic]
     parts = statistic.measure(blocks, block_dims(blocks, tile))
     if shard is not None and shard.cuts(tile):
@@ -217,8 +216,7 @@ def _block_statistic(
 
 
 def row_amax(x: Tensor, blocks: Tensor, tile: Tile, shard: Shard | None) -> Tensor:
-    """Returns the amax of the row (with blocks along columns, the column) of each block: float32, as scales of
-    blocks."""
+    """Returns the amax of each block's row (with blocks along columns, its column): float32, one for each block."""
     along = 1 if tile[1] > 1 else 0
     amax = block_amax(x, (along,))
     if shard is not None and shard.dim == along:

@@ -99,8 +99,7 @@ class Shard(NamedTuple):
 
 
 def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
-    """Returns max|x| of a tensor, or of a shard's global matrix: 0-d float32, 0 without elements, not finite if x is
-    not."""
+    """Returns max|x| of a tensor, or of a shard's global matrix: 0-d float32, 0 if empty, not finite if x is not."""
     if shard is not None:
         return _global_amax(x, shard.spec)
     if x.numel() == 0:

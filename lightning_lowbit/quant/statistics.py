@@ -51,8 +51,7 @@ def sqnr_db(signal_power: float, noise_power: float) -> float: ...
 
 
 def sqnr_db(signal_power: Tensor | float, noise_power: Tensor | float) -> Tensor | float:
-    """Returns ``10 log10(signal_power / noise_power)`` of Σ x² and Σ (x - q)², numbers or tensors; infinite without
-    noise."""
+    """Returns ``10 log10(signal_power / noise_power)`` of Σ x² and Σ (x - q)², numbers or tensors; ∞ without noise."""
     if isinstance(signal_power, Tensor) and isinstance(noise_power, Tensor):
         return torch.where(noise_power == 0, math.inf, 10 * torch.log10(signal_power / noise_power))
     ratio = signal_power / noise_power if noise_power != 0 else math.inf
@@ -140,8 +139,7 @@ def _operand_statistics(
 
 
 def _block_numbers(step: Tensor, used: Tensor, largest: Tensor, sqnr: Tensor) -> Tensor:
-    """Returns ``[OF_BLOCKS]``: number of the blocks in use, sum and sum of squares of their scales, and the
-    histograms."""
+    """Returns ``[OF_BLOCKS]``: how many blocks, sum and sum of squares of their scales, and the histograms."""
     step, counted = torch.where(used, step, 0), used.to(step.dtype)
     below = torch.where(used, torch.log2(largest / torch.where(used, step, 1)), 0)
     places = [value.floor().nan_to_num(nan=0.0).clamp(0, BINS - 1).long() for value in (below, sqnr / 3)]

@@ -91,8 +91,8 @@ class Hadamard:
         choose("signs of a Hadamard transform", self.signs, ("fixed", "keyed"))
 
     def diagonal(self, key: Tensor | None, device: torch.device) -> Tensor:
-        """Returns the signs of T: float32 ``[size]``; a ValueError for keyed signs without ``key`` (int64, one
-        element)."""
+        """Returns the signs of T: float32 ``[size]``; keyed ones from ``key``, int64 of one element (else a
+        ``ValueError``)."""
         if self.signs == "fixed":
             return _signs(None, self.size, device)
         if key is None:
@@ -113,7 +113,7 @@ def _fixed_signs(size: int, device: torch.device) -> Tensor:  # cached, because 
 
 @opaque(lambda key, size, device: torch.empty(size, dtype=torch.float32, device=device))
 def _signs(key: Tensor | None, size: int, device: torch.device) -> Tensor:
-    """Returns the signs as a new tensor: compiled code may reuse its memory."""
+    """Copies the signs: compiled code may reuse its memory."""
     if key is None:
         return _fixed_signs(size, device).clone()
     index = torch.arange(size, dtype=torch.int32, device=device)

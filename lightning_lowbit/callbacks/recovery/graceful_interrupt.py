@@ -29,7 +29,7 @@ _STOPS = {signal.SIGINT, signal.SIGTERM}
 
 
 class GracefulInterrupt(LowBitCallback):
-    """On Ctrl-C or SIGTERM, finishes the optimizer step, saves a checkpoint and stops; a second Ctrl-C stops at once.
+    """Finishes the optimizer step on Ctrl-C or SIGTERM, saves a checkpoint and stops; a second Ctrl-C stops at once.
 
     A validation that is running or due at that step comes first. The checkpoint is ``interrupted.ckpt``, in the folder
     of the Trainer's ``ModelCheckpoint`` or else in ``default_root_dir``, written as by ``CrashSafeCheckpoint``.

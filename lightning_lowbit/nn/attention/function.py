@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit.nn.attention.operands import ProductPass, decoded, part, transposed
+from lightning_lowbit.nn.attention.operands import ProductPass, cut_operand, decoded, transposed
 from lightning_lowbit.nn.core.derivatives import first_derivative, mark
 from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.quant import Operand
@@ -85,7 +85,9 @@ class QuantizedAttention(torch.autograd.Function):
         o = q.new_empty(len(w), queries, v.shape[-1])
         for start, end in how.tiles(queries):
             seen = how.keys_seen(end, keys)
-            p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
+            p = _weights(
+                cut_operand(qx, 1, start, end), cut_operand(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how
+            )
             p = how.dropped(p, start).to(q.dtype)
             qp = _tile_operand("fprop_x", p, how.pv, start, queries, how.tile, how.amax_of_p(q))
             left, right = _first(qp, 2, seen, keys), transposed(_first(qv, 2, seen, keys))
@@ -118,8 +120,8 @@ def _gradients(
     def score_gradient(start: int, end: int, again: bool = False) -> tuple[Tensor, Tensor]:
         """P and dS of a tile, ``[n, queries, keys]``."""
         seen = how.keys_seen(end, keys)
-        p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
-        dp = pv.multiply("dgrad", part(g_dgrad, 1, start, end), _first(w_pv, 2, seen, keys), wide, again)
+        p = _weights(cut_operand(qx, 1, start, end), cut_operand(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
+        dp = pv.multiply("dgrad", cut_operand(g_dgrad, 1, start, end), _first(w_pv, 2, seen, keys), wide, again)
         dp = how.dropped(F.pad(dp, (0, keys - seen)), start)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         return p, ds
@@ -207,9 +209,9 @@ def _dgrad_weight(w: Tensor, product: ProductPass) -> Operand:
 
 def _first(operand: Operand, dim: int, seen: int, keys: int) -> Operand:
     """Cuts an operand to the keys a causal tile sees; uncut, it keeps the padding that a rotation added."""
-    return operand if seen == keys else part(operand, dim, 0, seen)
+    return operand if seen == keys else cut_operand(operand, dim, 0, seen)
 
 
 def _cut(operand: Operand, start: int, end: int, queries: int) -> Operand:
     """Cuts an operand to the rows of a tile; of a single tile, it keeps the padding that a rotation added."""
-    return operand if start == 0 and end == queries else part(operand, 1, start, end)
+    return operand if start == 0 and end == queries else cut_operand(operand, 1, start, end)

@@ -107,7 +107,7 @@ def decoded(operand: Operand) -> Operand:
     return Operand(operand.values.float() * operand.factor)
 
 
-def part(operand: Operand, dim: int, start: int, end: int) -> Operand:
+def cut_operand(operand: Operand, dim: int, start: int, end: int) -> Operand:
     """Cuts the rows (``dim=1``) or columns (2) of an operand from ``start`` to ``end``."""
     factor = operand.factor
     if factor is not None and factor.dim() and factor.shape[dim] > 1:

@@ -50,12 +50,12 @@ def select(
     kind: str = "linear layer",
     left: Callable[[], Mapping[str, str]] = dict,
 ) -> set[str]:
-    """Selects the names that patterns match, by any of a layer's :class:`Names`.
+    """Selects the names that any of the patterns matches.
 
     Args:
-        names: of layers.
-        patterns: regular expressions, which match parts of names.
-        argument: what errors call the patterns.
+        names: of layers; as :class:`Names`, each layer has all of its names.
+        patterns: as above.
+        argument: the argument that has the patterns, for errors.
         kind: what errors call the layers.
         left: returns the reasons of modules that cannot be selected, by name.
 

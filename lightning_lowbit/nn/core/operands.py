@@ -181,7 +181,7 @@ class OperandHow:
         self.places = [self.index, *(INDEX[a] for a, b in SHARED.items() if b == name and _is_reused(a, casts, native))]
         self.requantizes = name in casts.requantize
         takes_tensor = self.kind is not None and not self.requantizes  # codes of fprop lie along another axis
-        self.saves_operand = (name in plan.kept or self.is_reused) and not takes_tensor
+        self.saves_operand = (name in plan.from_fprop or self.is_reused) and not takes_tensor
         self.surrogate = casts.surrogate.get(name)
 
     def operand(self, source: OperandInput, one: Pass, shard: Shard | None = None) -> Operand | BlockOperand:

@@ -73,7 +73,7 @@ class QuantizedConvolution(QuantizedLayer):
 
     @property
     def size_text(self) -> str:
-        """Such as ``64×3×3 → 128``, of each group."""
+        """The size in tables, such as ``64×3×3 → 128``, of each group."""
         kernel = "".join(f"×{k}" for k in self.kernel_size)
         text = f"{self.in_channels // self.groups}{kernel} → {self.out_channels // self.groups}"
         return text if self.groups == 1 else f"{text}, {self.groups} groups"
@@ -168,13 +168,12 @@ class QuantizedTransposed(QuantizedConvolution):
 
     @property
     def size_text(self) -> str:
-        """Such as ``128 → 64×2×2``, of each group."""
+        """The size in tables, such as ``128 → 64×2×2``, of each group."""
         kernel = "".join(f"×{k}" for k in self.kernel_size)
         text = f"{self.in_channels // self.groups} → {self.out_channels // self.groups}{kernel}"
         return text if self.groups == 1 else f"{text}, {self.groups} groups"
 
     def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
-        """As of a linear layer."""
         return self.in_channels, saved_bits(self.full_casts, self.lowbit.save, dtype)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:

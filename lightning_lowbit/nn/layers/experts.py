@@ -129,7 +129,6 @@ class MergedProduct(GroupedProduct):
         self.experts = experts
 
     def weight_matrix(self) -> Tensor:
-        """Returns a view, as of any stack."""
         weight: Tensor = self.weight.unflatten(0, (self.experts, -1))
         return weight.mT if self.is_transposed else weight
 

@@ -103,7 +103,8 @@ class GroupedLinear(nn.Module):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | None = None) -> Tensor:
-    """:meth:`GroupedLinear.forward` in high precision, of any parameters: a loop of ``torch.nn.functional.linear``."""
+    """Does :meth:`GroupedLinear.forward` in high precision, of any parameters: a loop of
+    ``torch.nn.functional.linear``."""
     ends = ends_of(offsets, len(x), len(weight))
     *parts, rest = _split(x, ends)
     results = [F.linear(*arguments) for arguments in _by_expert(parts, weight, bias)]
@@ -152,8 +153,8 @@ class GroupedLayer(QuantizedLayer):
         super().check_casts(casts)
 
     def forward(self, x: Tensor, offsets: Offsets) -> Tensor:  # type: ignore[override]
-        """:meth:`GroupedLinear.forward` through the casts; of a DTensor that is cut along the experts, ``offsets`` and
-        the results are those of the experts of this process. One that is cut otherwise is a ``ValueError``."""
+        """Does :meth:`GroupedLinear.forward` through the casts. Of a DTensor that is cut along the experts, ``offsets``
+        and the results are those of this process's experts. One that is cut otherwise is a ``ValueError``."""
         weight, bias, first = self.weight_matrix(), self.bias, self.first_expert
         if isinstance(weight, DTensor):
             first = self.first_of(weight)

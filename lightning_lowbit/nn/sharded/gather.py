@@ -217,7 +217,9 @@ class _Gather:
         layer, casts = self.layer, self.layer.casts
         if casts_obstacle(casts) is not None or layer.lowbit.blend is not None or layer.lowbit.operand_sums is not None:
             return None
-        if "dgrad_w" not in casts.plan.kept:  # shared: if only one of the GEMMs is native, they need different forms
+        if (
+            "dgrad_w" not in casts.plan.from_fprop
+        ):  # shared: if only one of the GEMMs is native, they need different forms
             native = layer.native_gemms(self.record.device)
             if ("fprop" in native) != ("dgrad" in native):
                 return None
