@@ -45,7 +45,6 @@ def cast_form(x: Tensor, call: CastCall) -> CastForm | None:
 
 
 def cast_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCall] | None:
-    """Returns a sample of an operand."""
     cast, x = Cast.from_spec(form.spec), torch.empty(1, 1, dtype=form.source, device=device)
     if form.group and triton.rotation_obstacle(cast, form.dim) is not None:
         return None
@@ -53,13 +52,11 @@ def cast_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCall]
 
 
 def pair_form(x: Tensor, row: CastCall, column: CastCall) -> tuple[CastForm, CastForm] | None:
-    """Returns the forms of two operands from one read of a whole matrix."""
     forms = cast_form(x, row), cast_form(x, column)
     return None if forms[0] is None or forms[1] is None else (forms[0], forms[1])
 
 
 def pair_sample(form: tuple[CastForm, CastForm], device: torch.device) -> tuple[Tensor, CastCall, CastCall] | None:
-    """Returns a sample of two operands from one read."""
     row, column = cast_sample(form[0], device), cast_sample(form[1], device)
     if row is None or column is None or triton.covers_both(row[1].cast, column[1].cast) is not None:
         return None
@@ -73,19 +70,16 @@ def pack_form(x: Tensor, call: CastCall) -> CastForm | None:
 
 
 def pack_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCall] | None:
-    """Returns a sample of a packed operand."""
     x, call = _sample(form, device)
     return (x, call) if triton.obstacle(device) is None and triton.packs(call.cast, x, form.dim) else None
 
 
 def unpack_form(data: Tensor, _: Tensor, call: CastCall, shape: torch.Size, source: torch.dtype) -> CastForm | None:
-    """Returns the form of an operand that is unpacked."""
     is_whole = shape.numel() > 0 and shape[1] % per_byte(call.cast.format) == 0
     return CastForm(call.cast.spec, call.dim, source, call.values_dtype(source)) if is_whole else None
 
 
 def unpack_sample(form: CastForm, device: torch.device) -> tuple[Any, ...] | None:
-    """Returns a sample of bytes, with the other arguments."""
     if (arguments := pack_sample(form, device)) is None:
         return None
     x, call = arguments
@@ -93,7 +87,6 @@ def unpack_sample(form: CastForm, device: torch.device) -> tuple[Any, ...] | Non
 
 
 def layout_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCall] | None:
-    """Returns a sample of an operand of a native GEMM."""
     x, call = _sample(form, device, rows=72)
     return (x, call) if triton.lays_out(call.cast, x, form.block, form.dim) else None
 
@@ -106,7 +99,6 @@ def rotation_form(x: Tensor, rotation: Tensor | None, dim: int) -> tuple[int, in
 
 
 def rotation_sample(form: tuple[int, int, torch.dtype], device: torch.device) -> tuple[Any, ...] | None:
-    """Returns a sample of a matrix to rotate or measure, with the other arguments."""
     group, dim, dtype = form
     x, *_ = _normal((64, 160), device=device)
     signs = Hadamard(group).diagonal(None, device) if group else None
@@ -119,14 +111,12 @@ def product_form(product: Tensor, *others: object) -> torch.dtype | None:
 
 
 def product_sample(form: torch.dtype, device: torch.device) -> tuple[Any, ...] | None:
-    """Returns a sample of a product, with factors, a bias and a dtype."""
     product, rows, columns, bias = _normal((40, 72), (40, 1), (1, 72), (72,), device=device)
     arguments = (product * 100).to(form), [rows, columns], bias, torch.bfloat16
     return arguments if triton.obstacle(device) is None else None
 
 
 def amax_sample(form: object, device: torch.device) -> tuple[Any, ...] | None:
-    """Returns a sample of delayed scaling."""
     amax, in_force, staged = (torch.ones(shape, device=device) for shape in ((), (6,), (6,)))
     return (amax, in_force, staged, [1, 3]) if triton.obstacle(device) is None else None
 

@@ -48,7 +48,6 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 @compiled
 def _join_pairs(codes: Tensor) -> Tensor:
-    """Joins pairs of codes, uint8 ``[n, 2]``, to bytes."""
     return codes[:, 0] | codes[:, 1] << 4
 
 

@@ -181,7 +181,6 @@ def _fits(member: Member) -> bool:
 
 
 def _entries(member: Member) -> Entries:
-    """Returns the shapes and dtypes that the tensors of a member have."""
     shape, dtype = member.shard.shape, statistics_dtype(member.shard)
     masters: Entries = {"master": (shape, torch.float16)} if "master" in member.tensors else {}
     return member.moments.entries(shape, dtype) | masters

@@ -40,7 +40,6 @@ Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def statistics_dtype(parameter: Tensor) -> torch.dtype:
-    """Returns the dtype of a parameter's statistics and moments."""
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 

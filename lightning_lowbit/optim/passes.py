@@ -118,7 +118,6 @@ class Passes:
         self.batch = batch
 
     def load_scalars(self) -> Numbers:
-        """Returns the scalars of the members' states, [P] for each name."""
         return {name: torch.stack([m.state[name] for m in self.batch.members]) for name in self.batch.scalars}
 
     def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:

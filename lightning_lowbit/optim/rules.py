@@ -89,7 +89,6 @@ def _count_or_none(advice: str) -> Option:
 
 
 def options_among(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options among the arguments of a constructor."""
     return {name: arguments[name] for name in OPTIONS if name in arguments}
 
 

@@ -294,7 +294,6 @@ class RunLayers:
             self._share_blend()
 
     def record(self, on: bool) -> None:
-        """Switches the recording of amaxes on or off."""
         if self.histories is not None:
             self.histories.recording = on
 

@@ -89,7 +89,6 @@ def is_rounded(dtype: torch.dtype, cast: Cast) -> bool:
 
 
 def has_factor(cast: Cast) -> bool:
-    """Returns whether the operands of a cast have a factor."""
     return bool(cast.scale.two_level) or cast.scale.prescale != 1 or not cast.scale.per_block
 
 

@@ -124,7 +124,6 @@ def unpacked_codes(data: Tensor, cast: Cast, size: int) -> tuple[Tensor, Tensor]
 
 
 def packed_bytes(rows: int, columns: int, cast: Cast, dim: int) -> int:
-    """Counts the bytes of a packed matrix."""
     codes = -(-rows * columns // per_byte(cast.format))
     if cast.scale.block == "tensor":
         return codes
@@ -134,12 +133,10 @@ def packed_bytes(rows: int, columns: int, cast: Cast, dim: int) -> int:
 
 
 def per_byte(format: Format) -> int:
-    """Counts the codes in a byte."""
     return 8 // format.bits
 
 
 def scale_bytes(storage: Format) -> int:
-    """Counts the bytes of a scale."""
     return 1 if storage.dtype is None else storage.dtype.itemsize
 
 

@@ -190,14 +190,12 @@ def rotation_obstacle(cast: Cast, dim: int) -> str | None:
 
 
 def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor:
-    """Rotates a matrix as :func:`lightning_lowbit.quant.rotate` does, in one launch."""
     values = x.new_empty(rotated_shape(x.shape, rotation, dim))
     run(launches.rotation_launch(x, rotation, dim, values))
     return values
 
 
 def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor:
-    """Does :func:`lightning_lowbit.kernels.delayed_amax` on a GPU."""
     result = torch.empty_like(amax)
     run(launches.delay_launch(amax, in_force[places[0]], staged, places, result))
     return result

@@ -205,7 +205,6 @@ def amax_launch(x: Tensor, amax: Tensor, rotation: Tensor | None = None, dim: in
 
 
 def rotation_launch(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> Launch:
-    """Writes the rotated matrix."""
     size = _whole_groups(*_tile(is_transposed(x)), len(rotation), dim)
     arguments = {"x": x, "values": values, **_layout(x, rotation, dim)}
     constants = {"TILE": size, "ROTATION": _rotation(len(rotation), dim)}
@@ -213,7 +212,6 @@ def rotation_launch(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> La
 
 
 def _rotation(size: int, dim: int) -> tuple[int, int, float, float]:
-    """Returns the axis, the size of groups, and the factors of a rotation."""
     return (dim, size, *rotation_factors(size))
 
 
@@ -243,7 +241,6 @@ def delay_launch(
 
 
 def scale_and_round_launch(product: Tensor, factors: list[Tensor], bias: Tensor | None, result: Tensor) -> Launch:
-    """Writes ``product * factors + bias``."""
     others = [*factors, *[None] * (2 - len(factors)), bias]
     size = _tile(is_transposed(product))
     arguments: dict[str, Any] = {"x": product}

@@ -54,7 +54,6 @@ class ActivationProduct(PartLayer):
         return {", ".join(gemms): "attention's products have no native GEMM"} if gemms else {}
 
     def product_pass(self, dtype: torch.dtype, device: torch.device) -> ProductPass:
-        """Begins a pass of the product."""
         one = self._pass(dtype, keys_of_call(self), None).for_backward()
         return ProductPass(self._how(dtype, device), one, id(self))
 

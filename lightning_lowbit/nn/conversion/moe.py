@@ -46,7 +46,6 @@ def is_router(name: str, outputs: int | None, modules: Mapping[str, nn.Module]) 
 
 
 def _experts(block: nn.Module) -> list[nn.Module]:
-    """Returns the children of a module that hold experts."""
     children = block.named_children()
     return [child for name, child in children if _EXPERTS.search(name) or _EXPERTS.search(type(child).__name__)]
 

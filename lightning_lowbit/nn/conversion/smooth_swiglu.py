@@ -47,7 +47,6 @@ class SwiGLU(Protocol):
 
 
 def swiglus(model: nn.Module) -> dict[str, Any]:
-    """Returns the modules of a model that are a :class:`SwiGLU`, by name."""
     parts, modules = ("gate_proj", "up_proj", "down_proj"), model.named_modules()
     return {name: module for name, module in modules if all(is_linear(getattr(module, part, None)) for part in parts)}
 

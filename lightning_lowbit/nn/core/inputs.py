@@ -59,7 +59,6 @@ def _check_kind(layer: Any, tensor: Any) -> None:
 
 
 def refuse_scripts(layer: str) -> NoReturn:
-    """Raises the ``ValueError`` of ``torch.jit.script``."""
     raise ValueError(_TRACED.format(layer, "compiled by torch.jit.script"))
 
 

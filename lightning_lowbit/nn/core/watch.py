@@ -61,7 +61,6 @@ class Watch:
             setattr(layer.lowbit, self._what, row)
 
     def stop(self) -> None:
-        """Takes the rows from the layers."""
         for layer in self.layers.values():
             setattr(layer.lowbit, self._what, None)
 

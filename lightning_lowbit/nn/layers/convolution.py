@@ -67,7 +67,6 @@ class QuantizedConvolution(QuantizedLayer):
         return view.flatten(2), view
 
     def set_weight_matrix(self, values: Tensor) -> None:
-        """Writes values of :meth:`weight_matrix` to the parameter."""
         view = self._matrices(self.weight.detach())[1]
         view.copy_(values.reshape(view.shape))
 

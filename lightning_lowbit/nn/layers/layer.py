@@ -133,7 +133,6 @@ class QuantizedLayer(NativeGemms):
 
     @property
     def device(self) -> torch.device:
-        """The device on which the layer computes."""
         return self.weight.device
 
     @property
@@ -344,7 +343,6 @@ class QuantizedLayer(NativeGemms):
         return amax_in_force(amaxes.in_force, "fprop_w", amax_of(weight) if amax is None else amax)
 
     def extra_repr(self) -> str:
-        """Shows the casts in force in ``print(model)``."""
         inherited = super().extra_repr()
         return f"{inherited}, casts={self.casts}" if inherited else f"casts={self.casts}"
 

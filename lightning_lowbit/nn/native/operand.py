@@ -50,7 +50,6 @@ class BlockOperand(NamedTuple):
 
 
 def has_tiles(operand: BlockOperand) -> bool:
-    """Returns whether an operand has a scale for each tile of 128 x 128."""
     return operand.scales.dim() == 2 and len(operand.scales) < operand.size[0]
 
 
