@@ -99,7 +99,7 @@ def counted_as(*shape: int) -> Iterator[None]:
 
 
 def counted_shape() -> tuple[int, ...] | None:
-    """The shape of :func:`counted_as` in this thread (rows, inner size, columns); None outside of it."""
+    """Returns the shape of :func:`counted_as` in this thread (rows, inner size, columns); None outside of it."""
     return getattr(_thread, "shape", None)
 
 
@@ -119,7 +119,7 @@ def counted_for(layer: int, gemm: str, again: bool = False) -> AbstractContextMa
 
 
 def counted_product() -> tuple[int, str, bool] | None:
-    """The arguments of :func:`counted_for` in this thread; None outside of it."""
+    """Returns the arguments of :func:`counted_for` in this thread; None outside of it."""
     return getattr(_thread, "product", None)
 
 

@@ -72,7 +72,7 @@ def rounding_errors(source: TrainedModel) -> Mapping[str, float]:
 
 
 def _dense(trained: Any) -> Any:
-    """A model of ``transformers`` with the sums of weights and adapters, in float32."""
+    """Returns a model of ``transformers`` with the sums of weights and adapters, in float32."""
     whole = unpack_frozen(copy.deepcopy(trained)).float()
     try:  # prompts cannot be merged, and sums may be infinite
         state: dict[str, Tensor] = whole.merge_and_unload(safe_merge=True).state_dict()
@@ -112,12 +112,12 @@ def _quantized(source: TrainedModel, model: Any, casts: Mapping[str, Cast]) -> T
 
 
 def _name_in_base(name: str) -> str:
-    """The name of a layer of a model with adapters, in the model without."""
+    """Returns the name of a layer of a model with adapters, in the model without."""
     return re.sub(r"^base_model\.model\.", "", name).replace(".base_layer", "")
 
 
 def _linear_layers(base: Any) -> list[str]:
-    """All linear layers of a base in high precision but its output layer."""
+    """Returns all linear layers of a base in high precision but its output layer."""
     head = base.get_output_embeddings()
     parts = {id(part) for part in head.modules()} if head is not None else set()
     linear = {name for name, part in base.named_modules() if isinstance(part, nn.Linear) and id(part) not in parts}

@@ -182,8 +182,8 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def outputs_difference(source: TrainedModel, loaded: Any, shape: Sequence[int]) -> float:
-    """The norm of the difference of outputs for a random input of a shape, relative to theirs: of models that take no
-    tokens, and give one tensor."""
+    """Returns the norm of the difference of outputs for a random input of a shape, relative to theirs: of models that
+    take no tokens, and give one tensor."""
     x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0))
     ours, theirs = source.model(x).float(), loaded(x).float()
     return float((theirs - ours).norm() / ours.norm())
@@ -209,8 +209,8 @@ def _layers(
     tokens: Tensor,
     shows: Callable[[Any, Weight], Tensor | None],
 ) -> tuple[dict[str, float], dict[str, float], bool]:
-    """The differences of a loaded model's layers from the files: of weights, and of outputs for an input; and whether
-    weights were quantized again."""
+    """Returns the differences of a loaded model's layers from the files: of weights, and of outputs for an input; and
+    whether weights were quantized again."""
     modules = dict(loaded.named_modules()) if isinstance(loaded, nn.Module) else {}
     passed: dict[str, tuple[Tensor, Tensor]] = {}
     names = {id(module): name for name, module in modules.items() if name in inputs}

@@ -152,7 +152,7 @@ def weights(
 def _largest(
     source: TrainedModel, read: Mapping[str, Tensor], fusing: Sequence[Sequence[str]], rescale: bool
 ) -> dict[str, Tensor]:
-    """The largest amax of each group whose layers have several, by layer."""
+    """Returns the largest amax of each group whose layers have several, by layer."""
     changed: dict[str, Tensor] = {}
     for names in fusing:
         trained: dict[str, Tensor] = {}
@@ -173,7 +173,7 @@ def _largest(
 
 
 def _rounded(weight: Weight, dtype: torch.dtype, rescale: bool) -> Weight:
-    """A weight with scales as engines keep them."""
+    """Returns a weight with scales as engines keep them."""
     trained, short = weight.quantized, str(dtype).removeprefix("torch.")
     if torch.equal(trained.scales.to(dtype).float(), trained.scales.float()):
         return weight
@@ -218,7 +218,7 @@ def has_second_level(cast: Cast) -> bool:
 
 
 def divisor(scale: Tensor) -> Tensor:
-    """The number whose reciprocal in float32 is a scale, 0-d float32: engines divide by it.
+    """Returns the number whose reciprocal in float32 is a scale, 0-d float32: engines divide by it.
 
     A scale that is itself a reciprocal has one, within two neighbors of its reciprocal. For others there may be none,
     and the result is the number that comes closest.

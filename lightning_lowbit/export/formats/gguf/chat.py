@@ -50,7 +50,7 @@ def _shown(text: str) -> str:
 
 @torch.no_grad()
 def _greedy(model: Any, prompt: Sequence[int], length: int, ends: Callable[[int], bool]) -> list[int]:
-    """The ids that follow a prompt, up to one that ends the text."""
+    """Returns the ids that follow a prompt, up to one that ends the text."""
     tokens = [*prompt]
     while len(tokens) - len(prompt) < length:
         logits: Tensor = model(input_ids=torch.tensor([tokens])).logits
