@@ -56,8 +56,7 @@ def flat_parameters(handle: Any) -> list[tuple[Tensor, torch.Size]]:
 
 
 def remembered_class(cls: Any, sharded: Any) -> Any:
-    """Returns the class that ``fully_shard`` of FSDP2 gives to modules of a class: the one that it knows, or else
-    ``sharded``, which it knows from then on."""
+    """Returns FSDP2's class for sharded modules of a class; ``sharded`` becomes that class if FSDP2 knows none."""
     from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 
     return get_cls_to_fsdp_cls().setdefault(cls, sharded)

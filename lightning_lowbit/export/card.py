@@ -61,7 +61,7 @@ def card(exported: "Exported", source: TrainedModel, format: Format, license: st
 
 
 def layers_table(exported: "Exported") -> str:
-    """Returns a row for each layer: its cast, its bytes, and how far its weight is from that of the training."""
+    """Returns a row for each layer: its cast, its bytes, and the difference of its weight from the training's."""
     shown = exported.rows[:_SHOWN]
     rows = [[row.name, row.cast, f"{row.bytes:,}", f"{row.error:.3g}"] for row in shown]
     table = as_markdown(Table(("layer", "weight", "bytes", "difference from the training"), rows)) if rows else ""

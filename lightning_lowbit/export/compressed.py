@@ -58,7 +58,7 @@ def load_compressed(
 
 
 class Contents(NamedTuple):
-    """A folder's tensors: the quantized layers by name, each with its casts and bytes, and all other tensors."""
+    """The tensors of a folder: quantized layers by name, each with casts and bytes, and all other tensors."""
 
     layers: Mapping[str, tuple[LinearCasts, Frozen, Tensor]]
     others: Mapping[str, Tensor]

@@ -248,7 +248,7 @@ def _other_parameters(source: TrainedModel, loaded: nn.Module, dtype: torch.dtyp
 
 
 def _beyond_rounding(loaded: Tensor, exact: Tensor) -> float:
-    """The largest difference of a weight that its rounding to a dtype, and one of its scale in float32, do not explain.
+    """Returns a weight's largest difference beyond its rounding to a dtype and that of its scale in float32.
 
     Some products of codes and scales lie in the middle between two numbers of bfloat16, or beside it.
     """

@@ -1,6 +1,7 @@
-"""The forms for which Triton compiles kernels, as far as their bits may depend on it, and samples to compare them on.
+"""Forms and samples of the Triton kernels.
 
-A form is None for arguments that a kernel does not take, a sample for forms that no kernel serves.
+A form holds all on which a compiled kernel's bits may depend; None for arguments that the kernel does not take. A
+sample holds arguments of a form, on which the kernel is compared; None for forms that no kernel serves.
 """
 
 from typing import Any, NamedTuple

@@ -1,8 +1,8 @@
 """Operations of kernels: a row for each names its implementations, and :func:`run` chooses among them.
 
-All implementations give the same bits. A kernel in Triton is compared with the plain code on a sample before its first
-use: once for each device and each form that it is compiled for. A kernel that differs, or that cannot be compiled or
-launched, now or later, is left to the plain code, with one warning.
+All implementations give the same bits. Before a Triton kernel is first used on a device, in each form that Triton
+compiles, a sample is compared with the plain code. A kernel that differs, or fails to compile or launch, is left to the
+plain code, with one warning.
 """
 
 import warnings

@@ -79,7 +79,7 @@ def _shown(loaded: Any, weight: Weight) -> Tensor | None:
 
 
 def _pattern(name: str, layers: Mapping[str, QuantizedLayer]) -> str:
-    """A name, which stands for others that begin or end with it, too; as a regular expression where there are such."""
+    """Returns a name, as a regular expression where others begin or end with it."""
     is_ambiguous = any(layer.endswith(name) or re.match(rf"{name}(\.|$)", layer) for layer in layers)
     return f"^{re.escape(name)}$" if is_ambiguous else name
 

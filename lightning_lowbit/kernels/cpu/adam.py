@@ -99,7 +99,7 @@ def _pointer(new: Tensor) -> ctypes.c_void_p:
 
 
 class Scalars:
-    """0-d tensors on a CPU, one for each shard and name, as one tensor [P] for each name, with the dtype of each."""
+    """Reads and writes 0-d tensors on a CPU, one for each shard and name, as one tensor [P] for each name."""
 
     def __init__(self, tensors: Mapping[str, Sequence[Tensor]], dtypes: Mapping[str, torch.dtype]) -> None:
         self._tensors, self._dtypes = tensors, dtypes  # tensors, so that their memory stays

@@ -152,8 +152,8 @@ def _grid(grid: Grid) -> _Grid:
 
 
 def takes(x: Tensor, form: CppCast, call: CastCall) -> bool:
-    """Returns whether the kernels take these arguments: not empty matrices, nor those that share statistics with other
-    processes, nor anything that the plain code refuses."""
+    """Returns whether the kernels take these arguments: no empty matrices, no statistics shared with other processes,
+    and nothing that the plain code refuses."""
     _, dim, key, amax, _, shard, rotation, _ = call
     if (form.draws or amax is not None) and not are_regular(form.draws, form.needs_amax, key, amax, x.device):
         return False

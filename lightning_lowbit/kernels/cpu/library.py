@@ -1,8 +1,8 @@
 """The C++ kernels as a shared library, compiled when first needed and kept in the user's cache.
 
 The sources in ``source/`` use C++ and OpenMP alone, no headers of torch: they compile in seconds, and are called
-through ctypes with addresses and sizes. A library is built for one kind of CPU, which its name tells, and loaded only
-if it is what its compiler wrote. Where none can be built, :func:`library` warns once and returns None.
+through ctypes with addresses and sizes. A library's name tells the kind of CPU that it is for, and a checksum of its
+content, which is compared before it is loaded. Where none can be built, :func:`library` warns once and returns None.
 """
 
 import contextlib

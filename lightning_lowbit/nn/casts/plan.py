@@ -1,4 +1,4 @@
-"""The names of operands and GEMMs, and the facts about casts that passes through layers ask for."""
+"""The names of operands and GEMMs, and facts about casts that passes ask for."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,7 +69,7 @@ class CastPlan(NamedTuple):
 
 
 def plan_of(casts: "LinearCasts") -> CastPlan:
-    """Works the plan of casts out; it has no meaning for combinations that are refused."""
+    """Works out the plan of casts that are not refused."""
     cast_of = {operand: cast for operand in OPERANDS if isinstance(cast := getattr(casts, operand), Cast)}
     keyed = any(hadamard.signs == "keyed" for hadamard in casts.hadamard.values())
     altered = frozenset(name for gemm in (*casts.hadamard, *casts.subtract_mean) for name in OPERANDS_OF[gemm])

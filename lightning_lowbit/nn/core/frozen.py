@@ -11,9 +11,15 @@ from lightning_lowbit.quant import Cast, Operand
 
 
 class Frozen(NamedTuple):
-    """A description of a frozen weight's bytes: a matrix of a ``shape``, [out_features, in_features], quantized by a
-    ``cast`` along its columns from ``dtype``. The bytes, uint8, 1-D, are those of :class:`Packed` and then the float32
-    scale of the matrix."""
+    """Describes the bytes of a frozen weight.
+
+    The bytes, uint8, 1-D, are those of :class:`Packed` and then the float32 scale of the matrix.
+
+    Attributes:
+        cast: by which the matrix was quantized along its columns.
+        shape: ``[out_features, in_features]``.
+        dtype: from which it was quantized.
+    """
 
     cast: Cast
     shape: torch.Size

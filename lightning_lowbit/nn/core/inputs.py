@@ -24,8 +24,8 @@ def check_inputs(layer: Any, *tensors: Any) -> bool:
 
     Raises:
         TypeError: an input is no tensor.
-        ValueError: it is sparse or nested, or has a tangent; or within transforms of ``torch.func``, or tracers but
-            those of ``torch.compile`` and ``torch.export``.
+        ValueError: an input is sparse or nested, or has a tangent; a transform of ``torch.func`` is active, or a tracer
+            other than ``torch.compile`` and ``torch.export``.
     """
     if torch.compiler.is_compiling():
         refuse_transforms(layer)

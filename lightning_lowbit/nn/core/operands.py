@@ -25,10 +25,14 @@ from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, o
 
 
 class PrequantizedWeight(NamedTuple):
-    """A weight that was quantized, in ``source_dtype``, before it was gathered
-    (:mod:`lightning_lowbit.nn.sharded.gather`). Its operand has ``dtype``, which may be narrower than that of the
-    gathered tensor, and ``factor``, float32, 0-d or ``[out_features, 1]``, or None for 1. ``amax``, float32, 0-d, is
-    None if the cast does not need it."""
+    """A weight that was quantized before it was gathered (:mod:`lightning_lowbit.nn.sharded.gather`).
+
+    Attributes:
+        source_dtype: in which it was quantized.
+        dtype: of its operand; may be narrower than that of the gathered tensor.
+        factor: of its operand, float32, 0-d or ``[out_features, 1]``; None for 1.
+        amax: float32, 0-d; None if the cast does not need it.
+    """
 
     source_dtype: torch.dtype
     dtype: torch.dtype
@@ -37,8 +41,13 @@ class PrequantizedWeight(NamedTuple):
 
 
 class Amaxes(NamedTuple):
-    """The amaxes of a pass that come from elsewhere: ``in_force`` and ``staged``, float32 ``[6]``, for delayed scaling
-    (``staged`` is None to record nothing), and ``weight``, float32, 0-d, which scales the weight if it is not None."""
+    """The amaxes of a pass that come from other passes or layers.
+
+    Attributes:
+        in_force: float32 ``[6]``, which delayed scaling uses.
+        staged: float32 ``[6]``, to which it records; None to record nothing.
+        weight: float32, 0-d, which scales the weight; None for its own.
+    """
 
     in_force: Tensor | None
     staged: Tensor | None

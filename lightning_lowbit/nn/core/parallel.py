@@ -17,8 +17,7 @@ from lightning_lowbit.quant.shard import Shard
 
 
 class Shards(NamedTuple):
-    """The shards that ``x`` [tokens, in], ``w`` [out, in] and ``g`` [tokens, out] of a layer are; None for a
-    whole matrix."""
+    """The shards of a layer's ``x`` [tokens, in], ``w`` [out, in] and ``g`` [tokens, out]; None for a whole matrix."""
 
     x: Shard | None = None
     w: Shard | None = None

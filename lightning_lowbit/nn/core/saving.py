@@ -1,4 +1,4 @@
-"""The input of a layer as it is saved for the backward pass: the tensor, or its codes and scales."""
+"""The input of a layer as saved for the backward pass: the tensor, or its codes and scales."""
 
 import weakref
 from collections.abc import Mapping
@@ -47,9 +47,10 @@ def saved_bits(casts: "LinearCasts", save: str, dtype: torch.dtype) -> float:
 
 
 class Readers:
-    """Finds layers that read one tensor together. Where their codes would take more than the tensor, they save that.
+    """Finds layers that read one tensor together.
 
-    One tensor serves all of its readers: with codes of 4.5 bits, four layers save a bfloat16 tensor instead.
+    One tensor serves all of them: where their codes would take more memory, they save the tensor. Instead of codes of
+    4.5 bits, four layers save one bfloat16 tensor.
     """
 
     def __init__(self) -> None:
@@ -63,8 +64,8 @@ class Readers:
         return Readers, ()  # a copy, or a pickled model, has layers of its own
 
     def pack(self, layer: Any, x: Tensor, dtype: torch.dtype) -> bool:
-        """Returns whether a layer saves codes of its input ``x``, which it reads in ``dtype``. Layers that read ``x``
-        together are known from their first pass on; bits of gradients do not depend on it."""
+        """Returns whether a layer saves codes of its input ``x``, which it reads in ``dtype``. Readers of ``x`` are
+        known from their first pass on. The choice changes no bits of gradients."""
         shares = layer.casts.plan.coded == "wgrad_x" and x.dtype == dtype  # or else the tensor is a copy of its own
         if not shares or torch.compiler.is_compiling():
             return not (shares and layer.lowbit.keeps_input)

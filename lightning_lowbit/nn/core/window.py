@@ -76,7 +76,7 @@ class Window(NamedTuple):
         return not any((*self.before, *self.after)) and all(k == 1 or (k == s and d == 1) for k, s, d in rows)
 
     def tiles(self, x: Tensor) -> Tensor:
-        """Rearranges a tiling, as :meth:`gather` does, and lets autograd find its way through."""
+        """Rearranges a tiling as :meth:`gather` does, so that autograd finds its way through."""
         positions = self.positions(x.shape[2:])
         for dim, (o, k, s) in enumerate(zip(positions, self.kernel, self.stride, strict=True), start=2):
             if k == 1 and s > 1:
@@ -92,8 +92,7 @@ class Window(NamedTuple):
         )
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gathers patches of images ``[N, C, *sizes]``: a copy ``[N · positions, kernel · C]`` in the dtype of
-        ``x``."""
+        """Copies patches out of images ``[N, C, *sizes]``: ``[N · positions, kernel · C]`` in the dtype of ``x``."""
         positions = self.positions(x.shape[2:])
         pixels = self._padded(x.movedim(1, -1), self._used(positions))
         for dim, (span, s, d) in enumerate(zip(self.spans, self.stride, self.dilation, strict=True), start=1):
@@ -153,9 +152,8 @@ def _scatter(patches: Tensor, shape: list[int], window: list[int]) -> Tensor:
 
 
 def is_pixelwise(cast: Cast | None, channels: int) -> bool:
-    """Returns whether patches of quantized pixels equal quantized patches to the bit, with the same amax: scales are
-    those of the tensor or of blocks within a pixel, rounding does not depend on an element's place, and zeros stay
-    zeros."""
+    """Returns whether quantizing pixels before they are gathered gives the same bits, with the same amax. So it is if
+    scales belong to the tensor or to blocks within a pixel, rounding ignores places, and zeros stay zeros."""
     if cast is None or cast.draws or cast.scale.statistic != "absmax" or cast.scale.two_level == "row":
         return False
     block = cast.scale.block
@@ -163,7 +161,8 @@ def is_pixelwise(cast: Cast | None, channels: int) -> bool:
 
 
 class Images(torch.autograd.Function):
-    """:meth:`Window.scatter`, whose gradient is :meth:`Window.gather`, through which autograd finds its way."""
+    """Does :meth:`Window.scatter`, with :meth:`Window.gather` as its gradient, so that autograd finds its way
+    through."""
 
     @staticmethod
     def forward(ctx: Any, patches: Tensor, window: Window, shape: tuple[int, ...], layer: str) -> Tensor:

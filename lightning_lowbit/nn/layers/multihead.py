@@ -27,7 +27,7 @@ SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 
 class Projection(PartLayer):
-    """A weight of one or three projections, of which a call multiplies its input by one or more.
+    """The weight of one or three projections. A call multiplies its input by one, two or all of them.
 
     Each call is a GEMM of its own, within which scales are shared: in self-attention, those of the whole weight.
     """

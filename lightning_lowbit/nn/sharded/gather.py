@@ -60,7 +60,7 @@ def casts_obstacle(casts: LinearCasts) -> str | None:
 
 
 def records(model: nn.Module) -> Iterator[tuple[FSDPModule, Record]]:
-    """FSDP2's record of each weight, with the module that gathers it."""
+    """Finds FSDP2's record of each weight, with the module that gathers it."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield from ((module, record) for record in weights_of(module))
@@ -192,7 +192,7 @@ def release_gathers(model: nn.Module) -> None:
 
 
 class _Gather:
-    """The all-gather of one weight, with the statistics that its cast needs."""
+    """Gathers one weight in few bits, and measures the statistics that its cast needs."""
 
     def __init__(self, gathers: WeightGathers, record: Record, module: FSDPModule, dtype: torch.dtype | None) -> None:
         self._gathers, self.module = gathers, module
