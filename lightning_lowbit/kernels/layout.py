@@ -132,8 +132,7 @@ def lay_out(codes: Tensor, scales: Tensor, cast: Cast, block: int, dim: int) -> 
 
 
 def taken_apart(values: Tensor, scales: Tensor, block: int, rows: int, inner: int) -> tuple[Tensor, Tensor]:
-    """Inverts :func:`lay_out`: returns codes ``[rows, inner]``, and scales with the contraction axis in their
-    columns."""
+    """Inverts :func:`lay_out`: codes ``[rows, inner]``, and scales with the contraction axis in their columns."""
     if block == _LARGE:
         return values, scales
     codes = torch.stack([values & 15, values >> 4], -1).flatten(1) if values.dtype == torch.uint8 else values

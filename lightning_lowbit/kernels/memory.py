@@ -47,8 +47,7 @@ def start(tensor: Tensor) -> int:
 
 
 def addresses(name: str, scalars: Sequence[Tensor], dtype: torch.dtype) -> list[int]:
-    """Returns the :func:`address` of each of many tensors of one element on a CPU, which optimizers have by the
-    hundred."""
+    """Returns the :func:`address` of each of many tensors of one element on a CPU; optimizers have hundreds."""
     starts = [
         one.data_ptr() for one in scalars if one.dtype is dtype and one.numel() == 1 and one.is_cpu and not one.is_neg()
     ]

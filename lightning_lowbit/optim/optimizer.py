@@ -179,8 +179,7 @@ class ClippedOptimizer(CheckedOptimizer):
 
 
 def _measure(batches: Sequence[Batch]) -> None:
-    """Measures max|g| of whole gradients, with one collective per process group for all batches; then clips
-    elements."""
+    """Measures max|g| of whole gradients, with one collective per process group; then clips elements."""
     rows = [_measure_shards(batch) for batch in batches]
     groups = [batch.groups for batch in batches]
     # In every group, so that a rank also skips the step for gradients of which it has no part.

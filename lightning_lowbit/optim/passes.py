@@ -138,8 +138,7 @@ class Passes:
         return torch.stack(columns, dim=1)
 
     def update(self, decision: Decision, sums: bool) -> Tensor | None:
-        """Takes Adam's step on parameters, moments and master weights; with ``sums``, returns the result of
-        `squares`."""
+        """Takes Adam's step on parameters, moments and masters; with ``sums``, returns the result of `squares`."""
         rows = enumerate(_rows(decision))
         columns = [self._update_one(index, decision, numbers, sums) for index, numbers in rows]
         return torch.stack(list(map(self._total, columns)), dim=1) if sums else None

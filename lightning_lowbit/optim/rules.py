@@ -117,8 +117,7 @@ def step_weight(numbers: Numbers, decay: float, steps_before: Tensor) -> Tensor:
 
 
 def growing_weight(new: Scalar, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the newest value's weight, (1 − γₜ)/(1 − γ₁·γ₂·…·γₜ), in an average whose γ may change, and the new
-    total.
+    """Returns the newest value's weight (1 − γₜ)/(1 − γ₁·γ₂·…·γₜ) in an average, whose γ may change, and the new total.
 
     ``new`` is 1 − γₜ, in (0, 1]. ``total`` is 1 − γ₁·…·γₜ₋₁, 0 at the first step and after a reset; any shape. In fp32
     the error of both results is about 6e-8/(1 − γ).

@@ -207,8 +207,7 @@ class Cast:
     @staticmethod
     @cache
     def from_spec(spec: str) -> "Cast":
-        """Returns the cast with this ``spec``, a JSON object of its fields; custom operators take strings, not
-        objects."""
+        """Returns the cast with this ``spec``, a JSON object of its fields, which custom operators take as a string."""
         return Cast(**json.loads(spec))
 
     def replace(self, **changes: Any) -> "Cast":

@@ -139,8 +139,7 @@ def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None,
 
 
 def surrogate_factor(kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> Tensor:
-    """Returns the factor of the quantized matrix's gradient: float32, the shape of ``x``. ``kind`` is in
-    ``SURROGATES``.
+    """Returns the factor of the quantized matrix's gradient, float32, by a ``kind`` of ``SURROGATES``.
 
     The other arguments are those of :func:`quantize_operand`. Where a scale is 0, all elements but zeros count as
     saturated.
@@ -157,8 +156,7 @@ def through_rounding(
     amax: Tensor | None = None,
     shard: Shard | None = None,
 ) -> Tensor:
-    """Turns the gradient of the quantized values into that of ``x``: multiplied in float32, rounded once to its
-    dtype."""
+    """Turns the gradient of quantized values into that of ``x``: multiplied in float32, rounded once."""
     spec = None if shard is None else shard.spec
     return _through_rounding(gradient, choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax, spec)
 

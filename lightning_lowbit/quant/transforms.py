@@ -91,8 +91,7 @@ class Hadamard:
         choose("signs of a Hadamard transform", self.signs, ("fixed", "keyed"))
 
     def diagonal(self, key: Tensor | None, device: torch.device) -> Tensor:
-        """Returns the signs of T: float32 ``[size]``; keyed ones from ``key``, int64 of one element (else a
-        ``ValueError``)."""
+        """Returns the signs of T: float32 ``[size]``; keyed ones need ``key``, int64 of one element."""
         if self.signs == "fixed":
             return _signs(None, self.size, device)
         if key is None:

@@ -237,8 +237,7 @@ def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: 
 
 
 def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor | None:
-    """Rotates a float32 or bfloat16 matrix as :func:`lightning_lowbit.quant.rotate` does; returns None for all
-    others."""
+    """Rotates a float32 or bfloat16 matrix as :func:`lightning_lowbit.quant.rotate` does; None for all others."""
     dtype, kernels = INPUTS.get(x.dtype), library()
     if dtype is None or kernels is None or x.numel() == 0 or x.dim() != 2 or not are_signs(rotation, dim):
         return None

@@ -56,7 +56,7 @@ class Kind(NamedTuple):
 
 
 class TritonParameters:
-    """The shards of a batch on a GPU, for the kernels; no function waits for the GPU.
+    """The shards of a batch on a GPU, for the passes of ``optim/passes.py``; no function waits for the GPU.
 
     Elements are in fp32, bf16 or fp16, and moments of all of them in fp32 or FP8.
     """
@@ -68,7 +68,6 @@ class TritonParameters:
         self._kinds = [Kind.of(shard) for shard in shards]
 
     def measure(self, weights: bool = False) -> Tensor:
-        """Returns max|g|, −1 where there is no gradient, or max|p|: float32 [P]."""
         field, kinds = (_AT.weights, _AT.weights_kind) if weights else (_AT.gradient, _AT.gradient_kind)
         amaxes = (self._table[:, kinds] != NOTHING).to(torch.float32) - 1
         if weights:
@@ -81,17 +80,14 @@ class TritonParameters:
         return amaxes
 
     def squares(self, decision: Decision) -> Tensor:
-        """Returns Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]."""
         sums = self._pass("squares", decision, sums=True)
         assert sums is not None
         return sums
 
     def update(self, decision: Decision, sums: bool) -> Tensor | None:
-        """Takes Adam's step; with ``sums``, also returns the result of `squares` from the same pass."""
         return self._pass("update", decision, sums)
 
     def write_clipped(self, decision: Decision) -> None:
-        """Writes factor·clip(g) into ``weights``."""
         self._pass("write", decision, sums=False)
 
     def _pass(self, name: str, decision: Decision, sums: bool) -> Tensor | None:

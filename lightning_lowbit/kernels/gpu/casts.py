@@ -81,8 +81,7 @@ def covers_both(row: Cast, column: Cast) -> str | None:
 
 
 def make_operand(x: Tensor, call: CastCall) -> Operand:
-    """Makes the operand of a matrix ``[rows, columns]``, of any strides, in one launch, and one for an amax or a
-    mean."""
+    """Makes the operand of a matrix of any strides in one launch, and one for an amax or a mean."""
     scale, sums, amax = call.cast.scale, None, _amax(x, call)
     if scale.two_level == "row":
         amax = torch.linalg.vector_norm(x, torch.inf, call.dim % 2, dtype=torch.float32)

@@ -91,8 +91,7 @@ def round_up(value, GRID: tl.constexpr):
 
 @triton.jit
 def round_stochastic(value, index, low, high, GRID: tl.constexpr):
-    """Rounds to one of the two neighbors. ``index`` is the element's, uint32; ``low`` and ``high`` are the halves of
-    the key."""
+    """Rounds to one of two neighbors. ``index`` is the element's, uint32; ``low`` and ``high`` are the key's halves."""
     value = at_least(at_most(value, GRID.max), -GRID.max)
     offset = _centered_uniform(index, low, high)
     if GRID.is_uniform:
@@ -104,8 +103,7 @@ def round_stochastic(value, index, low, high, GRID: tl.constexpr):
 
 @triton.jit
 def _centered_uniform(index, low, high):
-    """Draws ``uniform - 1/2`` of quant/rounding.py, exactly: the 16 random bits are the leading ones of a float in [1,
-    2)."""
+    """Draws ``uniform - 1/2`` of quant/rounding.py: the 16 random bits are the leading ones of a float in [1, 2)."""
     word = (index ^ low) * 0x9E3779B1
     word = (word ^ (word >> 16)) + high
     word = word * 0x21F0AAAD

@@ -62,8 +62,7 @@ def cast_blocks(
     source_columns=None,
     ROTATION: tl.constexpr = None,
 ):
-    """Casts with a scale per block of ``SIDES``, of which a program has ``BLOCKS``; with ``signs`` the rotated
-    matrix."""
+    """Casts blocks of ``SIDES``, of which a program has ``BLOCKS``; with ``signs`` those of the rotated matrix."""
     down, right, row, column = block_places(columns, SIDES, PADDED, BLOCKS)
     is_row, is_column = row < rows, column < columns
     if SIDES[0] != PADDED[0]:
@@ -115,8 +114,7 @@ def cast_rows(
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Casts with a scale per row (``AXIS`` 1) or column (0): two loops along it, the second of which reads the
-    cache."""
+    """Casts rows (``AXIS`` 1) or columns (0): two loops along them, the second of which reads the cache."""
     LINES: tl.constexpr = TILE[1 - AXIS]
     STEP: tl.constexpr = TILE[AXIS]
     lines, length = (rows, columns) if AXIS == 1 else (columns, rows)

@@ -135,8 +135,7 @@ def stored_scales(scales, CAST: tl.constexpr):
 
 @triton.jit
 def span_of(low, high, peak):
-    """Clamps ``low``, and computes the span to ``high``, for blocks whose magnitudes are at most ``peak`` (its
-    bits)."""
+    """Clamps ``low``, and computes the span to ``high``; magnitudes in blocks are at most ``peak`` (its bits)."""
     low = tl.maximum(tl.minimum(low, 0.0), -_FLOAT32_MAX / 2)
     high = tl.minimum(tl.maximum(high, 0.0), _FLOAT32_MAX / 2)
     return low, tl.where(peak < _INFINITY_BITS, high - low, float("nan"))

@@ -26,8 +26,7 @@ Settings = FrozenDict  # the former name, in pickles
 
 
 def apply_change(before: Any, value: Any) -> Any:
-    """Applies a change to a field: a mapping changes fields of a cast, or entries of a table, where None removes
-    one."""
+    """Applies a change to a field: a mapping changes fields of a cast, or entries of a table (None removes one)."""
     if not isinstance(value, Mapping):
         return value
     if isinstance(before, Cast):

@@ -218,8 +218,7 @@ class LinearCasts:
         return replace(self, **changes)
 
     def with_rounding(self, rounding: Mapping[str, str]) -> "LinearCasts":
-        """Returns a copy with other roundings, e.g. ``{"wgrad_x": "nearest"}``; a ValueError if an operand cannot have
-        one."""
+        """Returns a copy with other roundings, e.g. ``{"wgrad_x": "nearest"}``; a ValueError if one is not possible."""
         if not isinstance(rounding, Mapping):
             raise ValueError(f"rounding maps operands to roundings, e.g. {{'wgrad_x': 'nearest'}}; got {rounding!r}.")
         changed: dict[str, OperandCast] = {}

@@ -111,8 +111,7 @@ def _coded(casts: "LinearCasts") -> str | None:
 
 
 def native_kind(casts: "LinearCasts", gemm: str) -> str | None:
-    """Returns the native GEMM's kind, a key of :data:`lightning_lowbit.nn.native.table.NATIVE`; None if there is
-    none."""
+    """Returns the native GEMM's kind, a key of :data:`lightning_lowbit.nn.native.table.NATIVE`, or None."""
     operands = OPERANDS_OF[gemm]
     pair = [cast for cast in map(casts.cast_of, operands) if cast is not None]
     kind = kind_of(pair, [CONTRACTION[operand] for operand in operands]) if len(pair) == 2 else None

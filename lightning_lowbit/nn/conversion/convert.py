@@ -105,8 +105,7 @@ def convert_layers(
 
 
 def convert_more(model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
-    """Converts the layers of ``planned`` in place; other layers, and the settings of layers that were converted before,
-    stay as they are."""
+    """Converts the layers of ``planned`` in place; other layers, and the settings of converted ones, stay."""
     before = quantized_layers(model)
     for name in before.keys() & planned.keys():
         before[name].check_casts(planned[name])

@@ -1,12 +1,12 @@
-"""Layers that conversion leaves in high precision unless they are named: routers, adapters, narrow layers; where asked
-for, output layers.
+"""Layers that stay in high precision unless a pattern names them: routers, adapters, narrow layers, perhaps output
+layers.
 
 Routers decide by small differences, adapters are small matrices beside large ones, and a narrow layer has next to no
 arithmetic. A pattern of ``only`` or ``overrides`` that matches the layer's own name, such as ``router``, quantizes it.
 
-Narrow is a layer whose fprop contracts over fewer ``in_features``, or dgrad over fewer ``out_features``, than half of
-the smallest block of the GEMM's casts, while its other side has at least four blocks: a head ``[1, 768]``, but no
-layer ``[4, 4]`` of a model that is small throughout. Scales of rows or tensors make no layer narrow.
+A layer is narrow if fprop contracts over fewer ``in_features``, or dgrad over fewer ``out_features``, than half of the
+smallest block of the GEMM's casts, while its other side has at least four blocks: a head ``[1, 768]``, but no layer
+``[4, 4]`` of a model that is small throughout. Scales of rows or tensors make no layer narrow.
 """
 
 import re

@@ -110,8 +110,7 @@ _NEGATIVE = re.compile(r"(?<![\w\]])-\d")
 
 
 def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]:
-    """Returns all names of each layer, as parts. For a pattern with negative numbers also with numbers counted from the
-    end of their list."""
+    """Returns all names of each layer, as parts; for patterns with negative numbers, also numbered from the end."""
     others: Mapping[str, list[str]] = names.others if isinstance(names, Names) else {}
     paths = {name: [clean_name(path).split(".") for path in (name, *others.get(name, ()))] for name in names}
     if not _NEGATIVE.search(pattern):

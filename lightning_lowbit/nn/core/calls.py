@@ -46,8 +46,8 @@ class Calls:
             self.drawn.clear()
 
     def number(self, layer: Any, site: int | None = None) -> int:
-        """Returns the number of the call that begins now; a ``ValueError`` if unknown. A compiled graph gives a
-        ``site``."""
+        """Returns the number of the call that begins now, at a ``site`` of a compiled graph; a ``ValueError`` if
+        unknown."""
         regions, again = _surroundings(site is not None)
         if again is None:
             number = self._counts[id(layer)]
@@ -161,8 +161,7 @@ def _recomputed(region: Any, run: Any, layer: int, site: int | None) -> int | No
 
 
 def _surroundings(compiled: bool) -> tuple[list[Any], tuple[Any, Any] | None]:
-    """Returns the regions around a call, to be noted; in a recomputation also its region, or None, and an id of the
-    pass."""
+    """Returns the regions around a call, to be noted; in a recomputation also its region, or None, and its id."""
     hooks, backward = saved_tensor_hooks(False), number_of_backward()
     regions: list[Any] = []
     if hooks is None and backward == -1 and torch.is_grad_enabled() and not compiled:

@@ -89,8 +89,7 @@ class Pass(NamedTuple):
         return self._replace(keys=keys_of_part(self.keys, self.part), part=None)
 
     def for_backward(self) -> "Pass":
-        """Returns the pass with copies of all that the next micro-batch or step refills in place, perhaps before this
-        one's backward pass."""
+        """Returns the pass with copies of all that is refilled in place, perhaps before this one's backward pass."""
         if self.amaxes is None and self.blend is None:
             return self
         keys, part, amaxes, blend, watch, gathered = self  # faster than _replace
@@ -215,8 +214,7 @@ class OperandHow:
         return quantized if watch is None else watch.observe(self, source, quantized, key, amax)
 
     def _other_operand(self, source: OperandInput, one: Pass) -> Operand | BlockOperand:
-        """Takes a tensor or an operand as it is; or makes codes, where ``"fprop"`` is quantized again along this
-        contraction."""
+        """Takes the input as it is; or makes codes, where ``"fprop"`` is quantized again along this contraction."""
         source, watch, sums = self.rotated(source), one.watch, one.operand_sums
         key = amax = None
         if source.is_operand or self.kind is None:
@@ -251,8 +249,8 @@ class OperandHow:
         return self.transform.diagonal(None if one.keys is None else one.keys[self.signs_index], device)
 
     def with_rotation(self, source: OperandInput, signs: Tensor) -> OperandInput:
-        """Returns the input with signs to rotate groups along the contraction axis, each of which one process must hold
-        whole."""
+        """Returns the input with signs to rotate groups along the contraction axis; one process must hold each
+        group."""
         if source.is_operand:  # it was rotated before
             return source
         if self.cut is not None and self.cut.dim == self.dim:
@@ -272,8 +270,8 @@ class OperandHow:
         merge_statistics_(row, statistics)
 
     def through_rounding(self, gradient: Tensor, x: Tensor | None, amax: Tensor | None, one: Pass) -> Tensor:
-        """Applies the surrogate derivative of rounding: turns dL/dQ(x) into dL/dx, in the rotated space if fprop
-        rotates."""
+        """Applies the surrogate derivative of rounding: turns dL/dQ(x) into dL/dx, in the space that fprop rounds
+        in."""
         if self.surrogate is None:
             return gradient  # straight through
         assert self.cast is not None

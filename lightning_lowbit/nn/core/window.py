@@ -161,8 +161,7 @@ def is_pixelwise(cast: Cast | None, channels: int) -> bool:
 
 
 class Images(torch.autograd.Function):
-    """Does :meth:`Window.scatter`, with :meth:`Window.gather` as its gradient, so that autograd finds its way
-    through."""
+    """Does :meth:`Window.scatter`, with :meth:`Window.gather` as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, patches: Tensor, window: Window, shape: tuple[int, ...], layer: str) -> Tensor:

@@ -32,8 +32,7 @@ _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
 class QuantizedConvolution(QuantizedLayer):
-    """Base class of converted convolutions. With six casts of None each computes what the original class does, to the
-    bit."""
+    """Base class of converted convolutions. With six casts of None each equals its original class to the bit."""
 
     kind = "convolution"
     keeps_parameter = False
@@ -84,7 +83,7 @@ class QuantizedConvolution(QuantizedLayer):
         return self.in_channels, saved_bits(self.full_casts, save, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
+        """Computes the convolution of ``input`` ``[N, C, *sizes]`` or ``[C, *sizes]``; under autocast in its dtype."""
         if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
             return super().forward(input)
         x = self._batch(input)
@@ -154,8 +153,8 @@ class QuantizedTransposed(QuantizedConvolution):
     and added up in float32."""
 
     def weight_matrix(self) -> Tensor:
-        """Returns the weight as ``[kernel · C_out, C_in]``, channels innermost, or ``[groups, …]`` a stack of such
-        matrices: a copy."""
+        """Returns a copy of the weight: ``[kernel · C_out, C_in]``, channels innermost, or ``[groups, …]`` a stack of
+        such."""
         return super().weight_matrix()
 
     def _matrices(self, weight: Any) -> tuple[Tensor, Tensor]:
@@ -176,7 +175,7 @@ class QuantizedTransposed(QuantizedConvolution):
         return self.in_channels, saved_bits(self.full_casts, self.lowbit.save, dtype)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        """Returns the transposed convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its
+        """Computes the transposed convolution of ``input`` ``[N, C, *sizes]`` or ``[C, *sizes]``; under autocast in its
         dtype."""
         if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
             return super(QuantizedLayer, self).forward(input, output_size)

@@ -87,8 +87,8 @@ class GroupedLinear(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x: Tensor, offsets: Offsets) -> Tensor:
-        """Returns the results ``[tokens, out_features]`` of ``x`` ``[tokens, in_features]``, whose rows are sorted by
-        expert.
+        """Multiplies each expert's rows of ``x``, ``[tokens, in_features]``, sorted by expert, to ``[tokens,
+        out_features]``.
 
         ``offsets`` are int32 ``[experts]``: where the rows of each expert end, as ``torch.nn.functional.grouped_mm``
         takes them, or a list of these numbers, for which nothing waits. Rows after the last one belong to no expert:

@@ -29,8 +29,7 @@ Forward = Callable[..., Any]
 
 
 class _Layer(NamedTuple):
-    """Describes a class of linear layers: how it stores its weight, and what its forward pass does beyond the
-    product."""
+    """Describes a class of linear layers: how it stores its weight, and its forward pass beyond the product."""
 
     weight: str = ROWS
     forward: Forward | None = None

@@ -17,8 +17,7 @@ QUESTION, LENGTH = "Who are you?", 24  # tokens of the answer, at most
 
 
 def chat(source: TrainedModel, client: Any) -> Chat | None:
-    """Asks a file in llama.cpp and the training a question. Returns None without a tokenizer, room, or a fitting
-    template."""
+    """Asks a file in llama.cpp and the training a question; None without a tokenizer, room, or a fitting template."""
     assert isinstance(client, LlamaCpp)
     name = source.facts.get("tokenizer")
     if name is None or not client.has_tokenizer:
