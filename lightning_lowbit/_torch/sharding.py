@@ -8,7 +8,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def process_group(name: Any) -> Any:
-    """Returns the process group of a name."""
     from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
     return _resolve_process_group(name)

@@ -286,7 +286,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self._state.scale_gradients(factor)
 
     def expect_draws(self, on: bool = True) -> None:
-        """Before a forward pass, says whether :meth:`another_draw` will follow."""
+        """Announces before a forward pass whether :meth:`another_draw` will follow."""
         self._layers.expect_draws(on)
 
     @contextmanager

@@ -218,5 +218,4 @@ def encode_factor(scales: Tensor, decode_scale: Tensor, cast: Cast) -> Tensor:
 
 
 def stored_scales(scales: Tensor, cast: Cast) -> Tensor:
-    """Returns s from the result of :func:`block_scales`."""
     return torch.reciprocal(scales) if cast.scale.format == "fp32" else scales

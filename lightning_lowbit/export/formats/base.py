@@ -197,7 +197,6 @@ def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None, er
 
 
 def unquantized_linears(source: TrainedModel) -> list[str]:
-    """Returns the names of the linear layers of a model that are not quantized."""
     linears = [clean_name(name) for name, module in source.model.named_modules() if isinstance(module, nn.Linear)]
     return [name for name in linears if name not in source.layers]
 
