@@ -240,8 +240,7 @@ def _assign(module: nn.Module, state: Mapping[str, Tensor], checkpoint: Any) -> 
 
 
 def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module]:
-    """Returns the model of ``transformers`` that holds a module's quantized layers, with its name there; without one,
-    the module."""
+    """Returns name and module of the transformers model that holds the quantized layers; else ``""`` and the module."""
     modules = dict(module.named_modules())
     models = {name: m for name, m in modules.items() if hasattr(m, "config") and hasattr(m, "save_pretrained")}
     if not models:
@@ -263,8 +262,7 @@ def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module]:
 
 
 def hp_forward(casts: LinearCasts) -> LinearCasts:
-    """Casts of a forward pass with the same weight, and activations in high precision, as in engines that quantize
-    none."""
+    """Returns casts of a forward pass with the same weight, and activations in high precision."""
     return LinearCasts(fprop_w=casts.fprop_w)
 
 

@@ -251,9 +251,7 @@ class Cast:
 
     @property
     def bits(self) -> float:
-        """Bits per element with its share of block scale and zero point: 4.5 for NVFP4. Scales per row or tensor count
-        0.
-        """
+        """Bits per element with block scale and zero point: 4.5 for NVFP4. Scales per row or tensor count 0."""
         block = self.scale.block
         if isinstance(block, str):
             return float(self.format.bits)

@@ -60,9 +60,7 @@ class Shard(NamedTuple):
         return ends_within(self.step, self.size, side)
 
     def check(self, shape: torch.Size, side: int, units: str) -> None:
-        """Raises a ValueError, alike on all processes, if a shard boundary splits a unit of ``side`` elements along
-        ``dim``.
-        """
+        """Raises a ValueError, on all processes, if a shard boundary splits ``side`` elements along ``dim``."""
         if self.splits(side):
             raise ValueError(
                 f"A matrix of {tuple(self.global_shape(shape))} is cut after each {self.step} of dimension {self.dim}, "

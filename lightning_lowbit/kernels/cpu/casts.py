@@ -213,8 +213,7 @@ def write(
 
 
 def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor | None:
-    """Returns max|x| of a float32 or bfloat16 tensor, or of a rotated matrix: 0-d float32, not finite if an element is
-    not; None for all others."""
+    """Returns max|x| of a float32 or bfloat16 tensor, or of a rotated matrix: 0-d float32; None for all others."""
     dtype, kernels, count = INPUTS.get(x.dtype), library(), x.numel()
     if dtype is None or kernels is None or count == 0:
         return None

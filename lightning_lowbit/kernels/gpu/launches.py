@@ -233,8 +233,7 @@ def sums_launch(x: Tensor, sums: Tensor) -> Launch:
 def delay_launch(
     amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int], result: Tensor
 ) -> Launch:
-    """Raises ``staged`` at ``places`` to ``amax``, and writes the amax that scales an operand. All are float32, 0-d,
-    but ``staged`` is ``[6]``."""
+    """Raises ``staged`` ``[6]`` at ``places`` to ``amax``, and writes the amax that scales an operand: float32."""
     constants = {"PLACES": sum(1 << place for place in places)}
     arguments = {"x": amax, "in_force": in_force, "staged": staged, "result": result}
     return Launch("delay", 1, arguments, constants, 1)

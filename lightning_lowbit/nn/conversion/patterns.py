@@ -18,8 +18,7 @@ from lightning_lowbit.nn.layers.layer import clean_name
 
 
 class Names(list[str]):
-    """Names of a model's layers, each once. ``others`` has the further names under which the model holds a layer:
-    a pattern may match any of them."""
+    """Names of a model's layers, each once. ``others`` has a layer's further names; patterns match any of them."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__(names)

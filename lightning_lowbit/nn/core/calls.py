@@ -46,8 +46,7 @@ class Calls:
             self.drawn.clear()
 
     def number(self, layer: Any, site: int | None = None) -> int:
-        """Returns the number of the call that begins now, at a ``site`` of a compiled graph; a ``ValueError`` if
-        unknown."""
+        """Returns the number of a call that begins, at a ``site`` of a compiled graph; a ``ValueError`` if unknown."""
         regions, again = _surroundings(site is not None)
         if again is None:
             number = self._counts[id(layer)]

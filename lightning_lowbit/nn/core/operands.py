@@ -249,8 +249,7 @@ class OperandHow:
         return self.transform.diagonal(None if one.keys is None else one.keys[self.signs_index], device)
 
     def with_rotation(self, source: OperandInput, signs: Tensor) -> OperandInput:
-        """Returns the input with signs to rotate groups along the contraction axis; one process must hold each
-        group."""
+        """Returns the input with signs to rotate groups along the contraction axis. No process cuts a group."""
         if source.is_operand:  # it was rotated before
             return source
         if self.cut is not None and self.cut.dim == self.dim:
@@ -270,8 +269,7 @@ class OperandHow:
         merge_statistics_(row, statistics)
 
     def through_rounding(self, gradient: Tensor, x: Tensor | None, amax: Tensor | None, one: Pass) -> Tensor:
-        """Applies the surrogate derivative of rounding: turns dL/dQ(x) into dL/dx, in the space that fprop rounds
-        in."""
+        """Applies the surrogate derivative of rounding: turns dL/dQ(x) into dL/dx, in the space of the rounding."""
         if self.surrogate is None:
             return gradient  # straight through
         assert self.cast is not None

@@ -125,8 +125,8 @@ class LayerAmaxes(NamedTuple):
     switch: list[bool] | None
 
     def __deepcopy__(self, memo: Any) -> "LayerAmaxes":
-        """Copies without the switch. In training a copy gets no amaxes, and so scales by its own; after training, the
-        same ones."""
+        """Copies without the switch: in training zeros, so that a copy scales by its own amaxes; later the same
+        ones."""
         one = torch.clone if self.switch is None else torch.zeros_like
         return LayerAmaxes(one(self.in_force), one(self.staged), one(self.channels), one(self.staged_channels), None)
 

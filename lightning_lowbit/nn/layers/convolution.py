@@ -149,12 +149,10 @@ class QuantizedConvolution(QuantizedLayer):
 
 
 class QuantizedTransposed(QuantizedConvolution):
-    """Base class of converted transposed convolutions. Outputs of the GEMM are rounded to the dtype of the computation,
-    and added up in float32."""
+    """Base class of converted transposed convolutions: rounded outputs of the GEMM are added up in float32."""
 
     def weight_matrix(self) -> Tensor:
-        """Returns a copy of the weight: ``[kernel · C_out, C_in]``, channels innermost, or ``[groups, …]`` a stack of
-        such."""
+        """Returns a copy ``[kernel · C_out, C_in]``, channels innermost, or ``[groups, …]`` a stack of such."""
         return super().weight_matrix()
 
     def _matrices(self, weight: Any) -> tuple[Tensor, Tensor]:
@@ -175,8 +173,7 @@ class QuantizedTransposed(QuantizedConvolution):
         return self.in_channels, saved_bits(self.full_casts, self.lowbit.save, dtype)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        """Computes the transposed convolution of ``input`` ``[N, C, *sizes]`` or ``[C, *sizes]``; under autocast in its
-        dtype."""
+        """Computes the transposed convolution of ``[N, C, *sizes]`` or ``[C, *sizes]``; under autocast in its dtype."""
         if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
             return super(QuantizedLayer, self).forward(input, output_size)
         if self.padding_mode != "zeros":

@@ -45,8 +45,7 @@ class RoutedExperts(CompositeLayer):
 
     @staticmethod
     def before_forward(module: Any, args: Any) -> None:
-        """Notes which experts this process holds: to the forward pass, expert parallelism of transformers gives the
-        stacks as plain tensors."""
+        """Notes which experts this process holds. Expert parallelism gives the forward pass plain tensors."""
         if module.is_plain:
             return
         for part in module.parts.values():
@@ -84,8 +83,7 @@ class RoutedExperts(CompositeLayer):
 
 
 class ExpertsAndIdentities(RoutedExperts):
-    """The experts of LongCat, after which come some that return their input: of these, the stack of ``gate_up_proj``
-    has matrices without use."""
+    """The experts of LongCat. Some return their input: matrices of theirs in ``gate_up_proj`` have no use."""
 
     num_routed_experts: int
     zero_expert_num: int

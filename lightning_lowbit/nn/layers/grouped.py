@@ -103,8 +103,7 @@ class GroupedLinear(nn.Module):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | None = None) -> Tensor:
-    """Does :meth:`GroupedLinear.forward` in high precision, of any parameters: a loop of
-    ``torch.nn.functional.linear``."""
+    """Does :meth:`GroupedLinear.forward` in high precision, of any parameters: a loop of ``F.linear``."""
     ends = ends_of(offsets, len(x), len(weight))
     *parts, rest = _split(x, ends)
     results = [F.linear(*arguments) for arguments in _by_expert(parts, weight, bias)]
