@@ -4,7 +4,7 @@
     exported: W' rounded to nearest, by the cast of the base where the format holds it, or else by the format's own
 
 The base was rounded before the adapters were trained, and their sum is on no grid: it is rounded again, which nothing
-was trained for. What that costs is in the parity report, which compares with the unmerged model.
+was trained for. The parity report compares it with the unmerged model.
 """
 
 import copy

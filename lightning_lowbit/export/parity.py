@@ -6,7 +6,7 @@
     loss       of the next token, and greedy tokens: against the training's forward pass as it was
 
 A client that keeps activations in high precision computes other logits than a training that quantized them: closer to
-the unquantized ones. What a layer computes depends on its own operands alone, so that this decides. Logits decide where
+the unquantized ones. A layer's output depends on its own operands alone: so layers decide. Logits decide where
 the client shows no layers, and where inputs stay in high precision tell whether the rest of the network is the same.
 """
 

@@ -7,7 +7,7 @@ The scale of row r and block c, of C' blocks:
 
     ((r // 128) * (C' / 4) + c // 4) * 512  +  (r % 32) * 16  +  (r % 128) // 32 * 4  +  c % 4
 
-What is missing to whole tiles is zero, as are the codes up to the multiples that GEMMs ask for. AMD's GPUs take scales
+Tiles are filled up with zeros, as are codes up to the multiples that GEMMs ask for. AMD's GPUs take scales
 row by row, and GEMMs of blocks of 128 take everything as it is.
 """
 

@@ -293,7 +293,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def another_draw(self, number: int = 0) -> Generator[None, None, None]:
         """Context for another backward pass over the same graph, with other random bits for stochastic rounding.
 
-        Call :meth:`expect_draws` before the forward pass. What this backward pass records in layers and histories is
+        Call :meth:`expect_draws` before the forward pass. Records of this backward pass in layers and histories are
         discarded. ``number`` is the index of the draw, 0 or more; each has its own bits.
 
         Raises:

@@ -86,7 +86,7 @@ class AtTokens(Trigger):
     """Due after a number of tokens, over all data-parallel ranks.
 
     Each rank counts its own tokens on the host. At some steps, one collective sums them: if R tokens are missing, at p
-    tokens per step so far, the next sum is R / 2p steps later. That makes a logarithmic number of sums, and is exact
+    tokens per step so far, the next sum is R / 2p steps later. The number of sums is logarithmic, and the step exact
     unless steps become more than twice as large as their average.
     """
 

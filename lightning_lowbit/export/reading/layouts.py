@@ -243,7 +243,7 @@ def _scaled(element: str, values: Tensor, scale: Tensor, block: Any) -> Codes:
 
 
 def _nvfp4(columns: int, weight: str, scale: str, parts: Parts) -> Codes:
-    """Returns the scale of the matrix multiplies in files of modelopt, and divides in those of compressed-tensors."""
+    """Reads NVFP4: modelopt keeps the scale of the matrix, compressed-tensors one over it."""
     factor = parts[scale].float().reshape(())
     factor = factor if scale == "weight_scale_2" else 1 / factor
     return Codes(_NVFP4, _elements(parts[weight], "e2m1", columns), parts["weight_scale"].float(), factor)

@@ -121,8 +121,8 @@ def _check(path: Path, descriptor: int) -> None:
 def _can_be_closed(descriptor: int, mode: int) -> bool:
     """Returns whether a folder is open to its group alone, as umask 002 makes it, and holds only libraries.
 
-    So no folder that serves others too, such as /tmp or /usr/local of root, gets other permissions. What the group may
-    have left there is refused file by file.
+    So no folder that serves others too, such as /tmp or /usr/local of root, gets other permissions. Files
+    that the group may have left there are refused one by one.
     """
     is_for_group = bool(mode & stat.S_IWGRP) and not mode & (stat.S_IWOTH | stat.S_ISVTX | stat.S_ISGID)
     return is_for_group and all(name.startswith("kernels-") for name in os.listdir(descriptor))

@@ -1,6 +1,6 @@
 """The kernels. Each makes an operand in one launch, on a grid of one dimension; strides count elements.
 
-Of a matrix, a program takes a tile, or some blocks in a tile whose sides are powers of two
+A program takes a tile of a matrix, or some blocks in a tile whose sides are powers of two
 (:mod:`lightning_lowbit.kernels.gpu.tiles`).
 """
 
