@@ -63,7 +63,6 @@ def fraction(name: str, value: _T, what: str = "a fraction", *, or_none: bool = 
 
 
 def flag(name: str, value: _T, what: str = "true or false") -> _T:
-    """Accepts True or False."""
     return _checked(name, value, isinstance(value, bool), what, False, {})
 
 

@@ -90,7 +90,7 @@ def kernels_for(x: Tensor) -> Literal["cpp", "triton"] | None:
 
 @contextmanager
 def counted_as(*shape: int) -> Iterator[None]:
-    """Within this context a matrix product counts as one of this shape, without its padding."""
+    """Counts a matrix product here as one of this shape, without its padding."""
     previous, _thread.shape = counted_shape(), shape
     try:
         yield
@@ -99,7 +99,7 @@ def counted_as(*shape: int) -> Iterator[None]:
 
 
 def counted_shape() -> tuple[int, ...] | None:
-    """The shape of :func:`counted_as` in this thread (rows, inner size, columns); None outside of it."""
+    """Returns the shape of :func:`counted_as` in this thread (rows, inner size, columns); None outside of it."""
     return getattr(_thread, "shape", None)
 
 
@@ -113,18 +113,17 @@ def _counted_for(layer: int, gemm: str, again: bool) -> Iterator[None]:
 
 
 def counted_for(layer: int, gemm: str, again: bool = False) -> AbstractContextManager[None]:
-    """Within this context a matrix product counts as a GEMM of the layer with this ``id``; ``again``: as one that is
-    computed a second time."""
+    """Counts matrix products here as a GEMM of the layer with this ``id``; ``again``: for a second time."""
     return nullcontext() if torch.compiler.is_compiling() else _counted_for(layer, gemm, again)
 
 
 def counted_product() -> tuple[int, str, bool] | None:
-    """The arguments of :func:`counted_for` in this thread; None outside of it."""
+    """Returns the arguments of :func:`counted_for` in this thread; None outside of it."""
     return getattr(_thread, "product", None)
 
 
 def within_cast() -> AbstractContextManager[None]:
-    """Within this context matrix products belong to a cast, and are not counted as GEMMs of the model."""
+    """Leaves matrix products here out of the GEMMs of the model: they belong to a cast."""
     return counted_as(0)
 
 

@@ -76,13 +76,13 @@ class Format:
         return (code + (values < 0) * 2 ** (self.bits - 1)).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """float32 values of codes, in the same shape."""
+        """Returns float32 values of codes, in the same shape."""
         return table(self, codes.device)[codes.to(torch.int64)]
 
 
 @cache
 def table(format: Format, device: torch.device | None = None) -> Tensor:
-    """float32 ``[2^bits]``: the value of each code, NaN where a code means no number."""
+    """Returns float32 ``[2^bits]``: the value of each code, NaN where a code means no number."""
     if format.dtype is not None:
         return torch.arange(2**format.bits, dtype=torch.uint8, device=device).view(format.dtype).float()
     return torch.tensor([_value(format, code) for code in range(2**format.bits)], device=device)
@@ -111,7 +111,7 @@ def _float(name: str, largest: float, dtype: torch.dtype | None = None) -> Forma
 
 
 def integer(bits: int) -> Format:
-    """The format of whole numbers up to ±(2^(bits-1) - 1)."""
+    """Returns the format of whole numbers up to ±(2^(bits-1) - 1)."""
     # min_exponent = mantissa_bits: the whole range lies below the first binade and has spacing 1.
     return Format(f"int{bits}", bits, bits - 1, bits - 1, 2 ** (bits - 1) - 1, encoding="twos-complement")
 

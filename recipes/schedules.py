@@ -85,7 +85,7 @@ class WarmupCosine(WarmupSchedule):
     Args:
         optimizer: its learning rates are the peak.
         warmup_steps: optimizer steps until the peak; 0 starts there. A number below 1 is a share of all steps.
-        total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
+        total_steps: optimizer steps of the whole run; with None, ``CausalLM`` fills in those of its Trainer.
         final_fraction: last learning rate over the peak.
 
     Raises:
@@ -121,7 +121,7 @@ class TwoStageLinear(WarmupSchedule):
     Args:
         optimizer: its learning rates are the peak of the first stage.
         warmup_steps: optimizer steps until the peak; 0 starts there. A number below 1 is a share of all steps.
-        total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
+        total_steps: optimizer steps of the whole run; with None, ``CausalLM`` fills in those of its Trainer.
         second_peak: the peak of the second stage over that of the first.
         at: start of the second stage, as a fraction of all optimizer steps.
 

@@ -25,7 +25,6 @@ def weights_of(module: Any) -> Iterator[FSDPParam]:
 
 
 def owner_of(record: FSDPParam) -> Any:
-    """Returns the module that owns the parameter of a record."""
     return record._module_info.module
 
 

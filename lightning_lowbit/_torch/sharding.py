@@ -8,7 +8,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def process_group(name: Any) -> Any:
-    """Returns the process group of a name."""
     from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
     return _resolve_process_group(name)
@@ -56,8 +55,7 @@ def flat_parameters(handle: Any) -> list[tuple[Tensor, torch.Size]]:
 
 
 def remembered_class(cls: Any, sharded: Any) -> Any:
-    """Returns the class that ``fully_shard`` of FSDP2 gives to modules of a class: the one that it knows, or else
-    ``sharded``, which it knows from then on."""
+    """Returns FSDP2's class for sharded modules of a class; ``sharded`` becomes that class if FSDP2 knows none."""
     from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 
     return get_cls_to_fsdp_cls().setdefault(cls, sharded)

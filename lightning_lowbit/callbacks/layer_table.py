@@ -130,7 +130,7 @@ def merge_numbers(flops: Mapping[str, int], reasons: Mapping[str, str]) -> list[
 
 
 def _range(names: list[str]) -> str:
-    """``layers.0.up`` … ``layers.7.up`` as ``layers.{0-7}.up``."""
+    """Writes ``layers.0.up`` … ``layers.7.up`` as ``layers.{0-7}.up``."""
     columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
 
     def part(texts: tuple[str, ...]) -> str:
@@ -140,7 +140,7 @@ def _range(names: list[str]) -> str:
 
 
 def _runs(numbers: list[int]) -> str:
-    """``0,2-5`` of 0, 2, 3, 4, 5."""
+    """Writes 0, 2, 3, 4, 5 as ``0,2-5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

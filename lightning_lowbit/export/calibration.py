@@ -44,7 +44,7 @@ def tokens_of(source: TrainedModel, text: str | Path | None) -> Tensor:
 
 @torch.no_grad()
 def input_amaxes(source: TrainedModel, tokens: Tensor) -> dict[str, float]:
-    """The largest magnitude of each layer's input, by name, over the training's forward pass of some tokens."""
+    """Returns the largest magnitude of each layer's input, by name, over the training's forward pass of some tokens."""
     amaxes: dict[str, float] = dict.fromkeys(source.layers, 0.0)
 
     def note(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -61,7 +61,7 @@ def card(exported: "Exported", source: TrainedModel, format: Format, license: st
 
 
 def layers_table(exported: "Exported") -> str:
-    """A row for each layer: its cast, its bytes, and how far its weight is from that of the training."""
+    """Returns a row for each layer: its cast, its bytes, and the difference of its weight from the training's."""
     shown = exported.rows[:_SHOWN]
     rows = [[row.name, row.cast, f"{row.bytes:,}", f"{row.error:.3g}"] for row in shown]
     table = as_markdown(Table(("layer", "weight", "bytes", "difference from the training"), rows)) if rows else ""
@@ -70,7 +70,7 @@ def layers_table(exported: "Exported") -> str:
 
 
 def _metadata(source: TrainedModel, format: Format, license: str | None) -> dict[str, Any]:
-    """The metadata that the Hugging Face Hub reads."""
+    """Returns the metadata that the Hugging Face Hub reads."""
     name = str(getattr(source.config, "name_or_path", "") or "")
     base = _base(name)
     model: Any = source.model
@@ -97,7 +97,7 @@ def _hub_name(name: str) -> str | None:
 
 
 def _base(name: str) -> Mapping[str, Any]:
-    """The metadata of the card in the folder of a model; empty without a card."""
+    """Returns the metadata of the card in the folder of a model; empty without a card."""
     try:
         text = (Path(name).expanduser() / "README.md").read_text() if name else ""
         front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
@@ -107,7 +107,7 @@ def _base(name: str) -> Mapping[str, Any]:
 
 
 def portable(value: Any) -> Any:
-    """A value without the folders of this machine: of an absolute path its last name."""
+    """Returns a value without the folders of this machine: of an absolute path its last name."""
     if isinstance(value, Mapping):
         return {name: portable(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -64,7 +64,7 @@ class Exported:
     outputs = property(lambda self: self.comparison.outputs)
 
     def compared(self) -> str:
-        """The result of the comparison, in lines."""
+        """Returns the result of the comparison, in lines."""
         return str(self.comparison)
 
 
@@ -150,7 +150,7 @@ def export_checkpoint(
 
 
 def _chosen(format: str, dtype: str | None) -> tuple[Format, torch.dtype]:
-    """A format, and the dtype of tensors that are not quantized."""
+    """Returns a format, and the dtype of tensors that are not quantized."""
     chosen = FORMATS[choose("format", format, FORMATS)]
     held = {name: value for name, value in DTYPES.items() if value in chosen.dtypes}
     if dtype is not None and choose("dtype", dtype, DTYPES) not in held:
@@ -259,7 +259,7 @@ def _export(
 
 
 def fitting(source: TrainedModel) -> list[str]:
-    """The formats that can hold all quantized layers of a model."""
+    """Returns the formats that can hold all quantized layers of a model."""
     return [name for name, format in FORMATS.items() if format.fits(source)]
 
 

@@ -58,7 +58,7 @@ def load_compressed(
 
 
 class Contents(NamedTuple):
-    """A folder's tensors: the quantized layers by name, each with its casts and bytes, and all other tensors."""
+    """The tensors of a folder: quantized layers by name, each with casts and bytes, and all other tensors."""
 
     layers: Mapping[str, tuple[LinearCasts, Frozen, Tensor]]
     others: Mapping[str, Tensor]
@@ -155,7 +155,7 @@ def _casts(name: str, cast: Cast, casts: LinearCasts | None, columns: int) -> Li
 
 
 def _kind(cast: Cast, columns: int) -> tuple[Any, ...]:
-    """The kind of codes and scales, whatever the scales were made from: a block of all columns is a row."""
+    """Returns the kind of codes and scales, whatever the scales were made from: a block of all columns is a row."""
     scale, block = cast.scale, cast.scale.block
     if isinstance(block, tuple) and scale.two_level:  # each row of a tile has its scale in the file
         block = block[1]
@@ -165,7 +165,7 @@ def _kind(cast: Cast, columns: int) -> tuple[Any, ...]:
 
 
 def _others(model: nn.Module, tensors: Mapping[str, Tensor], quantized: set[str], folder: Path) -> dict[str, Tensor]:
-    """The tensors of a file that are not quantized; a ``ValueError`` if the model has others."""
+    """Returns the tensors of a file that are not quantized; a ``ValueError`` if the model has others."""
     state = model.state_dict(keep_vars=True)
     names = {name: id(tensor) for name, tensor in state.items()}
     computed = dict(model.named_buffers()).keys() - state.keys()  # the model makes them

@@ -118,7 +118,7 @@ def load_network(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def pretrained(cls: Any, folder: Path, **arguments: Any) -> Any:
-    """A model in evaluation mode that ``from_pretrained`` of a class of ``transformers`` makes of a folder.
+    """Returns a model in evaluation mode that ``from_pretrained`` of a class of ``transformers`` makes of a folder.
 
     Raises:
         ValueError: the folder takes code of its own, which is not run; a file is missing or damaged; or a tensor is
@@ -155,7 +155,7 @@ def pretrained(cls: Any, folder: Path, **arguments: Any) -> Any:
 
 
 def empty_network(config: Mapping[str, Any], folder: Path) -> Any:
-    """The network of a folder's configuration without its quantization, with parameters on the meta device.
+    """Returns the network of a folder's configuration without its quantization, with parameters on the meta device.
 
     Raises:
         ValueError: ``transformers`` has no such network, or cannot make it of this configuration.
@@ -177,7 +177,7 @@ def empty_network(config: Mapping[str, Any], folder: Path) -> Any:
 
 
 def architecture(config: Mapping[str, Any], folder: Path) -> Any:
-    """The class of ``transformers`` that a configuration names.
+    """Returns the class of ``transformers`` that a configuration names.
 
     Raises:
         ValueError: there is no such class.

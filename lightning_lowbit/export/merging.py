@@ -4,7 +4,7 @@
     exported: W' rounded to nearest, by the cast of the base where the format holds it, or else by the format's own
 
 The base was rounded before the adapters were trained, and their sum is on no grid: it is rounded again, which nothing
-was trained for. What that costs is in the parity report, which compares with the unmerged model.
+was trained for. The parity report compares it with the unmerged model.
 """
 
 import copy
@@ -72,7 +72,7 @@ def rounding_errors(source: TrainedModel) -> Mapping[str, float]:
 
 
 def _dense(trained: Any) -> Any:
-    """A model of ``transformers`` with the sums of weights and adapters, in float32."""
+    """Returns a model of ``transformers`` with the sums of weights and adapters, in float32."""
     whole = unpack_frozen(copy.deepcopy(trained)).float()
     try:  # prompts cannot be merged, and sums may be infinite
         state: dict[str, Tensor] = whole.merge_and_unload(safe_merge=True).state_dict()
@@ -112,12 +112,12 @@ def _quantized(source: TrainedModel, model: Any, casts: Mapping[str, Cast]) -> T
 
 
 def _name_in_base(name: str) -> str:
-    """The name of a layer of a model with adapters, in the model without."""
+    """Returns the name of a layer of a model with adapters, in the model without."""
     return re.sub(r"^base_model\.model\.", "", name).replace(".base_layer", "")
 
 
 def _linear_layers(base: Any) -> list[str]:
-    """All linear layers of a base in high precision but its output layer."""
+    """Returns all linear layers of a base in high precision but its output layer."""
     head = base.get_output_embeddings()
     parts = {id(part) for part in head.modules()} if head is not None else set()
     linear = {name for name, part in base.named_modules() if isinstance(part, nn.Linear) and id(part) not in parts}

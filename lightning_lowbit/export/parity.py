@@ -6,7 +6,7 @@
     loss       of the next token, and greedy tokens: against the training's forward pass as it was
 
 A client that keeps activations in high precision computes other logits than a training that quantized them: closer to
-the unquantized ones. What a layer computes depends on its own operands alone, so that this decides. Logits decide where
+the unquantized ones. A layer's output depends on its own operands alone: so layers decide. Logits decide where
 the client shows no layers, and where inputs stay in high precision tell whether the rest of the network is the same.
 """
 
@@ -182,8 +182,8 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def outputs_difference(source: TrainedModel, loaded: Any, shape: Sequence[int]) -> float:
-    """The norm of the difference of outputs for a random input of a shape, relative to theirs: of models that take no
-    tokens, and give one tensor."""
+    """Returns the norm of the difference of outputs for a random input of a shape, relative to theirs: of models that
+    take no tokens, and give one tensor."""
     x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0))
     ours, theirs = source.model(x).float(), loaded(x).float()
     return float((theirs - ours).norm() / ours.norm())
@@ -209,8 +209,8 @@ def _layers(
     tokens: Tensor,
     shows: Callable[[Any, Weight], Tensor | None],
 ) -> tuple[dict[str, float], dict[str, float], bool]:
-    """The differences of a loaded model's layers from the files: of weights, and of outputs for an input; and whether
-    weights were quantized again."""
+    """Returns the differences of a loaded model's layers from the files: of weights, and of outputs for an input; and
+    whether weights were quantized again."""
     modules = dict(loaded.named_modules()) if isinstance(loaded, nn.Module) else {}
     passed: dict[str, tuple[Tensor, Tensor]] = {}
     names = {id(module): name for name, module in modules.items() if name in inputs}
@@ -248,7 +248,7 @@ def _other_parameters(source: TrainedModel, loaded: nn.Module, dtype: torch.dtyp
 
 
 def _beyond_rounding(loaded: Tensor, exact: Tensor) -> float:
-    """The largest difference of a weight that its rounding to a dtype, and one of its scale in float32, do not explain.
+    """Returns a weight's largest difference beyond its rounding to a dtype and that of its scale in float32.
 
     Some products of codes and scales lie in the middle between two numbers of bfloat16, or beside it.
     """

@@ -1,4 +1,4 @@
-"""``lowbit.json`` in an exported folder: how each layer was trained, for :func:`load`."""
+"""``lowbit.json`` in an exported folder: how each layer was trained, for ``load``."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,7 +45,7 @@ def write_record(source: TrainedModel, format: str, folder: Path) -> None:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record of an exported folder; None for folders of others.
+    """Returns the record of an exported folder; None for folders of others.
 
     Raises:
         ValueError: the file is damaged, or of a later version.

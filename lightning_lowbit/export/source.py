@@ -122,7 +122,7 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
 
 
 def _shared(trained: Trained, prefix: str, layers: Mapping[str, QuantizedLayer]) -> list[list[str]]:
-    """The groups of quantized layers that share an amax, by their names in the model."""
+    """Returns the groups of quantized layers that share an amax, by their names in the model."""
     if not trained.shared_amax:
         return []
     inside = f"{prefix}." if prefix else ""
@@ -146,7 +146,7 @@ def _run_facts(checkpoint: Path) -> dict[str, Any]:
 
 
 def _class_name(hyper_parameters: Mapping[str, Any], checkpoint: Any) -> str:
-    """The class of a recipe. Others are not imported, because whoever wrote the file chose them."""
+    """Returns the class of a recipe. Others are not imported, because whoever wrote the file chose them."""
     name = str(hyper_parameters.get("_class_path", _CAUSAL_LM if "network" in hyper_parameters else ""))
     if name.startswith(_RECIPES):
         return name
@@ -158,7 +158,7 @@ def _class_name(hyper_parameters: Mapping[str, Any], checkpoint: Any) -> str:
 
 
 def _module(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
-    """A module of a class with its hyper-parameters, and parameters on the meta device."""
+    """Returns a module of a class with its hyper-parameters, and parameters on the meta device."""
     package, _, name = path.rpartition(".")
     try:
         cls = getattr(import_module(package), name)
@@ -187,7 +187,7 @@ def _module(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """A module without the wrappers of ``torch.compile``."""
+    """Returns a module without the wrappers of ``torch.compile``."""
     for parent in [*module.modules()]:
         for name, part in parent.named_children():
             setattr(parent, name, uncompiled(part))
@@ -195,7 +195,7 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 
 
 def _state(module: nn.Module, loaded: Mapping[str, Any], checkpoint: str | Path) -> Mapping[str, Tensor]:
-    """The tensors of a checkpoint, a file or a folder of shards, by clean names."""
+    """Returns the tensors of a checkpoint, a file or a folder of shards, by clean names."""
     if Path(checkpoint).expanduser().is_dir():
         return load_shards(module.state_dict(), Path(checkpoint).expanduser(), same_dtype=False)
     state = loaded.get("state_dict")
@@ -240,8 +240,7 @@ def _assign(module: nn.Module, state: Mapping[str, Tensor], checkpoint: Any) -> 
 
 
 def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module]:
-    """The model of ``transformers`` that holds a module's quantized layers, with its name there; without one, the
-    module."""
+    """Returns name and module of the transformers model that holds the quantized layers; else ``""`` and the module."""
     modules = dict(module.named_modules())
     models = {name: m for name, m in modules.items() if hasattr(m, "config") and hasattr(m, "save_pretrained")}
     if not models:
@@ -263,12 +262,11 @@ def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module]:
 
 
 def hp_forward(casts: LinearCasts) -> LinearCasts:
-    """Casts of a forward pass with the same weight, and activations in high precision, as in engines that quantize
-    none."""
+    """Returns casts of a forward pass with the same weight, and activations in high precision."""
     return LinearCasts(fprop_w=casts.fprop_w)
 
 
 def eos_tokens(model: nn.Module) -> list[int]:
-    """The ids at which a model's generation stops."""
+    """Returns the ids at which a model's generation stops."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return [] if ends is None else ends if isinstance(ends, list) else [ends]

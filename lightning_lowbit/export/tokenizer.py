@@ -20,7 +20,7 @@ _WAYS = "Give --tokenizer bytes, a folder written by its save_pretrained, or a n
 
 
 def bytes_tokenizer() -> "PreTrainedTokenizerFast":
-    """A tokenizer with the 256 bytes as ids, no special tokens around a text, and byte 0 as its ``eos_token``.
+    """Returns a tokenizer with the 256 bytes as ids, no special tokens around a text, and byte 0 as its ``eos_token``.
 
     Examples:
         >>> bytes_tokenizer()("é!")["input_ids"]
@@ -38,8 +38,8 @@ def bytes_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer of ``transformers``: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes; code beside it is
-    not run.
+    """Returns a tokenizer of ``transformers``: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes; code
+    beside it is not run.
 
     Raises:
         ValueError: there is no such tokenizer.
@@ -57,8 +57,8 @@ def load_tokenizer(name: str) -> Any:
 
 
 def fitting_tokenizer(name: str, model: Any) -> Any:
-    """A tokenizer as :func:`load_tokenizer` gives it, all of whose ids a model of ``transformers`` takes; but for
-    special tokens, which no text gives.
+    """Returns a tokenizer as :func:`load_tokenizer` gives it, all of whose ids a model of ``transformers`` takes; but
+    for special tokens, which no text gives.
 
     Raises:
         ValueError: there is no such tokenizer, or it has more ids.
@@ -77,7 +77,7 @@ def fitting_tokenizer(name: str, model: Any) -> Any:
 
 
 def byte_characters() -> list[str]:
-    """The visible character that stands for each byte in byte-level vocabularies (GPT-2's ``encoder.py``).
+    """Returns the visible character that stands for each byte in byte-level vocabularies (GPT-2's ``encoder.py``).
 
     Examples:
         >>> byte_characters()[97], byte_characters()[32]

@@ -75,7 +75,7 @@ def check(source: TrainedModel, obstacles: Mapping[str, str | None], format: str
 
 
 def fused_groups(source: TrainedModel) -> list[list[str]]:
-    """Names of the layers that engines fuse, of which each group has more than one."""
+    """Returns groups of layers that engines fuse, each of more than one, by name."""
     members: dict[tuple[str, str], list[str]] = {}
     for name in source.layers:
         parent, _, last = name.rpartition(".")
@@ -89,7 +89,7 @@ def fused_groups(source: TrainedModel) -> list[list[str]]:
 def matrices(
     source: TrainedModel, together: Sequence[Sequence[str]] = ()
 ) -> Iterator[tuple[str, Tensor, Mapping[str, Tensor]]]:
-    """Name and weight of each layer, in the model's order, and all weights that were read for it, each once.
+    """Yields name and weight of each layer, in the model's order, and all weights that were read for it, each once.
 
     A weight is ``[out_features, in_features]``, or a stack of such, in the dtype in which the training computed. Layers
     that share an amax are read when the first of them comes, and have the amax from then on. ``together`` are names of
@@ -118,7 +118,7 @@ def matrices(
 def weights(
     source: TrainedModel, fused: bool = False, rescale: bool = False, scale_dtype: torch.dtype | None = None
 ) -> Iterator[Weight]:
-    """The weights of all layers that have one matrix, one at a time, in the model's order.
+    """Yields the weights of all layers that have one matrix, one at a time, in the model's order.
 
     Args:
         source: the model.
@@ -152,7 +152,7 @@ def weights(
 def _largest(
     source: TrainedModel, read: Mapping[str, Tensor], fusing: Sequence[Sequence[str]], rescale: bool
 ) -> dict[str, Tensor]:
-    """The largest amax of each group whose layers have several, by layer."""
+    """Returns the largest amax of each group whose layers have several, by layer."""
     changed: dict[str, Tensor] = {}
     for names in fusing:
         trained: dict[str, Tensor] = {}
@@ -173,7 +173,7 @@ def _largest(
 
 
 def _rounded(weight: Weight, dtype: torch.dtype, rescale: bool) -> Weight:
-    """A weight with scales as engines keep them."""
+    """Returns a weight with scales as engines keep them."""
     trained, short = weight.quantized, str(dtype).removeprefix("torch.")
     if torch.equal(trained.scales.to(dtype).float(), trained.scales.float()):
         return weight
@@ -218,7 +218,7 @@ def has_second_level(cast: Cast) -> bool:
 
 
 def divisor(scale: Tensor) -> Tensor:
-    """The number whose reciprocal in float32 is a scale, 0-d float32: engines divide by it.
+    """Returns the number whose reciprocal in float32 is a scale, 0-d float32: engines divide by it.
 
     A scale that is itself a reciprocal has one, within two neighbors of its reciprocal. For others there may be none,
     and the result is the number that comes closest.

@@ -1,6 +1,7 @@
-"""The forms for which Triton compiles kernels, as far as their bits may depend on it, and samples to compare them on.
+"""Forms and samples of the Triton kernels.
 
-A form is None for arguments that a kernel does not take, a sample for forms that no kernel serves.
+A form holds all on which a compiled kernel's bits may depend; None for arguments that the kernel does not take. A
+sample holds arguments of a form, on which the kernel is compared; None for forms that no kernel serves.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ class CastForm(NamedTuple):
 
 
 def cast_form(x: Tensor, call: CastCall) -> CastForm | None:
-    """The form of a cast of a whole matrix, or of a shard that needs no other process."""
+    """Returns the form of a cast of a whole matrix, or of a shard that needs no other process."""
     if not 0 < x.numel() < 2**31 or x.dim() != 2 or not call.is_regular(x.device) or not call.stands_alone():
         return None
     group = 0
@@ -45,7 +46,6 @@ def cast_form(x: Tensor, call: CastCall) -> CastForm | None:
 
 
 def cast_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCall] | None:
-    """A sample of an operand."""
     cast, x = Cast.from_spec(form.spec), torch.empty(1, 1, dtype=form.source, device=device)
     if form.group and triton.rotation_obstacle(cast, form.dim) is not None:
         return None
@@ -53,13 +53,11 @@ def cast_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCall]
 
 
 def pair_form(x: Tensor, row: CastCall, column: CastCall) -> tuple[CastForm, CastForm] | None:
-    """The forms of two operands from one read of a whole matrix."""
     forms = cast_form(x, row), cast_form(x, column)
     return None if forms[0] is None or forms[1] is None else (forms[0], forms[1])
 
 
 def pair_sample(form: tuple[CastForm, CastForm], device: torch.device) -> tuple[Tensor, CastCall, CastCall] | None:
-    """A sample of two operands from one read."""
     row, column = cast_sample(form[0], device), cast_sample(form[1], device)
     if row is None or column is None or triton.covers_both(row[1].cast, column[1].cast) is not None:
         return None
@@ -67,25 +65,22 @@ def pair_sample(form: tuple[CastForm, CastForm], device: torch.device) -> tuple[
 
 
 def pack_form(x: Tensor, call: CastCall) -> CastForm | None:
-    """The form of a packed operand: no kernel rotates it, and a byte holds codes of one row."""
+    """Returns the form of a packed operand: no kernel rotates it, and a byte holds codes of one row."""
     is_whole = call.rotation is None and x.dim() == 2 and x.shape[1] % per_byte(call.cast.format) == 0
     return cast_form(x, call) if is_whole else None
 
 
 def pack_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCall] | None:
-    """A sample of a packed operand."""
     x, call = _sample(form, device)
     return (x, call) if triton.obstacle(device) is None and triton.packs(call.cast, x, form.dim) else None
 
 
 def unpack_form(data: Tensor, _: Tensor, call: CastCall, shape: torch.Size, source: torch.dtype) -> CastForm | None:
-    """The form of an operand that is unpacked."""
     is_whole = shape.numel() > 0 and shape[1] % per_byte(call.cast.format) == 0
     return CastForm(call.cast.spec, call.dim, source, call.values_dtype(source)) if is_whole else None
 
 
 def unpack_sample(form: CastForm, device: torch.device) -> tuple[Any, ...] | None:
-    """A sample of bytes, with the other arguments."""
     if (arguments := pack_sample(form, device)) is None:
         return None
     x, call = arguments
@@ -93,20 +88,18 @@ def unpack_sample(form: CastForm, device: torch.device) -> tuple[Any, ...] | Non
 
 
 def layout_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCall] | None:
-    """A sample of an operand of a native GEMM."""
     x, call = _sample(form, device, rows=72)
     return (x, call) if triton.lays_out(call.cast, x, form.block, form.dim) else None
 
 
 def rotation_form(x: Tensor, rotation: Tensor | None, dim: int) -> tuple[int, int, torch.dtype] | None:
-    """The size of groups (0 for none), their dimension, and the dtype of a matrix that is rotated or measured."""
+    """Returns the size of groups (0 for none), their dimension, and the dtype of a matrix to rotate or measure."""
     if x.numel() == 0 or x.dim() != 2 or (rotation is not None and not triton.are_signs(rotation, x, dim)):
         return None
     return (0, 1, x.dtype) if rotation is None else (len(rotation), dim, x.dtype)
 
 
 def rotation_sample(form: tuple[int, int, torch.dtype], device: torch.device) -> tuple[Any, ...] | None:
-    """A sample of a matrix that is rotated or measured, with the other arguments."""
     group, dim, dtype = form
     x, *_ = _normal((64, 160), device=device)
     signs = Hadamard(group).diagonal(None, device) if group else None
@@ -114,19 +107,17 @@ def rotation_sample(form: tuple[int, int, torch.dtype], device: torch.device) ->
 
 
 def product_form(product: Tensor, *others: object) -> torch.dtype | None:
-    """The dtype of a product whose results are rounded."""
+    """Returns the dtype of a product whose results are rounded."""
     return product.dtype if product.numel() and product.dtype in (torch.float32, torch.int32) else None
 
 
 def product_sample(form: torch.dtype, device: torch.device) -> tuple[Any, ...] | None:
-    """A sample of a product, with factors, a bias and a dtype."""
     product, rows, columns, bias = _normal((40, 72), (40, 1), (1, 72), (72,), device=device)
     arguments = (product * 100).to(form), [rows, columns], bias, torch.bfloat16
     return arguments if triton.obstacle(device) is None else None
 
 
 def amax_sample(form: object, device: torch.device) -> tuple[Any, ...] | None:
-    """A sample of delayed scaling."""
     amax, in_force, staged = (torch.ones(shape, device=device) for shape in ((), (6,), (6,)))
     return (amax, in_force, staged, [1, 3]) if triton.obstacle(device) is None else None
 
@@ -138,7 +129,7 @@ def _normal(*shapes: tuple[int, ...], device: torch.device) -> list[Tensor]:
 
 
 def _sample(form: CastForm, device: torch.device, rows: int = 64) -> tuple[Tensor, CastCall]:
-    """A matrix ``[rows, 160]`` of widely different magnitudes, and how it is cast."""
+    """Returns a matrix ``[rows, 160]`` of widely different magnitudes, and how it is cast."""
     [(normal, exponents)] = _normal((2, rows, 160), device=torch.device("cpu"))
     x = (normal * (4 * exponents).exp()).to(device, form.source)
     key = torch.tensor(_KEY, device=device)

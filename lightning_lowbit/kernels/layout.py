@@ -7,7 +7,7 @@ The scale of row r and block c, of C' blocks:
 
     ((r // 128) * (C' / 4) + c // 4) * 512  +  (r % 32) * 16  +  (r % 128) // 32 * 4  +  c % 4
 
-What is missing to whole tiles is zero, as are the codes up to the multiples that GEMMs ask for. AMD's GPUs take scales
+Tiles are filled up with zeros, as are codes up to the multiples that GEMMs ask for. AMD's GPUs take scales
 row by row, and GEMMs of blocks of 128 take everything as it is.
 """
 
@@ -35,7 +35,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """A contiguous matrix of one-byte elements, with zeros below and to the right."""
+    """Returns a contiguous matrix of one-byte elements, with zeros below and to the right."""
     if rows or columns:
         return F.pad(matrix.view(torch.uint8), (0, columns, 0, rows)).view(matrix.dtype)
     return matrix.contiguous().flatten().view(matrix.shape)  # gives a single row, too, the strides that the GEMM needs
@@ -48,26 +48,25 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 @compiled
 def _join_pairs(codes: Tensor) -> Tensor:
-    """Bytes of pairs of codes, uint8 ``[n, 2]``."""
     return codes[:, 0] | codes[:, 1] << 4
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """Scales ``[rows, blocks]`` of one byte in the layout above, padded with zeros: ``[R' * C']``."""
+    """Brings scales ``[rows, blocks]`` of one byte into the layout above, padded with zeros: ``[R' * C']``."""
     padded = pad(scales, -len(scales) % 128, -scales.shape[1] % 4).view(torch.uint8)
     tiles = padded.view(len(padded) // 128, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)
 
 
 def unswizzle(flat: Tensor, rows: int, blocks: int) -> Tensor:
-    """Inverse of :func:`swizzle`."""
+    """Inverts :func:`swizzle`."""
     down, across = -(-rows // 128), -(-blocks // 4)
     tiles = flat.view(torch.uint8).view(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(down * 128, across * 4)[:rows, :blocks].contiguous().view(flat.dtype)
 
 
 def outer_major(scales: Tensor) -> Tensor:
-    """A copy of ``[rows, blocks]`` with strides ``(1, rows)``."""
+    """Returns a copy of ``[rows, blocks]`` with strides ``(1, rows)``."""
     return scales.t().contiguous().flatten().view(scales.shape[1], len(scales)).t()
 
 
@@ -81,7 +80,7 @@ def repeated(scales: Tensor, rows: int, columns: int, down: int, across: int) ->
 
 
 def block_shape(cast: Cast, dim: int) -> tuple[int, int]:
-    """The sides of a block across and along dimension ``dim`` of a matrix."""
+    """Returns the sides of a block across and along dimension ``dim`` of a matrix."""
     block = cast.scale.block
     if isinstance(block, tuple):
         return block[1 - dim], block[dim]
@@ -95,7 +94,7 @@ def keeps_tiles(cast: Cast, block: int, dim: int) -> bool:
 
 
 def laid_out_shapes(cast: Cast, block: int, dim: int, rows: int, inner: int) -> tuple[list[int], list[int]]:
-    """The shapes of codes and scales of :func:`lay_out`, for a matrix that the GEMM takes as ``[rows, inner]``."""
+    """Returns the shapes of codes and scales of :func:`lay_out`; the GEMM takes the matrix as ``[rows, inner]``."""
     if block == _LARGE:
         return [rows, inner], [-(-rows // _LARGE) if keeps_tiles(cast, block, dim) else rows, -(-inner // block)]
     down, along = multiples()
@@ -107,8 +106,15 @@ def laid_out_shapes(cast: Cast, block: int, dim: int, rows: int, inner: int) -> 
 
 
 def lay_out(codes: Tensor, scales: Tensor, cast: Cast, block: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix, uint8 or float8, and the scales of its blocks or tiles, float32, both ``[rows, columns]``, as
-    a GEMM takes them that contracts dimension ``dim``, with a scale for each ``block`` elements."""
+    """Brings codes and scales into the layout of a GEMM.
+
+    Args:
+        codes: uint8 or float8 ``[rows, columns]``.
+        scales: float32 ``[rows, columns]`` of blocks or tiles.
+        cast: by which the matrix was quantized.
+        block: elements with a common scale in the GEMM.
+        dim: which the GEMM contracts.
+    """
     if dim == 0:  # physically transposed
         codes, scales = codes.t(), scales.t()
     rows, inner = codes.shape
@@ -126,7 +132,7 @@ def lay_out(codes: Tensor, scales: Tensor, cast: Cast, block: int, dim: int) -> 
 
 
 def taken_apart(values: Tensor, scales: Tensor, block: int, rows: int, inner: int) -> tuple[Tensor, Tensor]:
-    """Inverse of :func:`lay_out`: codes ``[rows, inner]``, and scales with the contraction axis in their columns."""
+    """Inverts :func:`lay_out`: codes ``[rows, inner]``, and scales with the contraction axis in their columns."""
     if block == _LARGE:
         return values, scales
     codes = torch.stack([values & 15, values >> 4], -1).flatten(1) if values.dtype == torch.uint8 else values
@@ -164,7 +170,7 @@ def _round_codes(
 
 
 def empty_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for codes, scales and the scale of a matrix in the layout of its GEMM."""
+    """Returns memory for codes, scales and the scale of a matrix in the layout of its GEMM."""
     cast, dim = call.cast, call.dim
     codes, scales = laid_out_shapes(cast, call.block, dim, x.shape[1 - dim], x.shape[dim])
     values = x.new_empty(codes, dtype=cast.format.dtype or torch.uint8)
@@ -172,8 +178,8 @@ def empty_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix ``[rows, columns]``, quantized and laid out for a GEMM that takes scales of ``call.block`` elements, and
-    the scale of the matrix, float32, 0-d (1 for none)."""
+    """Quantizes a matrix ``[rows, columns]`` into the layout of a GEMM with a scale for each ``call.block`` elements.
+    Returns codes, scales, and the scale of the matrix, float32, 0-d (1 for none)."""
     scaled, codes = round_matrix(x, call, rounding=_round_codes)
     scales = scaled.stored(call.cast).reshape(_blocks(call.cast, call.dim, x.shape))
     # Results of an operator share no memory: decode may be a view.
@@ -181,8 +187,7 @@ def make_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def lay_out_bytes(data: Tensor, cast: Cast, block: int, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Codes and scales in the layout from bytes that :func:`lightning_lowbit.quant.packed.pack` made of a matrix of
-    ``shape``."""
+    """Brings bytes of :func:`lightning_lowbit.quant.packed.pack` for a matrix of ``shape`` into the layout."""
     codes, scales = unpacked_codes(data, cast, shape.numel())
     return lay_out(codes.view(shape), scales.view(_blocks(cast, dim, shape)), cast, block, dim)
 

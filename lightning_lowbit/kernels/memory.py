@@ -1,7 +1,7 @@
 """Tensors as memory: the one place that hands it to kernels, after a check of its size, dtype and device.
 
-C++ and Triton get addresses and sizes; of a tensor that is smaller they would read and write what lies behind it. And
-they see numbers as they are stored: torch marks some tensors to be read as their negatives (`Tensor.is_neg`).
+C++ and Triton get addresses and sizes: with a smaller tensor they would touch the memory behind it. They also see
+numbers as they are stored, where torch may read their negatives (`Tensor.is_neg`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, elements: int, device
 
 
 def start(tensor: Tensor) -> int:
-    """The address of a tensor that the caller has just compared, made contiguous, or made, in the kernel's sizes."""
+    """Returns the address of a tensor whose size, dtype and device are known to fit."""
     place = tensor.data_ptr()
     if not place and tensor.numel():
         raise Misfit(f"Kernels need memory, and that of {described(tensor)} was freed.")
@@ -47,7 +47,7 @@ def start(tensor: Tensor) -> int:
 
 
 def addresses(name: str, scalars: Sequence[Tensor], dtype: torch.dtype) -> list[int]:
-    """:func:`address` of each of some tensors of one element on a CPU, of which optimizers have hundreds."""
+    """Returns the :func:`address` of each of many tensors of one element on a CPU; optimizers have hundreds."""
     starts = [
         one.data_ptr() for one in scalars if one.dtype is dtype and one.numel() == 1 and one.is_cpu and not one.is_neg()
     ]
@@ -55,7 +55,7 @@ def addresses(name: str, scalars: Sequence[Tensor], dtype: torch.dtype) -> list[
 
 
 def checked(name: str, tensor: _T, dtype: torch.dtype, elements: int, device: torch.device) -> _T:
-    """The tensor, if a kernel may touch so many elements of it, or None; else the ``ValueError`` of :func:`address`."""
+    """Returns a tensor of which a kernel may touch so many elements, or None for None; else raises :class:`Misfit`."""
     if tensor is None or (
         tensor.dtype is dtype
         and tensor.numel() == elements

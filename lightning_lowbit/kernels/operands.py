@@ -35,7 +35,7 @@ _SMALL = 2**16  # elements, of which one core measures the amax in 10 µs
 
 
 def _plain_operand(x: Tensor, call: CastCall) -> Operand:
-    """The operand by plain code; of a matrix that is to be rotated, the rotation and the cast each by their kernels."""
+    """Makes the operand by plain code; a rotation and the cast after it each by their kernels."""
     if call.rotation is None:
         return make_operand(x, call)
     rotated: Operand = run(CAST, rotate(x, call.rotation, call.dim), call._replace(rotation=None))
@@ -72,7 +72,7 @@ def quantize_operand(
 ) -> Operand:
     """Quantizes one operand of a GEMM, as :func:`lightning_lowbit.quant.quantize_operand`, by the fastest code.
 
-    With ``rotation``, the signs of a Hadamard transform (:meth:`Hadamard.diagonal`), the operand is that of
+    With ``rotation``, the signs of a Hadamard transform (``Hadamard.diagonal``), the operand is that of
     ``rotate(x, rotation, dim)``, to the bit; ``amax`` and ``shard`` describe the rotated matrix.
 
     Examples:
@@ -93,8 +93,15 @@ def quantize_both(
     amax: Tensor | None,
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
 ) -> tuple[Operand, Operand]:
-    """The operands of a matrix along its rows (dim 1) and along its columns (dim 0), each as :func:`quantize_operand`
-    makes it: from one read of a tensor of :func:`reads_once` where a kernel makes both. ``amax`` is that of both."""
+    """Quantizes a matrix along its rows (dim 1) and its columns (dim 0), each as :func:`quantize_operand` does.
+
+    A kernel makes both from one read of a tensor of :func:`reads_once`.
+
+    Args:
+        x: ``[rows, columns]``.
+        casts, keys, dtypes: of both operands.
+        amax: of both; float32, 0-d, or None.
+    """
     calls = [
         CastCall(cast, dim, key, amax if cast.scale.needs_amax else None, dtype)
         for cast, dim, key, dtype in zip(casts, (1, 0), keys, dtypes, strict=True)
@@ -132,7 +139,7 @@ def kernel_support(
 
 @opaque(lambda x, shard=None, rotation=None, dim=1: x.new_empty((), dtype=torch.float32))
 def amax_of(x: Tensor, shard: str | None = None, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
-    """max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code; with ``rotation`` that of
+    """Returns max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code; with ``rotation`` that of
     ``rotate(x, rotation, dim)``. ``shard`` is the spec of one."""
     if shard is not None:
         x = resolved(x)
@@ -152,7 +159,7 @@ def reads_once(x: Tensor) -> bool:
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
-    """A matrix as :func:`lightning_lowbit.quant.rotate` has it, by the fastest code."""
+    """Returns a matrix as :func:`lightning_lowbit.quant.rotate` has it, by the fastest code."""
     if inverse or is_compiling():
         return plain_rotate(x, signs, dim, inverse)
     return run(ROTATE, x, signs, dim)

@@ -1,8 +1,8 @@
 """Operations of kernels: a row for each names its implementations, and :func:`run` chooses among them.
 
-All implementations give the same bits. A kernel in Triton is compared with the plain code on a sample before its first
-use: once for each device and each form that it is compiled for. A kernel that differs, or that cannot be compiled or
-launched, now or later, is left to the plain code, with one warning.
+All implementations give the same bits. Before a Triton kernel is first used on a device, in each form that Triton
+compiles, a sample is compared with the plain code. A kernel that differs, or fails to compile or launch, is left to the
+plain code, with one warning.
 """
 
 import warnings
@@ -83,7 +83,7 @@ class Operation:
 
 
 def run(operation: Operation, x: Tensor, *arguments: Any) -> Any:
-    """The result of an operation by the kernel that serves, else by the plain code. Not for graphs that are compiled.
+    """Runs an operation by the kernel that serves, else by the plain code. Not for graphs that are compiled.
 
     Raises:
         ValueError: from the plain code, or tensors that do not fit each other.
@@ -113,7 +113,7 @@ def run(operation: Operation, x: Tensor, *arguments: Any) -> Any:
 
 
 def run_in_graph(operation: Operation, x: Tensor, call: CastCall) -> list[Tensor]:
-    """The tensors of :func:`run` in a graph that is compiled, which calls an operator and does not look into it."""
+    """Returns the tensors of :func:`run` in a compiled graph, which calls an operator and does not look into it."""
     shard = None if call.shard is None else call.shard.spec
     return _cast(
         x, operation.name, call.cast.spec, call.dim, call.key, call.amax, call.dtype, shard, call.rotation, call.block
@@ -186,7 +186,7 @@ def _warn(language: str, name: str, fault: str, device: torch.device) -> None:
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
-    """The tensors of a result, in their order."""
+    """Yields the tensors of a result, in their order."""
     if isinstance(result, Tensor):
         yield result
     elif result is not None:

@@ -61,7 +61,7 @@ def pack_operand(
     shard: Shard | None = None,
     rotation: Tensor | None = None,
 ) -> Packed:
-    """Quantizes one operand of a GEMM, as :func:`quantize_operand` with the same arguments, and packs it.
+    """Quantizes one operand of a GEMM, as ``quantize_operand`` with the same arguments, and packs it.
 
     Examples:
         >>> pack_operand(torch.randn(4, 64), Cast("e2m1", Scale("e4m3", 16)), dim=1).data.numel()
@@ -77,12 +77,12 @@ def pack_operand(
 def unpack_operand(
     packed: Packed, cast: Cast, dim: int, shape: torch.Size, source: torch.dtype, dtype: torch.dtype | None = None
 ) -> Operand:
-    """The operand of :func:`quantize_operand`, to the bit (-0 may be 0), from the bytes of :func:`pack_operand`.
+    """Returns the operand of ``quantize_operand``, to the bit (-0 may be 0), from the bytes of :func:`pack_operand`.
 
     Args:
         packed, cast, dim: of the packed operand.
         shape, source: shape and dtype of the tensor that was packed.
-        dtype: of the values, as in :func:`quantize_operand`.
+        dtype: of the values, as in ``quantize_operand``.
 
     Raises:
         ValueError: ``packed`` has another number of bytes, or of factors, than a matrix of ``shape`` needs.
@@ -137,7 +137,7 @@ def lay_out_operand(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes one operand of a native GEMM that takes a scale for each ``block`` (16, 32 or 128) elements.
 
-    The other arguments are as in :func:`quantize_operand`. Returns codes and scales in the GEMM's layout
+    The other arguments are as in ``quantize_operand``. Returns codes and scales in the GEMM's layout
     (:mod:`lightning_lowbit.kernels.layout`), and the scale of the matrix, float32, 0-d.
 
     Examples:
@@ -154,7 +154,7 @@ def lay_out_operand(
 
 
 def lay_out_packed(data: Tensor, cast: Cast, block: int, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Codes and scales of :func:`lay_out_operand` from the bytes of :func:`pack_operand` for a matrix of ``shape``."""
+    """Does :func:`lay_out_operand` from the bytes of :func:`pack_operand` for a matrix of ``shape``."""
     check_bytes(data, cast, dim, shape)
     return _lay_out_packed(data, cast.spec, block, dim, shape[0], shape[1])
 

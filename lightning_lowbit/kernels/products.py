@@ -16,7 +16,7 @@ from lightning_lowbit.kernels.ops import Operation, run
 
 
 def plain_scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """:func:`scale_and_round` by plain code; float64 products are computed in float64."""
+    """Does :func:`scale_and_round` by plain code; float64 products are computed in float64."""
 
     def view(tensor: Tensor) -> Tensor:  # for `compiled`: [m, 1, n], with sizes of 1 where it broadcasts
         return tensor.reshape([1] * (2 - tensor.dim()) + list(tensor.shape)).unsqueeze(1)
@@ -37,7 +37,7 @@ def _scale(product: Tensor, *others: Tensor, biased: bool, dtype: torch.dtype) -
 
 
 def _no_plain_code(*arguments: object) -> None:
-    """The plain code of an operation that lies with its caller in ``nn``."""
+    """Stands for plain code that lies with the caller, in ``nn``."""
 
 
 SCALE_AND_ROUND = Operation(
@@ -55,7 +55,7 @@ ADD_PATCHES = Operation("sums over patches", _no_plain_code, cpp.add_patches)
 
 
 def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``product * factors + bias``, computed in float32 and rounded once to ``dtype``.
+    """Returns ``product * factors + bias``, computed in float32 and rounded once to ``dtype``.
 
     Args:
         product: ``[m, n]``; kernels take float32 and int32.
@@ -67,7 +67,7 @@ def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None,
 
 
 def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
-    """The amax that scales an operand with delayed scaling: the one in force, or the operand's while there is none.
+    """Returns the amax that scales an operand with delayed scaling: the one in force, or its own while there is none.
 
     Args:
         amax: float32, 0-d: max|x| of the operand. A new tensor is returned.

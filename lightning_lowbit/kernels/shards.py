@@ -68,7 +68,7 @@ class Decision(NamedTuple):
 
 
 def indices_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
-    """The numbers as int64 on a device; the host does not wait."""
+    """Returns the numbers as int64 on a device; the host does not wait."""
     if not numbers:
         return torch.empty(0, dtype=torch.int64, device=device)
     result = torch.frombuffer(array("q", numbers), dtype=torch.int64)

@@ -37,7 +37,7 @@ def gradient_noise_sums(first: Tensor, second: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gradient_to_noise(sums: Tensor) -> Tensor:
-    """``√(max(0, mean signal) / mean noise)``: the norm of a gradient over that of its noise, ``‖G‖ / (σ √d)``.
+    """Returns ``√(max(0, mean signal) / mean noise)``: the norm of a gradient over that of its noise, ``‖G‖ / (σ √d)``.
 
     The mean is taken before the root, which has less bias than a mean of ratios. The ratio ``[...]`` is 0 where the
     signal is not above 0, infinite without noise, and NaN where no measurement is finite.

@@ -156,7 +156,7 @@ class ClippedAdam(ClippedOptimizer):
         return state, moments, {name: local(state[name]) for name in needed}
 
     def _format(self, group: Mapping[str, Any], dims: int) -> tuple[DenseMoments, bool]:
-        """The format of the moments of a parameter with ``dims`` dimensions, and True if it has master weights."""
+        """Returns the moments' format for a parameter with ``dims`` dimensions, and whether it has master weights."""
         return moments_of(group["moments"], group["density"], dims), group["master_weights"] is not None
 
     def _entries(self, shard: Tensor, group: Mapping[str, Any]) -> Entries:

@@ -217,8 +217,8 @@ class Adaptive(ClippedOptimizer):
         return scalars, DenseMoments(), {"mean_square": local(mean_square)}
 
     def _match_layouts(self) -> None:
-        """torch's fused steps walk through a parameter and its moments in memory order, and compare nothing: moments
-        get the strides of the parameter; a ``ValueError`` if they have another shape, or the parameter overlaps."""
+        """Gives moments the strides of their parameter: torch's fused steps walk through both in memory order, and
+        compare nothing. A ``ValueError`` if they have another shape, or the parameter overlaps."""
         fused = [parameter for group in self.param_groups if group.get("fused") for parameter in group["params"]]
         for parameter in fused:
             shard, state = local(parameter), self.state.get(parameter, {})

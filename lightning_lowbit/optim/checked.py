@@ -92,7 +92,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         return True
 
     def _entries(self, shard: Tensor, group: Mapping[str, Any]) -> Entries:
-        """The shapes and dtypes of a new state of a shard, without entries of another optimizer."""
+        """Returns the shapes and dtypes of a new state of a shard, without entries of another optimizer."""
         return {name: ((), scalar_dtype(name, statistics_dtype(shard))) for name in self.SCALARS}
 
     def _check_saved(self, saved: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ class KernelPasses(Passes):
 
     @abstractmethod
     def _in_kernels(self, shards: Sequence[ParameterShard]) -> cpu.CppParameters | gpu.TritonParameters:
-        """The shards for the kernels."""
+        """Hands the shards to the kernels."""
 
     def measure(self, weights: bool = False) -> Tensor:
         return self._parameters.measure(weights)
@@ -96,7 +96,7 @@ class TritonPasses(KernelPasses):
 
 
 def passes_for(batch: Batch) -> Passes:
-    """The passes that serve a batch; a ``ValueError`` where a state has not the sizes of its parameter."""
+    """Returns the passes that serve a batch; a ``ValueError`` where a state does not fit its parameter."""
     if kernels := kernels_for(batch):
         return kernels(batch)
     for member in batch.members:
@@ -107,7 +107,7 @@ def passes_for(batch: Batch) -> Passes:
 
 
 def kernels_for(batch: Batch) -> type[KernelPasses] | None:
-    """The passes in kernels; None if plain torch is asked for, or they do not cover the batch or build."""
+    """Returns the passes in kernels; None if plain torch is asked for, or they do not cover the batch or build."""
     if batch.dtype != torch.float32 or torch.compiler.is_compiling() or not all(map(_fits, batch.members)):
         return None
     if takes_cpp(batch.device):
@@ -181,7 +181,6 @@ def _fits(member: Member) -> bool:
 
 
 def _entries(member: Member) -> Entries:
-    """The shapes and dtypes that the tensors of a member have."""
     shape, dtype = member.shard.shape, statistics_dtype(member.shard)
     masters: Entries = {"master": (shape, torch.float16)} if "master" in member.tensors else {}
     return member.moments.entries(shape, dtype) | masters

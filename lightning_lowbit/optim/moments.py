@@ -40,7 +40,6 @@ Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def statistics_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of a parameter's statistics and moments."""
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
@@ -91,14 +90,14 @@ class DenseMoments:
     is_sparse: ClassVar[bool] = False  # some elements have no moments
 
     def entries(self, shape: torch.Size, dtype: torch.dtype) -> Entries:
-        """The shapes and dtypes of the tensors of a shard."""
+        """Returns the shapes and dtypes of the tensors of a shard."""
         return {"mean": (shape, dtype), "mean_square": (shape, dtype)}
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         return {name: torch.zeros_like(parameter, dtype=dtype) for name in NAMES}
 
     def select(self, rows: Tensor, piece: Piece) -> Tensor:
-        """The elements of some rows that have moments."""
+        """Returns the elements of some rows that have moments."""
         return rows
 
     def restore(self, rows: Tensor, selected: Tensor, piece: Piece) -> None:
@@ -192,12 +191,12 @@ class SparseMoments(DenseMoments):
 
 
 def _with_columns(shape: torch.Size, share: int) -> tuple[int, ...]:
-    """The shape with one element for every ``share`` elements of a row."""
+    """Returns the shape with one element for every ``share`` elements of a row."""
     return (*shape[:-1], -(-shape[-1] // share))
 
 
 def moments_of(kind: str, density: float, dims: int) -> DenseMoments:
-    """The format for a parameter of ``dims`` dimensions; below two dimensions moments are dense."""
+    """Returns the format for a parameter of ``dims`` dimensions; below two dimensions moments are dense."""
     if dims < 2:
         return DenseMoments()
     if density < 1:

@@ -162,13 +162,13 @@ class ClippedOptimizer(CheckedOptimizer):
 
     @abstractmethod
     def _rules(self, group: Mapping[str, Any]) -> GroupRules:
-        """The rules by which a group's gradients are measured and clipped."""
+        """Returns the rules by which a group's gradients are measured and clipped."""
 
     @abstractmethod
     def _member_state(
         self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
     ) -> tuple[dict[str, Tensor], DenseMoments, dict[str, Tensor]]:
-        """The last three fields of a parameter's `Member`."""
+        """Returns the last three fields of a parameter's `Member`."""
 
     @abstractmethod
     def _apply(self, batches: Sequence[Batch]) -> None:
@@ -179,7 +179,7 @@ class ClippedOptimizer(CheckedOptimizer):
 
 
 def _measure(batches: Sequence[Batch]) -> None:
-    """max|g| of whole gradients, with one collective per process group for all batches; then the rules for elements."""
+    """Measures max|g| of whole gradients, with one collective per process group; then clips elements."""
     rows = [_measure_shards(batch) for batch in batches]
     groups = [batch.groups for batch in batches]
     # In every group, so that a rank also skips the step for gradients of which it has no part.
@@ -193,7 +193,7 @@ def _measure(batches: Sequence[Batch]) -> None:
 
 
 def _measure_shards(batch: Batch) -> Tensor:
-    """The rows max|g| and, where masters need a scale, max|p|."""
+    """Measures the rows max|g| and, where masters need a scale, max|p|."""
     amax, rules = batch.passes.measure(), batch.rules
     limit = largest_root(batch.dtype, rules.squares_summed)  # squares must fit, unless a rule shrinks elements first
     if rules.norms.brings_below(limit):

@@ -32,7 +32,7 @@ PIECE_ON_CPU, PIECE_ON_ACCELERATOR = 2**18, 2**26
 
 
 def scalar_dtype(name: str, statistics: torch.dtype) -> torch.dtype:
-    """The dtype of a scalar of the state, where statistics have another."""
+    """Returns the dtype of a state's scalar, given that of the statistics."""
     return torch.int64 if name.startswith("steps") else statistics
 
 
@@ -118,7 +118,6 @@ class Passes:
         self.batch = batch
 
     def load_scalars(self) -> Numbers:
-        """The scalars of the members' states, [P] for each name."""
         return {name: torch.stack([m.state[name] for m in self.batch.members]) for name in self.batch.scalars}
 
     def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:
@@ -126,12 +125,12 @@ class Passes:
             foreach_copy_([member.state[name] for member in self.batch.members], list(values.unbind()))
 
     def measure(self, weights: bool = False) -> Tensor:
-        """max|g| of the shards, −1 without a gradient; or max|p|; [P]."""
+        """Measures max|g| of the shards, −1 without a gradient; or max|p|; [P]."""
         none, tensors = self.batch.zero - 1, [m.shard if weights else m.gradient for m in self.batch.members]
         return torch.stack([none if tensor is None else self._amax(tensor) for tensor in tensors])
 
     def squares(self, decision: Decision) -> Tensor:
-        """Σg² of the shards after the rule for elements, in units², and the number of changed elements: [2, P]."""
+        """Sums g² of the shards after the rule for elements, in units², and counts the changed elements: [2, P]."""
         columns = []
         for index, numbers in enumerate(_rows(decision)):
             pieces = self._gradient_pieces(index, decision)
@@ -139,13 +138,13 @@ class Passes:
         return torch.stack(columns, dim=1)
 
     def update(self, decision: Decision, sums: bool) -> Tensor | None:
-        """Adam on parameters, moments and master weights; with ``sums``, the result of `squares`."""
+        """Takes Adam's step on parameters, moments and masters; with ``sums``, returns the result of `squares`."""
         rows = enumerate(_rows(decision))
         columns = [self._update_one(index, decision, numbers, sums) for index, numbers in rows]
         return torch.stack(list(map(self._total, columns)), dim=1) if sums else None
 
     def write_clipped(self, decision: Decision, targets: Sequence[Tensor | None]) -> None:
-        """factor·clip(g) of the members into tensors of the shards' shapes; None for members without a gradient."""
+        """Writes factor·clip(g) into tensors of the shards' shapes, None for members without a gradient."""
         for index, (numbers, target) in enumerate(zip(_rows(decision), targets, strict=True)):
             results = iter(()) if target is None else pieces_of(target)
             for (result,), pair in zip(results, self._gradient_pieces(index, decision), strict=False):
@@ -156,7 +155,7 @@ class Passes:
         return torch.stack(amaxes).amax() if len(amaxes) > 1 else (amaxes or [self.batch.zero])[0]
 
     def _sums(self, clipped: Tensor, changed: Tensor | None, numbers: Numbers) -> Tensor:
-        """Σ(clipped/unit)² and the number of changed elements of a piece: [2]."""
+        """Returns Σ(clipped/unit)² and the number of changed elements of a piece: [2]."""
         count = self.batch.zero if changed is None else torch.count_nonzero(changed).to(self.batch.dtype)
         return torch.stack([sum_of_squares(clipped / numbers["unit"]), count])
 
@@ -213,7 +212,7 @@ class Passes:
 
 
 def _rows(decision: Decision) -> Iterator[Numbers]:
-    """The numbers of one parameter after another, 0-d by name."""
+    """Yields the numbers of one parameter after another, 0-d by name."""
     numbers = decision.numbers
     columns = {name: numbers[name].unbind() for name in ("taken", *FLOATING) if name in numbers}
     for row in zip(*columns.values(), strict=True):
@@ -277,7 +276,7 @@ def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def amax(tensor: Tensor) -> Tensor:
-    """max|x|: 0-d, in the tensor's dtype; 0 if it is empty; NaN and Inf stay."""
+    """Returns max|x|: 0-d, in the tensor's dtype; 0 if it is empty; NaN and Inf stay."""
     if tensor.numel() == 0:
         return tensor.new_zeros(())
     low, high = torch.aminmax(tensor)  # one pass; the infinity norm takes several times as long on a CPU

@@ -89,7 +89,6 @@ def _count_or_none(advice: str) -> Option:
 
 
 def options_among(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among the arguments of a constructor."""
     return {name: arguments[name] for name in OPTIONS if name in arguments}
 
 
@@ -104,7 +103,7 @@ def check_options(owner: str, options: Mapping[str, Any]) -> None:
 
 
 def averaging_weight(decay: float, steps_before: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weight of the newest value in a bias-corrected moving average, (1 − γ)/(1 − γᵗ) with t = steps_before + 1.
+    """Returns the newest value's weight in a bias-corrected average, (1 − γ)/(1 − γᵗ) with t = steps_before + 1.
 
     With no step before, it is exactly 1 and nothing older survives, which is also how moments are reset.
     """
@@ -113,12 +112,12 @@ def averaging_weight(decay: float, steps_before: Tensor, dtype: torch.dtype) -> 
 
 
 def step_weight(numbers: Numbers, decay: float, steps_before: Tensor) -> Tensor:
-    """`averaging_weight` of this step, [P]; 0 where it is skipped."""
+    """Returns the `averaging_weight` of this step, [P]; 0 where it is skipped."""
     return numbers["weight"] * averaging_weight(decay, steps_before, numbers["weight"].dtype)
 
 
 def growing_weight(new: Scalar, total: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight (1 − γₜ)/(1 − γ₁·γ₂·…·γₜ) of the newest value in an average whose γ may change, and the new total.
+    """Returns the newest value's weight (1 − γₜ)/(1 − γ₁·γ₂·…·γₜ) in an average, whose γ may change, and the new total.
 
     ``new`` is 1 − γₜ, in (0, 1]. ``total`` is 1 − γ₁·…·γₜ₋₁, 0 at the first step and after a reset; any shape. In fp32
     the error of both results is about 6e-8/(1 − γ).
@@ -128,7 +127,7 @@ def growing_weight(new: Scalar, total: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cosine(start: float, end: float, steps: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """From ``start`` to ``end`` along half a cosine over ``length`` steps, then ``end``; the shape of ``steps``."""
+    """Falls or rises from ``start`` to ``end`` along half a cosine over ``length`` steps; the shape of ``steps``."""
     progress = (steps.to(dtype) / length).clamp(max=1.0)
     return end + (start - end) * (1 + torch.cos(math.pi * progress)) / 2
 
@@ -141,7 +140,7 @@ def halving_decay(decay: float, numbers: Numbers, total_steps: int | None) -> Sc
 
 
 def largest_root(dtype: torch.dtype, summed: int = 1) -> float:
-    """A number of which ``summed`` squares, added up, fit with a factor of four to spare: 9e18 for one in fp32."""
+    """Returns a number of which ``summed`` squares fit with a factor of four to spare: 9e18 for one in fp32."""
     return float((torch.finfo(dtype).max / summed) ** 0.5 / 2)
 
 
@@ -244,7 +243,7 @@ class NormRule:
         return False
 
     def factor(self, numbers: Numbers, total: Tensor | None) -> Tensor:
-        """The factor on gradients, [P].
+        """Returns the factor on gradients, [P].
 
         Args:
             numbers: with ``norm``, that of a whole gradient after the rule for elements; ``norm_in_units``, the same in
@@ -289,7 +288,7 @@ class AdaGN(NormRule):
 
 
 def norm_ratio(norm: Tensor, norm_mean: Tensor, norm_mean_square: Tensor, eps: float) -> Tensor:
-    """AdaGN's factor for a gradient: m/(√v + ε) / n [P]; 0 where n = 0.
+    """Returns AdaGN's factor for a gradient: m/(√v + ε) / n [P]; 0 where n = 0.
 
     n is the norm after the rule for elements, m and v the bias-corrected averages of n and n².
     """
@@ -373,13 +372,13 @@ class GroupRules(NamedTuple):
     has_masters: bool = False
 
     def unguarded(self) -> "GroupRules":
-        """The same without rules: of parameters below two dimensions under ``matrices_only``."""
+        """Returns these without clipping and resets, for parameters below two dimensions under ``matrices_only``."""
         none: dict[str, Any] = {"elements": ElementRule(), "norms": NormRule(), "reset_interval": None}
         return self._replace(**none, warmup_steps=0, total_steps=None)
 
 
 def rules_of(group: Mapping[str, Any], **more: Any) -> tuple[ElementRule, NormRule]:
-    """The rules that a group names, with its options; ``more`` are fields of rules that are no options of the group."""
+    """Makes the rules that a group names, with its options; ``more`` are fields of rules that are no options."""
     values = {**group, **more}
 
     def build(rule: type[Any]) -> Any:

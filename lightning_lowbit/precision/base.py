@@ -55,8 +55,8 @@ from lightning_lowbit.precision.state import RunState
 __all__ = ["LowBitPrecision", "compute_dtype"]
 
 
-def _part(part: str, name: str) -> Any:
-    """A property of the plugin that a part of it has: ``_layers`` or ``_state``."""
+def _delegated(part: str, name: str) -> Any:
+    """Makes a property of the plugin that stands for one of its ``_layers`` or its ``_state``."""
     owner = attrgetter(part)
     return property(lambda plugin: getattr(owner(plugin), name), lambda plugin, new: setattr(owner(plugin), name, new))
 
@@ -66,14 +66,14 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     Args:
         casts: a preset's name, a :class:`LinearCasts`, or a mapping of its fields (with ``preset`` to start from one).
-        skip: name patterns of layers to leave in high precision, e.g. ``["lm_head"]``; see :func:`convert`.
+        skip: name patterns of layers to leave in high precision, e.g. ``["lm_head"]``; see ``convert``.
         only: name patterns of layers to convert; None for all.
         overrides: other casts for some layers, by name pattern.
         compute_dtype: the dtype of everything that is not quantized: ``"bf16"`` or ``"fp16"`` (autocast), ``"fp32"``,
             or their names in Lightning or torch. ``"auto"`` is bf16 if the devices of all processes have instructions
             for it, else float32; a run that loads a checkpoint takes the dtype in which that was trained. Operands are
             rounded to it before they are quantized. Parameters keep their dtype.
-        scaler: any ``torch.amp.GradScaler``, for ``"fp16"`` only; None for a :class:`ConservativeGradScaler`.
+        scaler: any ``torch.amp.GradScaler``, for ``"fp16"`` only; None for a ``ConservativeGradScaler``.
         seed: of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
         backend: ``"auto"`` runs GEMMs of FP8, integers, NVFP4, MXFP4 and MXFP8 natively where the hardware can, and
@@ -85,7 +85,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         shared_amax: patterns of layers whose weights share an amax within a module, such as ``["(q|k|v)_proj"]``.
         quantize_before_gather: FSDP2 gathers codes and scales, see :mod:`lightning_lowbit.nn.sharded.gather`.
         casts_of_checkpoint: evaluating a checkpoint that was trained with other casts is an error; False allows it.
-        attention: casts of attention's two products; None leaves them in high precision. See :func:`convert`.
+        attention: casts of attention's two products; None leaves them in high precision. See ``convert``.
         quantize_output: False leaves the output layer in high precision, see
             :mod:`lightning_lowbit.nn.conversion.defaults`, unless a pattern of ``only`` or ``overrides`` names it. None
             is False in FP4 and ternary plugins, but keeps it quantized if the checkpoint that a run loads has it so.
@@ -101,25 +101,25 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     leaves_output: ClassVar[bool] = False  # by default, with quantize_output=None
 
-    seed: int = _part("_layers", "seed")
-    exact: bool = _part("_layers", "exact")
-    backend: str = _part("_layers", "backend")
-    save: str = _part("_layers", "save")
-    smooth_swiglu: str | None = _part("_layers", "smooth_swiglu")
-    shared_amax: Iterable[str] = _part("_layers", "shared_amax")
-    quantize_before_gather: bool = _part("_layers", "quantize_before_gather")
-    blend: Tensor = _part("_layers", "blend")
+    seed: int = _delegated("_layers", "seed")
+    exact: bool = _delegated("_layers", "exact")
+    backend: str = _delegated("_layers", "backend")
+    save: str = _delegated("_layers", "save")
+    smooth_swiglu: str | None = _delegated("_layers", "smooth_swiglu")
+    shared_amax: Iterable[str] = _delegated("_layers", "shared_amax")
+    quantize_before_gather: bool = _delegated("_layers", "quantize_before_gather")
+    blend: Tensor = _delegated("_layers", "blend")
     """λ, set by :meth:`set_blend`; 0-d."""
-    is_blending: bool = _part("_layers", "is_blending")  # whether λ is below 1
-    histories: AmaxHistories | None = _part("_layers", "histories")  # amaxes of previous steps
-    step: int = _part("_layers", "step")  # optimizer steps taken
-    micro_batch: int = _part("_layers", "micro_batch")  # training steps since then
-    phase: str = _part("_layers", "phase")
+    is_blending: bool = _delegated("_layers", "is_blending")  # whether λ is below 1
+    histories: AmaxHistories | None = _delegated("_layers", "histories")  # amaxes of previous steps
+    step: int = _delegated("_layers", "step")  # optimizer steps taken
+    micro_batch: int = _delegated("_layers", "micro_batch")  # training steps since then
+    phase: str = _delegated("_layers", "phase")
     """The phase in force: the latest temporary one, or else that of :meth:`set_phase`."""
-    scaler: GradScaler | None = _part("_state", "scaler")  # type: ignore[assignment]  # may be set between steps
-    trained: Trained = _part("_state", "trained")  # the record that checkpoints hold
-    fresh_histories: bool = _part("_state", "fresh_histories")
-    casts_of_checkpoint: bool = _part("_state", "casts_of_checkpoint")
+    scaler: GradScaler | None = _delegated("_state", "scaler")  # type: ignore[assignment]  # may be set between steps
+    trained: Trained = _delegated("_state", "trained")  # the record that checkpoints hold
+    fresh_histories: bool = _delegated("_state", "fresh_histories")
+    casts_of_checkpoint: bool = _delegated("_state", "casts_of_checkpoint")
 
     def __init__(
         self,
@@ -286,14 +286,14 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self._state.scale_gradients(factor)
 
     def expect_draws(self, on: bool = True) -> None:
-        """Before a forward pass, says whether :meth:`another_draw` will follow."""
+        """Announces before a forward pass whether :meth:`another_draw` will follow."""
         self._layers.expect_draws(on)
 
     @contextmanager
     def another_draw(self, number: int = 0) -> Generator[None, None, None]:
         """Context for another backward pass over the same graph, with other random bits for stochastic rounding.
 
-        Call :meth:`expect_draws` before the forward pass. What this backward pass records in layers and histories is
+        Call :meth:`expect_draws` before the forward pass. Records of this backward pass in layers and histories are
         discarded. ``number`` is the index of the draw, 0 or more; each has its own bits.
 
         Raises:
@@ -358,7 +358,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """The forward context with the random bits of this micro-batch, which its backward pass uses too."""
+        """Returns the forward context with the random bits of this micro-batch, which its backward pass uses too."""
         with self.forward_context():
             epoch = self._state.runs.trainer.current_epoch
             if epoch != self._epoch:

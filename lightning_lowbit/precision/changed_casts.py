@@ -14,7 +14,7 @@ from lightning_lowbit.nn.layers.layer import clean_name
 
 
 def named_casts(value: CastsLike) -> LinearCasts | str:
-    """Parses a value of :meth:`LowBitPrecision.set_casts`: casts, or the name of a phase. Raises ``ValueError``."""
+    """Parses a value of ``LowBitPrecision.set_casts``: casts, or the name of a phase. Raises ``ValueError``."""
     if isinstance(value, str):
         choose("phase or preset", value, [*PHASES, *PRESETS])
         return value if value in PHASES else LinearCasts.preset(value)

@@ -241,7 +241,7 @@ class _Owners:
         return coverage
 
     def _module(self, name: str, module: nn.Module) -> tuple[str, str | None]:
-        """Returns a module's name, and its kind and why its weights are in high precision, or None if they are not."""
+        """Returns a module's name with its kind, and why its weights are in high precision, or None if they are not."""
         reason = self._reasons.module_reason(name, module)
         kind, package = type(module).__name__, type(module).__module__.split(".")[0]
         shown = f"{kind} of {package}" if package != "torch" and hasattr(nn, kind) else kind  # such as Linear

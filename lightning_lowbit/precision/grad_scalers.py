@@ -145,7 +145,7 @@ class ConservativeGradScaler(GradScaler):
         return self.get_growth_interval() if self.cooldown is None else self.cooldown
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state, and the overflows left before the scale falls. Call it after `update`."""
+        """Adds the overflows left before the scale falls to torch's state."""
         state = super().state_dict()
         return state | {"_tolerated": int(self._tolerated)} if state else state
 
@@ -234,7 +234,7 @@ class _Sharded(ShardedGradScaler):
 
 
 class ShardedConservativeGradScaler(ConservativeGradScaler, _Sharded):
-    """:class:`ConservativeGradScaler` for FSDP without a :class:`LowBitPrecision`; takes ``process_group`` as well.
+    """:class:`ConservativeGradScaler` for FSDP without a ``LowBitPrecision``; takes ``process_group`` as well.
 
     Examples:
         >>> scaler = ShardedConservativeGradScaler()  # then scaler.scale(loss).backward(), as with torch
@@ -242,7 +242,7 @@ class ShardedConservativeGradScaler(ConservativeGradScaler, _Sharded):
 
 
 class ShardedStaticGradScaler(StaticGradScaler, _Sharded):
-    """:class:`StaticGradScaler` for FSDP without a :class:`LowBitPrecision`; ranks share overflows.
+    """:class:`StaticGradScaler` for FSDP without a ``LowBitPrecision``; ranks share overflows.
 
     Examples:
         >>> scaler = ShardedStaticGradScaler(1024.0)  # then scaler.scale(loss).backward(), as with torch
@@ -250,7 +250,7 @@ class ShardedStaticGradScaler(StaticGradScaler, _Sharded):
 
 
 class ShardedGradientNormGradScaler(GradientNormGradScaler, _Sharded):
-    """:class:`GradientNormGradScaler` for FSDP without a :class:`LowBitPrecision`; ranks share overflows.
+    """:class:`GradientNormGradScaler` for FSDP without a ``LowBitPrecision``; ranks share overflows.
 
     Under FSDP1, call ``lightning_lowbit.optim.connect(fsdp_module)`` once.
 

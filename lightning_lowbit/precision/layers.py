@@ -38,7 +38,7 @@ class RunLayers:
 
     Args:
         seed: of stochastic rounding.
-        **settings: as in :class:`LowBitPrecision`; each becomes an attribute.
+        **settings: as in ``LowBitPrecision``; each becomes an attribute.
 
     Attributes:
         device: where the layers are; state follows it before a forward pass.
@@ -294,7 +294,6 @@ class RunLayers:
             self._share_blend()
 
     def record(self, on: bool) -> None:
-        """Switches the recording of amaxes on or off."""
         if self.histories is not None:
             self.histories.recording = on
 

@@ -128,7 +128,7 @@ class ComputeDtype:
             ``32``, or a ``torch.dtype``.
 
     Attributes:
-        name: a key of :data:`COMPUTE_DTYPES`. Of ``"auto"`` it is ``"bf16"`` until a run decides.
+        name: a key of :data:`COMPUTE_DTYPES`. For ``"auto"`` it is ``"bf16"`` until a run decides.
         is_followed: True if a checkpoint decided.
 
     Raises:

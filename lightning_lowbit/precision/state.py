@@ -33,7 +33,6 @@ class OutputLayers:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets the checkpoint."""
         self._quantized = frozenset[str]()  # in the checkpoint
         self._left_before = frozenset[str]()  # left in high precision in the checkpoint
 

@@ -22,7 +22,7 @@ Tile = tuple[int, int]
 
 
 def tile_of(cast: Cast, dim: int, dimensions: int) -> Tile:
-    """The tile of a cast whose blocks lie along ``dim`` of a tensor with this number of dimensions."""
+    """Returns the tile of a cast whose blocks lie along ``dim`` of a tensor with this number of dimensions."""
     block = cast.scale.block
     if isinstance(block, tuple):
         return block
@@ -83,7 +83,7 @@ def from_blocks(blocks: Tensor, shape: torch.Size, tile: Tile) -> Tensor:
 
 
 def as_matrix(x: Tensor, dim: int) -> Tensor:
-    """A tensor as a matrix with the blocked dimension in the columns; a matrix is returned as it is."""
+    """Returns a tensor as a matrix with the blocked dimension in the columns; a matrix is returned as it is."""
     if x.dim() == 2:
         return x
     return x.movedim(dim, -1).flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)

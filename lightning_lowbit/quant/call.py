@@ -33,11 +33,11 @@ class CastCall(NamedTuple):
     block: int = 0
 
     def values_dtype(self, source: torch.dtype) -> torch.dtype:
-        """The dtype of the values that are made from a tensor of the dtype ``source``."""
+        """Returns the dtype of the values that are made from a tensor of the dtype ``source``."""
         return self.dtype or operand_dtype(source, self.cast)
 
     def shape(self, x: Tensor) -> torch.Size:
-        """The shape of the operand of ``x``: a rotation pads it to whole groups."""
+        """Returns the shape of the operand of ``x``: a rotation pads it to whole groups."""
         return x.shape if self.rotation is None else rotated_shape(x.shape, self.rotation, self.dim)
 
     def offset(self, x: Tensor) -> Tensor | None:
@@ -76,8 +76,8 @@ def _is_one(tensor: Tensor, device: torch.device) -> bool:
 
 
 def operand_dtype(dtype: torch.dtype, cast: Cast) -> torch.dtype:
-    """The dtype of an operand's values, given that of the tensor: the same if it holds them exactly, or if the cast has
-    ``round_to_bfloat16``; else float32."""
+    """Returns the dtype of an operand's values, given that of the tensor: the same if it holds them exactly, or if the
+    cast has ``round_to_bfloat16``; else float32."""
     # float16 has the precision but not the range: codes * scales exceed 65504 for some scale formats.
     fits = cast.fits_bfloat16 and dtype != torch.float16
     return dtype if fits or is_rounded(dtype, cast) else torch.float32
@@ -89,12 +89,11 @@ def is_rounded(dtype: torch.dtype, cast: Cast) -> bool:
 
 
 def has_factor(cast: Cast) -> bool:
-    """Returns whether the operands of a cast have a factor."""
     return bool(cast.scale.two_level) or cast.scale.prescale != 1 or not cast.scale.per_block
 
 
 def factor_shape(shape: torch.Size, cast: Cast, dim: int) -> tuple[int, ...]:
-    """The shape of the factor of an operand: that of all scales that are not in its values."""
+    """Returns the shape of the factor of an operand: that of all scales that are not in its values."""
     if cast.scale.block != "row" and cast.scale.two_level != "row":
         return ()
     return (1, shape[1]) if dim in (0, -2) else (shape[0], 1)

@@ -207,12 +207,12 @@ class Cast:
     @staticmethod
     @cache
     def from_spec(spec: str) -> "Cast":
-        """The cast with this ``spec``, a JSON object of its fields; custom operators take strings, not objects."""
+        """Returns the cast with this ``spec``, a JSON object of its fields, which custom operators take as a string."""
         return Cast(**json.loads(spec))
 
     def replace(self, **changes: Any) -> "Cast":
-        """A copy with other fields; ``scale`` may be a mapping of the fields of the scale that change. A ValueError for
-        an unknown field, or a combination that has no meaning."""
+        """Returns a copy with other fields; ``scale`` may be a mapping of the fields of the scale that change. A
+        ValueError for an unknown field, or a combination that has no meaning."""
         changes = current_names(changes, warn=True)
         for name in changes:
             choose("field of Cast", name, [f.name for f in fields(Cast) if f.init])
@@ -251,9 +251,7 @@ class Cast:
 
     @property
     def bits(self) -> float:
-        """Bits per element with its share of block scale and zero point: 4.5 for NVFP4. Scales per row or tensor count
-        0.
-        """
+        """Bits per element with block scale and zero point: 4.5 for NVFP4. Scales per row or tensor count 0."""
         block = self.scale.block
         if isinstance(block, str):
             return float(self.format.bits)

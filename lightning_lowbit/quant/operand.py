@@ -112,7 +112,7 @@ def plain_operand(
 
 
 def blend(x: Tensor, quantized: Operand, share: Tensor, exact: bool = False) -> Operand:
-    """``x + λ (q - x)``: an operand between high precision and its quantized values q (annealing).
+    """Returns ``x + λ (q - x)``: an operand between high precision and its quantized values q (annealing).
 
     ``share`` is λ in [0, 1], 0-d float32. 0 gives ``x`` to the bit where q is finite; 1 gives q, rounded once to the
     dtype of ``x``. With ``exact`` the values are float32.
@@ -139,7 +139,7 @@ def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None,
 
 
 def surrogate_factor(kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> Tensor:
-    """The factor of the gradient of the quantized matrix ``x``: float32, its shape. ``kind`` is one of ``SURROGATES``.
+    """Returns the factor of the quantized matrix's gradient, float32, by a ``kind`` of ``SURROGATES``.
 
     The other arguments are those of :func:`quantize_operand`. Where a scale is 0, all elements but zeros count as
     saturated.
@@ -156,7 +156,7 @@ def through_rounding(
     amax: Tensor | None = None,
     shard: Shard | None = None,
 ) -> Tensor:
-    """The gradient of ``x`` from that of its quantized values: multiplied in float32, rounded once to its dtype."""
+    """Turns the gradient of quantized values into that of ``x``: multiplied in float32, rounded once."""
     spec = None if shard is None else shard.spec
     return _through_rounding(gradient, choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax, spec)
 

@@ -77,8 +77,8 @@ def pack(
 
 
 def assembled(elements: Tensor, scales: Tensor, cast: Cast) -> Tensor:
-    """The bytes of a matrix from its elements, float32 ``[rows, columns]`` on the grid, and the scales of its blocks or
-    rows, float32, in their order; a scale of the tensor is left out."""
+    """Returns the bytes of a matrix from its elements, float32 ``[rows, columns]`` on the grid, and the scales of its
+    blocks or rows, float32, in their order; a scale of the tensor is left out."""
     codes = _join(_encode(elements, cast.format).flatten(), cast.format)
     return codes if cast.scale.block == "tensor" else torch.cat([codes, _encode(scales.flatten(), cast.scale.storage)])
 
@@ -104,7 +104,7 @@ def unpack_(out: Tensor, data: Tensor, factor: Tensor, cast: Cast, dtype: torch.
 
 
 def unpacked_factor(data: Tensor, factor: Tensor, cast: Cast, size: int, dim: int = 1) -> Tensor | None:
-    """The factor of :func:`unpack_`, from shards of ``size`` elements."""
+    """Returns the factor of :func:`unpack_`, from shards of ``size`` elements."""
     if cast.scale.block == "row":
         scales = _decode(data[:, -(-size // per_byte(cast.format)) :], cast.scale.storage)
         return scales.reshape((1, -1) if dim == 0 else (-1, 1)) * factor
@@ -112,8 +112,8 @@ def unpacked_factor(data: Tensor, factor: Tensor, cast: Cast, size: int, dim: in
 
 
 def unpacked_codes(data: Tensor, cast: Cast, size: int) -> tuple[Tensor, Tensor]:
-    """The codes of a packed matrix of ``size`` elements, uint8 or in the dtype of its elements, and the scales of its
-    blocks, float32, both flat."""
+    """Returns the codes of a packed matrix of ``size`` elements, uint8 or in the dtype of its elements, and the scales
+    of its blocks, float32, both flat."""
     count, bits = per_byte(cast.format), cast.format.bits
     codes, scales = data.tensor_split([-(-size // count)])
     if count > 1:
@@ -124,7 +124,6 @@ def unpacked_codes(data: Tensor, cast: Cast, size: int) -> tuple[Tensor, Tensor]
 
 
 def packed_bytes(rows: int, columns: int, cast: Cast, dim: int) -> int:
-    """The number of bytes of a packed matrix."""
     codes = -(-rows * columns // per_byte(cast.format))
     if cast.scale.block == "tensor":
         return codes
@@ -134,12 +133,10 @@ def packed_bytes(rows: int, columns: int, cast: Cast, dim: int) -> int:
 
 
 def per_byte(format: Format) -> int:
-    """The number of codes in a byte."""
     return 8 // format.bits
 
 
 def scale_bytes(storage: Format) -> int:
-    """The number of bytes of a scale."""
     return 1 if storage.dtype is None else storage.dtype.itemsize
 
 
@@ -167,7 +164,7 @@ def _join(codes: Tensor, format: Format) -> Tensor:
 
 
 def _split(data: Tensor, format: Format) -> Tensor:
-    """The elements of bytes ``[shards, bytes]``: float32 ``[shards, bytes * k]``."""
+    """Splits bytes ``[shards, bytes]`` into elements, float32 ``[shards, bytes * k]``."""
     if format.dtype is not None:
         return _decode(data, format)
     # One look-up for all codes of a byte, with an int32 index, half the size of int64.
@@ -177,7 +174,7 @@ def _split(data: Tensor, format: Format) -> Tensor:
 @cache
 @torch.inference_mode(False)  # it outlives an evaluation
 def _levels(format: Format, device: torch.device) -> Tensor:
-    """float32 ``[256, k]``: the k values that each byte holds."""
+    """Returns float32 ``[256, k]``: the k values that each byte holds."""
     shifts = torch.arange(per_byte(format), device=device) * format.bits
     codes = torch.arange(256, device=device)[:, None] >> shifts & 2**format.bits - 1
     return table(format, device)[codes]

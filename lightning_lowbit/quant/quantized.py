@@ -51,11 +51,11 @@ class Quantized:
         return self._spread(self.codes.float(), self.zero_points.float(), torch.sub)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``element * (scale * tensor_scale)``: computed in float32, rounded once to ``dtype``."""
+        """Returns ``element * (scale * tensor_scale)``: computed in float32, rounded once to ``dtype``."""
         return self._spread(self.elements(), self.multipliers(), torch.mul).to(dtype)
 
     def multipliers(self) -> Tensor:
-        """The factors of elements, ``scale * tensor_scale``: float32, the shape of ``scales``."""
+        """Returns the factors of elements, ``scale * tensor_scale``: float32, the shape of ``scales``."""
         storage = self.cast.scale.storage
         scales = self.scales.float() if storage.dtype is not None else storage.decode(self.scales)
         return scales if self.tensor_scale is None else scales * self.tensor_scale

@@ -37,12 +37,12 @@ def _divide_by(tensor: Tensor, number: float) -> Tensor:
 def block_scales(
     blocks: Tensor, encode_scale: Tensor, draws: Tensor | None = None, *, cast: Cast, dims: tuple[int, ...]
 ) -> Tensor:
-    """s (for fp32 scales e) of a blocked view: float32, with the size 1 along ``dims``, the dimensions of a block."""
+    """Returns s (for fp32 scales e) of a blocked view: float32, 1 along ``dims``, the dimensions of a block."""
     return scales_of(block_amax(blocks, dims), encode_scale, cast, draws)
 
 
 def block_amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """max|x| over some dimensions, which keep the size 1: float32, 0 without elements."""
+    """Returns max|x| over some dimensions, which keep the size 1: float32, 0 without elements."""
     # The maximum is taken in the input's dtype, exactly, before the few maxima are widened.
     if blocks.numel() == 0:  # which amax refuses
         return blocks.new_zeros([1 if i in dims else n for i, n in enumerate(blocks.shape)], dtype=torch.float32)
@@ -65,8 +65,8 @@ def block_ends(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def block_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """The minima of :func:`block_ends`, and the spans (NaN where not finite) up to the maxima, with 0 in the range.
-    Ends are clamped to half of float32's range, so that the span is finite; elements beyond saturate."""
+    """Returns the minima of :func:`block_ends`, and the spans (NaN where not finite) up to the maxima, with 0 in the
+    range. Ends are clamped to half of float32's range, so that the span is finite; elements beyond saturate."""
     finite = low.isfinite() & high.isfinite()
     low, high = low.clamp(-_FLOAT32_MAX / 2, 0), high.clamp(0, _FLOAT32_MAX / 2)
     return low, torch.where(finite, high - low, torch.nan)
@@ -78,7 +78,7 @@ def zero_points(low: Tensor, scales: Tensor, cast: Cast) -> Tensor:
 
 
 def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast, draws: Tensor | None = None) -> Tensor:
-    """s (for fp32 scales e) from the statistics of blocks, such as amaxes: float32, any shape."""
+    """Returns s (for fp32 scales e) from the statistics of blocks, such as amaxes: float32, any shape."""
     if cast.scale.format == "fp32":
         amount = amax.clamp(min=cast.scale.epsilon) * cast.scale.factor
         scales = _divide(fp32_numerator(cast), amount).clamp(_FLOAT32_LEAST, _FLOAT32_MAX)
@@ -102,7 +102,7 @@ def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast, draws: Tensor | No
 
 
 def fp32_numerator(cast: Cast) -> float:
-    """The number that is divided by the statistic of a block, for fp32 scales."""
+    """Returns the number that is divided by the statistic of a block, for fp32 scales."""
     if cast.scale.statistic == "absmean":
         return 1.0
     return cast.grid.max if cast.scale.statistic == "minmax" else cast.format.max * 2.0**-cast.scale.margin
@@ -122,7 +122,7 @@ def _round_e8m0(amax: Tensor, element: Format, rounding: str | None) -> Tensor:
 
 
 def e8m0_rule(element: Format, rounding: str | None) -> tuple[int, float]:
-    """The exponent of ``element.max``, and the m from which the scale of an amax 2^k * m is one power of two larger."""
+    """Returns the exponent of ``element.max``, and the m from which an amax 2^k * m gets a scale twice as large."""
     fraction, exponent = math.frexp(element.max)
     top, exponent = 2 * fraction, exponent - 1  # element.max = top * 2^exponent
     digits = element.mantissa_bits - max(element.min_exponent - exponent, 0)  # of element.max, after the leading one
@@ -136,7 +136,7 @@ def e8m0_rule(element: Format, rounding: str | None) -> tuple[int, float]:
 
 
 def binary_exponent(values: Tensor) -> tuple[Tensor, Tensor]:
-    """k (int32) and m (float32, in [1, 2)) of positive float32 values 2^k * m."""
+    """Returns k (int32) and m (float32, in [1, 2)) of positive float32 values 2^k * m."""
     mantissa, exponent = torch.frexp(values)
     return exponent - 1, mantissa * 2
 
@@ -183,8 +183,8 @@ def _excess_error(blocks: Tensor, scales: Tensor, others: Tensor, decode_scale: 
 def corrected_scales(
     blocks: Tensor, scales: Tensor, decode_scale: Tensor, cast: Cast, rows: int | None, draws: Tensor | None
 ) -> Tensor:
-    """s' of a blocked view and its s: float32, the shape of ``scales``. ``rows`` counts the rows of the matrix where
-    blocks lie along them; None where they lie along columns. The order of the sums is fixed, as in 4/6."""
+    """Returns s' of a blocked view and its s: float32, the shape of ``scales``. ``rows`` counts the rows of the matrix
+    where blocks lie along them; None where they lie along columns. The order of the sums is fixed, as in 4/6."""
     count, dims = int(cast.scale.correction or 0) // int(cast.scale.block), (1,)  # type: ignore[arg-type]
 
     def group_sums(values: Tensor) -> Tensor:
@@ -211,12 +211,11 @@ def _square(blocks: Tensor, scales: Tensor, decode_scale: Tensor, *, cast: Cast,
 
 
 def encode_factor(scales: Tensor, decode_scale: Tensor, cast: Cast) -> Tensor:
-    """e from the result of :func:`block_scales` (float32, any shape) and 1/S (0-d float32)."""
+    """Returns e from the result of :func:`block_scales` (float32, any shape) and 1/S (0-d float32)."""
     if cast.scale.format == "fp32":
         return scales
     return torch.reciprocal(scales * decode_scale).clamp(max=_FLOAT32_MAX)
 
 
 def stored_scales(scales: Tensor, cast: Cast) -> Tensor:
-    """s from the result of :func:`block_scales`."""
     return torch.reciprocal(scales) if cast.scale.format == "fp32" else scales

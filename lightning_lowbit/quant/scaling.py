@@ -107,7 +107,7 @@ class Scaled(NamedTuple):
     corrected: Tensor | None = None
 
     def stored(self, cast: Cast) -> Tensor:
-        """The block scales that elements decode with."""
+        """Returns the block scales that elements decode with."""
         return stored_scales(self.scales, cast) if self.corrected is None else self.corrected
 
     def factor(self, shape: torch.Size, tile: Tile) -> Tensor:
@@ -126,7 +126,7 @@ def round_matrix(
     rounding: Callable[..., Tensor] | None = None,
     **static: object,
 ) -> tuple[Scaled, Tensor]:
-    """The scales of a matrix ``[rows, columns]``, as :func:`make_scales` makes them, and its rounded elements.
+    """Returns the scales of a matrix ``[rows, columns]``, as :func:`make_scales` makes them, and its rounded elements.
 
     ``rounding`` rounds a blocked view, by default as :func:`round_blocks`; ``static`` are its keyword arguments. A
     ``ValueError`` for a missing or wrong key.
@@ -190,7 +190,7 @@ def make_scales(x: Tensor, call: CastCall, mean: Tensor | None = None) -> Scaled
 
 
 def _tensor_amax(x: Tensor, call: CastCall) -> Tensor | None:
-    """The amax that scales the tensor: that of the call, or measured; None for a cast that needs none."""
+    """Returns the amax that scales the tensor: that of the call, or measured; None for a cast that needs none."""
     if call.amax is None:
         return amax_of(x, call.shard) if call.cast.scale.needs_amax else None
     if not call.cast.scale.needs_amax:
@@ -206,7 +206,7 @@ def _tensor_amax(x: Tensor, call: CastCall) -> Tensor | None:
 def _block_statistic(
     x: Tensor, blocks: Tensor, tile: Tile, cast: Cast, shard: Shard | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The statistic of each block, reduced over the processes that hold parts of it; and the lower end of its range."""
+    """Returns each block's statistic over all processes that hold parts of it, and the lower end of its range."""
     statistic = STATISTICS[cast.scale.statistic]
     parts = statistic.measure(blocks, block_dims(blocks, tile))
     if shard is not None and shard.cuts(tile):
@@ -216,7 +216,7 @@ def _block_statistic(
 
 
 def row_amax(x: Tensor, blocks: Tensor, tile: Tile, shard: Shard | None) -> Tensor:
-    """The amax of the row (with blocks along columns, the column) of each block: float32, as scales of blocks."""
+    """Returns the amax of each block's row (with blocks along columns, its column): float32, one for each block."""
     along = 1 if tile[1] > 1 else 0
     amax = block_amax(x, (along,))
     if shard is not None and shard.dim == along:
@@ -233,7 +233,7 @@ def scale_draws(x: Tensor, blocks: Tensor, tile: Tile, key: Tensor, shard: Shard
 
 
 def rounding_key(cast: Cast, key: Tensor | int | None, device: torch.device) -> Tensor | None:
-    """The key of a cast's random bits as int64, 0-d; None if it draws none; a ValueError if it is missing."""
+    """Returns the key of a cast's random bits as int64, 0-d; None if it draws none; a ValueError if it is missing."""
     if not cast.draws:
         return None
     if key is None:

@@ -60,9 +60,7 @@ class Shard(NamedTuple):
         return ends_within(self.step, self.size, side)
 
     def check(self, shape: torch.Size, side: int, units: str) -> None:
-        """Raises a ValueError, alike on all processes, if a shard boundary splits a unit of ``side`` elements along
-        ``dim``.
-        """
+        """Raises a ValueError, on all processes, if a shard boundary splits ``side`` elements along ``dim``."""
         if self.splits(side):
             raise ValueError(
                 f"A matrix of {tuple(self.global_shape(shape))} is cut after each {self.step} of dimension {self.dim}, "
@@ -76,8 +74,8 @@ class Shard(NamedTuple):
         return torch.stack([torch.full((), n, dtype=torch.int32, device=device) for n in numbers])
 
     def place(self, shape: torch.Size, tile: Tile) -> tuple[int, int, int]:
-        """The place of a shard of this shape: its columns and the global matrix's, both padded to whole tiles, and the
-        global index of its first element; each wrapped as int32 does."""
+        """Returns the place of a shard of this shape: its columns and the global matrix's, both padded to whole tiles,
+        and the global index of its first element; each wrapped as int32 does."""
         rows, columns = (n if k == ALL else n + -n % k for n, k in zip(shape, tile, strict=True))
         all_columns = self.global_shape(torch.Size((rows, columns)))[1]
         all_columns += 0 if ALL in tile else -all_columns % tile[1]
@@ -99,7 +97,7 @@ class Shard(NamedTuple):
 
 
 def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
-    """max|x| of a tensor, or of a shard's global matrix: 0-d float32, 0 without elements, not finite if x is not."""
+    """Returns max|x| of a tensor, or of a shard's global matrix: 0-d float32, 0 if empty, not finite if x is not."""
     if shard is not None:
         return _global_amax(x, shard.spec)
     if x.numel() == 0:

@@ -38,7 +38,7 @@ _SLACK = 1 + 2.0**-20
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums over many elements: float64, or float32 on Apple's GPUs, which have no float64."""
+    """Returns the dtype of sums over many elements: float64, or float32 on Apple's GPUs, which have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -51,7 +51,7 @@ def sqnr_db(signal_power: float, noise_power: float) -> float: ...
 
 
 def sqnr_db(signal_power: Tensor | float, noise_power: Tensor | float) -> Tensor | float:
-    """``10 log10(signal_power / noise_power)`` of Σ x² and Σ (x - q)², numbers or tensors; infinite without noise."""
+    """Returns ``10 log10(signal_power / noise_power)`` of Σ x² and Σ (x - q)², numbers or tensors; ∞ without noise."""
     if isinstance(signal_power, Tensor) and isinstance(noise_power, Tensor):
         return torch.where(noise_power == 0, math.inf, 10 * torch.log10(signal_power / noise_power))
     ratio = signal_power / noise_power if noise_power != 0 else math.inf
@@ -139,7 +139,7 @@ def _operand_statistics(
 
 
 def _block_numbers(step: Tensor, used: Tensor, largest: Tensor, sqnr: Tensor) -> Tensor:
-    """``[OF_BLOCKS]``: number of the blocks in use, sum and sum of squares of their scales, and the histograms."""
+    """Returns ``[OF_BLOCKS]``: how many blocks, sum and sum of squares of their scales, and the histograms."""
     step, counted = torch.where(used, step, 0), used.to(step.dtype)
     below = torch.where(used, torch.log2(largest / torch.where(used, step, 1)), 0)
     places = [value.floor().nan_to_num(nan=0.0).clamp(0, BINS - 1).long() for value in (below, sqnr / 3)]
@@ -149,9 +149,9 @@ def _block_numbers(step: Tensor, used: Tensor, largest: Tensor, sqnr: Tensor) ->
 
 
 def sample(tensor: Tensor, shape: torch.Size, cast: Cast, dim: int, most: int = SAMPLE) -> Tensor:
-    """The sampled part of a matrix, or of a factor of its rows or columns; ``shape`` is that of the global matrix. It
-    has whole blocks, always the same ones: rows, columns or rows of tiles. A small tensor is returned whole, and so is
-    one whose single scale is made from the mean magnitude or range."""
+    """Returns the sampled part of a matrix, or of a factor of its rows or columns; ``shape`` is that of the global
+    matrix. It has whole blocks, always the same ones: rows, columns or rows of tiles. A small tensor is returned whole,
+    and so is one whose single scale is made from the mean magnitude or range."""
     stride, block = -(-shape.numel() // most), cast.scale.block
     if tensor.dim() == 0 or stride <= 1 or (block == "tensor" and not cast.scale.needs_amax):
         return tensor
@@ -174,7 +174,7 @@ def _each(tensor: Tensor, stride: int, dim: int) -> Tensor:
 
 
 def _excess(blocks: Tensor, step: Tensor, zeros: Tensor | None, cast: Cast) -> Tensor:
-    """The distance of elements from the range of their block, else 0. On CPUs this is faster than comparing."""
+    """Returns the distance of elements from the range of their block, else 0. On CPUs this is faster than comparing."""
     if zeros is None:
         return (blocks.abs() - cast.grid.max * _SLACK * step).relu_()
     below = (-zeros * step * _SLACK - blocks).relu_()

@@ -41,12 +41,12 @@ def split_mean(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @opaque(lambda x, dim: x.new_empty([*x.shape[:dim], 1, *x.shape[dim:][1:]], dtype=torch.float32))
 def amax_along(x: Tensor, dim: int) -> Tensor:
-    """max|x| along a dimension, which keeps the size 1: float32, 0 without elements."""
+    """Returns max|x| along a dimension, which keeps the size 1: float32, 0 without elements."""
     return block_amax(x, (dim % x.dim(),))
 
 
 def smoothing_factor(amax: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``1 / amax``, rounded down to a power of two from 2^-64 to 2^64, in float16 from 2^-14 to 2^14.
+    """Returns ``1 / amax``, rounded down to a power of two from 2^-64 to 2^64, in float16 from 2^-14 to 2^14.
 
     Where ``amax`` (float32, any shape, 0 or more) is 0 or not finite, the factor is 1.
     """
@@ -91,7 +91,7 @@ class Hadamard:
         choose("signs of a Hadamard transform", self.signs, ("fixed", "keyed"))
 
     def diagonal(self, key: Tensor | None, device: torch.device) -> Tensor:
-        """The signs of T: float32 ``[size]``; a ValueError for keyed signs without ``key`` (int64, one element)."""
+        """Returns the signs of T: float32 ``[size]``; keyed ones need ``key``, int64 of one element."""
         if self.signs == "fixed":
             return _signs(None, self.size, device)
         if key is None:
@@ -112,7 +112,7 @@ def _fixed_signs(size: int, device: torch.device) -> Tensor:  # cached, because 
 
 @opaque(lambda key, size, device: torch.empty(size, dtype=torch.float32, device=device))
 def _signs(key: Tensor | None, size: int, device: torch.device) -> Tensor:
-    """The signs as a new tensor: compiled code may reuse its memory."""
+    """Copies the signs: compiled code may reuse its memory."""
     if key is None:
         return _fixed_signs(size, device).clone()
     index = torch.arange(size, dtype=torch.int32, device=device)
@@ -120,12 +120,12 @@ def _signs(key: Tensor | None, size: int, device: torch.device) -> Tensor:
 
 
 def rotated_shape(shape: torch.Size, signs: Tensor, dim: int) -> torch.Size:
-    """The shape of a matrix that :func:`rotate` has padded to whole groups."""
+    """Returns the shape of a matrix that :func:`rotate` has padded to whole groups."""
     return torch.Size(n + -n % len(signs) if i == dim else n for i, n in enumerate(shape))
 
 
 def rotation_factors(size: int) -> tuple[float, float]:
-    """The factors of elements before and after the sums of :func:`rotate`; their product is 1/√size."""
+    """Returns the factors of elements before and after the sums of :func:`rotate`; their product is 1/√size."""
     exponent = size.bit_length() - 1
     return 2.0 ** -(exponent // 2), math.sqrt(0.5) if exponent % 2 else 1.0
 

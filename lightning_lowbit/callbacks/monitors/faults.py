@@ -12,7 +12,7 @@ _SMALL_BLOCK = 16  # elements in the smallest blocks of any hardware
 
 
 class Fault(NamedTuple):
-    """A problem: its kind, its severity (see :class:`Alerts`), and what to do."""
+    """A problem: its kind, its severity (see ``monitors/base.py``), and what to do."""
 
     kind: str
     severity: float

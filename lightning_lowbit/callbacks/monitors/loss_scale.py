@@ -47,7 +47,7 @@ _ADVICE = {
 class LossScaleMonitor(Monitor):
     """Logs the loss scale, and warns where it does not settle.
 
-    It watches the ``GradScaler`` of a :class:`LowBitPrecision` or of Lightning's ``MixedPrecision``. In each step that
+    It watches the ``GradScaler`` of a ``LowBitPrecision`` or of Lightning's ``MixedPrecision``. In each step that
     is logged: ``loss_scale/scale``; ``loss_scale/growth_tracker``, the steps without an overflow, below 0 while the
     scale cools down; ``loss_scale/overflows``, the steps with a gradient that was not finite since the last logged
     step; ``loss_scale/skipped_steps``, all of these since training began. It warns if overflows lower the scale

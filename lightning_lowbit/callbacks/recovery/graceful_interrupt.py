@@ -29,10 +29,10 @@ _STOPS = {signal.SIGINT, signal.SIGTERM}
 
 
 class GracefulInterrupt(LowBitCallback):
-    """On Ctrl-C or SIGTERM, finishes the optimizer step, saves a checkpoint and stops; a second Ctrl-C stops at once.
+    """Finishes the optimizer step on Ctrl-C or SIGTERM, saves a checkpoint and stops; a second Ctrl-C stops at once.
 
     A validation that is running or due at that step comes first. The checkpoint is ``interrupted.ckpt``, in the folder
-    of the Trainer's ``ModelCheckpoint`` or else in ``default_root_dir``, written as by :class:`CrashSafeCheckpoint`.
+    of the Trainer's ``ModelCheckpoint`` or else in ``default_root_dir``, written as by ``CrashSafeCheckpoint``.
     All ranks stop at the same step, whichever of them gets the signal. After SIGTERM, sent by SLURM, ``timeout`` and
     ``docker stop``, the exit status is 143; their delay before killing the process must suffice for the rest of the
     step, a validation and a save. The signal at which Lightning requeues a SLURM job

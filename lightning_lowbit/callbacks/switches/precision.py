@@ -46,7 +46,7 @@ class PrecisionSwitch(Switch):
     See ``docs/guides/switches.md`` for triggers, gradual switches, switches of some layers, and resuming.
 
     Args:
-        to: ``"qaf"``, ``"hp-forward"``, ``"bf16"`` or ``"fqt"``, see :meth:`LinearCasts.phase`; or a mapping from name
+        to: ``"qaf"``, ``"hp-forward"``, ``"bf16"`` or ``"fqt"``, see ``LinearCasts.phase``; or a mapping from name
             patterns of layers to one of these, a preset's name, or casts.
         at: when, as a fraction of all optimizer steps, in [0, 1]. Give one of ``at`` to ``below``.
         step: when, as a number of optimizer steps.

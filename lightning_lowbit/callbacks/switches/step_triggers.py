@@ -2,7 +2,7 @@
 
     at=0.5, step=500    known when training starts, so a resumed run needs no state
     tokens              known once that many tokens have been trained on
-    plateau, below      known once a metric meets a condition, see :mod:`.metric_triggers`
+    plateau, below      known once a metric meets a condition, see metric_triggers.py
 
 All ranks get the same answer, before the first micro-batch of an optimizer step.
 """
@@ -86,7 +86,7 @@ class AtTokens(Trigger):
     """Due after a number of tokens, over all data-parallel ranks.
 
     Each rank counts its own tokens on the host. At some steps, one collective sums them: if R tokens are missing, at p
-    tokens per step so far, the next sum is R / 2p steps later. That makes a logarithmic number of sums, and is exact
+    tokens per step so far, the next sum is R / 2p steps later. The number of sums is logarithmic, and the step exact
     unless steps become more than twice as large as their average.
     """
 

@@ -94,7 +94,7 @@ class Chat:
 
 
 def shown_weight(loaded: Any, weight: Weight) -> Tensor | None:
-    """The weight of a loaded layer ``[out_features, in_features]``; None if it is not kept as numbers."""
+    """Returns the weight of a loaded layer ``[out_features, in_features]``; None if it is not kept as numbers."""
     matrix = getattr(loaded, "weight", None)
     if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
         return None
@@ -192,17 +192,16 @@ class Encoded(NamedTuple):
 
 
 def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None, error: float = 0.0) -> Written:
-    """The row of a weight, to whose error the file adds ``error``."""
+    """Returns the row of a weight, to whose error the file adds ``error``."""
     return Written(weight.name, str(weight.cast), format, size, weight.error + error, inputs)
 
 
 def unquantized_linears(source: TrainedModel) -> list[str]:
-    """The names of the linear layers of a model that are not quantized."""
     linears = [clean_name(name) for name, module in source.model.named_modules() if isinstance(module, nn.Linear)]
     return [name for name in linears if name not in source.layers]
 
 
 def example_shape(source: TrainedModel, options: Options) -> Sequence[int] | None:
-    """The shape of an input of a model that takes no tokens: as asked for, or of ``example_input_array``."""
+    """Returns the shape of an input of a model that takes no tokens: as asked for, or of ``example_input_array``."""
     example = getattr(source.model, "example_input_array", None)
     return options.shape if options.shape is not None else example.shape if isinstance(example, Tensor) else None

@@ -45,7 +45,7 @@ def obstacle(name: str, layer: QuantizedLayer) -> str | None:
 
 
 def tensors(weight: Weight) -> dict[str, Tensor]:
-    """The tensors of a layer, by the last part of their names."""
+    """Returns the tensors of a layer, by the last part of their names."""
     packed, *quarters = weight.quantized.codes.chunk(_ELEMENTS)
     for i, codes in enumerate(quarters, 1):
         packed = packed | codes << 2 * i
@@ -53,7 +53,7 @@ def tensors(weight: Weight) -> dict[str, Tensor]:
 
 
 def error(weight: Weight, dtype: torch.dtype) -> float:
-    """The largest error of a weight in a model that is loaded in ``dtype``: its ``weight_scale`` is rounded. A
+    """Returns the largest error of a weight in a model that is loaded in ``dtype``: its ``weight_scale`` is rounded. A
     ``ValueError`` where the dtype's range does not hold it."""
     scale = _scale(weight)
     rounded = divisor(scale).to(dtype).float().reciprocal()
@@ -66,7 +66,7 @@ def error(weight: Weight, dtype: torch.dtype) -> float:
 
 
 def _scale(weight: Weight) -> Tensor:
-    """The scale that multiplies elements, float32, 0-d."""
+    """Returns the scale that multiplies elements, float32, 0-d."""
     return weight.quantized.multipliers().reshape(())
 
 
@@ -79,7 +79,7 @@ def _shown(loaded: Any, weight: Weight) -> Tensor | None:
 
 
 def _pattern(name: str, layers: Mapping[str, QuantizedLayer]) -> str:
-    """A name, which stands for others that begin or end with it, too; as a regular expression where there are such."""
+    """Returns a name, as a regular expression where others begin or end with it."""
     is_ambiguous = any(layer.endswith(name) or re.match(rf"{name}(\.|$)", layer) for layer in layers)
     return f"^{re.escape(name)}$" if is_ambiguous else name
 

@@ -94,7 +94,7 @@ def _nvfp4(weight: Weight, options: Options, activations: bool) -> Described:
 
 
 def input_amax(weight: Weight, options: Options) -> float:
-    """The amax of a layer's input: over the calibration data, or else of delayed scaling."""
+    """Returns the amax of a layer's input: over the calibration data, or else of delayed scaling."""
     amax = _static_amax(weight, options)
     if amax is None:
         raise ValueError(
@@ -223,7 +223,7 @@ def _write(
 
 
 def quantization_config(schemes: Mapping[str, Sequence[Any]], ignored: Sequence[str]) -> dict[str, Any]:
-    """The description of quantized layers in ``config.json``: a group for each scheme, and the ignored layers.
+    """Returns the description of quantized layers in ``config.json``: a group for each scheme, and the ignored layers.
 
     ``schemes`` has a format and the arguments of weights and inputs for each layer.
     """
@@ -257,7 +257,7 @@ def quantization_config(schemes: Mapping[str, Sequence[Any]], ignored: Sequence[
 
 @torch.no_grad()
 def _load(dtype: torch.dtype | None, folder: Path) -> nn.Module:
-    """The model as transformers computes it, with the activations that the configuration quantizes."""
+    """Returns the model as transformers computes it, with the activations that the configuration quantizes."""
     import compressed_tensors  # noqa: F401  of which transformers would tell later, and otherwise
 
     groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
@@ -279,7 +279,7 @@ def _format(
     activations: bool = False,
     dtype: torch.dtype | None = torch.bfloat16,
 ) -> Format:
-    """A format of this family.
+    """Returns a format of this family.
 
     Args:
         name, own_cast, fused: of :class:`Format`.

@@ -48,7 +48,7 @@ def _write(source: TrainedModel, folder: Path, options: Options) -> list[Written
 
 
 def _quantized_parameter(layer: QuantizedLayer, matrix: Tensor) -> Tensor:
-    """The parameter of a layer, float32, with the quantized values of its matrix or stack of matrices."""
+    """Returns the parameter of a layer, float32, with the quantized values of its matrix or stack of matrices."""
     cast = weight_cast(layer)
     stack = matrix if matrix.dim() > 2 else matrix[None]
     values = torch.stack([quantize(part, cast, amax=layer.scaled_by(part)).dequantize() for part in stack])

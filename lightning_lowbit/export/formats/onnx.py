@@ -177,7 +177,7 @@ def _traced(model: _Outputs, example: Tensor) -> Any:
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Silences the exporter, which tells of packages that it could use, and of its own deprecations."""
+    """Silences the exporter, which reports missing packages and its own deprecations."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -37,7 +37,7 @@ _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 def stored_as(cast: Cast) -> tuple[int, float]:
-    """The type that holds the elements of a weight exactly, divided by a number."""
+    """Returns the type that holds the elements of a weight exactly, divided by a number."""
     if cast.scale.statistic == "minmax":
         return (UINT4 if cast.format.bits <= 4 else UINT8), 1.0
     unit = 2.0 ** (cast.format.min_exponent - cast.format.mantissa_bits)  # elements are whole multiples of it
@@ -245,7 +245,7 @@ class Convolution(nn.Module):
         return y if input.dim() == y.dim() else y.squeeze(0)
 
     def _kernel(self) -> Tensor:
-        """The decoded weight in the layer's own order."""
+        """Returns the decoded weight in the layer's own order."""
         layer: Any = self._of[0]
         assert self.weight is not None
         weight, sizes = self.weight(), layer.kernel_size
@@ -269,7 +269,7 @@ class Convolution(nn.Module):
 
 
 def _kernel(layer: QuantizedConvolution, quantized: Quantized) -> Decoded:
-    """The weight of a convolution: in the layer's own order where its scales are of rows or of the tensor."""
+    """Returns the weight of a convolution: in the layer's own order where its scales are of rows or of the tensor."""
     if isinstance(layer, QuantizedTransposed) or quantized.scales.shape[1] > 1:
         return Decoded(quantized, transposed=False)
     codes = torch.empty(layer.weight.shape, dtype=torch.uint8)
@@ -279,7 +279,7 @@ def _kernel(layer: QuantizedConvolution, quantized: Quantized) -> Decoded:
 
 
 def patches(x: Tensor, window: Window) -> Tensor:
-    """``[N, *positions, kernel · C]`` of images ``[N, C, *sizes]``, in the order of :class:`Window`."""
+    """Returns ``[N, *positions, kernel · C]`` of images ``[N, C, *sizes]``, in the order of :class:`Window`."""
     positions = window.positions(x.shape[2:])
     x = F.pad(x, [size for pair in reversed([*zip(window.before, window.after, strict=True)]) for size in pair])
     for dim, (k, s, d, o) in enumerate(zip(window.kernel, window.stride, window.dilation, positions, strict=True), 2):

@@ -13,7 +13,7 @@ def nibbles(codes: Tensor) -> Tensor:
 
 
 def scales_by_row(quantized: Quantized) -> Tensor:
-    """The scales of blocks as ``[rows, blocks]``, repeated in tiles."""
+    """Returns the scales of blocks as ``[rows, blocks]``, repeated in tiles."""
     scales, rows = quantized.scales, len(quantized.codes)
     if len(scales) == rows:
         return scales

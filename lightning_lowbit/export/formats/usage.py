@@ -65,7 +65,7 @@ model = load("{folder}")  # layers that compute with the codes of the folder
 
 
 def usage(source: TrainedModel, programs: tuple[str, ...], folder: Path) -> str:
-    """The sections of some programs, keys of ``PROGRAMS``, in Markdown."""
+    """Returns the sections of some programs, keys of ``PROGRAMS``, in Markdown."""
     model: Any = source.model
     name = source.facts.get("tokenizer")
     if source.config is None or name is None or not model.can_generate():

@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file, which is a mapping."""
+    """Returns the content of a JSON file, which is a mapping."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
@@ -62,7 +62,7 @@ def locate(folder: Path) -> dict[str, Place]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder by name, as the files have them; raises as :func:`locate`."""
+    """Returns all tensors of a folder by name, as the files have them; raises as :func:`locate`."""
     places = locate(folder)
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(place.file for place in places.values()):
@@ -89,12 +89,12 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its class where it has none."""
+    """Returns the first line of an error's message, or its class where it has none."""
     return next(iter(str(error).strip().splitlines()), "").rstrip(". ") or type(error).__name__
 
 
 def _index(folder: Path) -> Mapping[str, str] | None:
-    """The file of each tensor, by the index; None for one file."""
+    """Returns the file of each tensor, by the index; None for one file."""
     if not (folder / INDEX).exists():
         if not (folder / WHOLE).exists():
             raise ValueError(f"{folder} has no weights: neither {WHOLE} nor {INDEX}. {AGAIN}")
@@ -110,7 +110,7 @@ def _index(folder: Path) -> Mapping[str, str] | None:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A file of a folder, or a link there, which may lead anywhere: whoever made the folder has set it."""
+    """Returns a file of a folder, or a link there, which may lead anywhere: whoever made the folder has set it."""
     file = folder / name
     if Path(name).name != name:
         raise ValueError(f"{folder / INDEX} names {name}, which is outside of the folder. Copy the file into it.")

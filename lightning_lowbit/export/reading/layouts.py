@@ -56,15 +56,15 @@ class Codes(NamedTuple):
     factor: Tensor
 
     def with_one_scale(self) -> "Codes":
-        """The same weight with the scale of its rows as that of the tensor, if all are equal, as integers are written
-        that were trained so."""
+        """Returns the same weight with the scale of its rows as that of the tensor, if all are equal, as integers are
+        written that were trained so."""
         first = self.scales.flatten()[:1]
         if self.cast.scale.block != "row" or not (self.scales == first).all():
             return self
         return self._replace(cast=self.cast.replace(scale={"block": "tensor"}), scales=first)
 
     def packed(self, name: str, cast: Cast) -> Packed:
-        """The codes of a layer under a cast that differs only in how scales are made."""
+        """Returns the codes of a layer under a cast that differs only in how scales are made."""
         block, scales = cast.scale.block, self.scales
         if cast.element == "ternary" and (self.values < -1).any():  # which two bits can hold
             raise ValueError(f"The weight of {name} has codes that are not ternary, as its casts are. {AGAIN}")
@@ -114,7 +114,7 @@ class Layout(NamedTuple):
 
 
 def codes_of(name: str, tensors: Parts, layouts: Sequence[Layout]) -> Codes:
-    """The codes of a layer, by the one of some layouts that its tensors have.
+    """Returns the codes of a layer, by the one of some layouts that its tensors have.
 
     Raises:
         ValueError: its tensors have none of them; or scales are not finite, or codes mean no number.
@@ -136,7 +136,7 @@ def codes_of(name: str, tensors: Parts, layouts: Sequence[Layout]) -> Codes:
 
 
 def layouts(method: str, schemes: Sequence[Scheme], rows: int, columns: int) -> list[Layout]:
-    """The layouts that a weight ``[rows, columns]`` may have in the files of a quantization method.
+    """Returns the layouts that a weight ``[rows, columns]`` may have in the files of a quantization method.
 
     Args:
         method: ``quant_method`` in ``config.json``.
@@ -225,7 +225,7 @@ def _layout(scheme: Scheme, rows: int, columns: int) -> Layout:
 
 
 def _scales(scheme: Scheme, rows: int, columns: int) -> tuple[Part, Any]:
-    """The tensor of a weight's scales, and the block of each."""
+    """Returns the tensor of a weight's scales, and the block of each."""
     if scheme["strategy"] == "tensor":
         return _SCALAR, "tensor"
     if scheme["strategy"] == "channel":
@@ -243,7 +243,7 @@ def _scaled(element: str, values: Tensor, scale: Tensor, block: Any) -> Codes:
 
 
 def _nvfp4(columns: int, weight: str, scale: str, parts: Parts) -> Codes:
-    """The scale of the matrix multiplies in files of modelopt, and divides in those of compressed-tensors."""
+    """Reads NVFP4: modelopt keeps the scale of the matrix, compressed-tensors one over it."""
     factor = parts[scale].float().reshape(())
     factor = factor if scale == "weight_scale_2" else 1 / factor
     return Codes(_NVFP4, _elements(parts[weight], "e2m1", columns), parts["weight_scale"].float(), factor)
@@ -288,6 +288,6 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def layers_of(names: Iterable[str]) -> list[str]:
-    """The layers of which some tensors' names say that they are quantized."""
+    """Returns the layers of which some tensors' names say that they are quantized."""
     ends = {*QUANTIZED, *REFUSED}
     return sorted({layer for layer, _, part in (name.rpartition(".") for name in names) if part in ends})

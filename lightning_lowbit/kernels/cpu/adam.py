@@ -37,7 +37,7 @@ class _Decision(ctypes.Structure):
 
 
 class CppParameters:
-    """The shards of a batch, for the functions of the library."""
+    """The shards of a batch, for the passes of ``optim/passes.py`` in C++; `measure` comes first."""
 
     def __init__(self, shards: Sequence[ParameterShard]) -> None:
         self._fields = array("q", [field for shard in shards for field in shard])
@@ -45,26 +45,22 @@ class CppParameters:
         self._measured = self._new_chunks()
 
     def measure(self, weights: bool = False) -> Tensor:
-        """max|g|, −1 where there is no gradient, or max|p|: float32 [P]."""
         result = torch.empty(self._count, dtype=torch.float32, device="cpu")
         chunks = self._new_chunks() if weights else self._measured
         self._call("measure", ctypes.c_int(weights), *map(_pointer, (result, *chunks)))
         return result
 
     def squares(self, decision: Decision) -> Tensor:
-        """Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]. After `measure`."""
         result = torch.empty(2, self._count, dtype=torch.float32, device="cpu")
         self._call_with(decision, "squares", *map(_pointer, (*self._measured, result)))
         return result
 
     def update(self, decision: Decision, sums: bool) -> Tensor | None:
-        """Adam; with ``sums``, the result of `squares` from the same pass."""
         result = torch.empty(2, self._count, dtype=torch.float32, device="cpu") if sums else None
         self._call_with(decision, "update", None if result is None else _pointer(result))
         return result
 
     def write_clipped(self, decision: Decision) -> None:
-        """factor·clip(g) into ``weights``."""
         self._call_with(decision, "clipped")
 
     def _new_chunks(self) -> tuple[Tensor, Tensor]:
@@ -99,7 +95,7 @@ def _pointer(new: Tensor) -> ctypes.c_void_p:
 
 
 class Scalars:
-    """0-d tensors on a CPU, one for each shard and name, as one tensor [P] for each name, with the dtype of each."""
+    """Reads and writes 0-d tensors on a CPU, one for each shard and name, as one tensor [P] for each name."""
 
     def __init__(self, tensors: Mapping[str, Sequence[Tensor]], dtypes: Mapping[str, torch.dtype]) -> None:
         self._tensors, self._dtypes = tensors, dtypes  # tensors, so that their memory stays

@@ -52,7 +52,7 @@ def trusted(folder: Path) -> Iterator[Path]:
 
 
 def read_trusted(path: Path) -> bytes:
-    """The content of a file in a trusted folder; a link, or a file that others own or can write, is an ``OSError``."""
+    """Reads a file in a trusted folder; a link, or a file that others own or can write, is an ``OSError``."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
     with open(descriptor, "rb") as file:
         _check(path, descriptor)
@@ -60,7 +60,7 @@ def read_trusted(path: Path) -> bytes:
 
 
 def shown(path: Path) -> str:
-    """A path in a trusted folder as users know it."""
+    """Returns a path in a trusted folder as users know it."""
     return os.path.join(os.path.realpath(path.parent), path.name)
 
 
@@ -121,8 +121,8 @@ def _check(path: Path, descriptor: int) -> None:
 def _can_be_closed(descriptor: int, mode: int) -> bool:
     """Returns whether a folder is open to its group alone, as umask 002 makes it, and holds only libraries.
 
-    So no folder that serves others too, such as /tmp or /usr/local of root, gets other permissions. What the group may
-    have left there is refused file by file.
+    So no folder that serves others too, such as /tmp or /usr/local of root, gets other permissions. Files
+    that the group may have left there are refused one by one.
     """
     is_for_group = bool(mode & stat.S_IWGRP) and not mode & (stat.S_IWOTH | stat.S_ISVTX | stat.S_ISGID)
     return is_for_group and all(name.startswith("kernels-") for name in os.listdir(descriptor))

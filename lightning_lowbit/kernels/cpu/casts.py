@@ -102,8 +102,8 @@ def rotation_obstacle(cast: Cast) -> str | None:
 
 @cache
 def cpp_cast(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None) -> CppCast | None:
-    """The cast with this spec along ``dim``, from the dtype ``source`` to ``dtype`` (None: :func:`operand_dtype`); None
-    where the kernels do not cover it."""
+    """Returns the cast with this spec along ``dim``, from the dtype ``source`` to ``dtype`` (None:
+    :func:`operand_dtype`); None where the kernels do not cover it."""
     cast = Cast.from_spec(spec)
     dtype = dtype or operand_dtype(source, cast)
     if obstacle(cast) is not None or source not in INPUTS or dtype not in OUTPUTS or library() is None:
@@ -152,8 +152,8 @@ def _grid(grid: Grid) -> _Grid:
 
 
 def takes(x: Tensor, form: CppCast, call: CastCall) -> bool:
-    """Returns whether the kernels take these arguments: not empty matrices, nor those that share statistics with other
-    processes, nor anything that the plain code refuses."""
+    """Returns whether the kernels take these arguments: no empty matrices, no statistics shared with other processes,
+    and nothing that the plain code refuses."""
     _, dim, key, amax, _, shard, rotation, _ = call
     if (form.draws or amax is not None) and not are_regular(form.draws, form.needs_amax, key, amax, x.device):
         return False
@@ -170,7 +170,7 @@ def are_signs(rotation: Tensor, dim: int) -> bool:
 
 
 def make_operand(x: Tensor, call: CastCall) -> Operand | None:
-    """The operand of a resolved matrix; None for arguments that the kernels do not take."""
+    """Returns the operand of a resolved matrix; None for arguments that the kernels do not take."""
     form = cpp_cast(call.cast.spec, call.dim, x.dtype, call.dtype)
     if form is None or not takes(x, form, call):
         return None
@@ -213,8 +213,7 @@ def write(
 
 
 def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor | None:
-    """max|x| of a float32 or bfloat16 tensor, of a rotated one a matrix: 0-d float32, not finite if an element is not;
-    None for all others."""
+    """Returns max|x| of a float32 or bfloat16 tensor, or of a rotated matrix: 0-d float32; None for all others."""
     dtype, kernels, count = INPUTS.get(x.dtype), library(), x.numel()
     if dtype is None or kernels is None or count == 0:
         return None
@@ -227,7 +226,7 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor |
 
 
 def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
-    """:func:`lightning_lowbit.kernels.delayed_amax`, of tensors that have been compared; None without kernels."""
+    """Does :func:`lightning_lowbit.kernels.delayed_amax`, for tensors that have been compared; None without kernels."""
     if (kernels := library()) is None:
         return None
     result, bits = torch.empty_like(amax), sum(1 << place for place in places)
@@ -237,7 +236,7 @@ def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: 
 
 
 def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor | None:
-    """A float32 or bfloat16 matrix as :func:`lightning_lowbit.quant.rotate` has it; None for all others."""
+    """Rotates a float32 or bfloat16 matrix as :func:`lightning_lowbit.quant.rotate` does; None for all others."""
     dtype, kernels = INPUTS.get(x.dtype), library()
     if dtype is None or kernels is None or x.numel() == 0 or x.dim() != 2 or not are_signs(rotation, dim):
         return None

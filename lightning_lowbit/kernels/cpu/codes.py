@@ -25,7 +25,7 @@ def covers(cast: Cast, columns: int) -> bool:
 
 
 def pack(x: Tensor, call: CastCall) -> Packed | None:
-    """The packed operand of a resolved matrix; None for arguments that the kernels do not take."""
+    """Returns the packed operand of a resolved matrix; None for arguments that the kernels do not take."""
     form, shape = casts.cpp_cast(call.cast.spec, call.dim, x.dtype, torch.float32), call.shape(x)
     if form is None or not casts.takes(x, form, call) or shape[1] % (layout := _layout(call.cast.spec)).per_byte:
         return None
@@ -37,7 +37,7 @@ def pack(x: Tensor, call: CastCall) -> Packed | None:
 
 
 def unpack(data: Tensor, factor: Tensor, call: CastCall, shape: torch.Size, source: torch.dtype) -> Operand | None:
-    """The operand of packed bytes of a matrix of this shape and dtype; None for arguments that are not covered."""
+    """Unpacks the operand of a matrix of this shape and dtype; returns None for arguments that are not covered."""
     dtype, cast, dim = call.values_dtype(source), call.cast, call.dim
     target = torch.float32 if dtype == torch.int8 else dtype
     form, layout, kernels = casts.cpp_cast(cast.spec, dim, source, target), _layout(cast.spec), library()
@@ -68,7 +68,7 @@ class _Layout(NamedTuple):
     per_byte: int
 
     def codes(self, start: int, elements: int) -> casts.Codes:
-        """The structure for bytes at an address: the scales come after the codes of the elements."""
+        """Returns the structure for bytes at an address: the scales come after the codes of the elements."""
         return casts.Codes(start + -(-elements // self.per_byte), self.coding, self.scale_coding, self.bits)
 
 

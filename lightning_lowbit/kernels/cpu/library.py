@@ -1,8 +1,8 @@
 """The C++ kernels as a shared library, compiled when first needed and kept in the user's cache.
 
 The sources in ``source/`` use C++ and OpenMP alone, no headers of torch: they compile in seconds, and are called
-through ctypes with addresses and sizes. A library is built for one kind of CPU, which its name tells, and loaded only
-if it is what its compiler wrote. Where none can be built, :func:`library` warns once and returns None.
+through ctypes with addresses and sizes. A library's name tells the kind of CPU that it is for, and a checksum of its
+content, which is compared before it is loaded. Where none can be built, :func:`library` warns once and returns None.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The loaded kernels; None, with one warning in the process, where they cannot be built or loaded."""
+    """Returns the loaded kernels; None, with one warning in the process, where they cannot be built or loaded."""
     kernels, error = _loaded()
     if kernels is None:
         warnings.warn(
@@ -85,7 +85,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, Exception | None]:
 
 
 def _from_cache() -> ctypes.CDLL:
-    """The kernels of the cache, compiled if none of its libraries can be loaded."""
+    """Returns the kernels of the cache, compiled if none of its libraries can be loaded."""
     with trusted(_folder()) as folder:
         kernels, damaged = _search(folder)
         if kernels is None:
@@ -176,14 +176,14 @@ def _compiler() -> list[str]:
 
 @cache
 def _name() -> str:
-    """The beginning of the names of libraries: a hash of sources, flags and CPU, whichever compiler made them."""
+    """Returns the beginning of libraries' names: a hash of sources, flags and CPU, whichever compiler made them."""
     parts = [*(path.read_bytes() for path in sorted(_SOURCE.iterdir())), _cpu().encode()]
     digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _EXTRAS)).encode()])).hexdigest()
     return f"kernels-{digest[:20]}"
 
 
 def _named(folder: Path, content: bytes) -> Path:
-    """The path of a library, whose name ends with a checksum of its content: both appear at once."""
+    """Returns the path of a library, whose name ends with a checksum of its content: both appear at once."""
     return folder / f"{_name()}-{hashlib.sha256(content).hexdigest()[:32]}.so"
 
 
@@ -196,7 +196,7 @@ def _cpu() -> str:
 
 
 def _folder() -> Path:
-    """The folder that keeps libraries; a ``RuntimeError`` if it is that of a user without a home."""
+    """Returns the folder that keeps libraries; a ``RuntimeError`` if it is that of a user without a home."""
     if chosen := os.environ.get("LOWBIT_CACHE_DIR"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_lowbit"

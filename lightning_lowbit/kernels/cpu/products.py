@@ -45,7 +45,7 @@ def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None,
 
 
 def _extent(factor: Tensor, rows: int, columns: int) -> int:
-    """``Extent`` in source/products.cpp; 0 for a factor that is not covered."""
+    """Returns ``Extent`` in source/products.cpp; 0 for a factor that is not covered."""
     if factor.dtype != torch.float32 or not factor.is_cpu:
         return 0
     if factor.numel() == 1:

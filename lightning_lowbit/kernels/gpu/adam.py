@@ -56,7 +56,7 @@ class Kind(NamedTuple):
 
 
 class TritonParameters:
-    """The shards of a batch on a GPU, for the kernels; no function waits for the GPU.
+    """The shards of a batch on a GPU, for the passes of ``optim/passes.py``; no function waits for the GPU.
 
     Elements are in fp32, bf16 or fp16, and moments of all of them in fp32 or FP8.
     """
@@ -68,7 +68,6 @@ class TritonParameters:
         self._kinds = [Kind.of(shard) for shard in shards]
 
     def measure(self, weights: bool = False) -> Tensor:
-        """max|g|, −1 where there is no gradient, or max|p|: float32 [P]."""
         field, kinds = (_AT.weights, _AT.weights_kind) if weights else (_AT.gradient, _AT.gradient_kind)
         amaxes = (self._table[:, kinds] != NOTHING).to(torch.float32) - 1
         if weights:
@@ -81,17 +80,14 @@ class TritonParameters:
         return amaxes
 
     def squares(self, decision: Decision) -> Tensor:
-        """Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]."""
         sums = self._pass("squares", decision, sums=True)
         assert sums is not None
         return sums
 
     def update(self, decision: Decision, sums: bool) -> Tensor | None:
-        """Adam; with ``sums``, the result of `squares` from the same pass."""
         return self._pass("update", decision, sums)
 
     def write_clipped(self, decision: Decision) -> None:
-        """factor·clip(g) into ``weights``."""
         self._pass("write", decision, sums=False)
 
     def _pass(self, name: str, decision: Decision, sums: bool) -> Tensor | None:
@@ -122,7 +118,7 @@ class TritonParameters:
         return self._total(**room) if sums else None
 
     def _room_for_sums(self, counts: Iterable[tuple[int, ...]]) -> dict[str, Any]:
-        """Two sums for each tile, and the places of shards among them."""
+        """Returns room for two sums of each tile, and the places of shards among them."""
         totals = tuple(map(sum, zip([0] * len(self._shards), *counts, strict=True)))
         return {"starts": _starts(totals, self._device), "partials": self._empty(sum(totals), 2)}
 
@@ -144,12 +140,12 @@ class TritonParameters:
         return dict.fromkeys(kind for kind, shard in zip(self._kinds, self._shards, strict=True) if shard.size)
 
     def _counts(self, kind: Kind, by_rows: bool) -> tuple[int, ...]:
-        """Numbers of tiles of the shards; 0 for shards of another kind."""
+        """Returns how many tiles each shard has; 0 for shards of another kind."""
         pairs = zip(self._kinds, self._shards, strict=True)
         return tuple(_tiles_of(shard, by_rows) if other == kind else 0 for other, shard in pairs)
 
     def _rows(self, numbers: Mapping[str, Tensor]) -> Tensor:
-        """The numbers at the places ``_ROW``, float32 [K, P]; the limit fills rows that are not decided."""
+        """Returns the numbers at the places ``_ROW``, float32 [K, P]; the limit fills rows that are not decided."""
         rows = torch.stack([numbers.get(name, numbers["limit"]).to(torch.float32) for name in _NUMBERS])
         return checked("numbers of shards", rows, torch.float32, len(rows) * len(self._shards), self._device)
 
@@ -166,7 +162,7 @@ def _tiles_of(shard: ParameterShard, by_rows: bool) -> int:
 
 @lru_cache(maxsize=4096)  # more than there are groups of parameters and kinds: a miss waits for the device
 def _tiles(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Row of the table and number of the tile in the shard, for each program: int32 [programs, 2]."""
+    """Returns the row of the table and the number of the tile in the shard, for each program: int32 [programs, 2]."""
     sizes = torch.frombuffer(array("q", counts), dtype=torch.int64)
     rows = torch.repeat_interleave(sizes)
     tiles = torch.arange(len(rows), device="cpu") - (sizes.cumsum(0) - sizes)[rows]
@@ -175,5 +171,5 @@ def _tiles(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _starts(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """The index of the first tile of each shard, and the number of all tiles: int32 [P + 1]."""
+    """Returns the index of the first tile of each shard, and the number of all tiles: int32 [P + 1]."""
     return indices_on(device, list(accumulate(counts, initial=0))).to(torch.int32)

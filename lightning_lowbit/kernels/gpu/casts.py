@@ -81,7 +81,7 @@ def covers_both(row: Cast, column: Cast) -> str | None:
 
 
 def make_operand(x: Tensor, call: CastCall) -> Operand:
-    """The operand of a matrix ``[rows, columns]``, of any strides, in one launch; an amax or a mean takes one more."""
+    """Makes the operand of a matrix of any strides in one launch, and one for an amax or a mean."""
     scale, sums, amax = call.cast.scale, None, _amax(x, call)
     if scale.two_level == "row":
         amax = torch.linalg.vector_norm(x, torch.inf, call.dim % 2, dtype=torch.float32)
@@ -94,7 +94,7 @@ def make_operand(x: Tensor, call: CastCall) -> Operand:
 
 
 def make_both(x: Tensor, row: CastCall, column: CastCall) -> tuple[Operand, Operand]:
-    """:func:`make_operand` with blocks along rows (dim 1) and along columns (dim 0), from one read of ``x``."""
+    """Makes operands with blocks along rows (dim 1) and along columns (dim 0), from one read of ``x``."""
     needs_amax = row if row.cast.scale.needs_amax else column
     operands = empty_operand(x, row), empty_operand(x, column)
     memory = [tensor for operand in operands for tensor in _filled(operand)]
@@ -103,14 +103,14 @@ def make_both(x: Tensor, row: CastCall, column: CastCall) -> tuple[Operand, Oper
 
 
 def _amax(x: Tensor, call: CastCall) -> Tensor | None:
-    """The amax that scales the matrix: that of the call, or measured; None for a cast that needs none."""
+    """Returns the amax that scales the matrix: that of the call, or measured; None for a cast that needs none."""
     if not call.cast.scale.needs_amax:
         return None
     return amax_of(x, call.rotation, call.dim) if call.amax is None else call.amax.float()
 
 
 def _filled(operand: Operand) -> tuple[Tensor, Tensor]:
-    """Values and factor, which kernels write even where it is 1."""
+    """Returns values and factor, which kernels write even where it is 1."""
     factor = operand.factor
     return operand.values, operand.values.new_empty((), dtype=torch.float32) if factor is None else factor
 
@@ -127,7 +127,7 @@ def packs(cast: Cast, x: Tensor, dim: int) -> bool:
 
 
 def pack(x: Tensor, call: CastCall) -> Packed:
-    """The packed operand of a matrix in one launch, and one for an amax."""
+    """Makes the packed operand of a matrix in one launch, and one for an amax."""
     packed = empty_packed(x, call)
     run(launches.pack_launch(x, call, _amax(x, call), *packed))
     return packed
@@ -147,21 +147,21 @@ def lays_out(cast: Cast, x: Tensor, block: int, dim: int) -> bool:
 
 
 def lay_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
-    """The result of :func:`lightning_lowbit.kernels.layout.make_laid_out` in one launch, and one for an amax."""
+    """Does :func:`lightning_lowbit.kernels.layout.make_laid_out` in one launch, and one for an amax."""
     laid_out = empty_laid_out(x, call)
     run(launches.layout_launch(x, call, _amax(x, call), *laid_out))
     return laid_out
 
 
 def unpack(data: Tensor, factor: Tensor, call: CastCall, shape: torch.Size, source: torch.dtype) -> Operand:
-    """The operand of packed bytes, from a matrix of this shape and dtype, in one launch."""
+    """Unpacks the operand of a matrix of this shape and dtype in one launch."""
     values = data.new_empty(shape, dtype=call.values_dtype(source))
     run(launches.unpack_launch(data, call.cast, call.dim, source, values))
     return Operand(values, factor if has_factor(call.cast) else None)
 
 
 def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
-    """max|x| of a matrix, or of the rotated one: 0-d float32, 0 without elements, not finite if ``x`` is not."""
+    """Returns max|x| of a matrix, or of the rotated one: 0-d float32, 0 if empty, not finite if ``x`` is not."""
     amax = torch.zeros((), dtype=torch.float32, device=x.device)
     run(launches.amax_launch(x, amax, rotation, dim))
     return amax
@@ -189,22 +189,19 @@ def rotation_obstacle(cast: Cast, dim: int) -> str | None:
 
 
 def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor:
-    """A matrix as :func:`lightning_lowbit.quant.rotate` has it, in one launch."""
     values = x.new_empty(rotated_shape(x.shape, rotation, dim))
     run(launches.rotation_launch(x, rotation, dim, values))
     return values
 
 
 def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor:
-    """:func:`lightning_lowbit.kernels.delayed_amax` on a GPU."""
     result = torch.empty_like(amax)
     run(launches.delay_launch(amax, in_force[places[0]], staged, places, result))
     return result
 
 
 def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """:func:`lightning_lowbit.kernels.products.scale_and_round` on a GPU, of products in float32, bfloat16, float16 or
-    int32."""
+    """Does ``kernels.products.scale_and_round`` on a GPU, for products in float32, bfloat16, float16 or int32."""
     result = torch.empty(product.shape, dtype=dtype, device=product.device)
     run(launches.scale_and_round_launch(product, factors, bias, result))
     return result
@@ -243,7 +240,7 @@ def _broken(error: Exception, device: torch.device) -> str:
 
 @cache
 def _kernels() -> tuple[ModuleType, dict[torch.dtype, Any], bool]:
-    """The kernels, Triton's names of dtypes, and whether kernels are interpreted."""
+    """Returns the kernels, Triton's names of dtypes, and whether kernels are interpreted."""
     import triton
     import triton.language as tl
 
@@ -261,7 +258,7 @@ def _kernels() -> tuple[ModuleType, dict[torch.dtype, Any], bool]:
 
 
 def compiled_for(launch: Launch) -> dict[str, Any]:
-    """The constants of a launch as its kernel takes them."""
+    """Returns the constants of a launch as its kernel takes them."""
     _, names, interpreted = _kernels()
     constants = {
         name: names[value] if isinstance(value, torch.dtype) else value for name, value in launch.constants.items()

@@ -104,7 +104,7 @@ def pack_blocks(
     SIDES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Scales per block of ``SIDES``, powers of two, of which a program has ``BLOCKS``."""
+    """Packs blocks of ``SIDES``, powers of two, of which a program has ``BLOCKS``."""
     down, right, row, column = block_places(columns, SIDES, SIDES, BLOCKS)
     mask = (row < rows) & (column < columns)
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
@@ -159,7 +159,7 @@ def lay_out_blocks(
     SCALED: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Codes and scales as kernels/layout.py has them, with the contraction axis in the columns.
+    """Writes codes and scales as kernels/layout.py has them, with the contraction axis in the columns.
 
     Sizes, strides and ``SIDES`` are those of the matrix, or with ``DIM`` 0 of its transpose. A scale is of ``SCALED``
     elements; codes are zero up to multiples of ``PADDED``. Programs cover whole tiles of scales.
@@ -219,7 +219,7 @@ def unpack_blocks(
     DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Values from the bytes of codes ``x`` and of block scales."""
+    """Decodes values from the bytes of codes ``x`` and of block scales."""
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     count: tl.constexpr = 8 // BITS
     joined = tl.load(x + (row.to(tl.int64) * (columns // count) + column // count), mask=mask, other=0).to(tl.int32)

@@ -28,7 +28,7 @@ def magnitude_bits(value):
 
 @triton.jit
 def at_most(value, limit):
-    """As ``Tensor.clamp``: NaN stays."""
+    """Clamps from above; NaN stays, as with ``Tensor.clamp``."""
     return tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -39,7 +39,7 @@ def at_least(value, limit):
 
 @triton.jit
 def widen(x):
-    """float32 from float32, float16, bfloat16 or integers."""
+    """Converts float32, float16, bfloat16 or integers to float32."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -62,7 +62,7 @@ def grid_step(value, GRID: tl.constexpr):
 
 @triton.jit
 def _to_multiple(value, near, GRID: tl.constexpr):
-    """``value`` to the nearest multiple of the step at ``near``."""
+    """Rounds ``value`` to the nearest multiple of the step at ``near``."""
     if GRID.is_uniform:
         magic = 1.5 * 2.0 ** (23 + GRID.min_exponent - GRID.mantissa_bits)
         return (value + magic) - magic
@@ -91,7 +91,7 @@ def round_up(value, GRID: tl.constexpr):
 
 @triton.jit
 def round_stochastic(value, index, low, high, GRID: tl.constexpr):
-    """``index`` is the element's, uint32; ``low`` and ``high`` are the halves of the key."""
+    """Rounds to one of two neighbors. ``index`` is the element's, uint32; ``low`` and ``high`` are the key's halves."""
     value = at_least(at_most(value, GRID.max), -GRID.max)
     offset = _centered_uniform(index, low, high)
     if GRID.is_uniform:
@@ -103,7 +103,7 @@ def round_stochastic(value, index, low, high, GRID: tl.constexpr):
 
 @triton.jit
 def _centered_uniform(index, low, high):
-    """``uniform - 1/2`` of quant/rounding.py, exactly: the 16 random bits are the leading ones of a float in [1, 2)."""
+    """Draws ``uniform - 1/2`` of quant/rounding.py: the 16 random bits are the leading ones of a float in [1, 2)."""
     word = (index ^ low) * 0x9E3779B1
     word = (word ^ (word >> 16)) + high
     word = word * 0x21F0AAAD
@@ -115,14 +115,14 @@ def _centered_uniform(index, low, high):
 
 @triton.jit
 def key_halves(key):
-    """The two halves of a key (pointer to an int64), uint32."""
+    """Loads the two halves of a key (pointer to an int64), uint32."""
     word = tl.load(key).to(tl.uint64, bitcast=True)
     return word.to(tl.uint32), (word >> 32).to(tl.uint32)
 
 
 @triton.jit
 def place_of(offset, columns):
-    """Columns of the global matrix and the global index of the first element, uint32."""
+    """Loads the columns of the global matrix and the global index of the first element, uint32."""
     if offset is None:
         return tl.cast(columns, tl.uint32), tl.cast(0, tl.uint32)
     else:
@@ -142,7 +142,7 @@ def halves(key, CAST: tl.constexpr):
 
 @triton.jit
 def stored(values, THROUGH: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """``values`` in a dtype, rounded to the dtype ``THROUGH`` on the way."""
+    """Converts ``values`` to a dtype, rounded to the dtype ``THROUGH`` on the way."""
     if THROUGH == DTYPE:
         return narrow(values, DTYPE, INTERPRETED)
     else:
@@ -151,7 +151,7 @@ def stored(values, THROUGH: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.c
 
 @triton.jit
 def narrow(values, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """``values`` in a dtype, FP8 as bytes. Triton's interpreter truncates to bfloat16, where GPUs round."""
+    """Converts ``values`` to a dtype, FP8 to bytes. Triton's interpreter truncates to bfloat16, where GPUs round."""
     if DTYPE == tl.bfloat16 and INTERPRETED:
         word = values.to(tl.uint32, bitcast=True)
         word = tl.where(values == values, word + 0x7FFF + ((word >> 16) & 1), 0x7FC00000)

@@ -1,6 +1,6 @@
 """The kernels. Each makes an operand in one launch, on a grid of one dimension; strides count elements.
 
-Of a matrix, a program takes a tile, or some blocks in a tile whose sides are powers of two
+A program takes a tile of a matrix, or some blocks in a tile whose sides are powers of two
 (:mod:`lightning_lowbit.kernels.gpu.tiles`).
 """
 
@@ -62,7 +62,7 @@ def cast_blocks(
     source_columns=None,
     ROTATION: tl.constexpr = None,
 ):
-    """Scales per block of ``SIDES``, of which a program has ``BLOCKS``; with ``signs`` of the rotated matrix."""
+    """Casts blocks of ``SIDES``, of which a program has ``BLOCKS``; with ``signs`` those of the rotated matrix."""
     down, right, row, column = block_places(columns, SIDES, PADDED, BLOCKS)
     is_row, is_column = row < rows, column < columns
     if SIDES[0] != PADDED[0]:
@@ -114,7 +114,7 @@ def cast_rows(
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Scales per row (``AXIS`` 1) or column (0), in two loops along them, the second of which reads the cache."""
+    """Casts rows (``AXIS`` 1) or columns (0): two loops along them, the second of which reads the cache."""
     LINES: tl.constexpr = TILE[1 - AXIS]
     STEP: tl.constexpr = TILE[AXIS]
     lines, length = (rows, columns) if AXIS == 1 else (columns, rows)
@@ -187,7 +187,7 @@ def cast_tensor(
     SUMS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One scale of the whole matrix, from its amax or from the ``SUMS`` partial sums of its magnitudes."""
+    """Casts with one scale of the whole matrix, from its amax or from ``SUMS`` partial sums of its magnitudes."""
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
 
@@ -223,8 +223,8 @@ def measure(
     ROTATION: tl.constexpr = None,
     INTERPRETED: tl.constexpr = False,
 ):
-    """The amax (its bits, by an atomic maximum), with ``signs`` that of the rotated matrix; or the partial sums of
-    magnitudes, one per program."""
+    """Writes the amax (its bits, by an atomic maximum), with ``signs`` that of the rotated matrix; or the partial sums
+    of magnitudes, one per program."""
     across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
     peaks = tl.zeros(TILE, tl.int32)
     total = tl.zeros(TILE, tl.float64)
@@ -270,7 +270,7 @@ def cast_both(
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Blocks of 1 x ``SIDES[0]`` and of ``SIDES[1]`` x 1 from one read."""
+    """Casts in blocks of 1 x ``SIDES[0]`` and of ``SIDES[1]`` x 1, from one read."""
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
     target = row.to(tl.int64) * columns + column
@@ -289,7 +289,7 @@ def cast_both(
 
 @triton.jit
 def _cast_tile(elements, mask, row, column, stride, factor, amax, key, CAST: tl.constexpr, SHAPE: tl.constexpr):
-    """One cast of a tile ``[rows, columns]``, in blocks along axes 1 and 3 of ``SHAPE``."""
+    """Casts a tile ``[rows, columns]`` in blocks along axes 1 and 3 of ``SHAPE``."""
     encode, decode = tensor_scales(amax, CAST)
     if tl.program_id(0) == 0:
         tl.store(factor, decode)

@@ -76,7 +76,7 @@ class _Form(NamedTuple):
 
 @cache
 def _cast_form(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, transposed: bool, group: int) -> _Form:
-    """The form of a cast from the dtype ``source`` to ``dtype``, rotated in groups unless their size is 0."""
+    """Returns the form of a cast from the dtype ``source`` to ``dtype``, rotated in groups unless their size is 0."""
     cast = Cast.from_spec(spec)
     tile, constants = tile_of(cast, dim, 2), {"CAST": cast_numbers(cast), "DTYPE": dtype}
     if tile == (ALL, ALL):
@@ -183,13 +183,13 @@ def _outside(x: Tensor, call: CastCall, amax: Tensor | None, amaxes: int = 1) ->
 
 
 def _coding(cast: Cast) -> dict[str, Any]:
-    """Constants of codes; their elements are rounded alone, since scales go beside them."""
+    """Returns constants of codes; their elements are rounded alone, since scales go beside them."""
     numbers = cast_numbers(cast)._replace(scaled=False)
     return {"CAST": numbers, "CODING": cast.format.encoding, "BITS": cast.format.bits}
 
 
 def packed_codes(shape: torch.Size, cast: Cast) -> int:
-    """Bytes of the codes of a packed matrix."""
+    """Returns the bytes of the codes of a packed matrix."""
     return shape[0] * shape[1] // per_byte(cast.format)
 
 
@@ -205,7 +205,6 @@ def amax_launch(x: Tensor, amax: Tensor, rotation: Tensor | None = None, dim: in
 
 
 def rotation_launch(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> Launch:
-    """Writes the rotated matrix."""
     size = _whole_groups(*_tile(is_transposed(x)), len(rotation), dim)
     arguments = {"x": x, "values": values, **_layout(x, rotation, dim)}
     constants = {"TILE": size, "ROTATION": _rotation(len(rotation), dim)}
@@ -213,12 +212,11 @@ def rotation_launch(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> La
 
 
 def _rotation(size: int, dim: int) -> tuple[int, int, float, float]:
-    """The axis, the size of groups, and the factors of a rotation."""
     return (dim, size, *rotation_factors(size))
 
 
 def _whole_groups(rows: int, columns: int, size: int, dim: int) -> tuple[int, int]:
-    """Sides of a program that holds whole groups, with as many elements unless a side would be less than 1."""
+    """Returns sides of a program that holds whole groups, with as many elements unless a side would be less than 1."""
     sides = [rows, columns]
     more = max(size // sides[dim], 1)
     sides[dim] *= more
@@ -235,15 +233,13 @@ def sums_launch(x: Tensor, sums: Tensor) -> Launch:
 def delay_launch(
     amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int], result: Tensor
 ) -> Launch:
-    """Raises ``staged`` at ``places`` to ``amax``, and writes the amax that scales an operand; all float32, 0-d but for
-    ``staged``, which has one for each operand."""
+    """Raises ``staged`` ``[6]`` at ``places`` to ``amax``, and writes the amax that scales an operand: float32."""
     constants = {"PLACES": sum(1 << place for place in places)}
     arguments = {"x": amax, "in_force": in_force, "staged": staged, "result": result}
     return Launch("delay", 1, arguments, constants, 1)
 
 
 def scale_and_round_launch(product: Tensor, factors: list[Tensor], bias: Tensor | None, result: Tensor) -> Launch:
-    """Writes ``product * factors + bias``."""
     others = [*factors, *[None] * (2 - len(factors)), bias]
     size = _tile(is_transposed(product))
     arguments: dict[str, Any] = {"x": product}

@@ -163,7 +163,7 @@ def pass_over_shards(
 
 @triton.jit
 def _shard_of(x, tiles, AT: tl.constexpr):
-    """The program's row of the table, a pointer to it, and the number of its tile."""
+    """Returns the program's row of the table, a pointer to it, and the number of its tile."""
     pair = tiles + 2 * tl.program_id(0)
     row = tl.load(pair)
     return row, x + row * (AT.number + 1), tl.load(pair + 1)
@@ -221,7 +221,7 @@ def _clip(g, limit, ratio, square, RULE: tl.constexpr):
 
 @triton.jit
 def _lerp(old, new, weight):
-    """As torch's, with one rounding: exact at weights of 0 and 1."""
+    """Interpolates as torch does, with one rounding: exact at weights of 0 and 1."""
     is_near = weight < 0.5
     weights = tl.zeros(old.shape, tl.float32) + tl.where(is_near, weight, weight - 1)
     return tl.fma(weights, new - old, tl.where(is_near, old, new))

@@ -9,8 +9,8 @@ from lightning_lowbit.kernels.gpu.tiles import load_elements, tile_places
 
 @triton.jit
 def delay(x, in_force, staged, result, PLACES: tl.constexpr):
-    """Raises amaxes of the step to a finite one where bits of ``PLACES`` are set, and writes the one in force or, while
-    that is 0, the operand's own."""
+    """Raises the step's amaxes where bits of ``PLACES`` are set, unless ``x`` is not finite. Writes the amax in force,
+    or ``x`` while that is 0."""
     amax, force = tl.load(x), tl.load(in_force)
     if staged is not None:
         place = tl.arange(0, 8)  # of six operands
@@ -36,7 +36,7 @@ def scale_and_round(
     DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes."""
+    """Writes ``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes."""
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     values = load_elements(x, row, column, row_stride, column_stride, mask)
     if first is not None:

@@ -53,7 +53,7 @@ def _round_scale(wanted, CAST: tl.constexpr):
 
 @triton.jit
 def _e8m0(wanted, CAST: tl.constexpr):
-    """2^k for non-negative values; powers below 2^-127 become 2^-127."""
+    """Rounds non-negative values to 2^k; powers below 2^-127 become 2^-127."""
     is_small = wanted < 2.0**-100  # subnormal numbers have no leading one
     bits = bits_of(tl.where(is_small, wanted * 2.0**64, wanted))
     exponent = (bits >> 23) - tl.where(is_small, 64, 0) - CAST.exponent
@@ -65,7 +65,7 @@ def _e8m0(wanted, CAST: tl.constexpr):
 
 @triton.jit
 def _wanted(amount, encode, CAST: tl.constexpr):
-    """s of ExMy formats before it is rounded."""
+    """Computes s of ExMy formats before it is rounded."""
     if CAST.factor != 1.0:
         amount = amount * CAST.factor
     return amount * (encode * tl.div_rn(1.0, CAST.element_max))
@@ -73,7 +73,7 @@ def _wanted(amount, encode, CAST: tl.constexpr):
 
 @triton.jit
 def drawn_scales(amount, encode, index, key, CAST: tl.constexpr):
-    """s that rounds stochastically, with the random bits of ``index``, that of the first element of a block."""
+    """Computes s with stochastic rounding. ``index`` is that of the first element of a block, for its random bits."""
     low, high = _scale_key(key)
     scales = round_stochastic(_wanted(amount, encode, CAST), index, low, high, CAST.storage)
     return tl.where(magnitude_bits(amount) < _INFINITY_BITS, scales, float("nan"))
@@ -81,7 +81,7 @@ def drawn_scales(amount, encode, index, key, CAST: tl.constexpr):
 
 @triton.jit
 def _scale_key(key):
-    """The halves of the key of scales, from a pointer to that of elements: mix_key of quant/rounding.py."""
+    """Computes the halves of the key of scales, from a pointer to the key of elements: mix_key of quant/rounding.py."""
     word = (tl.load(key).to(tl.uint64, bitcast=True) ^ 0x5363616C) + 0x9E3779B97F4A7C15
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
@@ -97,7 +97,7 @@ def _bf16(wanted, CAST: tl.constexpr):
 
 @triton.jit
 def scales_of(amount, encode, CAST: tl.constexpr):
-    """s (e of fp32 scales) from the statistics of blocks; for stochastic rounding see :func:`drawn_scales`."""
+    """Computes s (e of fp32 scales) from the statistics of blocks; for stochastic rounding see :func:`drawn_scales`."""
     if CAST.scale == "fp32":
         denominator = at_least(amount, CAST.epsilon) * CAST.factor
         bits = bits_of(tl.div_rn(CAST.size, denominator))
@@ -135,7 +135,7 @@ def stored_scales(scales, CAST: tl.constexpr):
 
 @triton.jit
 def span_of(low, high, peak):
-    """``low`` clamped, and the span to ``high``, of blocks whose magnitudes are at most ``peak`` (its bits)."""
+    """Clamps ``low``, and computes the span to ``high``; magnitudes in blocks are at most ``peak`` (its bits)."""
     low = tl.maximum(tl.minimum(low, 0.0), -_FLOAT32_MAX / 2)
     high = tl.minimum(tl.maximum(high, 0.0), _FLOAT32_MAX / 2)
     return low, tl.where(peak < _INFINITY_BITS, high - low, float("nan"))
@@ -173,8 +173,8 @@ def _error(elements, scales, encode, decode, CAST: tl.constexpr):
 
 @triton.jit
 def block_scales(elements, mask, encode, decode, index, key, CAST: tl.constexpr):
-    """Scales of blocks along axes 1 and 3 of four, factors of elements, and zero points. ``elements`` are 0
-    outside of ``mask``. Scales that are drawn need ``index`` and ``key``, as :func:`drawn_scales`."""
+    """Computes scales of blocks along axes 1 and 3 of four, factors of elements, and zero points. ``elements`` are 0
+    outside of ``mask``. Stochastic scales need ``index`` and ``key``, as :func:`drawn_scales`."""
     peaks = tl.max(tl.max(magnitude_bits(elements), 3, keep_dims=True), 1, keep_dims=True)
     amax = float_of(peaks)
     zeros = 0.0
@@ -242,7 +242,7 @@ def _group_sums(values, IN_ROWS: tl.constexpr, CAST: tl.constexpr):
 
 @triton.jit
 def round_elements(x, scales, factor, zeros, index, low, high, CAST: tl.constexpr):
-    """Codes, or codes times block scales, of float32 elements, which are multiplied by ``factor``."""
+    """Rounds float32 elements times ``factor`` to codes, or to codes times block scales."""
     if CAST.is_tensor:
         x = x + (x - x)  # makes infinities NaN: an amax from outside does not show them
     values = x * factor

@@ -12,7 +12,7 @@ from lightning_lowbit.kernels.gpu.scales import round_elements
 
 @triton.jit
 def tile_places(tile, rows, columns, TILE: tl.constexpr):
-    """Rows, columns and the mask of a tile; tiles are numbered along the rows."""
+    """Computes rows, columns and the mask of a tile; tiles are numbered along the rows."""
     across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
     row = tile // across * TILE[0] + tl.arange(0, TILE[0])[:, None]
     column = tile % across * TILE[1] + tl.arange(0, TILE[1])[None, :]
@@ -21,7 +21,7 @@ def tile_places(tile, rows, columns, TILE: tl.constexpr):
 
 @triton.jit
 def block_places(columns, SIDES: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr):
-    """The program's place among all, and rows and columns of its blocks: ``BLOCKS`` of ``SIDES``, in ``PADDED``."""
+    """Computes the program's place among all, and rows and columns of its ``BLOCKS`` of ``SIDES``, in ``PADDED``."""
     across = tl.maximum(tl.cdiv(columns, SIDES[1] * BLOCKS[1]), 1)
     down = tl.program_id(0) // across
     right = tl.program_id(0) % across
@@ -34,7 +34,7 @@ def block_places(columns, SIDES: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.
 
 @triton.jit
 def first_index(down, right, offset, width, SIDES: tl.constexpr, BLOCKS: tl.constexpr):
-    """The index of the first element of each block in a matrix whose rows count ``width`` random numbers, uint32."""
+    """Computes the index of each block's first element, uint32, in a matrix with ``width`` random numbers per row."""
     row = (down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]) * SIDES[0]
     column = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * SIDES[1]
     stride, first = place_of(offset, width)
@@ -43,7 +43,7 @@ def first_index(down, right, offset, width, SIDES: tl.constexpr, BLOCKS: tl.cons
 
 @triton.jit
 def load_elements(x, row, column, row_stride, column_stride, mask):
-    """Elements as float32; strides count elements."""
+    """Loads elements as float32; strides count elements."""
     at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
     return widen(tl.load(x + at, mask=mask, other=0.0))
 
@@ -52,7 +52,7 @@ def load_elements(x, row, column, row_stride, column_stride, mask):
 def load_rotated(
     x, row, column, row_stride, column_stride, mask, signs, ROTATION: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """Elements with groups rotated as :func:`lightning_lowbit.quant.rotate` has them, rounded to the dtype of ``x``.
+    """Loads elements with rotated groups (:func:`lightning_lowbit.quant.rotate`), rounded to the dtype of ``x``.
 
     The program has a tile of whole groups, or blocks in it whose sides are powers of two. ``ROTATION`` holds the axis
     of groups, their size, and the factors before and after.
@@ -73,7 +73,7 @@ def load_rotated(
 
 @triton.jit
 def _add_and_subtract(values, APART: tl.constexpr, END: tl.constexpr):
-    """Sums and differences of elements ``APART`` from each other in memory order, then twice as far, up to ``END``."""
+    """Adds and subtracts elements ``APART`` from each other in memory, then twice as far apart, up to ``END``."""
     if APART == END:
         return values
     else:
@@ -87,7 +87,7 @@ def _add_and_subtract(values, APART: tl.constexpr, END: tl.constexpr):
 
 @triton.jit
 def round_at(elements, scales, by, zeros, row, column, key, offset, width, CAST: tl.constexpr):
-    """:func:`round_elements` of elements at places of a matrix whose rows count ``width`` random numbers."""
+    """Applies :func:`round_elements` to elements at places of a matrix with ``width`` random numbers per row."""
     low, high = halves(key, CAST)
     stride, first = place_of(offset, width)
     index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first

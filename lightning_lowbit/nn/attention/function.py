@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit.nn.attention.operands import ProductPass, decoded, part, transposed
+from lightning_lowbit.nn.attention.operands import ProductPass, cut_operand, decoded, transposed
 from lightning_lowbit.nn.core.derivatives import first_derivative, mark
 from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.quant import Operand
@@ -27,7 +27,7 @@ from lightning_lowbit.quant.shard import amax_of
 
 
 class Attention(NamedTuple):
-    """The settings of one call.
+    """Holds the arguments of one call.
 
     Attributes:
         qk, pv: the two products.
@@ -50,12 +50,12 @@ class Attention(NamedTuple):
         return [(start, min(start + self.tile, queries)) for start in range(0, queries, self.tile)]
 
     def keys_seen(self, end: int, keys: int) -> int:
-        """The keys that take part in products of queries before ``end``; a rotation mixes them with later ones."""
+        """Returns how many keys queries before ``end`` may see: a rotation mixes keys with later ones."""
         rotates = self.qk.how.casts.hadamard or self.pv.how.casts.hadamard
         return min(end, keys) if self.causal and not rotates else keys
 
     def dropped(self, p: Tensor, start: int) -> Tensor:
-        """P, or what is multiplied with it, ``[n, queries, keys]`` from a query on, with dropout."""
+        """Applies dropout to P, or to what is multiplied with it, ``[n, queries, keys]`` from a query on."""
         if self.key is None:
             return p
         n, queries, keys = p.shape
@@ -65,7 +65,7 @@ class Attention(NamedTuple):
         return p.masked_fill(uniform(index, self.key) < self.dropout, 0) * (1 / (1 - self.dropout))
 
     def amax_of_p(self, x: Tensor) -> Tensor:
-        """The amax of P in the dtype of ``x``, whatever the scores."""
+        """Returns the amax of P in the dtype of ``x``, whatever the scores."""
         return torch.full((), 1 / (1 - self.dropout), dtype=x.dtype, device=x.device).float()
 
 
@@ -85,7 +85,9 @@ class QuantizedAttention(torch.autograd.Function):
         o = q.new_empty(len(w), queries, v.shape[-1])
         for start, end in how.tiles(queries):
             seen = how.keys_seen(end, keys)
-            p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
+            p = _weights(
+                cut_operand(qx, 1, start, end), cut_operand(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how
+            )
             p = how.dropped(p, start).to(q.dtype)
             qp = _tile_operand("fprop_x", p, how.pv, start, queries, how.tile, how.amax_of_p(q))
             left, right = _first(qp, 2, seen, keys), transposed(_first(qv, 2, seen, keys))
@@ -118,8 +120,8 @@ def _gradients(
     def score_gradient(start: int, end: int, again: bool = False) -> tuple[Tensor, Tensor]:
         """P and dS of a tile, ``[n, queries, keys]``."""
         seen = how.keys_seen(end, keys)
-        p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
-        dp = pv.multiply("dgrad", part(g_dgrad, 1, start, end), _first(w_pv, 2, seen, keys), wide, again)
+        p = _weights(cut_operand(qx, 1, start, end), cut_operand(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
+        dp = pv.multiply("dgrad", cut_operand(g_dgrad, 1, start, end), _first(w_pv, 2, seen, keys), wide, again)
         dp = how.dropped(F.pad(dp, (0, keys - seen)), start)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         return p, ds
@@ -161,7 +163,7 @@ def _gradients(
 
 
 def _rows_first(x: Tensor) -> Tensor:
-    """``[..., rows, features]`` as ``[rows, n, features]``."""
+    """Returns ``[..., rows, features]`` as ``[rows, n, features]``."""
     return x.flatten(0, -3).transpose(0, 1)
 
 
@@ -195,7 +197,7 @@ def _weights(
 def _tile_operand(
     name: str, x: Tensor, product: ProductPass, start: int, queries: int, tile: int, amax: Tensor | None
 ) -> Operand:
-    """The operand of P or dS of a tile, ``[n, queries, keys]``."""
+    """Returns the operand of P or dS of a tile, ``[n, queries, keys]``."""
     return product.row_operand(name, x.transpose(0, 1), amax, None if tile >= queries else (start, tile, queries))
 
 
@@ -207,9 +209,9 @@ def _dgrad_weight(w: Tensor, product: ProductPass) -> Operand:
 
 def _first(operand: Operand, dim: int, seen: int, keys: int) -> Operand:
     """Cuts an operand to the keys a causal tile sees; uncut, it keeps the padding that a rotation added."""
-    return operand if seen == keys else part(operand, dim, 0, seen)
+    return operand if seen == keys else cut_operand(operand, dim, 0, seen)
 
 
 def _cut(operand: Operand, start: int, end: int, queries: int) -> Operand:
     """Cuts an operand to the rows of a tile; of a single tile, it keeps the padding that a rotation added."""
-    return operand if start == 0 and end == queries else part(operand, 1, start, end)
+    return operand if start == 0 and end == queries else cut_operand(operand, 1, start, end)

@@ -22,19 +22,18 @@ from lightning_lowbit.quant.shard import Shard
 
 
 class ProductPass(NamedTuple):
-    """A pass of one of attention's two products: how it is computed, what is special about the pass, and the ``id`` of
-    the product's layer."""
+    """A pass of one of attention's two products: its ``How``, its ``Pass``, and the ``id`` of the product's layer."""
 
     how: How
     one: Pass
     layer: int
 
     def unrecorded(self) -> "ProductPass":
-        """For operands that the forward pass has recorded."""
+        """Returns a pass for operands that the forward pass has recorded."""
         return self._replace(one=self.one.unrecorded())
 
     def row_operand(self, name: str, x: Tensor, amax: Tensor | None = None, tile: Any = None) -> Operand:
-        """An operand of x or g.
+        """Quantizes an operand of x or g.
 
         Args:
             name: of the operand.
@@ -56,7 +55,7 @@ class ProductPass(NamedTuple):
         return Operand(values.view(len(values), n, features).transpose(0, 1), _view(factor, n, 1, features))
 
     def weight_operand(self, name: str, w: Tensor) -> Operand:
-        """An operand of w ``[n, out, features]``, padded inside so that no two matrices lie in one block."""
+        """Quantizes an operand of w ``[n, out, features]``, padded inside so that no two matrices lie in one block."""
         operand, (n, out, features) = self.how.operands[name], w.shape
         if operand.dim == 1:
             w = _padded(w, 1, operand)
@@ -82,8 +81,14 @@ class ProductPass(NamedTuple):
         return Operand(values, factor)
 
     def multiply(self, gemm: str, left: Operand, right: Operand, dtype: torch.dtype, again: bool = False) -> Tensor:
-        """``left · right`` for ``[n, rows, k]`` and ``[n, k, columns]``, summed and returned in ``dtype``, float32 or
-        wider. ``again``: a GEMM that has been counted (:func:`lightning_lowbit.compilation.counted_for`)."""
+        """Multiplies ``[n, rows, k]`` and ``[n, k, columns]``.
+
+        Args:
+            gemm: counts the product as this GEMM (:func:`lightning_lowbit.compilation.counted_for`).
+            left, right: the operands.
+            dtype: of sums and result, float32 or wider.
+            again: whether the same product has been counted before.
+        """
         a, b = left.values, right.values
         with counted_for(self.layer, gemm, again):
             if a.is_cuda and dtype == torch.float32 and a.dtype == b.dtype == torch.bfloat16:
@@ -96,14 +101,14 @@ class ProductPass(NamedTuple):
 
 
 def decoded(operand: Operand) -> Operand:
-    """With a factor of rows in the values, in float32, for a contraction along them."""
+    """Multiplies a factor of rows into the values, in float32, for a contraction along them."""
     if operand.factor is None or not operand.factor.dim():
         return operand
     return Operand(operand.values.float() * operand.factor)
 
 
-def part(operand: Operand, dim: int, start: int, end: int) -> Operand:
-    """The rows (``dim=1``) or columns (2) of an operand from ``start`` to ``end``."""
+def cut_operand(operand: Operand, dim: int, start: int, end: int) -> Operand:
+    """Cuts the rows (``dim=1``) or columns (2) of an operand from ``start`` to ``end``."""
     factor = operand.factor
     if factor is not None and factor.dim() and factor.shape[dim] > 1:
         factor = factor.narrow(dim, start, end - start)

@@ -46,7 +46,7 @@ class ActivationProduct(PartLayer):
         return torch.device("cpu") if keys is None else keys.device
 
     def native_gemms(self, *_: Any, **__: Any) -> tuple[str, ...]:
-        """None: they are emulated on all devices."""
+        """Returns none: they are emulated on all devices."""
         return ()
 
     def emulated_because(self, device: torch.device) -> dict[str, str]:
@@ -54,13 +54,12 @@ class ActivationProduct(PartLayer):
         return {", ".join(gemms): "attention's products have no native GEMM"} if gemms else {}
 
     def product_pass(self, dtype: torch.dtype, device: torch.device) -> ProductPass:
-        """The product of a pass that begins now."""
         one = self._pass(dtype, keys_of_call(self), None).for_backward()
         return ProductPass(self._how(dtype, device), one, id(self))
 
 
 def casts_of_attention(casts: Any) -> LinearCasts:
-    """Casts of what :meth:`LinearCasts.of` takes; ``"fp8"`` is ``"fp8-current"``, since attention keeps no amaxes."""
+    """Makes casts as ``LinearCasts.of`` does; ``"fp8"`` is ``"fp8-current"``, since attention keeps no amaxes."""
     return LinearCasts.of("fp8-current" if isinstance(casts, str) and casts == "fp8" else casts)
 
 
@@ -97,8 +96,8 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` through the casts of ``products``, with its shapes and its masks. With dropout
-    it draws one number of torch's generator, for the bits of the whole call.
+    """Computes ``F.scaled_dot_product_attention`` through the casts of ``products``, with its shapes and its masks.
+    With dropout it draws one number of torch's generator, for the bits of the whole call.
 
     Raises:
         ValueError: nested tensors, DTensors, tensors of different dtypes, a mask of integers, or one beside

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 
 def contradictions(casts: "LinearCasts") -> Iterator[str]:
-    """The error messages of all refused combinations."""
     for check in (_hadamard, _subtract_mean, _requantize, _correction, _surrogate, _smooth):
         yield from check(casts)
 

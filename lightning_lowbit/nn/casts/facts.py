@@ -1,8 +1,8 @@
-"""Facts about a layer's weight that keep other things from standing in its place, a sentence for each.
+"""Facts about a layer's weight for which no other form may stand in for it, a sentence for each.
 
 Baked weights, codes of frozen weights, weights that FSDP2 gathers as codes, shared amaxes and exported files stand for
-the weight of the forward pass. Each of them names the facts that it takes, and any other fact refuses the layer: so a
-new fact is refused everywhere until somebody has thought about it.
+the weight of the forward pass. Each of these names the facts that it takes, and any other fact refuses the layer: a new
+fact is refused everywhere until somebody has thought about it.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -55,7 +55,7 @@ CAST_FACTS: dict[str, tuple[Callable[["LinearCasts"], object], str]] = {
     "unquantized": (lambda c: not isinstance(c.fprop_w, Cast), "fprop_w is not quantized"),
     "activations": (lambda c: c.fprop_x is not None, "it quantizes activations, too ({casts.fprop_x})"),
     "other dgrad_w": (
-        lambda c: "dgrad_w" not in c.plan.kept and not c.shared("dgrad_w"),
+        lambda c: "dgrad_w" not in c.plan.from_fprop and not c.shared("dgrad_w"),
         "dgrad_w is not the weight that the forward pass used",
     ),
     "no amax": (
@@ -107,7 +107,7 @@ def obstacle(casts: "LinearCasts", takes: Collection[str], layer: Any = None) ->
 
 
 def group_by_reason(obstacles: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """The names of layers by obstacle; layers without one are left out."""
+    """Returns the names of layers by obstacle; layers without one are left out."""
     names: dict[str, list[str]] = {}
     for name, reason in obstacles.items():
         if reason is not None:
@@ -116,5 +116,5 @@ def group_by_reason(obstacles: Mapping[str, str | None]) -> dict[str, list[str]]
 
 
 def explain_groups(names: Mapping[str, list[str]]) -> str:
-    """The layers of each reason that :func:`group_by_reason` has found, and the reason."""
+    """Names the layers of each reason that :func:`group_by_reason` has found, and the reason."""
     return "; ".join(f"{some(layers)}: {reason}" for reason, layers in names.items())

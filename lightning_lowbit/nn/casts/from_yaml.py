@@ -26,7 +26,7 @@ Settings = FrozenDict  # the former name, in pickles
 
 
 def apply_change(before: Any, value: Any) -> Any:
-    """The new value of a field: a mapping changes fields of a cast, or entries of settings, where None removes one."""
+    """Applies a change to a field: a mapping changes fields of a cast, or entries of a table (None removes one)."""
     if not isinstance(value, Mapping):
         return value
     if isinstance(before, Cast):
@@ -40,7 +40,7 @@ def apply_change(before: Any, value: Any) -> Any:
 
 
 def change_every(start: Mapping[str, Any], changes: Any) -> dict[str, Cast]:
-    """The casts among some fields, with the same changes made to each."""
+    """Makes the same changes to each cast among some fields."""
     if not isinstance(changes, Mapping):
         raise ValueError(f"casts.every is a mapping of fields of Cast; got {changes!r}.")
     changed = {name: apply_change(value, changes) for name, value in start.items() if isinstance(value, Cast)}
@@ -50,7 +50,7 @@ def change_every(start: Mapping[str, Any], changes: Any) -> dict[str, Cast]:
 
 
 def read_hadamard(value: Any) -> Hadamard:
-    """A transform, given as one, as the size of its groups, or as its fields."""
+    """Reads a transform: one as it is, the size of its groups, or its fields."""
     if isinstance(value, Mapping):
         return from_fields(Hadamard, "Hadamard", value)
     return value if isinstance(value, Hadamard) else Hadamard(value)

@@ -145,7 +145,7 @@ class LinearCasts:
         return any(isinstance(getattr(self, name), Cast) for name in operands if name[-1] in tensors)
 
     def cast_of(self, operand: str) -> Cast | None:
-        """The cast of an operand, with ``"fprop"`` resolved; None for high precision."""
+        """Returns the cast of an operand, with ``"fprop"`` resolved; None for high precision."""
         cast = getattr(self, operand)
         return getattr(self, f"fprop_{operand[-1]}") if cast == "fprop" else cast
 
@@ -169,7 +169,7 @@ class LinearCasts:
 
     @property
     def native_gemms(self) -> dict[str, str]:
-        """The GEMMs that hardware may compute on quantized elements, with their kind (:mod:`.native.table`)."""
+        """The GEMMs that hardware may compute on quantized elements, with their kind (see ``nn/native/table.py``)."""
         return self.plan.native_gemms
 
     quantised_gemms = _renamed("quantised_gemms", "quantized_gemms")
@@ -177,12 +177,12 @@ class LinearCasts:
 
     @staticmethod
     def operands_of(gemm: str) -> tuple[str, ...]:
-        """The names of the two operands of a GEMM, the one with tokens in its rows first."""
+        """Returns the names of the two operands of a GEMM, the one with tokens in its rows first."""
         return OPERANDS_OF[gemm]
 
     @classmethod
     def preset(cls, name: str) -> "LinearCasts":
-        """The casts of a name in ``PRESETS``; a ValueError if there is no such preset."""
+        """Returns the casts of a name in ``PRESETS``; a ValueError if there is no such preset."""
         return PRESETS[choose("preset", name, PRESETS)]()
 
     @classmethod
@@ -212,13 +212,13 @@ class LinearCasts:
         return from_fields(cls, "LinearCasts", {**start, **changes})
 
     def replace(self, **changes: Any) -> "LinearCasts":
-        """A copy with other fields; a ValueError for an unknown field, or a wrong value."""
+        """Returns a copy with other fields; a ValueError for an unknown field, or a wrong value."""
         for name in changes:
             choose("field of LinearCasts", name, [f.name for f in fields(self)])
         return replace(self, **changes)
 
     def with_rounding(self, rounding: Mapping[str, str]) -> "LinearCasts":
-        """A copy in which operands round as given, e.g. ``{"wgrad_x": "nearest"}``; a ValueError if one cannot."""
+        """Returns a copy with other roundings, e.g. ``{"wgrad_x": "nearest"}``; a ValueError if one is not possible."""
         if not isinstance(rounding, Mapping):
             raise ValueError(f"rounding maps operands to roundings, e.g. {{'wgrad_x': 'nearest'}}; got {rounding!r}.")
         changed: dict[str, OperandCast] = {}
@@ -233,7 +233,7 @@ class LinearCasts:
         return self.replace(**changed)
 
     def phase(self, name: str) -> "LinearCasts":
-        """The casts in a phase of training: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``."""
+        """Returns the casts in a phase of training: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``."""
         off = PHASES[choose("phase", name, PHASES)]
         on = {gemm: [operand for operand in OPERANDS_OF[gemm] if operand not in off] for gemm in GEMMS}
         # The settings of a GEMM or operand that is no longer quantized are dropped.

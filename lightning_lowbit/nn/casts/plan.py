@@ -1,4 +1,4 @@
-"""The names of operands and GEMMs, and the facts about casts that passes through layers ask for."""
+"""The names of operands and GEMMs, and facts about casts that passes ask for."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,14 +41,14 @@ class CastPlan(NamedTuple):
         scaled_by_amax: the operands whose scales need the amax of the whole tensor.
         altered: the operands that are not the tensor itself: of GEMMs with a transform or without means, or quantized
             again.
-        kept: the operands that are made from operands of the forward pass: reused, or quantized again.
+        from_fprop: the operands that are made from operands of the forward pass: reused, or quantized again.
         shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
         casts_g_twice: dgrad and wgrad take two casts of g itself, scaled by the same amax.
         transient: the operands that are not kept from the forward pass to the backward pass.
         native_gemms: the GEMMs that hardware may compute on quantized elements, with the kind, a key of ``NATIVE``.
         gemms_of_kind: the GEMMs of ``native_gemms``, by kind.
         block_scaled: the native GEMMs that take codes and the scales of blocks.
-        packed: the operand whose codes replace x in memory with save='codes' (fprop_x or wgrad_x); None where the
+        coded: the operand whose codes replace x in memory with save='codes' (fprop_x or wgrad_x); None where the
             backward pass needs x itself.
     """
 
@@ -58,18 +58,18 @@ class CastPlan(NamedTuple):
     delayed: dict[str, Cast]
     scaled_by_amax: frozenset[str]
     altered: frozenset[str]
-    kept: frozenset[str]
+    from_fprop: frozenset[str]
     shared: frozenset[str]
     casts_g_twice: bool
     transient: frozenset[str]
     native_gemms: dict[str, str]
     gemms_of_kind: dict[str, tuple[str, ...]]
     block_scaled: frozenset[str]
-    packed: str | None
+    coded: str | None
 
 
 def plan_of(casts: "LinearCasts") -> CastPlan:
-    """Works the plan of casts out; it has no meaning for combinations that are refused."""
+    """Works out the plan of casts that are not refused."""
     cast_of = {operand: cast for operand in OPERANDS if isinstance(cast := getattr(casts, operand), Cast)}
     keyed = any(hadamard.signs == "keyed" for hadamard in casts.hadamard.values())
     altered = frozenset(name for gemm in (*casts.hadamard, *casts.subtract_mean) for name in OPERANDS_OF[gemm])
@@ -78,7 +78,7 @@ def plan_of(casts: "LinearCasts") -> CastPlan:
     blocks = {name: cast.scale.block for name, cast in cast_of.items()}
     without_axis = {name for name, block in blocks.items() if block == "tensor" or isinstance(block, tuple)}
     repeated = {a for a, b in SHARED.items() if a in cast_of and cast_of[a] == cast_of.get(b) and not altered & {a, b}}
-    derived = frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize)
+    from_fprop = frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize)
     shared = (repeated & without_axis) - drawing
     delayed = {name: cast for name, cast in cast_of.items() if cast.scale.source == "delayed"}
     kinds = {gemm: kind for gemm in GEMMS if (kind := native_kind(casts, gemm)) is not None}
@@ -89,18 +89,18 @@ def plan_of(casts: "LinearCasts") -> CastPlan:
         delayed=delayed,
         scaled_by_amax=frozenset(name for name, cast in cast_of.items() if cast.scale.needs_amax),
         altered=altered,
-        kept=derived,
+        from_fprop=from_fprop,
         shared=frozenset(shared),
         casts_g_twice=cast_of.keys() >= OF_G and not OF_G & (altered | shared | delayed.keys()),
-        transient=frozenset(OPERANDS) - {f"fprop_{name[-1]}" for name in derived | shared},
+        transient=frozenset(OPERANDS) - {f"fprop_{name[-1]}" for name in from_fprop | shared},
         native_gemms=kinds,
         gemms_of_kind={kind: tuple(gemm for gemm in kinds if kinds[gemm] == kind) for kind in kinds.values()},
         block_scaled=frozenset(gemm for gemm in kinds if kinds[gemm] in BLOCK_SCALED),
-        packed=_packed(casts),
+        coded=_coded(casts),
     )
 
 
-def _packed(casts: "LinearCasts") -> str | None:
+def _coded(casts: "LinearCasts") -> str | None:
     name = "fprop_x" if casts.wgrad_x == "fprop" or "wgrad_x" in casts.requantize else "wgrad_x"
     cast = getattr(casts, name)
     if not isinstance(cast, Cast) or packing_obstacle(cast) is not None or "fprop_x" in casts.surrogate:
@@ -111,7 +111,7 @@ def _packed(casts: "LinearCasts") -> str | None:
 
 
 def native_kind(casts: "LinearCasts", gemm: str) -> str | None:
-    """The kind of native GEMM, a key of :data:`lightning_lowbit.nn.native.table.NATIVE`; None if there is none."""
+    """Returns the native GEMM's kind, a key of :data:`lightning_lowbit.nn.native.table.NATIVE`, or None."""
     operands = OPERANDS_OF[gemm]
     pair = [cast for cast in map(casts.cast_of, operands) if cast is not None]
     kind = kind_of(pair, [CONTRACTION[operand] for operand in operands]) if len(pair) == 2 else None

@@ -85,7 +85,7 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _quantized(layer: QuantizedLayer, matrix: Tensor) -> Tensor:
-    """The values of the forward pass; of a stack, each matrix is scaled by its own amax."""
+    """Returns the values of the forward pass; of a stack, each matrix is scaled by its own amax."""
     if matrix.dim() > 2:
         return torch.stack([_quantized(layer, part) for part in matrix])
     cast, device = layer.casts.fprop_w, matrix.device.type

@@ -12,7 +12,7 @@ from lightning_lowbit.nn.layers.layer import QuantizedLayer
 
 
 class ForwardContext:
-    """Forward hooks that run a model's outermost forward pass in the context that ``enter`` makes from its module."""
+    """Runs a model's outermost forward pass in the context that ``enter`` makes from its module, by forward hooks."""
 
     def __init__(self, enter: Callable[[nn.Module], AbstractContextManager[Any]]) -> None:
         self.enter = enter
@@ -44,7 +44,7 @@ class ForwardContext:
 
     @staticmethod
     def of(model: nn.Module) -> "ForwardContext | None":
-        """The context attached to a model or to a part of it; None if there is none."""
+        """Returns the context attached to a model or to a part of it; None if there is none."""
         owners = (_owner(hook) for module in model.modules() for hook in hooks_of(module)[0].values())
         return next((owner for owner in owners if owner is not None), None)
 

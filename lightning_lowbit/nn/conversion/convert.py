@@ -43,7 +43,7 @@ def convert(
     """Quantizes the matrix products of a model's layers in place, and returns the model.
 
     Each layer changes its class: ``nn.Linear``, subclasses that inherit its forward, other linear layers that are known
-    by name, those of :func:`register_linear`, convolutions, stacks of experts, and ``nn.MultiheadAttention``. Names in
+    by name, those of ``register_linear``, convolutions, stacks of experts, and ``nn.MultiheadAttention``. Names in
     ``state_dict``, parameters and references stay the same. Converting again replaces the casts. Routers, adapters and
     narrow layers stay in high precision unless a pattern of ``only`` or ``overrides`` names them, see
     :mod:`lightning_lowbit.nn.conversion.defaults`.
@@ -105,8 +105,7 @@ def convert_layers(
 
 
 def convert_more(model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
-    """Converts the layers of ``planned`` in place; other layers, and the settings of layers that were converted before,
-    stay as they are."""
+    """Converts the layers of ``planned`` in place; other layers, and the settings of converted ones, stay."""
     before = quantized_layers(model)
     for name in before.keys() & planned.keys():
         before[name].check_casts(planned[name])
@@ -132,7 +131,7 @@ def _prepare(model: nn.Module) -> None:
 
 
 def casts_by_pattern(overrides: Mapping[str, CastsLike] | None) -> dict[str, LinearCasts]:
-    """Casts by name pattern; a ``ValueError`` for a value that is no mapping."""
+    """Makes casts by name pattern; a ``ValueError`` for a value that is no mapping."""
     if not isinstance(overrides, Mapping | None):
         raise ValueError(f"overrides maps name patterns to casts, such as {{'lm_head': 'mxfp8'}}; got {overrides!r}.")
     return {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
@@ -148,7 +147,7 @@ def plan(
     attention: CastsLike | None = None,
     quantize_output: bool = True,
 ) -> dict[str, LinearCasts]:
-    """The casts that :func:`convert` would give each layer, by name. Arguments and errors are the same.
+    """Returns the casts that :func:`convert` would give each layer, by name. Arguments and errors are the same.
 
     ``quantize_output=False`` leaves out the layers that :func:`output_layers` finds, unless a pattern names them or no
     other layer is left.
@@ -228,7 +227,7 @@ class Selection:
         return excluded - (outputs - self._reasons.keys()) if excluded >= self.casts.keys() else excluded
 
     def planned(self, excluded: Collection[str], smooth_swiglu: str | None) -> dict[str, LinearCasts]:
-        """The casts by name without some layers, with down projections smoothed if asked for."""
+        """Returns the casts by name without some layers, with down projections smoothed if asked for."""
         result = {name: layer_casts for name, layer_casts in self.casts.items() if name not in excluded}
         if smooth_swiglu is None:
             return result
@@ -237,7 +236,7 @@ class Selection:
 
 
 def _convertible(model: Any) -> dict[str, nn.Module]:
-    """The layers of a model by name; a ``ValueError`` if there are none."""
+    """Returns the layers of a model by name; a ``ValueError`` if there are none."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"A model is an instance of nn.Module; got {model!r}.")
     if layers := convertible(model):

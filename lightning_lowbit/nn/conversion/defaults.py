@@ -1,12 +1,12 @@
-"""Layers that conversion leaves in high precision unless they are named: routers, adapters, narrow layers; where asked
-for, output layers.
+"""Layers that stay in high precision unless a pattern names them: routers, adapters, narrow layers, perhaps output
+layers.
 
 Routers decide by small differences, adapters are small matrices beside large ones, and a narrow layer has next to no
 arithmetic. A pattern of ``only`` or ``overrides`` that matches the layer's own name, such as ``router``, quantizes it.
 
-Narrow is a layer whose fprop contracts over fewer ``in_features``, or dgrad over fewer ``out_features``, than half of
-the smallest block of the GEMM's casts, while its other side has at least four blocks: a head ``[1, 768]``, but no
-layer ``[4, 4]`` of a model that is small throughout. Scales of rows or tensors make no layer narrow.
+A layer is narrow if fprop contracts over fewer ``in_features``, or dgrad over fewer ``out_features``, than half of the
+smallest block of the GEMM's casts, while its other side has at least four blocks: a head ``[1, 768]``, but no layer
+``[4, 4]`` of a model that is small throughout. Scales of rows or tensors make no layer narrow.
 """
 
 import re
@@ -32,7 +32,7 @@ _IS_LEFT_OUTPUT = "_is_left_output"  # a module's attribute: for reasons
 
 
 def default_reasons(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, str]:
-    """The reasons of layers that stay in high precision by default, by name.
+    """Returns the reasons of layers that stay in high precision by default, by name.
 
     ``casts`` are the casts that the layers would have; only layers that it names are looked at.
     """
@@ -43,14 +43,17 @@ def default_reasons(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[
 
 
 def output_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
-    """The names of a model's output layers, among linear layers and convolutions of ``layers`` (modules by name).
+    """Returns the names of a model's output layers, among linear layers and convolutions of ``layers`` (by name).
 
-    They are what ``get_output_embeddings`` of its modules returns, as models of transformers have it, of those that are
-    trained if any is; else layers whose weight is also an embedding's; else the last layer in the order in which
-    modules were registered: of those that are trained and called a head or a classifier, else of those that are
-    trained, else of all. With it go layers beside it that read the same, such as a second head, and with each layer
-    its twins in copies of the module around it, such as teachers and averages. Routers and adapters are none. A model
-    that is one layer has none.
+    The first rule that finds any decides:
+
+    1. the layers that ``get_output_embeddings`` of modules returns, as in transformers; trained ones if there are any;
+    2. layers whose weight is also an embedding's;
+    3. the last layer in the order of registration: of trained ones called a head or a classifier, else of trained ones,
+       else of all. Layers beside it with the same input, such as a second head, come along.
+
+    With a layer of 1 or 3 come its twins in copies of the module around it, such as teachers and averages. Routers and
+    adapters are never output layers, nor is a model that is one layer.
     """
     modules = _by_name(model)
     names = [name for name, layer in layers.items() if name and _can_be_output(clean_name(name), layer, modules)]
@@ -86,13 +89,13 @@ def _are_parallel(name: str, last: str, layers: Mapping[str, nn.Module], modules
 
 
 def _sides(layer: Any) -> tuple[int, int] | None:
-    """Outputs and inputs of a linear layer, channels of a convolution."""
+    """Returns outputs and inputs of a linear layer, channels of a convolution."""
     channels = getattr(layer, "out_channels", None), getattr(layer, "in_channels", None)
     return channels if all(isinstance(size, int) for size in channels) else _shape(layer)  # type: ignore[return-value]
 
 
 def _with_twins(outputs: Sequence[str], names: Sequence[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    """Output layers, and the layers at the same place in copies of a module around them, in the order of ``names``."""
+    """Adds the layers at the same place in copies of a module around them, in the order of ``names``."""
     kinds: dict[Any, list[str]] = {}
     for path, module in modules.items():
         if path:
@@ -114,7 +117,7 @@ def _by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _kind(layer: nn.Module | None) -> str | None:
-    """The kind of a layer whose class can be quantized; None for a part of a composite layer, and for others."""
+    """Returns the kind of a layer whose class can be quantized; None for others and for parts of composite layers."""
     cls = None if layer is None or isinstance(layer, PartLayer) else quantized_class(type(layer))
     return None if cls is None else cls.kind
 
@@ -126,7 +129,7 @@ def _can_be_output(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]
 
 
 def _declared(module: Any) -> nn.Module | None:
-    """The output layer by a module's own declaration; None without one."""
+    """Returns the output layer by a module's own declaration; None without one."""
     output = None
     if callable(method := getattr(type(module), "get_output_embeddings", None)):
         with suppress(AttributeError, NotImplementedError, TypeError):
@@ -147,8 +150,7 @@ def is_left_output(module: nn.Module) -> bool:
 
 
 def drop_named(names: Collection[str], layers: Sequence[str], patterns: Iterable[str]) -> set[str]:
-    """The layers among ``names`` that no pattern names: by the name of the layer itself, or by that of a module around
-    it which has no other layers."""
+    """Drops the names that a pattern names: by the layer itself, or by a module around it that has no other layers."""
     named: set[str] = set()
     for pattern in patterns:
         matched = select(layers, [pattern], "a pattern")
@@ -169,7 +171,7 @@ def _reason(name: str, modules: Mapping[str, nn.Module], casts: LinearCasts) -> 
 
 
 def _shape(layer: Any) -> tuple[int, int] | None:
-    """``(out_features, in_features)``: as attributes if there are any, since FSDP1 flattens weights."""
+    """Returns ``(out_features, in_features)``: as attributes if there are any, since FSDP1 flattens weights."""
     declared = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
     if all(isinstance(size, int) for size in declared):
         return declared  # type: ignore[return-value]

@@ -46,13 +46,12 @@ def is_router(name: str, outputs: int | None, modules: Mapping[str, nn.Module]) 
 
 
 def _experts(block: nn.Module) -> list[nn.Module]:
-    """The children of a module that hold experts."""
     children = block.named_children()
     return [child for name, child in children if _EXPERTS.search(name) or _EXPERTS.search(type(child).__name__)]
 
 
 def _counts(block: nn.Module) -> set[Any]:
-    """All that may be the number of a block's experts."""
+    """Returns all numbers that may be that of a block's experts."""
     counts: set[Any] = {getattr(block, name, None) for name in _COUNTS}
     for child in _experts(block):
         if isinstance(child, nn.ModuleList | nn.ModuleDict):

@@ -18,8 +18,7 @@ from lightning_lowbit.nn.layers.layer import clean_name
 
 
 class Names(list[str]):
-    """Names of a model's layers, each once. :attr:`others` has the further names under which the model holds a layer:
-    a pattern may match any of them."""
+    """Names of a model's layers, each once. ``others`` has a layer's further names; patterns match any of them."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__(names)
@@ -36,7 +35,7 @@ class Names(list[str]):
 
 
 def _paths(module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """All names of all modules; a module within itself has none there."""
+    """Yields all modules by all of their names; a module within itself has none there."""
     yield path, module
     for name, child in children_of(module).items():
         if child is not None and child is not module and child not in around:
@@ -50,8 +49,18 @@ def select(
     kind: str = "linear layer",
     left: Callable[[], Mapping[str, str]] = dict,
 ) -> set[str]:
-    """The names that patterns match, by any of a layer's :class:`Names`; a pattern without a match among ``kind`` is a
-    ``ValueError`` of ``argument``. ``left`` gives the reasons of modules that cannot be selected, by name."""
+    """Selects the names that any of the patterns matches.
+
+    Args:
+        names: of layers; as :class:`Names`, each layer has all of its names.
+        patterns: as above.
+        argument: the argument that has the patterns, for errors.
+        kind: what errors call the layers.
+        left: returns the reasons of modules that cannot be selected, by name.
+
+    Raises:
+        ValueError: a pattern matches none of the names.
+    """
     if isinstance(patterns, str):
         raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
     if not isinstance(patterns, Iterable):
@@ -79,7 +88,7 @@ def select(
 
 
 def select_by_name(names: Sequence[str], pattern: str) -> set[str]:
-    """The names that a valid pattern matches to their end: a layer itself, not only a module around it."""
+    """Returns the names that a valid pattern matches to their end: a layer itself, not only a module around it."""
     compiled, called = re.compile(pattern), _spellings(pattern, names)
     tails = {name: [path[i:] for path in paths for i in range(len(path))] for name, paths in called.items()}
     return {name for name in names if any(compiled.fullmatch(".".join(tail)) for tail in tails[name])}
@@ -100,8 +109,7 @@ _NEGATIVE = re.compile(r"(?<![\w\]])-\d")
 
 
 def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]:
-    """The spellings of all names of each layer, as parts: unchanged, and for a pattern with negative numbers with
-    numbers counted from the end of their list, too."""
+    """Returns all names of each layer, as parts; for patterns with negative numbers, also numbered from the end."""
     others: Mapping[str, list[str]] = names.others if isinstance(names, Names) else {}
     paths = {name: [clean_name(path).split(".") for path in (name, *others.get(name, ()))] for name in names}
     if not _NEGATIVE.search(pattern):

@@ -63,7 +63,7 @@ class Reasons:
         self.defaults |= {name: OUTPUT for name, module in self._modules.items() if is_left_output(module)}
 
     def of(self, name: str) -> Reason:
-        """The reason for a name of :attr:`Coverage.uncovered`."""
+        """Returns the reason for a name of ``Coverage.uncovered``."""
         module_name, _, gemm = name.partition(" (")
         module = self._modules.get(module_name)
         if not module_name or module is None:
@@ -73,7 +73,7 @@ class Reasons:
         return self.module_reason(module_name, module) or _PRODUCT
 
     def module_reason(self, name: str, module: nn.Module) -> Reason | None:
-        """The reason for a module's own weights; None if they are quantized."""
+        """Returns the reason for a module's own weights; None if they are quantized."""
         if isinstance(module, QuantizedLayer) and module.full_casts != LinearCasts():
             return None
         if isinstance(module, CompositeLayer):

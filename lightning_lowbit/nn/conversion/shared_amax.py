@@ -1,8 +1,8 @@
 """Layers whose weights are scaled by one amax.
 
 Inference engines run projections of one input (q, k and v; gate and up) as one GEMM, whose weight has one scale per
-tensor. If each was trained with its own scale, these are other weights. Here all weights of a group
-are scaled by the group's amax, of whole weights, however they are sharded.
+tensor. Weights that were trained with a scale each change under a common one. Here the amax of a group scales all of
+its weights in training, too: that of whole weights, however they are sharded.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -95,7 +95,7 @@ def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[li
 
 
 def check_groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:
-    """As :func:`groups`, but a ``ValueError`` if there is none."""
+    """Returns :func:`groups`; a ``ValueError`` if there are none."""
     if not (result := groups(casts, patterns)):
         raise ValueError("shared_amax: all layers that the patterns match are in high precision. Leave it out.")
     return result

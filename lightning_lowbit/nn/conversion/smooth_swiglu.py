@@ -47,7 +47,6 @@ class SwiGLU(Protocol):
 
 
 def swiglus(model: nn.Module) -> dict[str, Any]:
-    """The modules of a model that are a :class:`SwiGLU`, by name."""
     parts, modules = ("gate_proj", "up_proj", "down_proj"), model.named_modules()
     return {name: module for name, module in modules if all(is_linear(getattr(module, part, None)) for part in parts)}
 
@@ -71,7 +70,7 @@ def smooth_casts(model: nn.Module, planned: Mapping[str, LinearCasts], kind: str
 
 
 def _smoothed(casts: LinearCasts | None, kind: str) -> LinearCasts | None:
-    """The casts with smoothing, per channel without delayed scaling of the weight; None if they quantize nothing."""
+    """Adds smoothing to casts, per channel without delayed scaling of the weight; None if they quantize nothing."""
     if casts is None or not casts.quantizes_x_or_w:
         return None
     current, changes = {"source": "current", "history": 16, "algorithm": "max"}, dict[str, Any]()
@@ -179,7 +178,7 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
 
 
 def _matrix(layer: Any) -> Tensor:
-    """The weight of a linear layer, ``[out_features, in_features]``: a view."""
+    """Returns the weight of a linear layer, ``[out_features, in_features]``: a view."""
     cls = quantized_class(type(layer))
     assert cls is not None
     return cls.weight_matrix(layer)

@@ -46,7 +46,7 @@ class Calls:
             self.drawn.clear()
 
     def number(self, layer: Any, site: int | None = None) -> int:
-        """The number of a call that begins now, at a ``site`` of a compiled graph, if any; a ValueError if unknown."""
+        """Returns the number of a call that begins, at a ``site`` of a compiled graph; a ``ValueError`` if unknown."""
         regions, again = _surroundings(site is not None)
         if again is None:
             number = self._counts[id(layer)]
@@ -70,7 +70,7 @@ class Calls:
 
 
 def keys_of_call(layer: Any) -> Tensor | None:
-    """The keys of a call that begins now, as a copy; None for a layer that has none, or draws no bits."""
+    """Returns the keys of a call that begins now, as a copy; None for a layer that has none, or draws no bits."""
     state = layer.lowbit
     if state.keys is None or not state.casts.plan.draws:
         return None
@@ -94,8 +94,7 @@ def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
 
 
 def keys_of_part(keys: Tensor, part: int) -> Tensor:
-    """The keys of one of several products of a call, such as a group of a convolution or an expert of a stack: those
-    of the call XOR a hash of the product's index."""
+    """Returns the keys of one of several products of a call, such as an expert: the call's XOR a hash of the index."""
     return keys ^ _hash_of_part(part)
 
 
@@ -143,13 +142,13 @@ _NOTES = "_lightning_lowbit_calls"
 
 
 def _notes(region: Any) -> dict[Any, int]:
-    """The notes of a region: first calls by layer, calls by (layer, site), and recomputed calls by (pass, layer)."""
+    """Returns a region's notes: first calls by layer, calls by (layer, site), recomputed calls by (pass, layer)."""
     notes: dict[Any, int] = vars(region).setdefault(_NOTES, {})
     return notes
 
 
 def _recomputed(region: Any, run: Any, layer: int, site: int | None) -> int | None:
-    """The number of the call that a pass of recomputation has reached; None if it is unknown."""
+    """Returns the number of the call that a pass of recomputation has reached; None if it is unknown."""
     notes = vars(region).get(_NOTES, {}) if region is not None else {}
     if type(region).__name__ == "CompiledFunctionBackward":
         return notes.get((layer, site))
@@ -161,8 +160,7 @@ def _recomputed(region: Any, run: Any, layer: int, site: int | None) -> int | No
 
 
 def _surroundings(compiled: bool) -> tuple[list[Any], tuple[Any, Any] | None]:
-    """The regions around a call, to be noted; and in a recomputation, its region (or None) and an identifier of the
-    pass."""
+    """Returns the regions around a call, to be noted; in a recomputation also its region, or None, and its id."""
     hooks, backward = saved_tensor_hooks(False), number_of_backward()
     regions: list[Any] = []
     if hooks is None and backward == -1 and torch.is_grad_enabled() and not compiled:

@@ -1,9 +1,9 @@
-"""First derivatives alone: the gradient of a quantized layer is an approximation, which has no derivative of its own.
+"""Refuses second derivatives: a quantized layer's gradient is an approximation, which has no derivative of its own.
 
 Rounding has the derivative zero, so autograd would take the gradient for a constant. With ``create_graph=True`` the
-gradients therefore come out of :class:`_Underivable`, whose backward pass raises. It must be found on every way from a
-gradient back to x and w, which the layer may not have saved: each function gives a second output without elements, the
-``mark``, and keeps it. The mark leads to the node of the function, and so to all of its inputs.
+gradients therefore come out of :class:`_Underivable`, whose backward pass raises. Autograd must meet it on every way
+from a gradient back to x and w, which the layer may not have saved. So each function has a second output without
+elements, the ``mark``, and saves it: the mark leads to the function's node, and so to all of its inputs.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,14 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def mark(ctx: Any, y: Tensor) -> Tensor | None:
-    """The second output of an autograd function, and the last tensor that it saves; None without gradients."""
+    """Makes the second output of an autograd function, and the last tensor that it saves; None without gradients."""
     ctx.set_materialize_grads(False)
     return y.new_empty(0) if True in ctx.needs_input_grad else None
 
 
 def first_derivative(backward: Callable[[Any, Tensor, Any], Gradients]) -> Callable[..., Gradients]:
-    """Decorates the backward pass of an autograd function with a :func:`mark`, whose ``ctx.layer`` names the layer. The
-    function gets the gradient of its first output, and the saved tensors before the mark."""
+    """Decorates the backward pass of an autograd function with a :func:`mark`, whose ``ctx.layer`` names the layer.
+    That backward pass gets the gradient of the first output, and the saved tensors before the mark."""
 
     @wraps(backward)
     def wrapper(ctx: Any, g: Tensor | None, _: Tensor | None = None) -> Gradients:

@@ -11,33 +11,39 @@ from lightning_lowbit.quant import Cast, Operand
 
 
 class Frozen(NamedTuple):
-    """A description of a frozen weight's bytes: a matrix of a ``shape``, [out_features, in_features], quantized by a
-    ``cast`` along its columns from ``dtype``. The bytes, uint8, 1-D, are those of :class:`Packed` and then the float32
-    scale of the matrix."""
+    """Describes the bytes of a frozen weight.
+
+    The bytes, uint8, 1-D, are those of :class:`Packed` and then the float32 scale of the matrix.
+
+    Attributes:
+        cast: by which the matrix was quantized along its columns.
+        shape: ``[out_features, in_features]``.
+        dtype: from which it was quantized.
+    """
 
     cast: Cast
     shape: torch.Size
     dtype: torch.dtype
 
     def pack(self, weight: Tensor) -> Tensor:
-        """The bytes of a weight, which is rounded to ``dtype`` first."""
+        """Packs a weight, which is rounded to ``dtype`` first."""
         return joined(pack_operand(weight.to(self.dtype), self.cast, 1))
 
     def packed(self, data: Tensor) -> Packed:
-        """The bytes as an operand; a ``ValueError`` if they are not as many as the matrix needs."""
+        """Returns the bytes as an operand; a ``ValueError`` if they are not as many as the matrix needs."""
         check_bytes(data, self.cast, 1, self.shape, more=4)
         return Packed(data[:-4], data[-4:].clone().view(torch.float32)[0])
 
     def operand(self, data: Tensor, source: torch.dtype, dtype: torch.dtype | None = None) -> Operand:
-        """The quantized weight, as a GEMM takes it that computes in ``source``; ``dtype`` is that of the values."""
+        """Decodes the weight for a GEMM that computes in ``source``; ``dtype`` is that of the values."""
         return unpack_operand(self.packed(data), self.cast, 1, self.shape, source, dtype)
 
     def dense(self, data: Tensor) -> Tensor:
-        """The quantized weight as a matrix, in ``dtype``."""
+        """Decodes the weight to a matrix, in ``dtype``."""
         values, factor = self.operand(data, torch.float32, torch.float32)
         return (values if factor is None else values * factor).to(self.dtype)
 
 
 def joined(packed: Packed) -> Tensor:
-    """Codes, scales of blocks, and the scale of the matrix, as bytes."""
+    """Joins codes, scales of blocks, and the scale of the matrix, as bytes."""
     return torch.cat([packed.data, packed.factor.detach().reshape(1).view(torch.uint8)])

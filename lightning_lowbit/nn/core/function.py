@@ -17,14 +17,14 @@ _NOTHING = (None, None)
 class QuantizedGemms(torch.autograd.Function):
     """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast.
 
-    What x and w are, and what is saved of them, is known to the sides of ``how``.
+    The sides of ``how`` know what x and w are, and what is saved of them.
 
     Args:
-        x: ``[tokens, in_features]``, or what ``how.x`` makes such a matrix of: images ``[N, C, *sizes]``.
-        weight: ``[out_features, in_features]``, or what ``how.w`` makes such a matrix of: bytes.
+        x: ``[tokens, in_features]``, or for a side of patches images ``[N, C, *sizes]``.
+        weight: ``[out_features, in_features]``, or for a side of frozen bytes uint8, 1-D.
         bias: ``[out_features]`` or None.
         how: the GEMMs, operands and sides. Tensors may have any dtype; ``how.dtype`` is that of the computation.
-        one: what changes from pass to pass.
+        one: the pass, which changes from call to call.
 
     Returns:
         ``Y`` ``[tokens, out_features]``, and a :func:`lightning_lowbit.nn.core.derivatives.mark`.

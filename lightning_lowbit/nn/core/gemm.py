@@ -32,8 +32,8 @@ _ONE_BYTE = frozenset((*_FP8, torch.int8))
 
 
 def _without_units() -> frozenset[torch.dtype]:
-    """The 16-bit dtypes for which this CPU has no instructions: torch's GEMMs of them take many times as long as those
-    of float32, whose sums differ in their order alone."""
+    """Returns the 16-bit dtypes that this CPU has no instructions for. torch's GEMMs of these take many times as long
+    as float32's, and differ only in the order of sums."""
     return frozenset(dtype for dtype in (torch.bfloat16, torch.float16) if not has_units(dtype))
 
 
@@ -41,7 +41,7 @@ SLOW_ON_CPU = _without_units()
 
 
 def is_slow(x: Tensor) -> bool:
-    """True if GEMMs of a tensor are computed in float32, because its device has no instructions for its dtype."""
+    """Returns whether GEMMs of a tensor are computed in float32, as its device has no instructions for its dtype."""
     return x.dtype in SLOW_ON_CPU and x.is_cpu
 
 
@@ -53,7 +53,7 @@ _NOTHING = nullcontext()
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[None]:
-    """``torch.autocast(device_type, enabled=False)``, which takes longer to enter than a small GEMM."""
+    """Switches autocast off. ``torch.autocast(device_type, enabled=False)`` takes longer to enter than a small GEMM."""
     if not torch.is_autocast_enabled(device_type):
         return _NOTHING
     if torch.compiler.is_compiling():
@@ -79,8 +79,8 @@ def matmul(
     dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """``a · b + bias``, ``[m, n]``, rounded once to ``dtype``: native for FP8, int8 and codes with block scales, else
-    in ``dtype`` or float32, which CPUs take that have no instructions for ``dtype``.
+    """Computes ``a · b + bias``, ``[m, n]``, rounded once to ``dtype``: native for FP8, int8 and codes with block
+    scales, else in ``dtype``, or in float32 on CPUs without instructions for it.
 
     Args:
         a: ``[m, k]``, its factor 0-d or ``[m, 1]``; or codes and scales.
@@ -120,7 +120,7 @@ def _int8_matmul(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The native GEMM of int8 values, to int32; padded to what a GPU takes: more than 16 rows and multiples of 8."""
+    """Multiplies int8 values natively, to int32; padded for GPUs: more than 16 rows and multiples of 8."""
     rows, inner, columns = len(left), len(right), right.shape[1]
     if left.device.type == "cuda":
         left, right = pad(left, max(17 - rows, 0), -inner % 8), pad(right.t(), -columns % 8, -inner % 8).t()
@@ -140,7 +140,7 @@ def _emulated_matmul(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """A GEMM of dequantized values, in ``dtype`` if that is theirs and not slow, else in float32."""
+    """Multiplies dequantized values, in ``dtype`` if that is theirs and not slow, else in float32."""
     factors = [factor for factor in (left_factor, right_factor) if factor is not None]
     if left.dtype != dtype or right.dtype != dtype or is_slow(left):
         left, right = left.float(), right.float()
@@ -180,7 +180,7 @@ def _fp8_matmul(
     dtype: torch.dtype,
     fast: bool,
 ) -> Tensor:
-    """The native GEMM of FP8 values, padded to what it takes: inner size and columns in multiples of 16."""
+    """Multiplies FP8 values natively, padded to multiples of 16 for the inner size and columns."""
     one = torch.ones((), device=left.device)
     factors = [one if factor is None else factor for factor in (left_factor, right_factor)]
     rows, inner, columns = len(left), len(right), right.shape[1]
@@ -226,7 +226,7 @@ def _block_matmul(
     columns: int,
     inner: int,
 ) -> Tensor:
-    """The native GEMM of two block operands. An operator of its own: torch 2.13 does not lower swizzled scales."""
+    """Multiplies two block operands natively. An operator of its own: torch 2.13 does not lower swizzled scales."""
     a = BlockOperand(left, left_scales, left_factor, kind, (rows, inner))
     b = BlockOperand(right, right_scales, right_factor, kind, (columns, inner))
     wide = torch.float32 in results(kind)  # where it is not, bias and factors come after a rounding to bfloat16
@@ -236,9 +236,19 @@ def _block_matmul(
 
 @opaque(lambda mean, weight, factor, bias: weight.new_empty((1, weight.shape[1]), dtype=torch.float32))
 def mean_times(mean: Tensor, weight: Tensor, factor: Tensor | None, bias: Tensor | None) -> Tensor:
-    """``μᵀ · W * factor + bias``, float32 ``[1, n]``: what a mean that was split off adds to every row of a result. It
-    is not rounded to bfloat16, because it enters all rows alike, and its rounding would not average out over tokens.
-    ``mean`` is float32 ``[1, k]``, ``weight`` ``[k, n]``, ``factor`` float32, 0-d."""
+    """Computes ``μᵀ · W * factor + bias``: what a mean that was split off adds to every row of a result.
+
+    It stays in float32: it enters all rows alike, and its rounding would not average out over tokens.
+
+    Args:
+        mean: float32 ``[1, k]``.
+        weight: ``[k, n]``.
+        factor: float32, 0-d, of the weight; None for 1.
+        bias: ``[n]`` or None.
+
+    Returns:
+        float32 ``[1, n]``.
+    """
     with within_cast():
         product = mean @ weight.float()
     if factor is not None:

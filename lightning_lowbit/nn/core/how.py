@@ -57,15 +57,15 @@ class How:
             self.x = Patches(*x, window, takes_tensor="fprop_x" not in plan.altered)
         elif (
             saves_codes
-            and plan.packed is not None
-            and (plan.packed == "wgrad_x" or (x[0].kind is None and x[1].kind is None))
+            and plan.coded is not None
+            and (plan.coded == "wgrad_x" or (x[0].kind is None and x[1].kind is None))
         ):  # codes of the forward pass lie along its contraction
-            self.x = Codes(*x, plan.packed)
+            self.x = Codes(*x, plan.coded)
         self.w = Parameter(*w)
         if frozen is not None:
             self.w = FrozenBytes(*w, frozen)
         elif is_gathered:
             self.w = Gathered(*w)
-        elif recasts and not (("dgrad_w" in plan.kept or w[1].is_reused) and "fprop_w" in plan.altered):
+        elif recasts and not (("dgrad_w" in plan.from_fprop or w[1].is_reused) and "fprop_w" in plan.altered):
             self.w = Recast(*w)
         self.g = Gradient(self.dgrad.left, self.wgrad.left, plan.casts_g_twice)

@@ -24,8 +24,8 @@ def check_inputs(layer: Any, *tensors: Any) -> bool:
 
     Raises:
         TypeError: an input is no tensor.
-        ValueError: it is sparse or nested, or has a tangent; or within transforms of ``torch.func``, or tracers but
-            those of ``torch.compile`` and ``torch.export``.
+        ValueError: an input is sparse or nested, or has a tangent; a transform of ``torch.func`` is active, or a tracer
+            other than ``torch.compile`` and ``torch.export``.
     """
     if torch.compiler.is_compiling():
         refuse_transforms(layer)
@@ -59,7 +59,6 @@ def _check_kind(layer: Any, tensor: Any) -> None:
 
 
 def refuse_scripts(layer: str) -> NoReturn:
-    """Raises the ``ValueError`` of ``torch.jit.script``."""
     raise ValueError(_TRACED.format(layer, "compiled by torch.jit.script"))
 
 
@@ -73,8 +72,8 @@ def refuse_dtypes(layer: str, *tensors: Tensor) -> NoReturn:
 
 
 def nested_product(layer: str, x: Any, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """A nested tensor of ``multiply(rows)``. The rows of all sequences are one matrix, and share its scales. A
-    ``ValueError`` for other nested tensors than those of ``layout=torch.jagged`` without holes."""
+    """Applies ``multiply`` to the rows of a nested tensor: the rows of all sequences are one matrix, and share its
+    scales. A ``ValueError`` for nested tensors other than those of ``layout=torch.jagged`` without holes."""
     if x.layout is not torch.jagged or not x.is_contiguous():
         raise ValueError(
             f"Layer {layer} takes nested tensors of layout=torch.jagged that are contiguous: make it with "

@@ -25,10 +25,14 @@ from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, o
 
 
 class PrequantizedWeight(NamedTuple):
-    """A weight that was quantized, in ``source_dtype``, before it was gathered
-    (:mod:`lightning_lowbit.nn.sharded.gather`). Its operand has ``dtype``, which may be narrower than that of the
-    gathered tensor, and ``factor``, float32, 0-d or ``[out_features, 1]``, or None for 1. ``amax``, float32, 0-d, is
-    None if the cast does not need it."""
+    """A weight that was quantized before it was gathered (:mod:`lightning_lowbit.nn.sharded.gather`).
+
+    Attributes:
+        source_dtype: in which it was quantized.
+        dtype: of its operand; may be narrower than that of the gathered tensor.
+        factor: of its operand, float32, 0-d or ``[out_features, 1]``; None for 1.
+        amax: float32, 0-d; None if the cast does not need it.
+    """
 
     source_dtype: torch.dtype
     dtype: torch.dtype
@@ -37,8 +41,13 @@ class PrequantizedWeight(NamedTuple):
 
 
 class Amaxes(NamedTuple):
-    """The amaxes of a pass that come from elsewhere: ``in_force`` and ``staged``, float32 ``[6]``, for delayed scaling
-    (``staged`` is None to record nothing), and ``weight``, float32, 0-d, which scales the weight if it is not None."""
+    """The amaxes of a pass that come from other passes or layers.
+
+    Attributes:
+        in_force: float32 ``[6]``, which delayed scaling uses.
+        staged: float32 ``[6]``, to which it records; None to record nothing.
+        weight: float32, 0-d, which scales the weight; None for its own.
+    """
 
     in_force: Tensor | None
     staged: Tensor | None
@@ -73,15 +82,14 @@ class Pass(NamedTuple):
         return None if self.watch is None else self.watch.gradient_sums
 
     def with_keys_of_part(self) -> "Pass":
-        """With the keys of the product that this is. Another draw of random bits may change those of the call in
-        place, so that the forward pass and the backward pass each derive them."""
+        """Returns the pass with the keys of its part. Forward and backward pass each derive them, since another draw of
+        random bits may change the call's keys in place."""
         if self.part is None or self.keys is None:
             return self
         return self._replace(keys=keys_of_part(self.keys, self.part), part=None)
 
     def for_backward(self) -> "Pass":
-        """With copies of what is refilled in place for the next micro-batch or step, which may begin before this one's
-        backward pass."""
+        """Returns the pass with copies of all that is refilled in place, perhaps before this one's backward pass."""
         if self.amaxes is None and self.blend is None:
             return self
         keys, part, amaxes, blend, watch, gathered = self  # faster than _replace
@@ -90,7 +98,7 @@ class Pass(NamedTuple):
         return Pass(keys, part, amaxes, None if blend is None else blend.clone(), watch, gathered)
 
     def unrecorded(self) -> "Pass":
-        """For an operand that another pass has quantized, and recorded, before."""
+        """Returns the pass for an operand that another pass has quantized, and recorded, before."""
         return self._replace(amaxes=None if self.amaxes is None else self.amaxes._replace(staged=None), watch=None)
 
 
@@ -181,7 +189,7 @@ class OperandHow:
         self.places = [self.index, *(INDEX[a] for a, b in SHARED.items() if b == name and _is_reused(a, casts, native))]
         self.requantizes = name in casts.requantize
         takes_tensor = self.kind is not None and not self.requantizes  # codes of fprop lie along another axis
-        self.saves_operand = (name in plan.kept or self.is_reused) and not takes_tensor
+        self.saves_operand = (name in plan.from_fprop or self.is_reused) and not takes_tensor
         self.surrogate = casts.surrogate.get(name)
 
     def operand(self, source: OperandInput, one: Pass, shard: Shard | None = None) -> Operand | BlockOperand:
@@ -206,7 +214,7 @@ class OperandHow:
         return quantized if watch is None else watch.observe(self, source, quantized, key, amax)
 
     def _other_operand(self, source: OperandInput, one: Pass) -> Operand | BlockOperand:
-        """A tensor or an operand as it is; or codes, where ``"fprop"`` is quantized again along this contraction."""
+        """Takes the input as it is; or makes codes, where ``"fprop"`` is quantized again along this contraction."""
         source, watch, sums = self.rotated(source), one.watch, one.operand_sums
         key = amax = None
         if source.is_operand or self.kind is None:
@@ -222,11 +230,11 @@ class OperandHow:
         return operand if watch is None else watch.observe(self, source, operand, key, amax)
 
     def key(self, one: Pass) -> Tensor | None:
-        """The key of its random bits, int64, 0-d; None if it draws none."""
+        """Returns the key of the operand's random bits, int64, 0-d; None if it draws none."""
         return None if one.keys is None or not self.draws else one.keys[self.index]
 
     def scaling_amax(self, source: OperandInput, one: Pass) -> Tensor | None:
-        """The amax that scales the operand: the input's, or with delayed scaling the one in force."""
+        """Returns the amax that scales the operand: the input's, or with delayed scaling the one in force."""
         if not self.is_delayed:
             return source.amax if self.needs_amax else None
         amax, shard, amaxes = source.amax, self.shard, one.amaxes
@@ -236,12 +244,12 @@ class OperandHow:
         return stage_and_choose(amaxes.in_force, amaxes.staged, self.places, amax)
 
     def signs(self, one: Pass, device: torch.device) -> Tensor:
-        """The signs of the rotation of its GEMM, from the key of the second operand, so that both agree."""
+        """Returns the signs of the rotation of its GEMM, from the key of the second operand, so that both agree."""
         assert self.transform is not None
         return self.transform.diagonal(None if one.keys is None else one.keys[self.signs_index], device)
 
     def with_rotation(self, source: OperandInput, signs: Tensor) -> OperandInput:
-        """With rotated groups along the contraction axis, all of which one process must hold whole."""
+        """Returns the input with signs to rotate groups along the contraction axis. No process cuts a group."""
         if source.is_operand:  # it was rotated before
             return source
         if self.cut is not None and self.cut.dim == self.dim:
@@ -249,7 +257,7 @@ class OperandHow:
         return OperandInput(source.values, rotation=signs)
 
     def rotated(self, source: OperandInput) -> OperandInput:
-        """The input as a rotated matrix, where more than the kernel of a cast reads it."""
+        """Rotates the input, where more than the kernel of a cast reads it."""
         return source if source.rotation is None else OperandInput(rotate(source.values, source.rotation, self.dim))
 
     def record(self, sums: Tensor, x: Tensor, quantized: Operand, amax: Tensor | None) -> None:
@@ -261,8 +269,7 @@ class OperandHow:
         merge_statistics_(row, statistics)
 
     def through_rounding(self, gradient: Tensor, x: Tensor | None, amax: Tensor | None, one: Pass) -> Tensor:
-        """Applies the surrogate derivative of rounding: turns dL/dQ(x) into dL/dx, in the rotated space if fprop
-        rotates."""
+        """Applies the surrogate derivative of rounding: turns dL/dQ(x) into dL/dx, in the space of the rounding."""
         if self.surrogate is None:
             return gradient  # straight through
         assert self.cast is not None
@@ -288,7 +295,7 @@ def _is_reused(name: str, casts: LinearCasts, native: tuple[str, ...]) -> bool:
 
 
 def common_amax(tensor: Tensor, first: OperandHow | None, second: OperandHow | None) -> Tensor | None:
-    """The amax of a tensor, measured once for the operands that are made from it; None where they measure their own:
+    """Measures the amax of a tensor once for the operands made from it. Returns None where they measure their own:
     rotated or centered ones, and those of a small tensor."""
     operand = first if first is not None and first.shares_amax else second
     if operand is None or not operand.shares_amax:
@@ -308,7 +315,7 @@ class GemmHow:
     def operands(
         self, left: OperandInput, right: OperandInput, one: Pass, bias: Tensor | None = None
     ) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
-        """Both operands, and what is added to their product."""
+        """Quantizes both operands, and returns with them what is added to their product."""
         if self.splits_means:
             left, right, bias = self._split_means(left, right, bias)
         if self.rotates:
@@ -319,7 +326,7 @@ class GemmHow:
     def _split_means(
         self, left: OperandInput, right: OperandInput, bias: Tensor | None
     ) -> tuple[OperandInput, OperandInput, Tensor]:
-        """The operands without their means over the tokens, and the rank-one product with the mean, plus bias.
+        """Splits off the operands' means over the tokens, whose rank-one product is returned, plus bias.
 
         ``(A + 1μᵀ) B = A B + 1 (μᵀ B)``. Where both operands have tokens, ``(A + 1νᵀ)ᵀ (B + 1μᵀ) = Aᵀ B + tokens · ν
         μᵀ``, since the columns of A and B then sum to zero; splitting one of them gives the same.

@@ -17,8 +17,7 @@ from lightning_lowbit.quant.shard import Shard
 
 
 class Shards(NamedTuple):
-    """The shards that ``x`` [tokens, in], ``w`` [out, in] and ``g`` [tokens, out] of a layer are; None for a
-    whole matrix."""
+    """The shards of a layer's ``x`` [tokens, in], ``w`` [out, in] and ``g`` [tokens, out]; None for a whole matrix."""
 
     x: Shard | None = None
     w: Shard | None = None
@@ -34,7 +33,8 @@ WHOLE = Shards()
 def tensor_parallel(
     multiply: Callable[[Tensor, Tensor, Tensor | None, Shards], Tensor], x: Tensor, weight: DTensor, bias: Any
 ) -> DTensor:
-    """The output ``[..., out_features]`` of a layer whose weight is a DTensor; ``multiply`` gives x · Wᵀ + b of shards.
+    """Multiplies by a weight that is a DTensor; ``multiply`` gives x · Wᵀ + b of shards. Returns ``[...,
+    out_features]``.
 
     ``x`` is a DTensor over the weight's mesh, redistributed where needed. The weight, ``[out_features, in_features]``,
     is whole or sharded over one dimension of its mesh. The output is sharded along the features if the weight is, and a

@@ -1,4 +1,4 @@
-"""The input of a layer as it is saved for the backward pass: the tensor, or its codes and scales."""
+"""The input of a layer as saved for the backward pass: the tensor, or its codes and scales."""
 
 import weakref
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def check_save(planned: "Mapping[str, LinearCasts]", save: str) -> None:
                 f"save='codes' keeps no input, and the surrogate gradient of fprop_x needs it; got {name or 'casts'} "
                 f"with {casts}. Leave the surrogate of fprop_x out, or take save='inputs'."
             )
-    if planned and all(casts.plan.packed is None for casts in planned.values()):
+    if planned and all(casts.plan.coded is None for casts in planned.values()):
         raise ValueError(
             "save='codes' keeps the quantized operand of wgrad, and none of these casts has one that can be packed: "
             "give wgrad_x a cast (or 'fprop'), without zero points or means, or take save='inputs'. Got "
@@ -35,21 +35,22 @@ def check_save(planned: "Mapping[str, LinearCasts]", save: str) -> None:
 
 
 def saved_bits(casts: "LinearCasts", save: str, dtype: torch.dtype) -> float:
-    """Bits per element of its input that a layer keeps for the backward pass.
+    """Returns the bits per element of its input that a layer saves for the backward pass.
 
     Examples:
         >>> saved_bits(LinearCasts.preset("nvfp4"), "codes", torch.bfloat16)
         4.5
     """
-    if save == "codes" and casts.plan.packed is not None:
-        return packed_bits(getattr(casts, casts.plan.packed))
+    if save == "codes" and casts.plan.coded is not None:
+        return packed_bits(getattr(casts, casts.plan.coded))
     return 8.0 * dtype.itemsize
 
 
 class Readers:
-    """Finds layers that read one tensor together. Where their codes would take more than the tensor, they save that.
+    """Finds layers that read one tensor together.
 
-    One tensor serves all of its readers: with codes of 4.5 bits, four layers save a bfloat16 tensor instead.
+    One tensor serves all of them: where their codes would take more memory, they save the tensor. Instead of codes of
+    4.5 bits, four layers save one bfloat16 tensor.
     """
 
     def __init__(self) -> None:
@@ -63,9 +64,9 @@ class Readers:
         return Readers, ()  # a copy, or a pickled model, has layers of its own
 
     def pack(self, layer: Any, x: Tensor, dtype: torch.dtype) -> bool:
-        """Returns whether a layer saves codes of its input ``x``, which it reads in ``dtype``. Layers that read ``x``
-        together are known from their first pass on; bits of gradients do not depend on it."""
-        shares = layer.casts.plan.packed == "wgrad_x" and x.dtype == dtype  # or else the tensor is a copy of its own
+        """Returns whether a layer saves codes of its input ``x``, which it reads in ``dtype``. Readers of ``x`` are
+        known from their first pass on. The choice changes no bits of gradients."""
+        shares = layer.casts.plan.coded == "wgrad_x" and x.dtype == dtype  # or else the tensor is a copy of its own
         if not shares or torch.compiler.is_compiling():
             return not (shares and layer.lowbit.keeps_input)
         if self._input is None or self._input() is not x:

@@ -63,7 +63,7 @@ class Matrix:
 
 
 class Codes(Matrix):
-    """``x`` as a matrix, of which the backward pass gets codes and scales: those of its operand, or of fprop's."""
+    """``x`` as a matrix, whose codes and scales are saved: those of its backward operand, or of fprop's."""
 
     def __init__(self, first: OperandHow, second: OperandHow, coded: str) -> None:
         super().__init__(first, second)
@@ -92,8 +92,7 @@ class Codes(Matrix):
 
 
 class Patches(Matrix):
-    """``x`` as patches of images ``[N, C, *sizes]``: gathered in each pass, while the images, which are smaller, are
-    saved."""
+    """``x`` as patches of images ``[N, C, *sizes]``: each pass gathers them anew, and saves the smaller images."""
 
     def __init__(self, first: OperandHow, second: OperandHow, window: Window, takes_tensor: bool) -> None:
         super().__init__(first, second)
@@ -123,7 +122,7 @@ class Patches(Matrix):
         return None if x is None else self.window.gather(x)
 
     def _gathered(self, x: Tensor, one: Pass, second: OperandHow | None, amax: Tensor | None = None) -> OperandInput:
-        """The patches for fprop. Quantizes pixels first, which are fewer, where that gives the same values."""
+        """Gathers the patches for fprop. Quantizes pixels first, which are fewer, where that gives the same values."""
         covers, pixels = self.window.covers(x.shape[2:]), x.movedim(1, -1)
         if covers and amax is None:
             amax = common_amax(pixels, self.first, second)
@@ -147,7 +146,7 @@ class Parameter(Matrix):
 
 
 class Recast(Parameter):
-    """``w``, saved as the parameter, which lives anyway, and converted and quantized again in the backward pass."""
+    """``w``, saved as the parameter, which lives anyway, and quantized again in the backward pass."""
 
     def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
         return x, None

@@ -61,7 +61,6 @@ class Watch:
             setattr(layer.lowbit, self._what, row)
 
     def stop(self) -> None:
-        """Takes the rows from the layers."""
         for layer in self.layers.values():
             setattr(layer.lowbit, self._what, None)
 
@@ -86,9 +85,11 @@ _OBSERVERS: list[Callable[..., Any]] = []
 
 @contextmanager
 def observed(observer: Callable[..., Any]) -> Iterator[None]:
-    """Calls ``observer(how, source, operand, key, amax, operand_sums)`` for each operand of the passes that begin in
-    the context, up to its end; GEMMs take the operand that it returns. ``how`` and ``source`` are an ``OperandHow`` and
-    an ``OperandInput``; ``key`` and ``amax`` are None where the source is taken as it is."""
+    """Calls ``observer(how, source, operand, key, amax, operand_sums)`` for each operand of passes that begin here.
+
+    GEMMs take the operand that it returns. ``how`` is an ``OperandHow``, ``source`` an ``OperandInput``; ``key`` and
+    ``amax`` are None where the source is taken as it is.
+    """
     _OBSERVERS.append(observer)
     try:
         yield
@@ -124,8 +125,8 @@ class LayerAmaxes(NamedTuple):
     switch: list[bool] | None
 
     def __deepcopy__(self, memo: Any) -> "LayerAmaxes":
-        """Of a layer in training, whose future a copy does not share: it has no amaxes, and so scales by its own. Of
-        one whose training is over: the same."""
+        """Copies without the switch: in training zeros, so that a copy scales by its own amaxes; later the same
+        ones."""
         one = torch.clone if self.switch is None else torch.zeros_like
         return LayerAmaxes(one(self.in_force), one(self.staged), one(self.channels), one(self.staged_channels), None)
 
@@ -136,8 +137,8 @@ def stage_(staged: Tensor, amax: Tensor) -> None:
 
 
 def stage_and_choose(in_force: Tensor, staged: Tensor | None, places: list[int], amax: Tensor) -> Tensor:
-    """The amax that scales an operand with delayed scaling. Records the operand's ``amax`` at ``places[0]``, and at the
-    places of operands that reuse it."""
+    """Returns the amax that scales an operand with delayed scaling. Stages the operand's ``amax`` at ``places[0]``, and
+    at the places of operands that reuse it."""
     if (choice := delayed_amax(amax, in_force, staged, places)) is not None:
         return choice
     if staged is not None:
@@ -147,7 +148,6 @@ def stage_and_choose(in_force: Tensor, staged: Tensor | None, places: list[int],
 
 
 def amax_in_force(in_force: Tensor, operand: str, amax: Tensor) -> Tensor:
-    """The amax that delayed scaling uses for an operand: the one in force, or the operand's ``amax`` while there is
-    none."""
+    """Returns an operand's amax in force, or its ``amax`` while there is none."""
     remembered = in_force[OPERANDS.index(operand)]
     return torch.where(remembered > 0, remembered, amax)

@@ -52,7 +52,7 @@ class Window(NamedTuple):
         return tuple((n - span) // s + 1 for n, span, s in zip(padded, self.spans, self.stride, strict=True))
 
     def sizes(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """The sizes of images into which the kernel fits this often."""
+        """Returns the sizes of images into which the kernel fits this often."""
         padding = zip(self._used(tuple(positions)), self.before, self.after, strict=True)
         return tuple(used - before - after for used, before, after in padding)
 
@@ -76,7 +76,7 @@ class Window(NamedTuple):
         return not any((*self.before, *self.after)) and all(k == 1 or (k == s and d == 1) for k, s, d in rows)
 
     def tiles(self, x: Tensor) -> Tensor:
-        """:meth:`gather` of a tiling: a rearrangement, through which autograd finds its way."""
+        """Rearranges a tiling as :meth:`gather` does, so that autograd finds its way through."""
         positions = self.positions(x.shape[2:])
         for dim, (o, k, s) in enumerate(zip(positions, self.kernel, self.stride, strict=True), start=2):
             if k == 1 and s > 1:
@@ -92,7 +92,7 @@ class Window(NamedTuple):
         )
 
     def gather(self, x: Tensor) -> Tensor:
-        """The patches of images ``[N, C, *sizes]``: ``[N · positions, kernel · C]`` in the dtype of ``x``, a copy."""
+        """Copies patches out of images ``[N, C, *sizes]``: ``[N · positions, kernel · C]`` in the dtype of ``x``."""
         positions = self.positions(x.shape[2:])
         pixels = self._padded(x.movedim(1, -1), self._used(positions))
         for dim, (span, s, d) in enumerate(zip(self.spans, self.stride, self.dilation, strict=True), start=1):
@@ -102,7 +102,7 @@ class Window(NamedTuple):
         return patches.reshape(len(x) * prod(positions), prod(self.kernel) * x.shape[1])
 
     def _padded(self, pixels: Tensor, used: tuple[int, ...]) -> Tensor:
-        """``[N, *used, C]``: images with their zeros, contiguous."""
+        """Adds the zeros around images: ``[N, *used, C]``, contiguous."""
         sizes = pixels.shape[1:-1]
         lengths = [min(size, u - b) for size, u, b in zip(sizes, used, self.before, strict=True)]
         inner: Any = (slice(None), *(slice(0, n) for n in lengths))
@@ -114,13 +114,12 @@ class Window(NamedTuple):
         return padded
 
     def scatter(self, patches: Tensor, shape: Sequence[int]) -> Tensor:
-        """Images ``[N, C, *sizes]`` of this shape, with each pixel the sum over its places in patches ``[N · positions,
-        kernel · C]``: summed in float32 (or wider) in the order of the kernel, rounded once to the dtype of patches.
-        Channels are innermost in memory."""
+        """Sums patches ``[N · positions, kernel · C]`` to images ``[N, C, *sizes]`` of this shape: in float32 (or
+        wider) in the order of the kernel, rounded once to the dtype of patches. Channels are innermost in memory."""
         return _scatter(patches, [*shape], [number for field in self for number in field])
 
     def sums(self, patches: Tensor, shape: Sequence[int]) -> Tensor:
-        """:meth:`scatter` to ``[N, *sizes, C]``, contiguous."""
+        """Does :meth:`scatter` to ``[N, *sizes, C]``, contiguous."""
         images, channels, *sizes = shape
         positions = self.positions(sizes)
         rows = zip(sizes, positions, self.kernel, self.stride, self.dilation, self.before, strict=True)
@@ -153,9 +152,8 @@ def _scatter(patches: Tensor, shape: list[int], window: list[int]) -> Tensor:
 
 
 def is_pixelwise(cast: Cast | None, channels: int) -> bool:
-    """Returns whether patches of quantized pixels equal quantized patches to the bit, with the same amax: scales are
-    those of the tensor or of blocks within a pixel, rounding does not depend on an element's place, and zeros stay
-    zeros."""
+    """Returns whether quantizing pixels before they are gathered gives the same bits, with the same amax. So it is if
+    scales belong to the tensor or to blocks within a pixel, rounding ignores places, and zeros stay zeros."""
     if cast is None or cast.draws or cast.scale.statistic != "absmax" or cast.scale.two_level == "row":
         return False
     block = cast.scale.block
@@ -163,7 +161,7 @@ def is_pixelwise(cast: Cast | None, channels: int) -> bool:
 
 
 class Images(torch.autograd.Function):
-    """:meth:`Window.scatter`, whose gradient is :meth:`Window.gather`, through which autograd finds its way."""
+    """Does :meth:`Window.scatter`, with :meth:`Window.gather` as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, patches: Tensor, window: Window, shape: tuple[int, ...], layer: str) -> Tensor:

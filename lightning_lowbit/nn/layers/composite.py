@@ -86,7 +86,7 @@ class CompositeLayer(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether no part has anything to quantize: the module then computes as the class that it was."""
+        """True if no part has anything to quantize: the module then computes as its original class."""
         return has_plain_parts(self)
 
     @property
@@ -96,7 +96,6 @@ class CompositeLayer(nn.Module):
 
     @property
     def name_in_model(self) -> str:
-        """The name of its first part."""
         return next((str(part.name_in_model) for part in self.parts.values()), type(self).__name__)
 
     def __prepare_scriptable__(self) -> Any:  # torch.jit.script asks for it

@@ -32,8 +32,7 @@ _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
 class QuantizedConvolution(QuantizedLayer):
-    """Base class of converted convolutions. With six casts of None each computes what the original class does, to the
-    bit."""
+    """Base class of converted convolutions. With six casts of None each equals its original class to the bit."""
 
     kind = "convolution"
     keeps_parameter = False
@@ -54,12 +53,12 @@ class QuantizedConvolution(QuantizedLayer):
         return DEPTHWISE if module.in_channels == module.groups > 1 else None
 
     def weight_matrix(self) -> Tensor:
-        """The weight as ``[C_out, kernel · C_in]``, channels innermost, or ``[groups, …]`` a stack of such matrices: a
-        copy, unless the weight is in channels-last order."""
+        """Returns the weight as ``[C_out, kernel · C_in]``, channels innermost, or ``[groups, …]`` a stack of such
+        matrices: a copy, unless the weight is in channels-last order."""
         return self._matrices(self.weight)[0]
 
     def _matrices(self, weight: Any) -> tuple[Tensor, Tensor]:
-        """:meth:`weight_matrix`, and the weight in the same order before its dimensions are merged."""
+        """Returns :meth:`weight_matrix`, and the weight in the same order before its dimensions are merged."""
         if self.groups == 1:
             view = weight.movedim(1, -1)
             return view.flatten(1), view
@@ -67,13 +66,12 @@ class QuantizedConvolution(QuantizedLayer):
         return view.flatten(2), view
 
     def set_weight_matrix(self, values: Tensor) -> None:
-        """Writes values of :meth:`weight_matrix` to the parameter."""
         view = self._matrices(self.weight.detach())[1]
         view.copy_(values.reshape(view.shape))
 
     @property
     def size_text(self) -> str:
-        """Such as ``64×3×3 → 128``, of each group."""
+        """The size in tables, such as ``64×3×3 → 128``, of each group."""
         kernel = "".join(f"×{k}" for k in self.kernel_size)
         text = f"{self.in_channels // self.groups}{kernel} → {self.out_channels // self.groups}"
         return text if self.groups == 1 else f"{text}, {self.groups} groups"
@@ -85,7 +83,7 @@ class QuantizedConvolution(QuantizedLayer):
         return self.in_channels, saved_bits(self.full_casts, save, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
+        """Computes the convolution of ``input`` ``[N, C, *sizes]`` or ``[C, *sizes]``; under autocast in its dtype."""
         if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
             return super().forward(input)
         x = self._batch(input)
@@ -107,7 +105,7 @@ class QuantizedConvolution(QuantizedLayer):
         return Window(self.kernel_size, self.stride, self.dilation, before, after)
 
     def _batch(self, input: Tensor) -> Tensor:
-        """The input as ``[N, C, *sizes]``; a ValueError for what the layer cannot take."""
+        """Returns the input as ``[N, C, *sizes]``; a ValueError for one that the layer cannot take."""
         if isinstance(self.weight, DTensor):
             raise ValueError(
                 "The weight of a convolution is spread over processes, and a quantized one computes with the whole "
@@ -128,7 +126,7 @@ class QuantizedConvolution(QuantizedLayer):
         return input if input.dim() == spatial + 2 else input.unsqueeze(0)
 
     def _products(self, x: Tensor, bias: Tensor | None, window: Window | None) -> list[Tensor]:
-        """The product of each group: rows of positions, or of pixels where there is no window."""
+        """Multiplies each group: rows of positions, or of pixels where there is no window."""
         keys, matrices, groups = keys_of_call(self), self.weight_matrix(), self.groups
         if groups == 1:
             return [self.quantized_forward(x, matrices, bias, window=window, keys=keys)]
@@ -139,7 +137,7 @@ class QuantizedConvolution(QuantizedLayer):
         ]
 
     def _laid_out(self, y: Tensor, input: Tensor) -> Tensor:
-        """The result in the memory format that torch's convolution would give it."""
+        """Brings the result into the memory format that torch's convolution would give it."""
         order = _CHANNELS_LAST.get(len(self.kernel_size))
         if order is None or not any(
             tensor.dim() == y.dim() and tensor.is_contiguous(memory_format=order) and not tensor.is_contiguous()
@@ -151,12 +149,10 @@ class QuantizedConvolution(QuantizedLayer):
 
 
 class QuantizedTransposed(QuantizedConvolution):
-    """Base class of converted transposed convolutions. Outputs of the GEMM are rounded to the dtype of the computation,
-    and added up in float32."""
+    """Base class of converted transposed convolutions: rounded outputs of the GEMM are added up in float32."""
 
     def weight_matrix(self) -> Tensor:
-        """The weight as ``[kernel · C_out, C_in]``, channels innermost, or ``[groups, …]`` a stack of such matrices: a
-        copy."""
+        """Returns a copy ``[kernel · C_out, C_in]``, channels innermost, or ``[groups, …]`` a stack of such."""
         return super().weight_matrix()
 
     def _matrices(self, weight: Any) -> tuple[Tensor, Tensor]:
@@ -168,17 +164,16 @@ class QuantizedTransposed(QuantizedConvolution):
 
     @property
     def size_text(self) -> str:
-        """Such as ``128 → 64×2×2``, of each group."""
+        """The size in tables, such as ``128 → 64×2×2``, of each group."""
         kernel = "".join(f"×{k}" for k in self.kernel_size)
         text = f"{self.in_channels // self.groups} → {self.out_channels // self.groups}{kernel}"
         return text if self.groups == 1 else f"{text}, {self.groups} groups"
 
     def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
-        """As of a linear layer."""
         return self.in_channels, saved_bits(self.full_casts, self.lowbit.save, dtype)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        """The transposed convolution of ``input`` ``[N, C, *sizes]``, or without N; under autocast in its dtype."""
+        """Computes the transposed convolution of ``[N, C, *sizes]`` or ``[C, *sizes]``; under autocast in its dtype."""
         if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
             return super(QuantizedLayer, self).forward(input, output_size)
         if self.padding_mode != "zeros":
@@ -237,7 +232,7 @@ _CLASSES: dict[Any, type[QuantizedConvolution]] = {
 
 @kind
 def convolution_class(cls: Any) -> type[QuantizedConvolution] | None:
-    """The class that a convolution of torch is converted to, or a class that computes as one; None for others."""
+    """Returns the class for a convolution of torch, or a class that computes as one; None for others."""
     if cls in _CLASSES:
         return _CLASSES[cls]
     original = next((base for base in _CLASSES if issubclass(cls, base)), None)

@@ -45,8 +45,7 @@ class RoutedExperts(CompositeLayer):
 
     @staticmethod
     def before_forward(module: Any, args: Any) -> None:
-        """Notes which experts this process holds: to the forward pass, expert parallelism of transformers gives the
-        stacks as plain tensors."""
+        """Notes which experts this process holds. Expert parallelism gives the forward pass plain tensors."""
         if module.is_plain:
             return
         for part in module.parts.values():
@@ -55,8 +54,8 @@ class RoutedExperts(CompositeLayer):
                 part.first_expert = part.first_of(weight)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """``hidden_states`` [tokens, features] through the experts ``top_k_index`` [tokens, k] of each token, summed by
-        ``top_k_weights`` [tokens, k]. A number from ``num_experts`` on is an expert of another process."""
+        """Returns ``hidden_states`` [tokens, features] through the experts ``top_k_index`` [tokens, k] of each token,
+        summed by ``top_k_weights`` [tokens, k]. A number from ``num_experts`` on is an expert of another process."""
         if self.is_plain or check_inputs(self, hidden_states, top_k_index, top_k_weights):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         return self._quantized(hidden_states, top_k_index, top_k_weights)
@@ -76,7 +75,7 @@ class RoutedExperts(CompositeLayer):
         return y.index_select(0, back).view(tokens, k, y.shape[1]).sum(1).to(x.dtype).view_as(hidden_states)
 
     def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
-        """The output of each expert for its rows of ``x``, which end at ``ends``."""
+        """Runs each expert on its rows of ``x``, which end at ``ends``."""
         h = self.part("gate_up_proj" if self.has_gate else "up_proj")(x, ends)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         y: Tensor = self.part("down_proj")(h, ends)
@@ -84,8 +83,7 @@ class RoutedExperts(CompositeLayer):
 
 
 class ExpertsAndIdentities(RoutedExperts):
-    """The experts of LongCat, after which come some that return their input: of these, the stack of ``gate_up_proj``
-    has matrices without use."""
+    """The experts of LongCat. Some return their input: matrices of theirs in ``gate_up_proj`` have no use."""
 
     num_routed_experts: int
     zero_expert_num: int
@@ -129,7 +127,6 @@ class MergedProduct(GroupedProduct):
         self.experts = experts
 
     def weight_matrix(self) -> Tensor:
-        """A view, as of any stack."""
         weight: Tensor = self.weight.unflatten(0, (self.experts, -1))
         return weight.mT if self.is_transposed else weight
 
@@ -145,7 +142,7 @@ class UniformExperts(CompositeLayer):
         return {name: GroupedProduct(module, name, is_transposed=True) for name in ("gate_up_proj", "down_proj")}
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``hidden_states`` [experts · tokens, features], sorted by expert."""
+        """Returns ``hidden_states`` [experts · tokens, features], sorted by expert."""
         if self.is_plain or check_inputs(self, hidden_states):
             return super().forward(hidden_states)
         experts = len(self.gate_up_proj)
@@ -162,7 +159,7 @@ class ParallelExperts(GroupedLayer):
     bias = None
 
     def forward(self, inputs: Tensor, expert_size: Any) -> Tensor:  # type: ignore[override]
-        """``inputs`` [tokens, features], sorted by expert, ``expert_size`` of them for each."""
+        """Returns ``inputs`` [tokens, features], sorted by expert, ``expert_size`` of them for each."""
         sizes = torch.as_tensor(expert_size, device="cpu")
         return super().forward(inputs, sizes.cumsum(0))
 
@@ -179,7 +176,7 @@ _BY_NAME: dict[str, type[CompositeLayer] | type[GroupedLayer]] = {
 
 @kind
 def experts_class(cls: Any) -> Any:
-    """The class that a class of experts is converted to; None for another class."""
+    """Returns the class that a class of experts is converted to; None for another class."""
     if cls is GroupedLinear:
         return QuantGroupedLinear
     base = _BY_NAME.get(cls.__name__) if cls.__module__.startswith("transformers.") else None

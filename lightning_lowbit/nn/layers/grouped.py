@@ -87,7 +87,8 @@ class GroupedLinear(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x: Tensor, offsets: Offsets) -> Tensor:
-        """The results ``[tokens, out_features]`` of ``x`` ``[tokens, in_features]``, whose rows are sorted by expert.
+        """Multiplies each expert's rows of ``x``, ``[tokens, in_features]``, sorted by expert, to ``[tokens,
+        out_features]``.
 
         ``offsets`` are int32 ``[experts]``: where the rows of each expert end, as ``torch.nn.functional.grouped_mm``
         takes them, or a list of these numbers, for which nothing waits. Rows after the last one belong to no expert:
@@ -102,7 +103,7 @@ class GroupedLinear(nn.Module):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | None = None) -> Tensor:
-    """:meth:`GroupedLinear.forward` in high precision, of any parameters: a loop of ``torch.nn.functional.linear``."""
+    """Does :meth:`GroupedLinear.forward` in high precision, of any parameters: a loop of ``F.linear``."""
     ends = ends_of(offsets, len(x), len(weight))
     *parts, rest = _split(x, ends)
     results = [F.linear(*arguments) for arguments in _by_expert(parts, weight, bias)]
@@ -110,12 +111,12 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | N
 
 
 def _split(x: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The rows of each expert, and those of none."""
+    """Splits off the rows of each expert, and last those of none."""
     return torch.split(x, [end - start for start, end in zip((0, *ends), (*ends, len(x)), strict=True)])
 
 
 def _by_expert(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Iterable[tuple[Any, ...]]:
-    """The rows, the matrix and the bias of each expert."""
+    """Yields the rows, the matrix and the bias of each expert."""
     biases = [None] * len(weight) if bias is None else bias.unbind()
     return zip(parts, weight.unbind(), biases, strict=True)
 
@@ -151,8 +152,8 @@ class GroupedLayer(QuantizedLayer):
         super().check_casts(casts)
 
     def forward(self, x: Tensor, offsets: Offsets) -> Tensor:  # type: ignore[override]
-        """:meth:`GroupedLinear.forward` through the casts; of a DTensor that is cut along the experts, ``offsets`` and
-        the results are those of the experts of this process. One that is cut otherwise is a ``ValueError``."""
+        """Does :meth:`GroupedLinear.forward` through the casts. Of a DTensor that is cut along the experts, ``offsets``
+        and the results are those of this process's experts. One that is cut otherwise is a ``ValueError``."""
         weight, bias, first = self.weight_matrix(), self.bias, self.first_expert
         if isinstance(weight, DTensor):
             first = self.first_of(weight)
@@ -183,7 +184,7 @@ class GroupedLayer(QuantizedLayer):
         return y
 
     def first_of(self, weight: DTensor) -> int:
-        """The global index of the first expert that this process holds."""
+        """Returns the global index of the first expert that this process holds."""
         if any(not placement.is_replicate() and not placement.is_shard(0) for placement in weight.placements):
             raise ValueError(
                 f"The weight of {self} is spread over processes as {weight.placements}, and experts are quantized "

@@ -29,7 +29,7 @@ Forward = Callable[..., Any]
 
 
 class _Layer(NamedTuple):
-    """A class of linear layers: how it stores its weight, and its forward pass if that is more than the product."""
+    """Describes a class of linear layers: how it stores its weight, and its forward pass beyond the product."""
 
     weight: str = ROWS
     forward: Forward | None = None

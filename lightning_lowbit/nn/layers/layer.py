@@ -103,7 +103,7 @@ class QuantizedLayer(NativeGemms):
         state.full_casts = state.casts = casts
 
     def weight_matrix(self) -> Tensor:
-        """The weight as ``[out_features, in_features]``, or a stack of such matrices."""
+        """Returns the weight as ``[out_features, in_features]``, or a stack of such matrices."""
         state = getattr(self, "lowbit", None)  # also called for layers that are not converted
         return self.weight if state is None or state.frozen is None else state.frozen.dense(self.weight.detach())
 
@@ -133,7 +133,6 @@ class QuantizedLayer(NativeGemms):
 
     @property
     def device(self) -> torch.device:
-        """The device on which the layer computes."""
         return self.weight.device
 
     @property
@@ -145,7 +144,7 @@ class QuantizedLayer(NativeGemms):
         refuse_scripts(self.name_in_model)
 
     def forward(self, input: Tensor) -> Tensor:  # as nn.Linear names it, which callers may do too
-        """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
+        """Computes ``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
         casts, frozen = self.lowbit.casts, self.lowbit.frozen
         if casts.plan.is_empty or check_inputs(self, input):  # nothing to quantize: the original layer
             if frozen is not None:
@@ -216,14 +215,14 @@ class QuantizedLayer(NativeGemms):
         return unsafe_view(y, (*shape[:-1], y.shape[-1]))
 
     def _expect_plugin(self, y: Tensor, weight: Tensor) -> None:
-        """Has the backward pass of an output refused, or warned of, if nothing renews keys and amaxes anymore."""
+        """Lets the backward pass refuse or warn, if nothing renews keys and amaxes anymore."""
         state = self.lowbit
         is_gone = state.plugin_is_gone or (state.amaxes is not None and state.amaxes.switch is None)
         if is_gone and self.training and weight.requires_grad and y.requires_grad:
             y.register_hook(partial(_report_missing_plugin, state.casts, state.amaxes))  # type: ignore[no-untyped-call]
 
     def _dtype_of_pass(self, x: Tensor, weight: Tensor, is_autocast: bool, frozen: Frozen | None) -> torch.dtype:
-        """The dtype in which a pass computes; a ``ValueError`` if it cannot compute these tensors in one."""
+        """Returns the dtype in which a pass computes; a ``ValueError`` if it cannot compute these tensors in one."""
         dtype, gathered = x.dtype, self.lowbit.prequantized_weight
         is_quantized = gathered is not None or frozen is not None
         if dtype not in COMPUTED or not (is_quantized or weight.dtype in COMPUTED):
@@ -296,7 +295,7 @@ class QuantizedLayer(NativeGemms):
         return how
 
     def _smoothed(self, x: Tensor, weight: Tensor, shards: Shards) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x and w with the smoothing factor s in them, and the factor of the product (None for 1).
+        """Multiplies x and w by the smoothing factor s, and returns with them the factor of the product (None for 1).
 
         Y = (X · diag(s)) · (W · diag(1/s))ᵀ + b      per channel
         Y = diag(1/s) · (diag(s) · X) · Wᵀ + b        per token
@@ -308,7 +307,7 @@ class QuantizedLayer(NativeGemms):
         return x * s, weight, s.reciprocal()
 
     def _channel_amax(self, x: Tensor, shards: Shards) -> Tensor:
-        """float32 ``[in_features]``: of this batch in training, of the last training step in evaluation."""
+        """Returns float32 ``[in_features]``: of this batch in training, of the last training step in evaluation."""
         amax, amaxes = amax_along(x.detach(), 0)[0], self.lowbit.amaxes
         if amaxes is None:
             return amax
@@ -321,7 +320,7 @@ class QuantizedLayer(NativeGemms):
         return torch.where(channels > 0, channels, amax)
 
     def _token_amax(self, x: Tensor, shards: Shards) -> Tensor:
-        """float32 ``[tokens, 1]``: of the up projection's output, which its hook left in ``token_amax``."""
+        """Takes float32 ``[tokens, 1]`` of the up projection's output, which its hook left in ``token_amax``."""
         amax, self.lowbit.token_amax = self.lowbit.token_amax, None
         if amax is None or amax.numel() != len(x):
             raise ValueError(
@@ -344,7 +343,6 @@ class QuantizedLayer(NativeGemms):
         return amax_in_force(amaxes.in_force, "fprop_w", amax_of(weight) if amax is None else amax)
 
     def extra_repr(self) -> str:
-        """Shows the casts in force in ``print(model)``."""
         inherited = super().extra_repr()
         return f"{inherited}, casts={self.casts}" if inherited else f"casts={self.casts}"
 

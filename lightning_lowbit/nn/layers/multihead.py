@@ -27,7 +27,7 @@ SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 
 class Projection(PartLayer):
-    """A weight of one or three projections, of which a call multiplies its input by one or more.
+    """The weight of one or three projections. A call multiplies its input by one, two or all of them.
 
     Each call is a GEMM of its own, within which scales are shared: in self-attention, those of the whole weight.
     """
@@ -45,7 +45,7 @@ class Projection(PartLayer):
         return bias if self.parts > 1 else bias.chunk(len(SEPARATE))[self._part]
 
     def forward(self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``, by default with the whole weight and bias."""
+        """Computes ``x · Wᵀ + b`` for ``x`` ``[..., in_features]``, by default with the whole weight and bias."""
         if weight is None:
             weight, bias = self.weight, self.bias
         if isinstance(weight, DTensor):
@@ -125,7 +125,7 @@ class QuantizedMultihead(CompositeLayer):
 
     @property
     def attends(self) -> bool:
-        """Whether attention's own products are quantized; its weights (``need_weights``) are in high precision."""
+        """True if attention's own products are quantized; its weights (``need_weights``) are in high precision."""
         return any(not part.lowbit.casts.plan.is_empty for part in self.parts.values() if part.kind == "attention")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool) -> Tensor:
@@ -134,7 +134,7 @@ class QuantizedMultihead(CompositeLayer):
         return self.quantized_attention(self.parts, q, k, v, mask, p, causal)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v ``[tokens, batch, width]``, in as few GEMMs as there are different inputs."""
+        """Projects to q, k and v ``[tokens, batch, width]``, in as few GEMMs as there are different inputs."""
         module: Any = self
         if module.in_proj_weight is None:
             q, k, v = (self.part(name)(x) for name, x in zip(SEPARATE, (query, key, value), strict=True))

@@ -32,7 +32,7 @@ class LayerState:
         save: ``"inputs"`` or ``"codes"``: saved for the backward pass, see :mod:`lightning_lowbit.nn.core.saving`.
         readers: knows the layers that read one tensor together; None for ``save="inputs"``.
         keeps_input: with ``save="codes"``, saves the input itself, as too many layers read it to save codes for each.
-        blend: float32, 0-d: λ of annealing, see :func:`set_blend`; None for fully quantized operands.
+        blend: float32, 0-d: λ of annealing, see ``set_blend``; None for fully quantized operands.
         operand_sums, gradient_sums: rows of a :class:`~lightning_lowbit.nn.core.watch.Watch`; None if unmeasured.
         token_amax: float32 ``[tokens, 1]``, for smoothing the tokens of the next pass; None until set.
         weight_amax: float32, 0-d, scales the weight (:mod:`lightning_lowbit.nn.conversion.shared_amax`), if not None.

@@ -17,13 +17,13 @@ Slot = tuple[Any, Callable[[Any], None]]  # a method, and a function that puts a
 
 
 def late_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Runs the forward pass of the class that a module has when this is called."""
+    """Runs the ``forward`` of a module's class, looked up at the time of the call."""
     forward: Any = type(module).forward
     return forward(module, *args, **kwargs)
 
 
 def replaced_forward(module: nn.Module) -> str | None:
-    """Returns the name of a replacement of a module's ``forward`` that does not call that of its class, or None."""
+    """Returns the name of a function that replaces ``forward`` without calling the class's own; None without one."""
     forward = vars(module).get("forward")
     if forward is None or any(True for _ in _methods(module)):
         return None
@@ -31,14 +31,14 @@ def replaced_forward(module: nn.Module) -> str | None:
 
 
 def follow_class(module: nn.Module) -> None:
-    """Lets a replacement of a module's ``forward`` call that of the class that the module has by then."""
+    """Lets a function that replaces a module's ``forward`` call the ``forward`` of the module's class at that time."""
     for method, put in [*_methods(module)]:
         if isinstance(method, MethodType):
             put(partial(late_forward, module))
 
 
 def _methods(module: nn.Module) -> Iterator[Slot]:
-    """Finds the forward method of a module's class in the replacement of the module's ``forward``, and beside it."""
+    """Finds the class's ``forward`` in the function that replaces it on a module, and beside that function."""
     if "forward" not in vars(module):
         return
     for name, value in [*vars(module).items()]:  # accelerate keeps the method beside its replacement

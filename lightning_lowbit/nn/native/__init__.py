@@ -1,1 +1,1 @@
-"""GEMMs of quantized elements that hardware computes itself: which there are, what they take, and where they run."""
+"""GEMMs of quantized elements that the hardware computes itself: the table of them, their operands, their devices."""

@@ -1,7 +1,7 @@
 """Block-scaled native GEMMs: calls of ``torch.nn.functional.scaled_mm``.
 
 All are "TN": both operands have the contraction axis in their rows of memory, so those of dgrad and wgrad that lie
-across it are transposed physically (:mod:`.operand`). Sizes are padded with zeros, whose products are zero.
+across it are transposed physically (:mod:`lightning_lowbit.nn.native.operand`). Sizes are padded with zeros.
 """
 
 import torch

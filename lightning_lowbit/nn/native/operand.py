@@ -50,7 +50,6 @@ class BlockOperand(NamedTuple):
 
 
 def has_tiles(operand: BlockOperand) -> bool:
-    """Returns whether an operand has a scale for each tile of 128 x 128."""
     return operand.scales.dim() == 2 and len(operand.scales) < operand.size[0]
 
 
@@ -63,8 +62,8 @@ def block_operand(
     amax: Tensor | None = None,
     shard: Shard | None = None,
 ) -> BlockOperand:
-    """Quantizes one operand of a block-scaled native GEMM, to the elements and scales, and with the arguments and
-    errors, of :func:`lightning_lowbit.quant.quantize_operand`; ``kind`` is that of the GEMM.
+    """Quantizes one operand of a block-scaled native GEMM of this ``kind``, as
+    :func:`lightning_lowbit.quant.quantize_operand` with the same arguments and errors.
 
     Examples:
         >>> x = torch.randn(4, 64)
@@ -81,8 +80,8 @@ def block_operand(
 def unpacked_block_operand(
     data: Tensor, factor: Tensor, cast: Cast, kind: str, dim: int, shape: torch.Size
 ) -> BlockOperand:
-    """Makes the :func:`block_operand` of a matrix of ``shape`` from the ``data`` and ``factor`` of
-    :func:`lightning_lowbit.kernels.pack_operand`."""
+    """Makes a :func:`block_operand` for a matrix of ``shape`` from a packed operand, ``data`` and ``factor``
+    (:func:`lightning_lowbit.kernels.pack_operand`)."""
     block = NATIVE[kind].block
     assert block is not None
     values, scales = lay_out_packed(data, cast, block, dim, shape)

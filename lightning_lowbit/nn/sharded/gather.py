@@ -60,7 +60,7 @@ def casts_obstacle(casts: LinearCasts) -> str | None:
 
 
 def records(model: nn.Module) -> Iterator[tuple[FSDPModule, Record]]:
-    """FSDP2's record of each weight, with the module that gathers it."""
+    """Finds FSDP2's record of each weight, with the module that gathers it."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield from ((module, record) for record in weights_of(module))
@@ -192,7 +192,7 @@ def release_gathers(model: nn.Module) -> None:
 
 
 class _Gather:
-    """The all-gather of one weight, with the statistics that its cast needs."""
+    """Gathers one weight in few bits, and measures the statistics that its cast needs."""
 
     def __init__(self, gathers: WeightGathers, record: Record, module: FSDPModule, dtype: torch.dtype | None) -> None:
         self._gathers, self.module = gathers, module
@@ -217,7 +217,9 @@ class _Gather:
         layer, casts = self.layer, self.layer.casts
         if casts_obstacle(casts) is not None or layer.lowbit.blend is not None or layer.lowbit.operand_sums is not None:
             return None
-        if "dgrad_w" not in casts.plan.kept:  # shared: if only one of the GEMMs is native, they need different forms
+        if (
+            "dgrad_w" not in casts.plan.from_fprop
+        ):  # shared: if only one of the GEMMs is native, they need different forms
             native = layer.native_gemms(self.record.device)
             if ("fprop" in native) != ("dgrad" in native):
                 return None
@@ -249,18 +251,18 @@ class _Gather:
         return cast, version_of(parameter), version_of(local), local.data_ptr()
 
     def _shard(self) -> Tensor:
-        """``[rows, columns]`` in the dtype of the computation, padded with rows of zeros."""
+        """Returns ``[rows, columns]`` in the dtype of the computation, padded with rows of zeros."""
         return self._rounded(self._local()).view(self.size())
 
     def _local(self) -> Tensor:
-        """The padded shard, 1-D, on the device (offloaded shards are on the CPU)."""
+        """Returns the padded shard, 1-D, on the device (offloaded shards are on the CPU)."""
         return shard_data(self.record).to(self.record.device, non_blocking=True)
 
     def _rounded(self, values: Tensor) -> Tensor:
         return values.to(gathered_dtype(self.record)).to(self._dtype)
 
     def local_statistic(self) -> Tensor:
-        """The shard's amax, or its sum of magnitudes, float64, 0-d."""
+        """Returns the shard's amax, or its sum of magnitudes, float64, 0-d."""
         cast = self._cast
         assert cast is not None
         self.measured = self._state(cast)
@@ -286,7 +288,7 @@ class _Gather:
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """The bytes to send, ``[1, ...]``, and for :meth:`fsdp_post_all_gather` the cast and the scale of the whole."""
+        """Returns the bytes to send, ``[1, ...]``, and the cast and whole scale for :meth:`fsdp_post_all_gather`."""
         cast, state = self._cast, self.layer.lowbit
         if cast is None:
             return (self._local().to(gathered_dtype(self.record)).view(1, -1),), None

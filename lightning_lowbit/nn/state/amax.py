@@ -115,7 +115,6 @@ class AmaxHistories:
 
     @property
     def names(self) -> set[str]:
-        """The names of the layers that have histories."""
         return {row.name for row in self._rows}
 
     def go_on(self, before: "AmaxHistories", renewed: Collection[str]) -> None:

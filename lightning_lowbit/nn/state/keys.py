@@ -59,8 +59,11 @@ class LayerKeys:
     def fill_(self, step: int, micro_batch: int = 0, rank: int = 0, device: torch.device | None = None) -> None:
         """Sets the keys; the next call of each layer is its first one.
 
-        ``step`` counts optimizer steps, ``micro_batch`` those within one, and ``rank`` data-parallel processes.
-        ``device`` is that of the layers; None leaves the keys where they are.
+        Args:
+            step: counts optimizer steps.
+            micro_batch: counts those of a step.
+            rank: counts data-parallel processes.
+            device: that of the layers; None leaves the keys where they are.
         """
         if device is not None and with_index(device) != self._keys.device:
             self._place(device)
@@ -70,11 +73,11 @@ class LayerKeys:
         self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, local)))
 
     def expect_draws(self, on: bool) -> None:
-        """Whether to keep the keys of all calls from now on, for :meth:`in_use`."""
+        """Keeps the keys of all calls from now on for :meth:`in_use`, or no longer."""
         self._calls.drawn = [] if on else None
 
     def in_use(self) -> list[Tensor]:
-        """All keys that a backward pass over the micro-batch uses, also those of recomputed calls."""
+        """Returns all keys that a backward pass over the micro-batch uses, also those of recomputed calls."""
         return [self._keys, *(self._calls.drawn or [])]
 
     def draw_again_(self, number: int) -> None:

@@ -31,7 +31,7 @@ CASTS = {
 @pytest.mark.fast("nvfp4", "fp8-current")
 @pytest.mark.parametrize("name", CASTS)
 def test_each_expert_equals_a_linear_layer_of_its_own(name):
-    packs = CASTS[name].plan.packed is not None
+    packs = CASTS[name].plan.coded is not None
     for autocast, save in product((False, True), SAVES if packs else SAVES[:1]):
         together, apart = converted(CASTS[name], bias=autocast, save=save)
         x, g = inputs()

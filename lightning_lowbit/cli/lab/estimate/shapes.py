@@ -153,7 +153,7 @@ def describe(
         casts = planned.get(name, LinearCasts())
         *_, rows, columns = _matrix(layer).shape
         kinds = {gemm: arithmetic(casts, gemm, _high(compute)) for gemm in GEMMS}
-        packs = plugin is not None and plugin.save == "codes" and casts.plan.packed is not None
+        packs = plugin is not None and plugin.save == "codes" and casts.plan.coded is not None
         saved = saved_bits(casts, "codes", plugin.compute_dtype) / 8 if plugin is not None and packs else None
         linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None, saved, _rows(layer, network)))
         matrices[id(layer.weight)] = _packed(layer, casts)

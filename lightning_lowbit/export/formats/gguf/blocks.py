@@ -64,7 +64,7 @@ class Blocks(NamedTuple):
 
 
 def _split(values: Tensor, *sizes: int) -> Tensor:
-    """The last dimension as several."""
+    """Returns the last dimension as several."""
     return values.reshape(*values.shape[:-1], *sizes)
 
 
@@ -124,7 +124,7 @@ _FROM_CODES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
 
 
 def block_type(cast: Cast, in_features: int, ternary: BlockType = TQ2_0) -> BlockType | str:
-    """The block type that holds the codes of a weight, or why none does, in words.
+    """Returns the block type that holds the codes of a weight, or why none does, in words.
 
     Args:
         cast: of the weight.
@@ -160,7 +160,7 @@ def has_scale(cast: Cast) -> bool:
 
 
 def pack(quantized: Quantized, kind: BlockType) -> Blocks:
-    """A matrix in blocks of a type that :func:`block_type` gave for its cast.
+    """Returns a matrix in blocks of a type that :func:`block_type` gave for its cast.
 
     Raises:
         ValueError: a scale is NaN or infinite, as of a weight that is.
@@ -190,7 +190,7 @@ def pack(quantized: Quantized, kind: BlockType) -> Blocks:
 
 
 def _spread(scales: Tensor, shape: tuple[int, int], cast: Cast, kind: BlockType) -> Tensor:
-    """``[out, blocks]``: the scale of each block of a type, from scales of larger blocks."""
+    """Returns ``[out, blocks]``: the scale of each block of a type, from scales of larger blocks."""
     tile = cast.scale.block if isinstance(cast.scale.block, tuple) else (1, cast.scale.block)
     rows = shape[0] if cast.scale.block == "tensor" else tile[0]
     columns = shape[1] if isinstance(tile[1], str) else tile[1] // kind.scale_block

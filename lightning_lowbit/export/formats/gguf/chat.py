@@ -17,8 +17,7 @@ QUESTION, LENGTH = "Who are you?", 24  # tokens of the answer, at most
 
 
 def chat(source: TrainedModel, client: Any) -> Chat | None:
-    """Asks a file in llama.cpp and the training a question; None without a tokenizer, room for it, or a template that
-    takes it."""
+    """Asks a file in llama.cpp and the training a question; None without a tokenizer, room, or a fitting template."""
     assert isinstance(client, LlamaCpp)
     name = source.facts.get("tokenizer")
     if name is None or not client.has_tokenizer:
@@ -44,13 +43,13 @@ def chat(source: TrainedModel, client: Any) -> Chat | None:
 
 
 def _shown(text: str) -> str:
-    """A text in which one sign stands for any number of bytes that are no text, which decoders count differently."""
+    """Replaces bytes that are no text by one sign, since decoders count them differently."""
     return re.sub("\ufffd+", "\ufffd", text)
 
 
 @torch.no_grad()
 def _greedy(model: Any, prompt: Sequence[int], length: int, ends: Callable[[int], bool]) -> list[int]:
-    """The ids that follow a prompt, up to one that ends the text."""
+    """Returns the ids that follow a prompt, up to one that ends the text."""
     tokens = [*prompt]
     while len(tokens) - len(prompt) < length:
         logits: Tensor = model(input_ids=torch.tensor([tokens])).logits

@@ -63,8 +63,8 @@ class LlamaCpp(nn.Module):
         return self.lib.llama_model_get_vocab(self.file)
 
     def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-        """``logits``, float32 (batch, length, vocab_size), of int64 tokens (batch, length). A ``ValueError`` for more
-        tokens than the model has positions."""
+        """Returns ``logits``, float32 (batch, length, vocab_size), of int64 tokens (batch, length). A ``ValueError``
+        for more tokens than the model has positions."""
         positions = self.lib.llama_model_n_ctx_train(self.file)
         if input_ids.shape[1] > positions:
             raise ValueError(f"The model has {positions} positions, and got {input_ids.shape[1]} tokens.")
@@ -92,14 +92,14 @@ class LlamaCpp(nn.Module):
         return values.view(len(tokens), -1)
 
     def tokenize(self, text: str, special: bool = False) -> list[int]:
-        """The ids of a text; ``special`` adds the file's tokens around it, and reads special ones in it."""
+        """Returns the ids of a text; ``special`` adds the file's tokens around it, and reads special ones in it."""
         encoded = text.encode()
         room = self.ffi.new("llama_token[]", len(encoded) + 2)
         count = self.lib.llama_tokenize(self.vocab, encoded, len(encoded), room, len(encoded) + 2, special, special)
         return [*room[0:count]]
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of ids, special ones as they are spelled."""
+        """Returns the text of ids, special ones as they are spelled."""
         size = 64 * len(tokens) + 64
         room = self.ffi.new("char[]", size)
         count = self.lib.llama_detokenize(self.vocab, [*tokens], len(tokens), room, size, False, True)
@@ -115,8 +115,8 @@ class LlamaCpp(nn.Module):
         return None if template == self.ffi.NULL else self.ffi.string(template).decode()
 
     def prompt(self, question: str) -> list[int]:
-        """The ids of a question as llama.cpp's programs make them: by the file's template of a chat, if it has one,
-        without a second ``bos``."""
+        """Returns the ids of a question as llama.cpp's programs make them: by the file's template of a chat, if it has
+        one, without a second ``bos``."""
         template = self.chat_template
         if template is None:
             return self.tokenize(question, special=True)

@@ -86,7 +86,7 @@ def _obstacle(network: Network, name: str, layer: QuantizedLayer, ternary: Block
 def _dense(
     source: TrainedModel, network: Network, dtype: torch.dtype
 ) -> dict[str, tuple[Tensor, torch.dtype, Tensor | None]]:
-    """The tensors that are not quantized, with their dtypes and the order of their rows in the file."""
+    """Returns the tensors that are not quantized, with their dtypes and the order of their rows in the file."""
     from transformers.pytorch_utils import Conv1D
 
     tensors, unknown = {}, []

@@ -75,7 +75,7 @@ class Network:
     remedy: str = ""
 
     def name(self, name: str) -> str | None:
-        """The name of a module of the model in files; None if they have no such part."""
+        """Returns the name of a module of the model in files; None if they have no such part."""
         part = self.names.get(re.sub(r"\.\d+\.", ".*.", name, count=1))
         number = re.search(r"\.(\d+)\.", name)
         return part if part is None or number is None else part.replace("*", number.group(1))
@@ -89,7 +89,7 @@ class Network:
         return re.fullmatch(self.scaled, last) is not None and not (has_bias and last.startswith("ffn"))
 
     def rows(self, name: str, config: Any) -> Tensor | None:
-        """The order of a part's rows in the file; None if it is that of the model."""
+        """Returns the order of a part's rows in the file; None if it is that of the model."""
         if not self.interleaved or not name.endswith((".attn_q", ".attn_k")):
             return None
         heads = config.num_attention_heads if name.endswith("q") else config.num_key_value_heads
@@ -123,7 +123,7 @@ def head_size(config: Any) -> int:
 
 
 def network_of(config: Any) -> Network:
-    """The network of a configuration of ``transformers``.
+    """Returns the network of a configuration of ``transformers``.
 
     Raises:
         ValueError: llama.cpp has none that computes the same.

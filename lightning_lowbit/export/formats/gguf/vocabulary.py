@@ -52,7 +52,7 @@ class Vocabulary:
 
 
 def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vocabulary | str:
-    """The vocabulary of a tokenizer, or why a file cannot tell it, in words.
+    """Returns the vocabulary of a tokenizer, or why a file cannot tell it, in words.
 
     Args:
         tokenizer: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes.
@@ -103,7 +103,7 @@ def _special(tokenizer: Any, ends: Sequence[int]) -> dict[str, int]:
 
 
 def _ends_of_turns(tokenizer: Any) -> list[int]:
-    """The special token that a chat's template puts behind an answer, if it puts one there."""
+    """Returns the special token that a chat's template puts behind an answer, if it puts one there."""
     answer = "0x5eed"
     try:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
