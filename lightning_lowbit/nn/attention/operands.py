@@ -25,12 +25,12 @@ class ProductPass(NamedTuple):
     """A pass of one of attention's two products: its ``How``, its ``Pass``, and the ``id`` of the product's layer."""
 
     how: How
-    one: Pass
+    pass_: Pass
     layer: int
 
     def unrecorded(self) -> "ProductPass":
         """Returns a pass for operands that the forward pass has recorded."""
-        return self._replace(one=self.one.unrecorded())
+        return self._replace(pass_=self.pass_.unrecorded())
 
     def row_operand(self, name: str, x: Tensor, amax: Tensor | None = None, tile: Any = None) -> Operand:
         """Quantizes an operand of x or g.
@@ -76,8 +76,8 @@ class ProductPass(NamedTuple):
     ) -> Operand:
         source = OperandInput(x.contiguous(), amax)
         if operand.transform is not None:
-            source = operand.with_rotation(source, operand.signs(self.one, x.device))
-        values, factor = operand.operand(source, self.one, shard)[:2]
+            source = operand.with_rotation(source, operand.signs(self.pass_, x.device))
+        values, factor = operand.operand(source, self.pass_, shard)[:2]
         return Operand(values, factor)
 
     def multiply(self, gemm: str, left: Operand, right: Operand, dtype: torch.dtype, again: bool = False) -> Tensor:

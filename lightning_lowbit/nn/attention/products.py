@@ -54,8 +54,8 @@ class ActivationProduct(PartLayer):
         return {", ".join(gemms): "attention's products have no native GEMM"} if gemms else {}
 
     def product_pass(self, dtype: torch.dtype, device: torch.device) -> ProductPass:
-        one = self._pass(dtype, keys_of_call(self), None).for_backward()
-        return ProductPass(self._how(dtype, device), one, id(self))
+        pass_ = self._pass(dtype, keys_of_call(self), None).for_backward()
+        return ProductPass(self._how(dtype, device), pass_, id(self))
 
 
 def casts_of_attention(casts: Any) -> LinearCasts:

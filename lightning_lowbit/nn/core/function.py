@@ -24,7 +24,7 @@ class QuantizedGemms(torch.autograd.Function):
         weight: ``[out_features, in_features]``, or for a side of frozen bytes uint8, 1-D.
         bias: ``[out_features]`` or None.
         how: the GEMMs, operands and sides. Tensors may have any dtype; ``how.dtype`` is that of the computation.
-        one: the pass, which changes from call to call.
+        pass_: the pass, which changes from call to call.
 
     Returns:
         ``Y`` ``[tokens, out_features]``, and a :func:`lightning_lowbit.nn.core.derivatives.mark`.
@@ -32,19 +32,19 @@ class QuantizedGemms(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, one: Pass
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, pass_: Pass
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.how, ctx.one, ctx.layer, ctx.shape = how, one.for_backward(), how.layer, x.shape
+        ctx.how, ctx.pass_, ctx.layer, ctx.shape = how, pass_.for_backward(), how.layer, x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         x, bias = x.to(how.dtype), None if bias is None else bias.to(how.dtype)
-        (needs_x, needs_w), one = ctx.needs_input_grad[:2], one.with_keys_of_part()
-        source_x, source_w = how.x.forward(x, one, needs_w), how.w.forward(weight, one, needs_x)
+        (needs_x, needs_w), pass_ = ctx.needs_input_grad[:2], pass_.with_keys_of_part()
+        source_x, source_w = how.x.forward(x, pass_, needs_w), how.w.forward(weight, pass_, needs_x)
 
         # Y = X · Wᵀ + b            [tokens, in] · [in, out]
-        qx, qw, offset = how.fprop.operands(source_x, source_w, one, bias)
+        qx, qw, offset = how.fprop.operands(source_x, source_w, pass_, bias)
         y = matmul(qx, qw.t(), offset, how.dtype, fast_accumulation=True)
 
-        reads_x = (needs_x and how.x.has_surrogate) or (needs_w and one.gradient_sums is not None)
+        reads_x = (needs_x and how.x.has_surrogate) or (needs_w and pass_.gradient_sums is not None)
         last = mark(ctx, y)
         ctx.save_for_backward(
             *(how.x.save(x, source_x, qx) if needs_w else _NOTHING),
@@ -60,28 +60,28 @@ class QuantizedGemms(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
-        how, one = ctx.how, ctx.one.with_keys_of_part()
+        how, pass_ = ctx.how, ctx.pass_.with_keys_of_part()
         x, w = (*saved[:4], ctx.shape), (*saved[4:], ctx.shape)
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
         with no_autocast(g.device.type):
-            source_g, source_g_again = how.g.backward(g, needs_x, needs_w, one)
+            source_g, source_g_again = how.g.backward(g, needs_x, needs_w, pass_)
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
-                source_w = how.w.backward(w, one)
-                qg, qw, offset = how.dgrad.operands(source_g, source_w, one)
+                source_w = how.w.backward(w, pass_)
+                qg, qw, offset = how.dgrad.operands(source_g, source_w, pass_)
                 dx = matmul(qg, qw, offset, how.dtype)
-                dx = how.x.gradient(dx, x, one).to(x_dtype)
+                dx = how.x.gradient(dx, x, pass_).to(x_dtype)
                 source_g_again = how.g.reused(source_g_again, qg)
             if needs_w:
                 # dW = dYᵀ · X          [out, tokens] · [tokens, in]
-                source_x = how.x.backward(x, one)
-                qg, qx, offset = how.wgrad.operands(source_g_again, source_x, one)
+                source_x = how.x.backward(x, pass_)
+                qg, qx, offset = how.wgrad.operands(source_g_again, source_x, pass_)
                 dw = matmul(qg.t(), qx, offset, how.dtype)
-                if one.gradient_sums is not None:
-                    add_gradients_(one.gradient_sums, dw, torch.mm(g.to(how.dtype).t(), how.x.matrix(x[3])))
-                dw = how.w.gradient(dw, w, one).to(w_dtype)
+                if pass_.gradient_sums is not None:
+                    add_gradients_(pass_.gradient_sums, dw, torch.mm(g.to(how.dtype).t(), how.x.matrix(x[3])))
+                dw = how.w.gradient(dw, w, pass_).to(w_dtype)
             if needs_bias:
                 db = g.sum(0).to(bias_dtype)  # of the unquantized gradient
         return dx, dw, db, None, None

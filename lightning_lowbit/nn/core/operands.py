@@ -192,30 +192,30 @@ class OperandHow:
         self.saves_operand = (name in plan.from_fprop or self.is_reused) and not takes_tensor
         self.surrogate = casts.surrogate.get(name)
 
-    def operand(self, source: OperandInput, one: Pass, shard: Shard | None = None) -> Operand | BlockOperand:
+    def operand(self, source: OperandInput, pass_: Pass, shard: Shard | None = None) -> Operand | BlockOperand:
         """Quantizes one operand. Returns the input unchanged if it has no cast or is quantized already, and codes plus
         scales if its GEMM is native and block-scaled. ``shard`` stands for the operand's own."""
-        cast, watch = self.cast, one.watch
+        cast, watch = self.cast, pass_.watch
         if source.is_operand or cast is None or self.kind is not None:
             if watch is None and source.rotation is None and self.kind is None:
                 return Operand(source.values, source.factor)
-            return self._other_operand(source, one)
-        if source.rotation is not None and (watch is not None or one.blend is not None):
+            return self._other_operand(source, pass_)
+        if source.rotation is not None and (watch is not None or pass_.blend is not None):
             source = self.rotated(source)
-        amax = self.scaling_amax(source, one) if self.needs_amax else None
-        key = self.key(one) if self.draws else None
+        amax = self.scaling_amax(source, pass_) if self.needs_amax else None
+        key = self.key(pass_) if self.draws else None
         quantized = quantize_operand(
             source.values, cast, self.dim, key, amax, self.dtype, shard or self.shard, source.rotation
         )
         if watch is not None and watch.operand_sums is not None:
             self.record(watch.operand_sums, source.values, quantized, amax)
-        if one.blend is not None:
-            quantized = blend(source.values, quantized, one.blend, self.exact)
+        if pass_.blend is not None:
+            quantized = blend(source.values, quantized, pass_.blend, self.exact)
         return quantized if watch is None else watch.observe(self, source, quantized, key, amax)
 
-    def _other_operand(self, source: OperandInput, one: Pass) -> Operand | BlockOperand:
+    def _other_operand(self, source: OperandInput, pass_: Pass) -> Operand | BlockOperand:
         """Takes the input as it is; or makes codes, where ``"fprop"`` is quantized again along this contraction."""
-        source, watch, sums = self.rotated(source), one.watch, one.operand_sums
+        source, watch, sums = self.rotated(source), pass_.watch, pass_.operand_sums
         key = amax = None
         if source.is_operand or self.kind is None:
             operand: Any = source.values if self.kind is not None else Operand(source.values, source.factor)
@@ -223,30 +223,30 @@ class OperandHow:
                 sums[self.index].copy_(sums[self.reused])
         else:
             assert self.source_cast is not None
-            key, amax = self.key(one), self.scaling.scaling_amax(source, one)
+            key, amax = self.key(pass_), self.scaling.scaling_amax(source, pass_)
             operand = block_operand(source.values, self.source_cast, self.kind, self.dim, key, amax, self.shard)
             if sums is not None and self.cast is not None:
                 self.record(sums, source.values, operand.decoded(source.values.dtype, self.dim), amax)
         return operand if watch is None else watch.observe(self, source, operand, key, amax)
 
-    def key(self, one: Pass) -> Tensor | None:
+    def key(self, pass_: Pass) -> Tensor | None:
         """Returns the key of the operand's random bits, int64, 0-d; None if it draws none."""
-        return None if one.keys is None or not self.draws else one.keys[self.index]
+        return None if pass_.keys is None or not self.draws else pass_.keys[self.index]
 
-    def scaling_amax(self, source: OperandInput, one: Pass) -> Tensor | None:
+    def scaling_amax(self, source: OperandInput, pass_: Pass) -> Tensor | None:
         """Returns the amax that scales the operand: the input's, or with delayed scaling the one in force."""
         if not self.is_delayed:
             return source.amax if self.needs_amax else None
-        amax, shard, amaxes = source.amax, self.shard, one.amaxes
+        amax, shard, amaxes = source.amax, self.shard, pass_.amaxes
         if amax is None:
             amax = amax_of(source.values, None if shard is None else shard.spec, source.rotation, self.dim)
         assert amaxes is not None and amaxes.in_force is not None
         return stage_and_choose(amaxes.in_force, amaxes.staged, self.places, amax)
 
-    def signs(self, one: Pass, device: torch.device) -> Tensor:
+    def signs(self, pass_: Pass, device: torch.device) -> Tensor:
         """Returns the signs of the rotation of its GEMM, from the key of the second operand, so that both agree."""
         assert self.transform is not None
-        return self.transform.diagonal(None if one.keys is None else one.keys[self.signs_index], device)
+        return self.transform.diagonal(None if pass_.keys is None else pass_.keys[self.signs_index], device)
 
     def with_rotation(self, source: OperandInput, signs: Tensor) -> OperandInput:
         """Returns the input with signs to rotate groups along the contraction axis. No process cuts a group."""
@@ -268,23 +268,23 @@ class OperandHow:
         statistics = operand_statistics(x, quantized, self.cast, self.dim, amax, shard=self.shard, of_blocks=has_blocks)
         merge_statistics_(row, statistics)
 
-    def through_rounding(self, gradient: Tensor, x: Tensor | None, amax: Tensor | None, one: Pass) -> Tensor:
+    def through_rounding(self, gradient: Tensor, x: Tensor | None, amax: Tensor | None, pass_: Pass) -> Tensor:
         """Applies the surrogate derivative of rounding: turns dL/dQ(x) into dL/dx, in the space of the rounding."""
         if self.surrogate is None:
             return gradient  # straight through
         assert self.cast is not None
-        one, source, quantized = one.unrecorded(), OperandInput(x, amax), gradient
+        pass_, source, quantized = pass_.unrecorded(), OperandInput(x, amax), gradient
         if self.transform is not None:
-            signs = self.signs(one, gradient.device)
+            signs = self.signs(pass_, gradient.device)
             source, quantized = OperandInput(rotate(source.values, signs, 1)), rotate(gradient, signs, 1)
-        amax = self.scaling_amax(source, one)
+        amax = self.scaling_amax(source, pass_)
         through = through_rounding(quantized, self.surrogate, source.values, self.cast, 1, amax, self.shard)
         if self.transform is not None:
             through = rotate(through, signs, 1, inverse=True)[:, : gradient.shape[1]]
-        if one.blend is None:
+        if pass_.blend is None:
             return through
         wide = torch.promote_types(gradient.dtype, torch.float32)  # in bfloat16 a λ of 0.999 is 1
-        return torch.lerp(gradient.to(wide), through.to(wide), one.blend.to(wide)).to(gradient.dtype)
+        return torch.lerp(gradient.to(wide), through.to(wide), pass_.blend.to(wide)).to(gradient.dtype)
 
 
 def _is_reused(name: str, casts: LinearCasts, native: tuple[str, ...]) -> bool:
@@ -313,15 +313,15 @@ class GemmHow:
         self.splits_means, self.rotates = name in casts.subtract_mean, name in casts.hadamard
 
     def operands(
-        self, left: OperandInput, right: OperandInput, one: Pass, bias: Tensor | None = None
+        self, left: OperandInput, right: OperandInput, pass_: Pass, bias: Tensor | None = None
     ) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
         """Quantizes both operands, and returns with them what is added to their product."""
         if self.splits_means:
             left, right, bias = self._split_means(left, right, bias)
         if self.rotates:
-            signs = self.right.signs(one, left.values.device)
+            signs = self.right.signs(pass_, left.values.device)
             left, right = self.left.with_rotation(left, signs), self.right.with_rotation(right, signs)
-        return self.left.operand(left, one), self.right.operand(right, one), bias
+        return self.left.operand(left, pass_), self.right.operand(right, pass_), bias
 
     def _split_means(
         self, left: OperandInput, right: OperandInput, bias: Tensor | None

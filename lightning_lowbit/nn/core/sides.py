@@ -35,7 +35,7 @@ class Matrix:
         self.first, self.second, self.dtype = first, second, first.compute_dtype
         self.has_surrogate = first.surrogate is not None
 
-    def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
+    def forward(self, x: Tensor, pass_: Pass, is_read_again: bool) -> OperandInput:
         """Returns the input of fprop's operand. ``is_read_again``: the backward pass needs the tensor, too."""
         return OperandInput(x, common_amax(x, self.first, self.second if is_read_again else None))
 
@@ -43,7 +43,7 @@ class Matrix:
         """Returns the values and the factor that autograd saves, given all that the forward pass has made of ``x``."""
         return decoded(operand, self.dtype) if self.second.saves_operand else (source.values, None)
 
-    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+    def backward(self, saved: Saved, pass_: Pass) -> OperandInput:
         """Returns the input of the operand in the backward pass."""
         values, factor, amax, _, _ = saved
         if self.second.requantizes:
@@ -53,9 +53,9 @@ class Matrix:
             factor = None
         return OperandInput(values, amax, factor, self.second.is_reused)
 
-    def gradient(self, gradient: Tensor, saved: Saved, one: Pass) -> Tensor:
+    def gradient(self, gradient: Tensor, saved: Saved, pass_: Pass) -> Tensor:
         """Turns the gradient of fprop's operand into that of the tensor."""
-        return self.first.through_rounding(gradient, saved[3], saved[2], one)
+        return self.first.through_rounding(gradient, saved[3], saved[2], pass_)
 
     def matrix(self, x: Any) -> Any:
         """Returns the tensor as the GEMMs read it."""
@@ -69,11 +69,11 @@ class Codes(Matrix):
         super().__init__(first, second)
         self.coded = first if first.name == coded else second
 
-    def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
-        source = super().forward(x, one, is_read_again)
+    def forward(self, x: Tensor, pass_: Pass, is_read_again: bool) -> OperandInput:
+        source = super().forward(x, pass_, is_read_again)
         if not is_read_again:
             return source
-        packed = _packed(self.coded, source, one)
+        packed = _packed(self.coded, source, pass_)
         if self.coded is self.second:
             return source._replace(codes=packed)
         return _unpacked(self.coded, packed, x.shape)._replace(amax=source.amax, codes=packed)
@@ -82,13 +82,13 @@ class Codes(Matrix):
         assert source.codes is not None
         return source.codes
 
-    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+    def backward(self, saved: Saved, pass_: Pass) -> OperandInput:
         data, factor, amax, x, shape = saved
         assert factor is not None
         source = _unpacked(self.coded, Packed(data, factor), shape)
         if self.coded is self.second:
             return source
-        return super().backward((source.values, source.factor, amax, x, shape), one)
+        return super().backward((source.values, source.factor, amax, x, shape), pass_)
 
 
 class Patches(Matrix):
@@ -99,36 +99,36 @@ class Patches(Matrix):
         self.window = window
         self.may_quantize_pixels = takes_tensor and first.kind is None
 
-    def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
-        return self._gathered(x, one, self.second if is_read_again else None)
+    def forward(self, x: Tensor, pass_: Pass, is_read_again: bool) -> OperandInput:
+        return self._gathered(x, pass_, self.second if is_read_again else None)
 
     def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
         return x, None
 
-    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+    def backward(self, saved: Saved, pass_: Pass) -> OperandInput:
         images, _, amax, x, shape = saved
         if not self.second.saves_operand:
-            return super().backward((self.matrix(images), None, amax, x, shape), one)
-        unrecorded = one.unrecorded()
+            return super().backward((self.matrix(images), None, amax, x, shape), pass_)
+        unrecorded = pass_.unrecorded()
         operand = self.first.operand(self._gathered(images, unrecorded, None, amax), unrecorded)
-        return super().backward((*decoded(operand, self.dtype), amax, x, shape), one)
+        return super().backward((*decoded(operand, self.dtype), amax, x, shape), pass_)
 
-    def gradient(self, gradient: Tensor, saved: Saved, one: Pass) -> Tensor:
+    def gradient(self, gradient: Tensor, saved: Saved, pass_: Pass) -> Tensor:
         values, factor, amax, x, shape = saved
-        patches = super().gradient(gradient, (values, factor, amax, self.matrix(x), shape), one)
+        patches = super().gradient(gradient, (values, factor, amax, self.matrix(x), shape), pass_)
         return self.window.scatter(patches, shape)
 
     def matrix(self, x: Any) -> Any:
         return None if x is None else self.window.gather(x)
 
-    def _gathered(self, x: Tensor, one: Pass, second: OperandHow | None, amax: Tensor | None = None) -> OperandInput:
+    def _gathered(self, x: Tensor, pass_: Pass, second: OperandHow | None, amax: Tensor | None = None) -> OperandInput:
         """Gathers the patches for fprop. Quantizes pixels first, which are fewer, where that gives the same values."""
         covers, pixels = self.window.covers(x.shape[2:]), x.movedim(1, -1)
         if covers and amax is None:
             amax = common_amax(pixels, self.first, second)
-        is_watched = one.operand_sums is not None or one.blend is not None
+        is_watched = pass_.operand_sums is not None or pass_.blend is not None
         if covers and self.may_quantize_pixels and not is_watched and is_pixelwise(self.first.cast, x.shape[1]):
-            quantized = self.first.operand(OperandInput(pixels.flatten(0, -2), amax), one)
+            quantized = self.first.operand(OperandInput(pixels.flatten(0, -2), amax), pass_)
             images = quantized.values.view(pixels.shape).movedim(-1, 1)
             return OperandInput(self.window.gather(images), amax, quantized.factor, is_operand=True)
         patches = self.window.gather(x)
@@ -138,8 +138,8 @@ class Patches(Matrix):
 class Parameter(Matrix):
     """``w`` as a matrix, which is converted to the dtype of the computation."""
 
-    def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
-        w, amaxes = x.to(self.dtype), one.amaxes
+    def forward(self, x: Tensor, pass_: Pass, is_read_again: bool) -> OperandInput:
+        w, amaxes = x.to(self.dtype), pass_.amaxes
         if amaxes is not None and amaxes.weight is not None:
             return OperandInput(w, amaxes.weight)
         return OperandInput(w, common_amax(w, self.first, self.second if is_read_again else None))
@@ -151,23 +151,23 @@ class Recast(Parameter):
     def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
         return x, None
 
-    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+    def backward(self, saved: Saved, pass_: Pass) -> OperandInput:
         parameter, _, amax, x, shape = saved
         operand = Operand(parameter.to(self.dtype))
         if self.second.saves_operand:
             source = OperandInput(operand.values, amax)
-            operand = decoded(self.first.operand(source, one.unrecorded()), self.dtype)
-        return super().backward((*operand, amax, x, shape), one)
+            operand = decoded(self.first.operand(source, pass_.unrecorded()), self.dtype)
+        return super().backward((*operand, amax, x, shape), pass_)
 
 
 class Gathered(Parameter):
     """``w``, which was quantized before it was gathered."""
 
-    def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
-        assert one.gathered is not None and self.first.cast is not None
-        _, dtype, factor, amax = one.gathered
+    def forward(self, x: Tensor, pass_: Pass, is_read_again: bool) -> OperandInput:
+        assert pass_.gathered is not None and self.first.cast is not None
+        _, dtype, factor, amax = pass_.gathered
         if self.first.is_delayed:
-            self.first.scaling_amax(OperandInput(x, amax), one)  # stages it
+            self.first.scaling_amax(OperandInput(x, amax), pass_)  # stages it
         return OperandInput(x.to(self.first.dtype or dtype), amax, factor, is_operand=True)
 
     def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
@@ -182,18 +182,18 @@ class FrozenBytes(Parameter):
         self.frozen = frozen
         self.is_quantized_again = (second.cast is not None or second.kind is not None) and not second.is_reused
 
-    def forward(self, x: Tensor, one: Pass, is_read_again: bool) -> OperandInput:
+    def forward(self, x: Tensor, pass_: Pass, is_read_again: bool) -> OperandInput:
         return _unpacked(self.first, self.frozen.packed(x), self.frozen.shape)
 
     def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
         return x, None
 
-    def backward(self, saved: Saved, one: Pass) -> OperandInput:
+    def backward(self, saved: Saved, pass_: Pass) -> OperandInput:
         data, _, amax, x, shape = saved
         values, factor = self.frozen.operand(data, self.dtype, self.second.dtype)
         if self.is_quantized_again:
             values, factor = (values if factor is None else values.float() * factor).to(self.dtype), None
-        return super().backward((values, factor, amax, x, shape), one)
+        return super().backward((values, factor, amax, x, shape), pass_)
 
 
 class Gradient:
@@ -208,17 +208,17 @@ class Gradient:
         self.dgrad, self.wgrad = dgrad, wgrad
         self.is_cast_twice = is_cast_twice and dgrad.cut is None and dgrad.kind is None and wgrad.kind is None
 
-    def backward(self, g: Tensor, needs_x: bool, needs_w: bool, one: Pass) -> tuple[OperandInput, OperandInput]:
+    def backward(self, g: Tensor, needs_x: bool, needs_w: bool, pass_: Pass) -> tuple[OperandInput, OperandInput]:
         """Returns the inputs of both operands: ``g``, or the operands, where a kernel makes them in one read."""
         amax = common_amax(g, self.dgrad if needs_x else None, self.wgrad if needs_w else None)
         source = OperandInput(g, amax)
         if not (self.is_cast_twice and needs_x and needs_w and reads_once(g)):
             return source, source
-        if one.operand_sums is not None or one.blend is not None:
+        if pass_.operand_sums is not None or pass_.blend is not None:
             return source, source
         row, column = self.dgrad, self.wgrad
         assert row.cast is not None and column.cast is not None
-        keys = row.key(one), column.key(one)
+        keys = row.key(pass_), column.key(pass_)
         pair = quantize_both(g, (row.cast, column.cast), keys, amax, (row.dtype, column.dtype))
         if pair is None:
             return source, source
@@ -237,15 +237,15 @@ def decoded(operand: Operand | BlockOperand, dtype: torch.dtype) -> Operand:
     return operand.decoded(dtype) if isinstance(operand, BlockOperand) else operand
 
 
-def _packed(how: OperandHow, source: OperandInput, one: Pass) -> Packed:
+def _packed(how: OperandHow, source: OperandInput, pass_: Pass) -> Packed:
     """Quantizes an operand to codes and scales."""
     assert how.cast is not None
     if how.transform is not None:
-        source = how.with_rotation(source, how.signs(one, source.values.device))
-    sums = one.operand_sums
+        source = how.with_rotation(source, how.signs(pass_, source.values.device))
+    sums = pass_.operand_sums
     source = source if sums is None else how.rotated(source)
-    amax = how.scaling_amax(source, one)
-    packed = pack_operand(source.values, how.cast, how.dim, how.key(one), amax, how.shard, source.rotation)
+    amax = how.scaling_amax(source, pass_)
+    packed = pack_operand(source.values, how.cast, how.dim, how.key(pass_), amax, how.shard, source.rotation)
     if sums is not None:
         x = source.values
         how.record(sums, x, unpack_operand(packed, how.cast, how.dim, x.shape, x.dtype), amax)

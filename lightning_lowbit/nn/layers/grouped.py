@@ -172,10 +172,10 @@ class GroupedLayer(QuantizedLayer):
         *parts, rest = _split(x, ends)
         dtype = self._dtype_of_pass(x, weight, torch.is_autocast_enabled(x.device.type), None)
         with no_autocast(x.device.type):
-            one = self._pass(dtype, keys, None)
-            how = self._how(dtype, x.device, saves_codes=self._saves_codes(x, dtype, None, one))
+            pass_ = self._pass(dtype, keys, None)
+            how = self._how(dtype, x.device, saves_codes=self._saves_codes(x, dtype, None, pass_))
             results: list[Tensor] = [
-                QuantizedGemms.apply(*arguments, how, Pass(keys, i, *one[2:]))[0]  # type: ignore[no-untyped-call]
+                QuantizedGemms.apply(*arguments, how, Pass(keys, i, *pass_[2:]))[0]  # type: ignore[no-untyped-call]
                 for i, arguments in enumerate(_by_expert(parts, weight, bias), start=first)
                 if len(arguments[0])
             ]

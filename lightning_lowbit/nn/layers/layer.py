@@ -203,9 +203,9 @@ class QuantizedLayer(NativeGemms):
             if casts.smooth is not None:
                 bias = None if bias is None else bias.to(dtype)
                 x, weight, rescale = self._smoothed(x.to(dtype), weight.to(dtype), shards)
-            one = self._pass(dtype, keys_of_call(self) if keys is None else keys, part)
-            how = self._how(dtype, device, shards, window, frozen, self._saves_codes(source, dtype, window, one))
-            y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, how, one)[0]  # type: ignore[no-untyped-call]
+            pass_ = self._pass(dtype, keys_of_call(self) if keys is None else keys, part)
+            how = self._how(dtype, device, shards, window, frozen, self._saves_codes(source, dtype, window, pass_))
+            y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, how, pass_)[0]  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
         self._expect_plugin(y, weight)
@@ -260,14 +260,14 @@ class QuantizedLayer(NativeGemms):
             amaxes = Amaxes(None, None, weight_amax)
         return Pass(keys, part, amaxes, state.blend, watch, gathered)
 
-    def _saves_codes(self, source: Tensor, dtype: torch.dtype, window: Window | None, one: Pass) -> bool:
+    def _saves_codes(self, source: Tensor, dtype: torch.dtype, window: Window | None, pass_: Pass) -> bool:
         """Returns whether this pass saves codes of its input: not if a second backward pass will draw the random bits
         of x anew, and not if there will be none."""
         readers, calls = self.lowbit.readers, self.lowbit.calls
         if readers is None or window is not None or (calls is not None and calls.drawn is not None):
             return False
         saves = readers.pack(self, source, dtype)
-        if one.blend is not None or one.gradient_sums is not None or (one.keys is None and self.casts.plan.draws):
+        if pass_.blend is not None or pass_.gradient_sums is not None or (pass_.keys is None and self.casts.plan.draws):
             return False
         return saves
 
