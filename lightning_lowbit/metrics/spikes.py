@@ -14,6 +14,7 @@ LEAST_RISE of the level at the beginning, which a baseline learns first.
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import fmean, median, pstdev
 
 import torch
@@ -88,12 +89,7 @@ class RunningMean:
 
 def mean_limit(threshold: float, least: float = 0.01) -> Rule:
     """Makes the rule ``mean + threshold · max(deviation, least · |mean|)``; ``least`` is for rounding errors."""
-
-    def limit(values: Sequence[float], least_rise: float) -> float:
-        mean = fmean(values)
-        return mean + max(threshold * max(pstdev(values, mean), least * abs(mean)), least_rise)
-
-    return limit
+    return partial(_mean_limit, threshold, least)
 
 
 def median_limit(threshold: float, least: float = 1 / 512) -> Rule:
@@ -102,13 +98,21 @@ def median_limit(threshold: float, least: float = 1 / 512) -> Rule:
     MAD is the median absolute deviation; 1.4826 MAD is the standard deviation of normally distributed values. ``least``
     is needed because losses rounded to bfloat16 are often all equal.
     """
+    return partial(_median_limit, threshold, least)
 
-    def limit(values: Sequence[float], least_rise: float) -> float:
-        center = median(values)
-        deviation = 1.4826 * median(abs(value - center) for value in values)
-        return center + max(threshold * max(deviation, least * abs(center)), least_rise)
 
-    return limit
+# Functions of the module: launchers that spawn processes pickle the callbacks that have such a rule.
+
+
+def _mean_limit(threshold: float, least: float, values: Sequence[float], least_rise: float) -> float:
+    mean = fmean(values)
+    return mean + max(threshold * max(pstdev(values, mean), least * abs(mean)), least_rise)
+
+
+def _median_limit(threshold: float, least: float, values: Sequence[float], least_rise: float) -> float:
+    center = median(values)
+    deviation = 1.4826 * median(abs(value - center) for value in values)
+    return center + max(threshold * max(deviation, least * abs(center)), least_rise)
 
 
 class SpikeDetector:

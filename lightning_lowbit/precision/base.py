@@ -49,7 +49,7 @@ from lightning_lowbit.precision.run_settings import (
     data_rank,
     global_seed,
 )
-from lightning_lowbit.precision.shown import Shown
+from lightning_lowbit.precision.shown import Shown, former_arguments
 from lightning_lowbit.precision.state import RunState
 
 __all__ = ["LowBitPrecision", "compute_dtype"]
@@ -203,6 +203,13 @@ class LowBitPrecision(Shown, FSDPPrecision):
         plugin = LowBitPrecision(**{**origin.arguments(), **check_changes(changes)})
         plugin._origin, plugin._arguments = origin, f"<of a checkpoint: {origin.trained}>"
         return plugin
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes the attributes of a pickled plugin; of one of an earlier version, those that were arguments."""
+        if "_layers" not in state:
+            LowBitPrecision.__init__(self, **former_arguments(state, LowBitPrecision.__init__))
+            state = {name: state[name] for name in ("_arguments", "_origin")}
+        vars(self).update(state)
 
     def __str__(self) -> str:
         # If the Trainer belongs to the other Lightning, its error message quotes this.

@@ -1,7 +1,7 @@
 """The ``repr`` of plugins, which is the constructor call that makes an equal one, and the signature of this call."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
@@ -34,6 +34,18 @@ class Shown:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._arguments})"
+
+
+def former_arguments(state: Mapping[str, Any], constructor: Callable[..., None]) -> dict[str, Any]:
+    """Returns the arguments of a plugin that an earlier version pickled: most of them are attributes in its state."""
+    names = inspect.signature(constructor).parameters.keys() & state.keys()
+    is_auto = getattr(state.get("_compute"), "is_auto", False)
+    return {
+        "quantize_output": True,  # of versions without this argument
+        **{name: state[name] for name in names},
+        "compute_dtype": "auto" if is_auto else state["precision"],
+        "scaler": None if state["_scaling"] is None else state["_scaling"].scaler,
+    }
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:

@@ -1,6 +1,7 @@
 """Spike detection against its rules, written out."""
 
 import math
+import pickle
 from itertools import product
 from random import Random
 from statistics import fmean, pstdev
@@ -40,6 +41,11 @@ def test_mean_and_deviation(seed):
         good += [] if is_spike else [loss]
         found += is_spike
     assert found >= 5
+
+
+def test_rules_go_to_processes_that_are_spawned():
+    for rule in (mean_limit(6.0), median_limit(6.0)):
+        assert pickle.loads(pickle.dumps(rule))([1.0, 2.0, 3.0], 0.1) == rule([1.0, 2.0, 3.0], 0.1)
 
 
 def test_constant_losses_may_move_by_rounding_errors():

@@ -74,7 +74,7 @@ class ProductPass(NamedTuple):
     def _quantized(
         self, operand: OperandHow, x: Tensor, amax: Tensor | None = None, shard: Shard | None = None
     ) -> Operand:
-        source = OperandInput(x.contiguous(), amax)
+        source = OperandInput(x if operand.cast is None else x.contiguous(), amax)
         if operand.transform is not None:
             source = operand.with_rotation(source, operand.signs(self.pass_, x.device))
         values, factor = operand.operand(source, self.pass_, shard)[:2]

@@ -282,3 +282,10 @@ def test_dropout_follows_the_generator_and_the_scale_of_p_leaves_it_room():
     one_key = [inputs[0], inputs[1][:, :1], torch.ones(HEADS, 1, 16)]
     y = attend(products("fp8-current"), *one_key, dropout_p=0.5)
     assert y.unique().tolist() == pytest.approx([0.0, 2.0], rel=1e-6)
+
+
+def test_an_operand_without_a_cast_is_the_tensor_itself():
+    """A copy in another layout would change the order of sums."""
+    product = products({"preset": "int4", "fprop_w": None})["pv"].product_pass(torch.float32, torch.device("cpu"))
+    (v,) = drawn((1, 9, 12))
+    assert product.weight_operand("fprop_w", v.mT).values.data_ptr() == v.data_ptr()

@@ -250,3 +250,18 @@ def test_a_frozen_copy_passes_gradients_on_without_a_word(make):
     with torch.autocast("cpu", torch.bfloat16):
         critic(x).sum().backward()
     assert x.grad is not None and x.grad.any()
+
+
+def test_plugins_that_earlier_versions_pickled_keep_their_arguments():
+    """All of their attributes were those of the plugin itself."""
+    options = {"skip": ["head"], "only": None, "seed": 5, "exact": True, "shared_amax": ["q|k"]}
+    plugin = FP8Precision(compute_dtype="fp16", overrides={"a": "int4"}, quantize_output=False, **options)
+    former = {name: getattr(plugin, name) for name in ("casts", "overrides", "precision", "_origin", "_arguments")}
+    former |= {**options, "step": 3, "_scaling": plugin._state.scaling}
+    for more, quantize_output in (({}, True), ({"_compute": plugin._state.compute, "quantize_output": False}, False)):
+        loaded = FP8Precision.__new__(FP8Precision)
+        loaded.__setstate__(former | more)
+        assert repr(loaded) == repr(plugin) and loaded.compute_dtype == torch.float16
+        assert loaded.casts == plugin.casts and loaded.overrides == plugin.overrides
+        assert {name: getattr(loaded, name) for name in options} == options
+        assert loaded.scaler is plugin.scaler and loaded.quantize_output is quantize_output
