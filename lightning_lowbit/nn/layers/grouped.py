@@ -14,6 +14,7 @@ With expert parallelism each process holds some of the experts whole, and draws 
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -132,6 +133,47 @@ def ends_of(offsets: Offsets, rows: int, experts: int) -> tuple[int, ...]:
     return ends
 
 
+class _Parts(torch.autograd.Function):
+    """The rows, the matrix and the bias of each expert, as views, and the gradients of the whole from theirs.
+
+    Torch would join gradients under the autocast that is in force in the backward pass, which takes some dtypes alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ends: tuple[int, ...]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sizes, ctx.experts, ctx.bias_shape = x.shape, len(weight), None if bias is None else bias.shape
+        ctx.starts, ctx.weight_shape = (0, *ends), weight.shape
+        *rows, _ = _split(x, ends)
+        return (*rows, *weight.unbind(), *(() if bias is None else bias.unbind()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        count = ctx.experts
+        by_rows, by_matrix, by_bias = gradients[:count], gradients[count : 2 * count], gradients[2 * count :]
+        dx = _joined(by_rows, ctx.sizes, [slice(*pair) for pair in pairwise(ctx.starts)])
+        dw = _joined(by_matrix, ctx.weight_shape, range(count))
+        return dx, dw, _joined(by_bias, ctx.bias_shape, range(count)), None
+
+
+def _joined(parts: Sequence[Tensor | None], shape: Any, places: Iterable[Any]) -> Tensor | None:
+    """Joins gradients at their places of a whole, which is zero elsewhere; None if there are none."""
+    sample = next((part for part in parts if part is not None), None)
+    if sample is None:
+        return None
+    whole = sample.new_zeros(shape)
+    for place, part in zip(places, parts, strict=True):
+        if part is not None:
+            whole[place].copy_(part)
+    return whole
+
+
+def _arguments(parts: tuple[Tensor, ...], experts: int, bias: Tensor | None) -> Iterable[tuple[Any, ...]]:
+    """Returns the rows, the matrix and the bias of each expert, of the results of :class:`_Parts`."""
+    biases = (None,) * experts if bias is None else parts[2 * experts :]
+    return zip(parts[:experts], parts[experts : 2 * experts], biases, strict=True)
+
+
 class GroupedLayer(QuantizedLayer):
     """Base class of converted stacks.
 
@@ -169,17 +211,17 @@ class GroupedLayer(QuantizedLayer):
             return grouped_linear(x, weight, ends, bias)
         if x.shape[1] != weight.shape[2]:
             raise ValueError(f"The layer takes {weight.shape[2]} features; got {tuple(x.shape)}.")
-        *parts, rest = _split(x, ends)
+        parts = _Parts.apply(x, weight, bias, ends)  # type: ignore[no-untyped-call]
         dtype = self._dtype_of_pass(x, weight, torch.is_autocast_enabled(x.device.type), None)
         with no_autocast(x.device.type):
             pass_ = self._pass(dtype, keys, None)
             how = self._how(dtype, x.device, saves_codes=self._saves_codes(x, dtype, None, pass_))
             results: list[Tensor] = [
                 QuantizedGemms.apply(*arguments, how, Pass(keys, i, *pass_[2:]))[0]  # type: ignore[no-untyped-call]
-                for i, arguments in enumerate(_by_expert(parts, weight, bias), start=first)
+                for i, arguments in enumerate(_arguments(parts, len(weight), bias), start=first)
                 if len(arguments[0])
             ]
-            y = torch.cat([*results, results[0].new_zeros(len(rest), weight.shape[1])])
+            y = torch.cat([*results, results[0].new_zeros(len(x) - ends[-1], weight.shape[1])])
         self._expect_plugin(y, weight)
         return y
 

@@ -201,3 +201,13 @@ def test_frozen_stacks_have_no_gradients_of_their_own():
     x, g = inputs()
     identical(run(together, x, g), run_loop(apart, x, g))
     assert together.weight.grad is None
+
+
+def test_a_backward_pass_may_run_under_any_autocast():
+    layer = convert(GroupedLinear(3, 32, 16).half(), "nvfp4")
+    LayerKeys(layer).fill_(0)
+    x = torch.randn(20, 32, dtype=torch.half, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x, [5, 5, 15]).float().square().sum().backward()
+    assert x.grad.dtype == layer.weight.grad.dtype == torch.half
+    assert not x.grad[15:].any() and not layer.weight.grad[1].any(), "rows and experts that have no part"
