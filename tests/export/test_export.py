@@ -293,9 +293,9 @@ def test_an_interrupted_export_leaves_nothing(trained, tmp_path):
     checkpoint = trained("llama", "mxfp8", steps=2)
     waits = (
         "import sys, time; from lightning_lowbit.export import folder\n"
-        "close = folder.Shards.close\n"
-        "def slow(self):\n    close(self); print('written', flush=True); time.sleep(60)\n"
-        "folder.Shards.close = slow\n"
+        "close = folder.SafetensorsWriter.finish\n"
+        "def slow(self, *arguments):\n    close(self, *arguments); print('written', flush=True); time.sleep(60)\n"
+        "folder.SafetensorsWriter.finish = slow\n"
         "from lightning_lowbit.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", waits, "export", str(checkpoint), "--format", "mxfp8"]

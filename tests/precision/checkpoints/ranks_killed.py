@@ -59,7 +59,7 @@ def train(fate, folder):
         use_distributed_sampler=False,
         enable_checkpointing=True,
     ).fit(model, ckpt_path="last")
-    return {"weights": model.weights, "came from": die.came_from}
+    return {"weights": model.whole, "came from": die.came_from}
 
 
 def main(rank, folder, fate):
