@@ -1,6 +1,5 @@
 """The passes of a step in kernels, C++ on CPUs and Triton on GPUs: each is one call for all parameters of a batch."""
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -15,6 +14,7 @@ from lightning_lowbit.kernels.cpu import adam as cpu
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import adam as gpu
 from lightning_lowbit.kernels.memory import address, resolved
+from lightning_lowbit.kernels.ops import agrees
 from lightning_lowbit.kernels.shards import (
     DENSE,
     FP8,
@@ -123,15 +123,12 @@ def kernels_for(batch: Batch) -> type[KernelPasses] | None:
 
 @cache
 def triton_agrees(device: torch.device) -> bool:
-    """Compares the Triton passes with plain torch on a small sample, once per device; warns if they differ."""
-    if all(map(_are_near, _sample_results(TritonPasses, device), _sample_results(Passes, device))):
-        return True
-    warnings.warn(
-        f"The Triton kernels of the optimizers differ from plain torch on {device}, and are not used there: steps are "
-        "loops over the parameters. Please report the GPU and the versions of torch and Triton.",
-        stacklevel=2,
-    )
-    return False
+    """Compares the Triton passes with plain torch on a small sample, once per device; warns if they differ or fail."""
+
+    def is_near() -> bool:
+        return all(map(_are_near, _sample_results(TritonPasses, device), _sample_results(Passes, device)))
+
+    return agrees("the steps of optimizers", device, is_near)
 
 
 def _sample_results(passes: type[Passes], device: torch.device) -> list[Tensor]:

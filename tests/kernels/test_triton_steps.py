@@ -50,7 +50,16 @@ def test_the_comparison_before_the_first_use(run):
 def test_kernels_that_are_wrong_are_not_used(monkeypatch):
     results = iter([[torch.ones(3)], [torch.full((3,), torch.nan)]])
     monkeypatch.setattr(kernels, "_sample_results", lambda passes, device: next(results))
-    with pytest.warns(UserWarning, match="differ from plain torch on meta"):
+    with pytest.warns(UserWarning, match="for the steps of optimizers differs from the plain code on meta"):
+        assert not kernels.triton_agrees.__wrapped__(torch.device("meta"))
+
+
+def test_kernels_that_do_not_compile_are_not_used(monkeypatch):
+    def fail(passes, device):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(kernels, "_sample_results", fail)
+    with pytest.warns(UserWarning, match="steps of optimizers fails .RuntimeError: no such instruction. on meta"):
         assert not kernels.triton_agrees.__wrapped__(torch.device("meta"))
 
 
