@@ -183,7 +183,7 @@ INSIDE = {
 
 
 def test_rooms_of_nn_import_only_those_before_them():
-    assert {path.name for path in (ROOT / "nn").iterdir() if path.is_dir() and path.name != "__pycache__"} == set(NN)
+    assert {path.parent.name for path in (ROOT / "nn").glob("*/*.py")} == set(NN)
     assert not structure.rooms_upward(ROOT, "nn", NN)
 
 
