@@ -29,7 +29,7 @@ from lightning_lowbit.nn.core.saving import saved_bits
 from lightning_lowbit.nn.core.watch import LayerAmaxes, amax_in_force, stage_, watched
 from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.layers.native import NativeGemms
-from lightning_lowbit.nn.layers.state import LayerState, split_former
+from lightning_lowbit.nn.layers.state import FORMER, LayerState, split_former
 from lightning_lowbit.quant import amax_along, smoothing_factor
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
@@ -65,6 +65,14 @@ class QuantizedLayer(NativeGemms):
         attributes, lowbit = split_former(state)
         super().__setstate__(attributes)  # type: ignore[no-untyped-call]
         self.lowbit = lowbit.for_copy()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; one of earlier versions is set where it is now, with a warning."""
+        if name in FORMER and not hasattr(self, name):
+            warnings.warn(f"A converted layer's {name} is now lowbit.{FORMER[name]}.", DeprecationWarning, stacklevel=2)
+            setattr(self.lowbit, FORMER[name], value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def casts(self) -> LinearCasts:

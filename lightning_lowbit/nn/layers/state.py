@@ -76,14 +76,14 @@ class LayerState:
         )
 
 
-# Attributes of layers that earlier versions pickled, with their names in the state.
-_FORMER = {name: name for name in LayerState.__slots__} | {"is_left": "plugin_is_gone"}
+# Attributes of layers in earlier versions, with their names in the state.
+FORMER = {name: name for name in LayerState.__slots__} | {"is_left": "plugin_is_gone"}
 
 
 def split_former(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], LayerState]:
     """Splits a pickled layer into attributes and a state, whose fields were attributes in earlier versions."""
     state = attributes.get("lowbit")
     if state is None:
-        state = LayerState(**{_FORMER[name]: value for name, value in attributes.items() if name in _FORMER})
-        attributes = {name: value for name, value in attributes.items() if name not in _FORMER}
+        state = LayerState(**{FORMER[name]: value for name, value in attributes.items() if name in FORMER})
+        attributes = {name: value for name, value in attributes.items() if name not in FORMER}
     return dict(attributes), state

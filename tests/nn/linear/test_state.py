@@ -72,3 +72,21 @@ def test_casts_may_be_set():
     assert layer.lowbit.casts != layer.lowbit.full_casts == layer.full_casts
     with pytest.raises(AttributeError):
         layer.full_casts = layer.casts
+
+
+def test_a_setting_under_its_former_name_is_set_with_a_warning():
+    layer = convert(nn.Linear(8, 8), "nvfp4")
+    with pytest.warns(DeprecationWarning, match="layer's exact is now lowbit.exact"):
+        layer.exact = True
+    with pytest.warns(DeprecationWarning, match="layer's is_left is now lowbit.plugin_is_gone"):
+        layer.is_left = True
+    assert layer.lowbit.exact and layer.lowbit.plugin_is_gone
+    assert not {"exact", "is_left"} & vars(layer).keys()
+
+
+def test_an_attribute_that_a_module_had_under_such_a_name_stays_its_own():
+    layer = nn.Linear(8, 8)
+    layer.save = "mine"
+    convert(layer, "nvfp4")
+    layer.save = "still mine"
+    assert (vars(layer)["save"], layer.lowbit.save) == ("still mine", "inputs")
