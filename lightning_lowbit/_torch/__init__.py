@@ -1,8 +1,8 @@
 """The doorway to torch's private names: no other module uses one, so that a new torch is tried here first.
 
 Names are those of torch without the underscore, or say for what the package needs it. Operations are torch's own
-objects, which compiled graphs know; the rest are functions of a few lines. ``sharding`` and
-``fsdp2`` have the names of torch.distributed.
+objects, which compiled graphs know; the rest are functions of a few lines. ``sharding`` and ``fsdp2`` have the names of
+torch.distributed.
 """
 
 from collections.abc import Mapping
@@ -62,10 +62,8 @@ FunctionContext = torch._C._FunctionBase
 node_of_backward = torch._C._current_autograd_node  # None outside of a backward pass
 number_of_backward = torch._C._current_graph_task_id  # −1 outside of a backward pass
 saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_is_legacy_batch, _is_wrapped = (
-    torch._C._functorch.is_legacy_batchedtensor,
-    torch._C._functorch.is_functorch_wrapped_tensor,
-)
+_is_legacy_batch = torch._C._functorch.is_legacy_batchedtensor
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 is_tracing, is_transformed = torch._C._is_tracing, torch._C._are_functorch_transforms_active
 
 

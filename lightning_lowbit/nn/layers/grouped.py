@@ -107,7 +107,8 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | N
     """Does :meth:`GroupedLinear.forward` in high precision, of any parameters: a loop of ``F.linear``."""
     ends = ends_of(offsets, len(x), len(weight))
     *parts, rest = _split(x, ends)
-    results = [F.linear(*arguments) for arguments in _by_expert(parts, weight, bias)]
+    biases = () if bias is None else bias.unbind()
+    results = [F.linear(*arguments) for arguments in _by_expert(parts, weight.unbind(), biases)]
     return torch.cat([*results, results[0].new_zeros(len(rest), weight.shape[1])])
 
 
@@ -116,10 +117,9 @@ def _split(x: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, ...]:
     return torch.split(x, [end - start for start, end in zip((0, *ends), (*ends, len(x)), strict=True)])
 
 
-def _by_expert(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Iterable[tuple[Any, ...]]:
-    """Yields the rows, the matrix and the bias of each expert."""
-    biases = [None] * len(weight) if bias is None else bias.unbind()
-    return zip(parts, weight.unbind(), biases, strict=True)
+def _by_expert(rows: Sequence[Any], weights: Sequence[Any], biases: Sequence[Any]) -> Iterable[tuple[Any, ...]]:
+    """Returns the rows, the matrix and the bias of each expert; without ``biases``, a bias is None."""
+    return zip(rows, weights, biases or [None] * len(weights), strict=True)
 
 
 def ends_of(offsets: Offsets, rows: int, experts: int) -> tuple[int, ...]:
@@ -142,36 +142,33 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ends: tuple[int, ...]) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.sizes, ctx.experts, ctx.bias_shape = x.shape, len(weight), None if bias is None else bias.shape
-        ctx.starts, ctx.weight_shape = (0, *ends), weight.shape
+        ctx.starts, ctx.x_shape, ctx.weight_shape = (0, *ends), x.shape, weight.shape
+        ctx.bias_shape = None if bias is None else bias.shape
         *rows, _ = _split(x, ends)
         return (*rows, *weight.unbind(), *(() if bias is None else bias.unbind()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        count = ctx.experts
-        by_rows, by_matrix, by_bias = gradients[:count], gradients[count : 2 * count], gradients[2 * count :]
-        dx = _joined(by_rows, ctx.sizes, [slice(*pair) for pair in pairwise(ctx.starts)])
-        dw = _joined(by_matrix, ctx.weight_shape, range(count))
-        return dx, dw, _joined(by_bias, ctx.bias_shape, range(count)), None
+        rows, weights, biases = _thirds(gradients, len(ctx.starts) - 1)
+        dx = _joined(rows, ctx.x_shape, [slice(*pair) for pair in pairwise(ctx.starts)])
+        return dx, _joined(weights, ctx.weight_shape), _joined(biases, ctx.bias_shape), None
 
 
-def _joined(parts: Sequence[Tensor | None], shape: Any, places: Iterable[Any]) -> Tensor | None:
-    """Joins gradients at their places of a whole, which is zero elsewhere; None if there are none."""
+def _thirds(parts: tuple[Any, ...], experts: int) -> tuple[Any, Any, Any]:
+    """Cuts the results of :class:`_Parts`, or their gradients, into those of rows, weights and biases."""
+    return parts[:experts], parts[experts : 2 * experts], parts[2 * experts :]
+
+
+def _joined(parts: Sequence[Tensor | None], shape: Any, places: Sequence[Any] | None = None) -> Tensor | None:
+    """Joins gradients at their places of a whole, by default their indices; the rest is zero. None if all are None."""
     sample = next((part for part in parts if part is not None), None)
     if sample is None:
         return None
     whole = sample.new_zeros(shape)
-    for place, part in zip(places, parts, strict=True):
+    for place, part in zip(places or range(len(parts)), parts, strict=True):
         if part is not None:
             whole[place].copy_(part)
     return whole
-
-
-def _arguments(parts: tuple[Tensor, ...], experts: int, bias: Tensor | None) -> Iterable[tuple[Any, ...]]:
-    """Returns the rows, the matrix and the bias of each expert, of the results of :class:`_Parts`."""
-    biases = (None,) * experts if bias is None else parts[2 * experts :]
-    return zip(parts[:experts], parts[experts : 2 * experts], biases, strict=True)
 
 
 class GroupedLayer(QuantizedLayer):
@@ -211,14 +208,14 @@ class GroupedLayer(QuantizedLayer):
             return grouped_linear(x, weight, ends, bias)
         if x.shape[1] != weight.shape[2]:
             raise ValueError(f"The layer takes {weight.shape[2]} features; got {tuple(x.shape)}.")
-        parts = _Parts.apply(x, weight, bias, ends)  # type: ignore[no-untyped-call]
+        parts = _thirds(_Parts.apply(x, weight, bias, ends), len(weight))  # type: ignore[no-untyped-call]
         dtype = self._dtype_of_pass(x, weight, torch.is_autocast_enabled(x.device.type), None)
         with no_autocast(x.device.type):
             pass_ = self._pass(dtype, keys, None)
             how = self._how(dtype, x.device, saves_codes=self._saves_codes(x, dtype, None, pass_))
             results: list[Tensor] = [
                 QuantizedGemms.apply(*arguments, how, Pass(keys, i, *pass_[2:]))[0]  # type: ignore[no-untyped-call]
-                for i, arguments in enumerate(_arguments(parts, len(weight), bias), start=first)
+                for i, arguments in enumerate(_by_expert(*parts), start=first)
                 if len(arguments[0])
             ]
             y = torch.cat([*results, results[0].new_zeros(len(x) - ends[-1], weight.shape[1])])
