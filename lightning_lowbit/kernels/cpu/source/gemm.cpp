@@ -89,29 +89,31 @@ void multiply_tile(const Reader &left, const int32_t *starts, int64_t row, const
     constexpr int kColumns = kPanels * kVectors;
     for (auto &line : sums)
         for (F32 &sum : line) sum = F32{};
-    for (int64_t first = 0; first < groups; first += kSingle ? 1 : step) {
-        I32 whole[kTileRows][kColumns] = {};
-        for (int64_t group = first, end = kSingle ? first + 1 : std::min(first + step, groups); group < end; group++) {
-            S8 words[kColumns][kWords];
-            for (int column = 0; column < kColumns; column++)
-                for (int i = 0; i < kWords; i++)
-                    words[column][i] = load_words(right[column / kVectors].codes + (group * kWords + i) * kRows * kWords +
-                                                  column % kVectors * kLanes * kWords);
-            for (int r = 0; r < kTileRows; r++) {
-                S8 repeated[kWords];
-                for (int i = 0; i < kWords; i++)
-                    repeated[i] = repeat_word(left.codes + (group * kWords + i) * kRows * kWords + (row + r) * kWords);
-                const I32 start = all_integers(starts[group * kRows + row + r]);
-                for (int column = 0; column < kColumns; column++)
-                    whole[r][column] = add_dots(kSingle ? start : whole[r][column] + start, repeated, words[column]);
-            }
-        }
-        const float *left_scales = left.scales.at(first) + row;
+    I32 whole[kTileRows][kColumns] = {};
+    for (int64_t group = 0; group < groups; group++) {
+        const bool ends = kSingle || (group + 1) % step == 0 || group + 1 == groups;
+        S8 words[kColumns][kWords];
+        F32 scales[kColumns];
         for (int column = 0; column < kColumns; column++) {
-            F32 scales = load(right[column / kVectors].scales.at(first) + column % kVectors * kLanes);
-            for (int r = 0; r < kTileRows; r++)
-                sums[r][column] = multiply_add(__builtin_convertvector(whole[r][column], F32) * scales,
-                                               all(left_scales[r]), sums[r][column]);
+            const int64_t lane = column % kVectors * kLanes;
+            for (int i = 0; i < kWords; i++)
+                words[column][i] = load_words(right[column / kVectors].codes + (group * kWords + i) * kWordStride +
+                                              lane * kWords);
+            scales[column] = load(right[column / kVectors].scales.at(group) + lane);
+        }
+        for (int r = 0; r < kTileRows; r++) {
+            S8 repeated[kWords];
+            for (int i = 0; i < kWords; i++)
+                repeated[i] = repeat_word(left.codes + (group * kWords + i) * kWordStride + (row + r) * kWords);
+            const I32 start = all_integers(starts[group * kRows + row + r]);
+            const F32 left_scale = all(left.scales.at(group)[row + r]);
+            for (int column = 0; column < kColumns; column++) {
+                I32 sum = add_dots(kSingle ? start : whole[r][column] + start, repeated, words[column]);
+                if (ends)
+                    sums[r][column] = multiply_add(__builtin_convertvector(sum, F32) * scales[column], left_scale,
+                                                   sums[r][column]);
+                whole[r][column] = ends ? I32{} : sum;
+            }
         }
     }
 }
@@ -119,16 +121,16 @@ void multiply_tile(const Reader &left, const int32_t *starts, int64_t row, const
 // What the offset of the right operand adds to the sums of each group and row, negated.
 void offsets_of(const Panels &panels, int32_t *starts, int threads) {
     const int64_t groups = panels.groups() * panels.panels();
+    const S8 ones[kWords] = {S8{} + 1, S8{} + 1, S8{} + 1, S8{} + 1};
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && groups > 512)
-    for (int64_t group = 0; group < groups; group++) {
-        const int8_t *codes = panels.codes + group * kRows * kGroup;
-        for (int row = 0; row < kRows; row++) {
-            int32_t sum = 0;
+    for (int64_t group = 0; group < groups; group++)
+        for (int row = 0; row < kRows; row += kLanes) {
+            S8 words[kWords];
             for (int i = 0; i < kWords; i++)
-                for (int j = 0; j < kWords; j++) sum += codes[(i * kRows + row) * kWords + j];
-            starts[group * kRows + row] = -kOffset * sum;
+                words[i] = read<S8>(panels.codes + (group * kWords + i) * kWordStride + row * kWords);
+            I32 sums = add_dots(I32{}, words, ones) * -kOffset;
+            memcpy(starts + group * kRows + row, &sums, sizeof sums);
         }
-    }
 }
 
 struct Finish {

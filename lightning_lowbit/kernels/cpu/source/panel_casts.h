@@ -42,11 +42,12 @@ void round_to_panels(const Strip<In> &strip, const Scales &scales, const CastNum
     };
     if (panels.dim == 1) {
         for (int64_t row = 0; row < strip.rows; row++) {
+            int8_t *target = panels.word(strip.row + row, strip.column);
             for_vectors<kWide>(strip.columns, scales, [&](int64_t at, F32 encode) __attribute__((always_inline)) {
                 uint8_t bytes[kLanes];
                 store_codes(bytes, code(row, at, encode), kLanes);
-                for (int i = 0; i < kLanes; i += kWords)
-                    memcpy(panels.word(strip.row + row, strip.column + at + i), bytes + i, kWords);
+                for (int i = 0; i < kLanes / kWords; i++)
+                    memcpy(target + at * kRows + i * kWordStride, bytes + i * kWords, kWords);
             });
             if (strip.column + strip.columns == panels.inner)  // the rest of a group
                 for (int64_t k = (panels.inner + kLanes - 1) / kLanes * kLanes; k % kGroup; k += kWords)
@@ -55,12 +56,14 @@ void round_to_panels(const Strip<In> &strip, const Scales &scales, const CastNum
         return;
     }
     int64_t rows = strip.row + strip.rows == panels.inner ? panels.groups() * kGroup - strip.row : strip.rows;
+    const int64_t panel_bytes = panels.groups() * kGroup * kRows;
     for (int64_t row = 0; row < rows; row += kWords) {
+        int8_t *target = panels.word(strip.column, strip.row + row);
         for_vectors<kWide>(strip.columns, scales, [&](int64_t at, F32 encode) __attribute__((always_inline)) {
             U32 words = {};
             for (int i = 0; i < kWords; i++)
                 if (row + i < strip.rows) words |= (code(row + i, at, encode) & 0xffu) << (8 * i);
-            memcpy(panels.word(strip.column + at, strip.row + row), &words, sizeof words);
+            memcpy(target + at / kRows * panel_bytes + at % kRows * kWords, &words, sizeof words);
         });
     }
 }
@@ -77,9 +80,10 @@ void put_panel_scales(const Strip<In> &strip, const Scales &scales, const Panels
             }
         return;
     }
-    for (int64_t at = 0; at < strip.columns; at += panels.block)
-        for (int64_t row = 0; row < strip.rows; row++)
-            *panels.scale(strip.row + row, (strip.column + at) / panels.block) = scales.stored[at / width];
+    for (int64_t row = 0; row < strip.rows; row++) {
+        float *target = panels.scale(strip.row + row, strip.column / panels.block);
+        for (int64_t at = 0; at < strip.columns; at += panels.block, target += kRows) *target = scales.stored[at / width];
+    }
 }
 
 template <class In>

@@ -7,7 +7,8 @@
 
 #include "lanes.h"
 
-constexpr int64_t kRows = 16, kGroup = 16, kWords = 4;  // rows of a panel; elements of k in a group, and 4-byte words
+constexpr int64_t kRows = 16, kGroup = 16, kWords = 4;  // rows of a panel; elements of k in a group, and words of a row in it
+constexpr int64_t kWordStride = kRows * kWords;         // bytes from a word of a row to its next one
 
 // Where an operand lies. `rows` and `inner` are its size without what is filled up; its scales are of `block` elements of
 // k each, a multiple of kGroup, or there are none, and `block` is 0.
@@ -23,10 +24,9 @@ struct Panels {
     int64_t code_bytes() const { return panels() * groups() * kRows * kGroup; }
     int64_t scale_count() const { return panels() * blocks() * kRows; }
 
-    // Of the four elements from k on, a multiple of four, in one row.
+    // Of the four elements from k on, a multiple of four, in one row; the next four are kWordStride bytes further.
     int8_t *word(int64_t row, int64_t k) const {
-        int64_t group = row / kRows * groups() + k / kGroup;
-        return codes + group * kRows * kGroup + k % kGroup / kWords * (kRows * kWords) + row % kRows * kWords;
+        return codes + row / kRows * (groups() * kGroup * kRows) + row % kRows * kWords + k * kRows;
     }
     float *scale(int64_t row, int64_t block_of_k) const {
         return scales + (row / kRows * blocks() + block_of_k) * kRows + row % kRows;
