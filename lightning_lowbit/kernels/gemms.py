@@ -9,19 +9,25 @@ The sum over b goes through the blocks in their order, by fused multiply-adds in
 numbers of threads give the same bits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils.flop_counter import register_flop_formula
 
+from lightning_lowbit._torch import has_dispatch_mode
 from lightning_lowbit.kernels.cpu import gemms as cpp
+from lightning_lowbit.kernels.operands import quantize_operand
 from lightning_lowbit.kernels.ops import Operation, run
 from lightning_lowbit.kernels.packing import unpack_operand
 from lightning_lowbit.kernels.products import plain_scale_and_round
-from lightning_lowbit.quant.blocks import tile_of, to_blocks
+from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.operand import Operand
 from lightning_lowbit.quant.packed import Packed, pack, unpacked_codes, unpacked_factor
+from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.transforms import rotate
 
 
@@ -39,6 +45,17 @@ class CodeOperand(NamedTuple):
     call: CastCall
     factor: Tensor | None
     shape: torch.Size
+
+    def t(self) -> "CodeOperand":
+        """Returns itself: its cast names the contraction axis."""
+        return self
+
+    def decoded(self, dtype: torch.dtype) -> Operand:
+        """Returns the emulation's operand for a pass in ``dtype``, bit for bit."""
+        x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape = self
+        if factor is not None:
+            return unpack_operand(Packed(x, factor), cast, dim, shape, dtype)
+        return quantize_operand(x, cast, dim, key, amax, None, shard, rotation)
 
     @property
     def rows(self) -> int:
@@ -67,12 +84,76 @@ def packed_operand(packed: Packed, cast: Cast, dim: int, shape: torch.Size) -> C
 
 
 def multiply(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns the product ``[left.rows, right.rows]`` in ``dtype``. ``bias`` has a number for each column, or is None."""
+    """Returns the product ``[left.rows, right.rows]`` in ``dtype``. ``bias`` has one number for each column."""
+    if is_compiling() or has_dispatch_mode():
+        return _multiply(*_spelled(left), *_spelled(right), bias, dtype)
+    return _run(left, right, bias, dtype)
+
+
+def _run(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if 0 in (left.rows, right.rows, left.inner):
         product = left.x.new_zeros((left.rows, right.rows), dtype=torch.float32)
         return (product if bias is None else product + bias).to(dtype)
     result: Tensor = run(MULTIPLY, left.x, left, right, bias, dtype)
     return result
+
+
+# What an operator takes in place of an operand.
+_Spelled = tuple[Tensor, str, int, Tensor | None, Tensor | None, str | None, Tensor | None, Tensor | None, list[int]]
+
+
+def _spelled(operand: CodeOperand) -> _Spelled:
+    x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape = operand
+    return x, cast.spec, dim, key, amax, None if shard is None else shard.spec, rotation, factor, [*shape]
+
+
+def _read(x: Tensor, spec: str, dim: int, key: Any, amax: Any, shard: str | None, *others: Any) -> CodeOperand:
+    rotation, factor, shape = others
+    part = None if shard is None else Shard.from_spec(shard)
+    return CodeOperand(
+        x, CastCall(Cast.from_spec(spec), dim, key, amax, None, part, rotation), factor, torch.Size(shape)
+    )
+
+
+@torch.library.custom_op("lightning_lowbit::multiply_codes", mutates_args=())
+def _multiply(
+    x: Tensor,
+    x_cast: str,
+    x_dim: int,
+    x_key: Tensor | None,
+    x_amax: Tensor | None,
+    x_shard: str | None,
+    x_rotation: Tensor | None,
+    x_factor: Tensor | None,
+    x_shape: list[int],
+    w: Tensor,
+    w_cast: str,
+    w_dim: int,
+    w_key: Tensor | None,
+    w_amax: Tensor | None,
+    w_shard: str | None,
+    w_rotation: Tensor | None,
+    w_factor: Tensor | None,
+    w_shape: list[int],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Does :func:`multiply` where graphs and counters must see one operator."""
+    left = _read(x, x_cast, x_dim, x_key, x_amax, x_shard, x_rotation, x_factor, x_shape)
+    right = _read(w, w_cast, w_dim, w_key, w_amax, w_shard, w_rotation, w_factor, w_shape)
+    return _run(left, right, bias, dtype)
+
+
+@_multiply.register_fake
+def _(*arguments: Any) -> Tensor:
+    x, x_dim, x_shape, w_dim, w_shape, dtype = (arguments[place] for place in (0, 2, 8, 11, 17, 19))
+    return x.new_empty((x_shape[1 - x_dim], w_shape[1 - w_dim]), dtype=dtype)
+
+
+@register_flop_formula(torch.ops.lightning_lowbit.multiply_codes, get_raw=True)
+def _flops(*arguments: Any, **_: Any) -> int:
+    shape, w_dim, w_shape = arguments[8], arguments[11], arguments[17]
+    return 2 * shape[0] * shape[1] * w_shape[1 - w_dim]
 
 
 def plain_multiply(x: Tensor, left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -86,7 +167,7 @@ def plain_multiply(x: Tensor, left: CodeOperand, right: CodeOperand, bias: Tenso
         scaled = whole * scales_b[:, first][None]
         total = _fused(scaled, scales_a[:, first][:, None], total)
     total = total * (_step(left) * _step(right))
-    factors = [factor for factor in (factor_a, factor_b if factor_b is None else factor_b.reshape(1, -1)) if factor is not None]
+    factors = [factor for factor in (factor_a, None if factor_b is None else factor_b.t()) if factor is not None]
     return plain_scale_and_round(total, factors, bias, dtype)
 
 
@@ -124,7 +205,7 @@ def _codes(operand: CodeOperand) -> tuple[Tensor, Tensor, Tensor | None]:
     factor = unpacked_factor(x[None], factor, cast, shape.numel(), dim)
     if dim == 0:
         elements, scales = elements.t(), scales.t()
-    if factor is not None and factor.numel() > 1:
+    if factor is not None and factor.dim() > 0:
         factor = factor.reshape(-1, 1)
     return elements, scales, factor
 

@@ -241,7 +241,8 @@ def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor | None:
     dtype, kernels = INPUTS.get(x.dtype), library()
     if dtype is None or kernels is None or x.numel() == 0 or x.dim() != 2 or not are_signs(rotation, dim):
         return None
-    x, result, signs = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim)), _reference(rotation_of(rotation, dim))
+    x, result = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim))
+    signs = _reference(rotation_of(rotation, dim))
     kernels.lowbit_rotate(start(x), dtype, *x.shape, signs, start(result), torch.get_num_threads())
     return result
 

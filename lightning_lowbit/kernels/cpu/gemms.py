@@ -1,4 +1,4 @@
-"""GEMMs of codes with scales of blocks on CPUs (source/gemm.cpp), which cast or unpack their operands in the same call."""
+"""GEMMs of codes with scales of blocks on CPUs (source/gemm.cpp), which cast or unpack their operands, too."""
 
 import ctypes
 from functools import cache
@@ -87,10 +87,8 @@ def instructions() -> str | None:
     return INSTRUCTIONS[number.value]
 
 
-def multiply(
-    x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor | None:
-    """Returns the product of two operands; None for arguments that the kernels do not take. ``x`` is that of ``left``."""
+def multiply(x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns the product of operands, ``x`` that of ``left``; None for arguments that the kernels do not take."""
     kernels = library()
     if kernels is None or dtype not in casts.INPUTS:
         return None
@@ -117,7 +115,7 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
     panels = _Panels(None, None, rows, inner, dim, form.block)
     count = rows if form.factors else int(form.factor)
     if factor is not None:
-        return _packed_operand(operand, panels, count, form.step, keep)
+        return _packed_operand(x, call, factor, shape, panels, count, form.step, keep)
     numbers = casts.cpp_cast(call.cast.spec, dim, x.dtype, torch.float32)
     if numbers is None or not casts.takes(x, numbers, call):
         return None
@@ -141,15 +139,26 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
     )
 
 
-def _packed_operand(operand: Any, panels: _Panels, count: int, step: float, keep: list[Any]) -> _Operand | None:
-    data, call, factor, (rows, columns) = operand
+def _packed_operand(
+    data: Tensor,
+    call: CastCall,
+    factor: Tensor,
+    shape: torch.Size,
+    panels: _Panels,
+    count: int,
+    step: float,
+    keep: list[Any],
+) -> _Operand | None:
+    rows, columns = shape
     data = data.contiguous()
     if (parts := packed_codes(data, call, rows, columns)) is None:
         return None
     numbers, codes = parts
     factors = None
     if count:
-        factor = unpacked_factor(data[None], factor, call.cast, rows * columns, call.dim).contiguous()
+        whole = unpacked_factor(data[None], factor, call.cast, rows * columns, call.dim)
+        assert whole is not None
+        factor = whole.contiguous()
         factors = address("factors", factor, torch.float32, count)
     keep += data, codes, factor
     others = numbers.address, None, None, None, None, ctypes.addressof(codes), count, step

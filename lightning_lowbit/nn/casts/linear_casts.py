@@ -169,8 +169,9 @@ class LinearCasts:
 
     @property
     def native_gemms(self) -> dict[str, str]:
-        """The GEMMs that hardware may compute on quantized elements, with their kind (see ``nn/native/table.py``)."""
-        return self.plan.native_gemms
+        """The GEMMs that hardware may compute on quantized elements, with their kind (see ``nn/native/table.py``), the
+        first one where several serve."""
+        return {gemm: kinds[0] for gemm, kinds in self.plan.native_kinds.items()}
 
     quantised_gemms = _renamed("quantised_gemms", "quantized_gemms")
     quantises_x_or_w = _renamed("quantises_x_or_w", "quantizes_x_or_w")

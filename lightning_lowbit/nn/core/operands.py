@@ -5,6 +5,7 @@ A :class:`Pass` holds the rest, and an :class:`OperandInput` is the tensor that 
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from lightning_lowbit.nn.core.calls import keys_of_part
 from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU, mean_times
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
 from lightning_lowbit.nn.core.watch import Watched, stage_and_choose
-from lightning_lowbit.nn.native.operand import BlockOperand, block_operand
+from lightning_lowbit.nn.native.operand import AnyOperand, native_operand
+from lightning_lowbit.nn.native.table import BLOCK_SCALED
 from lightning_lowbit.quant import Cast, Operand, blend, split_mean, through_rounding
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
@@ -157,7 +159,7 @@ class OperandHow:
         dtype: torch.dtype,
         device: torch.device,
         exact: bool = False,
-        native: tuple[str, ...] = (),
+        native: Mapping[str, str] = MappingProxyType({}),
         shards: Shards = WHOLE,
     ) -> None:
         plan, gemm, cast = casts.plan, GEMM[name], getattr(casts, name)
@@ -166,7 +168,7 @@ class OperandHow:
         self.source_cast = casts.cast_of(name)
         self.scaled_as = f"fprop_{name[-1]}" if cast == "fprop" else name
         self.scaling = self
-        self.kind = plan.native_gemms[gemm] if gemm in native and gemm in plan.block_scaled else None
+        self.kind = native.get(gemm) if native.get(gemm) in BLOCK_SCALED else None
         self.compute_dtype, self.exact = dtype, exact
         self.dtype: torch.dtype | None = None
         if exact:
@@ -192,7 +194,7 @@ class OperandHow:
         self.saves_operand = (name in plan.from_fprop or self.is_reused) and not takes_tensor
         self.surrogate = casts.surrogate.get(name)
 
-    def operand(self, source: OperandInput, pass_: Pass, shard: Shard | None = None) -> Operand | BlockOperand:
+    def operand(self, source: OperandInput, pass_: Pass, shard: Shard | None = None) -> AnyOperand:
         """Quantizes one operand. Returns the input unchanged if it has no cast or is quantized already, and codes plus
         scales if its GEMM is native and block-scaled. ``shard`` stands for the operand's own."""
         cast, watch = self.cast, pass_.watch
@@ -213,9 +215,11 @@ class OperandHow:
             quantized = blend(source.values, quantized, pass_.blend, self.exact)
         return quantized if watch is None else watch.observe(self, source, quantized, key, amax)
 
-    def _other_operand(self, source: OperandInput, pass_: Pass) -> Operand | BlockOperand:
+    def _other_operand(self, source: OperandInput, pass_: Pass) -> AnyOperand:
         """Takes the input as it is; or makes codes, where ``"fprop"`` is quantized again along this contraction."""
-        source, watch, sums = self.rotated(source), pass_.watch, pass_.operand_sums
+        watch, sums = pass_.watch, pass_.operand_sums
+        if self.kind != "cpu" or watch is not None or source.is_operand:
+            source = self.rotated(source)
         key = amax = None
         if source.is_operand or self.kind is None:
             operand: Any = source.values if self.kind is not None else Operand(source.values, source.factor)
@@ -224,7 +228,8 @@ class OperandHow:
         else:
             assert self.source_cast is not None
             key, amax = self.key(pass_), self.scaling.scaling_amax(source, pass_)
-            operand = block_operand(source.values, self.source_cast, self.kind, self.dim, key, amax, self.shard)
+            arguments = source.values, self.source_cast, self.kind, self.dim, key, amax, self.shard, source.rotation
+            operand = native_operand(*arguments)
             if sums is not None and self.cast is not None:
                 self.record(sums, source.values, operand.decoded(source.values.dtype, self.dim), amax)
         return operand if watch is None else watch.observe(self, source, operand, key, amax)
@@ -287,11 +292,11 @@ class OperandHow:
         return torch.lerp(gradient.to(wide), through.to(wide), pass_.blend.to(wide)).to(gradient.dtype)
 
 
-def _is_reused(name: str, casts: LinearCasts, native: tuple[str, ...]) -> bool:
+def _is_reused(name: str, casts: LinearCasts, native: Mapping[str, str]) -> bool:
     if name not in casts.plan.shared or not native:
         return name in casts.plan.shared
-    is_native = GEMM[name] in native
-    return is_native == (GEMM[SHARED[name]] in native) and not (is_native and GEMM[name] in casts.plan.block_scaled)
+    kind = native.get(GEMM[name])
+    return kind == native.get(GEMM[SHARED[name]]) and kind not in BLOCK_SCALED
 
 
 def common_amax(tensor: Tensor, first: OperandHow | None, second: OperandHow | None) -> Tensor | None:
@@ -314,7 +319,7 @@ class GemmHow:
 
     def operands(
         self, left: OperandInput, right: OperandInput, pass_: Pass, bias: Tensor | None = None
-    ) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
+    ) -> tuple[AnyOperand, AnyOperand, Tensor | None]:
         """Quantizes both operands, and returns with them what is added to their product."""
         if self.splits_means:
             left, right, bias = self._split_means(left, right, bias)

@@ -9,7 +9,8 @@ from functools import cache
 import torch
 from torch.nn.functional import ScalingType
 
-from lightning_lowbit._torch import has_vnni
+from lightning_lowbit._torch import has_amx, has_vnni
+from lightning_lowbit.kernels.cpu.gemms import INSTRUCTIONS, instructions
 from lightning_lowbit.nn.native.gemms import block_product
 from lightning_lowbit.nn.native.operand import block_operand
 from lightning_lowbit.nn.native.table import BLOCK_SCALED, NATIVE
@@ -34,12 +35,31 @@ _TOLERANCE = 2.0**-6
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it cannot trace a device's name
 def native_obstacle(device: torch.device, kind: str) -> str | None:
     """Returns why a device cannot compute GEMMs of a kind (a key of ``NATIVE``) natively, in words; None if it can."""
+    if kind == "cpu":
+        return _cpu_obstacle(device.type)
     if (obstacle := _without_gpu(device.type, kind)) is not None:
         return obstacle
     obstacle = _declared_obstacle(device, kind)
     if obstacle is None and kind in BLOCK_SCALED:
         obstacle = _trial_obstacle(device, kind)
     return None if obstacle is None else f"{NATIVE[kind].needs}; {obstacle}"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def slower_because(kind: str) -> str | None:
+    """Returns why native GEMMs of a kind are slower than emulated ones on their device; None if they are faster."""
+    if kind != "cpu":
+        return None
+    if has_amx():
+        return "this CPU has tile units (AMX), whose bf16 GEMMs are faster"
+    return "this CPU multiplies bytes without instructions of its own" if instructions() == INSTRUCTIONS[0] else None
+
+
+@cache
+def _cpu_obstacle(device_type: str) -> str | None:
+    if device_type != "cpu":
+        return f"GEMMs of codes are those of CPUs; the device is {device_type!r}"
+    return None if instructions() else f"{NATIVE['cpu'].needs}, which cannot be built here"
 
 
 @cache
@@ -55,7 +75,9 @@ def _declared_obstacle(device: torch.device, kind: str) -> str | None:
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         return _amd_obstacle(device, name, kind)
-    (least, first_too_new), capability = NATIVE[kind].nvidia, torch.cuda.get_device_capability(device)
+    versions = NATIVE[kind].nvidia
+    assert versions is not None  # of a GPU
+    (least, first_too_new), capability = versions, torch.cuda.get_device_capability(device)
     if capability < least or (first_too_new is not None and capability >= first_too_new):
         return f"{name} has {capability[0]}.{capability[1]}"
     return None
