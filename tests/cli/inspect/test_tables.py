@@ -128,7 +128,7 @@ def test_folders_of_transformers(capsys):
 
 
 @each("preset", WITH_WEIGHTS)
-def test_slices_make_no_difference(preset, monkeypatch):
+def test_slices_make_no_difference(preset):
     casts = LinearCasts.preset(preset)
     (candidate,) = command.parse_casts(preset)
     weight = torch.randn(70, 96) * torch.randn(70, 1).exp()
@@ -137,8 +137,7 @@ def test_slices_make_no_difference(preset, monkeypatch):
         whole = rotate(whole, casts.hadamard["fprop"].diagonal(None, whole.device), 1)
     expected = cast_statistics(whole, casts.fprop_w, key=0).floats()
     assert command.measure(weight, candidate).floats() == pytest.approx(expected, rel=1e-9)
-    monkeypatch.setattr(command, "_SLICE", 96 * 20)
-    assert command.measure(weight, candidate).floats() == pytest.approx(expected, rel=1e-9)
+    assert command.measure(weight, candidate, 96 * 20).floats() == pytest.approx(expected, rel=1e-9)
 
 
 @each(
@@ -151,10 +150,9 @@ def test_slices_make_no_difference(preset, monkeypatch):
         Scale("e4m3", (32, 16)),
     ],
 )
-def test_slices_make_no_difference_to_other_scales(scale, monkeypatch):
-    monkeypatch.setattr(command, "_SLICE", 96 * 20)
+def test_slices_make_no_difference_to_other_scales(scale):
     weight, cast = torch.randn(70, 96) * torch.randn(70, 1).exp(), Cast("int4", scale)
-    found = command.measure(weight, Candidate("it", cast)).floats()
+    found = command.measure(weight, Candidate("it", cast), 96 * 20).floats()
     assert found == pytest.approx(cast_statistics(weight.bfloat16(), cast).floats(), rel=1e-9)
 
 
