@@ -60,7 +60,8 @@ def test_patches_are_told_from_the_outside_world(tmp_path):
     path = tmp_path / "test_it.py"
     path.write_text(
         "import torch\nfrom lightning_lowbit.optim import rules\nclass Own: ...\n"
-        "monkeypatch.setattr(rules, 'AFTER', 2)\nmock.patch.object(rules.x, 'y', 2)\nm.setattr('lightning_lowbit.a', 1)\n"
+        "monkeypatch.setattr(rules, 'AFTER', 2)\nmock.patch.object(rules.x, 'y', 2)\n"
+        "m.setattr('lightning_lowbit.a', 1)\n"
         "for r in rules: m.setattr(r, 'z', 1)\n"
         "m.setattr(torch, 'compile', 1), m.setattr(rules, 'time', 1), m.setattr(rules.sys, 'argv', 1)\n"
         "m.setattr(Own, 'a', 1), m.setattr('torch.a', 1)\n"
