@@ -82,8 +82,8 @@ class Pass(NamedTuple):
         return None if self.watch is None else self.watch.gradient_sums
 
     def with_keys_of_product(self) -> "Pass":
-        """Returns the pass with the keys of its product. Forward and backward pass each derive them, since another draw of
-        random bits may change the call's keys in place."""
+        """Returns the pass with the keys of its product. Forward and backward pass each derive them, since another draw
+        of random bits may change the call's keys in place."""
         if self.number is None or self.keys is None:
             return self
         return self._replace(keys=keys_of_product(self.keys, self.number), number=None)
