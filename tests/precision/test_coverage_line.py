@@ -12,7 +12,7 @@ from lightning_lowbit import FP4Precision, LowBitPrecision, PrecisionSummary, Te
 from lightning_lowbit.nn import GemmCounter, LayerKeys
 from lightning_lowbit.precision.coverage_line import CoverageLine, graph_coverage
 from tests.launch import launch
-from tests.lightning_imports import BoringModel, LightningModule, Trainer
+from tests.lightning_imports import BoringModel, LightningModule, quiet_trainer
 from tests.precision.ranks_coverage_line import Special
 from tests.ranks import RANKS
 
@@ -121,10 +121,7 @@ class Failing(CoverageLine):
 
 def train(model, plugin=None, *callbacks, **kwargs):
     plugin = counted_by(CoverageLine()) if plugin is None else plugin
-    settings = {"max_steps": 3, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, **kwargs}
-    Trainer(accelerator="cpu", plugins=[plugin], callbacks=[*callbacks], enable_model_summary=False, **settings).fit(
-        model
-    )
+    quiet_trainer(plugin, callbacks=[*callbacks], **{"max_steps": 3, **kwargs}).fit(model)
     return plugin.coverage_line
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler, cli
 from lightning_lowbit.recipes import preferences
 from lightning_lowbit.recipes.preferences import PreferenceLM
+from tests.lightning_imports import quiet_trainer
 from tests.recipes.recipe_names import parts
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -48,9 +49,7 @@ def moved(beta=0.1, **kwargs):
 
 
 def trainer(*callbacks, **kwargs):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "max_steps": 1, "log_every_n_steps": 1}
-    return Trainer(callbacks=list(callbacks), **{**quiet, **defaults, **kwargs})
+    return quiet_trainer(callbacks=[*callbacks], **{"devices": 1, "max_steps": 1, "log_every_n_steps": 1, **kwargs})
 
 
 def fit(module, data, *callbacks, **kwargs):

@@ -17,7 +17,7 @@ from lightning_lowbit.report.contents import in_words
 from lightning_lowbit.report.history import History
 from lightning_lowbit.report.html import Section, Table, Text
 from tests.callbacks.run_report.runs import Known, load, steps, trainer
-from tests.lightning_imports import Callback, Trainer
+from tests.lightning_imports import Callback, quiet_trainer
 from tests.report.test_html import EVIL, check_self_contained
 
 
@@ -215,10 +215,7 @@ def test_recording_waits_for_no_device(accelerator):
             return super().training_step(batch, batch_idx)
 
     options = {"accelerator": accelerator, "devices": 1, "max_steps": 6, "log_every_n_steps": 1, "limit_val_batches": 1}
-    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-    Trainer(callbacks=[report_class()], plugins=[FP4Precision(quantize_output=True)], **options, **quiet).fit(
-        OnDevice()
-    )
+    quiet_trainer(FP4Precision(quantize_output=True), callbacks=[report_class()], **options).fit(OnDevice())
     assert steps(load(), "level") == [1, 2, 3, 4, 5, 6]
     with pytest.raises(AssertionError), NoSync():
         torch.ones(()).item()

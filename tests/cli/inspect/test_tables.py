@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -19,6 +18,7 @@ from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import plan
 from lightning_lowbit.quant.transforms import rotate
 from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png, table
+from tests.lightning_imports import quiet_trainer
 from tests.tables import each
 
 NVFP4 = LinearCasts.preset("nvfp4").fprop_w
@@ -48,15 +48,7 @@ def llama(layers=2):
 def test_checkpoint_of_low_bit_training(capsys):
     """A converted layer has plain weights, so a checkpoint of FP4 training is one like any other."""
     model = Model()
-    trainer = Trainer(
-        max_steps=2,
-        plugins=[FP4Precision("nvfp4")],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(FP4Precision("nvfp4"), max_steps=2)
     trainer.fit(model)
     trainer.save_checkpoint("runs/last.ckpt")
     capsys.readouterr()
