@@ -15,7 +15,7 @@ from lightning_lowbit.kernels import amax_of, quantize_operand, rotate
 from lightning_lowbit.kernels.operands import measures_again
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
-from lightning_lowbit.nn.core.calls import keys_of_part
+from lightning_lowbit.nn.core.calls import keys_of_product
 from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU, mean_times
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
 from lightning_lowbit.nn.core.watch import Watched, stage_and_choose
@@ -57,11 +57,11 @@ class Amaxes(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The part of a pass that differs from other passes of the layer.
+    """The settings of a pass that differ from those of other passes of the layer.
 
     Attributes:
         keys: int64 ``[6]``, of the call: a copy, since the layer's keys may be refilled before the backward pass.
-        part: index of one of several products of the call, such as an expert; None for the only one.
+        number: of one of several products of the call, such as an expert; None for the only one.
         amaxes: from other passes or layers; None for none.
         blend: float32, 0-d: λ of annealing; None for fully quantized operands.
         watch: what is measured; None for nothing.
@@ -69,7 +69,7 @@ class Pass(NamedTuple):
     """
 
     keys: Tensor | None = None
-    part: int | None = None
+    number: int | None = None
     amaxes: Amaxes | None = None
     blend: Tensor | None = None
     watch: Watched | None = None
@@ -83,21 +83,21 @@ class Pass(NamedTuple):
     def gradient_sums(self) -> Tensor | None:
         return None if self.watch is None else self.watch.gradient_sums
 
-    def with_keys_of_part(self) -> "Pass":
-        """Returns the pass with the keys of its part. Forward and backward pass each derive them, since another draw of
-        random bits may change the call's keys in place."""
-        if self.part is None or self.keys is None:
+    def with_keys_of_product(self) -> "Pass":
+        """Returns the pass with the keys of its product. Forward and backward pass each derive them, since another draw
+        of random bits may change the call's keys in place."""
+        if self.number is None or self.keys is None:
             return self
-        return self._replace(keys=keys_of_part(self.keys, self.part), part=None)
+        return self._replace(keys=keys_of_product(self.keys, self.number), number=None)
 
     def for_backward(self) -> "Pass":
         """Returns the pass with copies of all that is refilled in place, perhaps before this one's backward pass."""
         if self.amaxes is None and self.blend is None:
             return self
-        keys, part, amaxes, blend, watch, gathered = self  # faster than _replace
+        keys, number, amaxes, blend, watch, gathered = self  # faster than _replace
         if amaxes is not None and amaxes.in_force is not None:
             amaxes = Amaxes(amaxes.in_force.clone(), amaxes.staged, amaxes.weight)
-        return Pass(keys, part, amaxes, None if blend is None else blend.clone(), watch, gathered)
+        return Pass(keys, number, amaxes, None if blend is None else blend.clone(), watch, gathered)
 
     def unrecorded(self) -> "Pass":
         """Returns the pass for an operand that another pass has quantized, and recorded, before."""

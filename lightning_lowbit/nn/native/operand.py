@@ -56,12 +56,6 @@ AnyOperand = Operand | BlockOperand | CodeOperand
 
 
 def values_of(operand: AnyOperand) -> Operand:
-    """Returns the operand of an emulated GEMM, or of one that takes no scales of blocks, as it is."""
-    assert isinstance(operand, Operand)
-    return operand
-
-
-def values_of(operand: AnyOperand) -> Operand:
     """Returns the operand of a GEMM that is emulated, or takes no scales of blocks, as it is."""
     assert isinstance(operand, Operand)
     return operand
