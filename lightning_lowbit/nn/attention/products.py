@@ -45,7 +45,7 @@ class ActivationProduct(PartLayer):
         keys = self.lowbit.keys
         return torch.device("cpu") if keys is None else keys.device
 
-    def native_gemms(self, *_: Any, **__: Any) -> dict[str, str]:
+    def native_kinds(self, *_: Any, **__: Any) -> dict[str, str]:
         """Returns none: they are emulated on all devices."""
         return {}
 

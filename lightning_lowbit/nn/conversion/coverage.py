@@ -165,7 +165,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         native: Counter[str] = Counter()
         for (name, gemm), flops in self.gemms.items():
             layer = self._layers[name]
-            if (kind := layer.native_gemms(device).get(gemm)) is not None:
+            if (kind := layer.native_kinds(device).get(gemm)) is not None:
                 native[kind] += flops
         return {kind: flops / max(self.model_flops + self.recomputed, 1) for kind, flops in native.items()}
 

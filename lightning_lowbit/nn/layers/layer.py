@@ -295,7 +295,7 @@ class QuantizedLayer(NativeGemms):
         others = has_readers, state.backend, state.blend is None
         if not is_compiled and (last := _HOWS.get(self)) is not None and last[1] == arguments and last[2] == others:
             return last[0]
-        native = self.native_gemms(device, dtype=dtype) if casts.plan.native_kinds else {}
+        native = self.native_kinds(device, dtype=dtype) if casts.plan.native_kinds else {}
         recasts = has_readers and self.keeps_parameter and casts.smooth is None and not is_gathered and frozen is None
         how = How(*arguments, native, recasts)
         if not is_compiled:

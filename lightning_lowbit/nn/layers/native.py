@@ -36,6 +36,12 @@ class NativeGemms(nn.Module):
 
     def native_gemms(
         self, device: torch.device, casts: LinearCasts | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[str, ...]:
+        """Returns the names of :meth:`native_kinds`."""
+        return tuple(self.native_kinds(device, casts, dtype))
+
+    def native_kinds(
+        self, device: torch.device, casts: LinearCasts | None = None, dtype: torch.dtype | None = None
     ) -> dict[str, str]:
         """Returns the GEMMs that a device computes natively, with their kinds (keys of ``NATIVE``), by default for the
         casts in force (none during annealing), to results of a dtype (None for any); raises a ``ValueError`` if one is
@@ -44,7 +50,7 @@ class NativeGemms(nn.Module):
         if state.backend == "emulated" or state.exact or (casts is None and state.blend is not None):
             return {}
         casts_in_force = casts or state.casts
-        native = dict[str, str]()
+        native: dict[str, str] = {}
         for gemm, kinds in casts_in_force.plan.native_kinds.items():
             kind = next((kind for kind in kinds if obstacle_of(device, kind, state.backend) is None), None)
             if kind is None:

@@ -13,8 +13,8 @@ def scaled_mm(monkeypatch):
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     devices._trial_obstacle.cache_clear()
-    with devices.declared("cpu", BLOCK_SCALED):
-        assert [devices.native_obstacle(torch.device("cpu"), kind) for kind in BLOCK_SCALED] == [None] * 4
+    with devices.declared("cpu", BLOCK_SCALED - {"cpu"}):
+        assert [devices.native_obstacle(torch.device("cpu"), kind) for kind in BLOCK_SCALED - {"cpu"}] == [None] * 4
         stand_in.calls.clear()
         yield stand_in
     devices._trial_obstacle.cache_clear()
