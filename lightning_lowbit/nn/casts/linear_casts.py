@@ -118,6 +118,13 @@ class LinearCasts:
         for problem in contradictions(self):
             raise ValueError(f"{problem} Got {self}.")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "plan"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        object.__setattr__(self, "plan", plan_of(self))
+
     def _checked(self, name: str, keys: tuple[str, ...], read: Callable[[Any], Any], example: object) -> FrozenDict:
         value = getattr(self, name) or {}
         if not isinstance(value, Mapping):

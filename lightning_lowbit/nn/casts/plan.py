@@ -1,6 +1,7 @@
 """The names of operands and GEMMs, and facts about casts that passes ask for."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from lightning_lowbit.nn.native.table import BLOCK_SCALED, kinds_of
 from lightning_lowbit.quant import Cast
@@ -30,7 +31,8 @@ GEMM = {operand: operand.partition("_")[0] for operand in OPERANDS}
 INDEX = {operand: i for i, operand in enumerate(OPERANDS)}
 
 
-class CastPlan(NamedTuple):
+@dataclass(frozen=True)
+class CastPlan:
     """Facts about casts that a pass through a layer asks for, worked out once.
 
     Attributes:
@@ -62,6 +64,10 @@ class CastPlan(NamedTuple):
     transient: frozenset[str]
     native_kinds: dict[str, tuple[str, ...]]
     coded: str | None
+
+    def __new__(cls, *_: Any, **__: Any) -> "CastPlan":
+        """Takes the arguments with which earlier versions pickled a plan: the casts work it out again."""
+        return object.__new__(cls)
 
 
 def plan_of(casts: "LinearCasts") -> CastPlan:
