@@ -30,7 +30,6 @@ constexpr Instructions kInstructions = kLoops;
 
 typedef int8_t S8 __attribute__((vector_size(4 * kLanes)));
 
-inline S8 load_words(const int8_t *source) { return read<S8>(source) + (int8_t)kOffset; }
 inline S8 repeat_word(const int8_t *source) { return (S8)all_integers(read<int32_t>(source)); }
 
 // a * b + c, rounded once.
@@ -49,7 +48,7 @@ inline F32 multiply_add(F32 a, F32 b, F32 c) {
 }
 
 // `start` plus the products of a group of 16 elements: lane by lane those of `left`, between -128 and 127, by those of
-// `right`, between -15 and 15 and loaded by load_words. With AVX2 sums of eight products fit 16 bits.
+// `right`, between -15 and 15 and with kOffset added. With AVX2 sums of eight products fit 16 bits.
 inline I32 add_dots(I32 start, const S8 (&left)[kWords], const S8 (&right)[kWords]) {
 #if defined(__AVX512BW__) && defined(__AVX512VNNI__)
     __m512i sum = (__m512i)start;
