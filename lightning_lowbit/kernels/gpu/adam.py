@@ -98,8 +98,7 @@ class TritonParameters:
         room = self._room_for_sums(counts.values()) if sums else {"starts": None, "partials": None}
         keys = None
         if is_update and any(in_fp8.values()):
-            key = mix_key(decision.numbers["steps"] + (self._table[:, _AT.number] << 40))
-            keys = torch.stack([mix_key(key), mix_key(key + 1)])
+            keys = mix_key(decision.numbers["steps"] + (self._table[:, _AT.number] << 40))
         arguments = {"numbers": self._rows(decision.numbers), "keys": keys, **room}
         for kind in kinds:
             constants = {
