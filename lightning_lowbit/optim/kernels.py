@@ -1,8 +1,9 @@
 """The passes of a step in kernels, C++ on CPUs and Triton on GPUs: each is one call for all parameters of a batch."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from lightning_lowbit.kernels.cpu import adam as cpu
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import adam as gpu
 from lightning_lowbit.kernels.memory import address, resolved
-from lightning_lowbit.kernels.ops import agrees
+from lightning_lowbit.kernels.ops import agrees, is_of_kernel, warn_of_failure
 from lightning_lowbit.kernels.shards import (
     DENSE,
     FP8,
@@ -31,6 +32,9 @@ from lightning_lowbit.optim.rules import AdaClip, GroupRules, Numbers
 # The tensors of a member, by the names that `ParameterShard` has for them: possible dtypes, and addresses of none.
 _DTYPES = dict.fromkeys(FP8Moments.names, (torch.float32, torch.uint8)) | {"master": (torch.float16,)}
 _NOWHERE = dict.fromkeys(_DTYPES, 0)
+
+_STEPS = "the steps of optimizers"  # in warnings
+_left: set[torch.device] = set()  # to plain torch, after a launch that failed
 
 
 class KernelPasses(Passes):
@@ -52,11 +56,11 @@ class KernelPasses(Passes):
     def squares(self, decision: Decision) -> Tensor:
         return self._parameters.squares(decision)
 
-    def update(self, decision: Decision, sums: bool) -> Tensor | None:
-        result = self._parameters.update(decision, sums)
+    def update(self, decision: Decision, sums: bool, done: Collection[int] = ()) -> Tensor | None:
+        assert not done
         # As operations of torch do, so that autograd refuses a graph that has saved the weights before the step.
         torch.autograd.graph.increment_version([member.parameter for member in self.batch.members])
-        return result
+        return self._parameters.update(decision, sums)
 
     def write_clipped(self, decision: Decision, targets: Sequence[Tensor | None]) -> None:
         shards = []
@@ -89,10 +93,47 @@ class CppPasses(KernelPasses):
 
 
 class TritonPasses(KernelPasses):
-    """The passes in Triton, with fp32 statistics and moments of all elements."""
+    """The passes in Triton, with fp32 statistics and moments of all elements.
+
+    After a launch that fails, plain torch ends the step and takes all others on the device. A launch that raises an
+    error has not run: the passes that write into new tensors begin again, and the update goes on with the shards that
+    no launch has updated.
+    """
 
     def _in_kernels(self, shards: Sequence[ParameterShard]) -> gpu.TritonParameters:
         return gpu.TritonParameters(shards, self.batch.device)
+
+    def measure(self, weights: bool = False) -> Tensor:
+        return self._launched(super().measure, Passes.measure, weights)
+
+    def squares(self, decision: Decision) -> Tensor:
+        return self._launched(super().squares, Passes.squares, decision)
+
+    def write_clipped(self, decision: Decision, targets: Sequence[Tensor | None]) -> None:
+        self._launched(super().write_clipped, Passes.write_clipped, decision, targets)
+
+    def update(self, decision: Decision, sums: bool, done: Collection[int] = ()) -> Tensor | None:
+        return self._launched(super().update, Passes.update, decision, sums)
+
+    def _launched(self, launch: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns the result of launches, or of plain torch for what they have left to do."""
+        device = self.batch.device
+        if device in _left:
+            return plain(self, *arguments)
+        done: tuple[Collection[int], ...] = ()
+        sums: Tensor | None = None
+        try:
+            return launch(*arguments)
+        except gpu.Interrupted as interrupted:
+            error, done, sums = interrupted.error, (interrupted.updated,), interrupted.sums
+        except Exception as failure:
+            error = failure
+        if not is_of_kernel(error):
+            raise error
+        result = plain(self, *arguments, *done)  # if this raises, too, the kernel is not at fault
+        _left.add(device)
+        warn_of_failure("Triton", _STEPS, error, device)
+        return result if sums is None else result + sums
 
 
 def passes_for(batch: Batch) -> Passes:
@@ -117,6 +158,7 @@ def kernels_for(batch: Batch) -> type[KernelPasses] | None:
         is_captured = batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         is_sparse = any(member.moments.is_sparse for member in batch.members)
         is_served = not is_captured and not is_sparse and gpu.obstacle(batch.device) is None
+        is_served &= batch.device not in _left
         return TritonPasses if is_served and triton_agrees(batch.device) else None
     return None
 
@@ -128,7 +170,7 @@ def triton_agrees(device: torch.device) -> bool:
     def is_near() -> bool:
         return all(map(_are_near, _sample_results(TritonPasses, device), _sample_results(Passes, device)))
 
-    return agrees("the steps of optimizers", device, is_near)
+    return agrees(_STEPS, device, is_near)
 
 
 def _sample_results(passes: type[Passes], device: torch.device) -> list[Tensor]:

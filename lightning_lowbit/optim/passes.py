@@ -9,7 +9,7 @@ Between them the rules do arithmetic on one number per parameter. Tensors are ha
 of temporaries. Nothing here waits for a device: scalars are 0-d tensors.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -137,10 +137,15 @@ class Passes:
             columns.append(self._total([self._sums(*_clip(decision, numbers, *pair), numbers) for pair in pieces]))
         return torch.stack(columns, dim=1)
 
-    def update(self, decision: Decision, sums: bool) -> Tensor | None:
-        """Takes Adam's step on parameters, moments and masters; with ``sums``, returns the result of `squares`."""
-        rows = enumerate(_rows(decision))
-        columns = [self._update_one(index, decision, numbers, sums) for index, numbers in rows]
+    def update(self, decision: Decision, sums: bool, done: Collection[int] = ()) -> Tensor | None:
+        """Takes Adam's step on parameters, moments and masters; with ``sums``, returns the result of `squares`.
+
+        Members whose numbers are in ``done`` are left alone, and their sums are 0.
+        """
+        columns = [
+            [] if index in done else self._update_one(index, decision, numbers, sums)
+            for index, numbers in enumerate(_rows(decision))
+        ]
         return torch.stack(list(map(self._total, columns)), dim=1) if sums else None
 
     def write_clipped(self, decision: Decision, targets: Sequence[Tensor | None]) -> None:

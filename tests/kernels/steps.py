@@ -1,5 +1,6 @@
 """Steps of the optimizers by the Triton kernels, for tests without a GPU: in a process with ``TRITON_INTERPRET=1``."""
 
+import warnings
 from contextlib import contextmanager
 from unittest import mock
 
@@ -7,6 +8,7 @@ import torch
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.distributed import Sharding
+from lightning_lowbit.kernels import ops
 from lightning_lowbit.kernels.gpu import adam as gpu
 from lightning_lowbit.optim import Adaptive, kernels, optimizer, rules
 from lightning_lowbit.optim.adam import ClippedAdam
@@ -43,6 +45,28 @@ def differences_without_a_gradient(options, dtype):
         mock.patch.object(optimizer, "all_reduce_", reduced),
     ):
         return differences([(options, dtype)], idle=3)
+
+
+def differences_after_a_failure(options, dtype, number):
+    """The same where the launch of a number fails; and how many launches and which warnings there were."""
+    launches, launch_of = iter(range(10**6)), gpu.run
+
+    def run(launch):
+        if next(launches) == number:
+            raise NotImplementedError("no such instruction")
+        launch_of(launch)
+
+    with (
+        mock.patch.object(gpu, "run", run),
+        mock.patch(f"{__name__}.SHAPES", [(0, 3), (3,), (5, 6)]),
+        mock.patch.object(ops, "_warned", set()),
+        mock.patch.object(kernels, "_left", set()),
+        mock.patch.object(kernels, "triton_agrees", lambda device: True),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        texts = differences([(options, dtype)])
+    return texts, next(launches), [str(warning.message) for warning in caught]
 
 
 def differences(cases, make=ClippedAdam, idle=None):
