@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.kernels.cpu import adam as cpu
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import adam as gpu
-from lightning_lowbit.kernels.memory import address, resolved
+from lightning_lowbit.kernels.memory import address, layout, resolved
 from lightning_lowbit.kernels.ops import agrees, is_of_kernel, warn_of_failure
 from lightning_lowbit.kernels.shards import (
     DENSE,
@@ -37,13 +38,22 @@ _STEPS = "the steps of optimizers"  # in warnings
 _left: set[torch.device] = set()  # to plain torch, after a launch that failed
 
 
+@dataclass
+class _Memory:
+    """The shards of a batch without gradients, in the last step; and on what they depend."""
+
+    layout: list[object]
+    shards: list[ParameterShard]
+    scalars: cpu.Scalars | None = None
+
+
 class KernelPasses(Passes):
     """The passes in kernels; a subclass is for one kind of device."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
         self._gradients = [None if m.gradient is None else resolved(m.gradient).contiguous() for m in batch.members]
-        self._shards = [_shard(*pair) for pair in zip(batch.members, self._gradients, strict=True)]
+        self._shards = [*map(_with_gradient, _shards(batch), batch.members, self._gradients)]
         self._parameters = self._in_kernels(self._shards)
 
     @abstractmethod
@@ -80,7 +90,9 @@ class CppPasses(KernelPasses):
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
         scalars = {name: [member.state[name] for member in batch.members] for name in batch.scalars}
-        self._scalars = cpu.Scalars(scalars, {name: scalar_dtype(name, batch.dtype) for name in batch.scalars})
+        dtypes = {name: scalar_dtype(name, batch.dtype) for name in batch.scalars}
+        remembered = batch.memory[batch.members[0].number]
+        self._scalars = remembered.scalars = cpu.Scalars(scalars, dtypes, remembered.scalars)
 
     def _in_kernels(self, shards: Sequence[ParameterShard]) -> cpu.CppParameters:
         return cpu.CppParameters(shards)
@@ -232,7 +244,27 @@ def _changed(member: Member, fault: str) -> str:
     )
 
 
-def _shard(member: Member, gradient: Tensor | None) -> ParameterShard:
+def _shards(batch: Batch) -> list[ParameterShard]:
+    """Returns the shards without gradients: those of the last step, if nothing lies elsewhere or has changed."""
+    members = batch.members
+    current = layout(tensor for member in members for tensor in (member.shard, *member.tensors.values()))
+    current += [part for member in members for part in (member.number, member.moments)]
+    memory = batch.memory.get(members[0].number)
+    is_whole = all(member.parameter is member.shard for member in members)  # a part may be another one next time
+    if memory is None or not is_whole or memory.layout != current:
+        scalars = None if memory is None else memory.scalars
+        memory = batch.memory[members[0].number] = _Memory(current, [*map(_shard, members)], scalars)
+    return memory.shards
+
+
+def _with_gradient(shard: ParameterShard, member: Member, gradient: Tensor | None) -> ParameterShard:
+    if gradient is None:
+        return shard
+    start = address("a gradient", gradient, gradient.dtype, shard.size, member.shard.device)
+    return ParameterShard(shard.weights, start, *shard[2:8], KINDS[gradient.dtype], *shard[9:])
+
+
+def _shard(member: Member) -> ParameterShard:
     shard, moments, tensors, device = member.shard, member.moments, member.tensors, member.shard.device
     kind, every, first, stride = DENSE, 1, 0, 0
     row = columns = size = shard.numel()
@@ -254,10 +286,10 @@ def _shard(member: Member, gradient: Tensor | None) -> ParameterShard:
         starts[name] = address(name, tensor, dtype, tensor.numel(), device)
     return ParameterShard(
         weights=address("a parameter", shard, shard.dtype, size, device),
-        gradient=0 if gradient is None else address("a gradient", gradient, gradient.dtype, size, device),
+        gradient=0,
         **starts,
         weights_kind=KINDS[shard.dtype],
-        gradient_kind=NOTHING if gradient is None else KINDS[gradient.dtype],
+        gradient_kind=NOTHING,
         moments=kind,
         size=size,
         row=row,

@@ -18,6 +18,7 @@ Source: arXiv 2409.12517, section 5, for the two formats; COAT (arXiv 2410.19313
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -195,6 +196,7 @@ def _with_columns(shape: torch.Size, share: int) -> tuple[int, ...]:
     return (*shape[:-1], -(-shape[-1] // share))
 
 
+@cache
 def moments_of(kind: str, density: float, dims: int) -> DenseMoments:
     """Returns the format for a parameter of ``dims`` dimensions; below two dimensions moments are dense."""
     if dims < 2:

@@ -71,6 +71,7 @@ class Batch:
         passes: work on their elements; chosen when all members are known.
         finite: bool, 0-d; False if a gradient of any batch or rank is not finite: no parameter takes the step.
         sums: of the shards on this rank, from Adam's update; None if the rules have measured norms before.
+        memory: of the optimizer: what passes need not find out again in the next step, by the first member's number.
     """
 
     passes: "Passes"
@@ -93,6 +94,7 @@ class Batch:
         self.sums_in_update = is_clipped and not is_normed and rules.sums_in_update
         self.measures_norms = not self.sums_in_update and (is_clipped or is_normed)
         self.zero = torch.zeros((), dtype=dtype, device=device)
+        self.memory: dict[int, Any] = {}
         self.members: list[Member] = []
         self.gradients: list[Tensor] = []  # zeros where this rank has none
         self.numbers: Numbers = {}
