@@ -107,7 +107,7 @@ class Scalars:
         before: "Scalars | None" = None,
     ) -> None:
         self._tensors, self._dtypes = tensors, dtypes  # tensors, so that their memory stays
-        self._addresses: dict[str, "array[int]"] = {}
+        self._addresses: dict[str, array[int]] = {}
         for name, scalars in tensors.items():
             if before is not None and name in before._tensors:
                 starts = before._addresses[name]
