@@ -112,8 +112,8 @@ void multiply_tile(const Reader &left, const int32_t *starts, int64_t row, const
             for (int column = 0; column < kColumns; column++) {
                 I32 sum = add_dots(kSingle ? start : whole[r][column] + start, repeated, words[column]);
                 if (ends)
-                    sums[r][column] = multiply_add(__builtin_convertvector(sum, F32) * scales[column], left_scale,
-                                                   sums[r][column]);
+                    sums[r][column] = fused_multiply_add(__builtin_convertvector(sum, F32) * scales[column], left_scale,
+                                                         sums[r][column]);
                 whole[r][column] = ends ? I32{} : sum;
             }
         }
