@@ -18,7 +18,7 @@ from lightning_lowbit.cli import run
 from lightning_lowbit.cli.configs import merge_all, recipes
 from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
-from lightning_lowbit.nn.casts.plan import GEMMS
+from lightning_lowbit.nn.casts.traits import GEMMS
 from lightning_lowbit.precision import LowBitPrecision
 from tests.recipes.recipe_names import (
     FP4_STUDIES,

@@ -38,7 +38,7 @@ from lightning_lowbit.export.formats.base import (
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, common_obstacle, divisor, has_second_level, weight_cast
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
 
