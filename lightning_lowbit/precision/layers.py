@@ -319,7 +319,7 @@ class RunLayers:
         with unchanged([*keys, *rows, *self.histories.staged, *buffers]):
             self._keys.draw_again_(number)
             yield
-        if len(self._keys.in_use()) == 1 and any(layer.casts.plan.draws for layer in layers):
+        if len(self._keys.in_use()) == 1 and any(layer.casts.traits.draws for layer in layers):
             raise MisconfigurationException(
                 "Another draw of a gradient needs the random bits of layers, and none asked for any, as in a replayed "
                 "CUDA graph: compile without CUDA graphs (no mode='reduce-overhead'), or measure with "

@@ -174,7 +174,7 @@ INSIDE = {
     "cli/__init__.py: cli.command.main": "importing `lightning_lowbit.cli` is free",
     "cli/command.py: cli.run.run": "commands that do not train import no torch",
     "cli/command.py: _lightning.MisconfigurationException": "commands that do not train import no torch",
-    "cli/configs.py: nn.casts.plan.OPERANDS": "commands that do not train import no torch",
+    "cli/configs.py: nn.casts.traits.OPERANDS": "commands that do not train import no torch",
     "cli/lab/estimate/shapes.py: nn.sharded.gather.casts_obstacle": "needs FSDP2, whose parts may move",
     "kernels/gpu/casts.py: kernels.gpu.kernels": "imports Triton, which is optional",
     "precision/layers.py: nn.sharded.gather.WeightGathers": "needs FSDP2, whose parts may move",

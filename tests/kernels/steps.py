@@ -96,7 +96,7 @@ def differences(cases, make=ClippedAdam, idle=None):
 
 def _three_steps(make, options, dtype, name, idle):
     """Parameters, their state and statistics, by name."""
-    with backend(name), mock.patch.object(rules, "SPIKE_CLIP_AFTER", 0):
+    with backend(name), rules.spikes_clipped_after(0):
         parameters = make_parameters(dtype, SHAPES)
         optimizer = make(parameters, **options)
         seen = []

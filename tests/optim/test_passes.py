@@ -10,7 +10,8 @@ from lightning_lowbit.compilation import backend
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, kernels
 from lightning_lowbit.optim.adam import ClippedAdam
-from tests.optim.parameters import assert_same, clip_spikes_early, make_parameters, set_gradients, snapshot, train, use
+from lightning_lowbit.optim.rules import spikes_clipped_after
+from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train, use
 from tests.tables import each
 
 # Rows that end within a block of 128, and a tensor of more than one chunk of 2^14 elements.
@@ -20,8 +21,9 @@ needs_cpp = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot
 
 
 @pytest.fixture(autouse=True)
-def _early(monkeypatch):
-    clip_spikes_early(monkeypatch)
+def _early():
+    with spikes_clipped_after(2):
+        yield
 
 
 def run(make, code, dtype):

@@ -51,7 +51,7 @@ class NativeGemms(nn.Module):
             return {}
         casts_in_force = casts or state.casts
         native: dict[str, str] = {}
-        for gemm, kinds in casts_in_force.plan.native_kinds.items():
+        for gemm, kinds in casts_in_force.traits.native_kinds.items():
             kind = next((kind for kind in kinds if obstacle_of(device, kind, state.backend) is None), None)
             if kind is None:
                 has_native_gemms(device, kinds[0], state.backend)  # raises, if it must
@@ -66,7 +66,7 @@ class NativeGemms(nn.Module):
         state, casts = self.lowbit, self.lowbit.full_casts
         emulated: dict[str, list[str]] = {}
         for gemm in casts.quantized_gemms:
-            kinds = casts.plan.native_kinds.get(gemm, ())
+            kinds = casts.traits.native_kinds.get(gemm, ())
             if state.exact or state.backend == "emulated":
                 reason: str | None = "exact=True" if state.exact else "backend='emulated'"
             elif not kinds:
