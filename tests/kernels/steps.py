@@ -57,11 +57,10 @@ def differences_after_a_failure(options, dtype, number):
         launch_of(launch)
 
     with (
-        mock.patch.object(gpu, "run", run),
+        launched(run),
         mock.patch(f"{__name__}.SHAPES", [(0, 3), (3,), (5, 6)]),
         mock.patch.object(ops, "_warned", set()),
         mock.patch.object(kernels, "_left", set()),
-        mock.patch.object(kernels, "triton_agrees", lambda device: True),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
