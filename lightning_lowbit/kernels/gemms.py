@@ -50,8 +50,8 @@ class CodeOperand(NamedTuple):
         """Returns itself: its cast names the contraction axis."""
         return self
 
-    def decoded(self, dtype: torch.dtype, _: int = 1) -> Operand:
-        """Returns the emulation's operand for a pass in ``dtype``, bit for bit, in the layout of the matrix."""
+    def decoded(self, dtype: torch.dtype, contracted: int = 1) -> Operand:
+        """Returns the emulation's operand for a pass in ``dtype``, bit for bit; its call knows the axis."""
         x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape = self
         if factor is not None:
             return unpack_operand(Packed(x, factor), cast, dim, shape, dtype)
