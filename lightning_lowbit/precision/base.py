@@ -386,6 +386,11 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self.coverage_line.see(tensor, module, self.phase == "fqt")
         return super().pre_backward(tensor, module)
 
+    def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Runs the backward pass, with its products in float32 where the forward pass had them so."""
+        with self._layers.products():
+            super().backward(tensor, model, *args, **kwargs)
+
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Stops recording only now: activation checkpointing runs forward passes within the backward pass."""
         if self._state.is_automatic:

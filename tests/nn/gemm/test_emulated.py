@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.nn.core.gemm import matmul
 from lightning_lowbit.quant import Operand, quantize_operand
+from lightning_lowbit.units import cpu_without
 from tests.nn.gemm.operands import NVFP4, ROWS, SIZES, TENSOR, WIDE, check, operands
 from tests.nn.layers import value
 from tests.tables import each
@@ -57,9 +58,8 @@ class DtypesOfGemms(TorchDispatchMode):
 
 
 @each("dtype", [torch.bfloat16, torch.float16])
-def test_cpus_without_units_for_a_dtype_compute_in_float32(monkeypatch, dtype):
+def test_cpus_without_units_for_a_dtype_compute_in_float32(dtype):
     """And round once, as GEMMs of the dtype do."""
-    monkeypatch.setattr("lightning_lowbit.nn.core.gemm.SLOW_ON_CPU", frozenset({dtype}))
     x, w = operands(dtype=dtype)
     bias = torch.randn(40).to(dtype)
     pairs = {None: (Operand(x), Operand(w))}
@@ -67,7 +67,7 @@ def test_cpus_without_units_for_a_dtype_compute_in_float32(monkeypatch, dtype):
         pairs[cast] = (quantize_operand(x, cast, 1), quantize_operand(w, cast, 0))
     for a, b in pairs.values():
         for own in (None, bias):
-            with DtypesOfGemms() as seen:
+            with cpu_without(dtype), DtypesOfGemms() as seen:
                 found = matmul(a, b, own, dtype)
             assert seen.found == {torch.float32}
             check(found, a, b, own, dtype, ulps=0.5)
