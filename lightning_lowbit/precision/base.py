@@ -116,6 +116,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
     micro_batch: int = _delegated("_layers", "micro_batch")  # training steps since then
     phase: str = _delegated("_layers", "phase")
     """The phase in force: the latest temporary one, or else that of :meth:`set_phase`."""
+    compute_reason: str = _delegated("_state.compute", "reason")  # why ``compute_dtype`` is what it is
     scaler: GradScaler | None = _delegated("_state", "scaler")  # type: ignore[assignment]  # may be set between steps
     trained: Trained = _delegated("_state", "trained")  # the record that checkpoints hold
     fresh_histories: bool = _delegated("_state", "fresh_histories")

@@ -119,7 +119,7 @@ class ComputeDtype:
 
     Attributes:
         name: a key of :data:`COMPUTE_DTYPES`. For ``"auto"`` it is ``"bf16"`` until a run decides.
-        reason: why it is this one, for people to read.
+        reason: why it is this one, as the end of a sentence.
         is_followed: True if a checkpoint decided.
 
     Raises:
@@ -136,7 +136,7 @@ class ComputeDtype:
         name = _SPELLINGS[spelling]
         self.is_auto, self._is_decided, self.is_followed = name == "auto", False, False
         self.name = "bf16" if self.is_auto else name
-        self.reason = "until a run decides" if self.is_auto else f"compute_dtype={asked!r}"
+        self.reason = "until a run decides" if self.is_auto else f"as compute_dtype={asked!r} says"
 
     @property
     def dtype(self) -> torch.dtype:
