@@ -8,24 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowbit import _torch
-from lightning_lowbit._torch import CPU_PRODUCTS, TorchDispatchMode
 from lightning_lowbit.units import Float32Products, cpu_without, float32_products, has_units, lacks_units
+from tests.products import Products
 from tests.tables import each
 
 CPU = torch.device("cpu")
-
-
-class Products(TorchDispatchMode):
-    """Collects the dtypes of the operands of torch's products."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in CPU_PRODUCTS:
-            self.dtypes.add(args[0].dtype)
-        return func(*args, **(kwargs or {}))
 
 
 def causal(q):

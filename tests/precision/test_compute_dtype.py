@@ -10,6 +10,7 @@ from tests.launch import launch
 from tests.lightning_imports import from_yaml
 from tests.precision.checkpoints.ranks import RANKS
 from tests.precision.regression_model import Regression, flat, state, trainer
+from tests.products import Products
 from tests.tables import each
 
 pytestmark = pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch")
@@ -99,6 +100,36 @@ def test_auto_is_bf16_where_the_cpu_has_it(told, has, dtype):
     assert state(plugin)["trained"]["compute_dtype"] == ("bf16" if has else "fp32")
     expected = [] if has else ["compute_dtype='auto': float32, as this CPU has no bf16 instructions."]
     assert [text for text in told.messages if "compute_dtype=" in text] == expected
+
+
+@each("dtype", [BF16, FP16])
+@each("plugin", [LowBitPrecision("bf16"), FP8Precision("current", skip=["head"])])
+@each("recompute", [False, True])
+def test_a_cpu_without_instructions_multiplies_in_float32_and_rounds(dtype, plugin, recompute):
+    """In both passes, whether a layer is converted or not."""
+
+    def train(*lacking):
+        model, casts = Regression(recompute=recompute), plugin.casts
+        with cpu_without(*lacking), Products() as seen:
+            trainer(LowBitPrecision(casts, skip=plugin.skip, compute_dtype=dtype)).fit(model)
+        return flat(model), seen.dtypes
+
+    (expected, native), (found, wide) = train(), train(dtype)
+    assert dtype in native and wide == {FP32}
+    start = flat(Regression())
+    assert (found - expected).norm() < 0.05 * (expected - start).norm(), "it is a run of another dtype"
+
+
+def test_parameters_of_a_dtype_without_instructions_multiply_in_float32():
+    """Also where autocast is off."""
+
+    class Narrow(Regression):
+        def forward(self, x):
+            return super().forward(x.bfloat16())
+
+    with cpu_without(BF16), Products() as seen:
+        trainer(LowBitPrecision("bf16", compute_dtype="fp32")).fit(Narrow().bfloat16())
+    assert seen.dtypes == {FP32}
 
 
 def test_devices_are_asked_for_their_own_instructions(monkeypatch):
