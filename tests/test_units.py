@@ -132,3 +132,12 @@ def test_bfloat16_needs_instructions_that_torch_may_use(machine, supported, inst
             if limit is not None:
                 patch.setenv(name, limit)
             assert _torch.cpu_has_units(torch.bfloat16) == expected
+
+
+@each("limit, expected", [("AVX2", False), ("avx512_core", False), ("AVX2_VNNI", True), ("ALL", True)])
+def test_sums_of_int8_need_instructions_that_torch_may_use(limit, expected):
+    """Otherwise they saturate."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+        patch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+        assert _torch.has_vnni() == expected

@@ -141,14 +141,18 @@ def donated_buffers(allowed: bool) -> AbstractContextManager[None]:
 # --- CPUs -------------------------------------------------------------------------------------------------------------
 
 
+def _onednn_limit() -> str:
+    """Returns the instruction set to which the environment holds oneDNN, torch's library of products; "" for none."""
+    return (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
+
+
 def has_vnni() -> bool:
-    """Tells whether this CPU multiplies int8 by instructions of its own."""
-    return torch.cpu._is_vnni_supported()
+    """Tells whether this CPU multiplies int8 by instructions of its own. Without them oneDNN's sums saturate."""
+    return torch.cpu._is_vnni_supported() and _onednn_limit() not in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
 
 
 def cpu_has_units(dtype: torch.dtype) -> bool:
-    """Tells whether this CPU multiplies matrices of bfloat16 or float16 by instructions of its own, and torch may use
-    them: oneDNN's environment variable may hold it to an older instruction set."""
+    """Tells whether this CPU multiplies matrices of bfloat16 or float16 by instructions of its own."""
     if not torch._C._has_mkldnn:
         return False
     if dtype == torch.float16:
@@ -158,8 +162,7 @@ def cpu_has_units(dtype: torch.dtype) -> bool:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     # oneDNN supports bfloat16 from AVX-512 on, by conversions to float32 where there are no instructions for it.
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
-    is_older = limit.upper() in ("AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+    is_older = _onednn_limit() in ("AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
     return torch.cpu._is_avx512_bf16_supported() and not is_older
 
 
