@@ -71,8 +71,9 @@ class LowBitPrecision(Shown, FSDPPrecision):
         overrides: other casts for some layers, by name pattern.
         compute_dtype: the dtype of everything that is not quantized: ``"bf16"`` or ``"fp16"`` (autocast), ``"fp32"``,
             or their names in Lightning or torch. ``"auto"`` is bf16 if the devices of all processes have instructions
-            for it, else float32; a run that loads a checkpoint takes the dtype in which that was trained. Operands are
-            rounded to it before they are quantized. Parameters keep their dtype.
+            for it, else float32; a run that loads a checkpoint takes the dtype in which that was trained. A CPU without
+            instructions for the dtype computes products in float32 and rounds them. Operands are rounded to the dtype
+            before they are quantized. Parameters keep their dtype.
         scaler: any ``torch.amp.GradScaler``, for ``"fp16"`` only; None for a ``ConservativeGradScaler``.
         seed: of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
