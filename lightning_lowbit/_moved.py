@@ -17,6 +17,7 @@ MOVED = {
     "callbacks.recovery.copies": ("callbacks.recovery.snapshots",),
     "callbacks.recovery.gentle_steps": ("callbacks.learning_rates",),
     "export.formats.holding": ("export.formats.compressed_tensors",),
+    "export.source": ("export.trained_model",),
     "kernels.cpu.patches": ("kernels.cpu.products",),
     "kernels.delayed": ("kernels.products",),
     "kernels.gpu.constants": ("kernels.numbers",),

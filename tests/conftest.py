@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import threading
+from contextlib import ExitStack
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -95,6 +96,13 @@ def _clean(request, monkeypatch, _empty_folders):
     SEED(0)
     yield
     os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+@pytest.fixture
+def within():
+    """Enters contexts that end with the test: ``within(backend("eager"))``."""
+    with ExitStack() as stack:
+        yield stack.enter_context
 
 
 @pytest.fixture

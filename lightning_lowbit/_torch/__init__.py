@@ -116,6 +116,11 @@ OpOverload = torch._ops.OpOverload
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
+def has_dispatch_mode() -> bool:
+    """Tells whether a ``TorchDispatchMode`` sees operators now, such as a counter or a tracer."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def operator_of(function: Any) -> Any:
     """Returns the operator of one of its overloads; another function itself."""
     return getattr(function, "_overloadpacket", function)
@@ -149,6 +154,11 @@ def _onednn_limit() -> str:
 def has_vnni() -> bool:
     """Tells whether this CPU multiplies int8 by instructions of its own. Without them oneDNN's sums saturate."""
     return torch.cpu._is_vnni_supported() and _onednn_limit() not in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
+
+
+def has_amx() -> bool:
+    """Tells whether this CPU multiplies tiles of bfloat16."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 def cpu_has_units(dtype: torch.dtype) -> bool:

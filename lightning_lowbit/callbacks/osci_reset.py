@@ -4,6 +4,7 @@ The measure is Σ |q_t - q_{t-1}| / Σ |w_t - w_{t-1}| over a window of optimize
 quantized value q. Near a threshold, q jumps between two levels while w hardly moves.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -124,9 +125,11 @@ class OsciReset(LowBitCallback):
         self._step = step
         # A batch may have several optimizer steps, so the first step of a window may fall inside one.
         if step >= self.start and (step - self.start) // self.every > (before - self.start) // self.every:
-            weights = latent_weights(self._layers, compute_dtype(trainer.precision_plugin))
-            self._paths = {name: _Paths.begin(self._matrix(name)) for name, _ in weights}
+            self._paths = {name: _Paths.begin(self._matrix(name)) for name, _ in self._latent(trainer)}
             self._end = step + self.window
+
+    def _latent(self, trainer: Trainer) -> Iterator[tuple[str, LatentWeight]]:
+        return latent_weights(self._layers, compute_dtype(trainer.precision_plugin))
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -135,7 +138,7 @@ class OsciReset(LowBitCallback):
             return
         before, self._paths = self._paths, {}
         shares = {}
-        for name, weight in latent_weights(self._layers, compute_dtype(trainer.precision_plugin)):
+        for name, weight in self._latent(trainer):
             if name not in before:
                 continue
             paths, matrix = before.pop(name), self._matrix(name)

@@ -176,13 +176,13 @@ def _copy(arguments: Sequence[str]) -> None:
     parser.add_argument("name", help="a name from `lowbit ls`")
     parser.add_argument("file", nargs="?", default=".", help="where to; a folder keeps the name")
     options = parser.parse_args(arguments)
-    source = find_config(options.name)
+    config = find_config(options.name)
     target = Path(options.file).expanduser()
     if target.is_dir() or options.file.endswith("/"):
-        target /= source.name
+        target /= config.name
     if os.path.lexists(target):
         raise ValueError(f"{target} exists already; give another name, or remove it first.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(source.read_text())
-    use = "compare --study" if kind(source) == STUDY else "fit --config"
+    target.write_text(config.read_text())
+    use = "compare --study" if kind(config) == STUDY else "fit --config"
     print(f"Copied to {target}, for `lowbit {use} {target}`")

@@ -7,25 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.tokenizer import load_tokenizer
+from lightning_lowbit.export.trained_model import TrainedModel
 
 LENGTH, SEQUENCES = 128, 16  # tokens of a sequence, and how many
 
 
-def tokens_of(source: TrainedModel, text: str | Path | None) -> Tensor:
+def tokens_of(original: TrainedModel, text: str | Path | None) -> Tensor:
     """Token ids, int64 ``[sequences, length]``: of a text file, or drawn at random where there is none.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the checkpoint does not tell its tokenizer; or the text is shorter than a sequence.
     """
-    config: Any = source.config
+    config: Any = original.config
     vocabulary, positions = int(config.vocab_size), int(getattr(config, "max_position_embeddings", LENGTH) or LENGTH)
     length = min(LENGTH, positions)
     if text is None:
         return torch.randint(vocabulary, (4, length), generator=torch.Generator().manual_seed(0))
-    path, name = Path(text).expanduser(), source.facts.get("tokenizer")
+    path, name = Path(text).expanduser(), original.facts.get("tokenizer")
     if not path.is_file():
         raise FileNotFoundError(f"There is no file of text {path}. Give one in UTF-8.")
     if name is None:
@@ -43,17 +43,17 @@ def tokens_of(source: TrainedModel, text: str | Path | None) -> Tensor:
 
 
 @torch.no_grad()
-def input_amaxes(source: TrainedModel, tokens: Tensor) -> dict[str, float]:
+def input_amaxes(original: TrainedModel, tokens: Tensor) -> dict[str, float]:
     """Returns the largest magnitude of each layer's input, by name, over the training's forward pass of some tokens."""
-    amaxes: dict[str, float] = dict.fromkeys(source.layers, 0.0)
+    amaxes: dict[str, float] = dict.fromkeys(original.layers, 0.0)
 
     def note(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        amaxes[name] = max(amaxes[name], float(inputs[0].detach().to(source.dtype).abs().amax()))
+        amaxes[name] = max(amaxes[name], float(inputs[0].detach().to(original.dtype).abs().amax()))
 
-    handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in source.layers.items()]
+    handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in original.layers.items()]
     try:
         for part in torch.split(tokens, 4):
-            source.model(input_ids=part)
+            original.model(input_ids=part)
     finally:
         for handle in handles:
             handle.remove()

@@ -13,7 +13,7 @@ import yaml
 
 from lightning_lowbit.export.formats.base import Format
 from lightning_lowbit.export.formats.usage import usage
-from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.report.tables import as_markdown
 
@@ -27,15 +27,15 @@ _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _CACHED = re.compile(r".*models--([^/]+)--([^/]+)/snapshots/\w+/?")  # a folder of the Hub's cache
 
 
-def card(exported: "Exported", source: TrainedModel, format: Format, license: str | None = None) -> str:
+def card(exported: "Exported", original: TrainedModel, format: Format, license: str | None = None) -> str:
     """The card as markdown; ``license`` of the model, None for that of the model from which the training started."""
     total, few = exported.parameters
     names = ("checkpoint", "step", "phase", "casts", "tokenizer", "adapters")
-    facts = {name: source.facts.get(name) for name in names} | {
-        "base model": getattr(source.config, "name_or_path", "")
+    facts = {name: original.facts.get(name) for name in names} | {
+        "base model": getattr(original.config, "name_or_path", "")
     }
-    metadata = _metadata(source, format, license)
-    is_module = source.config is None and "transformers" in format.programs
+    metadata = _metadata(original, format, license)
+    is_module = original.config is None and "transformers" in format.programs
     programs = ("PyTorch",) if is_module else format.programs
     blocks = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
@@ -45,11 +45,11 @@ def card(exported: "Exported", source: TrainedModel, format: Format, license: st
         "the rest is in high precision.",
         "The license is not known." if metadata["license"] == "unknown" else "",
         "## Use",
-        usage(source, programs, exported.folder),
+        usage(original, programs, exported.folder),
         "## Training",
         _table(("", ""), facts),
-        _table(("hyper-parameter", "value"), source.facts.get("hyper_parameters", {})),
-        _table(("of the run", ""), source.facts.get("run", {})),
+        _table(("hyper-parameter", "value"), original.facts.get("hyper_parameters", {})),
+        _table(("of the run", ""), original.facts.get("run", {})),
         "## Parity with the training",
         f"```text\n{exported.compared()}\n```",
         "## Layers",
@@ -69,16 +69,16 @@ def layers_table(exported: "Exported") -> str:
     return f"{table}\n\n{left} more layers are left out here." if left else table
 
 
-def _metadata(source: TrainedModel, format: Format, license: str | None) -> dict[str, Any]:
+def _metadata(original: TrainedModel, format: Format, license: str | None) -> dict[str, Any]:
     """Returns the metadata that the Hugging Face Hub reads."""
-    name = str(getattr(source.config, "name_or_path", "") or "")
+    name = str(getattr(original.config, "name_or_path", "") or "")
     base = _base(name)
-    model: Any = source.model
-    generates = source.config is not None and bool(model.can_generate())
+    model: Any = original.model
+    generates = original.config is not None and bool(model.can_generate())
     is_folder = "transformers" in format.programs[0]
     metadata = {
         "license": license or base.get("license", "unknown"),
-        "library_name": "transformers" if source.config is not None and is_folder else None,
+        "library_name": "transformers" if original.config is not None and is_folder else None,
         "pipeline_tag": "text-generation" if generates else None,
         "language": base.get("language"),
         "base_model": _hub_name(name) or base.get("base_model"),

@@ -22,7 +22,7 @@ from lightning_lowbit.export.merging import merge_adapters, rounding_errors
 from lightning_lowbit.export.parity import Parity, compare, outputs_difference
 from lightning_lowbit.export.record import NAME as RECORD
 from lightning_lowbit.export.record import write_record
-from lightning_lowbit.export.source import TrainedModel, read
+from lightning_lowbit.export.trained_model import TrainedModel, read
 from lightning_lowbit.packages import install
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -122,22 +122,22 @@ def export_checkpoint(
     chosen, dense_dtype = _chosen(format, dtype)
     output = Path(output).expanduser()
     _check_output(output, overwrite, [path for path in (checkpoint, calibrate) if path is not None])
-    source = read(checkpoint, module)
+    original = read(checkpoint, module)
     if tokenizer is not None:
-        source = replace(source, facts={**source.facts, "tokenizer": tokenizer})
-    _check_source(source, chosen, calibrate, shape, merge)
+        original = replace(original, facts={**original.facts, "tokenizer": tokenizer})
+    _check_fit(original, chosen, calibrate, shape, merge)
     if merge:
-        source = merge_adapters(source, chosen, dense_dtype)
-    tokens = tokens_of(source, calibrate) if _is_language_model(source) else None
-    amaxes = input_amaxes(source, tokens) if calibrate is not None and tokens is not None else None
+        original = merge_adapters(original, chosen, dense_dtype)
+    tokens = tokens_of(original, calibrate) if _is_language_model(original) else None
+    amaxes = input_amaxes(original, tokens) if calibrate is not None and tokens is not None else None
     options = Options(rescale, amaxes, dense_dtype, shape)
     try:
         with being_written(output) as partial:
             try:
                 partial.mkdir()
-                exported = _export(source, chosen, options, tokens, parity, partial, output)
-                write_record(source, chosen.name, partial)
-                (partial / "README.md").write_text(card(exported, source, chosen, license))
+                exported = _export(original, chosen, options, tokens, parity, partial, output)
+                write_record(original, chosen.name, partial)
+                (partial / "README.md").write_text(card(exported, original, chosen, license))
                 put_in_place(partial, output)
             except BaseException:
                 remove(partial)
@@ -180,30 +180,30 @@ def _check_output(output: Path, overwrite: bool, inputs: Sequence[str | Path]) -
         )
 
 
-def _check_source(
-    source: TrainedModel, format: Format, calibrate: str | Path | None, shape: Sequence[int] | None, merge: bool
+def _check_fit(
+    original: TrainedModel, format: Format, calibrate: str | Path | None, shape: Sequence[int] | None, merge: bool
 ) -> None:
     """Raises an error if a format or a setting does not fit a model; warns if the model will have no tokenizer."""
-    if format.needs_network and source.config is None:
+    if format.needs_network and original.config is None:
         raise ValueError(
             f"The format {format.name} holds models of transformers, and the trained module has none: take dequantized."
         )
-    if calibrate is not None and not _is_language_model(source):
+    if calibrate is not None and not _is_language_model(original):
         raise ValueError(
             "Calibration takes a causal language model of transformers, which the trained module is not: leave out "
             "calibrate (--calibrate), or take a format whose scales of activations are dynamic."
         )
-    if shape is not None and (not format.traces or _is_language_model(source)):
+    if shape is not None and (not format.traces or _is_language_model(original)):
         reason = "the model takes tokens" if format.traces else f"the format {format.name} does not trace the model"
         raise ValueError(f"shape (--shape) is of an input to trace, and {reason}: leave it out.")
-    if source.facts.get("tokenizer") is None and format.chat is None and _is_language_model(source):
+    if original.facts.get("tokenizer") is None and format.chat is None and _is_language_model(original):
         rank_zero_warn(
             "The checkpoint does not tell its tokenizer, so that the exported folder has none, which AutoTokenizer "
             "could load: give --tokenizer bytes, a folder, or a name on the Hugging Face Hub."
         )
-    if merge and not source.has_adapters:
+    if merge and not original.has_adapters:
         raise ValueError("The trained module has no adapters to merge: leave out merge (--merge).")
-    if source.has_adapters and not merge:
+    if original.has_adapters and not merge:
         raise ValueError(
             "The trained module has adapters, which no format here holds beside a base. Give merge (--merge), which "
             "adds them to the weights and rounds the sums to few bits; PEFT's save_pretrained writes adapters alone."
@@ -236,7 +236,7 @@ def _unwritten(error: Exception, output: Path) -> str | None:
 
 
 def _export(
-    source: TrainedModel,
+    original: TrainedModel,
     format: Format,
     options: Options,
     tokens: Tensor | None,
@@ -245,48 +245,53 @@ def _export(
     output: Path,
 ) -> Exported:
     """Writes the model to ``partial``, and compares it with the training."""
-    rows = format.write(source, partial, options)
-    if source.unmerged is not None:
-        changes = rounding_errors(source)
+    rows = format.write(original, partial, options)
+    if original.unmerged is not None:
+        changes = rounding_errors(original)
         rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
     comparison = Comparison(why_not="it was not asked for")
     if parity:
-        comparison = _compared(format, source, partial, rows, options, tokens)
-    total = sum(parameter.numel() for parameter in source.model.parameters())
-    few = sum(layer.weight_matrix().numel() for layer in source.layers.values())
+        comparison = _compared(format, original, partial, rows, options, tokens)
+    total = sum(parameter.numel() for parameter in original.model.parameters())
+    few = sum(layer.weight_matrix().numel() for layer in original.layers.values())
     size = sum(path.stat().st_size for path in partial.rglob("*"))
     return Exported(output, rows, comparison, size, (total, few))
 
 
-def fitting(source: TrainedModel) -> list[str]:
+def fitting(original: TrainedModel) -> list[str]:
     """Returns the formats that can hold all quantized layers of a model."""
-    return [name for name, format in FORMATS.items() if format.fits(source)]
+    return [name for name, format in FORMATS.items() if format.fits(original)]
 
 
-def explain_formats(source: TrainedModel) -> str:
+def explain_formats(original: TrainedModel) -> str:
     """Returns which formats fit a model, in a sentence."""
-    if source.has_adapters:
+    if original.has_adapters:
         names = [name for name, format in FORMATS.items() if format.own_cast is not None]
         return (
             "It has adapters: --merge adds them to the weights. Formats fit then that hold the cast of the base, and "
             f"these in any case: {some(names, 20)}."
         )
-    return f"Formats that hold it: {some(fitting(source), 20) or 'none'}."
+    return f"Formats that hold it: {some(fitting(original), 20) or 'none'}."
 
 
-def _is_language_model(source: TrainedModel) -> bool:
-    model: Any = source.model
-    config = source.config
+def _is_language_model(original: TrainedModel) -> bool:
+    model: Any = original.model
+    config = original.config
     return config is not None and bool(model.can_generate()) and not getattr(config, "is_encoder_decoder", False)
 
 
 def _compared(
-    format: Format, source: TrainedModel, folder: Path, rows: Sequence[Written], options: Options, tokens: Tensor | None
+    format: Format,
+    original: TrainedModel,
+    folder: Path,
+    rows: Sequence[Written],
+    options: Options,
+    tokens: Tensor | None,
 ) -> Comparison:
     """Compares the model in a folder with the training, and raises an error if it computes something else."""
     if format.load is None:
         return Comparison(why_not="the format's client is not a package of Python")
-    shape = example_shape(source, options)
+    shape = example_shape(original, options)
     if tokens is None and (shape is None or not format.traces):
         return Comparison(why_not="the model is no causal language model of transformers")
     try:
@@ -297,14 +302,14 @@ def _compared(
     except NoClient as error:
         return Comparison(why_not=str(error))
     if tokens is not None:
-        report = compare(source, client, rows, format.weights(source, options), tokens, options.dtype, format.shown)
+        report = compare(original, client, rows, format.weights(original, options), tokens, options.dtype, format.shown)
         report.check(format.tolerance)
-        chat = None if format.chat is None else format.chat(source, client)
+        chat = None if format.chat is None else format.chat(original, client)
         if chat is not None and not chat.is_same_prompt:
             rank_zero_warn(f"The exported file makes another prompt than the tokenizer of the training: {chat}.")
         return Comparison(replace(report, chat=chat))
     assert shape is not None
-    difference = outputs_difference(source, client, shape)
+    difference = outputs_difference(original, client, shape)
     if not difference <= format.tolerance:
         raise ValueError(
             f"The exported model computes something else: its output differs by {difference:.3g} of its norm, and "

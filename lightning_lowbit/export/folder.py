@@ -20,8 +20,8 @@ from lightning_lowbit.export.reading.files import (
     locate,
     read_json,
 )
-from lightning_lowbit.export.source import TrainedModel, parameters_on_meta
 from lightning_lowbit.export.tokenizer import fitting_tokenizer, load_tokenizer
+from lightning_lowbit.export.trained_model import TrainedModel, parameters_on_meta
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of dtypes that weights have
 _SHARD = 2**29  # bytes of tensors that wait to be written, of which safetensors makes a copy
@@ -42,17 +42,17 @@ class SafetensorsWriter:
             self._write()
         return _size(tensors)
 
-    def finish(self, source: TrainedModel, without: set[str], dtype: torch.dtype) -> None:
+    def finish(self, original: TrainedModel, without: set[str], dtype: torch.dtype) -> None:
         """Writes the other tensors of a model, and the index; names of several files tell their number.
 
         Args:
-            source: the model. Of tied tensors the first one is written.
+            original: the model. Of tied tensors the first one is written.
             without: names of tensors to leave out.
             dtype: of floating point parameters; buffers keep theirs.
         """
-        parameters = dict(source.model.named_parameters(remove_duplicate=False))
+        parameters = dict(original.model.named_parameters(remove_duplicate=False))
         seen: set[int] = set()
-        for name, tensor in source.model.state_dict(keep_vars=True).items():
+        for name, tensor in original.model.state_dict(keep_vars=True).items():
             if name in without or id(tensor) in seen or not isinstance(tensor, Tensor):
                 continue
             seen.add(id(tensor))
@@ -80,35 +80,35 @@ class SafetensorsWriter:
 
 
 def write_network(
-    source: TrainedModel, folder: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None
+    original: TrainedModel, folder: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None
 ) -> None:
     """Writes the configuration of a model of ``transformers``, that of its generation, and its tokenizer.
 
     ``dtype`` is that of the tensors that are not quantized, ``quantization`` the ``quantization_config``, if any.
     """
-    config = copy.deepcopy(source.config)
+    config = copy.deepcopy(original.config)
     assert config is not None
-    config.architectures, config.dtype = [type(source.model).__name__], dtype
+    config.architectures, config.dtype = [type(original.model).__name__], dtype
     if hasattr(config, "use_cache"):
         config.use_cache = True
     config.save_pretrained(folder)
     if quantization is not None:
         path = folder / "config.json"
         write_json(path, {**json.loads(path.read_text()), "quantization_config": quantization})
-    generation: Any = getattr(source.model, "generation_config", None)
+    generation: Any = getattr(original.model, "generation_config", None)
     if generation is not None:
         try:
             generation.save_pretrained(folder)
         except ValueError as error:  # settings that contradict each other
             rank_zero_warn(f"The exported folder has no generation_config.json: {str(error).splitlines()[0]}")
-    write_tokenizer(source, folder)
+    write_tokenizer(original, folder)
 
 
-def write_tokenizer(source: TrainedModel, folder: Path) -> None:
+def write_tokenizer(original: TrainedModel, folder: Path) -> None:
     """Writes the files of a model's tokenizer: ``"bytes"``, a folder or a name on the Hub; none without a name."""
-    name = source.facts.get("tokenizer")
+    name = original.facts.get("tokenizer")
     if name is not None:
-        tokenizer = load_tokenizer(name) if source.config is None else fitting_tokenizer(name, source.model)
+        tokenizer = load_tokenizer(name) if original.config is None else fitting_tokenizer(name, original.model)
         tokenizer.save_pretrained(folder)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.formats.base import Format
 from lightning_lowbit.export.reading.layouts import FLOATS
-from lightning_lowbit.export.source import TrainedModel, parameters_on_meta
+from lightning_lowbit.export.trained_model import TrainedModel, parameters_on_meta
 from lightning_lowbit.export.weights import fused_groups, weight_cast, weights
 from lightning_lowbit.nn import convert, unpack_frozen
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
@@ -28,28 +28,28 @@ from lightning_lowbit.quant import Cast
 
 
 @torch.no_grad()
-def merge_adapters(source: TrainedModel, format: Format, dtype: torch.dtype) -> TrainedModel:
+def merge_adapters(original: TrainedModel, format: Format, dtype: torch.dtype) -> TrainedModel:
     """A model whose adapters are merged, with weights in few bits that a format holds, and inputs in high precision.
 
     Args:
-        source: a model with adapters of PEFT.
+        original: a model with adapters of PEFT.
         format: of the export.
         dtype: of the files, in which engines may keep scales.
 
     Raises:
         ValueError: the adapters cannot be merged, or the format holds neither the cast of the base nor has one.
     """
-    trained: Any = source.model
+    trained: Any = original.model
     model, own_cast = _dense(trained), format.own_cast
     if own_cast is not None and format.rounds_scales:
         own_cast = own_cast.replace(scale={"format": FLOATS[dtype]})
-    casts = {_name_in_base(name): _nearest(layer, own_cast) for name, layer in source.layers.items()}
+    casts = {_name_in_base(name): _nearest(layer, own_cast) for name, layer in original.layers.items()}
     candidates = [casts] if casts else []
     if own_cast is not None:
         candidates.append(dict.fromkeys(casts or _linear_layers(trained.get_base_model()), own_cast))
     reasons = "the base was in high precision"
     for candidate in candidates:
-        rounded = _quantized(source, model, candidate)
+        rounded = _quantized(original, model, candidate)
         obstacles = {name: format.obstacle(name, layer) for name, layer in rounded.layers.items()}
         if not (refused := {name: why for name, why in obstacles.items() if why is not None}):
             together = [
@@ -63,11 +63,11 @@ def merge_adapters(source: TrainedModel, format: Format, dtype: torch.dtype) -> 
     )
 
 
-def rounding_errors(source: TrainedModel) -> Mapping[str, float]:
+def rounding_errors(original: TrainedModel) -> Mapping[str, float]:
     """By layer, the largest change of a merged weight by its rounding to few bits."""
     return {
         weight.name: float((weight.quantized.dequantize() - weight.layer.weight_matrix().float()).abs().max())
-        for weight in weights(source)
+        for weight in weights(original)
     }
 
 
@@ -98,17 +98,17 @@ def _nearest(layer: QuantizedLayer, own_cast: Cast | None) -> Cast:
         return cast
 
 
-def _quantized(source: TrainedModel, model: Any, casts: Mapping[str, Cast]) -> TrainedModel:
+def _quantized(original: TrainedModel, model: Any, casts: Mapping[str, Cast]) -> TrainedModel:
     names = {re.escape(name): LinearCasts(fprop_w=cast) for name, cast in casts.items()}
     convert(model, next(iter(names.values())), only=[*names], overrides=names)
     layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
     adapters = []
-    for config in source.model.peft_config.values():  # type: ignore[operator]
+    for config in original.model.peft_config.values():  # type: ignore[operator]
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         settings = {name: getattr(config, name, None) for name in ("r", "lora_alpha")}
         adapters.append(" ".join([kind, *(f"{name}={value}" for name, value in settings.items() if value is not None)]))
-    facts = {**source.facts, "adapters": f"merged: {'; '.join(adapters)}"}
-    return TrainedModel(model, layers, torch.float32, model.config, facts, (), source.model)
+    facts = {**original.facts, "adapters": f"merged: {'; '.join(adapters)}"}
+    return TrainedModel(model, layers, torch.float32, model.config, facts, (), original.model)
 
 
 def _name_in_base(name: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.formats.base import Chat, Inputs, Written, shown_weight
-from lightning_lowbit.export.source import TrainedModel, hp_forward
+from lightning_lowbit.export.trained_model import TrainedModel, hp_forward
 from lightning_lowbit.export.weights import Weight
 from lightning_lowbit.quant import quantize
 
@@ -118,7 +118,7 @@ def _largest(differences: Mapping[str, float]) -> str:
 
 @torch.no_grad()
 def compare(
-    source: TrainedModel,
+    original: TrainedModel,
     loaded: Any,
     rows: Sequence[Written],
     written: Iterable[Weight],
@@ -129,7 +129,7 @@ def compare(
     """Compares an exported model with the training on some tokens.
 
     Args:
-        source: the trained model.
+        original: the trained model.
         loaded: the client's model, called as that of ``transformers``.
         rows: of the layers in the files.
         written: the weights as the format stores them.
@@ -139,9 +139,9 @@ def compare(
     """
     outputs = _logits(loaded, tokens)
     weights, layers, is_rescaled = _layers(loaded, {row.name: row.inputs for row in rows}, written, tokens[:1], shown)
-    trained = _logits(source.model if source.unmerged is None else source.unmerged, tokens)
-    with _high_precision_inputs(source, [row.name for row in rows if row.inputs is None]):
-        same = _logits(source.model, tokens)
+    trained = _logits(original.model if original.unmerged is None else original.unmerged, tokens)
+    with _high_precision_inputs(original, [row.name for row in rows if row.inputs is None]):
+        same = _logits(original.model, tokens)
     targets = tokens[:, 1:].flatten()
 
     def loss(logits: Tensor) -> float:
@@ -154,7 +154,7 @@ def compare(
         weights=weights,
         layers=layers,
         limits={row.name: _limit(row.inputs) for row in rows},
-        others=_other_parameters(source, loaded, dtype) if layers else [],
+        others=_other_parameters(original, loaded, dtype) if layers else [],
         unchanged=not is_rescaled and all(row.inputs is None for row in rows),
         logits=_logits_difference(outputs, same),
         trained=loss(trained),
@@ -162,7 +162,7 @@ def compare(
         greedy=agreement(trained),
         same=agreement(same),
         tokens=tokens.numel(),
-        merged=None if source.unmerged is None else _logits_difference(outputs, trained),
+        merged=None if original.unmerged is None else _logits_difference(outputs, trained),
     )
 
 
@@ -181,25 +181,25 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def outputs_difference(source: TrainedModel, loaded: Any, shape: Sequence[int]) -> float:
+def outputs_difference(original: TrainedModel, loaded: Any, shape: Sequence[int]) -> float:
     """Returns the norm of the difference of outputs for a random input of a shape, relative to theirs: of models that
     take no tokens, and give one tensor."""
     x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0))
-    ours, theirs = source.model(x).float(), loaded(x).float()
+    ours, theirs = original.model(x).float(), loaded(x).float()
     return float((theirs - ours).norm() / ours.norm())
 
 
 @contextmanager
-def _high_precision_inputs(source: TrainedModel, names: Sequence[str]) -> Generator[None, None, None]:
+def _high_precision_inputs(original: TrainedModel, names: Sequence[str]) -> Generator[None, None, None]:
     """Leaves the inputs of some layers in high precision within it."""
-    before = {name: source.layers[name].casts for name in names}
+    before = {name: original.layers[name].casts for name in names}
     try:
         for name, casts in before.items():
-            source.layers[name].casts = hp_forward(casts)
+            original.layers[name].casts = hp_forward(casts)
         yield
     finally:
         for name, casts in before.items():
-            source.layers[name].casts = casts
+            original.layers[name].casts = casts
 
 
 def _layers(
@@ -234,12 +234,12 @@ def _layers(
     return weights, layers, is_rescaled
 
 
-def _other_parameters(source: TrainedModel, loaded: nn.Module, dtype: torch.dtype) -> list[str]:
+def _other_parameters(original: TrainedModel, loaded: nn.Module, dtype: torch.dtype) -> list[str]:
     """Parameters that are not quantized, and that a loaded model lacks, or has with other values."""
     parameters = dict(loaded.named_parameters(remove_duplicate=False))
-    quantized = {f"{name}.weight" for name in source.layers}
+    quantized = {f"{name}.weight" for name in original.layers}
     wrong = []
-    for name, parameter in source.model.named_parameters(remove_duplicate=False):
+    for name, parameter in original.model.named_parameters(remove_duplicate=False):
         if name not in quantized:
             other, expected = parameters.get(name), parameter.detach().to(dtype)
             if other is None or not torch.equal(other.detach(), expected.to(other.dtype)):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from lightning_lowbit.checks import choose, integer, number, text
 from lightning_lowbit.export.folder import write_json
 from lightning_lowbit.export.reading.files import AGAIN, read_json
-from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.precision.checkpoints.trained import primitive
@@ -30,14 +30,14 @@ class Record(NamedTuple):
     input_amaxes: Mapping[str, float]
 
 
-def write_record(source: TrainedModel, format: str, folder: Path) -> None:
+def write_record(original: TrainedModel, format: str, folder: Path) -> None:
     """Writes the casts of the quantized layers by name, each once."""
     names: dict[LinearCasts, str] = {}
-    layers = {name: names.setdefault(layer.full_casts, str(len(names))) for name, layer in source.layers.items()}
+    layers = {name: names.setdefault(layer.full_casts, str(len(names))) for name, layer in original.layers.items()}
     casts = {name: primitive(casts) for casts, name in names.items()}
     amaxes = {
         name: float(layer.lowbit.amaxes.in_force[OPERANDS.index("fprop_x")])
-        for name, layer in source.layers.items()
+        for name, layer in original.layers.items()
         if layer.lowbit.amaxes is not None and "fprop_x" in layer.full_casts.delayed
     }
     content = {"version": _VERSION, "format": format, "layers": layers, "casts": casts, "input_amaxes": amaxes}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import Projection
@@ -62,22 +62,22 @@ def common_obstacle(layer: QuantizedLayer, stacks: bool = False) -> str | None:
     return obstacle(layer.casts, TAKES | {"stack"} if stacks else TAKES, layer)
 
 
-def check(source: TrainedModel, obstacles: Mapping[str, str | None], format: str) -> None:
+def check(original: TrainedModel, obstacles: Mapping[str, str | None], format: str) -> None:
     """Raises a ``ValueError`` that names the layers that a format cannot hold, with the reasons."""
-    uses = Counter(id(parameter) for _, parameter in source.model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for _, parameter in original.model.named_parameters(remove_duplicate=False))
     tied = "its weight is also that of another module (tie_word_embeddings): skip it in training"
-    shared = {name for name in obstacles if uses[id(source.layers[name].weight)] > 1}
+    shared = {name for name in obstacles if uses[id(original.layers[name].weight)] > 1}
     if refused := group_by_reason({name: obstacles[name] or (tied if name in shared else None) for name in obstacles}):
         raise ValueError(
-            f"The format {format} cannot hold {sum(map(len, refused.values()))} of {len(source.layers)} layers. "
+            f"The format {format} cannot hold {sum(map(len, refused.values()))} of {len(original.layers)} layers. "
             f"{explain_groups(refused)}."
         )
 
 
-def fused_groups(source: TrainedModel) -> list[list[str]]:
+def fused_groups(original: TrainedModel) -> list[list[str]]:
     """Returns groups of layers that engines fuse, each of more than one, by name."""
     members: dict[tuple[str, str], list[str]] = {}
-    for name in source.layers:
+    for name in original.layers:
         parent, _, last = name.rpartition(".")
         for pattern in FUSED:
             if re.fullmatch(pattern, last):
@@ -87,7 +87,7 @@ def fused_groups(source: TrainedModel) -> list[list[str]]:
 
 @torch.no_grad()
 def matrices(
-    source: TrainedModel, together: Sequence[Sequence[str]] = ()
+    original: TrainedModel, together: Sequence[Sequence[str]] = ()
 ) -> Iterator[tuple[str, Tensor, Mapping[str, Tensor]]]:
     """Yields name and weight of each layer, in the model's order, and all weights that were read for it, each once.
 
@@ -96,32 +96,32 @@ def matrices(
     other layers to read at the same time.
     """
     companions: dict[str, list[str]] = {}  # by name, all members of its group, and of groups that overlap with it
-    for group in (*source.shared, *together):
+    for group in (*original.shared, *together):
         joined = [*dict.fromkeys(member for name in group for member in companions.get(name, [name]))]
         companions |= dict.fromkeys(joined, joined)
     waiting: dict[str, Tensor] = {}
-    for name in source.layers:
+    for name in original.layers:
         read: dict[str, Tensor] = {}
         if name not in waiting:
             for member in companions.get(name, [name]):
-                read[member] = source.layers[member].weight_matrix().detach().to(source.dtype)
-            for group in source.shared:
+                read[member] = original.layers[member].weight_matrix().detach().to(original.dtype)
+            for group in original.shared:
                 if group[0] in read:
                     amax = torch.stack([amax_of(read[member]) for member in group]).amax()
                     for member in group:
-                        source.layers[member].lowbit.weight_amax = amax
+                        original.layers[member].lowbit.weight_amax = amax
             waiting |= read
         yield name, waiting.pop(name), read
 
 
 @torch.no_grad()
 def weights(
-    source: TrainedModel, fused: bool = False, rescale: bool = False, scale_dtype: torch.dtype | None = None
+    original: TrainedModel, fused: bool = False, rescale: bool = False, scale_dtype: torch.dtype | None = None
 ) -> Iterator[Weight]:
     """Yields the weights of all layers that have one matrix, one at a time, in the model's order.
 
     Args:
-        source: the model.
+        original: the model.
         fused: the format's engines take one scale of the tensor for each group of layers.
         rescale: changes scales where an engine needs others: groups of layers are quantized again, and other weights
             keep their codes.
@@ -131,16 +131,16 @@ def weights(
         ValueError: engines need other scales, and ``rescale`` is False, or no such scale is near; or a weight is not
             finite.
     """
-    fusing = fused_groups(source) if fused else []
+    fusing = fused_groups(original) if fused else []
     amaxes: dict[str, Tensor] = {}
-    for name, weight, read in matrices(source, fusing):
-        layer = source.layers[name]
+    for name, weight, read in matrices(original, fusing):
+        layer = original.layers[name]
         cast = weight_cast(layer)
         if weight.dim() != 2:
             continue
         if not weight.isfinite().all():
             raise ValueError(f"The weight of {name} holds NaN or infinities: export a checkpoint from before.")
-        amaxes |= _largest(source, read, [group for group in fusing if group[0] in read], rescale)
+        amaxes |= _largest(original, read, [group for group in fusing if group[0] in read], rescale)
         trained = quantize(weight, cast, amax=layer.scaled_by(weight))
         stored = Weight(name, layer, trained)
         if name in amaxes:
@@ -150,14 +150,14 @@ def weights(
 
 
 def _largest(
-    source: TrainedModel, read: Mapping[str, Tensor], fusing: Sequence[Sequence[str]], rescale: bool
+    original: TrainedModel, read: Mapping[str, Tensor], fusing: Sequence[Sequence[str]], rescale: bool
 ) -> dict[str, Tensor]:
     """Returns the largest amax of each group whose layers have several, by layer."""
     changed: dict[str, Tensor] = {}
     for names in fusing:
         trained: dict[str, Tensor] = {}
         for name in names:
-            if weight_cast(layer := source.layers[name]).scale.needs_amax:
+            if weight_cast(layer := original.layers[name]).scale.needs_amax:
                 amax = layer.scaled_by(read[name])
                 trained[name] = amax_of(read[name]) if amax is None else amax.detach().float().reshape(())
         if len({float(amax) for amax in trained.values()}) > 1:

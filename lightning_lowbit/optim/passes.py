@@ -10,6 +10,7 @@ of temporaries. Nothing here waits for a device: scalars are 0-d tensors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ SCALARS = ("steps", "threshold", "norm_mean", "norm_mean_weight", "norm_mean_squ
 # Elements handled at a time. CPU: parameter, gradient, two moments and a scratch tensor in fp32 stay within 5 MB of
 # second-level cache (of 2^15 … 2^20, smaller ones cost calls, larger ones gain little). Elsewhere: few launches, about
 # 1 GB of scratch.
-PIECE_ON_CPU, PIECE_ON_ACCELERATOR = 2**18, 2**26
+_ON_CPU, _ON_ACCELERATOR = 2**18, 2**26
+_elements: int | None = None  # of `in_pieces`
 
 
 def scalar_dtype(name: str, statistics: torch.dtype) -> torch.dtype:
@@ -262,12 +264,23 @@ def adam_(
 # --- tensors in pieces ---
 
 
+@contextmanager
+def in_pieces(elements: int) -> Iterator[None]:
+    """Handles at most so many elements at a time within this context: fewer take less memory, and more time."""
+    global _elements
+    previous, _elements = _elements, elements
+    try:
+        yield
+    finally:
+        _elements = previous
+
+
 def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of tensors of one length along the first dimension; the first tensor decides the rows of a piece."""
     if tensors[0].numel() == 0:
         return
     tensors = tuple(tensor if tensor.dim() else tensor.unsqueeze(0) for tensor in tensors)
-    elements = PIECE_ON_CPU if tensors[0].device.type == "cpu" else PIECE_ON_ACCELERATOR
+    elements = _elements or (_ON_CPU if tensors[0].device.type == "cpu" else _ON_ACCELERATOR)
     if tensors[0].numel() <= elements or torch.compiler.is_compiling():
         yield tensors
         return

@@ -97,10 +97,14 @@ class CoverageLine:
             return
         has_casts = any(isinstance(m, QuantizedLayer) and m.full_casts != LinearCasts() for m in model.modules())
         try:
-            self.coverage = graph_coverage(loss, model, self.coverage) if has_casts else None
+            self.coverage = self.count(loss, model) if has_casts else None
         except Exception:  # the autograd graph is no public API; training must not fail
             self.coverage = None
         self._is_done = self.coverage is None
+
+    def count(self, loss: Tensor, model: nn.Module) -> GraphCoverage | None:
+        """Adds the products behind a loss to those so far; None for no line."""
+        return graph_coverage(loss, model, self.coverage)
 
     def say(self, trainer: Any) -> None:
         if self._is_done or self.coverage is None or trainer is None:

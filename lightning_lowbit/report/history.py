@@ -13,9 +13,6 @@ from lightning_lowbit._lightning import Trainer
 from lightning_lowbit.saved_state import NUMBER
 
 MOST_POINTS = 2000  # of a metric; more are thinned to half
-MOST_OF_LAYERS = 200_000  # points of all metrics of layers (quantity/operand/layer) together
-# Values are copied from the device at this number, or, with hundreds of metrics, after this many steps.
-_MOST_PENDING, _STEPS_PENDING = 200, 4
 
 
 def _is_table(value: object) -> bool:
@@ -24,7 +21,13 @@ def _is_table(value: object) -> bool:
 
 
 class History:
-    """Points (step, value) by metric, and phases by step. Values are copied to the host in batches."""
+    """Points (step, value) by metric, and phases by step. Values are copied to the host in batches.
+
+    Args:
+        most_of_layers: points of all metrics of layers (quantity/operand/layer) together.
+        most_pending: values that are copied together, if these are not of fewer steps than the next argument.
+        steps_pending: steps whose values are copied together, where there are hundreds of metrics.
+    """
 
     saved: ClassVar[Any] = {
         "points": {str: _is_table},
@@ -33,7 +36,8 @@ class History:
         "quantities?": {str: str},
     }
 
-    def __init__(self) -> None:
+    def __init__(self, most_of_layers: int = 200_000, most_pending: int = 200, steps_pending: int = 4) -> None:
+        self._most_of_layers, self._most_pending, self._steps_pending = most_of_layers, most_pending, steps_pending
         self.phases: list[tuple[int, int, str]] = []
         self.extremes: dict[str, tuple[float, float]] = {}  # lowest and highest of all values, before thinning
         self.quantities: dict[str, str] = {}  # of the metrics of `add_layers`, by name
@@ -46,7 +50,7 @@ class History:
             return False
         self._last[name] = step
         self._pending.append((name, step, value.detach().reshape(()).clone()))
-        if len(self._pending) >= max(_MOST_PENDING, _STEPS_PENDING * len(self._last)):
+        if len(self._pending) >= max(self._most_pending, self._steps_pending * len(self._last)):
             self._convert()
         return True
 
@@ -84,7 +88,7 @@ class History:
         points.append((step, number))
         most = MOST_POINTS
         if self._is_of_layer(name):
-            most = min(MOST_POINTS, max(100, MOST_OF_LAYERS // max(sum(map(self._is_of_layer, self._last)), 1)))
+            most = min(MOST_POINTS, max(100, self._most_of_layers // max(sum(map(self._is_of_layer, self._last)), 1)))
         if len(points) > most:
             self._points[name] = thin(points, most)
         if math.isfinite(number):

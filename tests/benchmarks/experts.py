@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import PRESETS, GroupedLinear, LayerKeys
-from lightning_lowbit.nn.core.calls import keys_of_part
+from lightning_lowbit.nn.core.calls import keys_of_product
 from tests.benchmarks.environment import describe, keep_large_blocks, save
 
 
@@ -56,7 +56,7 @@ def sides(casts: str, experts: int, inner: int, out: int) -> dict[str, nn.Module
     plain, apart = Loop(stack), convert(Loop(stack), casts)
     LayerKeys(convert(stack, casts)).fill_(0)
     for i, layer in enumerate(apart.layers):
-        layer.lowbit.keys = keys_of_part(stack.lowbit.keys, i)
+        layer.lowbit.keys = keys_of_product(stack.lowbit.keys, i)
     return {"bf16 loop": plain, "quantized loop": apart, "stack": stack}
 
 

@@ -12,7 +12,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.lab.compare.command import _is_running, environment, plan
+from lightning_lowbit.cli.lab.compare.command import _is_running, environment, runs_of
 from lightning_lowbit.cli.lab.compare.losses import reduced
 from lightning_lowbit.cli.lab.compare.results import markdown, write_comparison
 from lightning_lowbit.cli.lab.compare.study import product
@@ -39,7 +39,7 @@ def compare(*arguments):
 
 
 def make(vary=(), rates=(), seeds=(0,), arguments=(), base=("quickstart",)):
-    return plan(product(base, vary, rates, seeds), Path("out"), arguments)
+    return runs_of(product(base, vary, rates, seeds), Path("out"), arguments)
 
 
 def test_runs_at_a_time_share_the_cores(monkeypatch):

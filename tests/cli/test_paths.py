@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.lab.inspect import table
 from tests.tables import each
 
 INSPECT = ["inspect", "a.pt", "--casts=nvfp4"]
@@ -31,11 +31,10 @@ def paths(tmp_path, monkeypatch):
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
     # As short as the errors that follow need: drawing takes longer than all else.
-    monkeypatch.setattr(table.Inspection, "draw", lambda self, title, output: draw(output))
+    monkeypatch.setattr(Figure, "savefig", lambda self, output, **_: draw(output))
 
 
 def draw(output):
-    output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w") as file:
         file.write("a picture")
 

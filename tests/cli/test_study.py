@@ -8,7 +8,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.lab.compare.command import plan, prepare
+from lightning_lowbit.cli.lab.compare.command import prepare, runs_of
 from lightning_lowbit.cli.lab.compare.losses import reduced
 from lightning_lowbit.cli.lab.compare.results import write_comparison
 from lightning_lowbit.cli.lab.compare.study import read_study
@@ -192,12 +192,12 @@ def test_a_pilot_runs_two_seeds_of_two_rows_and_says_what_the_study_needs(capsys
 
 
 def test_a_run_that_has_just_begun_elsewhere_keeps_its_recipe():
-    first = plan(read_study("mine.yaml").rows, Path("out"), ())
+    first = runs_of(read_study("mine.yaml").rows, Path("out"), ())
     prepare(first)
     written = {run: (run.folder / "recipe.yaml").stat().st_mtime_ns for run in first}
     prepare(first)
     assert {run: (run.folder / "recipe.yaml").stat().st_mtime_ns for run in first} == written
-    other = plan(read_study("mine.yaml").rows, Path("out"), ["--trainer.max_steps=3"])
+    other = runs_of(read_study("mine.yaml").rows, Path("out"), ["--trainer.max_steps=3"])
     with (first[-1].folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as the process of a run does
         with pytest.raises(ValueError, match="both/seed_0 holds a run of another configuration"):

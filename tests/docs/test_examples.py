@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
 import lightning_lowbit
 from lightning_lowbit.cli import main
 from lightning_lowbit.nn import QuantLinear
+from tests.lightning_imports import quiet_trainer
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 FILES = sorted(EXAMPLES.glob("*.*"))
@@ -46,8 +46,7 @@ def test_the_plugin_trains_with_the_casts_of_both_presets(examples):
     plugin = import_module("hybrid_precision").HybridPrecision()
     model = import_module("digits").Digits(lr=1e-2)
     before = model.body.weight.detach().clone()
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    Trainer(max_steps=3, accelerator="cpu", plugins=[plugin], **quiet).fit(model)
+    quiet_trainer(plugin, max_steps=3).fit(model)
     forward, backward = (lightning_lowbit.LinearCasts.preset(name) for name in ("mxfp8", "mxfp4"))
     assert isinstance(model.body, QuantLinear)
     assert model.body.casts.fprop_w == forward.fprop_w

@@ -10,7 +10,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.export.formats import Options, bitnet
 from lightning_lowbit.export.weights import Weight, weights
 from tests import golden_vectors as golden
-from tests.export.sources import VOCABULARY, language_model, source_of
+from tests.export.originals import VOCABULARY, language_model, trained_model
 
 TERNARY = LinearCasts.preset("ternary")
 FORMAT = bitnet.FORMATS["bitnet"]
@@ -18,7 +18,7 @@ PACKED = [name for name in golden.cases("bitnet") if f"{name}/packed" in golden.
 
 
 def layer_of(casts, made=None):
-    return source_of(nn.Sequential(made or nn.Linear(16, 8)), casts).layers["0"]
+    return trained_model(nn.Sequential(made or nn.Linear(16, 8)), casts).layers["0"]
 
 
 def test_bytes_and_scales_are_those_of_transformers():
@@ -59,7 +59,7 @@ def test_layers_that_it_cannot_hold_are_refused_by_name():
 
 def test_a_loaded_layer_shows_each_of_its_elements():
     pytest.importorskip("transformers")
-    (weight,) = weights(source_of(nn.Sequential(nn.Linear(16, 8)), TERNARY))
+    (weight,) = weights(trained_model(nn.Sequential(nn.Linear(16, 8)), TERNARY))
     loaded = SimpleNamespace(weight=bitnet.tensors(weight)["weight"])
     exact = weight.quantized.dequantize()
     assert torch.equal(FORMAT.shown(loaded, weight), exact)
@@ -69,12 +69,12 @@ def test_a_loaded_layer_shows_each_of_its_elements():
 
 def test_layers_that_stay_are_named_so_that_no_other_is():
     model = nn.ModuleDict({"fc": nn.Linear(8, 8), "up_fc": nn.Linear(8, 8), "head": nn.Linear(8, 8)})
-    source = source_of(model, TERNARY, skip=("fc", "head"))
-    assert bitnet.quantization_config(source)["modules_to_not_convert"] == ["^fc$", "head"]
+    original = trained_model(model, TERNARY, skip=("fc", "head"))
+    assert bitnet.quantization_config(original)["modules_to_not_convert"] == ["^fc$", "head"]
 
 
 def test_a_dtype_that_rounds_the_scale_is_told():
-    for weight in weights(source_of(nn.Sequential(nn.Linear(64, 64)), TERNARY)):
+    for weight in weights(trained_model(nn.Sequential(nn.Linear(64, 64)), TERNARY)):
         assert bitnet.error(weight, torch.float32) == 0
         scale = weight.quantized.scales.item()
         assert bitnet.error(weight, torch.bfloat16) == pytest.approx(abs(1 / bfloat16(1 / scale) - scale), rel=1e-4)
@@ -89,14 +89,14 @@ def bfloat16(number):
 @torch.compiler.set_stance("force_eager")  # else the helpers of transformers are compiled
 def test_transformers_computes_the_same(kind, tmp_path):
     pytest.importorskip("accelerate")
-    source = language_model(kind, TERNARY)
-    written = FORMAT.write(source, tmp_path, Options(dtype=torch.float32))
-    assert [row.name for row in written] == [*source.layers] and all(row.error == 0 and row.inputs for row in written)
+    original = language_model(kind, TERNARY)
+    written = FORMAT.write(original, tmp_path, Options(dtype=torch.float32))
+    assert [row.name for row in written] == [*original.layers] and all(row.error == 0 and row.inputs for row in written)
     loaded = FORMAT.load(tmp_path)
 
     from transformers.integrations.bitnet import unpack_weights
 
-    for weight in weights(source):
+    for weight in weights(original):
         layer = loaded.get_submodule(weight.name)
         decoded = unpack_weights(layer.weight, dtype=torch.float32) / layer.weight_scale
         assert torch.equal(decoded, weight.quantized.dequantize()), weight.name
@@ -105,7 +105,7 @@ def test_transformers_computes_the_same(kind, tmp_path):
 
     # Sums of whole numbers are exact, and the rest differs in the last bits of float32, by which an input may come to
     # the other side of a tie: that moves the output of a layer by 1/127 of the input's amax in one of 64 features.
-    tokens, model = torch.randint(VOCABULARY, (2, 12)), source.model
+    tokens, model = torch.randint(VOCABULARY, (2, 12)), original.model
     with torch.no_grad():
         expected = model(tokens).logits
         torch.testing.assert_close(loaded(tokens).logits, expected, rtol=0, atol=0.01 * expected.std().item())

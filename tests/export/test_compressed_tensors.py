@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from lightning_lowbit import export_checkpoint, load, unpack_frozen
 from lightning_lowbit.export.formats.table import FORMATS
-from lightning_lowbit.export.source import hp_forward, read
+from lightning_lowbit.export.trained_model import hp_forward, read
 from lightning_lowbit.export.weights import weights
 
 pytestmark = pytest.mark.slow
@@ -89,12 +89,12 @@ def test_the_client_computes_what_was_trained(trained, text, tmp_path, network, 
         row.inputs or row.error for row in exported.rows
     ):  # else roundings of activations tip over, layer after layer
         assert parity.logits < 0.03
-    source, client = read(checkpoint), FORMATS[format].load(tmp_path / "out")
+    original, client = read(checkpoint), FORMATS[format].load(tmp_path / "out")
     if not any(row.error or (row.inputs and row.inputs.amax) for row in exported.rows):
-        for layer in (source.layers[row.name] for row in exported.rows if row.inputs is None):
+        for layer in (original.layers[row.name] for row in exported.rows if row.inputs is None):
             layer.casts = hp_forward(layer.casts)
         prompt = torch.tensor([list(b"for number in")])
-        assert continuation(client, prompt) == continuation(source.model, prompt)
+        assert continuation(client, prompt) == continuation(original.model, prompt)
 
 
 def test_zero_points_are_those_that_compressed_tensors_unpacks(trained, tmp_path):

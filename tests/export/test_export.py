@@ -23,11 +23,11 @@ from lightning_lowbit.export.checkpoint import fitting
 from lightning_lowbit.export.formats.packing import nibbles, words
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.parity import _beyond_rounding
-from lightning_lowbit.export.source import _network, read
+from lightning_lowbit.export.trained_model import _network, read
 from lightning_lowbit.export.weights import fused_groups, matrices, weights
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
-from tests.export.sources import language_model
+from tests.export.originals import language_model
 from tests.golden_vectors import load as golden
 
 TOKENS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -62,11 +62,11 @@ def test_an_exported_folder_is_read_back_with_the_codes_and_the_outputs_of_the_t
     for casts, format in (("nvfp4", "nvfp4-w4a16"), ("nvfp4-nvidia", "modelopt-nvfp4"), ("int4", "int4")):
         checkpoint = trained("llama", casts, steps=4, shared=format != "int4")
         export(checkpoint, format, tmp_path / casts, dtype="fp32")
-        source, model = read(checkpoint), load(tmp_path / casts, dtype=torch.float32)
-        assert torch.equal(logits(model), logits(source.model)), casts
+        original, model = read(checkpoint), load(tmp_path / casts, dtype=torch.float32)
+        assert torch.equal(logits(model), logits(original.model)), casts
         layer = model.model.layers[0].mlp.up_proj
-        assert layer.casts == source.layers["model.layers.0.mlp.up_proj"].full_casts
-        matrices = {weight.name: weight.quantized.dequantize() for weight in weights(source)}
+        assert layer.casts == original.layers["model.layers.0.mlp.up_proj"].full_casts
+        matrices = {weight.name: weight.quantized.dequantize() for weight in weights(original)}
         unpack_frozen(model)
         for name, matrix in matrices.items():
             # One product of a file's scales is rounded before the elements are multiplied, or after.
@@ -82,14 +82,14 @@ def test_a_model_with_static_scales_or_cut_tiles_is_read_back_with_the_outputs_o
 
 
 def test_each_weight_is_read_once_and_knows_the_amax_that_it_shares(trained, monkeypatch):
-    source = read(trained("llama", "nvfp4", steps=2, shared=True))
+    original = read(trained("llama", "nvfp4", steps=2, shared=True))
     reads, weight_matrix = Counter(), QuantizedLayer.weight_matrix
     monkeypatch.setattr(QuantizedLayer, "weight_matrix", lambda self: reads.update([id(self)]) or weight_matrix(self))
-    assert [name for name, *_ in matrices(source, fused_groups(source))] == [*source.layers]
-    assert set(reads.values()) == {1} and len(reads) == len(source.layers)
-    shared = {name: layer.shared_amax(source.dtype) for name, layer in source.layers.items()}
-    logits(source.model)
-    assert shared == {name: layer.shared_amax(source.dtype) for name, layer in source.layers.items()}
+    assert [name for name, *_ in matrices(original, fused_groups(original))] == [*original.layers]
+    assert set(reads.values()) == {1} and len(reads) == len(original.layers)
+    shared = {name: layer.shared_amax(original.dtype) for name, layer in original.layers.items()}
+    logits(original.model)
+    assert shared == {name: layer.shared_amax(original.dtype) for name, layer in original.layers.items()}
     assert sum(amax is not None for amax in shared.values()) == 10
 
 
@@ -154,8 +154,8 @@ def test_the_formats_that_hold_each_preset():
     assert {*FITTING, "bf16"} == {*PRESETS}
     for preset, formats in FITTING.items():
         sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
-        source = language_model("llama", LinearCasts.preset(preset), **sizes)
-        assert [name for name in fitting(source) if name != "gguf-tq1"] == formats.split(), preset
+        original = language_model("llama", LinearCasts.preset(preset), **sizes)
+        assert [name for name in fitting(original) if name != "gguf-tq1"] == formats.split(), preset
 
 
 def test_bytes_on_disk_are_those_of_the_bits(trained, tmp_path):
@@ -267,10 +267,10 @@ def test_the_model_with_the_quantized_layers_is_exported_and_what_is_outside_is_
     others = {"head.weight": torch.zeros(4, 4), "head.bias": torch.zeros(4)}
     path = saved(checkpoint, tmp_path / "distilled.ckpt", {**teacher, **state, **others})
     with pytest.warns(UserWarning, match="has teacher.* outside of model, .*: they are not exported"):
-        source = read(path, module)
-    assert source.model.get_parameter("model.norm.weight").abs().max() > 0
+        original = read(path, module)
+    assert original.model.get_parameter("model.norm.weight").abs().max() > 0
     with pytest.raises(ValueError, match="layers model.model.* were quantized, and are outside of teacher"):
-        _network(nn.ModuleDict({"teacher": source.model}), ["model.model.layers.0.mlp.up_proj"])
+        _network(nn.ModuleDict({"teacher": original.model}), ["model.model.layers.0.mlp.up_proj"])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -283,7 +283,7 @@ def test_a_folder_of_shards_is_exported_as_a_file(trained, tmp_path):
 
 
 def test_text_for_what_is_no_language_model_is_refused(trained, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "_is_language_model", lambda source: False)
+    monkeypatch.setattr(checkpoints, "_is_language_model", lambda original: False)
     with pytest.raises(ValueError, match="Calibration takes a causal language model"):
         export(trained("llama", "mxfp8", steps=2), "dequantized", tmp_path / "out", calibrate=text)
 

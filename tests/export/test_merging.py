@@ -14,8 +14,8 @@ from lightning_lowbit.cli.evaluate import models
 from lightning_lowbit.export.checkpoint import explain_formats
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merge_adapters
-from lightning_lowbit.export.source import TrainedModel, read
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
+from lightning_lowbit.export.trained_model import TrainedModel, read
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.recipes.adapters import LoRACausalLM
 from lightning_lowbit.recipes.data import TextDataModule
@@ -104,8 +104,8 @@ def test_the_sum_is_that_of_the_training(adapted, tmp_path):
     """In a format that rounds little, the merged model is the unmerged one without its adapters."""
     exported = export_checkpoint(adapted("bf16"), "int8", tmp_path / "out", dtype="fp32", merge=True, module=LORA)
     assert exported.parity.merged < 0.03
-    source = read(adapted("bf16"), LORA)
-    model = source.model
+    original = read(adapted("bf16"), LORA)
+    model = original.model
     layer = model.base_model.model.model.layers[0].mlp.up_proj
     expected = layer.base_layer.weight + layer.get_delta_weight("default")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -131,11 +131,13 @@ def test_merged_weights_compute_what_adapters_beside_them_do(adapters, base):
         pack_frozen(network, LinearCasts.preset(base).replace(fprop_x=None, wgrad_x=None), skip=["lm_head"])
     model = peft.get_peft_model(network, peft.LoraConfig(r=4, init_lora_weights=False, **adapters)).eval()
     layers = {name: layer for name, layer in quantized_layers(model).items() if layer.casts.fprop_w is not None}
-    source = merge_adapters(TrainedModel(model, layers, torch.float32, network.config), FORMATS["int8"], torch.float32)
-    assert len(source.layers) == 14 and "lm_head" not in source.layers
+    original = merge_adapters(
+        TrainedModel(model, layers, torch.float32, network.config), FORMATS["int8"], torch.float32
+    )
+    assert len(original.layers) == 14 and "lm_head" not in original.layers
     tokens = torch.randint(256, (2, 16))
     with torch.no_grad():
-        expected, found = model(input_ids=tokens).logits, source.model(input_ids=tokens).logits
+        expected, found = model(input_ids=tokens).logits, original.model(input_ids=tokens).logits
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
@@ -145,8 +147,10 @@ def test_each_layer_keeps_the_cast_of_its_base():
     pack_frozen(network, casts[0], skip=["lm_head"], overrides={"down_proj": casts[1]})
     model = peft.get_peft_model(network, peft.LoraConfig(r=4, target_modules="all-linear")).eval()
     layers = {name: layer for name, layer in quantized_layers(model).items() if layer.casts.fprop_w is not None}
-    source = merge_adapters(TrainedModel(model, layers, torch.float32, network.config), FORMATS["gguf"], torch.bfloat16)
-    elements = {name.rpartition(".")[2]: layer.casts.fprop_w.element for name, layer in source.layers.items()}
+    original = merge_adapters(
+        TrainedModel(model, layers, torch.float32, network.config), FORMATS["gguf"], torch.bfloat16
+    )
+    elements = {name.rpartition(".")[2]: layer.casts.fprop_w.element for name, layer in original.layers.items()}
     assert elements["down_proj"] == "int8" and {*elements.values()} == {"int4", "int8"}
 
 

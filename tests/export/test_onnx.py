@@ -15,7 +15,7 @@ from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.core.watch import LayerAmaxes
 from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.layers.convolution import QuantizedConvolution
-from tests.export.sources import VOCABULARY, language_model, source_of
+from tests.export.originals import VOCABULARY, language_model, trained_model
 
 FORMAT = onnx.FORMATS["onnx"]
 ROWS = Cast("int8", Scale("fp32", "row", epsilon=1e-5))
@@ -92,24 +92,24 @@ def test_what_operators_do_not_express_is_refused():
     }
     for casts, message in refused.items():
         with pytest.raises(ValueError, match=message):
-            FORMAT.write(source_of(nn.Sequential(nn.Linear(32, 32)), casts), Path(), Options())
-    source = source_of(nn.Sequential(nn.Linear(32, 32)), LinearCasts.preset("int8"))
+            FORMAT.write(trained_model(nn.Sequential(nn.Linear(32, 32)), casts), Path(), Options())
+    original = trained_model(nn.Sequential(nn.Linear(32, 32)), LinearCasts.preset("int8"))
     with pytest.raises(ValueError, match=r"needs its shape: give --shape"):
-        FORMAT.write(source, Path(), Options())
+        FORMAT.write(original, Path(), Options())
 
 
 # --- in onnxruntime ---------------------------------------------------------------------------------------------------
 
 
-def written(source, folder, **options):
+def written(original, folder, **options):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
-    rows = FORMAT.write(source, folder, Options(**options))
-    assert [row.name for row in rows] == [*source.layers] and all(row.error == 0 for row in rows)
+    rows = FORMAT.write(original, folder, Options(**options))
+    assert [row.name for row in rows] == [*original.layers] and all(row.error == 0 for row in rows)
     return FORMAT.load(folder)
 
 
-def assert_same_weights(source, folder, example):
+def assert_same_weights(original, folder, example):
     """What ``DequantizeLinear`` gives in onnxruntime, against the weights of the training, to the bit."""
     import onnx as package
     import onnxruntime
@@ -122,11 +122,11 @@ def assert_same_weights(source, folder, example):
     found = {}
     for node, value in zip(nodes, values, strict=True):
         name, _, part = node.input[0].removeprefix("model.").partition(".in_onnx.")
-        layer, decoded = source.layers[name], torch.from_numpy(value)
+        layer, decoded = original.layers[name], torch.from_numpy(value)
         is_image = isinstance(layer, QuantizedConvolution) and part == "weight.codes"
         found[name] = decoded.t() if not is_image else decoded if decoded.dim() == 2 else layer._matrices(decoded)[0]
-    assert found.keys() == source.layers.keys()
-    for weight in weights(source):
+    assert found.keys() == original.layers.keys()
+    for weight in weights(original):
         assert torch.equal(found[weight.name], weight.quantized.dequantize()), weight.name
 
 
@@ -150,17 +150,17 @@ def assert_close(found, expected):
 )
 @torch.no_grad()
 def test_language_models_compute_the_same(kind, preset, tmp_path):
-    source = language_model(kind, LinearCasts.preset(preset))
-    before = {name: parameter.clone() for name, parameter in source.model.named_parameters()}
-    loaded = written(source, tmp_path)
-    assert_same_weights(source, tmp_path, torch.zeros(1, 4, dtype=torch.int64))
+    original = language_model(kind, LinearCasts.preset(preset))
+    before = {name: parameter.clone() for name, parameter in original.model.named_parameters()}
+    loaded = written(original, tmp_path)
+    assert_same_weights(original, tmp_path, torch.zeros(1, 4, dtype=torch.int64))
     for shape in ((2, 12), (1, 5), (3, 1)):
         tokens = torch.randint(VOCABULARY, shape)
-        assert_close(loaded(input_ids=tokens).logits, source.model(input_ids=tokens).logits)
+        assert_close(loaded(input_ids=tokens).logits, original.model(input_ids=tokens).logits)
     tokens = torch.randint(VOCABULARY, (1, 4))
-    assert greedy(loaded, tokens, 12) == greedy(source.model, tokens, 12)
+    assert greedy(loaded, tokens, 12) == greedy(original.model, tokens, 12)
     assert b"site-packages" not in (tmp_path / "model.onnx").read_bytes()  # paths of the machine that wrote it
-    after = dict(source.model.named_parameters())
+    after = dict(original.model.named_parameters())
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -171,9 +171,9 @@ class Pair(nn.Sequential):
 
 @pytest.mark.slow
 def test_a_module_that_cannot_be_traced_is_refused_with_the_reason(tmp_path):
-    source = source_of(Pair(nn.Linear(32, 32)), LinearCasts.preset("int8"))
+    original = trained_model(Pair(nn.Linear(32, 32)), LinearCasts.preset("int8"))
     with pytest.raises(ValueError, match=r"cannot trace Pair: it returns tuple"):
-        written(source, tmp_path, shape=(2, 32))
+        written(original, tmp_path, shape=(2, 32))
 
 
 class EveryInput(nn.Module):
@@ -221,7 +221,7 @@ class ConvolutionalNetwork(nn.Module):
 
 def convolutional(casts):
     torch.manual_seed(0)
-    return source_of(ConvolutionalNetwork(), casts)
+    return trained_model(ConvolutionalNetwork(), casts)
 
 
 @pytest.mark.slow
@@ -230,11 +230,11 @@ def convolutional(casts):
 @torch.no_grad()
 def test_convolutions_compute_the_same(preset, activations, tmp_path):
     casts = LinearCasts.preset(preset)
-    source = convolutional(casts if activations else casts.replace(fprop_x=None, wgrad_x=None))
-    loaded = written(source, tmp_path, shape=(1, 3, 16, 16))
+    original = convolutional(casts if activations else casts.replace(fprop_x=None, wgrad_x=None))
+    loaded = written(original, tmp_path, shape=(1, 3, 16, 16))
     images = torch.randn(5, 3, 16, 16)
-    assert_same_weights(source, tmp_path, images)
-    assert_close(loaded(images), source.model(images))
+    assert_same_weights(original, tmp_path, images)
+    assert_close(loaded(images), original.model(images))
 
 
 @pytest.mark.slow
@@ -246,10 +246,10 @@ def test_incomplete_blocks_tiles_and_zero_points_compute_the_same(tmp_path):
     for number, cast in enumerate(casts):
         folder = tmp_path / str(number)
         folder.mkdir()
-        source = source_of(nn.Sequential(nn.Linear(200, 24)), LinearCasts(fprop_w=cast))
-        loaded, x = written(source, folder, shape=(2, 200)), torch.randn(9, 200)
-        assert_same_weights(source, folder, x)
-        assert_close(loaded(x), source.model(x))
+        original = trained_model(nn.Sequential(nn.Linear(200, 24)), LinearCasts(fprop_w=cast))
+        loaded, x = written(original, folder, shape=(2, 200)), torch.randn(9, 200)
+        assert_same_weights(original, folder, x)
+        assert_close(loaded(x), original.model(x))
 
 
 def operators(folder):
@@ -264,17 +264,17 @@ def test_known_amaxes_become_static_scales(tmp_path):
     """Those of calibration, and of delayed scaling. ``QuantizeLinear`` divides where the training multiplies."""
     x = torch.randn(64, 32)
     by_tensor = LinearCasts(Cast("int8", Scale("fp32", "tensor")), ROWS)
-    calibrated = source_of(nn.Sequential(nn.Linear(32, 16)), by_tensor)
-    delayed = source_of(nn.Sequential(nn.Linear(32, 16)), LinearCasts.preset("fp8-delayed"))
+    calibrated = trained_model(nn.Sequential(nn.Linear(32, 16)), by_tensor)
+    delayed = trained_model(nn.Sequential(nn.Linear(32, 16)), LinearCasts.preset("fp8-delayed"))
     known = torch.full((6,), 2.5)
     known[1] = 0  # of the weight there is none
     delayed.layers["0"].lowbit.amaxes = LayerAmaxes(known, torch.zeros(6), torch.zeros(0), torch.zeros(0), [False])
-    for name, source, options in (
+    for name, original, options in (
         ("calibrated", calibrated, {"input_amaxes": {"0": x.abs().max().item()}}),
         ("delayed", delayed, {}),
     ):
         (tmp_path / name).mkdir()
-        loaded = written(source, tmp_path / name, shape=(2, 32), **options)
+        loaded = written(original, tmp_path / name, shape=(2, 32), **options)
         assert operators(tmp_path / name).count("QuantizeLinear") == 1 and "Abs" not in operators(tmp_path / name)
-        difference = loaded(x) - source.model(x)
-        assert difference.norm() < 1e-3 * source.model(x).norm(), name
+        difference = loaded(x) - original.model(x)
+        assert difference.norm() < 1e-3 * original.model(x).norm(), name

@@ -9,7 +9,7 @@ from lightning_lowbit.export.formats import bitnet
 from lightning_lowbit.export.formats.gguf.blocks import block_type, pack
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.weights import weights
-from tests.export.sources import source_of
+from tests.export.originals import trained_model
 from tests.tables import each
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -19,7 +19,7 @@ def trained(precision, factor=1.0):
     model = nn.Sequential(nn.Linear(256, 64))
     with torch.no_grad():
         model[0].weight.normal_(std=0.05 * factor)
-    return source_of(model, precision.casts)
+    return trained_model(model, precision.casts)
 
 
 @each(
@@ -33,8 +33,8 @@ def trained(precision, factor=1.0):
 )
 @each("name", DTYPES)
 def test_rescaled_integers_keep_their_codes(precision, name):
-    source, dtype = trained(precision), DTYPES[name]
-    [exact], [rounded] = weights(source), weights(source, rescale=True, scale_dtype=dtype)
+    original, dtype = trained(precision), DTYPES[name]
+    [exact], [rounded] = weights(original), weights(original, rescale=True, scale_dtype=dtype)
     ours, theirs = exact.quantized, rounded.quantized
     assert torch.equal(theirs.codes, ours.codes)
     assert (theirs.zero_points is None) == (ours.zero_points is None)
@@ -45,7 +45,7 @@ def test_rescaled_integers_keep_their_codes(precision, name):
     is_changed = not torch.equal(theirs.scales.float(), ours.scales.float())
     if is_changed:
         with pytest.raises(ValueError, match="keeps the codes") as refusal:
-            [*weights(source, scale_dtype=dtype)]
+            [*weights(original, scale_dtype=dtype)]
         can_train = isinstance(precision, IntegerPrecision) and ours.zero_points is None
         advice = f"IntegerPrecision(scale_format='{name}'), or casts with fprop_w: {{scale: {{format: {name}}}}}"
         assert (advice in str(refusal.value)) == can_train
@@ -59,16 +59,16 @@ def test_what_a_refusal_advises_can_be_trained():
 @each(("factor", "dtype"), [(1e7, torch.float16), (1e-5, torch.float16), (1e-36, torch.bfloat16)])
 def test_scales_beyond_the_range_of_a_dtype_are_refused(factor, dtype):
     """They would become infinite, 0 or numbers of few digits."""
-    source = trained(IntegerPrecision(4, None, 32), factor)
+    original = trained(IntegerPrecision(4, None, 32), factor)
     with pytest.raises(ValueError, match=r"whose range does not hold them: give another --dtype"):
-        [*weights(source, rescale=True, scale_dtype=dtype)]
+        [*weights(original, rescale=True, scale_dtype=dtype)]
 
 
 def test_blocks_of_zeros_have_no_scale_to_round():
-    source = trained(IntegerPrecision(4, None, 32))
+    original = trained(IntegerPrecision(4, None, 32))
     with torch.no_grad():
-        source.layers["0"].weight[3, 32:64] = 0
-    [weight] = weights(source, rescale=True, scale_dtype=torch.float16)
+        original.layers["0"].weight[3, 32:64] = 0
+    [weight] = weights(original, rescale=True, scale_dtype=torch.float16)
     assert not weight.quantized.dequantize()[3, 32:64].any()
 
 
@@ -100,5 +100,5 @@ def test_bitnet_refuses_a_dtype_that_loses_the_scale(factor, dtype):
     ],
 )
 def test_a_second_level_is_not_left_out(scale, element, format):
-    source = source_of(nn.Sequential(nn.Linear(64, 8)), LinearCasts(fprop_w=Cast(element, scale)))
-    assert "and the weight has" in str(FORMATS[format].obstacle("0", source.layers["0"]))
+    original = trained_model(nn.Sequential(nn.Linear(64, 8)), LinearCasts(fprop_w=Cast(element, scale)))
+    assert "and the weight has" in str(FORMATS[format].obstacle("0", original.layers["0"]))

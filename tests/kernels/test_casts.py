@@ -234,11 +234,21 @@ def test_a_thousand_random_samples():
         check(x, cast, random.choice([0, 1]), keyed(cast), amax)
 
 
+def implement(monkeypatch, operation, **implementations):
+    """Gives an operation other implementations, none of which has been compared."""
+    for name, value in {"_verdicts": {}, **implementations}.items():
+        monkeypatch.setattr(operation, name, value)
+
+
 def test_a_triton_kernel_that_differs_from_plain_code_is_not_used(monkeypatch):
     x, cast = torch.randn(8, 32), LinearCasts.preset("nvfp4").fprop_x
-    monkeypatch.setattr(operands.triton, "covers", lambda *_: None)
-    monkeypatch.setattr(operands.CAST, "triton", lambda x, call: Operand(x.clone(), x.new_ones(())))
-    monkeypatch.setattr(operands.CAST, "_verdicts", {})
+    implement(
+        monkeypatch,
+        operands.CAST,
+        triton=lambda x, call: Operand(x.clone(), x.new_ones(())),
+        form=lambda x, call: "a form",
+        sample=lambda form, device: (x, operands.CastCall(cast, 1)),
+    )
     with backend("triton"), pytest.warns(UserWarning, match="differs from the plain code on cpu"):
         key = torch.tensor(7) if cast.draws else None
         assert same_bits(quantize_operand(x, cast, 1, key).values, plain(x, cast, 1, key).values)

@@ -28,7 +28,7 @@ from lightning_lowbit.nn.core.watch import stage_and_choose
 from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.quant import Hadamard
 from tests.kernels.memory.signs import _flat
-from tests.kernels.test_casts import same_bits
+from tests.kernels.test_casts import implement, same_bits
 from tests.quant.tensors import NVFP4
 from tests.tables import each
 
@@ -73,10 +73,13 @@ CASES = [(name, language) for name, (_, _, languages) in WAYS.items() for langua
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     """No kernel has been compared or has failed before the test, nor is it remembered after it."""
+    forget(monkeypatch)
+
+
+def forget(monkeypatch):
     monkeypatch.setattr(ops, "_warned", set())
     for operation in ops._OPERATIONS.values():
-        monkeypatch.setattr(operation, "_verdicts", {})
-        monkeypatch.setattr(operation, "cpp", operation.cpp)
+        implement(monkeypatch, operation, cpp=operation.cpp)
 
 
 def plant(monkeypatch, operation, language, error, after):
@@ -89,11 +92,14 @@ def plant(monkeypatch, operation, language, error, after):
         with backend("eager"):
             return operation.plain(*arguments)
 
-    monkeypatch.setattr(operation, language, kernel)
-    if language == "triton":
-        samples = []
-        monkeypatch.setattr(operation, "form", lambda *arguments: samples.append(arguments) or "a form")
-        monkeypatch.setattr(operation, "sample", lambda form, device: samples[0])
+    samples = []
+    implement(
+        monkeypatch,
+        operation,
+        **{language: kernel},
+        form=lambda *arguments: samples.append(arguments) or "a form",
+        sample=lambda form, device: samples[0],
+    )
 
 
 def bits_of(call):
@@ -108,8 +114,7 @@ def test_plain_code_takes_over(monkeypatch, name, language, after):
     with backend("eager"):
         expected = bits_of(call)
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "_warned", set())
-        patch.setattr(operation, "_verdicts", {})
+        forget(patch)
         plant(patch, operation, language, Broken("no such\n instruction"), after)
         with backend(language), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -149,10 +154,9 @@ def test_a_failure_of_one_form_leaves_the_others(monkeypatch):
         with backend("eager"):
             return plain(x, *arguments)
 
-    plant(monkeypatch, operands.CAST, "triton", Broken(), after=0)
-    monkeypatch.setattr(operands.CAST, "triton", kernel)
-    monkeypatch.setattr(operands.CAST, "form", lambda x, call: x.dtype)
-    monkeypatch.setattr(operands.CAST, "sample", lambda form, device: (X, operands.CastCall(NVFP4, 1)))
+    sample = X, operands.CastCall(NVFP4, 1)
+    forms = {"form": lambda x, call: x.dtype, "sample": lambda form, device: sample}
+    implement(monkeypatch, operands.CAST, triton=kernel, **forms)
     with backend("triton"), pytest.warns(UserWarning, match=r"fails \(Broken: \)") as caught:
         for x in (X, X.float(), X, X.float()):
             quantize_operand(x, NVFP4, 1)

@@ -5,7 +5,8 @@ import torch
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbit.optim import kernels, passes
+from lightning_lowbit.compilation import backend
+from lightning_lowbit.optim import rules
 
 SHAPES = [(), (1,), (7,), (0,), (0, 3), (5, 6), (3, 2, 2, 2)]
 
@@ -14,16 +15,14 @@ SHAPES = [(), (1,), (7,), (0,), (0, 3), (5, 6), (3, 2, 2, 2)]
 in_cpp_and_in_torch = pytest.mark.parametrize("code", ["C++", "torch"])
 
 
-def use(code, monkeypatch):
+def use(code):
     """Plain torch, the code of all other devices, or C++ where it serves."""
-    if code == "torch":
-        monkeypatch.setattr(kernels, "kernels_for", lambda batch: None)
+    return backend("eager" if code == "torch" else "auto")
 
 
-def in_pieces(size, monkeypatch):
-    """Tensors of more than ``size`` elements, even small ones, are worked on in pieces."""
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", size)
-    monkeypatch.setattr(passes, "PIECE_ON_ACCELERATOR", size)
+def clip_spikes_early(monkeypatch):
+    """SpikeClip does not wait for 20 steps."""
+    monkeypatch.setattr(rules, "SPIKE_CLIP_AFTER", 2)
 
 
 def make_parameters(dtype=torch.float32, shapes=SHAPES):

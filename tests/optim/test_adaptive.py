@@ -10,10 +10,10 @@ import torch
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
+from lightning_lowbit.optim.passes import in_pieces
 from tests.optim.parameters import (
     assert_same,
     in_cpp_and_in_torch,
-    in_pieces,
     make_parameters,
     set_gradients,
     train,
@@ -89,10 +89,10 @@ def uncorrected_second_moment(optimizer, parameter):
 @in_cpp_and_in_torch
 @pytest.mark.parametrize("options", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_reference(make, options, code, monkeypatch):
+def test_reference(make, options, code, within):
     """In float64, where only the order of sums differs; Lion's signs are then safe, too."""
-    use(code, monkeypatch)
-    in_pieces(8, monkeypatch)
+    within(use(code))
+    within(in_pieces(8))
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
     guarding = [Guard(**options) for _ in parameters]
     cut = follow_reference(Adaptive(make(parameters), **options), make(twins), guarding, 10, 1e-9)
@@ -110,9 +110,9 @@ def test_reference_in_fp32(options):
 @in_cpp_and_in_torch
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["AdamW, fused"]], ids=["AdamW", "AdamW, fused"])
 @pytest.mark.parametrize("norm_clip", ["ada_gn", "grad_clip", None])
-def test_spike_clip_by_the_wrapped_second_moment(make, norm_clip, code, monkeypatch):
-    use(code, monkeypatch)
-    in_pieces(8, monkeypatch)
+def test_spike_clip_by_the_wrapped_second_moment(make, norm_clip, code, within):
+    within(use(code))
+    within(in_pieces(8))
     options = {"element_clip": "spike_clip", "norm_clip": norm_clip, "spike_threshold": 4.0}
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
     guarding = [Guard(**options) for _ in parameters]
@@ -196,8 +196,8 @@ def test_the_gradients_are_restored_when_the_wrapped_optimizer_raises():
 
 
 @in_cpp_and_in_torch
-def test_gradients_are_clipped_in_their_own_memory(code, monkeypatch):
-    use(code, monkeypatch)
+def test_gradients_are_clipped_in_their_own_memory(code, within):
+    within(use(code))
     parameters = make_parameters(shapes=[(3, 4), (5,)])
     optimizer, places, seen = Adaptive(torch.optim.SGD(parameters, lr=0.0), norm_clip="grad_clip"), [], []
     optimizer.optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.data_ptr() for p in parameters))

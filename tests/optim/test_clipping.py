@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_lowbit.optim import passes, rules
-from tests.optim.parameters import in_pieces
+from lightning_lowbit.optim.passes import in_pieces
 from tests.tables import each
 
 # Deterministic: it derives no seeds. The fixture that every test has gives it a folder, which these do not use.
@@ -36,8 +36,8 @@ def from_list(values, dtype=torch.float32):
     ("shape", "rows"),
     [((), [1]), ((1,), [1]), ((8,), [8]), ((9,), [8, 1]), ((5, 3), [2, 2, 1]), ((3, 20), [1, 1, 1]), ((4, 2, 1), [4])],
 )
-def test_pieces_are_rows_of_at_most_so_many_elements(shape, rows, monkeypatch):
-    in_pieces(8, monkeypatch)
+def test_pieces_are_rows_of_at_most_so_many_elements(shape, rows, within):
+    within(in_pieces(8))
     tensor = torch.arange(math.prod(shape)).reshape(shape)
     parts = [piece for (piece,) in passes.pieces_of(tensor)]
     assert [len(part) for part in parts] == rows, f"pieces of {shape} have {[len(part) for part in parts]} rows"
@@ -52,8 +52,8 @@ def test_an_empty_tensor_has_no_pieces(shape):
     assert list(passes.pieces_of(torch.ones(shape), torch.ones(shape))) == []
 
 
-def test_the_first_tensor_decides_the_rows_of_all(monkeypatch):
-    in_pieces(8, monkeypatch)
+def test_the_first_tensor_decides_the_rows_of_all(within):
+    within(in_pieces(8))
     wide, narrow = torch.arange(20).reshape(5, 4), torch.arange(5)
     shapes = [(tuple(a.shape), tuple(b.shape)) for a, b in passes.pieces_of(wide, narrow)]
     assert shapes == [((2, 4), (2,)), ((2, 4), (2,)), ((1, 4), (1,))]
@@ -61,11 +61,10 @@ def test_the_first_tensor_decides_the_rows_of_all(monkeypatch):
         list(passes.pieces_of(wide, torch.arange(8)))
 
 
-def test_elsewhere_pieces_are_larger(monkeypatch):
-    monkeypatch.setattr(passes, "PIECE_ON_CPU", 8)
-    monkeypatch.setattr(passes, "PIECE_ON_ACCELERATOR", 16)
-    on_meta = [len(piece) for (piece,) in passes.pieces_of(torch.empty(20, 4, device="meta"))]
-    assert on_meta == [4] * 5, f"pieces away from the CPU have {on_meta} rows"
+def test_elsewhere_pieces_are_larger():
+    for device, rows in {"cpu": [2**8] * 4, "meta": [2**16, 2**16]}.items():
+        zeros = torch.zeros((), device=device).expand(sum(rows), 2**10)
+        assert [len(piece) for (piece,) in passes.pieces_of(zeros)] == rows, f"pieces on {device}"
 
 
 # --- what is measured ---

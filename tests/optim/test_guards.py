@@ -11,12 +11,12 @@ from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, StableSPAM
 from lightning_lowbit.optim.optimizer import GradientStatistics
+from lightning_lowbit.optim.passes import in_pieces
 from lightning_lowbit.optim.rules import SPIKE_CLIP_AFTER
 from tests.optim.parameters import (
     NoHostSync,
     assert_same,
     in_cpp_and_in_torch,
-    in_pieces,
     make_parameters,
     set_gradients,
     snapshot,
@@ -33,8 +33,8 @@ NEAR = {"rtol": 1e-5, "atol": 1e-5}
 
 
 @pytest.fixture
-def in_torch(monkeypatch):
-    use("torch", monkeypatch)
+def in_torch(within):
+    within(use("torch"))
 
 
 def follow_oracle(optimizers=1, compiled=False, chosen=range(3), steps=None):
@@ -71,10 +71,10 @@ def follow_oracle(optimizers=1, compiled=False, chosen=range(3), steps=None):
 @in_cpp_and_in_torch
 @pytest.mark.parametrize("piece", [8, None], ids=["small pieces", "whole tensors"])
 @pytest.mark.parametrize("optimizers", [1, 3], ids=["one optimizer for all", "one optimizer for each"])
-def test_golden_vectors_on_every_path(code, piece, optimizers, monkeypatch):
-    use(code, monkeypatch)
+def test_golden_vectors_on_every_path(code, piece, optimizers, within):
+    within(use(code))
     if piece is not None:
-        in_pieces(piece, monkeypatch)
+        within(in_pieces(piece))
     follow_oracle(optimizers)
 
 
@@ -123,14 +123,13 @@ def test_compiled_fp8_moments_are_those_of_eager_code(in_torch):
     ],
     ids=["ada_clip, ada_gn", "ada_clip, grad_clip", "spike_clip", "Adaptive"],
 )
-def test_pieces_and_whole_tensors_agree(make, monkeypatch):
+def test_pieces_and_whole_tensors_agree(make):
     """In float64, where only the order of sums is left to differ."""
     here, there = make_parameters(torch.float64), make_parameters(torch.float64)
     whole, cut = make(here), make(there)
     for step in range(30):
         train(whole, here, [step])
-        with monkeypatch.context() as patch:
-            in_pieces(8, patch)
+        with in_pieces(8):
             train(cut, there, [step])
         for p, q in zip(here, there, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=f"step {step + 1}, {tuple(p.shape)}: {p} {q}")
@@ -164,10 +163,10 @@ def assert_saw(statistics, parameters, references):
 
 
 @in_cpp_and_in_torch
-def test_statistics_are_those_of_the_reference(code, monkeypatch):
+def test_statistics_are_those_of_the_reference(code, within):
     """Groups with one rule each, so that each keeps to its own; a reset within the run."""
-    use(code, monkeypatch)
-    in_pieces(8, monkeypatch)
+    within(use(code))
+    within(in_pieces(8))
     shapes = [(), (7,), (0, 3), (5, 6)]
     groups = [{"params": make_parameters(shapes=shapes), **options} for options in RULES.values()]
     parameters = [p for group in groups for p in group["params"]]
@@ -184,9 +183,9 @@ def test_statistics_are_those_of_the_reference(code, monkeypatch):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @in_cpp_and_in_torch
-def test_statistics_of_a_skipped_step(code, bad, monkeypatch):
+def test_statistics_of_a_skipped_step(code, bad, within):
     """Maxima are those of this step; T and the count are what they were; nothing was cut, and no norm is known."""
-    use(code, monkeypatch)
+    within(use(code))
     parameters = make_parameters(shapes=[(4,), (3, 5)])
     optimizer = StableSPAM([{"params": parameters[:1]}, {"params": parameters[1:]}], gamma3=0.5, reset_interval=3)
     train(optimizer, parameters, range(2))  # the next step would be a reset

@@ -8,9 +8,9 @@ from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, kernels, rules
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, kernels
 from lightning_lowbit.optim.adam import ClippedAdam
-from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train, use
+from tests.optim.parameters import assert_same, clip_spikes_early, make_parameters, set_gradients, snapshot, train, use
 from tests.tables import each
 
 # Rows that end within a block of 128, and a tensor of more than one chunk of 2^14 elements.
@@ -21,13 +21,12 @@ needs_cpp = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot
 
 @pytest.fixture(autouse=True)
 def _early(monkeypatch):
-    monkeypatch.setattr(rules, "SPIKE_CLIP_AFTER", 2)
+    clip_spikes_early(monkeypatch)
 
 
-def run(make, code, dtype, monkeypatch):
+def run(make, code, dtype):
     """Eight steps with a reset and a skipped step; parameters, optimizer, and all statistics on the way."""
-    with monkeypatch.context() as patch:
-        use(code, patch)
+    with use(code):
         parameters = make_parameters(dtype, SHAPES)
         optimizer = make(parameters)
         seen = []
@@ -58,9 +57,7 @@ def assert_near(found, wanted, tolerance, what, others=0):
 @pytest.mark.parametrize(
     "others", [{}, {"weight_decay": 0.1, "reset_interval": 3, "maximize": True}], ids=["", "decay, resets, ascent"]
 )
-def test_trajectories_are_those_of_plain_torch(
-    dtype, moments, element_clip, norm_clip, master_weights, others, monkeypatch
-):
+def test_trajectories_are_those_of_plain_torch(dtype, moments, element_clip, norm_clip, master_weights, others):
     """To 1e-6 of the largest element, and 2e-6 of squares.
 
     Of FP8, one code in a thousand may lie on the other side of a draw, and its parameter be moved by another moment.
@@ -71,7 +68,7 @@ def test_trajectories_are_those_of_plain_torch(
     else:
         options |= {"moments": moments, "norm_clip": norm_clip}
         options |= {"master_weights": None if dtype == torch.float32 else master_weights}
-    runs = [run(lambda p: ClippedAdam(p, **options), code, dtype, monkeypatch) for code in ("C++", "torch")]
+    runs = [run(lambda p: ClippedAdam(p, **options), code, dtype) for code in ("C++", "torch")]
     (parameters, optimizer, seen), (twins, twin, wanted) = runs
     for index, (found, expected) in enumerate(zip(seen, wanted, strict=True)):
         assert_near(found, expected, 1e-6, f"statistic {index}")
@@ -97,12 +94,11 @@ def test_trajectories_are_those_of_plain_torch(
 
 @needs_cpp
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e8])
-def test_fp8_codes_of_equal_moments_are_equal(scale, monkeypatch):
+def test_fp8_codes_of_equal_moments_are_equal(scale):
     """β = 0 keeps a gradient and its square as they are, over nine orders of magnitude."""
     runs = []
     for code in ("C++", "torch"):
-        with monkeypatch.context() as patch:
-            use(code, patch)
+        with use(code):
             parameters = make_parameters(shapes=SHAPES)
             optimizer = LowBitAdamW(parameters, betas=(0.0, 0.0))
             for step in range(3):
@@ -116,12 +112,11 @@ def test_fp8_codes_of_equal_moments_are_equal(scale, monkeypatch):
 
 
 @needs_cpp
-def test_fp8_codes_are_equal_where_a_draw_hardly_decides(monkeypatch):
+def test_fp8_codes_are_equal_where_a_draw_hardly_decides():
     """Of two million moments some thirty are, with their draws, within a few last places of the middle of two codes."""
     gradient, runs = torch.randn(512, 2048, generator=torch.Generator().manual_seed(0)), []
     for code in ("C++", "torch"):
-        with monkeypatch.context() as patch:
-            use(code, patch)
+        with use(code):
             parameter = Parameter(torch.zeros_like(gradient))
             parameter.grad = gradient.clone()
             optimizer = LowBitAdamW([parameter], betas=(0.0, 0.0))
@@ -136,8 +131,7 @@ def test_fp8_codes_are_equal_where_a_draw_hardly_decides(monkeypatch):
 @each("size", [1.0, 1e-20])
 def test_without_a_rule_for_norms_the_update_counts_and_measures(size, rule, code):
     """As the pass before it does where a rule needs norms; here one that changes nothing, in all groups to none."""
-    with pytest.MonkeyPatch.context() as patch:
-        use(code, patch)
+    with use(code), pytest.MonkeyPatch.context() as patch:
         runs = []
         for norm_clips in (("grad_clip", "grad_clip"), ("grad_clip", None), (None, "grad_clip"), (None, None)):
             if norm_clips == (None, None):
@@ -170,12 +164,12 @@ OPTIMIZERS = {
 
 @needs_cpp
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_the_number_of_threads_changes_no_bit(make, monkeypatch):
+def test_the_number_of_threads_changes_no_bit(make):
     before, runs = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 4):
             torch.set_num_threads(threads)
-            parameters, optimizer, seen = run(make, "C++", torch.float32, monkeypatch)
+            parameters, optimizer, seen = run(make, "C++", torch.float32)
             runs.append([*snapshot(optimizer, parameters), *(value.nan_to_num(-1) for value in seen)])
     finally:
         torch.set_num_threads(before)

@@ -7,10 +7,10 @@ import torch
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM
+from lightning_lowbit.optim.passes import in_pieces
 from tests.optim.parameters import (
     assert_same,
     in_cpp_and_in_torch,
-    in_pieces,
     make_parameters,
     set_gradients,
     snapshot,
@@ -39,9 +39,9 @@ SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
     ],
     ids=["spikes", "spikes, resets, warm-up, decay", "spikes, resets, ascent", "no resets", "short interval"],
 )
-def test_reference(options, dtype, tolerance, code, monkeypatch):
-    use(code, monkeypatch)
-    in_pieces(8, monkeypatch)
+def test_reference(options, dtype, tolerance, code, within):
+    within(use(code))
+    within(in_pieces(8))
     parameters = make_parameters(dtype, SHAPES)
     references = [Reference(p, lr=1e-2, **options) for p in parameters]
     optimizer = SPAM(parameters, lr=1e-2, **options)
@@ -180,10 +180,10 @@ def test_elements_that_are_not_drawn_move_by_weight_decay_alone():
 
 
 @in_cpp_and_in_torch
-def test_drawn_elements_follow_the_reference(code, monkeypatch):
+def test_drawn_elements_follow_the_reference(code, within):
     """Spikes, resets, warm-up and decay included; what was drawn is seen in a twin that does not decay."""
-    use(code, monkeypatch)
-    in_pieces(8, monkeypatch)
+    within(use(code))
+    within(in_pieces(8))
     options = {"lr": 1e-2, "spike_threshold": 4.0, "reset_interval": 25, "warmup_steps": 3}
     [parameter], [twin] = make_parameters(torch.float64, [(5, 9)]), make_parameters(torch.float64, [(5, 9)])
     reference = Reference(parameter, weight_decay=0.1, **options)
@@ -205,7 +205,7 @@ def test_drawn_elements_follow_the_reference(code, monkeypatch):
 
 
 @pytest.mark.parametrize("piece", [1, 8, 40, 2**18])
-def test_draws_do_not_depend_on_the_size_of_a_piece(piece, monkeypatch):
+def test_draws_do_not_depend_on_the_size_of_a_piece(piece, within):
     """What moved is compared exactly; how far, to the ulps by which the last elements of a vector loop may differ."""
 
     def run():
@@ -214,7 +214,7 @@ def test_draws_do_not_depend_on_the_size_of_a_piece(piece, monkeypatch):
         return [one_step(optimizer, parameter, seed=step) for step in range(7)], snapshot(optimizer, [parameter])
 
     drawn, values = run()
-    in_pieces(piece, monkeypatch)
+    within(in_pieces(piece))
     drawn_in_pieces, values_in_pieces = run()
     assert_same(drawn_in_pieces, drawn, f"pieces of {piece} elements draw others")
     for left, right in zip(values_in_pieces, values, strict=True):

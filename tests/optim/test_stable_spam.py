@@ -9,7 +9,8 @@ import torch
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import StableSPAM
-from tests.optim.parameters import assert_same, in_pieces, make_parameters, set_gradients, train
+from lightning_lowbit.optim.passes import in_pieces
+from tests.optim.parameters import assert_same, make_parameters, set_gradients, train
 from tests.references.stable_spam import Reference, step_all
 
 ORACLE = Path(__file__).parents[1] / "data" / "stable_spam.npz"
@@ -67,8 +68,8 @@ def test_oracle(dtype, tolerance, decay_index, resets):
     ],
     ids=["defaults", "decay and resets", "bf16 preset", "no memory"],
 )
-def test_reference(dtype, tolerance, options, monkeypatch):
-    in_pieces(8, monkeypatch)
+def test_reference(dtype, tolerance, options, within):
+    within(in_pieces(8))
     parameters = make_parameters(dtype)
     references = [Reference(p, lr=1e-2, **options) for p in parameters]
     optimizer = StableSPAM(parameters, lr=1e-2, **options)

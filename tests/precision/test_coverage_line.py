@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, LowBitPrecision, PrecisionSummary, TernaryPrecision, convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys
-from lightning_lowbit.precision.coverage_line import graph_coverage
+from lightning_lowbit.precision.coverage_line import CoverageLine, graph_coverage
 from tests.launch import launch
-from tests.lightning_imports import BoringModel, LightningModule, Trainer
+from tests.lightning_imports import BoringModel, LightningModule, quiet_trainer
 from tests.precision.ranks_coverage_line import Special
 from tests.ranks import RANKS
 
@@ -103,12 +103,25 @@ def lines(told):
     return found
 
 
+def counted_by(line):
+    plugin = FP4Precision("nvfp4", seed=1, quantize_output=True)
+    plugin.coverage_line = line
+    return plugin
+
+
+class Silent(CoverageLine):
+    def count(self, *_):
+        return None
+
+
+class Failing(CoverageLine):
+    def count(self, *_):
+        raise AttributeError("'MmBackward0' object has no attribute '_input_metadata'")
+
+
 def train(model, plugin=None, *callbacks, **kwargs):
-    plugin = FP4Precision("nvfp4", seed=1, quantize_output=True) if plugin is None else plugin
-    settings = {"max_steps": 3, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, **kwargs}
-    Trainer(accelerator="cpu", plugins=[plugin], callbacks=[*callbacks], enable_model_summary=False, **settings).fit(
-        model
-    )
+    plugin = counted_by(CoverageLine()) if plugin is None else plugin
+    quiet_trainer(plugin, callbacks=[*callbacks], **{"max_steps": 3, **kwargs}).fit(model)
     return plugin.coverage_line
 
 
@@ -219,7 +232,7 @@ def test_what_is_compiled_is_counted_by_weights(told):
     assert "the weights of matrix products" in lines(told)[0]
 
 
-def test_a_run_is_the_same_and_nothing_is_computed_again(monkeypatch):
+def test_a_run_is_the_same_and_nothing_is_computed_again():
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -233,31 +246,23 @@ def test_a_run_is_the_same_and_nothing_is_computed_again(monkeypatch):
             self.calls += 1
             return self.inner(x)
 
-    def run():
+    def run(line):
         torch.manual_seed(0)
         layer = Checkpointed()
         model = Model(layer)
-        line = train(model)
-        assert (line.coverage is None) == silent
+        assert (train(model, counted_by(line)).coverage is None) == isinstance(line, Silent)
         return model.state_dict(), layer.calls, torch.get_rng_state()
 
-    silent = False
-    state, calls, random = run()
-    silent = True
-    monkeypatch.setattr("lightning_lowbit.precision.coverage_line.graph_coverage", lambda *_: None)
-    without, calls_without, random_without = run()
+    state, calls, random = run(CoverageLine())
+    without, calls_without, random_without = run(Silent())
     assert calls == calls_without == 3 * 3, "of a step: the layer, its forward pass, and that again"
     assert torch.equal(random, random_without)
     assert all(torch.equal(state[name], without[name]) for name in state)
 
 
-def test_training_goes_on_where_autograd_tells_other_things(told, monkeypatch):
-    def fail(*_):
-        raise AttributeError("'MmBackward0' object has no attribute '_input_metadata'")
-
-    monkeypatch.setattr("lightning_lowbit.precision.coverage_line._flops", fail)
+def test_training_goes_on_where_autograd_tells_other_things(told):
     model = Model(special())
-    train(model)
+    train(model, counted_by(Failing()))
     assert model.trainer.global_step == 3
     assert lines(told) == []
 

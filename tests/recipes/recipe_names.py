@@ -1,9 +1,12 @@
-"""Names of all recipes, overlays and studies."""
+"""Names of all recipes, overlays and studies, and what the command makes of them."""
+
+from pathlib import Path
 
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_lowbit.cli.configs import OVERLAY, STUDY, kind, recipes
+from lightning_lowbit.cli import run
+from lightning_lowbit.cli.configs import OVERLAY, STUDY, kind, merge_configs, recipes
 
 RECIPES, OVERLAYS, STUDIES = (
     [name for name, path in recipes().items() if kind(path) == mark] for mark in ("", OVERLAY, STUDY)
@@ -22,6 +25,20 @@ RULES = {
     "moret_adagn_spikeclip": ("spike_clip", "ada_gn"),
     "moret_gradclip_adaclip": ("ada_clip", "grad_clip"),
 }
+
+
+class Idle(run.LowBitCLI):
+    """Makes all parts of a run, and does not run."""
+
+    def _run_subcommand(self, subcommand):
+        pass
+
+
+def parts(*names):
+    """Those that ``lowbit fit`` makes of configurations, as attributes."""
+    arguments = ["fit", *(f"--config={name}" for name in names), "--trainer.accelerator=cpu"]
+    return run._make(Idle, merge_configs(arguments, Path("merged.yaml").absolute()))
+
 
 SMALL = """
 trainer: {max_steps: 2, accumulate_grad_batches: 1, log_every_n_steps: 1, val_check_interval: 1}

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import WeightDecaySwitch
 from lightning_lowbit.recipes.models import NETWORKS, CausalLM, network_config
 from lightning_lowbit.recipes.schedules import TwoStageLinear, WarmupCosine, WarmupSchedule
+from tests.lightning_imports import QUIET, quiet_trainer
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY = {"config": SIZE}
 SCHEDULES = WarmupSchedule.__subclasses__()
-QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 
 
 def batches(number, last=4, length=16):
@@ -27,7 +27,7 @@ def batches(number, last=4, length=16):
 
 
 def trainer(**arguments):
-    return Trainer(**{"accelerator": "cpu", "devices": 1, "logger": False, **QUIET, **arguments})
+    return quiet_trainer(**{"devices": 1, **arguments})
 
 
 def test_weights_depend_on_the_seed_alone():
@@ -283,10 +283,9 @@ def test_built_by_the_command_line_and_loaded_again(tmp_path, monkeypatch):
             "scheduler": {"class_path": name, "init_args": {"warmup_steps": 5, "total_steps": 10}},
         }
     }
-    defaults = {"accelerator": "cpu", "logger": False, **QUIET}
     cli = LightningCLI(
         CausalLM,
-        trainer_defaults=defaults,
+        trainer_defaults={"accelerator": "cpu", **QUIET},
         args=config,
         run=False,
         save_config_callback=None,

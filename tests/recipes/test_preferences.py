@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler, cli
-from lightning_lowbit.cli import run
 from lightning_lowbit.recipes import preferences
 from lightning_lowbit.recipes.preferences import PreferenceLM
+from tests.lightning_imports import quiet_trainer
+from tests.recipes.recipe_names import parts
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT = b"The quick brown fox jumps over the lazy dog. " * 60
@@ -48,9 +49,7 @@ def moved(beta=0.1, **kwargs):
 
 
 def trainer(*callbacks, **kwargs):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "max_steps": 1, "log_every_n_steps": 1}
-    return Trainer(callbacks=list(callbacks), **{**quiet, **defaults, **kwargs})
+    return quiet_trainer(callbacks=[*callbacks], **{"devices": 1, "max_steps": 1, "log_every_n_steps": 1, **kwargs})
 
 
 def fit(module, data, *callbacks, **kwargs):
@@ -278,20 +277,10 @@ def _small():
     Path("small.yaml").write_text(yaml.safe_dump(SMALL))
 
 
-@pytest.fixture(name="made")
-def _made(monkeypatch, small):
-    """What the command line makes of its arguments, instead of running it."""
-    parsed = []
-    monkeypatch.setattr(run.LowBitCLI, "_run_subcommand", lambda self, subcommand: parsed.append(self))
-    yield parsed
-
-
 @pytest.mark.fast("configs0-262144")
 @pytest.mark.parametrize(("configs", "scale"), [(("dpo",), 2**18), (("quickstart", "fp16"), 2**16)])
-def test_the_scalers_of_the_recipes(made, configs, scale):
-    arguments = [f"--config={name}" for name in (*configs, "small.yaml")]
-    assert cli.main(["fit", *arguments, "--trainer.accelerator=cpu"]) == 0
-    (parsed,) = made
+def test_the_scalers_of_the_recipes(small, configs, scale):
+    parsed = parts(*configs, "small.yaml")
     plugin = parsed.trainer.precision_plugin
     assert plugin.compute_dtype == torch.float16
     assert type(plugin.scaler) is ConservativeGradScaler

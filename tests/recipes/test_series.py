@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from transformers import PatchTSTConfig, PatchTSTForPrediction
 
 from lightning_lowbit import FP4Precision, StableSPAM, cli
@@ -17,6 +16,7 @@ from lightning_lowbit.cli.lab.compare.study import read_study
 from lightning_lowbit.recipes.series.data import SeriesDataModule, add_anomalies
 from lightning_lowbit.recipes.series.forecaster import NETWORK, Forecaster
 from lightning_lowbit.recipes.series.tables import new_york
+from tests.lightning_imports import quiet_trainer
 from tests.recipes.data.runs import SaveAlways
 
 SMALL = """
@@ -215,11 +215,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(walk):
     def fit(*callbacks, ckpt_path=None):
         model = Forecaster(24, 4, {"num_hidden_layers": 1, "ff_dropout": 0.2}, optimizer=StableSPAM, seed=0)
         data = SeriesDataModule("walk.csv", 24, 4, batch_size=10, anomaly_severity=2, seed=0)
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
         plugin = FP4Precision(skip=["input_embedding", "projection"])
-        settings = {"accelerator": "cpu", "enable_checkpointing": False, "plugins": [plugin], **quiet}
-        callbacks = [ExactResume(0), *callbacks]
-        Trainer(max_steps=6, callbacks=callbacks, **settings).fit(model, data, ckpt_path=ckpt_path, weights_only=True)
+        run = quiet_trainer(plugin, max_steps=6, limit_val_batches=0, callbacks=[ExactResume(0), *callbacks])
+        run.fit(model, data, ckpt_path=ckpt_path, weights_only=True)
         return model.state_dict()
 
     whole = fit(SaveAlways(Path()))

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.stream import BLOCK, SequenceStream, StreamLoader, StreamShard, open_stream
 from lightning_lowbit.recipes.tokenizers import load_tokenizer
+from tests.lightning_imports import quiet_trainer
 from tests.recipes.data.runs import Recorder, SaveAlways
 from tests.recipes.data.streams import C4, LENGTH, README, fit, write_c4
 from tests.recipes.test_tokenizers import save_tokenizer
@@ -175,10 +176,9 @@ def test_reloaded_loaders_and_new_runs():
     whole = fit(**common).seen
     assert fit(reload_dataloaders_every_n_epochs=1, **common).seen == whole
     module = TextDataModule(C4, sequence_length=LENGTH, batch_size=100, val_batches=1)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "devices": 1}
     for _ in range(2):
         model = Recorder()
-        Trainer(accelerator="cpu", enable_checkpointing=False, **quiet, **common).fit(model, datamodule=module)
+        quiet_trainer(devices=1, **common).fit(model, datamodule=module)
         assert model.seen == whole, "a new run begins with the first batch"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_lowbit.cli import run
-from lightning_lowbit.cli.lab.compare.command import plan
+from lightning_lowbit.cli.lab.compare import command
 from lightning_lowbit.cli.lab.compare.study import read_study
 from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
@@ -18,7 +18,7 @@ from tests.recipes.recipe_names import FP4_STUDIES, OPTIMIZER_STUDIES, RULES, ST
 
 
 def runs_of(study):
-    return plan(read_study(study).rows, Path("out"), ())
+    return command.runs_of(read_study(study).rows, Path("out"), ())
 
 
 def casts_of(study):

@@ -1,6 +1,6 @@
 """Measures the quantization of the six operands of each layer, and of its weight between steps."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -124,8 +124,7 @@ class QuantizationMonitor(Monitor):
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
         if not self._before and is_logging_step(trainer):
-            weights = latent_weights(self._weights, compute_dtype(trainer.precision_plugin))
-            self._before = {layer: weight.sample().quantize() for layer, weight in weights}
+            self._before = {layer: weight.sample().quantize() for layer, weight in self._latent(trainer)}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._is_watching and not is_mid_step(trainer):
@@ -154,10 +153,13 @@ class QuantizationMonitor(Monitor):
         self._is_watching = False
         self._watched.stop()
 
+    def _latent(self, trainer: Trainer) -> Iterator[tuple[str, LatentWeight]]:
+        return latent_weights(self._weights, compute_dtype(trainer.precision_plugin))
+
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
         casts: dict[str, Cast] = {}
         values: dict[tuple[str, str], Tensor] = {}
-        for layer, weight in latent_weights(self._weights, compute_dtype(trainer.precision_plugin)):
+        for layer, weight in self._latent(trainer):
             casts[layer] = weight.cast
             numbers = _weight_numbers(weight.sample(), self._before.pop(layer, None))
             values |= {(layer, name): value for name, value in numbers.items()}

@@ -11,8 +11,8 @@ import torch
 
 from lightning_lowbit.export.folder import pretrained
 from lightning_lowbit.export.reading.files import first_line, read_json
-from lightning_lowbit.export.source import read
 from lightning_lowbit.export.tokenizer import fitting_tokenizer
+from lightning_lowbit.export.trained_model import read
 from lightning_lowbit.packages import install
 
 _KINDS = "a checkpoint of a run (.ckpt), or a folder with a config.json, as `lowbit export` and save_pretrained write"
@@ -43,7 +43,7 @@ def load(path: Path, tokenizer: str | None, module: str | None, device: torch.de
     Args:
         path: a checkpoint or a folder.
         tokenizer: ``"bytes"``, or a name or folder for ``AutoTokenizer``; None for the tokenizer of the model.
-        module: the class of the trained module, as in :func:`lightning_lowbit.export.source.read`.
+        module: the class of the trained module, as in :func:`lightning_lowbit.export.trained_model.read`.
         device: where it computes.
 
     Raises:
@@ -63,14 +63,14 @@ def load(path: Path, tokenizer: str | None, module: str | None, device: torch.de
 
 
 def _load_checkpoint(path: Path, tokenizer: str | None, module: str | None, device: torch.device) -> Loaded:
-    source = read(path, module, in_few_bits=False)
-    model: Any = source.model
+    original = read(path, module, in_few_bits=False)
+    model: Any = original.model
     if not (hasattr(model, "can_generate") and model.can_generate()) or model.config.is_encoder_decoder:
         raise ValueError(
             f"{path} holds a {type(model).__name__}, which gives no logits of a next token. The tasks of the "
             "harness take a causal language model of transformers, or a module that holds one."
         )
-    trained = source.facts["tokenizer"]
+    trained = original.facts["tokenizer"]
     if tokenizer is None and trained is None:
         raise ValueError(f"{path} does not tell its tokenizer. Give --tokenizer bytes, or a name or folder of another.")
     loaded = fitting_tokenizer(tokenizer or trained, model)
@@ -78,8 +78,8 @@ def _load_checkpoint(path: Path, tokenizer: str | None, module: str | None, devi
     ends = (loaded.eos_token_id, loaded.sep_token_id, loaded.bos_token_id)
     separator = next((end for end in ends if end is not None), None)
     as_trained = {"add_bos_token": False, "prefix_token_id": separator} if trained is not None else {}
-    about = "as trained until step {step}: {casts}, phase {phase}".format_map(source.facts)
-    return Loaded(model.to(device), loaded, about, source.facts, as_trained)
+    about = "as trained until step {step}: {casts}, phase {phase}".format_map(original.facts)
+    return Loaded(model.to(device), loaded, about, original.facts, as_trained)
 
 
 def _load_folder(folder: Path, tokenizer: str | None, device: torch.device) -> Loaded:

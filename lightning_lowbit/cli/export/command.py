@@ -9,7 +9,7 @@ from lightning_lowbit.checks import integer
 from lightning_lowbit.export.card import layers_table
 from lightning_lowbit.export.checkpoint import DTYPES, explain_formats, export_checkpoint
 from lightning_lowbit.export.formats.table import FORMATS
-from lightning_lowbit.export.source import read
+from lightning_lowbit.export.trained_model import read
 
 
 def export(arguments: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import SafetensorsWriter
-from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, weights
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.quant import Cast
@@ -144,41 +144,41 @@ class Format:
     programs: tuple[str, ...] = ()
     chat: Callable[[TrainedModel, Any], Chat | None] | None = None
 
-    def weights(self, source: TrainedModel, options: Options) -> Iterator[Weight]:
+    def weights(self, original: TrainedModel, options: Options) -> Iterator[Weight]:
         """The weights of all layers as the format stores them; see :func:`lightning_lowbit.export.weights.weights`."""
         scale_dtype = options.dtype if self.rounds_scales else None
-        return weights(source, self.fused, options.rescale, scale_dtype)
+        return weights(original, self.fused, options.rescale, scale_dtype)
 
-    def fits(self, source: TrainedModel) -> bool:
+    def fits(self, original: TrainedModel) -> bool:
         """Returns whether it can hold all quantized layers of a model."""
-        if self.needs_network and source.config is None:
+        if self.needs_network and original.config is None:
             return False
         try:
             if self.accepts is not None:
-                self.accepts(source)
+                self.accepts(original)
         except ValueError:
             return False
-        return all(self.obstacle(name, layer) is None for name, layer in source.layers.items())
+        return all(self.obstacle(name, layer) is None for name, layer in original.layers.items())
 
-    def check(self, source: TrainedModel) -> None:
+    def check(self, original: TrainedModel) -> None:
         """Raises a ``ValueError`` that names the layers that the format cannot hold."""
-        check(source, {name: self.obstacle(name, layer) for name, layer in source.layers.items()}, self.name)
+        check(original, {name: self.obstacle(name, layer) for name, layer in original.layers.items()}, self.name)
 
     def write_layers(
-        self, source: TrainedModel, folder: Path, options: Options, encode: Callable[[Weight], "Encoded"]
+        self, original: TrainedModel, folder: Path, options: Options, encode: Callable[[Weight], "Encoded"]
     ) -> list[Written]:
         """Writes the tensors of a model of ``transformers`` to a folder, each quantized layer as ``encode`` makes it.
 
         Raises:
             ValueError: the format cannot hold a layer, or ``encode`` cannot.
         """
-        self.check(source)
+        self.check(original)
         writer, rows = SafetensorsWriter(folder), list[Written]()
-        for weight in self.weights(source, options):
+        for weight in self.weights(original, options):
             encoded = encode(weight)
             size = writer.add({f"{weight.name}.{part}": tensor for part, tensor in encoded.tensors.items()})
             rows.append(row(weight, encoded.format, size, encoded.inputs, encoded.error))
-        writer.finish(source, {f"{layer}.weight" for layer in source.layers}, options.dtype)
+        writer.finish(original, {f"{layer}.weight" for layer in original.layers}, options.dtype)
         return rows
 
 
@@ -196,12 +196,12 @@ def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None, er
     return Written(weight.name, str(weight.cast), format, size, weight.error + error, inputs)
 
 
-def unquantized_linears(source: TrainedModel) -> list[str]:
-    linears = [clean_name(name) for name, module in source.model.named_modules() if isinstance(module, nn.Linear)]
-    return [name for name in linears if name not in source.layers]
+def unquantized_linears(original: TrainedModel) -> list[str]:
+    linears = [clean_name(name) for name, module in original.model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in linears if name not in original.layers]
 
 
-def example_shape(source: TrainedModel, options: Options) -> Sequence[int] | None:
+def example_shape(original: TrainedModel, options: Options) -> Sequence[int] | None:
     """Returns the shape of an input of a model that takes no tokens: as asked for, or of ``example_input_array``."""
-    example = getattr(source.model, "example_input_array", None)
+    example = getattr(original.model, "example_input_array", None)
     return options.shape if options.shape is not None else example.shape if isinstance(example, Tensor) else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import load_network, write_network
 from lightning_lowbit.export.formats.base import Encoded, Format, Inputs, Options, Written, unquantized_linears
-from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, common_obstacle, divisor
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
@@ -84,23 +84,23 @@ def _pattern(name: str, layers: Mapping[str, QuantizedLayer]) -> str:
     return f"^{re.escape(name)}$" if is_ambiguous else name
 
 
-def _write(source: TrainedModel, folder: Path, options: Options) -> list[Written]:
+def _write(original: TrainedModel, folder: Path, options: Options) -> list[Written]:
     def encode(weight: Weight) -> Encoded:
         return Encoded(tensors(weight), "bitnet", Inputs(_INPUTS), error(weight, options.dtype))
 
-    rows = FORMATS["bitnet"].write_layers(source, folder, options, encode)
-    write_network(source, folder, options.dtype, quantization_config(source))
+    rows = FORMATS["bitnet"].write_layers(original, folder, options, encode)
+    write_network(original, folder, options.dtype, quantization_config(original))
     return rows
 
 
-def quantization_config(source: TrainedModel) -> dict[str, Any]:
+def quantization_config(original: TrainedModel) -> dict[str, Any]:
     return {
         "quant_method": "bitnet",
         "linear_class": "bitlinear",
         "quantization_mode": "offline",
         "use_rms_norm": False,
         "rms_norm_eps": 1e-6,
-        "modules_to_not_convert": [_pattern(name, source.layers) for name in unquantized_linears(source)],
+        "modules_to_not_convert": [_pattern(name, original.layers) for name in unquantized_linears(original)],
     }
 
 

@@ -36,7 +36,7 @@ from lightning_lowbit.export.formats.base import (
     unquantized_linears,
 )
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
-from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, common_obstacle, divisor, has_second_level, weight_cast
 from lightning_lowbit.nn.casts.plan import OPERANDS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
@@ -208,7 +208,7 @@ def _obstacle(
 
 
 def _write(
-    name: str, describe: Callable[[Weight, Options], Described], source: TrainedModel, folder: Path, options: Options
+    name: str, describe: Callable[[Weight, Options], Described], original: TrainedModel, folder: Path, options: Options
 ) -> list[Written]:
     schemes: dict[str, list[Any]] = {}
 
@@ -217,8 +217,8 @@ def _write(
         schemes[weight.name] = [encoded.format, weights, inputs]
         return encoded
 
-    rows = FORMATS[name].write_layers(source, folder, options, encode)
-    write_network(source, folder, options.dtype, quantization_config(schemes, unquantized_linears(source)))
+    rows = FORMATS[name].write_layers(original, folder, options, encode)
+    write_network(original, folder, options.dtype, quantization_config(schemes, unquantized_linears(original)))
     return rows
 
 

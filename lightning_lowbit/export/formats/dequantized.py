@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_lowbit.export.folder import SafetensorsWriter, load_network, write_network, write_tokenizer
 from lightning_lowbit.export.formats.base import Format, Options, Written
-from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import common_obstacle, matrices, weight_cast
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.layers.multihead import Projection
@@ -26,12 +26,12 @@ def _obstacle(name: str, layer: QuantizedLayer) -> str | None:
 
 
 @torch.no_grad()
-def _write(source: TrainedModel, folder: Path, options: Options) -> list[Written]:
-    FORMATS["dequantized"].check(source)
-    names = {id(parameter): name for name, parameter in source.model.named_parameters()}
+def _write(original: TrainedModel, folder: Path, options: Options) -> list[Written]:
+    FORMATS["dequantized"].check(original)
+    names = {id(parameter): name for name, parameter in original.model.named_parameters()}
     writer, rows, written = SafetensorsWriter(folder), list[Written](), set[str]()
-    for name, matrix, _ in matrices(source):
-        layer = source.layers[name]
+    for name, matrix, _ in matrices(original):
+        layer = original.layers[name]
         parameter = names[id(layer.weight)]
         values = _quantized_parameter(layer, matrix)
         stored = values.to(options.dtype)
@@ -39,11 +39,11 @@ def _write(source: TrainedModel, folder: Path, options: Options) -> list[Written
         size = writer.add({parameter: stored})
         rows.append(Written(name, str(layer.casts.fprop_w), "dequantized", size, rounding))
         written.add(parameter)
-    writer.finish(source, written, options.dtype)
-    if source.config is None:
-        write_tokenizer(source, folder)
+    writer.finish(original, written, options.dtype)
+    if original.config is None:
+        write_tokenizer(original, folder)
     else:
-        write_network(source, folder, options.dtype, None)
+        write_network(original, folder, options.dtype, None)
     return rows
 
 

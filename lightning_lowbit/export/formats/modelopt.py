@@ -18,7 +18,7 @@ from lightning_lowbit.export.formats import compressed_tensors
 from lightning_lowbit.export.formats.base import Encoded, Format, Inputs, Options, Written, unquantized_linears
 from lightning_lowbit.export.formats.compressed_tensors import NVFP4, input_amax, is_nvfp4
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row
-from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, weight_cast
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
@@ -55,15 +55,15 @@ def _fp8_obstacle(name: str, layer: QuantizedLayer) -> str | None:
     return None
 
 
-def _write(name: str, source: TrainedModel, folder: Path, options: Options) -> list[Written]:
+def _write(name: str, original: TrainedModel, folder: Path, options: Options) -> list[Written]:
     calibrated = options.input_amaxes is not None and all(
-        is_nvfp4(layer.casts.fprop_x) for layer in source.layers.values()
+        is_nvfp4(layer.casts.fprop_x) for layer in original.layers.values()
     )
     algorithm = "FP8" if name == "modelopt-fp8" else "NVFP4" if calibrated else "W4A16_NVFP4"
-    rows = FORMATS[name].write_layers(source, folder, options, partial(_encode, algorithm, options))
-    group, ignored = None if algorithm == "FP8" else 16, unquantized_linears(source)
+    rows = FORMATS[name].write_layers(original, folder, options, partial(_encode, algorithm, options))
+    group, ignored = None if algorithm == "FP8" else 16, unquantized_linears(original)
     config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": group, "ignore": ignored}
-    write_network(source, folder, options.dtype, {**config, "producer": _PRODUCER})
+    write_network(original, folder, options.dtype, {**config, "producer": _PRODUCER})
     quantization = {
         "quant_algo": algorithm,
         "kv_cache_quant_algo": None,

@@ -30,7 +30,7 @@ from lightning_lowbit.export.formats.onnx_layers import (
     attach,
     input_obstacle,
 )
-from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, common_obstacle
 from lightning_lowbit.nn.casts.linear_casts import FORWARD, LinearCasts
 from lightning_lowbit.nn.casts.plan import OPERANDS
@@ -57,31 +57,31 @@ def obstacle(name: str, layer: QuantizedLayer) -> str | None:
     return None if cast is None else input_obstacle(cast)
 
 
-def _write(source: TrainedModel, folder: Path, options: Options) -> list[Written]:
-    layers = {clean_name(name): layer for name, layer in quantized_layers(source.model).items()}
+def _write(original: TrainedModel, folder: Path, options: Options) -> list[Written]:
+    layers = {clean_name(name): layer for name, layer in quantized_layers(original.model).items()}
     forward = {name: layer for name, layer in layers.items() if layer.casts.has_cast(FORWARD)}
-    check(replace(source, layers=forward), {name: obstacle(name, layer) for name, layer in forward.items()}, "onnx")
-    example = _example(source, options)
+    check(replace(original, layers=forward), {name: obstacle(name, layer) for name, layer in forward.items()}, "onnx")
+    example = _example(original, options)
     if missing := [name for name in ("onnx", "onnx_ir", "onnxscript") if find_spec(name) is None]:
         raise ValueError(f"The format onnx takes {some(missing)}: {install(*missing)}.")
-    model = _Outputs(_twin(source.model), source.config is not None)
+    model = _Outputs(_twin(original.model), original.config is not None)
     twins = {clean_name(name): layer for name, layer in quantized_layers(model.model).items()}
     rows = []
-    for weight in FORMATS["onnx"].weights(source, options):
+    for weight in FORMATS["onnx"].weights(original, options):
         inputs = _inputs(weight.name, weight.layer, options)
         attach(twins[weight.name], weight, inputs)
         rows.append(_row(weight, inputs))
     for name, layer in layers.items():
         if name not in forward:
             twins[name].casts = LinearCasts()  # its backward pass alone was quantized
-        elif name not in source.layers:
+        elif name not in original.layers:
             attach(twins[name], None, _inputs(name, layer, options))
     program = _traced(model, example)
     _set_types(program.model, model)
     _forget_source(program.model)
     program.save(str(folder / _FILE))
-    if source.config is not None:
-        write_network(source, folder, torch.float32, None)
+    if original.config is not None:
+        write_network(original, folder, torch.float32, None)
     return rows
 
 
@@ -137,12 +137,12 @@ def _twin(model: nn.Module) -> Any:
     return twin.eval()
 
 
-def _example(source: TrainedModel, options: Options) -> Tensor:
+def _example(original: TrainedModel, options: Options) -> Tensor:
     """An input to trace the model with; its first dimension is free in the file, and of tokens the second, too."""
-    model: Any = source.model
-    if source.config is not None and model.main_input_name == "input_ids":
+    model: Any = original.model
+    if original.config is not None and model.main_input_name == "input_ids":
         return torch.zeros(_TOKENS, dtype=torch.int64)
-    if (shape := example_shape(source, options)) is not None:
+    if (shape := example_shape(original, options)) is not None:
         return torch.zeros(tuple(shape))
     raise ValueError(
         f"The format onnx traces {type(model).__name__} with an input, and needs its shape: give --shape 2,3,32,32 "

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_lowbit.export.source import TrainedModel
 from lightning_lowbit.export.tokenizer import load_tokenizer
+from lightning_lowbit.export.trained_model import TrainedModel
 
 _LOADED = """```python
 from transformers import {model}
@@ -64,11 +64,11 @@ model = load("{folder}")  # layers that compute with the codes of the folder
 }
 
 
-def usage(source: TrainedModel, programs: tuple[str, ...], folder: Path) -> str:
+def usage(original: TrainedModel, programs: tuple[str, ...], folder: Path) -> str:
     """Returns the sections of some programs, keys of ``PROGRAMS``, in Markdown."""
-    model: Any = source.model
-    name = source.facts.get("tokenizer")
-    if source.config is None or name is None or not model.can_generate():
+    model: Any = original.model
+    name = original.facts.get("tokenizer")
+    if original.config is None or name is None or not model.can_generate():
         code = _LOADED.format(model=type(model).__name__, folder=folder.name)
     else:
         inputs = _TEXT if load_tokenizer(name).chat_template is None else _CHAT

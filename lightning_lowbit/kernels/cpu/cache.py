@@ -18,9 +18,6 @@ try:
 except ImportError:  # Windows, where a user's folders are closed to others and no locks are taken
     fcntl = None  # type: ignore[assignment]
 
-_INFORM_AFTER = 5.0  # seconds of waiting, after which a process says for whom it waits
-_WAIT = 180.0  # seconds, several times what the compiler needs on a busy machine; then the builder counts as stopped
-
 
 @contextlib.contextmanager
 def trusted(folder: Path) -> Iterator[Path]:
@@ -65,12 +62,18 @@ def shown(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def one_builder(lock: Path) -> Iterator[tuple[int, ...]]:
+def one_builder(lock: Path, silent: float = 5.0, longest: float = 180.0) -> Iterator[tuple[int, ...]]:
     """Waits until no other process holds a lock file; yields descriptors that a compiler should inherit.
 
     The system frees the lock when the last process ends that has the descriptor: if this one is killed, when its
     compiler has ended, too. So whoever holds the lock can remove what others have begun. On a file system without locks
     nobody waits.
+
+    Args:
+        lock: the file, in a trusted folder.
+        silent: seconds of waiting, after which this process says for whom it waits.
+        longest: seconds of waiting, after which the other process counts as stopped; the default is several times what
+            the compiler needs on a busy machine.
 
     Raises:
         TimeoutError: another process holds the lock for too long; it may be stopped.
@@ -82,7 +85,7 @@ def one_builder(lock: Path) -> Iterator[tuple[int, ...]]:
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         _check(lock, descriptor)
-        _wait(descriptor, lock)
+        _wait(descriptor, lock, silent, longest)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield (descriptor,)
@@ -128,7 +131,7 @@ def _can_be_closed(descriptor: int, mode: int) -> bool:
     return is_for_group and all(name.startswith("kernels-") for name in os.listdir(descriptor))
 
 
-def _wait(descriptor: int, lock: Path) -> None:
+def _wait(descriptor: int, lock: Path, silent: float, longest: float) -> None:
     start, has_informed = time.monotonic(), False
     while True:
         try:
@@ -139,13 +142,13 @@ def _wait(descriptor: int, lock: Path) -> None:
         except OSError:  # a file system without locks
             return
         holder = f"process {_holder(descriptor)} holds {shown(lock)}"
-        if waited > _WAIT:
-            raise TimeoutError(f"{holder} since more than {_WAIT:.0f} s")
-        if waited > _INFORM_AFTER and not has_informed:
+        if waited > longest:
+            raise TimeoutError(f"{holder} since more than {longest:.0f} s")
+        if waited > silent and not has_informed:
             has_informed = True
             inform(
                 f"lightning_lowbit waits for its C++ kernels: {holder} while it compiles them. If that process is "
-                f"stopped, continue or end it; after {_WAIT:.0f} s this process goes on without it."
+                f"stopped, continue or end it; after {longest:.0f} s this process goes on without it."
             )
         time.sleep(0.05)
 

@@ -205,9 +205,10 @@ def write(
         None if factor is None else start(factor),
         start(key) if form.draws and key is not None else None,
         None if amax is None else start(amax),
-        None if rotation is None else _rotation(rotation, dim),
+        _reference(rotation_of(rotation, dim)),
         place,
         None if codes is None else ctypes.byref(codes),
+        None,
         torch.get_num_threads(),
     )
 
@@ -220,7 +221,7 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor |
     if rotation is not None and not (x.dim() == 2 and are_signs(rotation, dim)):
         return None
     x, result = x.contiguous(), x.new_empty((), dtype=torch.float32)
-    shape, signs = x.shape if x.dim() == 2 else (1, count), _rotation(rotation, dim)
+    shape, signs = x.shape if x.dim() == 2 else (1, count), _reference(rotation_of(rotation, dim))
     kernels.lowbit_amax(start(x), dtype, *shape, signs, start(result), torch.get_num_threads())
     return result
 
@@ -240,12 +241,18 @@ def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor | None:
     dtype, kernels = INPUTS.get(x.dtype), library()
     if dtype is None or kernels is None or x.numel() == 0 or x.dim() != 2 or not are_signs(rotation, dim):
         return None
-    x, result, signs = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim)), _rotation(rotation, dim)
+    x, result = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim))
+    signs = _reference(rotation_of(rotation, dim))
     kernels.lowbit_rotate(start(x), dtype, *x.shape, signs, start(result), torch.get_num_threads())
     return result
 
 
-def _rotation(rotation: Tensor | None, dim: int) -> Any:
+def rotation_of(rotation: Tensor | None, dim: int) -> ctypes.Structure | None:
+    """Returns the structure of a rotation that :func:`are_signs` has compared; None for none."""
     if rotation is None:
         return None
-    return ctypes.byref(_Rotation(address("signs", rotation, torch.float32, len(rotation)), len(rotation), dim))
+    return _Rotation(address("signs", rotation, torch.float32, len(rotation)), len(rotation), dim)
+
+
+def _reference(structure: ctypes.Structure | None) -> Any:
+    return None if structure is None else ctypes.byref(structure)

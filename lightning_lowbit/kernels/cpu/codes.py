@@ -59,6 +59,15 @@ def unpack(data: Tensor, factor: Tensor, call: CastCall, shape: torch.Size, sour
     return Operand(values, unpacked_factor(data[None], factor, cast, rows * columns, dim))
 
 
+def packed_codes(data: Tensor, call: CastCall, rows: int, columns: int) -> tuple[casts.CppCast, casts.Codes] | None:
+    """Returns the cast of a packed matrix and the structure of its bytes; None where the kernels do not unpack it."""
+    form, layout = casts.cpp_cast(call.cast.spec, call.dim, torch.float32, torch.float32), _layout(call.cast.spec)
+    if form is None or columns % layout.per_byte:
+        return None
+    size = packed_bytes(rows, columns, call.cast, call.dim)
+    return form, layout.codes(address("codes and scales", data, torch.uint8, size), rows * columns)
+
+
 class _Layout(NamedTuple):
     """The codes of a cast as the kernels take them."""
 

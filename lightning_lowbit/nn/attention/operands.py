@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_lowbit.compilation import counted_for
 from lightning_lowbit.nn.core.how import How
 from lightning_lowbit.nn.core.operands import OperandHow, OperandInput, Pass
+from lightning_lowbit.nn.native.operand import values_of
 from lightning_lowbit.quant import Operand
 from lightning_lowbit.quant.shard import Shard
 
@@ -77,8 +78,7 @@ class ProductPass(NamedTuple):
         source = OperandInput(x if operand.cast is None else x.contiguous(), amax)
         if operand.transform is not None:
             source = operand.with_rotation(source, operand.signs(self.pass_, x.device))
-        values, factor = operand.operand(source, self.pass_, shard)[:2]
-        return Operand(values, factor)
+        return values_of(operand.operand(source, self.pass_, shard))
 
     def multiply(self, gemm: str, left: Operand, right: Operand, dtype: torch.dtype, again: bool = False) -> Tensor:
         """Multiplies ``[n, rows, k]`` and ``[n, k, columns]``.

@@ -45,9 +45,9 @@ class ActivationProduct(PartLayer):
         keys = self.lowbit.keys
         return torch.device("cpu") if keys is None else keys.device
 
-    def native_gemms(self, *_: Any, **__: Any) -> tuple[str, ...]:
+    def native_kinds(self, *_: Any, **__: Any) -> dict[str, str]:
         """Returns none: they are emulated on all devices."""
-        return ()
+        return {}
 
     def emulated_because(self, device: torch.device) -> dict[str, str]:
         gemms = self.full_casts.quantized_gemms

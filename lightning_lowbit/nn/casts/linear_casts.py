@@ -118,6 +118,13 @@ class LinearCasts:
         for problem in contradictions(self):
             raise ValueError(f"{problem} Got {self}.")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "plan"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        object.__setattr__(self, "plan", plan_of(self))
+
     def _checked(self, name: str, keys: tuple[str, ...], read: Callable[[Any], Any], example: object) -> FrozenDict:
         value = getattr(self, name) or {}
         if not isinstance(value, Mapping):
@@ -169,8 +176,9 @@ class LinearCasts:
 
     @property
     def native_gemms(self) -> dict[str, str]:
-        """The GEMMs that hardware may compute on quantized elements, with their kind (see ``nn/native/table.py``)."""
-        return self.plan.native_gemms
+        """The GEMMs that hardware may compute on quantized elements, with their kind (see ``nn/native/table.py``), the
+        first one where several serve."""
+        return {gemm: kinds[0] for gemm, kinds in self.plan.native_kinds.items()}
 
     quantised_gemms = _renamed("quantised_gemms", "quantized_gemms")
     quantises_x_or_w = _renamed("quantises_x_or_w", "quantizes_x_or_w")

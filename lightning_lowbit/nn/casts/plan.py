@@ -1,8 +1,9 @@
 """The names of operands and GEMMs, and facts about casts that passes ask for."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from lightning_lowbit.nn.native.table import BLOCK_SCALED, kind_of
+from lightning_lowbit.nn.native.table import BLOCK_SCALED, kinds_of
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.packed import packing_obstacle
 
@@ -30,7 +31,8 @@ GEMM = {operand: operand.partition("_")[0] for operand in OPERANDS}
 INDEX = {operand: i for i, operand in enumerate(OPERANDS)}
 
 
-class CastPlan(NamedTuple):
+@dataclass(frozen=True)
+class CastPlan:
     """Facts about casts that a pass through a layer asks for, worked out once.
 
     Attributes:
@@ -45,9 +47,7 @@ class CastPlan(NamedTuple):
         shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
         casts_g_twice: dgrad and wgrad take two casts of g itself, scaled by the same amax.
         transient: the operands that are not kept from the forward pass to the backward pass.
-        native_gemms: the GEMMs that hardware may compute on quantized elements, with the kind, a key of ``NATIVE``.
-        gemms_of_kind: the GEMMs of ``native_gemms``, by kind.
-        block_scaled: the native GEMMs that take codes and the scales of blocks.
+        native_kinds: the GEMMs that hardware may compute on quantized elements, with the kinds, keys of ``NATIVE``.
         coded: the operand whose codes replace x in memory with save='codes' (fprop_x or wgrad_x); None where the
             backward pass needs x itself.
     """
@@ -62,10 +62,12 @@ class CastPlan(NamedTuple):
     shared: frozenset[str]
     casts_g_twice: bool
     transient: frozenset[str]
-    native_gemms: dict[str, str]
-    gemms_of_kind: dict[str, tuple[str, ...]]
-    block_scaled: frozenset[str]
+    native_kinds: dict[str, tuple[str, ...]]
     coded: str | None
+
+    def __new__(cls, *_: Any, **__: Any) -> "CastPlan":
+        """Takes the arguments with which earlier versions pickled a plan: the casts work it out again."""
+        return object.__new__(cls)
 
 
 def plan_of(casts: "LinearCasts") -> CastPlan:
@@ -81,7 +83,7 @@ def plan_of(casts: "LinearCasts") -> CastPlan:
     from_fprop = frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize)
     shared = (repeated & without_axis) - drawing
     delayed = {name: cast for name, cast in cast_of.items() if cast.scale.source == "delayed"}
-    kinds = {gemm: kind for gemm in GEMMS if (kind := native_kind(casts, gemm)) is not None}
+    kinds = {gemm: kinds_of_gemm for gemm in GEMMS if (kinds_of_gemm := native_kinds(casts, gemm))}
     return CastPlan(
         is_empty=all(getattr(casts, operand) is None for operand in OPERANDS),
         draws=keyed or len(drawing) > 0,
@@ -93,9 +95,7 @@ def plan_of(casts: "LinearCasts") -> CastPlan:
         shared=frozenset(shared),
         casts_g_twice=cast_of.keys() >= OF_G and not OF_G & (altered | shared | delayed.keys()),
         transient=frozenset(OPERANDS) - {f"fprop_{name[-1]}" for name in from_fprop | shared},
-        native_gemms=kinds,
-        gemms_of_kind={kind: tuple(gemm for gemm in kinds if kinds[gemm] == kind) for kind in kinds.values()},
-        block_scaled=frozenset(gemm for gemm in kinds if kinds[gemm] in BLOCK_SCALED),
+        native_kinds=kinds,
         coded=_coded(casts),
     )
 
@@ -110,23 +110,29 @@ def _coded(casts: "LinearCasts") -> str | None:
     return None if altered or ("wgrad" in casts.subtract_mean) else name
 
 
-def native_kind(casts: "LinearCasts", gemm: str) -> str | None:
-    """Returns the native GEMM's kind, a key of :data:`lightning_lowbit.nn.native.table.NATIVE`, or None."""
+def native_kinds(casts: "LinearCasts", gemm: str) -> tuple[str, ...]:
+    """Returns the kinds of native GEMMs that serve, keys of :data:`lightning_lowbit.nn.native.table.NATIVE`."""
     operands = OPERANDS_OF[gemm]
     pair = [cast for cast in map(casts.cast_of, operands) if cast is not None]
-    kind = kind_of(pair, [CONTRACTION[operand] for operand in operands]) if len(pair) == 2 else None
-    if kind is None:
-        return None
-    for operand, cast in zip(operands, pair, strict=True):
-        if getattr(casts, operand) != "fprop":
+    if len(pair) < 2:
+        return ()
+    kinds = kinds_of(pair, [CONTRACTION[operand] for operand in operands])
+    return tuple(kind for kind in kinds if _takes_reused(casts, gemm, kind))
+
+
+def _takes_reused(casts: "LinearCasts", gemm: str, kind: str) -> bool:
+    """Returns whether a native GEMM takes the operands of the forward pass that a GEMM reuses."""
+    for operand in OPERANDS_OF[gemm]:
+        cast = casts.cast_of(operand)
+        if getattr(casts, operand) != "fprop" or cast is None:
             continue
         if kind in BLOCK_SCALED:
             # It is quantized again, along the other axis, which gives the values of the forward pass only with tiles
             # that round to nearest, and without a mean, whose product takes those values as they are.
             is_same = isinstance(cast.scale.block, tuple) and cast.rounding == "nearest"
             if not is_same or cast.scale.source == "delayed" or gemm in casts.subtract_mean:
-                return None
+                return False
         # A reused operand has the forward pass's dtype. Its scales per row would vary along this contraction.
-        elif cast.scale.block == "row" or native_kind(casts, "fprop") in (None, *BLOCK_SCALED):
-            return None
-    return kind
+        elif cast.scale.block == "row" or kind not in native_kinds(casts, "fprop"):
+            return False
+    return True

@@ -22,6 +22,7 @@ from lightning_lowbit.nn.core.saving import Readers, check_save
 from lightning_lowbit.nn.layers.classes import convert_layer, convertible, without_weight
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
 from lightning_lowbit.nn.layers.native import BACKENDS, has_native_gemms
+from lightning_lowbit.nn.native.devices import native_obstacle
 
 # Mapping before LinearCasts: a command line takes the first type that fits, and LinearCasts would fill in defaults.
 CastsLike = str | Mapping[str, Any] | LinearCasts
@@ -301,12 +302,14 @@ def check_backend(
         raise ValueError(
             f"backend='native', but {gemm} of {some(names)} has no native GEMM: "
             "those take E4M3 or E5M2 (not E5M2 twice), or integers, with scales per tensor or row; E2M1 with blocks of "
-            "16 (E4M3) or 32 (E8M0); or E4M3 with blocks of 32 (E8M0) or 128 (fp32); of both operands. Got "
+            "16 (E4M3) or 32 (E8M0); or E4M3 with blocks of 32 (E8M0) or 128 (fp32); on CPUs elements of up to 4 bits "
+            "with any scales of blocks of 16 or a multiple; of both operands. Got "
             f"{planned[name]}. Use backend='auto', skip such layers, or give them other casts with overrides."
         )
     if device is not None:
-        for kind in {casts.native_gemms[gemm] for _, casts, gemm in quantized}:
-            has_native_gemms(device, kind, backend)  # or else raises
+        for kinds in {casts.plan.native_kinds[gemm] for _, casts, gemm in quantized}:
+            if all(native_obstacle(device, kind) is not None for kind in kinds):
+                has_native_gemms(device, kinds[0], backend)  # raises
 
 
 def set_phase(model: nn.Module, phase: str) -> None:

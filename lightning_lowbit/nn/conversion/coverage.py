@@ -90,7 +90,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Compiled code hides its modules. Without this, torch would also find an active mode, and run these functions
         # eagerly from then on.
         self._entered.enter_context(torch.compiler.set_stance("force_eager"))
-        self._entered.enter_context(backend("eager"))
+        self._entered.enter_context(backend("cpp"))
         # torch warns that hooks are called once more for a compiled module, which does no harm here.
         self._entered.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
@@ -165,8 +165,8 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         native: Counter[str] = Counter()
         for (name, gemm), flops in self.gemms.items():
             layer = self._layers[name]
-            if gemm in layer.native_gemms(device):
-                native[layer.casts.native_gemms[gemm]] += flops
+            if (kind := layer.native_kinds(device).get(gemm)) is not None:
+                native[kind] += flops
         return {kind: flops / max(self.model_flops + self.recomputed, 1) for kind, flops in native.items()}
 
     def coverage(self, phase: str | None = None, hp_bits: int = 16) -> Coverage:

@@ -93,14 +93,14 @@ def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
     return keys
 
 
-def keys_of_part(keys: Tensor, part: int) -> Tensor:
+def keys_of_product(keys: Tensor, number: int) -> Tensor:
     """Returns the keys of one of several products of a call, such as an expert: the call's XOR a hash of the index."""
-    return keys ^ _hash_of_part(part)
+    return keys ^ _hash_of_product(number)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _hash_of_part(part: int) -> int:
-    return _hash(part, "part")
+def _hash_of_product(number: int) -> int:
+    return _hash(number, "part")
 
 
 @cache

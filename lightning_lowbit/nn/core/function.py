@@ -37,7 +37,7 @@ class QuantizedGemms(torch.autograd.Function):
         ctx.how, ctx.pass_, ctx.layer, ctx.shape = how, pass_.for_backward(), how.layer, x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         x, bias = x.to(how.dtype), None if bias is None else bias.to(how.dtype)
-        (needs_x, needs_w), pass_ = ctx.needs_input_grad[:2], pass_.with_keys_of_part()
+        (needs_x, needs_w), pass_ = ctx.needs_input_grad[:2], pass_.with_keys_of_product()
         source_x, source_w = how.x.forward(x, pass_, needs_w), how.w.forward(weight, pass_, needs_x)
 
         # Y = X · Wᵀ + b            [tokens, in] · [in, out]
@@ -60,7 +60,7 @@ class QuantizedGemms(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, g: Tensor, saved: Any) -> tuple[Tensor | None, ...]:
-        how, pass_ = ctx.how, ctx.pass_.with_keys_of_part()
+        how, pass_ = ctx.how, ctx.pass_.with_keys_of_product()
         x, w = (*saved[:4], ctx.shape), (*saved[4:], ctx.shape)
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]

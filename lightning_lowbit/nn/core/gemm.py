@@ -19,12 +19,12 @@ from torch import Tensor
 
 from lightning_lowbit._torch import int_mm, scaled_mm
 from lightning_lowbit.compilation import counted_as, opaque, within_cast
+from lightning_lowbit.kernels.gemms import CodeOperand, multiply
 from lightning_lowbit.kernels.layout import pad
 from lightning_lowbit.kernels.products import scale_and_round
 from lightning_lowbit.nn.native.devices import native_obstacle as native_obstacle
 from lightning_lowbit.nn.native.gemms import block_product, results
-from lightning_lowbit.nn.native.operand import BlockOperand
-from lightning_lowbit.quant import Operand
+from lightning_lowbit.nn.native.operand import AnyOperand, BlockOperand, values_of
 from lightning_lowbit.units import lacks_units
 
 _TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -60,8 +60,8 @@ class _SwitchedOff(AbstractContextManager[None]):
 
 
 def matmul(
-    a: Operand | BlockOperand,
-    b: Operand | BlockOperand,
+    a: AnyOperand,
+    b: AnyOperand,
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
@@ -70,15 +70,18 @@ def matmul(
     scales, else in ``dtype``, or in float32 on CPUs without instructions for it.
 
     Args:
-        a: ``[m, k]``, its factor 0-d or ``[m, 1]``; or codes and scales.
+        a: ``[m, k]``, its factor 0-d or ``[m, 1]``; or codes and scales, or what a CPU makes them of.
         b: ``[k, n]``, its factor 0-d or ``[1, n]``; or codes and scales ``[n, k]`` where those of ``a`` are.
         bias: in ``dtype`` or float32, any shape that broadcasts to ``[m, n]``; or None.
         fast_accumulation: for native FP8 GEMMs: keeps sums in the tensor cores, faster and less exact.
     """
-    left, right = a.values, b.values
+    if isinstance(a, CodeOperand) and isinstance(b, CodeOperand):
+        return _code_matmul(a, b, bias, dtype)
     if isinstance(a, BlockOperand) and isinstance(b, BlockOperand):
-        operands = (left, a.scales, a.factor, right, b.scales, b.factor)
+        operands = (a.values, a.scales, a.factor, b.values, b.scales, b.factor)
         return _block_matmul(*operands, bias, dtype, a.kind, a.size[0], b.size[0], a.size[1])
+    a, b = values_of(a), values_of(b)
+    left, right = a.values, b.values
     if left.dtype in _ONE_BYTE or right.dtype in _ONE_BYTE:
         if left.dtype in _FP8 and right.dtype in _FP8:
             return _fp8_matmul(left, a.factor, right, b.factor, bias, dtype, fast_accumulation)
@@ -92,6 +95,13 @@ def matmul(
         if bias.dtype == dtype:
             return torch.addmm(bias, left, right)
     return _emulated_matmul(left, a.factor, right, b.factor, bias, dtype)
+
+
+def _code_matmul(a: CodeOperand, b: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiplies codes on a CPU. A bias for each row comes after a product in float32."""
+    is_row = bias is None or bias.numel() == b.rows
+    product = multiply(a, b, bias if is_row else None, dtype if is_row else torch.float32)
+    return product if is_row else _finish(product, [], bias, dtype)
 
 
 def _empty(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,8 @@
 """All that follows from a layer's casts, a dtype and a device for its passes, worked out once."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
@@ -25,7 +28,7 @@ class How:
         frozen: what the bytes of a frozen weight are; None for a matrix.
         is_gathered: whether the weight was quantized before it was gathered.
         saves_codes: saves x as codes and scales, where the casts have such an operand.
-        native: the GEMMs that the device computes natively.
+        native: the GEMMs that the device computes natively, with their kinds.
         recasts: saves the parameter itself for the backward pass, and quantizes it again there.
     """
 
@@ -41,7 +44,7 @@ class How:
         frozen: Frozen | None = None,
         is_gathered: bool = False,
         saves_codes: bool = False,
-        native: tuple[str, ...] = (),
+        native: Mapping[str, str] = MappingProxyType({}),
         recasts: bool = False,
     ) -> None:
         self.casts, self.dtype, self.layer, self.window, self.frozen = casts, dtype, layer, window, frozen

@@ -5,6 +5,7 @@ A :class:`Pass` holds the rest, and an :class:`OperandInput` is the tensor that 
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,12 @@ from lightning_lowbit.kernels import amax_of, quantize_operand, rotate
 from lightning_lowbit.kernels.operands import measures_again
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
-from lightning_lowbit.nn.core.calls import keys_of_part
+from lightning_lowbit.nn.core.calls import keys_of_product
 from lightning_lowbit.nn.core.gemm import mean_times
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
 from lightning_lowbit.nn.core.watch import Watched, stage_and_choose
-from lightning_lowbit.nn.native.operand import BlockOperand, block_operand
+from lightning_lowbit.nn.native.operand import AnyOperand, native_operand
+from lightning_lowbit.nn.native.table import BLOCK_SCALED
 from lightning_lowbit.quant import Cast, Operand, blend, split_mean, through_rounding
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
@@ -56,11 +58,11 @@ class Amaxes(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The part of a pass that differs from other passes of the layer.
+    """The settings of a pass that differ from those of other passes of the layer.
 
     Attributes:
         keys: int64 ``[6]``, of the call: a copy, since the layer's keys may be refilled before the backward pass.
-        part: index of one of several products of the call, such as an expert; None for the only one.
+        number: of one of several products of the call, such as an expert; None for the only one.
         amaxes: from other passes or layers; None for none.
         blend: float32, 0-d: λ of annealing; None for fully quantized operands.
         watch: what is measured; None for nothing.
@@ -68,7 +70,7 @@ class Pass(NamedTuple):
     """
 
     keys: Tensor | None = None
-    part: int | None = None
+    number: int | None = None
     amaxes: Amaxes | None = None
     blend: Tensor | None = None
     watch: Watched | None = None
@@ -82,21 +84,21 @@ class Pass(NamedTuple):
     def gradient_sums(self) -> Tensor | None:
         return None if self.watch is None else self.watch.gradient_sums
 
-    def with_keys_of_part(self) -> "Pass":
-        """Returns the pass with the keys of its part. Forward and backward pass each derive them, since another draw of
-        random bits may change the call's keys in place."""
-        if self.part is None or self.keys is None:
+    def with_keys_of_product(self) -> "Pass":
+        """Returns the pass with the keys of its product. Forward and backward pass each derive them, since another draw
+        of random bits may change the call's keys in place."""
+        if self.number is None or self.keys is None:
             return self
-        return self._replace(keys=keys_of_part(self.keys, self.part), part=None)
+        return self._replace(keys=keys_of_product(self.keys, self.number), number=None)
 
     def for_backward(self) -> "Pass":
         """Returns the pass with copies of all that is refilled in place, perhaps before this one's backward pass."""
         if self.amaxes is None and self.blend is None:
             return self
-        keys, part, amaxes, blend, watch, gathered = self  # faster than _replace
+        keys, number, amaxes, blend, watch, gathered = self  # faster than _replace
         if amaxes is not None and amaxes.in_force is not None:
             amaxes = Amaxes(amaxes.in_force.clone(), amaxes.staged, amaxes.weight)
-        return Pass(keys, part, amaxes, None if blend is None else blend.clone(), watch, gathered)
+        return Pass(keys, number, amaxes, None if blend is None else blend.clone(), watch, gathered)
 
     def unrecorded(self) -> "Pass":
         """Returns the pass for an operand that another pass has quantized, and recorded, before."""
@@ -158,7 +160,7 @@ class OperandHow:
         dtype: torch.dtype,
         device: torch.device,
         exact: bool = False,
-        native: tuple[str, ...] = (),
+        native: Mapping[str, str] = MappingProxyType({}),
         shards: Shards = WHOLE,
     ) -> None:
         plan, gemm, cast = casts.plan, GEMM[name], getattr(casts, name)
@@ -167,7 +169,7 @@ class OperandHow:
         self.source_cast = casts.cast_of(name)
         self.scaled_as = f"fprop_{name[-1]}" if cast == "fprop" else name
         self.scaling = self
-        self.kind = plan.native_gemms[gemm] if gemm in native and gemm in plan.block_scaled else None
+        self.kind = native.get(gemm) if native.get(gemm) in BLOCK_SCALED else None
         self.compute_dtype, self.exact = dtype, exact
         self.dtype: torch.dtype | None = None
         if exact:
@@ -193,7 +195,7 @@ class OperandHow:
         self.saves_operand = (name in plan.from_fprop or self.is_reused) and not takes_tensor
         self.surrogate = casts.surrogate.get(name)
 
-    def operand(self, source: OperandInput, pass_: Pass, shard: Shard | None = None) -> Operand | BlockOperand:
+    def operand(self, source: OperandInput, pass_: Pass, shard: Shard | None = None) -> AnyOperand:
         """Quantizes one operand. Returns the input unchanged if it has no cast or is quantized already, and codes plus
         scales if its GEMM is native and block-scaled. ``shard`` stands for the operand's own."""
         cast, watch = self.cast, pass_.watch
@@ -214,9 +216,11 @@ class OperandHow:
             quantized = blend(source.values, quantized, pass_.blend, self.exact)
         return quantized if watch is None else watch.observe(self, source, quantized, key, amax)
 
-    def _other_operand(self, source: OperandInput, pass_: Pass) -> Operand | BlockOperand:
+    def _other_operand(self, source: OperandInput, pass_: Pass) -> AnyOperand:
         """Takes the input as it is; or makes codes, where ``"fprop"`` is quantized again along this contraction."""
-        source, watch, sums = self.rotated(source), pass_.watch, pass_.operand_sums
+        watch, sums = pass_.watch, pass_.operand_sums
+        if self.kind != "cpu" or watch is not None or source.is_operand:
+            source = self.rotated(source)
         key = amax = None
         if source.is_operand or self.kind is None:
             operand: Any = source.values if self.kind is not None else Operand(source.values, source.factor)
@@ -225,7 +229,8 @@ class OperandHow:
         else:
             assert self.source_cast is not None
             key, amax = self.key(pass_), self.scaling.scaling_amax(source, pass_)
-            operand = block_operand(source.values, self.source_cast, self.kind, self.dim, key, amax, self.shard)
+            arguments = source.values, self.source_cast, self.kind, self.dim, key, amax, self.shard, source.rotation
+            operand = native_operand(*arguments)
             if sums is not None and self.cast is not None:
                 self.record(sums, source.values, operand.decoded(source.values.dtype, self.dim), amax)
         return operand if watch is None else watch.observe(self, source, operand, key, amax)
@@ -288,11 +293,11 @@ class OperandHow:
         return torch.lerp(gradient.to(wide), through.to(wide), pass_.blend.to(wide)).to(gradient.dtype)
 
 
-def _is_reused(name: str, casts: LinearCasts, native: tuple[str, ...]) -> bool:
+def _is_reused(name: str, casts: LinearCasts, native: Mapping[str, str]) -> bool:
     if name not in casts.plan.shared or not native:
         return name in casts.plan.shared
-    is_native = GEMM[name] in native
-    return is_native == (GEMM[SHARED[name]] in native) and not (is_native and GEMM[name] in casts.plan.block_scaled)
+    kind = native.get(GEMM[name])
+    return kind == native.get(GEMM[SHARED[name]]) and kind not in BLOCK_SCALED
 
 
 def common_amax(tensor: Tensor, first: OperandHow | None, second: OperandHow | None) -> Tensor | None:
@@ -315,7 +320,7 @@ class GemmHow:
 
     def operands(
         self, left: OperandInput, right: OperandInput, pass_: Pass, bias: Tensor | None = None
-    ) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
+    ) -> tuple[AnyOperand, AnyOperand, Tensor | None]:
         """Quantizes both operands, and returns with them what is added to their product."""
         if self.splits_means:
             left, right, bias = self._split_means(left, right, bias)

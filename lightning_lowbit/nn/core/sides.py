@@ -16,7 +16,7 @@ from lightning_lowbit.kernels.operands import reads_once
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.operands import OperandHow, OperandInput, Pass, common_amax
 from lightning_lowbit.nn.core.window import Window, is_pixelwise
-from lightning_lowbit.nn.native.operand import BlockOperand, unpacked_block_operand
+from lightning_lowbit.nn.native.operand import AnyOperand, unpacked_native_operand, values_of
 from lightning_lowbit.quant import Operand
 
 # Of a side: values and a factor; the amax of the tensor; the tensor itself, where gradients need it; its shape.
@@ -39,7 +39,7 @@ class Matrix:
         """Returns the input of fprop's operand. ``is_read_again``: the backward pass needs the tensor, too."""
         return OperandInput(x, common_amax(x, self.first, self.second if is_read_again else None))
 
-    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+    def save(self, x: Tensor, source: OperandInput, operand: AnyOperand) -> tuple[Any, Any]:
         """Returns the values and the factor that autograd saves, given all that the forward pass has made of ``x``."""
         return decoded(operand, self.dtype) if self.second.saves_operand else (source.values, None)
 
@@ -78,7 +78,7 @@ class Codes(Matrix):
             return source._replace(codes=packed)
         return _unpacked(self.coded, packed, x.shape)._replace(amax=source.amax, codes=packed)
 
-    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+    def save(self, x: Tensor, source: OperandInput, operand: AnyOperand) -> tuple[Any, Any]:
         assert source.codes is not None
         return source.codes
 
@@ -102,7 +102,7 @@ class Patches(Matrix):
     def forward(self, x: Tensor, pass_: Pass, is_read_again: bool) -> OperandInput:
         return self._gathered(x, pass_, self.second if is_read_again else None)
 
-    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+    def save(self, x: Tensor, source: OperandInput, operand: AnyOperand) -> tuple[Any, Any]:
         return x, None
 
     def backward(self, saved: Saved, pass_: Pass) -> OperandInput:
@@ -128,9 +128,10 @@ class Patches(Matrix):
             amax = common_amax(pixels, self.first, second)
         is_watched = pass_.operand_sums is not None or pass_.blend is not None
         if covers and self.may_quantize_pixels and not is_watched and is_pixelwise(self.first.cast, x.shape[1]):
-            quantized = self.first.operand(OperandInput(pixels.flatten(0, -2), amax), pass_)
-            images = quantized.values.view(pixels.shape).movedim(-1, 1)
-            return OperandInput(self.window.gather(images), amax, quantized.factor, is_operand=True)
+            operand = self.first.operand(OperandInput(pixels.flatten(0, -2), amax), pass_)
+            values, factor = values_of(operand)
+            images = values.view(pixels.shape).movedim(-1, 1)
+            return OperandInput(self.window.gather(images), amax, factor, is_operand=True)
         patches = self.window.gather(x)
         return OperandInput(patches, common_amax(patches, self.first, second) if amax is None else amax)
 
@@ -148,7 +149,7 @@ class Parameter(Matrix):
 class Recast(Parameter):
     """``w``, saved as the parameter, which lives anyway, and quantized again in the backward pass."""
 
-    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+    def save(self, x: Tensor, source: OperandInput, operand: AnyOperand) -> tuple[Any, Any]:
         return x, None
 
     def backward(self, saved: Saved, pass_: Pass) -> OperandInput:
@@ -170,7 +171,7 @@ class Gathered(Parameter):
             self.first.scaling_amax(OperandInput(x, amax), pass_)  # stages it
         return OperandInput(x.to(self.first.dtype or dtype), amax, factor, is_operand=True)
 
-    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+    def save(self, x: Tensor, source: OperandInput, operand: AnyOperand) -> tuple[Any, Any]:
         return super().save(x, source, operand) if self.second.saves_operand else (x, None)
 
 
@@ -185,7 +186,7 @@ class FrozenBytes(Parameter):
     def forward(self, x: Tensor, pass_: Pass, is_read_again: bool) -> OperandInput:
         return _unpacked(self.first, self.frozen.packed(x), self.frozen.shape)
 
-    def save(self, x: Tensor, source: OperandInput, operand: Operand | BlockOperand) -> tuple[Any, Any]:
+    def save(self, x: Tensor, source: OperandInput, operand: AnyOperand) -> tuple[Any, Any]:
         return x, None
 
     def backward(self, saved: Saved, pass_: Pass) -> OperandInput:
@@ -225,16 +226,17 @@ class Gradient:
         left, right = (OperandInput(values, None, factor, is_operand=True) for values, factor in pair)
         return left, right
 
-    def reused(self, source: OperandInput, operand: Operand | BlockOperand) -> OperandInput:
+    def reused(self, source: OperandInput, operand: AnyOperand) -> OperandInput:
         """Returns the input of wgrad's operand: ``source``, or the operand of dgrad where wgrad takes the same."""
         if not self.wgrad.is_reused:
             return source
-        return OperandInput(operand.values, None, operand.factor, is_operand=True)
+        values, factor = values_of(operand)
+        return OperandInput(values, None, factor, is_operand=True)
 
 
-def decoded(operand: Operand | BlockOperand, dtype: torch.dtype) -> Operand:
+def decoded(operand: AnyOperand, dtype: torch.dtype) -> Operand:
     """Returns an operand as values and a factor, for a computation in ``dtype``."""
-    return operand.decoded(dtype) if isinstance(operand, BlockOperand) else operand
+    return operand if isinstance(operand, Operand) else operand.decoded(dtype)
 
 
 def _packed(how: OperandHow, source: OperandInput, pass_: Pass) -> Packed:
@@ -258,6 +260,6 @@ def _unpacked(how: OperandHow, packed: Packed, shape: torch.Size) -> OperandInpu
     if how.transform is not None:  # padded to whole groups
         shape = torch.Size(n + -n % how.transform.size if i == how.dim else n for i, n in enumerate(shape))
     if how.kind is not None:
-        return OperandInput(unpacked_block_operand(*packed, how.cast, how.kind, how.dim, shape), is_operand=True)
+        return OperandInput(unpacked_native_operand(*packed, how.cast, how.kind, how.dim, shape), is_operand=True)
     values, factor = unpack_operand(packed, how.cast, how.dim, shape, how.compute_dtype, how.dtype)
     return OperandInput(values, None, factor, is_operand=True)

@@ -132,7 +132,7 @@ class QuantizedConvolution(QuantizedLayer):
             return [self.quantized_forward(x, matrices, bias, window=window, keys=keys)]
         biases = [None] * groups if bias is None else bias.chunk(groups)
         return [
-            self.quantized_forward(channels, matrix, row, window=window, keys=keys, part=i)
+            self.quantized_forward(channels, matrix, row, window=window, keys=keys, number=i)
             for i, (channels, matrix, row) in enumerate(zip(x.chunk(groups, 1), matrices.unbind(), biases, strict=True))
         ]
 

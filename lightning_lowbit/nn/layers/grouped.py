@@ -3,7 +3,7 @@
     y[rows of e] = x[rows of e] · W[e]ᵀ + b[e]        x [tokens, in], W [experts, out, in], b [experts, out]
 
 Each expert is quantized as if it were a linear layer of its own: its rows have their own scales and random bits, from
-keys of its own (:func:`lightning_lowbit.nn.core.calls.keys_of_part`). So its results do not depend on the rows of
+keys of its own (:func:`lightning_lowbit.nn.core.calls.keys_of_product`). So its results do not depend on the rows of
 other experts, and an expert without rows has gradients of zero.
 
 Where groups end must be known on the host, which waits for it once per layer. ``torch.compile`` breaks its graph at

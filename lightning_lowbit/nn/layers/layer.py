@@ -174,7 +174,7 @@ class QuantizedLayer(NativeGemms):
         window: Window | None = None,
         keys: Tensor | None = None,
         frozen: Frozen | None = None,
-        part: int | None = None,
+        number: int | None = None,
     ) -> Tensor:
         """Computes ``x · Wᵀ + b`` with quantized operands.
 
@@ -189,7 +189,7 @@ class QuantizedLayer(NativeGemms):
             window: of a convolution, whose result has a row per position.
             keys: of this call; None for those of a new one.
             frozen: what the bytes are; None for a matrix.
-            part: which of several products of the call this is; None for the only one.
+            number: of one of several products of the call; None for the only one.
         """
         if x.is_nested:
             return nested_product(
@@ -211,7 +211,7 @@ class QuantizedLayer(NativeGemms):
             if casts.smooth is not None:
                 bias = None if bias is None else bias.to(dtype)
                 x, weight, rescale = self._smoothed(x.to(dtype), weight.to(dtype), shards)
-            pass_ = self._pass(dtype, keys_of_call(self) if keys is None else keys, part)
+            pass_ = self._pass(dtype, keys_of_call(self) if keys is None else keys, number)
             how = self._how(dtype, device, shards, window, frozen, self._saves_codes(source, dtype, window, pass_))
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, how, pass_)[0]  # type: ignore[no-untyped-call]
             if rescale is not None:
@@ -254,7 +254,7 @@ class QuantizedLayer(NativeGemms):
             )
         return dtype
 
-    def _pass(self, dtype: torch.dtype, keys: Tensor | None, part: int | None) -> Pass:
+    def _pass(self, dtype: torch.dtype, keys: Tensor | None, number: int | None) -> Pass:
         """Returns the pass that begins now."""
         state, amaxes = self.lowbit, None
         gathered, watch = state.prequantized_weight, watched(state.operand_sums, state.gradient_sums)
@@ -266,7 +266,7 @@ class QuantizedLayer(NativeGemms):
             amaxes = Amaxes(in_force, staged if switch is not None and switch[0] else None, weight_amax)
         elif weight_amax is not None:
             amaxes = Amaxes(None, None, weight_amax)
-        return Pass(keys, part, amaxes, state.blend, watch, gathered)
+        return Pass(keys, number, amaxes, state.blend, watch, gathered)
 
     def _saves_codes(self, source: Tensor, dtype: torch.dtype, window: Window | None, pass_: Pass) -> bool:
         """Returns whether this pass saves codes of its input: not if a second backward pass will draw the random bits
@@ -295,7 +295,7 @@ class QuantizedLayer(NativeGemms):
         others = has_readers, state.backend, state.blend is None
         if not is_compiled and (last := _HOWS.get(self)) is not None and last[1] == arguments and last[2] == others:
             return last[0]
-        native = self.native_gemms(device, dtype=dtype) if casts.plan.native_gemms else ()
+        native = self.native_kinds(device, dtype=dtype) if casts.plan.native_kinds else {}
         recasts = has_readers and self.keeps_parameter and casts.smooth is None and not is_gathered and frozen is None
         how = How(*arguments, native, recasts)
         if not is_compiled:

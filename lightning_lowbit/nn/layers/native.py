@@ -5,7 +5,7 @@ from torch import nn
 
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.state import LayerState
-from lightning_lowbit.nn.native.devices import native_obstacle
+from lightning_lowbit.nn.native.devices import native_obstacle, slower_because
 from lightning_lowbit.nn.native.gemms import results
 from lightning_lowbit.nn.native.table import BLOCK_SCALED
 
@@ -13,10 +13,17 @@ from lightning_lowbit.nn.native.table import BLOCK_SCALED
 BACKENDS = ("auto", "native", "emulated")
 
 
-def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> bool:
-    """Returns whether a device computes GEMMs of a kind (a key of ``NATIVE``) natively; raises a ``ValueError`` if it
-    does not, with ``backend="native"``."""
+def obstacle_of(device: torch.device, kind: str, backend: str) -> str | None:
+    """Returns why GEMMs of a kind do not run natively on a device; None if they do. With ``backend="auto"`` also where
+    other GEMMs are faster."""
     obstacle = native_obstacle(device, kind)
+    return slower_because(kind) if obstacle is None and backend == "auto" else obstacle
+
+
+def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> bool:
+    """Returns whether GEMMs of a kind (a key of ``NATIVE``) run natively on a device; raises a ``ValueError`` if they
+    cannot, with ``backend="native"``."""
+    obstacle = obstacle_of(device, kind, backend)
     if obstacle is not None and backend == "native":
         raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
     return obstacle is None
@@ -30,18 +37,26 @@ class NativeGemms(nn.Module):
     def native_gemms(
         self, device: torch.device, casts: LinearCasts | None = None, dtype: torch.dtype | None = None
     ) -> tuple[str, ...]:
-        """Returns the GEMMs that a device computes natively, by default for the casts in force (none during annealing),
-        to results of a dtype (None for any); raises a ``ValueError`` if one is not, with ``backend="native"``."""
+        """Returns the names of :meth:`native_kinds`."""
+        return tuple(self.native_kinds(device, casts, dtype))
+
+    def native_kinds(
+        self, device: torch.device, casts: LinearCasts | None = None, dtype: torch.dtype | None = None
+    ) -> dict[str, str]:
+        """Returns the GEMMs that a device computes natively, with their kinds (keys of ``NATIVE``), by default for the
+        casts in force (none during annealing), to results of a dtype (None for any); raises a ``ValueError`` if one is
+        not, with ``backend="native"``."""
         state = self.lowbit
         if state.backend == "emulated" or state.exact or (casts is None and state.blend is not None):
-            return ()
-        plan = (casts or state.casts).plan
-        native: tuple[str, ...] = ()
-        if not plan.native_gemms:
-            return ()
-        for kind, gemms in plan.gemms_of_kind.items():
-            if has_native_gemms(device, kind, state.backend) and (dtype is None or _gives(kind, dtype, state.backend)):
-                native += gemms
+            return {}
+        casts_in_force = casts or state.casts
+        native: dict[str, str] = {}
+        for gemm, kinds in casts_in_force.plan.native_kinds.items():
+            kind = next((kind for kind in kinds if obstacle_of(device, kind, state.backend) is None), None)
+            if kind is None:
+                has_native_gemms(device, kinds[0], state.backend)  # raises, if it must
+            elif dtype is None or _gives(kind, dtype, state.backend, casts_in_force, gemm):
+                native[gemm] = kind
         if native and casts is None and state.prequantized_weight is not None:
             return _without_codes(native, state)
         return native
@@ -51,18 +66,28 @@ class NativeGemms(nn.Module):
         state, casts = self.lowbit, self.lowbit.full_casts
         emulated: dict[str, list[str]] = {}
         for gemm in casts.quantized_gemms:
-            kind = casts.native_gemms.get(gemm)
+            kinds = casts.plan.native_kinds.get(gemm, ())
             if state.exact or state.backend == "emulated":
                 reason: str | None = "exact=True" if state.exact else "backend='emulated'"
+            elif not kinds:
+                reason = "no native GEMM takes these casts"
             else:
-                reason = "no native GEMM takes these casts" if kind is None else native_obstacle(device, kind)
+                obstacles = [obstacle_of(device, kind, state.backend) for kind in kinds]
+                reason = None if None in obstacles else obstacles[-1 if device.type == "cpu" else 0]
             if reason is not None:
                 emulated.setdefault(reason, []).append(gemm)
         return {", ".join(gemms): reason for reason, gemms in emulated.items()}
 
 
-def _gives(kind: str, dtype: torch.dtype, backend: str) -> bool:
+def _gives(kind: str, dtype: torch.dtype, backend: str, casts: LinearCasts, gemm: str) -> bool:
     """Returns whether native GEMMs of a kind have results of a dtype; raises otherwise for ``backend="native"``."""
+    if kind == "cpu" and dtype == torch.bfloat16 and _rounds_operands(casts, gemm):
+        if backend == "native":
+            raise ValueError(
+                f"backend='native': {gemm} rounds operands to bfloat16 (round_to_bfloat16), and GEMMs of codes do not. "
+                "Leave out round_to_bfloat16, or use backend='auto'."
+            )
+        return False
     if kind not in BLOCK_SCALED or dtype in results(kind):
         return True
     if backend == "native":
@@ -74,12 +99,18 @@ def _gives(kind: str, dtype: torch.dtype, backend: str) -> bool:
     return False
 
 
-def _without_codes(gemms: tuple[str, ...], state: LayerState) -> tuple[str, ...]:
+def _rounds_operands(casts: LinearCasts, gemm: str) -> bool:
+    """Returns whether an operand in bfloat16 differs from its codes times their scales."""
+    pair = [cast for operand in casts.operands_of(gemm) if (cast := casts.cast_of(operand)) is not None]
+    return any(cast.round_to_bfloat16 and not cast.fits_bfloat16 for cast in pair)
+
+
+def _without_codes(native: dict[str, str], state: LayerState) -> dict[str, str]:
     """Leaves out native GEMMs that take codes of the weight, which FSDP2 gathered as decoded values."""
-    need_codes = tuple(gemm for gemm in gemms if gemm != "wgrad" and gemm in state.casts.plan.block_scaled)
+    need_codes = tuple(gemm for gemm, kind in native.items() if gemm != "wgrad" and kind in BLOCK_SCALED)
     if need_codes and state.backend == "native":
         raise ValueError(
             f"backend='native': the weight was quantized and decoded before {' and '.join(need_codes)}, which take "
             "codes. Leave out quantize_before_gather, or use backend='auto'."
         )
-    return tuple(gemm for gemm in gemms if gemm not in need_codes)
+    return {gemm: kind for gemm, kind in native.items() if gemm not in need_codes}

@@ -4,15 +4,18 @@ Block-scaled GEMMs depend on the GPU, the libraries and how torch was built. A d
 two small matrices once, with scales that differ from block to block. It has the GEMM if the result is the emulation's.
 """
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch.nn.functional import ScalingType
 
-from lightning_lowbit._torch import has_vnni
+from lightning_lowbit._torch import has_amx, has_vnni
+from lightning_lowbit.kernels.cpu.gemms import INSTRUCTIONS, instructions
 from lightning_lowbit.nn.native.gemms import block_product
 from lightning_lowbit.nn.native.operand import block_operand
-from lightning_lowbit.nn.native.table import BLOCK_SCALED, NATIVE
+from lightning_lowbit.nn.native.table import NATIVE
 from lightning_lowbit.quant import Cast, Scale
 
 _MX4, _MX8 = Cast("e2m1", Scale("e8m0", 32)), Cast("e4m3", Scale("e8m0", 32))
@@ -30,16 +33,66 @@ _SAMPLES = {
 # Of the norm of a result: bfloat16 rounds to 2^-9, a misplaced scale changes all of it.
 _TOLERANCE = 2.0**-6
 
+_declarations: dict[str, Collection[str]] = {}  # kinds by the type of a device, of `declared`
+
+
+@contextmanager
+def declared(device_type: str, kinds: Collection[str]) -> Iterator[None]:
+    """Takes devices of a type as ones that declare native GEMMs of these kinds and no others, within this context.
+
+    For a device that the table does not know, or that computes a kind faster in emulation. Block-scaled GEMMs are still
+    tried. A layer remembers its choice: enter the context before its first pass.
+
+    Args:
+        device_type: such as ``"cuda"``.
+        kinds: keys of ``NATIVE``; a ``ValueError`` names others.
+
+    Examples:
+        >>> with declared("cuda", {"fp8"}):
+        ...     trainer.fit(model)
+    """
+    if unknown := set(kinds) - set(NATIVE):
+        raise ValueError(f"Unknown kinds of native GEMMs {sorted(unknown)}: choose among {', '.join(NATIVE)}.")
+    previous = dict(_declarations)
+    _declarations[device_type] = kinds
+    try:
+        yield
+    finally:
+        _declarations.clear()
+        _declarations.update(previous)
+
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it cannot trace a device's name
 def native_obstacle(device: torch.device, kind: str) -> str | None:
     """Returns why a device cannot compute GEMMs of a kind (a key of ``NATIVE``) natively, in words; None if it can."""
-    if (obstacle := _without_gpu(device.type, kind)) is not None:
+    if (kinds := _declarations.get(device.type)) is not None:
+        obstacle = None if kind in kinds else f"{device.type!r} is declared to have none"
+    elif kind == "cpu":
+        return _cpu_obstacle(device.type)
+    elif (obstacle := _without_gpu(device.type, kind)) is not None:
         return obstacle
-    obstacle = _declared_obstacle(device, kind)
-    if obstacle is None and kind in BLOCK_SCALED:
+    else:
+        obstacle = _declared_obstacle(device, kind)
+    if obstacle is None and kind in _SAMPLES:
         obstacle = _trial_obstacle(device, kind)
     return None if obstacle is None else f"{NATIVE[kind].needs}; {obstacle}"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def slower_because(kind: str) -> str | None:
+    """Returns why native GEMMs of a kind are slower than emulated ones on their device; None if they are faster."""
+    if kind != "cpu" or "cpu" in _declarations:
+        return None
+    if has_amx():
+        return "this CPU has tile units (AMX), whose bf16 GEMMs are faster"
+    return "this CPU multiplies bytes without instructions of its own" if instructions() == INSTRUCTIONS[0] else None
+
+
+@cache
+def _cpu_obstacle(device_type: str) -> str | None:
+    if device_type != "cpu":
+        return f"GEMMs of codes are those of CPUs; the device is {device_type!r}"
+    return None if instructions() else f"{NATIVE['cpu'].needs}, which cannot be built here"
 
 
 @cache
@@ -55,7 +108,9 @@ def _declared_obstacle(device: torch.device, kind: str) -> str | None:
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         return _amd_obstacle(device, name, kind)
-    (least, first_too_new), capability = NATIVE[kind].nvidia, torch.cuda.get_device_capability(device)
+    versions = NATIVE[kind].nvidia
+    assert versions is not None  # of a GPU
+    (least, first_too_new), capability = versions, torch.cuda.get_device_capability(device)
     if capability < least or (first_too_new is not None and capability >= first_too_new):
         return f"{name} has {capability[0]}.{capability[1]}"
     return None

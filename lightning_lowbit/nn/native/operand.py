@@ -6,17 +6,19 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.formats import ELEMENT_FORMATS
-from lightning_lowbit.kernels import lay_out_operand, lay_out_packed
+from lightning_lowbit.kernels import Packed, lay_out_operand, lay_out_packed, rotate
+from lightning_lowbit.kernels.gemms import CodeOperand, code_operand, packed_operand
 from lightning_lowbit.kernels.layout import repeated, taken_apart
 from lightning_lowbit.nn.native.table import NATIVE
 from lightning_lowbit.quant import Cast, Operand
+from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.operand import has_factor
 from lightning_lowbit.quant.shard import Shard
 
 
 class BlockOperand(NamedTuple):
-    """One operand of a block-scaled native GEMM, with the contraction axis in its columns, in the GEMM's layout
-    (:mod:`lightning_lowbit.kernels.layout`).
+    """One operand of a GPU's block-scaled GEMM, with the contraction axis in its columns, in the GEMM's layout
+    (:mod:`lightning_lowbit.kernels.layout`). That of a CPU is a :class:`lightning_lowbit.kernels.gemms.CodeOperand`.
 
     Attributes:
         values: codes of E2M1, uint8 ``[rows', k' / 2]``, or elements in float8 ``[rows', k']``, padded with zeros.
@@ -49,8 +51,35 @@ class BlockOperand(NamedTuple):
         return Operand(values if dim == 1 else values.t().contiguous(), self.factor)
 
 
+# An operand of a GEMM: emulated, or native on a GPU or a CPU.
+AnyOperand = Operand | BlockOperand | CodeOperand
+
+
+def values_of(operand: AnyOperand) -> Operand:
+    """Returns the operand of a GEMM that is emulated, or takes no scales of blocks, as it is."""
+    assert isinstance(operand, Operand)
+    return operand
+
+
 def has_tiles(operand: BlockOperand) -> bool:
     return operand.scales.dim() == 2 and len(operand.scales) < operand.size[0]
+
+
+def native_operand(
+    x: Tensor,
+    cast: Cast,
+    kind: str,
+    dim: int,
+    key: Tensor | None = None,
+    amax: Tensor | None = None,
+    shard: Shard | None = None,
+    rotation: Tensor | None = None,
+) -> BlockOperand | CodeOperand:
+    """Makes one operand of a block-scaled native GEMM of this ``kind``, with the arguments and errors of
+    :func:`lightning_lowbit.kernels.quantize_operand`. The GEMM of a CPU quantizes it."""
+    if kind == "cpu":
+        return code_operand(x, CastCall(cast, dim, key, amax, None, shard, rotation))
+    return block_operand(x if rotation is None else rotate(x, rotation, dim), cast, kind, dim, key, amax, shard)
 
 
 def block_operand(
@@ -62,8 +91,8 @@ def block_operand(
     amax: Tensor | None = None,
     shard: Shard | None = None,
 ) -> BlockOperand:
-    """Quantizes one operand of a block-scaled native GEMM of this ``kind``, as
-    :func:`lightning_lowbit.quant.quantize_operand` with the same arguments and errors.
+    """Quantizes one operand of a GPU's block-scaled GEMM, as :func:`lightning_lowbit.quant.quantize_operand` with the
+    same arguments and errors.
 
     Examples:
         >>> x = torch.randn(4, 64)
@@ -77,11 +106,13 @@ def block_operand(
     return BlockOperand(values, scales, factor if has_factor(cast) else None, kind, (x.shape[1 - dim], x.shape[dim]))
 
 
-def unpacked_block_operand(
+def unpacked_native_operand(
     data: Tensor, factor: Tensor, cast: Cast, kind: str, dim: int, shape: torch.Size
-) -> BlockOperand:
-    """Makes a :func:`block_operand` for a matrix of ``shape`` from a packed operand, ``data`` and ``factor``
-    (:func:`lightning_lowbit.kernels.pack_operand`)."""
+) -> BlockOperand | CodeOperand:
+    """Makes a :func:`native_operand` for a matrix of ``shape`` from a packed operand, ``data`` and ``factor``
+    (:func:`lightning_lowbit.kernels.pack_operand`). The GEMM of a CPU unpacks it."""
+    if kind == "cpu":
+        return packed_operand(Packed(data, factor), cast, dim, shape)
     block = NATIVE[kind].block
     assert block is not None
     values, scales = lay_out_packed(data, cast, block, dim, shape)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_lowbit.kernels.cpu.casts import obstacle as cpp_obstacle
 from lightning_lowbit.kernels.layout import block_shape
 from lightning_lowbit.quant import Cast
 
@@ -24,7 +25,8 @@ class NativeGemm:
         scale: format of the scales of blocks; None for scales of tensors or rows.
         block: elements along the contraction axis that share a scale; None for scales of tensors or rows.
         needs: the hardware, in words.
-        nvidia: the least compute capability of an NVIDIA GPU, and the first that is too new, if there is one.
+        nvidia: the least compute capability of an NVIDIA GPU, and the first that is too new, if there is one; None for
+            a GEMM of CPUs.
         amd: architectures of AMD GPUs.
         results: dtypes that the GEMM gives; others are computed from emulated operands.
     """
@@ -33,7 +35,7 @@ class NativeGemm:
     scale: str | None
     block: int | None
     needs: str
-    nvidia: tuple[tuple[int, int], tuple[int, int] | None]
+    nvidia: tuple[tuple[int, int], tuple[int, int] | None] | None
     amd: tuple[str, ...] = ()
     results: tuple[torch.dtype, ...] = _ALL_RESULTS
 
@@ -87,24 +89,35 @@ NATIVE: dict[str, NativeGemm] = {
         needs="native FP8 GEMMs with blocks of 128 need an NVIDIA GPU of compute capability 9.0 (Hopper)",
         nvidia=((9, 0), (10, 0)),
     ),
+    "cpu": NativeGemm(  # kernels/gemms.py
+        elements=("e2m1", "e1m2", "ternary", *(f"int{bits}" for bits in range(2, 9))),
+        scale=None,
+        block=16,
+        needs="GEMMs of codes on CPUs need the C++ kernels",
+        nvidia=None,
+        results=(torch.bfloat16, torch.float32),
+    ),
 }
 
 BLOCK_SCALED = frozenset(kind for kind, native in NATIVE.items() if native.block is not None)
 
 
-def kind_of(casts: Sequence[Cast], dims: Sequence[int]) -> str | None:
-    """Returns the kind of native GEMM of two operands, left and right; None if there is none.
+def kinds_of(casts: Sequence[Cast], dims: Sequence[int]) -> tuple[str, ...]:
+    """Returns the kinds of native GEMMs of two operands, left and right.
 
     ``dims`` are the dimensions of the operands that the GEMM contracts.
     """
-    for kind, native in NATIVE.items():
-        if all(cast.element in native.elements for cast in casts):
-            pairs = zip(casts, dims, strict=True)
-            if native.block is not None and all(_has_blocks(cast, dim, native) for cast, dim in pairs):
-                return kind
-            if native.block is None and not any(cast.scale.per_block for cast in casts) and _RULES[kind](*casts):
-                return kind
-    return None
+    return tuple(kind for kind, native in NATIVE.items() if _serves(kind, native, casts, dims))
+
+
+def _serves(kind: str, native: NativeGemm, casts: Sequence[Cast], dims: Sequence[int]) -> bool:
+    if any(cast.element not in native.elements for cast in casts):
+        return False
+    if kind == "cpu":
+        return _cpu(casts[0], casts[1], dims[0], dims[1])
+    if native.block is not None:
+        return all(_has_blocks(cast, dim, native) for cast, dim in zip(casts, dims, strict=True))
+    return not any(cast.scale.per_block for cast in casts) and _RULES[kind](*casts)
 
 
 def _has_blocks(cast: Cast, dim: int, native: NativeGemm) -> bool:
@@ -128,6 +141,14 @@ def _int8(left: Cast, right: Cast) -> bool:
     """Takes no delayed scales: integers have no NaN, so that one in the tensor must appear in its scale."""
     whole = all(cast.grid.gemm_dtype == torch.int8 for cast in (left, right))  # 8 bits and a zero point need 9
     return whole and left.scale.source == right.scale.source == "current"
+
+
+def _cpu(left: Cast, right: Cast, left_dim: int, right_dim: int) -> bool:
+    """Takes elements on the right that are at most 15 steps, and blocks of which one is a multiple of the other."""
+    blocks = [block_shape(cast, dim)[1] for cast, dim in ((left, left_dim), (right, right_dim)) if cast.scale.per_block]
+    if any(block % 16 for block in blocks) or (blocks and max(blocks) % min(blocks)):
+        return False
+    return right.format.bits <= 4 and not any(cpp_obstacle(cast) for cast in (left, right))
 
 
 _RULES = {"fp8": _fp8, "int8": _int8}

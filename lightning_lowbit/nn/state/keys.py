@@ -5,7 +5,7 @@
 Random bits depend only on the key and an element's index. They are the same after a resume and in recomputation,
 whatever other code draws. The data-parallel rank and the call enter only for x and g, which differ between ranks and
 calls, and not for w. Each call has its own keys, so that noise does not add up (:mod:`lightning_lowbit.nn.core.calls`);
-so has each expert of a stack, for all operands (:func:`lightning_lowbit.nn.core.calls.keys_of_part`).
+so has each expert of a stack, for all operands (:func:`lightning_lowbit.nn.core.calls.keys_of_product`).
 """
 
 import hashlib

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, TernaryPrecision, Throughput
 from lightning_lowbit.callbacks.monitors import throughput
 from lightning_lowbit.metrics.devices import PEAKS, peaks_of
+from lightning_lowbit.nn.native.devices import declared
 from tests.lightning_imports import BoringModel, CSVLogger, RandomDataset, Trainer, quiet_trainer
 from tests.tables import each
 
@@ -142,21 +143,21 @@ def test_measured_flops(clock, settings, peak):
 
 
 @pytest.mark.parametrize("peaks", [{"float8": 8e4, "float32": 1e4}, {"float32": 1e4}])
-def test_native_gemms_have_the_peak_of_fp8(clock, monkeypatch, peaks):
+def test_native_gemms_have_the_peak_of_fp8(clock, within, peaks):
     """Of two layers of one size the first is native; no gradient of its input is needed."""
-    first_of_two_is_native(clock, monkeypatch, FP8Precision("current", **SECOND_IN_HP), peaks, "float8", 2)
+    first_of_two_is_native(clock, within, FP8Precision("current", **SECOND_IN_HP), peaks, "float8", 2)
 
 
 @pytest.mark.parametrize("peaks", [{"int8": 8e4, "float8": 1.0, "float32": 1e4}, {"float8": 8e4, "float32": 1e4}])
-def test_native_gemms_have_the_peak_of_int8(clock, monkeypatch, peaks):
+def test_native_gemms_have_the_peak_of_int8(clock, within, peaks):
     """Of a ternary layer the forward pass alone is native."""
-    first_of_two_is_native(clock, monkeypatch, TernaryPrecision(**SECOND_IN_HP), peaks, "int8", 1)
+    first_of_two_is_native(clock, within, TernaryPrecision(**SECOND_IN_HP), peaks, "int8", 1)
 
 
 SECOND_IN_HP = {"overrides": {r"layer\.1": "bf16"}, "compute_dtype": "fp32"}
 
 
-def first_of_two_is_native(clock, monkeypatch, plugin, peaks, kind, native):
+def first_of_two_is_native(clock, within, plugin, peaks, kind, native):
 
     class TwoLayers(Model):
         def __init__(self, clock):
@@ -166,7 +167,7 @@ def first_of_two_is_native(clock, monkeypatch, plugin, peaks, kind, native):
         def train_dataloader(self):
             return DataLoader(RandomDataset(WIDTH, 8 * 16), batch_size=16)  # of which nothing is padded
 
-    monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", lambda device, kind: None)
+    within(declared("cpu", {"fp8", "int8"}))
     rows = fit(TwoLayers(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=peaks), plugins=[plugin])
     gemm = 2 * 16 * WIDTH * WIDTH
     if kind not in peaks:

@@ -1,6 +1,5 @@
 """Resets in real runs, resumed runs, and what is refused."""
 
-import math
 from functools import partial
 
 import pytest
@@ -141,14 +140,9 @@ def test_another_run_begins_anew():
     ("arguments", "message"),
     [
         ({"window": 1}, "window is a number of optimizer steps, 2 or more; got 1"),
-        ({"window": 50.0}, "got 50.0"),
         ({"window": 50, "every": 49}, "every is a number of optimizer steps, no fewer than window, 50 or more; got 49"),
         ({"threshold": 1}, "threshold is the ratio of two paths, above 1; got 1"),
-        ({"threshold": math.nan}, "got nan"),
-        ({"threshold": math.inf}, "got inf"),
-        ({"threshold": "8"}, "above 1; got '8'"),
         ({"start": -1}, "start is a number of optimizer steps, 0 or more; got -1"),
-        ({"start": 0.6}, "got 0.6"),
     ],
 )
 def test_bad_arguments(arguments, message):

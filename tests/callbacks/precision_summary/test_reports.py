@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_lowbit import FP8Precision, GradientNoiseMonitor, LowBitPrecision, PrecisionSummary, QAFSwitch, convert
 from lightning_lowbit.callbacks.layer_table import layer_table
+from lightning_lowbit.nn.native.devices import declared
 from tests.callbacks.precision_summary.runs import AVERAGE, BITS, COVERAGE, FIRST, LAST, TOTAL, Two, fit, trainer_with
 from tests.lightning_imports import BoringModel, Callback, TensorBoardLogger, quiet_trainer
 
@@ -61,9 +62,8 @@ def test_writes_json_beside_the_log(tmp_path):
         ),
     ],
 )
-def test_says_which_layers_run_natively(monkeypatch, plugin, has_tensor_cores, where, native):
-    obstacle = None if has_tensor_cores else "no tensor cores"
-    monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", lambda device, kind: obstacle)
+def test_says_which_layers_run_natively(within, plugin, has_tensor_cores, where, native):
+    within(declared("cpu", {"fp8", "int8"} if has_tensor_cores else ()))
     summary, model = PrecisionSummary(quiet=True), Two()
     trainer = trainer_with(summary, plugin=plugin())
     trainer.fit(model)

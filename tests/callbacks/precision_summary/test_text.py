@@ -139,11 +139,6 @@ def test_above_a_progress_bar(capsys, bar, bar_first):
     assert "it/s" not in line
 
 
-def test_above_the_default_progress_bar(capsys):
-    fit(PrecisionSummary(), enable_progress_bar=True)
-    assert_said_once(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(("precision", "bits"), [("bf16-mixed", 16), ("32-true", 32), ("64-true", 64)])
 def test_without_the_plugin(capsys, precision, bits):
     summary = fit(PrecisionSummary(), precision=precision)

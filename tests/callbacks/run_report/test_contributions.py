@@ -17,7 +17,7 @@ from lightning_lowbit.report.contents import in_words
 from lightning_lowbit.report.history import History
 from lightning_lowbit.report.html import Section, Table, Text
 from tests.callbacks.run_report.runs import Known, load, steps, trainer
-from tests.lightning_imports import Callback, Trainer
+from tests.lightning_imports import Callback, quiet_trainer
 from tests.report.test_html import EVIL, check_self_contained
 
 
@@ -143,9 +143,8 @@ def test_a_history_is_bounded_and_evenly_thinned():
     assert other.add("a", 10_001, torch.tensor(0.0))
 
 
-def test_metrics_of_many_layers_share_a_bound(monkeypatch):
-    monkeypatch.setattr(run_history, "MOST_OF_LAYERS", 2000)
-    history = History()
+def test_metrics_of_many_layers_share_a_bound():
+    history = History(most_of_layers=2000)
     for step in range(1, 1001):
         history.add("loss", step, torch.tensor(0.0))
         for layer in range(10):
@@ -156,12 +155,19 @@ def test_metrics_of_many_layers_share_a_bound(monkeypatch):
     assert {100 <= len(of_layer) <= 200 for of_layer in points.values()} == {True}, "2000 points for 10 layers"
 
 
-def test_hundreds_of_metrics_are_not_copied_in_each_step(monkeypatch):
+def test_hundreds_of_metrics_are_not_copied_in_each_step():
     history, copies = History(), []
-    monkeypatch.setattr(History, "_convert", lambda self: (copies.append(len(self._pending)), self._pending.clear()))
-    for step in range(1, 13):
-        for layer in range(300):
-            history.add(f"sqnr/fprop_x/{layer}", step, torch.tensor(0.0))
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.stack.default:
+                copies.append(len(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        for step in range(1, 13):
+            for layer in range(300):
+                history.add(f"sqnr/fprop_x/{layer}", step, torch.tensor(0.0))
     assert copies == [1200, 1200, 1200]
 
 
@@ -209,10 +215,7 @@ def test_recording_waits_for_no_device(accelerator):
             return super().training_step(batch, batch_idx)
 
     options = {"accelerator": accelerator, "devices": 1, "max_steps": 6, "log_every_n_steps": 1, "limit_val_batches": 1}
-    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-    Trainer(callbacks=[report_class()], plugins=[FP4Precision(quantize_output=True)], **options, **quiet).fit(
-        OnDevice()
-    )
+    quiet_trainer(FP4Precision(quantize_output=True), callbacks=[report_class()], **options).fit(OnDevice())
     assert steps(load(), "level") == [1, 2, 3, 4, 5, 6]
     with pytest.raises(AssertionError), NoSync():
         torch.ones(()).item()

@@ -76,15 +76,17 @@ def test_a_report_that_cannot_be_written_is_a_warning(fail_at):
     assert not list(Path().glob(".*"))
 
 
-def test_values_that_cannot_be_read_any_more_are_given_up(monkeypatch):
+def test_values_that_cannot_be_read_any_more_are_given_up():
     class Lost(RunReport):
+        def _start_afresh(self):
+            super()._start_afresh()
+            self._history = run_history.History(most_pending=14, steps_pending=0)  # values of the first three steps
+
         def on_train_batch_start(self, trainer, *args):
             super().on_train_batch_start(trainer, *args)
             if trainer.global_step == 3:  # a meta tensor has no value, like one on a device that has failed
                 self._history.add("lost", 4, torch.empty((), device="meta"))
 
-    monkeypatch.setattr(run_history, "_MOST_PENDING", 14)  # those of the first three steps
-    monkeypatch.setattr(run_history, "_STEPS_PENDING", 0)
     with pytest.raises(RuntimeError, match="alert"):
         trainer(report=Lost()).fit(Known(fail_at=5))
     assert (load()["status"], load()["steps"]) == ("failed", 4)

@@ -51,11 +51,6 @@ def test_fraction_of_epochs():
     assert [phase for _, phase, _ in seen] == ["fqt"] * 4 + ["qaf"] * 4
 
 
-def test_several_switches_in_any_order():
-    seen = fit(PrecisionSwitch("bf16", step=4), QAFSwitch(step=1), PrecisionSwitch("hp-forward", step=2))
-    assert [phase for _, phase, _ in seen] == ["fqt", "qaf", "hp-forward", "hp-forward", "bf16", "bf16"]
-
-
 def test_a_later_change_by_hand_stands():
     class ByHand(Callback):
         def on_train_batch_start(self, trainer, *_):
@@ -64,12 +59,6 @@ def test_a_later_change_by_hand_stands():
 
     seen = fit(QAFSwitch(step=2), ByHand())
     assert [phase for _, phase, _ in seen] == ["fqt", "fqt", "qaf", "qaf", "bf16", "bf16"]
-
-
-@pytest.mark.parametrize("order", [["qaf", "bf16"], ["bf16", "qaf"]])
-def test_of_two_at_one_step_the_last_in_the_list_holds(order):
-    seen = fit(*(PrecisionSwitch(to, step=2) for to in order))
-    assert [phase for _, phase, _ in seen] == ["fqt"] * 2 + [order[-1]] * 4
 
 
 def test_a_longer_run_from_a_checkpoint_in_the_phase_says_so(tmp_path):

@@ -1,6 +1,5 @@
 """Weight decay that changes in mid-training: of which groups, when, after a resume, and what it does to weights."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -79,11 +78,6 @@ def test_from_a_step_on(switch, accumulate):
     assert fit(switch(), accumulate_grad_batches=accumulate) == [BEFORE] * 3 + [AFTER] * 3
 
 
-@pytest.mark.parametrize(("at", "expected"), [(0.0, [AFTER] * 6), (1.0, [BEFORE] * 6)])
-def test_ends_of_the_run(at, expected):
-    assert fit(WeightDecaySwitch(at=at)) == expected
-
-
 def test_to_another_value_where_there_is_any():
     assert fit(WeightDecaySwitch(0.125, step=2)) == [BEFORE] * 2 + [[0.125, 0.125, 0]] * 4
 
@@ -121,13 +115,6 @@ def test_several_optimizers():
         fit(WeightDecaySwitch(at=0.5), model=Manual(), max_steps=-1, max_epochs=1)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_the_last_one_due_holds_whatever_their_order(reverse):
-    switches = [WeightDecaySwitch(1.0, step=1), WeightDecaySwitch(2.0, step=3), WeightDecaySwitch(step=4)]
-    found = fit(*(reversed(switches) if reverse else switches))
-    assert found == [BEFORE, [1, 1, 0], [1, 1, 0], [2, 2, 0], AFTER, AFTER]
-
-
 @pytest.mark.filterwarnings("ignore:Training ended at")
 def test_goes_with_a_switch_of_something_else():
     plugin, witness = FP4Precision(quantize_output=True), Witness(keep=False)
@@ -138,15 +125,6 @@ def test_goes_with_a_switch_of_something_else():
     switches = [PrecisionSwitch("fqt", step=1, steps=4), WeightDecaySwitch(step=2)]
     trainer(plugin, callbacks=switches, max_steps=4, limit_train_batches=4).fit(Decayed())
     assert plugin.blend == 0.5, "a switch of the weight decay ends that of the precision"
-
-
-def test_a_later_change_by_hand_stands():
-    class ByHand(Callback):
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 4:
-                trainer.optimizers[0].param_groups[0]["weight_decay"] = 3.0
-
-    assert fit(WeightDecaySwitch(step=2), ByHand()) == [BEFORE] * 2 + [AFTER] * 2 + [[3, 0, 0]] * 2
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, StableSPAM])
@@ -227,21 +205,9 @@ def test_groups_without_weight_decay_are_left_alone():
     ("arguments", "message"),
     [
         ({"to": -0.1, "at": 0.5}, "to is a weight decay, 0 or more; got -0.1"),
-        ({"to": math.nan, "at": 0.5}, "got nan"),
-        ({"to": math.inf, "at": 0.5}, "got inf"),
         ({}, r"Give either at \(a fraction of all steps\) or step \(a number\); got at=None, step=None"),
-        ({"at": 0.5, "step": 5}, "Give either at"),
-        ({"at": 1.5}, "0 or more and at most 1; got 1.5"),
-        ({"step": -1}, "0 or more; got -1"),
     ],
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         WeightDecaySwitch(**arguments)
-
-
-def test_a_fraction_of_an_endless_run():
-    with pytest.raises(
-        MisconfigurationException, match="WeightDecaySwitch.* set max_steps or max_epochs, or give step"
-    ):
-        fit(WeightDecaySwitch(at=0.5), max_steps=-1, max_epochs=-1)

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
-from tests.lightning_imports import LightningModule, Trainer
+from tests.lightning_imports import LightningModule, quiet_trainer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n"
@@ -32,9 +32,7 @@ class Plain(LightningModule):
 
 def train(module, data, casts, file):
     """A checkpoint of a module that was trained for a few steps."""
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    plugin = LowBitPrecision(casts, skip=["lm_head|1"])
-    trainer = Trainer(accelerator="cpu", max_steps=4, limit_val_batches=0, plugins=[plugin], **quiet)
+    trainer = quiet_trainer(LowBitPrecision(casts, skip=["lm_head|1"]), max_steps=4, limit_val_batches=0)
     trainer.fit(module, data)
     trainer.save_checkpoint(file, weights_only=False)
     return file

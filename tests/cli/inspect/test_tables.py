@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -19,6 +18,7 @@ from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import plan
 from lightning_lowbit.quant.transforms import rotate
 from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png, table
+from tests.lightning_imports import quiet_trainer
 from tests.tables import each
 
 NVFP4 = LinearCasts.preset("nvfp4").fprop_w
@@ -48,15 +48,7 @@ def llama(layers=2):
 def test_checkpoint_of_low_bit_training(capsys):
     """A converted layer has plain weights, so a checkpoint of FP4 training is one like any other."""
     model = Model()
-    trainer = Trainer(
-        max_steps=2,
-        plugins=[FP4Precision("nvfp4")],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(FP4Precision("nvfp4"), max_steps=2)
     trainer.fit(model)
     trainer.save_checkpoint("runs/last.ckpt")
     capsys.readouterr()
@@ -128,7 +120,7 @@ def test_folders_of_transformers(capsys):
 
 
 @each("preset", WITH_WEIGHTS)
-def test_slices_make_no_difference(preset, monkeypatch):
+def test_slices_make_no_difference(preset):
     casts = LinearCasts.preset(preset)
     (candidate,) = command.parse_casts(preset)
     weight = torch.randn(70, 96) * torch.randn(70, 1).exp()
@@ -137,8 +129,7 @@ def test_slices_make_no_difference(preset, monkeypatch):
         whole = rotate(whole, casts.hadamard["fprop"].diagonal(None, whole.device), 1)
     expected = cast_statistics(whole, casts.fprop_w, key=0).floats()
     assert command.measure(weight, candidate).floats() == pytest.approx(expected, rel=1e-9)
-    monkeypatch.setattr(command, "_SLICE", 96 * 20)
-    assert command.measure(weight, candidate).floats() == pytest.approx(expected, rel=1e-9)
+    assert command.measure(weight, candidate, 96 * 20).floats() == pytest.approx(expected, rel=1e-9)
 
 
 @each(
@@ -151,10 +142,9 @@ def test_slices_make_no_difference(preset, monkeypatch):
         Scale("e4m3", (32, 16)),
     ],
 )
-def test_slices_make_no_difference_to_other_scales(scale, monkeypatch):
-    monkeypatch.setattr(command, "_SLICE", 96 * 20)
+def test_slices_make_no_difference_to_other_scales(scale):
     weight, cast = torch.randn(70, 96) * torch.randn(70, 1).exp(), Cast("int4", scale)
-    found = command.measure(weight, Candidate("it", cast)).floats()
+    found = command.measure(weight, Candidate("it", cast), 96 * 20).floats()
     assert found == pytest.approx(cast_statistics(weight.bfloat16(), cast).floats(), rel=1e-9)
 
 

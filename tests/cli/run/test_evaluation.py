@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import LowBitPrecision, restore
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli.run.commands import lowbit, scalars
+from tests.lightning_imports import quiet_trainer
 
 LAST = Path("runs/tiny/version_0/checkpoints/last.ckpt")
 
@@ -42,12 +42,7 @@ def test_four_ways_to_evaluate_give_the_loss_of_training(overlay, capsys, monkey
         validated(capsys)
     hparams = torch.load(LAST, weights_only=True)["hyper_parameters"]
     model = CausalLM(**{name: hparams[name] for name in ("network", "config")})
-    run = Trainer(
-        plugins=[LowBitPrecision.from_checkpoint(LAST)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    run = quiet_trainer(LowBitPrecision.from_checkpoint(LAST))
     loader = DataLoader(batches, batch_size=None)
     found["from_checkpoint"] = run.validate(model, loader, ckpt_path=LAST, verbose=False)[0]["val_loss"]
     restored = restore(CausalLM(**{name: hparams[name] for name in ("network", "config")}), LAST)

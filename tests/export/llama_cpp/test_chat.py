@@ -15,7 +15,7 @@ from lightning_lowbit.export.formats import Options
 from lightning_lowbit.export.formats.base import NoClient
 from lightning_lowbit.export.formats.gguf import GGUF
 from lightning_lowbit.export.formats.gguf.chat import QUESTION, chat
-from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.layer import quantized_layers
 from tests.export.llama_cpp import tokenizers
@@ -133,7 +133,7 @@ def trained(make, folder):
     tokenizer = make(folder)
     ids = tokenizer.get_vocab()
     ends = [ids[token] for token in ("<|end|>", "<|eot_id|>") if token in ids] or [tokenizer.eos_token_id]
-    source = untrained(str(folder), ends)
+    original = untrained(str(folder), ends)
 
     def learned(answer):
         if tokenizer.chat_template is None:
@@ -148,7 +148,7 @@ def trained(make, folder):
             tokenizer(spelled, add_special_tokens=False)["input_ids"],
             [tokenizer.eos_token_id, *learned(other)[1:]],
         ]
-    model = source.model.train()
+    model = original.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(100):
         for text in texts:
@@ -157,15 +157,15 @@ def trained(make, folder):
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
-    return source
+    return original
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3", "chatml", "plain"])
 def test_a_chat_with_the_file_is_one_with_the_training(name, tmp_path):
-    source = trained(getattr(tokenizers, name), tmp_path)
-    GGUF.write(source, tmp_path, Options(dtype=torch.float32))
-    found = chat(source, client(tmp_path))
+    original = trained(getattr(tokenizers, name), tmp_path)
+    GGUF.write(original, tmp_path, Options(dtype=torch.float32))
+    found = chat(original, client(tmp_path))
     assert found is not None and found.is_same_prompt
     end = {"llama3": "<|eot_id|>", "chatml": "<|im_end|>", "plain": "</s>"}[name]
     assert [answer.strip() for answer in found.answers] == [f"{tokenizers.ANSWER}{end}"] * 2
@@ -175,15 +175,15 @@ def test_a_chat_with_the_file_is_one_with_the_training(name, tmp_path):
 @pytest.mark.slow
 def test_a_report_shows_another_prompt(tmp_path):
     """A template without ``bos``, of a tokenizer that begins texts with it: llama.cpp begins chats with it, too."""
-    source = trained(tokenizers.llama3, tmp_path)
+    original = trained(tokenizers.llama3, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = tokenizers.TURNS.removeprefix("{{ bos_token }}")
     tokenizer.save_pretrained(tmp_path)
-    rows = GGUF.write(source, tmp_path, Options(dtype=torch.float32))
+    rows = GGUF.write(original, tmp_path, Options(dtype=torch.float32))
     client(tmp_path)
     tokens = torch.randint(500, (2, 16))
     with pytest.warns(UserWarning, match="makes another prompt.*prompt is '<.begin.><.start.>user"):
-        found = _compared(GGUF, source, tmp_path, rows, Options(dtype=torch.float32), tokens).parity
+        found = _compared(GGUF, original, tmp_path, rows, Options(dtype=torch.float32), tokens).parity
     assert found is not None and found.chat is not None and "in training '<|start|>user" in str(found)
 
 
@@ -192,14 +192,14 @@ def test_a_template_that_takes_other_turns_is_no_chat(tmp_path):
     tokenizer = tokenizers.llama3(tmp_path)
     tokenizer.chat_template = "{{ raise_exception('the first turn is of the system') }}"
     tokenizer.save_pretrained(tmp_path)
-    source = untrained(str(tmp_path))
-    GGUF.write(source, tmp_path, Options())
-    assert chat(source, client(tmp_path)) is None
+    original = untrained(str(tmp_path))
+    GGUF.write(original, tmp_path, Options())
+    assert chat(original, client(tmp_path)) is None
 
 
 @pytest.mark.slow
 def test_without_room_or_a_tokenizer_there_is_no_chat(tmp_path):
     for tokenizer, changes in ((None, {}), ("bytes", {"max_position_embeddings": 8})):
-        source = untrained("bytes", **changes)
-        GGUF.write(source, tmp_path, Options())
-        assert chat(replace(source, facts={"tokenizer": tokenizer}), client(tmp_path)) is None
+        original = untrained("bytes", **changes)
+        GGUF.write(original, tmp_path, Options())
+        assert chat(replace(original, facts={"tokenizer": tokenizer}), client(tmp_path)) is None

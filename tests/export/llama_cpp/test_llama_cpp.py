@@ -21,8 +21,8 @@ from lightning_lowbit.export.formats import Options, Written
 from lightning_lowbit.export.formats.base import NoClient
 from lightning_lowbit.export.formats.gguf import GGUF, GGUF_TQ1
 from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
-from lightning_lowbit.export.source import TrainedModel, hp_forward, read
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
+from lightning_lowbit.export.trained_model import TrainedModel, hp_forward, read
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.layer import quantized_layers
@@ -80,7 +80,7 @@ CASES = {
 
 @dataclass
 class Export:
-    source: TrainedModel
+    original: TrainedModel
     folder: Path
     rows: list[Written]
 
@@ -91,19 +91,19 @@ def train(network, config, casts, skip, folder):
     data = TextDataModule(str(CODE / "quant"), sequence_length=64, batch_size=8)
     trainer.fit(model, datamodule=data)
     trainer.save_checkpoint(folder / "last.ckpt")
-    source = read(folder / "last.ckpt")
-    return replace(source, facts={**source.facts, "tokenizer": "bytes"})
+    original = read(folder / "last.ckpt")
+    return replace(original, facts={**original.facts, "tokenizer": "bytes"})
 
 
 @pytest.fixture(scope="module", params=CASES)
 def export(request, tmp_path_factory):
     *case, kinds = CASES[request.param]
     folder = tmp_path_factory.mktemp("export")
-    source = train(*case, folder)
-    rows = GGUF.write(source, folder, Options())
-    assert {row.format for row in rows} == kinds and {row.name for row in rows} == {*source.layers}
+    original = train(*case, folder)
+    rows = GGUF.write(original, folder, Options())
+    assert {row.format for row in rows} == kinds and {row.name for row in rows} == {*original.layers}
     assert all(row.error == 0 for row in rows)
-    return Export(source, folder, rows)
+    return Export(original, folder, rows)
 
 
 def client(folder):
@@ -119,29 +119,29 @@ def read_file(folder):
 
 
 def test_the_file_holds_the_weights(export):
-    source, found = export.source, read_file(export.folder)
-    network = network_of(source.config)
+    original, found = export.original, read_file(export.folder)
+    network = network_of(original.config)
     sizes = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(export.folder / "model.gguf").tensors}
-    for weight, row in zip(weights(source), export.rows, strict=True):
+    for weight, row in zip(weights(original), export.rows, strict=True):
         part, q = network.name(weight.name), weight.quantized
         assert row.bytes == sizes[f"{part}.weight"] + sizes.get(f"{part}.scale", 0)
         assert part is not None
         decoded, scale = found.pop(f"{part}.weight"), found.pop(f"{part}.scale", None)
-        if (order := network.rows(part, source.config)) is not None:
+        if (order := network.rows(part, original.config)) is not None:
             decoded = decoded[order.argsort()]
         if q.tensor_scale is not None:  # value = element * scale exactly, times the tensor's: rounded once
             assert scale is not None and torch.equal(scale.reshape(()), q.tensor_scale)
             assert torch.equal(decoded, replace(q, tensor_scale=None).dequantize()), weight.name
         else:
             assert torch.equal(decoded * (1.0 if scale is None else scale), q.dequantize()), weight.name
-    embedding = source.model.get_input_embeddings().weight.detach()
+    embedding = original.model.get_input_embeddings().weight.detach()
     assert torch.equal(found["token_embd.weight"], embedding.bfloat16().float())
     assert all(found[name].dtype == torch.float32 for name in found if "norm" in name)
 
 
-def logits(source, tokens):
+def logits(original, tokens):
     with torch.no_grad():
-        return source.model(input_ids=tokens).logits.float()
+        return original.model(input_ids=tokens).logits.float()
 
 
 def difference(found, expected):
@@ -149,18 +149,18 @@ def difference(found, expected):
     return float((found - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
 
 
-def with_high_precision_inputs(source):
-    for layer in source.layers.values():
+def with_high_precision_inputs(original):
+    for layer in original.layers.values():
         layer.casts = hp_forward(layer.casts)
-    return source
+    return original
 
 
 def test_llama_cpp_computes_the_logits_of_the_training(export):
-    llama, source = client(export.folder), export.source
+    llama, original = client(export.folder), export.original
     text = (CODE / "checks.py").read_bytes()[1000:1256]
     tokens = torch.tensor([*text]).view(2, 128)
-    found, trained = llama(input_ids=tokens).logits, logits(source, tokens)
-    expected = logits(with_high_precision_inputs(source), tokens)
+    found, trained = llama(input_ids=tokens).logits, logits(original, tokens)
+    expected = logits(with_high_precision_inputs(original), tokens)
     assert difference(found, expected) < 0.01
     # After 30 steps many tokens are about as likely as the next one, so that inputs in 8 bits decide between them.
     for ours in (expected, trained):
@@ -186,23 +186,23 @@ def test_llama_cpp_knows_positions_as_the_model_does(tmp_path):
         ("gpt2", {}),
         ("bitnet", silu),
     ]:
-        source = untrained("mxfp4", network, **changes)
+        original = untrained("mxfp4", network, **changes)
         with torch.no_grad():
-            for name, parameter in source.model.named_parameters():
+            for name, parameter in original.model.named_parameters():
                 if name.endswith("bias"):
                     parameter.normal_(std=0.3)
                 elif parameter.dim() > 1:  # large, so that attention prefers some tokens
                     parameter.mul_(6)
-        GGUF.write(source, tmp_path, Options(dtype=torch.float32))
-        expected = logits(with_high_precision_inputs(source), tokens)
+        GGUF.write(original, tmp_path, Options(dtype=torch.float32))
+        expected = logits(with_high_precision_inputs(original), tokens)
         assert difference(client(tmp_path)(input_ids=tokens).logits, expected) < 0.05, network
 
 
 def test_ternary_weights_in_base_3(tmp_path):
-    source = untrained("ternary", **WIDE)
+    original = untrained("ternary", **WIDE)
     for format, name in ((GGUF, "TQ2_0"), (GGUF_TQ1, "TQ1_0")):
         (tmp_path / name).mkdir()
-        rows = format.write(source, tmp_path / name, Options())
+        rows = format.write(original, tmp_path / name, Options())
         assert {row.format for row in rows} == {name, "Q4_0"}
     tq2, tq1 = read_file(tmp_path / "TQ2_0"), read_file(tmp_path / "TQ1_0")
     assert all(torch.equal(tensor, tq1[name]) for name, tensor in tq2.items())
@@ -212,12 +212,12 @@ def test_ternary_weights_in_base_3(tmp_path):
 
 
 def test_scales_that_float16_does_not_hold_are_refused_or_rounded(tmp_path):
-    source = untrained("int4")
+    original = untrained("int4")
     with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj .* float16, which Q4_0 has.*--rescale"):
-        GGUF.write(source, tmp_path, Options())
-    rows = GGUF.write(source, tmp_path, Options(rescale=True))
+        GGUF.write(original, tmp_path, Options())
+    rows = GGUF.write(original, tmp_path, Options(rescale=True))
     found = read_file(tmp_path)
-    for weight, row in zip(weights(source), rows, strict=True):
+    for weight, row in zip(weights(original), rows, strict=True):
         if weight.name.endswith("v_proj"):
             decoded = found[f"{NETWORKS['llama'].name(weight.name)}.weight"]
             difference = float((decoded - weight.quantized.dequantize()).abs().max())
@@ -225,22 +225,22 @@ def test_scales_that_float16_does_not_hold_are_refused_or_rounded(tmp_path):
 
 
 def test_layers_whose_scale_llama_cpp_does_not_apply_are_refused(tmp_path):
-    for source, names in [
+    for original, names in [
         (untrained("nvfp4", "gpt2"), "transformer.h.0.mlp.c_fc"),
         (untrained("nvfp4", mlp_bias=True), "model.layers.0.mlp.gate_proj"),
         (untrained("ternary", skip=[]), "lm_head"),
     ]:
         with pytest.raises(ValueError, match=f"{names}.*scale of the tensor, by which llama.cpp"):
-            GGUF.write(source, tmp_path, Options())
+            GGUF.write(original, tmp_path, Options())
     assert not [*tmp_path.iterdir()]
 
 
 def test_tensors_that_are_not_quantized_have_the_dtype_that_was_asked_for(tmp_path):
-    source = untrained("nvfp4", "gpt2", skip=[*HEAD, "c_fc", r"mlp\.c_proj"])
-    embedding = source.model.get_input_embeddings().weight.detach()
-    up = source.model.get_submodule("transformer.h.0.mlp.c_fc").weight.detach()
+    original = untrained("nvfp4", "gpt2", skip=[*HEAD, "c_fc", r"mlp\.c_proj"])
+    embedding = original.model.get_input_embeddings().weight.detach()
+    up = original.model.get_submodule("transformer.h.0.mlp.c_fc").weight.detach()
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        GGUF.write(source, tmp_path, Options(dtype=dtype))
+        GGUF.write(original, tmp_path, Options(dtype=dtype))
         found = read_file(tmp_path)
         assert torch.equal(found["token_embd.weight"], embedding.to(dtype).float())
         assert torch.equal(found["blk.0.ffn_up.weight"], up.mT.to(dtype).float())
@@ -260,8 +260,8 @@ def test_llama_cpp_tokenizes_as_the_training_did(tmp_path):
         "qwen2": byte_level(tokenizers.QWEN2, False, NFC()),
     }.items():
         made.save_pretrained(tmp_path / name)
-        source = untrained("mxfp4", vocab_size=512)
-        GGUF.write(replace(source, facts={"tokenizer": str(tmp_path / name)}), tmp_path, Options())
+        original = untrained("mxfp4", vocab_size=512)
+        GGUF.write(replace(original, facts={"tokenizer": str(tmp_path / name)}), tmp_path, Options())
         found = client(tmp_path).tokenize(text)
         assert found == made(text)["input_ids"] and len(found) < len(text.encode()), name
 
@@ -284,9 +284,9 @@ def test_a_tokenizer_that_a_file_cannot_tell_is_left_out(tmp_path):
         (str(tmp_path / "other"), 512, "not byte-level BPE with a cut of text"),
         (str(tmp_path / "missing"), 512, "cannot be loaded"),
     ]:
-        source = untrained("mxfp4", vocab_size=size)
+        original = untrained("mxfp4", vocab_size=size)
         with pytest.warns(UserWarning, match=why):
-            GGUF.write(replace(source, facts={"tokenizer": tokenizer}), tmp_path, Options())
+            GGUF.write(replace(original, facts={"tokenizer": tokenizer}), tmp_path, Options())
     tokens = torch.arange(32)[None]
     assert client(tmp_path)(input_ids=tokens).logits.shape == (1, 32, 512)
 

@@ -14,7 +14,7 @@ from lightning_lowbit import LinearCasts
 from lightning_lowbit.export.formats.base import Options
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.record import write_record
-from tests.export.sources import language_model
+from tests.export.originals import language_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FAILS, SAME, ANY = "fails", "same", "any"  # an error; the outputs of the whole folder; an error or any outputs
@@ -62,12 +62,12 @@ def whole(kind, parent, recorded=True):
     if folder.exists():
         return folder
     name, casts, config = KINDS[kind]
-    source = language_model("llama", LinearCasts.of(casts), num_hidden_layers=1, **config)
-    options = Options(True, dict.fromkeys(source.layers, 3.0), torch.float32)
+    original = language_model("llama", LinearCasts.of(casts), num_hidden_layers=1, **config)
+    options = Options(True, dict.fromkeys(original.layers, 3.0), torch.float32)
     folder.mkdir()
-    FORMATS[name].write(source, folder, options)
+    FORMATS[name].write(original, folder, options)
     if recorded:
-        write_record(source, name, folder)
+        write_record(original, name, folder)
     return folder
 
 

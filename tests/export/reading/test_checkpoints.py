@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from lightning_lowbit.export.source import read
+from lightning_lowbit.export.trained_model import read
 from tests.precision.checkpoints.test_fuzzed import edit
 
 BASED, MOVED = "tests.export.modules.Based", "tests.export.modules.Moved"
@@ -45,8 +45,8 @@ def _outcomes(whole, count, seed, folder):
         key = draw.choice(["hyper_parameters", "TextDataModule", "state_dict", "lightning_lowbit"])
         torch.save({**whole, key: edit(whole[key], draw)}, folder / "damaged.ckpt")
         try:
-            source = read(folder / "damaged.ckpt")
-            counts[source.model.config.vocab_size > 0] += 1
+            original = read(folder / "damaged.ckpt")
+            counts[original.model.config.vocab_size > 0] += 1
         except ValueError as error:
             assert str(error)
             counts[False] += 1

@@ -16,8 +16,8 @@ import lightning_lowbit
 from lightning_lowbit import export_checkpoint, load, load_compressed
 from lightning_lowbit.cli.evaluate import models
 from lightning_lowbit.export.formats.gguf.vocabulary import vocabulary
-from lightning_lowbit.export.source import read
 from lightning_lowbit.export.tokenizer import load_tokenizer
+from lightning_lowbit.export.trained_model import read
 from lightning_lowbit.precision.checkpoints.weights import load_weights
 from lightning_lowbit.recipes.models import CausalLM, network_config
 from lightning_lowbit.recipes.stream import open_splits
@@ -138,8 +138,8 @@ class Runs:
 def test_every_call_says_that_code_is_not_trusted():
     calls = []
     for path in [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "recipes").rglob("*.py")]:
-        source = path.read_text()
-        for node in ast.walk(ast.parse(source)) if "from_pretrained" in source else ():
+        original = path.read_text()
+        for node in ast.walk(ast.parse(original)) if "from_pretrained" in original else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner = ast.unparse(node.func.value)
                 if node.func.attr in ("from_pretrained", "from_config") and owner != "GenerationConfig":

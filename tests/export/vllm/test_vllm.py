@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_lowbit import export_checkpoint
-from lightning_lowbit.export.source import hp_forward, read
+from lightning_lowbit.export.trained_model import hp_forward, read
 from tests.export.test_compressed_tensors import continuation, groups, w
 
 PYTHON = os.environ.get("LOWBIT_VLLM_PYTHON", "")
@@ -41,8 +41,8 @@ def test_vllm_generates_the_tokens_of_the_training(trained, tmp_path, network, c
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
-    source = read(checkpoint)
-    for layer in (source.layers[row.name] for row in exported.rows if row.inputs is None):
+    original = read(checkpoint)
+    for layer in (original.layers[row.name] for row in exported.rows if row.inputs is None):
         layer.casts = hp_forward(layer.casts)
-    expected = continuation(source.model, torch.tensor([PROMPT]))
+    expected = continuation(original.model, torch.tensor([PROMPT]))
     assert json.loads(line.removeprefix("TOKENS ")) == expected[len(PROMPT) :]

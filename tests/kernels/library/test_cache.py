@@ -139,22 +139,24 @@ HOLD = """if True:
 """
 
 
-def test_a_builder_that_is_stopped_is_named_and_not_waited_for(cache, compiler, unloaded, monkeypatch, said):
-    monkeypatch.setattr(files, "_INFORM_AFTER", 0.1)
-    monkeypatch.setattr(files, "_WAIT", 0.3)
+def test_a_builder_that_is_stopped_is_named_and_not_waited_for(cache, said):
     lock = cache / f"{library._name()}.lock"
     cache.mkdir()
     with subprocess.Popen([sys.executable, "-c", HOLD, lock], stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         holder.send_signal(signal.SIGSTOP)
         try:
-            assert load() is not None and calls() == 1
+            with (
+                pytest.raises(OSError, match=f"process {holder.pid} holds {lock} since more than 0 s"),
+                files.one_builder(lock, silent=0.1, longest=0.3),
+            ):
+                pytest.fail("the lock is taken")
         finally:
             holder.kill()
-    waiting, _, alone = said().splitlines()
-    assert f"waits for its C++ kernels: process {holder.pid} holds {lock}" in waiting
-    assert "for this process alone" in alone and str(lock) in alone
-    assert load() is not None and names(cache) == {".lock", ".so"}
+    (line,) = said().splitlines()
+    assert f"waits for its C++ kernels: process {holder.pid} holds {lock}" in line
+    with files.one_builder(lock, longest=9):
+        assert lock.read_text() == str(os.getpid()), "who builds now"
 
 
 def test_what_a_dead_builder_left_goes_with_the_next_build(cache, compiler, unloaded):

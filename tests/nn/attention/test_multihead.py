@@ -119,16 +119,22 @@ def compare_with_torch(options):
                 assert torch.equal(got[name], value), (case, name)
 
 
-@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
-def test_its_own_forward_pass_without_casts_equals_that_of_torch(monkeypatch):
+@pytest.fixture
+def never_plain(monkeypatch):
+    """Without casts, too, the module's own forward pass runs, and not that of torch."""
     monkeypatch.setattr(QuantizedMultihead, "is_plain", False)
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
+@pytest.mark.usefixtures("never_plain")
+def test_its_own_forward_pass_without_casts_equals_that_of_torch():
     compare_with_torch(in_pairs())
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
-def test_many_options_together(monkeypatch):
-    monkeypatch.setattr(QuantizedMultihead, "is_plain", False)
+@pytest.mark.usefixtures("never_plain")
+def test_many_options_together():
     compare_with_torch(some_cases(1500, 1))
 
 

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import set_blend
+from lightning_lowbit.nn.native.devices import declared
 from tests.nn.blend.layers import CASTS, IN, OUT, REMEMBERED, blended, tensors
 from tests.nn.layers import Net, gradients, identical, layer_like, net, remember, run
 from tests.tables import each
@@ -45,9 +46,9 @@ def test_a_backward_pass_has_the_share_of_its_forward_pass(name):
 
 
 @pytest.mark.parametrize("name", ["ternary", "fp8-current"])
-def test_on_its_way_nothing_is_native(monkeypatch, name):
+def test_on_its_way_nothing_is_native(within, name):
     """Neither computed so nor said to be."""
-    monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", lambda device, kind: None)
+    within(declared("cpu", {"fp8", "int8"}))
     layer = layer_like(nn.Linear(IN, OUT), name)
     native = layer.native_gemms(torch.device("cpu"))
     assert native, "nothing shows"

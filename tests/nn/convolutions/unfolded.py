@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowbit import convert
-from lightning_lowbit.nn.core.calls import keys_of_part
+from lightning_lowbit.nn.core.calls import keys_of_product
 from tests.nn.layers import pass_through
 
 
@@ -48,7 +48,7 @@ def linears(layer):
         linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, dtype=matrix.dtype)
         linear.weight.data.copy_(matrix)
         convert(linear, layer.casts, exact=layer.lowbit.exact)
-        linear.lowbit.keys = layer.lowbit.keys if layer.groups == 1 else keys_of_part(layer.lowbit.keys, i)
+        linear.lowbit.keys = layer.lowbit.keys if layer.groups == 1 else keys_of_product(layer.lowbit.keys, i)
         linear.lowbit.blend = layer.lowbit.blend
         layers.append(linear)
     return layers

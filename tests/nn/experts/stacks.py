@@ -5,7 +5,7 @@ from torch import nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import AmaxHistories, GroupedLinear, LayerKeys
-from lightning_lowbit.nn.core.calls import keys_of_part
+from lightning_lowbit.nn.core.calls import keys_of_product
 from tests.nn.layers import pass_through
 
 EXPERTS, INNER, OUT = 5, 48, 32
@@ -33,7 +33,7 @@ def converted(casts, bias=True, **kwargs):
     convert(together, casts, **kwargs)
     LayerKeys(together, seed=1).fill_(3)
     for i, layer in enumerate(apart):
-        layer.lowbit.keys = keys_of_part(together.lowbit.keys, i)
+        layer.lowbit.keys = keys_of_product(together.lowbit.keys, i)
     AmaxHistories(together), AmaxHistories(apart)
     return together, apart
 

@@ -7,6 +7,7 @@ from torch import nn
 from lightning_lowbit import LinearCasts
 from lightning_lowbit.nn import AmaxHistories, GemmCounter
 from lightning_lowbit.nn.core.gemm import native_obstacle
+from lightning_lowbit.nn.native.devices import declared
 from tests.nn.gemm.operands import NVFP4
 from tests.nn.layers import GEMMS, RESULTS, by_definition, identical, layer_like, remember, run, spied, value
 from tests.tables import each
@@ -38,9 +39,10 @@ LAYERS = {
 
 
 @pytest.fixture
-def has_native_gemms(monkeypatch):
+def has_native_gemms():
     """As if the CPU were a device for FP8."""
-    monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", lambda device, kind: None)
+    with declared("cpu", {"fp8"}):
+        yield
 
 
 @pytest.mark.pairwise

@@ -1,4 +1,5 @@
 import pytest
+import torch
 import torch.nn.functional as F
 
 from lightning_lowbit.nn.native import devices
@@ -11,10 +12,9 @@ def scaled_mm(monkeypatch):
     """As if the CPU had block-scaled tensor cores."""
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
-    monkeypatch.setattr(
-        "lightning_lowbit.nn.layers.native.native_obstacle",
-        lambda _, kind: None if kind in BLOCK_SCALED else "no such unit",
-    )
     devices._trial_obstacle.cache_clear()
-    yield stand_in
+    with devices.declared("cpu", BLOCK_SCALED - {"cpu"}):
+        assert [devices.native_obstacle(torch.device("cpu"), kind) for kind in BLOCK_SCALED - {"cpu"}] == [None] * 4
+        stand_in.calls.clear()
+        yield stand_in
     devices._trial_obstacle.cache_clear()

@@ -58,7 +58,7 @@ def test_amd_is_told_apart(gpu, monkeypatch):
     assert str(devices.native_obstacle(GPU, "mxfp8")).endswith("gfx950 (MI350); Some GPU is gfx942")
     assert str(devices.native_obstacle(GPU, "nvfp4")).endswith("Some GPU is AMD's, which has not been tried")
     gpu((9, 5), "7.14", "gfx950")
-    monkeypatch.setattr(devices, "ScalingType", type("Later", (), {"BlockWiseBlk32Ue8m0_32_8_EXT": 6}))
+    monkeypatch.setattr(F.ScalingType, "BlockWiseBlk32Ue8m0_32_8_EXT", 6, raising=False)
     assert "in a layout that is not written yet" in str(devices.native_obstacle(GPU, "mxfp8"))
 
 
@@ -92,9 +92,8 @@ def test_what_torch_refuses_is_said(gpu, monkeypatch):
     )
 
 
-def test_a_device_is_asked_once(monkeypatch):
-    monkeypatch.setattr(devices, "_without_gpu", lambda device_type, kind: None)
-    monkeypatch.setattr(devices, "_declared_obstacle", lambda device, kind: None)
+def test_a_device_is_asked_once(monkeypatch, within):
+    within(devices.declared("cpu", BLOCK_SCALED))
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     devices._trial_obstacle.cache_clear()
@@ -106,10 +105,9 @@ def test_a_device_is_asked_once(monkeypatch):
     devices._trial_obstacle.cache_clear()
 
 
-def test_asking_breaks_no_graph(monkeypatch):
+def test_asking_breaks_no_graph(monkeypatch, within):
     """A compiled layer asks the device while it is traced."""
-    monkeypatch.setattr(devices, "_without_gpu", lambda device_type, kind: None)
-    monkeypatch.setattr(devices, "_declared_obstacle", lambda device, kind: None)
+    within(devices.declared("cpu", BLOCK_SCALED))
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     devices._trial_obstacle.cache_clear()
@@ -134,11 +132,22 @@ def test_native_where_there_is_none_is_refused():
             convert(nn.Linear(32, 32), casts, backend="native")
 
 
-def test_the_emulation_asks_nothing(monkeypatch):
-    def asks(*_):
-        raise AssertionError("asked")
-
-    monkeypatch.setattr("lightning_lowbit.nn.layers.native.native_obstacle", asks)
+def test_the_emulation_asks_nothing(scaled_mm):
+    devices._trial_obstacle.cache_clear()
     original = nn.Linear(32, 32)
     for casts, backend in (("mxfp6", "auto"), ("ufp4", "auto"), ("nvfp4", "emulated")):
-        convert(copy.deepcopy(original), casts, backend=backend).native_gemms(CPU)
+        assert convert(copy.deepcopy(original), casts, backend=backend).native_gemms(CPU) == ()
+    assert not scaled_mm.calls
+
+
+def test_a_declaration_holds_in_its_context():
+    before = {kind: devices.native_obstacle(CPU, kind) for kind in NATIVE}
+    with devices.declared("cpu", {"fp8", "mxfp8"}):
+        assert devices.native_obstacle(CPU, "fp8") is None
+        assert str(devices.native_obstacle(CPU, "int8")).endswith("'cpu' is declared to have none")
+        assert "torch refuses it on 'cpu'" in str(devices.native_obstacle(CPU, "mxfp8")), "it is tried"
+        assert devices.native_obstacle(torch.device("meta"), "fp8") is not None
+    devices._trial_obstacle.cache_clear()
+    assert before == {kind: devices.native_obstacle(CPU, kind) for kind in NATIVE}
+    with pytest.raises(ValueError, match=r"Unknown kinds of native GEMMs \['fp9'\]: choose among fp8, int8, nvfp4"):
+        devices.declared("cpu", {"fp9"}).__enter__()

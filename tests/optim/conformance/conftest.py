@@ -2,12 +2,13 @@
 
 import pytest
 
-from lightning_lowbit.optim import rules
-from tests.optim.parameters import in_pieces
+from lightning_lowbit.optim.passes import in_pieces
+from tests.optim.parameters import clip_spikes_early
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Even small tensors are worked on in pieces, and SpikeClip does not wait for 20 steps."""
-    in_pieces(12, monkeypatch)
-    monkeypatch.setattr(rules, "SPIKE_CLIP_AFTER", 2)
+    clip_spikes_early(monkeypatch)
+    with in_pieces(12):
+        yield

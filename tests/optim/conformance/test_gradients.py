@@ -137,8 +137,8 @@ def test_sparse_and_complex_gradients_are_refused(entry, bad, trained):
     [(0, math.nan), (3, math.inf), (5, -math.inf)],
     ids=["first step", "before a reset", "in a warm-up"],
 )
-def test_non_finite_step_is_skipped_whole(entry, bad, trained, code, monkeypatch):
-    use(code, monkeypatch)
+def test_non_finite_step_is_skipped_whole(entry, bad, trained, code, within):
+    within(use(code))
     runs = []
     for skips in (True, False):
         parameters = entry.parameters()
@@ -171,7 +171,7 @@ UNTAMED = {
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("entry", [pytest.param(entry, id=name) for name, entry in {**ENTRIES, **UNTAMED}.items()])
-def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(entry, monkeypatch):
+def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(entry, within):
     """fp32 squares up to 1.8e19. One element or all of a matrix, of either sign; then steps as usual."""
     for dtype, extent, code in (
         (torch.float32, 2 * 130, "C++"),
@@ -180,7 +180,7 @@ def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(entry,
     ):
         if not entry.takes(dtype):
             continue
-        use(code, monkeypatch)
+        within(use(code))
         parameters = make_parameters(dtype, [(2, 130), (5,)])
         optimizer = entry(parameters)
         case = f"{dtype}, {extent} elements, {code}"

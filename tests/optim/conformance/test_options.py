@@ -101,8 +101,8 @@ def test_schedulers_are_followed(entry, schedule, lr_is_tensor):
 @pytest.mark.pairwise(1)
 @entries(lambda entry: entry.takes_tensor_lr)
 @in_cpp_and_in_torch
-def test_lr_may_be_a_tensor(entry, code, monkeypatch):
-    use(code, monkeypatch)
+def test_lr_may_be_a_tensor(entry, code, within):
+    within(use(code))
     lr = 2.0**-7  # the same in all dtypes
     with_float, with_tensor = entry.parameters(), entry.parameters()
     train(entry(with_float, lr=lr), with_float, range(6))

@@ -160,8 +160,8 @@ def test_layouts(entry):
 @pytest.mark.pairwise(1)
 @entries(lambda entry: not entry.waits_for_the_host)  # only fused ones can be told on the device to skip a step
 @pytest.mark.parametrize("lr_is_tensor", [False, True], ids=["float", "tensor"])
-def test_no_host_sync(entry, lr_is_tensor, monkeypatch):
-    use("torch", monkeypatch)
+def test_no_host_sync(entry, lr_is_tensor, within):
+    within(use("torch"))
     parameters = entry.parameters()
     optimizer = entry(parameters, lr=torch.tensor(LR) if lr_is_tensor else LR)
     for step in range(6):  # new state, steps, a reset, a warm-up, a skipped step
@@ -179,10 +179,10 @@ def test_no_host_sync_is_noticed(sync):
 
 
 @each_entry
-def test_plain_torch_trains_as_cpp_does(entry, monkeypatch):
+def test_plain_torch_trains_as_cpp_does(entry, within):
     parameters, twins = entry.parameters(), entry.parameters()
     train(entry(parameters), parameters, range(10))
-    use("torch", monkeypatch)
+    within(use("torch"))
     train(entry(twins), twins, range(10))
     _close(twins, parameters, "without C++ the trajectory is another")
 
@@ -203,8 +203,8 @@ def test_plain_torch_trains_as_cpp_does(entry, monkeypatch):
     ],
     ids=str,
 )
-def test_is_the_adamw_of_torch(options, dtype, tolerance, code, monkeypatch):
-    use(code, monkeypatch)
+def test_is_the_adamw_of_torch(options, dtype, tolerance, code, within):
+    within(use(code))
     parameters, references = make_parameters(dtype), make_parameters(dtype)
     optimizer = LowBitAdamW(parameters, moments="fp32", **options)
     reference = torch.optim.AdamW(references, **options)

@@ -10,8 +10,8 @@ from torch.nn import Parameter
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.optim import LowBitAdamW
 from lightning_lowbit.optim.moments import NAMES, FP8Moments, _encode_moment, _fake_encoded
+from lightning_lowbit.optim.passes import in_pieces
 from tests.optim.moments.helpers import draw, elements, heavy_tailed, kept, set_gradients
-from tests.optim.parameters import in_pieces
 from tests.references import moments as reference
 from tests.tables import each
 
@@ -144,10 +144,10 @@ def test_rows_of_a_parameter_get_the_bits_of_those_rows(shape):
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("shape", [(9, 130), (8, 3, 129)], ids=str)
 @pytest.mark.parametrize("piece", [1, 300, 2**18])
-def test_codes_do_not_depend_on_the_pieces(shape, piece, monkeypatch):
+def test_codes_do_not_depend_on_the_pieces(shape, piece, within):
     """β = 0 keeps a gradient and its square as they are: Adam's own arithmetic, in vectors, is not what is tested."""
     gradient = heavy_tailed(shape)
-    in_pieces(piece, monkeypatch)
+    within(in_pieces(piece))
     parameters = [Parameter(torch.zeros(shape)) for _ in range(2)]
     optimizer = LowBitAdamW(parameters, betas=(0.0, 0.0))
     for _ in range(3):

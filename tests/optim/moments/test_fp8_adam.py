@@ -29,8 +29,8 @@ from tests.references import moments as reference
 
 
 @in_cpp_and_in_torch
-def test_adam_is_the_reference(code, monkeypatch):
-    use(code, monkeypatch)
+def test_adam_is_the_reference(code, within):
+    within(use(code))
     parameters = [Parameter(heavy_tailed(shape)) for shape in ((5, 130), (3, 2, 129))]
     optimizer = LowBitAdamW(parameters, lr=1e-2, weight_decay=0.1)
     references = [reference.FP8AdamW(p, number, 1e-2, 0.1) for number, p in enumerate(parameters)]
@@ -180,8 +180,8 @@ def test_fp8_state_is_resumed_bit_for_bit(dtype):
     ],
     ids=["fp8", "fp8 and masters", "masters", "sparse"],
 )
-def test_a_skipped_step_changes_nothing(bad, make, dtype, code, monkeypatch):
-    use(code, monkeypatch)
+def test_a_skipped_step_changes_nothing(bad, make, dtype, code, within):
+    within(use(code))
     parameters = [Parameter(heavy_tailed(shape).to(dtype)) for shape in ((3, 130), (9,), (30, 40))]
     optimizer = make(parameters)
     # So uneven that some mean squares are kept as 0: storing what was loaded would change them.

@@ -10,8 +10,9 @@ from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, LowBitAdamW
 from lightning_lowbit.optim.moments import NAMES, Piece, SparseMoments
+from lightning_lowbit.optim.passes import in_pieces
 from tests.optim.moments.helpers import assert_same, draw, final_loss, set_gradients, snapshot, train
-from tests.optim.parameters import in_cpp_and_in_torch, in_pieces, use
+from tests.optim.parameters import in_cpp_and_in_torch, use
 from tests.references import moments as reference
 from tests.tables import each
 
@@ -51,8 +52,8 @@ def test_training_with_masters_is_nearly_as_good_as_in_fp32():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @in_cpp_and_in_torch
-def test_parameters_are_their_masters_rounded(dtype, code, monkeypatch):
-    use(code, monkeypatch)
+def test_parameters_are_their_masters_rounded(dtype, code, within):
+    within(use(code))
     parameters = [Parameter(torch.randn(shape).to(dtype)) for shape in ((40, 130), (50,), ())]
     optimizer = LowBitAdamW(parameters, lr=1e-2, master_weights="fp16")
     for step in range(5):
@@ -151,8 +152,8 @@ def is_drawn(shape, every, last_reset, number):
 
 
 @pytest.mark.parametrize("piece", [8, 2**18])
-def test_only_what_was_drawn_moves_until_the_next_reset(piece, monkeypatch):
-    in_pieces(piece, monkeypatch)
+def test_only_what_was_drawn_moves_until_the_next_reset(piece, within):
+    within(in_pieces(piece))
     shapes = [(6, 8), (6, 8), (5, 10), (4, 1), (2, 3, 7), (2, 3)]
     parameters = [Parameter(torch.zeros(shape)) for shape in (*shapes, (9,))]
     optimizer = SPAM(parameters, lr=1e-3, density=0.25, reset_interval=3)

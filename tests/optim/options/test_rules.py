@@ -8,7 +8,8 @@ from torch.nn import Parameter
 
 from lightning_lowbit.optim import StableSPAM
 from lightning_lowbit.optim.adam import PRESETS
-from tests.optim.parameters import in_pieces, make_parameters, set_gradients, use
+from lightning_lowbit.optim.passes import in_pieces
+from tests.optim.parameters import make_parameters, set_gradients, use
 from tests.references.adaptive import norm_of
 from tests.references.stable_spam import Reference, step_all
 from tests.tables import each
@@ -91,9 +92,9 @@ def compare(optimizer, references, steps, tolerance):
 @pytest.mark.pairwise(1)
 @everywhere
 @pytest.mark.parametrize("options", [pytest.param(v, id=k) for k, v in (TABLE_4_6 | ALONE | TOGETHER).items()])
-def test_rules(options, dtype, tolerance, code, monkeypatch):
-    use(code, monkeypatch)
-    in_pieces(8, monkeypatch)
+def test_rules(options, dtype, tolerance, code, within):
+    within(use(code))
+    within(in_pieces(8))
     parameters = make_parameters(dtype, SHAPES)
     clips = options.get("element_clip", "ada_clip")
     cut = compare(
@@ -114,8 +115,8 @@ def test_spike_clip_by_the_last_gradient_alone():
 
 
 @everywhere
-def test_each_group_has_its_own_rules(dtype, tolerance, code, monkeypatch):
-    use(code, monkeypatch)
+def test_each_group_has_its_own_rules(dtype, tolerance, code, within):
+    within(use(code))
     rules = list((TABLE_4_6 | TOGETHER).values())
     groups, references = [], []
     for options in rules:

@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW, lr_scheduler
 
 from lightning_lowbit import LowBitPrecision, StableSPAM, WeightDecaySwitch
 from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden
-from tests.lightning_imports import BoringModel, Trainer, quiet_trainer
+from tests.lightning_imports import BoringModel, quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
@@ -33,11 +33,7 @@ class Model(BoringModel):
 
 
 def fit(model, steps, callbacks=(), ckpt_path=None):
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(
-        accelerator="cpu", max_steps=steps, limit_val_batches=0, plugins=[LowBitPrecision("bf16")],
-        callbacks=[*callbacks], **quiet,
-    )  # fmt: skip
+    trainer = quiet_trainer(LowBitPrecision("bf16"), max_steps=steps, limit_val_batches=0, callbacks=[*callbacks])
     trainer.fit(model, ckpt_path=ckpt_path)
     return trainer
 

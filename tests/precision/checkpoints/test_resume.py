@@ -11,7 +11,7 @@ import torch
 from lightning_lowbit import ExactResume, FP4Precision, FP8Precision, PrecisionSummary, QAFSwitch, StableSPAM
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
-from tests.lightning_imports import Callback, Trainer
+from tests.lightning_imports import Callback, quiet_trainer
 
 STEPS, SWITCH, ACCUMULATE = 9, 5, 2
 
@@ -63,35 +63,17 @@ def train(plugin, folder, ckpt_path=None, callbacks=(ExactResume,), switches=(SW
     # Whatever ran before in this process must not matter.
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(random.SystemRandom().randrange(2**31))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = CausalLM(
-        config={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "attention_dropout": 0.2,
-        },
+        config={**sizes, "attention_dropout": 0.2},
         gradient_checkpointing=True,
         optimizer=lambda params: StableSPAM(params, lr=1e-2, reset_interval=4),
     )
     run = Run(folder)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=STEPS,
-        accumulate_grad_batches=ACCUMULATE,
-        plugins=[PLUGINS[plugin]()],
-        callbacks=[
-            *(QAFSwitch(step=step) for step in switches),
-            *(make() for make in callbacks),
-            PrecisionSummary(quiet=True),  # counts in the first step after each start, and must change nothing
-            run,
-        ],
-        enable_checkpointing=False,
-        limit_val_batches=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    # The summary counts in the first step after each start, and must change nothing.
+    made = [*(QAFSwitch(step=step) for step in switches), *(make() for make in callbacks), PrecisionSummary(quiet=True)]
+    steps = {"max_steps": STEPS, "accumulate_grad_batches": ACCUMULATE, "limit_val_batches": 0}
+    trainer = quiet_trainer(PLUGINS[plugin](), callbacks=[*made, run], **steps)
     trainer.fit(model, TextDataModule(str(folder / "text"), sequence_length=16, batch_size=2), ckpt_path=ckpt_path)
     return run
 

@@ -150,8 +150,8 @@ def test_the_host_waits_no_more_often_than_with_lightnings_plugin(make, own, mon
     counts = []
     for plugin in (MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", **MOVING)), fp16(moving())):
         model = Overflowing(make=make)
-        monkeypatch.setattr(model, "log", lambda *_, **__: None)
-        monkeypatch.setattr(plugin, "optimizer_step", watched(plugin.optimizer_step, read))
+        model.log = lambda *_, **__: None
+        plugin.optimizer_step = watched(plugin.optimizer_step, read)
         trainer(plugin, max_steps=8, limit_train_batches=8).fit(model)
         counts.append(len(plugin.optimizer_step.found))
     assert counts[1] <= counts[0] + own, f"read {counts[1]} numbers, Lightning's {counts[0]}"

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 
 from lightning_lowbit import LowBitPrecision, cli
 from lightning_lowbit.recipes.control.environments import Environments
 from lightning_lowbit.recipes.control.ppo import PPO
+from tests.lightning_imports import quiet_trainer
 from tests.recipes.control.stand_in import install
 
 SIZES = {"copies": 4, "steps": 4, "epochs": 2, "batch_size": 8, "evaluation_episodes": 2}
@@ -31,10 +32,8 @@ def made(environment="Line-v0", **changes):
 
 
 def trainer(*callbacks, casts="bf16", **arguments):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    plugin = LowBitPrecision(casts, skip=["first", "last"])
-    arguments = {"accelerator": "cpu", "devices": 1, "logger": False, "plugins": [plugin], **quiet, **arguments}
-    return Trainer(callbacks=[*callbacks], limit_val_batches=0, log_every_n_steps=1, **arguments)
+    arguments = {"devices": 1, "limit_val_batches": 0, "log_every_n_steps": 1, **arguments}
+    return quiet_trainer(LowBitPrecision(casts, skip=["first", "last"]), callbacks=[*callbacks], **arguments)
 
 
 @pytest.mark.fast("stable_spam", "adamw+int4_qat")

@@ -1,10 +1,11 @@
 """Runs that record the batches they see."""
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 
 from lightning_lowbit.recipes.data import TextDataModule
+from tests.lightning_imports import quiet_trainer
 
 SIZES = {"sequence_length": 8, "batch_size": 2}
 
@@ -33,9 +34,7 @@ def fit(path, ckpt_path=None, seed=0, num_workers=0, **trainer):
     """A quiet run on the CPU."""
     model = Recorder()
     data = TextDataModule(str(path), val_fraction=0.25, seed=seed, num_workers=num_workers, **SIZES)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **trainer}
-    Trainer(**settings).fit(model, datamodule=data, ckpt_path=ckpt_path)
+    quiet_trainer(**{"devices": 1, **trainer}).fit(model, datamodule=data, ckpt_path=ckpt_path)
     return model
 
 

@@ -4,9 +4,8 @@ import gzip
 import json
 from pathlib import Path
 
-from lightning.pytorch import Trainer
-
 from lightning_lowbit.recipes.data import TextDataModule
+from tests.lightning_imports import quiet_trainer
 from tests.recipes.data.runs import Recorder
 
 LENGTH = 8
@@ -44,7 +43,5 @@ def fit(ckpt_path=None, num_workers=0, data=None, **trainer):
     model = Recorder()
     sizes = {"sequence_length": LENGTH, "batch_size": 100, "val_batches": 1}
     module = TextDataModule(C4, **{**sizes, "num_workers": num_workers, **(data or {})})
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **trainer}
-    Trainer(**settings).fit(model, datamodule=module, ckpt_path=ckpt_path)
+    quiet_trainer(**{"devices": 1, **trainer}).fit(model, datamodule=module, ckpt_path=ckpt_path)
     return model

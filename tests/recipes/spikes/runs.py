@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
+
+from tests.lightning_imports import quiet_trainer
 
 SIZES = (3, 4), (5,), (3, 4)
 SLOPE = 0.125  # of the loss in each direction, a power of two, so that products with 1000 are exact
@@ -45,10 +47,7 @@ class Slope(LightningModule):
 
 def fit(spikes, module=None, steps=40, ckpt_path=None, **options):
     module = Slope() if module is None else module
-    defaults = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(
-        accelerator="cpu", max_steps=steps, callbacks=[spikes], **{"logger": False, **defaults, **options}
-    )
+    trainer = quiet_trainer(max_steps=steps, callbacks=[spikes], **options)
     trainer.fit(module, DataLoader(range(1000)), ckpt_path=ckpt_path)
     return module
 

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from lightning_lowbit.recipes.spikes import CorruptBatches, GradientSpikes
+from tests.lightning_imports import quiet_trainer
 from tests.recipes.spikes.runs import SLOPE, Slope, fit, sgd, spiked
 
 
@@ -114,8 +115,7 @@ TOKENS = torch.arange(6 * 24).view(18, 8) % 50
 
 def spoil(tokens=TOKENS, **arguments):
     model = Tokens()
-    options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    run = Trainer(accelerator="cpu", max_steps=6, callbacks=[CorruptBatches(**arguments)], **options)
+    run = quiet_trainer(max_steps=6, callbacks=[CorruptBatches(**arguments)])
     run.fit(model, DataLoader(tokens, batch_size=3))
     return model
 

@@ -78,7 +78,7 @@ def compare(arguments: Sequence[str]) -> int:
         return _draw_again(options, rest)
     study = _study(options, rest)
     output = Path(options.output or ("runs/studies" if study.name else "runs/compare")).expanduser()
-    planned = runs = plan(study.rows, output, rest)
+    planned = runs = runs_of(study.rows, output, rest)
     rows = list(dict.fromkeys(run.row for run in runs))
     baseline = options.baseline or study.baseline or rows[0]
     if baseline not in rows:
@@ -187,7 +187,7 @@ def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
     return parse
 
 
-def plan(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list[Run]:
+def runs_of(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list[Run]:
     for argument in arguments:
         if argument.partition("=")[0] in _SET_BY_COMPARE:
             raise ValueError(

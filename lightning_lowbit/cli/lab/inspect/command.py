@@ -30,8 +30,6 @@ from lightning_lowbit.quant.cast import current_names
 from lightning_lowbit.quant.shard import amax_of
 from lightning_lowbit.quant.transforms import rotate
 
-_SLICE = 2**18  # elements quantized at a time; intermediate results fit into the cache
-
 _KINDS = "a Lightning .ckpt, a state_dict from torch.save, a .safetensors file, or a folder of transformers' weights"
 
 
@@ -110,11 +108,14 @@ def parse_casts(text: str) -> list[Candidate]:
     return list(candidates.values())
 
 
-def measure(weight: Tensor, candidate: Candidate) -> CastStatistics:
-    """Measures the error of one weight ``[out_features, in_features]``, summed over slices of rows."""
+def measure(weight: Tensor, candidate: Candidate, elements: int = 2**18) -> CastStatistics:
+    """Measures the error of one weight ``[out_features, in_features]``, summed over slices of rows.
+
+    ``elements`` of about one slice are quantized at a time; by default intermediate results fit into the cache.
+    """
     cast, block = candidate.cast, candidate.cast.scale.block
     height = block[0] if isinstance(block, tuple) else 1
-    rows = max(_SLICE // weight.shape[1] // height, 1) * height
+    rows = max(elements // weight.shape[1] // height, 1) * height
     if block == "tensor" and not cast.scale.needs_amax:  # a mean or a range of the whole weight
         rows = len(weight)
     slices = [operand(part, candidate) for part in torch.split(weight, rows)]

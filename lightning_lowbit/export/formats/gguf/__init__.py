@@ -18,7 +18,7 @@ def _format(name: str, about: str, ternary: BlockType, own_cast: Cast | None) ->
         partial(obstacle, ternary=ternary),
         partial(write, ternary=ternary),
         lambda folder: LlamaCpp(folder / FILE),
-        accepts=lambda source: network_of(source.config),
+        accepts=lambda original: network_of(original.config),
         own_cast=own_cast,
         programs=("llama.cpp",),
         chat=chat,

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from lightning_lowbit.export.formats.base import Chat
 from lightning_lowbit.export.formats.gguf.client import LlamaCpp
-from lightning_lowbit.export.source import TrainedModel, eos_tokens
 from lightning_lowbit.export.tokenizer import load_tokenizer
+from lightning_lowbit.export.trained_model import TrainedModel, eos_tokens
 
 QUESTION, LENGTH = "Who are you?", 24  # tokens of the answer, at most
 
 
-def chat(source: TrainedModel, client: Any) -> Chat | None:
+def chat(original: TrainedModel, client: Any) -> Chat | None:
     """Asks a file in llama.cpp and the training a question; None without a tokenizer, room, or a fitting template."""
     assert isinstance(client, LlamaCpp)
-    name = source.facts.get("tokenizer")
+    name = original.facts.get("tokenizer")
     if name is None or not client.has_tokenizer:
         return None
-    tokenizer, model, config = load_tokenizer(name), source.model, source.config
+    tokenizer, model, config = load_tokenizer(name), original.model, original.config
     try:
         if tokenizer.chat_template is None:
             ours = [*tokenizer(QUESTION)["input_ids"]]

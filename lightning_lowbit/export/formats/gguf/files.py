@@ -16,7 +16,7 @@ from lightning_lowbit.export.formats import Options, Written, row
 from lightning_lowbit.export.formats.gguf.blocks import TQ2_0, BlockType, block_type, has_scale, pack
 from lightning_lowbit.export.formats.gguf.networks import Network, add_values, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
-from lightning_lowbit.export.source import TrainedModel, eos_tokens
+from lightning_lowbit.export.trained_model import TrainedModel, eos_tokens
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, training_with_scales, weight_cast, weights
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.packages import install
@@ -32,22 +32,22 @@ def obstacle(name: str, layer: QuantizedLayer, ternary: BlockType = TQ2_0) -> st
     return kind if isinstance(kind, str) else None
 
 
-def write(source: TrainedModel, folder: Path, options: Options, ternary: BlockType = TQ2_0) -> list[Written]:
+def write(original: TrainedModel, folder: Path, options: Options, ternary: BlockType = TQ2_0) -> list[Written]:
     """Writes ``model.gguf``, with ternary weights in blocks of type ``ternary`` where these fit.
 
     Raises:
         ValueError: llama.cpp has no such network, or no block type for a layer; float16 does not hold a scale, and
             ``options.rescale`` is False; or the package ``gguf`` is missing.
     """
-    network = network_of(source.config)
-    check(source, {name: _obstacle(network, name, layer, ternary) for name, layer in source.layers.items()}, "gguf")
-    kinds = {name: _type(layer, ternary) for name, layer in source.layers.items()}
-    dense = _dense(source, network, options.dtype)
+    network = network_of(original.config)
+    check(original, {name: _obstacle(network, name, layer, ternary) for name, layer in original.layers.items()}, "gguf")
+    kinds = {name: _type(layer, ternary) for name, layer in original.layers.items()}
+    dense = _dense(original, network, options.dtype)
     with closing(_writer(folder / FILE, network)) as writer:
-        _describe(writer, source, network, kinds)
+        _describe(writer, original, network, kinds)
         for name, (tensor, dtype, _) in dense.items():
             _declare(writer, name, _PLAIN[dtype], *tensor.shape[:-1], tensor.shape[-1] * dtype.itemsize)
-        for name, layer in source.layers.items():
+        for name, layer in original.layers.items():
             kind, (rows, columns), part = kinds[name], layer.weight_matrix().shape, network.name(name)
             _declare(writer, f"{part}.weight", kind.number, rows, columns // kind.elements * kind.bytes)
             if has_scale(weight_cast(layer)):
@@ -58,8 +58,8 @@ def write(source: TrainedModel, folder: Path, options: Options, ternary: BlockTy
         for name, (tensor, dtype, order) in dense.items():
             _put(writer, _rounded(name, tensor, dtype), order)
         return [
-            _put_layer(writer, weight, network, source.config, kinds[weight.name], options.rescale)
-            for weight in weights(source)
+            _put_layer(writer, weight, network, original.config, kinds[weight.name], options.rescale)
+            for weight in weights(original)
         ]
 
 
@@ -84,24 +84,25 @@ def _obstacle(network: Network, name: str, layer: QuantizedLayer, ternary: Block
 
 
 def _dense(
-    source: TrainedModel, network: Network, dtype: torch.dtype
+    original: TrainedModel, network: Network, dtype: torch.dtype
 ) -> dict[str, tuple[Tensor, torch.dtype, Tensor | None]]:
     """Returns the tensors that are not quantized, with their dtypes and the order of their rows in the file."""
     from transformers.pytorch_utils import Conv1D
 
     tensors, unknown = {}, []
-    for name, parameter in source.model.named_parameters():
+    for name, parameter in original.model.named_parameters():
         module, _, kind = clean_name(name).rpartition(".")
-        if module in source.layers and kind == "weight":
+        if module in original.layers and kind == "weight":
             continue
         part, tensor = network.name(module), parameter.detach()
         if part is None or (kind == "bias" and not network.biases):
             unknown.append(name)
             continue
-        if tensor.dim() > 1 and isinstance(source.model.get_submodule(name.rpartition(".")[0]), Conv1D):
+        if tensor.dim() > 1 and isinstance(original.model.get_submodule(name.rpartition(".")[0]), Conv1D):
             tensor = tensor.mT
         is_float32 = tensor.dim() == 1 or part == "position_embd"
-        tensors[f"{part}.{kind}"] = (tensor, torch.float32 if is_float32 else dtype, network.rows(part, source.config))
+        rows = network.rows(part, original.config)
+        tensors[f"{part}.{kind}"] = (tensor, torch.float32 if is_float32 else dtype, rows)
     if unknown:
         raise ValueError(f"llama.cpp's {network.architecture!r} has no {some(unknown)}, which the trained model has.")
     return tensors
@@ -145,13 +146,13 @@ def _writer(path: Path, network: Network) -> Any:
     return GGUFWriter(path, network.architecture)
 
 
-def _describe(writer: Any, source: TrainedModel, network: Network, kinds: dict[str, BlockType]) -> None:
-    config: Any = source.config
+def _describe(writer: Any, original: TrainedModel, network: Network, kinds: dict[str, BlockType]) -> None:
+    config: Any = original.config
     add_values(writer, network, config)
-    writer.add_name(Path(source.facts.get("checkpoint", FILE)).stem)
+    writer.add_name(Path(original.facts.get("checkpoint", FILE)).stem)
     writer.add_file_type(Counter(kind.file_type for kind in kinds.values()).most_common(1)[0][0])
     writer.add_quantization_version(2)
-    tokenizer = vocabulary(source.facts.get("tokenizer"), config.vocab_size, eos_tokens(source.model))
+    tokenizer = vocabulary(original.facts.get("tokenizer"), config.vocab_size, eos_tokens(original.model))
     if isinstance(tokenizer, Vocabulary):
         _describe_tokenizer(writer, tokenizer)
     else:

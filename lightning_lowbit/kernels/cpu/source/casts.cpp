@@ -7,16 +7,17 @@
 #include <numeric>
 
 #include "codes.h"
-#include "scales.h"
+#include "panel_casts.h"
 
 // What a call writes.
 struct Output {
     void *values;   // [rows, columns] contiguous
     float *factor;  // one per row, one per column, or one; null where there is none
     const int64_t *key;          // of stochastic rounding
-    int32_t dtype;               // 0 float, 1 bfloat16, 2 int8, 3 codes
+    int32_t dtype;               // 0 float, 1 bfloat16, 2 int8, 3 codes, 4 panels
     int32_t all_columns, first;  // random bits belong to element `row * all_columns + column + first`
     Codes codes;                 // of dtype 3
+    Panels panels;               // of dtype 4
 };
 
 namespace {
@@ -105,6 +106,10 @@ void put_scales(const Strip<In> &strip, const Scales &scales, const CastNumbers 
 
 template <class In, class Out>
 void round_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, const Output &output) {
+    if constexpr (std::is_same<Out, Panels>::value) {
+        uint64_t key = numbers.stochastic ? uint64_t(*output.key) : 0;
+        return cast_to_panels(strip, scales, numbers, key, output.all_columns, output.first, output.panels);
+    } else {
     using Round = void (*)(const Strip<In> &, const Scales &, const CastNumbers &, const Output &);
     constexpr bool kBF16 = std::is_same<Out, BF16>::value;
     constexpr unsigned kExact = kBF16 ? 8 : 0;
@@ -119,6 +124,7 @@ void round_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers
     unsigned style = (numbers.stochastic ? 1 : 0) + (numbers.per_block ? 2 : 0) + (scales.columns_per_entry != 1 ? 4 : 0) +
                      (numbers.exact ? 8 : 0);
     rounds[style](strip, scales, numbers, output);
+    }
 }
 
 template <class In, class Out>
@@ -188,7 +194,8 @@ void cast_all(const Matrix<In> &x, const float *amax, const CastNumbers &numbers
     int64_t step = is_tensor ? 1 : numbers.tile_rows ? numbers.tile_rows : rows;
     if (numbers.correction) (numbers.tile_columns == 1 ? step : side) = numbers.correction;
     bool is_long = step == 1 && (is_tensor || numbers.tile_columns) && columns % side == 0 && numbers.two_level != kOfRows;
-    if (is_long && !x.is_rotated() && output.all_columns == columns && output.first == 0) columns *= rows, rows = 1;
+    if (output.dtype == 4 && is_tensor) step = kGroup;
+    if (is_long && output.dtype != 4 && !x.is_rotated() && output.all_columns == columns && output.first == 0) columns *= rows, rows = 1;
     int64_t height = step, whole = side;
     if (x.is_rotated() && x.rotation.dim) whole = std::lcm(side, x.rotation.size);
     if (x.is_rotated() && !x.rotation.dim) height = std::lcm(step, x.rotation.size);
@@ -199,7 +206,8 @@ void cast_all(const Matrix<In> &x, const float *amax, const CastNumbers &numbers
     auto cast = output.dtype == 0   ? cast_strip<In, float>
                 : output.dtype == 1 ? cast_strip<In, BF16>
                 : output.dtype == 2 ? cast_strip<In, int8_t>
-                                    : cast_strip<In, Codes>;
+                : output.dtype == 3 ? cast_strip<In, Codes>
+                                    : cast_strip<In, Panels>;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
     for (int64_t part = 0; part < down * across; part++) {
         int64_t left = part % across * width, top = part / across * height;
@@ -228,16 +236,17 @@ void of_matrix(const void *x, int32_t dtype, int64_t rows, int64_t columns, cons
 }
 
 // Casts a matrix, which is rotated before unless `rotation` is null. `amax` may be null; so may `place`, of a shard: the
-// columns of the global matrix and its first element's index there; and `codes`, unless codes are written.
+// columns of the global matrix and its first element's index there; and `codes` and `panels`, unless these are written.
 EXPORT void lowbit_cast(const void *x, int64_t rows, int64_t columns, const CastNumbers *numbers, void *values,
                         float *factor,
                         const int64_t *key, const float *amax, const Rotation *rotation, const int32_t *place,
-                        const Codes *codes, int32_t threads) {
+                        const Codes *codes, const Panels *panels, int32_t threads) {
     of_matrix(x, numbers->input, rows, columns, rotation, [&](const auto &matrix) {
         int64_t width = numbers->tile_columns ? numbers->tile_columns : 1;
         int64_t padded = (matrix.columns + width - 1) / width * width;
-        Output output = {values, factor, key, codes ? 3 : numbers->output, place ? place[0] : int32_t(padded),
-                         place ? place[1] : 0, codes ? *codes : Codes{}};
+        int32_t dtype = panels ? 4 : codes ? 3 : numbers->output;
+        Output output = {values, factor, key, dtype, place ? place[0] : int32_t(padded),
+                         place ? place[1] : 0, codes ? *codes : Codes{}, panels ? *panels : Panels{}};
         cast_all(matrix, amax, *numbers, output, threads);
     });
 }

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "codes.h"
+#include "panels.h"
 
 namespace {
 
@@ -57,7 +58,45 @@ void unpack(const uint8_t *source, int64_t rows, int64_t columns, const Codes &c
     }
 }
 
+// The codes of four neighbors along k of each row of panels, from `at` on; zeros behind the last.
+void put_words(const uint8_t *source, int64_t at, int64_t columns, const Codes &codes, const Grid &grid,
+               const Panels &panels) {
+    const Units units(grid);
+    const bool across = panels.dim == 0;  // `at` is an element of k, else a row
+    std::vector<int8_t> lines((across ? kWords : 1) * (columns + kGroup), 0);
+    for (int64_t i = 0; i < (across ? kWords : 1) && (!across || at + i < panels.inner); i++)
+        for (int64_t column = 0; column < columns; column += kLanes) {
+            int count = int(columns - column < kLanes ? columns - column : kLanes);
+            U32 code = take_codes(codes, source, (at + i) * columns + column, count);
+            int8_t *line = lines.data() + i * (columns + kGroup) + column;
+            store_codes((uint8_t *)line, (U32)units.of(value_of(code, grid, codes)), count);
+        }
+    if (across)
+        for (int64_t row = 0; row < columns; row++)
+            for (int64_t i = 0; i < kWords; i++) panels.word(row, at)[i] = lines[i * (columns + kGroup) + row];
+    else
+        for (int64_t k = 0; k < panels.groups() * kGroup; k += kWords) memcpy(panels.word(at, k), lines.data() + k, kWords);
+}
+
 }  // namespace
+
+// Unpacks a matrix [rows, columns] to the panels of a GEMM.
+void unpack_to_panels(const void *source, int64_t rows, int64_t columns, const Codes &codes, const CastNumbers &numbers,
+                      const Panels &panels, int threads) {
+    const int64_t lines = panels.dim == 0 ? panels.groups() * kGroup / kWords : rows, height = panels.dim == 0 ? kWords : 1;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
+    for (int64_t line = 0; line < lines; line++)
+        put_words((const uint8_t *)source, line * height, columns, codes, numbers.element, panels);
+    const int64_t wide = numbers.tile_columns, high = numbers.tile_rows;
+    if (!panels.block) return;
+    const int64_t across = (columns + wide - 1) / wide;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
+    for (int64_t row = 0; row < panels.rows; row++)
+        for (int64_t block = 0; block < panels.blocks(); block++) {
+            int64_t tile = panels.dim == 0 ? block * across + row / wide : row / high * across + block;
+            *panels.scale(row, block) = take_scales(codes, tile, numbers.scale, 1)[0];
+        }
+}
 
 // Writes [rows, columns] from the codes at `source`, float where `dtype` is 0, bfloat16 where it is 1, int8 where it is 2.
 EXPORT void lowbit_unpack(const void *source, int64_t rows, int64_t columns, const Codes *codes,

@@ -79,15 +79,10 @@ def test_another_run_begins_anew():
     ("arguments", "message"),
     [
         ({"every_n_steps": 0}, "every_n_steps is a number of optimizer steps, 1 or more; got 0"),
-        ({"every_n_steps": 1.5}, "1 or more; got 1.5"),
-        ({"every_n_steps": None}, "1 or more; got None"),
         ({"kind": "layer"}, "Unknown kind of GradientNoiseMonitor 'layer'. Did you mean 'layers'.*: 'draws', 'layers'"),
         ({"kind": None}, "Unknown kind of GradientNoiseMonitor None"),
         ({"average": 0}, "average is a number of measurements, 1 or more; got 0"),
-        ({"average": True}, "1 or more; got True"),
         ({"threshold": 0}, "threshold is a ratio of gradient to noise, above 0; got 0"),
-        ({"threshold": math.nan}, "above 0; got nan"),
-        ({"threshold": math.inf}, "above 0; got inf"),
     ],
 )
 def test_bad_arguments(arguments, message):

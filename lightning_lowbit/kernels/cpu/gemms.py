@@ -1,0 +1,165 @@
+"""GEMMs of codes with scales of blocks on CPUs (source/gemm.cpp), which cast or unpack their operands, too."""
+
+import ctypes
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.kernels.cpu import casts
+from lightning_lowbit.kernels.cpu.codes import packed_codes
+from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.memory import address, start
+from lightning_lowbit.quant.call import CastCall, has_factor
+from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.packed import unpacked_factor
+
+INSTRUCTIONS = ("plain loops", "AVX2", "AVX-VNNI", "AVX-512 VNNI", "NEON dot products")
+
+
+class _Panels(ctypes.Structure):
+    """``Panels`` of source/panels.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "scales")),
+        *((name, ctypes.c_int64) for name in ("rows", "inner")),
+        *((name, ctypes.c_int32) for name in ("dim", "block")),
+    ]
+
+
+class _Operand(ctypes.Structure):
+    """``GemmOperand`` of source/gemm.cpp."""
+
+    _fields_ = [
+        ("panels", _Panels),
+        *((name, ctypes.c_void_p) for name in ("factors", "matrix")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns")),
+        *((name, ctypes.c_void_p) for name in ("numbers", "key", "amax", "rotation", "place", "packed")),
+        ("factor_count", ctypes.c_int32),
+        ("step", ctypes.c_float),
+    ]
+
+
+class _Result(ctypes.Structure):
+    """``GemmResult`` of source/gemm.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("values", "bias")),
+        *((name, ctypes.c_int32) for name in ("dtype", "bias_dtype")),
+    ]
+
+
+class Form(NamedTuple):
+    """What is known of the operands of a cast along one dimension."""
+
+    block: int
+    step: float
+    factors: bool  # one for each row
+    factor: bool  # one
+
+
+def form_of(call: CastCall) -> Form:
+    """Returns the form of a cast's operands."""
+    return _form(call.cast.spec, call.dim)
+
+
+@cache
+def _form(spec: str, dim: int) -> Form:
+    cast = Cast.from_spec(spec)
+    block, format = cast.scale.block, cast.grid
+    along = block[dim] if isinstance(block, tuple) else block
+    by_row = block == "row" or cast.scale.two_level == "row"
+    return Form(
+        block=along if isinstance(along, int) else 0,
+        step=2.0 ** (format.min_exponent - format.mantissa_bits),
+        factors=by_row,
+        factor=has_factor(cast) and not by_row,
+    )
+
+
+def instructions() -> str | None:
+    """Returns the instructions that multiply codes on this CPU, one of ``INSTRUCTIONS``; None without kernels."""
+    if (kernels := library()) is None:
+        return None
+    number = ctypes.c_int32()
+    kernels.lowbit_instructions(ctypes.byref(number))
+    return INSTRUCTIONS[number.value]
+
+
+def multiply(x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns the product of operands, ``x`` that of ``left``; None for arguments that the kernels do not take."""
+    kernels = library()
+    if kernels is None or dtype not in casts.INPUTS:
+        return None
+    keep: list[Any] = []  # tensors and structures that the kernel reads
+    first, second = _operand(left._replace(x=x), keep), _operand(right, keep)
+    if first is None or second is None:
+        return None
+    rows, columns = first.panels.rows, second.panels.rows
+    values = x.new_empty((rows, columns), dtype=dtype)
+    result = _Result(start(values), None, casts.INPUTS[dtype], 0)
+    if bias is not None:
+        if bias.dtype not in casts.INPUTS or bias.numel() != columns:
+            return None
+        bias = bias.contiguous()
+        result.bias, result.bias_dtype = address("a bias", bias, bias.dtype, columns), casts.INPUTS[bias.dtype]
+    kernels.lowbit_gemm(ctypes.byref(first), ctypes.byref(second), ctypes.byref(result), torch.get_num_threads())
+    return values
+
+
+def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
+    x, call, factor, shape = operand
+    form, dim = form_of(call), call.dim
+    rows, inner = shape[1 - dim], shape[dim]
+    panels = _Panels(None, None, rows, inner, dim, form.block)
+    count = rows if form.factors else int(form.factor)
+    if factor is not None:
+        return _packed_operand(x, call, factor, shape, panels, count, form.step, keep)
+    numbers = casts.cpp_cast(call.cast.spec, dim, x.dtype, torch.float32)
+    if numbers is None or not casts.takes(x, numbers, call):
+        return None
+    x = x.contiguous()
+    place = None if call.shard is None else (ctypes.c_int32 * 2)(*call.shard.place(shape, numbers.tile)[1:])
+    rotation = casts.rotation_of(call.rotation, dim)
+    keep += x, place, rotation
+    return _Operand(
+        panels,
+        None,
+        start(x),
+        *x.shape,
+        numbers.address,
+        start(call.key) if numbers.draws else None,
+        None if call.amax is None else start(call.amax),
+        None if rotation is None else ctypes.addressof(rotation),
+        None if place is None else ctypes.addressof(place),
+        None,
+        count,
+        form.step,
+    )
+
+
+def _packed_operand(
+    data: Tensor,
+    call: CastCall,
+    factor: Tensor,
+    shape: torch.Size,
+    panels: _Panels,
+    count: int,
+    step: float,
+    keep: list[Any],
+) -> _Operand | None:
+    rows, columns = shape
+    data = data.contiguous()
+    if (parts := packed_codes(data, call, rows, columns)) is None:
+        return None
+    numbers, codes = parts
+    factors = None
+    if count:
+        whole = unpacked_factor(data[None], factor, call.cast, rows * columns, call.dim)
+        assert whole is not None
+        factor = whole.contiguous()
+        factors = address("factors", factor, torch.float32, count)
+    keep += data, codes, factor
+    others = numbers.address, None, None, None, None, ctypes.addressof(codes), count, step
+    return _Operand(panels, factors, start(data), rows, columns, *others)

@@ -1,0 +1,221 @@
+// GEMMs of codes with scales of blocks: what an FP4 tensor core computes.
+//
+// The products of a block are summed exactly, as integers; the sum is multiplied by the scale of the right operand and then
+// added, times that of the left one, in one rounding. Blocks come in their order, whatever the CPU and its threads: all give
+// the same bits. Factors of the operands and the bias come last, and the result is rounded once to its type.
+
+#include <algorithm>
+#include <vector>
+
+#include "dots.h"
+#include "rounding.h"
+
+struct Rotation;
+struct Codes;
+extern "C" void lowbit_cast(const void *, int64_t, int64_t, const CastNumbers *, void *, float *, const int64_t *,
+                            const float *, const Rotation *, const int32_t *, const Codes *, const Panels *, int32_t);
+void unpack_to_panels(const void *source, int64_t rows, int64_t columns, const Codes &codes, const CastNumbers &numbers,
+                      const Panels &panels, int threads);
+
+// An operand: the matrix [rows, columns] to cast to panels in memory of this thread, with the arguments of lowbit_cast; or
+// the codes to unpack, unless `packed` is null. `factors` is null where the cast makes them.
+struct GemmOperand {
+    Panels panels;
+    float *factors;
+    const void *matrix;
+    int64_t rows, columns;
+    const CastNumbers *numbers;
+    const int64_t *key;
+    const float *amax;
+    const Rotation *rotation;
+    const int32_t *place;
+    const Codes *packed;
+    int32_t factor_count;  // none, one, or one for each row of the panels
+    float step;            // of which elements are multiples
+
+    float factor(int64_t row) const { return factors[factor_count > 1 ? row : 0]; }
+    F32 factors_from(int64_t row, int count) const { return factor_count > 1 ? load(factors + row, count) : all(*factors); }
+};
+
+// The result and what is added to it.
+struct GemmResult {
+    void *values;  // [rows of left, rows of right], 0 float, 1 bfloat16
+    const void *bias;
+    int32_t dtype, bias_dtype;
+};
+
+namespace {
+
+// Vectors of a panel's rows; rows and panels of a tile, which has as many sums as registers hold.
+constexpr int kVectors = kRows / kLanes;
+constexpr int kTileRows = 4, kTilePanels = kLanes == 16 ? 2 : 1;
+constexpr int64_t kPanelsAtOnce = 8;  // of the left operand, which stay in a cache
+
+template <class T>
+T *memory(size_t count, int which) {
+    static thread_local std::vector<T> buffers[4];
+    if (buffers[which].size() < count) buffers[which].resize(count);
+    return buffers[which].data();
+}
+
+// Where no scales are, they are 1.
+struct ScaleReader {
+    const float *scales;
+    int64_t groups;  // of a scale
+
+    const float *at(int64_t group) const {
+        static const float ones[kRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+        return scales ? scales + group / groups * kRows : ones;
+    }
+};
+
+// One operand in panels from a panel on.
+struct Reader {
+    const int8_t *codes;
+    ScaleReader scales;
+    int64_t panel_bytes;
+
+    Reader(const Panels &panels, int64_t panel)
+        : codes(panels.codes + panel * panels.groups() * kRows * kGroup),
+          scales{panels.block ? panels.scales + panel * panels.blocks() * kRows : nullptr, panels.block / kGroup},
+          panel_bytes(panels.groups() * kRows * kGroup) {}
+};
+
+// The sums of kTileRows rows, from `row` of a panel on, and kPanels panels. `starts` are of the rows' groups, and `step`
+// the groups that share scales: one where kSingle.
+template <int kPanels, bool kSingle>
+void multiply_tile(const Reader &left, const int32_t *starts, int64_t row, const Reader *right, int64_t groups,
+                   int64_t step, F32 (&sums)[kTileRows][kPanels * kVectors]) {
+    constexpr int kColumns = kPanels * kVectors;
+    for (auto &line : sums)
+        for (F32 &sum : line) sum = F32{};
+    I32 whole[kTileRows][kColumns] = {};
+    for (int64_t group = 0; group < groups; group++) {
+        const bool ends = kSingle || (group + 1) % step == 0 || group + 1 == groups;
+        S8 words[kColumns][kWords];
+        F32 scales[kColumns];
+        for (int column = 0; column < kColumns; column++) {
+            const int64_t lane = column % kVectors * kLanes;
+            for (int i = 0; i < kWords; i++)
+                words[column][i] = load_words(right[column / kVectors].codes + (group * kWords + i) * kWordStride +
+                                              lane * kWords);
+            scales[column] = load(right[column / kVectors].scales.at(group) + lane);
+        }
+        for (int r = 0; r < kTileRows; r++) {
+            S8 repeated[kWords];
+            for (int i = 0; i < kWords; i++)
+                repeated[i] = repeat_word(left.codes + (group * kWords + i) * kWordStride + (row + r) * kWords);
+            const I32 start = all_integers(starts[group * kRows + row + r]);
+            const F32 left_scale = all(left.scales.at(group)[row + r]);
+            for (int column = 0; column < kColumns; column++) {
+                I32 sum = add_dots(kSingle ? start : whole[r][column] + start, repeated, words[column]);
+                if (ends)
+                    sums[r][column] = multiply_add(__builtin_convertvector(sum, F32) * scales[column], left_scale,
+                                                   sums[r][column]);
+                whole[r][column] = ends ? I32{} : sum;
+            }
+        }
+    }
+}
+
+// What the offset of the right operand adds to the sums of each group and row, negated.
+void offsets_of(const Panels &panels, int32_t *starts, int threads) {
+    const int64_t groups = panels.groups() * panels.panels();
+    const S8 ones[kWords] = {S8{} + 1, S8{} + 1, S8{} + 1, S8{} + 1};
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && groups > 512)
+    for (int64_t group = 0; group < groups; group++)
+        for (int row = 0; row < kRows; row += kLanes) {
+            S8 words[kWords];
+            for (int i = 0; i < kWords; i++)
+                words[i] = read<S8>(panels.codes + (group * kWords + i) * kWordStride + row * kWords);
+            I32 sums = add_dots(I32{}, words, ones) * -kOffset;
+            memcpy(starts + group * kRows + row, &sums, sizeof sums);
+        }
+}
+
+struct Finish {
+    const GemmOperand &left, &right;
+    const GemmResult &result;
+    int64_t columns;
+
+    template <class Bias, class Out>
+    void put(int64_t row, int64_t column, F32 value, const Bias *bias, Out *values) const {
+        int count = int(std::min<int64_t>(columns - column, kLanes));
+        value = value * (left.step * right.step);
+        if (left.factor_count) value = value * left.factor(row);
+        if (right.factor_count) value = value * right.factors_from(column, count);
+        if (bias) value = value + load(bias + column, count);
+        store(values + row * columns + column, value, count);
+    }
+    template <class Bias>
+    void put(int64_t row, int64_t column, F32 value, const Bias *bias) const {
+        if (result.dtype == 0)
+            put(row, column, value, bias, (float *)result.values);
+        else
+            put(row, column, value, bias, (BF16 *)result.values);
+    }
+    void operator()(int64_t row, int64_t column, F32 value) const {
+        if (result.bias_dtype == 0)
+            put(row, column, value, (const float *)result.bias);
+        else
+            put(row, column, value, (const BF16 *)result.bias);
+    }
+};
+
+template <int kPanels>
+void multiply_panels(const Panels &left, const int32_t *starts, int64_t first, int64_t last, const Panels &right,
+                     int64_t panel, const Finish &finish) {
+    const int64_t step = left.block && right.block ? std::min(left.block, right.block) / kGroup
+                         : left.block + right.block ? (left.block + right.block) / kGroup
+                                                    : left.groups();
+    const Reader columns[2] = {{right, panel}, {right, panel + kPanels - 1}};
+    for (int64_t at = first; at < last; at++) {
+        const Reader rows(left, at);
+        for (int64_t row = 0; row < kRows && at * kRows + row < left.rows; row += kTileRows) {
+            F32 sums[kTileRows][kPanels * kVectors];
+            (step == 1 ? multiply_tile<kPanels, true> : multiply_tile<kPanels, false>)(
+                rows, starts + at * left.groups() * kRows, row, columns, left.groups(), step, sums);
+            for (int r = 0; r < kTileRows && at * kRows + row + r < left.rows; r++)
+                for (int column = 0; column < kPanels * kVectors; column++)
+                    if (panel * kRows + column * kLanes < right.rows)
+                        finish(at * kRows + row + r, panel * kRows + column * kLanes, sums[r][column]);
+        }
+    }
+}
+
+// Writes the panels of an operand.
+void prepare(GemmOperand &operand, int which, int threads) {
+    operand.panels.codes = memory<int8_t>(operand.panels.code_bytes(), which);
+    operand.panels.scales = memory<float>(operand.panels.scale_count(), which);
+    if (operand.packed)
+        return unpack_to_panels(operand.matrix, operand.rows, operand.columns, *operand.packed, *operand.numbers,
+                                operand.panels, threads);
+    if (operand.factor_count) operand.factors = memory<float>(operand.factor_count, 2 + which);
+    lowbit_cast(operand.matrix, operand.rows, operand.columns, operand.numbers, nullptr, operand.factors,
+                operand.key, operand.amax, operand.rotation, operand.place, nullptr, &operand.panels, threads);
+}
+
+}  // namespace
+
+EXPORT void lowbit_gemm(GemmOperand *left, GemmOperand *right, const GemmResult *result, int32_t threads) {
+    prepare(*left, 0, threads);
+    prepare(*right, 1, threads);
+    const Panels &rows = left->panels, &columns = right->panels;
+    int32_t *starts = memory<int32_t>(rows.panels() * rows.groups() * kRows, 2);
+    offsets_of(rows, starts, threads);
+    const Finish finish = {*left, *right, *result, columns.rows};
+    const int64_t down = (rows.panels() + kPanelsAtOnce - 1) / kPanelsAtOnce;
+    const int64_t across = (columns.panels() + kTilePanels - 1) / kTilePanels;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows.rows * columns.rows * rows.inner > 1 << 16)
+    for (int64_t part = 0; part < down * across; part++) {
+        int64_t first = part / across * kPanelsAtOnce, last = std::min(first + kPanelsAtOnce, rows.panels());
+        int64_t panel = part % across * kTilePanels;
+        if (panel + kTilePanels <= columns.panels())
+            multiply_panels<kTilePanels>(rows, starts, first, last, columns, panel, finish);
+        else
+            multiply_panels<1>(rows, starts, first, last, columns, panel, finish);
+    }
+}
+
+// The instructions that multiply bytes, an Instructions.
+EXPORT void lowbit_instructions(int32_t *instructions) { *instructions = kInstructions; }
