@@ -16,7 +16,7 @@ from lightning_lowbit.kernels.operands import measures_again
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.core.calls import keys_of_product
-from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU, mean_times
+from lightning_lowbit.nn.core.gemm import mean_times
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
 from lightning_lowbit.nn.core.watch import Watched, stage_and_choose
 from lightning_lowbit.nn.native.operand import AnyOperand, native_operand
@@ -24,6 +24,7 @@ from lightning_lowbit.nn.native.table import BLOCK_SCALED
 from lightning_lowbit.quant import Cast, Operand, blend, split_mean, through_rounding
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
+from lightning_lowbit.units import has_units
 
 
 class PrequantizedWeight(NamedTuple):
@@ -175,7 +176,7 @@ class OperandHow:
             self.dtype = torch.float32
         elif gemm in native and self.source_cast is not None:
             self.dtype = self.source_cast.grid.gemm_dtype
-        if self.dtype is None and name in traits.transient and dtype in SLOW_ON_CPU and device.type == "cpu":
+        if self.dtype is None and name in traits.transient and device.type == "cpu" and not has_units(dtype, device):
             self.dtype = torch.float32  # in which the GEMM computes: nothing is to convert
         self.transform = casts.hadamard.get(gemm)
         self.signs_index = INDEX[OPERANDS_OF[gemm][1]]  # the weight's where there is one, on which ranks agree
