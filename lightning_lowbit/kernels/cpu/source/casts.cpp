@@ -39,16 +39,21 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const CastNumbers
     const int64_t columns = strip.columns, per_entry = scales.columns_per_entry;
     uint32_t low = 0, high = 0;
     if (kStochastic) low = uint32_t(*output.key), high = uint32_t(*output.key >> 32);
+    uint16_t *fours = kStochastic ? buffer<uint16_t>(columns + 5 * kLanes, 0) : nullptr;
     for (int64_t row = 0; row < strip.rows; row++) {
         const In *x = strip.x + row * strip.stride;
         const int64_t start = (strip.row + row) * strip.matrix_columns + strip.column;
         Out *values = kCodes ? nullptr : (Out *)output.values + start;
-        U32 index = (U32)kLane + (uint32_t(strip.row + row) * uint32_t(output.all_columns) +
-                            uint32_t(strip.column + output.first));
+        const uint16_t *random = nullptr;
+        if (kStochastic) {
+            uint32_t index = uint32_t(strip.row + row) * uint32_t(output.all_columns) + uint32_t(strip.column + output.first);
+            write_random(fours, index & ~3u, columns + (index & 3), low, high);
+            random = fours + (index & 3);
+        }
         auto cast = [&](F32 value, F32 encode, F32 stored, int64_t at) __attribute__((always_inline)) {
             if (!kPerBlock && is_tensor) value = value + (value - value);  // infinities become NaN
             value = value * encode;
-            value = kStochastic ? round_stochastic(value, grid, random_bits(index + uint32_t(at), low, high))
+            value = kStochastic ? round_stochastic(value, grid, lengthen(read<U16>(random + at)))
                                 : round_nearest(value, grid);
             if (kCodes) return value;
             if (kPerBlock) value = value * stored;
