@@ -17,6 +17,7 @@ from lightning_lowbit.kernels.gpu.device import (
     key_halves,
     magnitude_bits,
     narrow,
+    random_of,
     round_stochastic,
     widen,
 )
@@ -247,7 +248,7 @@ def _encode(
     scale = tl.div_rn(tl.max(tl.abs(values), axis=1, keep_dims=True), GRID.max)
     tl.store(_pointer(scales, tl.float32, False) + block, scale, mask=is_block)
     low, high = key_halves(key)
-    rounded = round_stochastic(tl.where(scale > 0, tl.div_rn(values, scale), 0.0), index, low, high, GRID)
+    rounded = round_stochastic(tl.where(scale > 0, tl.div_rn(values, scale), 0.0), random_of(index, low, high), GRID)
     at = _pointer(codes, tl.uint8, ALIGNED) + element
     if GRID.mantissa_bits == 3:
         tl.store(at, narrow(rounded, tl.float8e4nv, False), mask=mask)
