@@ -115,9 +115,9 @@ def uniform(index, key):
 
 
 def uniform_by_fours(index, key):
-    """Indices 4i to 4i + 3 have the halves of two words, lower halves first: the hash of i, and one that it makes."""
+    """Indices 4i to 4i + 3 have the halves of two words, lower halves first: the hash of 4i, and one that it makes."""
     index = index.astype(np.uint32)
-    first = hash32(index // np.uint32(4), key)
+    first = hash32(index - index % 4, key)
     second = first * np.uint32(0x2C1B3C6D)
     words = np.stack([first, second ^ (second >> np.uint32(16))])
     halves = np.stack([words[0] % 2**16, words[0] // 2**16, words[1] % 2**16, words[1] // 2**16])

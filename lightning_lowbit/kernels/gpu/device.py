@@ -115,13 +115,13 @@ def random_of_fours(row, column, stride, first, low, high, FOURS: tl.constexpr):
     With ``FOURS``, stride and first index are multiples of four. Compilers then see that neighbors share a hash.
     """
     if FOURS:
-        four = row * (stride >> 2) + ((column >> 2) + (first >> 2))
+        four = row * stride + first + (column & 0xFFFFFFFC)
         place = column & 3
     else:
-        index = row * stride + column + first
-        four = index >> 2
+        index = row * stride + first + column
+        four = index & 0xFFFFFFFC
         place = index & 3
-    word = _word(four & 0x3FFFFFFF, low, high)
+    word = _word(four, low, high)
     other = word * 0x2C1B3C6D
     other = other ^ (other >> 16)
     word = tl.where(place < 2, word, other)

@@ -5,6 +5,7 @@
 // result depends on their number.
 
 #include <numeric>
+#include <optional>
 
 #include "codes.h"
 #include "scales.h"
@@ -27,6 +28,28 @@ inline void put(int8_t *target, F32 value, int count) {
 inline void put(float *target, F32 value, int count) { store(target, value, count); }
 inline void put(BF16 *target, F32 value, int count) { store(target, value, count); }
 
+// Random numbers of the elements of a strip, 16 bits each. Some short rows are written at a time, as a CPU waits for what it
+// has just written.
+template <class In>
+struct RandomRows {
+    const Strip<In> &strip;
+    const Output &output;
+    const int64_t room = strip.columns + 6 * kLanes;
+    const int64_t count = strip.columns < kPanel ? kPanel / strip.columns : 1;
+    uint16_t *const numbers = buffer<uint16_t>(room * count, 0);
+
+    uint32_t index(int64_t row) const {
+        return uint32_t(strip.row + row) * uint32_t(output.all_columns) + uint32_t(strip.column + output.first);
+    }
+
+    __attribute__((noinline)) const uint16_t *at(int64_t row) const {  // apart, for the registers of loops over elements
+        const uint32_t low = uint32_t(*output.key), high = uint32_t(*output.key >> 32);
+        for (int64_t i = 0; row % count == 0 && i < count && row + i < strip.rows; i++)
+            write_random(numbers + room * i, index(row + i) & ~3u, strip.columns + (index(row + i) & 3), low, high);
+        return numbers + room * (row % count) + (index(row) & 3);
+    }
+};
+
 // Constants of the generated code: the bits of a style are stochastic (1), per_block (2), wide (4), exact (8).
 
 template <unsigned kStyle, class In, class Out>
@@ -37,19 +60,13 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const CastNumbers
     const Codes codes = output.codes;
     const bool is_tensor = numbers.statistic != kBlockMax, through = numbers.through_bf16;
     const int64_t columns = strip.columns, per_entry = scales.columns_per_entry;
-    uint32_t low = 0, high = 0;
-    if (kStochastic) low = uint32_t(*output.key), high = uint32_t(*output.key >> 32);
-    uint16_t *fours = kStochastic ? buffer<uint16_t>(columns + 5 * kLanes, 0) : nullptr;
+    std::optional<RandomRows<In>> random_rows;
+    if (kStochastic) random_rows.emplace(RandomRows<In>{strip, output});
     for (int64_t row = 0; row < strip.rows; row++) {
         const In *x = strip.x + row * strip.stride;
         const int64_t start = (strip.row + row) * strip.matrix_columns + strip.column;
         Out *values = kCodes ? nullptr : (Out *)output.values + start;
-        const uint16_t *random = nullptr;
-        if (kStochastic) {
-            uint32_t index = uint32_t(strip.row + row) * uint32_t(output.all_columns) + uint32_t(strip.column + output.first);
-            write_random(fours, index & ~3u, columns + (index & 3), low, high);
-            random = fours + (index & 3);
-        }
+        const uint16_t *random = kStochastic ? random_rows->at(row) : nullptr;
         auto cast = [&](F32 value, F32 encode, F32 stored, int64_t at) __attribute__((always_inline)) {
             if (!kPerBlock && is_tensor) value = value + (value - value);  // infinities become NaN
             value = value * encode;

@@ -138,8 +138,7 @@ inline U32 random_bits(U32 index, uint32_t low, uint32_t high) {
 // from each hash.
 inline void write_random(uint16_t *target, uint32_t first, int64_t count, uint32_t low, uint32_t high) {
     for (int64_t at = 0; at < count; at += 4 * kLanes) {
-        U32 fours = ((U32)kLane + ((first + uint32_t(at)) >> 2)) & 0x3fffffffu;
-        U32 words = random_bits(fours, low, high), others = words * 0x2C1B3C6Du;
+        U32 words = random_bits((U32)(4 * kLane) + (first + uint32_t(at)), low, high), others = words * 0x2C1B3C6Du;
         others = others ^ (others >> 16);
         U32 pairs[2] = {pair<0>(words, others, Lanes()), pair<kLanes / 2>(words, others, Lanes())};
         memcpy(target + at, pairs, sizeof pairs);
