@@ -140,7 +140,8 @@ inline void write_random(uint16_t *target, uint32_t first, int64_t count, uint32
     for (int64_t at = 0; at < count; at += 4 * kLanes) {
         U32 words = random_bits((U32)(4 * kLane) + (first + uint32_t(at)), low, high), others = words * 0x2C1B3C6Du;
         others = others ^ (others >> 16);
-        U32 pairs[2] = {pair<0>(words, others, Lanes()), pair<kLanes / 2>(words, others, Lanes())};
-        memcpy(target + at, pairs, sizeof pairs);
+        U32 pairs = pair<0>(words, others, Lanes()), more = pair<kLanes / 2>(words, others, Lanes());
+        memcpy(target + at, &pairs, sizeof pairs);
+        memcpy(target + at + 2 * kLanes, &more, sizeof more);
     }
 }
