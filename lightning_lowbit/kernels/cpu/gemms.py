@@ -17,6 +17,9 @@ from lightning_lowbit.quant.packed import unpacked_factor
 
 INSTRUCTIONS = ("plain loops", "AVX2", "AVX-VNNI", "AVX-512 VNNI", "NEON dot products")
 
+_MOST = 127, 15  # the largest elements on the left and on the right, in steps
+_LONGEST = (2**31 - 1) // (_MOST[0] * _MOST[1])  # of sums in int32
+
 
 class _Panels(ctypes.Structure):
     """``Panels`` of source/panels.h."""
@@ -53,8 +56,9 @@ class _Result(ctypes.Structure):
 class Form(NamedTuple):
     """What is known of the operands of a cast along one dimension."""
 
-    block: int
+    block: int  # 0 for none
     step: float
+    largest: float  # element, in steps
     factors: bool  # one for each row
     factor: bool  # one
 
@@ -70,12 +74,29 @@ def _form(spec: str, dim: int) -> Form:
     block, format = cast.scale.block, cast.grid
     along = block[dim] if isinstance(block, tuple) else block
     by_row = block == "row" or cast.scale.two_level == "row"
+    step = 2.0 ** (format.min_exponent - format.mantissa_bits)
     return Form(
         block=along if isinstance(along, int) else 0,
-        step=2.0 ** (format.min_exponent - format.mantissa_bits),
+        step=step,
+        largest=format.max / step,
         factors=by_row,
         factor=has_factor(cast) and not by_row,
     )
+
+
+@cache
+def shared_block(left: str, left_dim: int, right: str, right_dim: int) -> int | None:
+    """Returns the elements of the contraction axis that share scales of two casts (0 for all of them), given by their
+    specs and the dimensions of this axis; None where the kernels do not multiply them: these take elements of 127 steps
+    on the left and 15 on the right, and blocks of 16 or a multiple, of which one is a multiple of the other."""
+    forms = _form(left, left_dim), _form(right, right_dim)
+    blocks = [form.block for form in forms if form.block]
+    if any(casts.obstacle(Cast.from_spec(spec)) for spec in (left, right)):
+        return None
+    if any(block % 16 for block in blocks) or (blocks and max(blocks) % min(blocks)):
+        return None
+    is_small = forms[0].largest <= _MOST[0] and forms[1].largest <= _MOST[1]
+    return min(blocks, default=0) if is_small else None
 
 
 def instructions() -> str | None:
@@ -90,7 +111,7 @@ def instructions() -> str | None:
 def multiply(x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Returns the product of operands, ``x`` that of ``left``; None for arguments that the kernels do not take."""
     kernels = library()
-    if kernels is None or dtype not in casts.INPUTS:
+    if kernels is None or dtype not in casts.INPUTS or not _fits(left, right):
         return None
     keep: list[Any] = []  # tensors and structures that the kernel reads
     first, second = _operand(left._replace(x=x), keep), _operand(right, keep)
@@ -106,6 +127,12 @@ def multiply(x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch
         result.bias, result.bias_dtype = address("a bias", bias, bias.dtype, columns), casts.INPUTS[bias.dtype]
     kernels.lowbit_gemm(ctypes.byref(first), ctypes.byref(second), ctypes.byref(result), torch.get_num_threads())
     return values
+
+
+def _fits(left: Any, right: Any) -> bool:
+    """Returns whether the kernels multiply operands of these casts, whose sums are no larger than int32 holds."""
+    block = shared_block(left.call.cast.spec, left.call.dim, right.call.cast.spec, right.call.dim)
+    return block is not None and (block or left.inner) <= _LONGEST
 
 
 def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
