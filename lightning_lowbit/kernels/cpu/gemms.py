@@ -10,10 +10,11 @@ from torch import Tensor
 from lightning_lowbit.kernels.cpu import casts
 from lightning_lowbit.kernels.cpu.codes import packed_codes
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import address, start
+from lightning_lowbit.kernels.memory import address, is_dense, resolved, start
 from lightning_lowbit.quant.call import CastCall, has_factor
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.packed import unpacked_factor
+from lightning_lowbit.quant.packed import pack, packing_obstacle, unpacked_factor
+from lightning_lowbit.quant.transforms import rotate
 
 INSTRUCTIONS = ("plain loops", "AVX2", "AVX-VNNI", "AVX-512 VNNI", "NEON dot products")
 
@@ -87,11 +88,14 @@ def _form(spec: str, dim: int) -> Form:
 @cache
 def shared_block(left: str, left_dim: int, right: str, right_dim: int) -> int | None:
     """Returns the elements of the contraction axis that share scales of two casts (0 for all of them), given by their
-    specs and the dimensions of this axis; None where the kernels do not multiply them: these take elements of 127 steps
-    on the left and 15 on the right, and blocks of 16 or a multiple, of which one is a multiple of the other."""
+    specs and the dimensions of this axis; None where the kernels do not multiply them.
+
+    These take elements of 127 steps on the left and 15 on the right; blocks of 16 or a multiple, of which one is a
+    multiple of the other; and scales that show a NaN, since codes do not.
+    """
     forms = _form(left, left_dim), _form(right, right_dim)
     blocks = [form.block for form in forms if form.block]
-    if any(casts.obstacle(Cast.from_spec(spec)) for spec in (left, right)):
+    if any(casts.obstacle(cast) or packing_obstacle(cast) for cast in map(Cast.from_spec, (left, right))):
         return None
     if any(block % 16 for block in blocks) or (blocks and max(blocks) % min(blocks)):
         return None
@@ -123,7 +127,7 @@ def multiply(x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch
     if bias is not None:
         if bias.dtype not in casts.INPUTS or bias.numel() != columns:
             return None
-        bias = bias.contiguous()
+        bias = resolved(bias).contiguous()
         result.bias, result.bias_dtype = address("a bias", bias, bias.dtype, columns), casts.INPUTS[bias.dtype]
     kernels.lowbit_gemm(ctypes.byref(first), ctypes.byref(second), ctypes.byref(result), torch.get_num_threads())
     return values
@@ -137,6 +141,8 @@ def _fits(left: Any, right: Any) -> bool:
 
 def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
     x, call, factor, shape = operand
+    if not (is_dense(x) and x.is_cpu):
+        return None
     form, dim = form_of(call), call.dim
     rows, inner = shape[1 - dim], shape[dim]
     panels = _Panels(None, None, rows, inner, dim, form.block)
@@ -144,9 +150,11 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
     if factor is not None:
         return _packed_operand(x, call, factor, shape, panels, count, form.step, keep)
     numbers = casts.cpp_cast(call.cast.spec, dim, x.dtype, torch.float32)
-    if numbers is None or not casts.takes(x, numbers, call):
-        return None
-    x = x.contiguous()
+    if numbers is None or not casts.takes(x, numbers, call):  # plain code casts it, or says why not
+        x = x if call.rotation is None else rotate(x, call.rotation, dim)
+        x, factor = pack(x, call.cast, call.key, call.amax, None, call.shard, dim)
+        return _packed_operand(x, call, factor, shape, panels, count, form.step, keep)
+    x = resolved(x).contiguous()
     place = None if call.shard is None else (ctypes.c_int32 * 2)(*call.shard.place(shape, numbers.tile)[1:])
     rotation = casts.rotation_of(call.rotation, dim)
     keep += x, place, rotation

@@ -1,5 +1,7 @@
 """The choice of the GEMMs of a layer that run natively, and the reasons why others are emulated."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -29,6 +31,11 @@ def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> 
     return obstacle is None
 
 
+def nearest(device: torch.device, kinds: Sequence[str]) -> str:
+    """Returns the kind of native GEMM that a device comes closest to, for reasons why it has none of them."""
+    return kinds[-1 if device.type == "cpu" else 0]
+
+
 class NativeGemms(nn.Module):
     """The part of a converted layer that decides where its GEMMs run."""
 
@@ -54,7 +61,7 @@ class NativeGemms(nn.Module):
         for gemm, kinds in casts_in_force.plan.native_kinds.items():
             kind = next((kind for kind in kinds if obstacle_of(device, kind, state.backend) is None), None)
             if kind is None:
-                has_native_gemms(device, kinds[0], state.backend)  # raises, if it must
+                has_native_gemms(device, nearest(device, kinds), state.backend)  # raises, if it must
             elif dtype is None or _gives(kind, dtype, state.backend, casts_in_force, gemm):
                 native[gemm] = kind
         if native and casts is None and state.prequantized_weight is not None:
@@ -72,8 +79,8 @@ class NativeGemms(nn.Module):
             elif not kinds:
                 reason = "no native GEMM takes these casts"
             else:
-                obstacles = [obstacle_of(device, kind, state.backend) for kind in kinds]
-                reason = None if None in obstacles else obstacles[-1 if device.type == "cpu" else 0]
+                is_native = any(obstacle_of(device, kind, state.backend) is None for kind in kinds)
+                reason = None if is_native else obstacle_of(device, nearest(device, kinds), state.backend)
             if reason is not None:
                 emulated.setdefault(reason, []).append(gemm)
         return {", ".join(gemms): reason for reason, gemms in emulated.items()}

@@ -46,7 +46,7 @@ LAYERS = {
     "tiles": (every(Cast("int8", Scale("e8m0", (16, 16)))), []),
     "a zero point": (quantization_aware(TOKENS, TOKENS.replace(scale={"statistic": "minmax"})), []),
     "delayed": (every(Cast("int8", Scale("fp32", "tensor", source="delayed"))), []),
-    "e1m2": (quantization_aware(TOKENS, TOKENS.replace(element="e1m2")), []),
+    "e2m3": (quantization_aware(TOKENS, TOKENS.replace(element="e2m3")), []),
     "times FP8": (every(TOKENS, fprop_w=FP8, dgrad_w=FP8, wgrad_g=FP8), []),
 }
 
@@ -268,14 +268,14 @@ def test_backend_native_takes_what_is_native_and_refuses_the_rest(native_calls, 
 
 def test_without_int8_units_layers_are_emulated_or_refuse(monkeypatch, native_calls):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
-    layer = layer_like(original, "ternary")
+    original, x, g, casts = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48), LAYERS["rows"][0]
+    layer = layer_like(original, casts)
     found = run(layer, x, g)
     assert not native_calls
     assert layer.native_gemms(CPU) == ()
-    identical(found, run(layer_like(original, "ternary", backend="emulated"), x, g))
+    identical(found, run(layer_like(original, casts, backend="emulated"), x, g))
     with pytest.raises(ValueError, match="7.5 or more, or a CPU with VNNI; this CPU has none. Use backend='auto' or "):
-        layer_like(original, "ternary", backend="native")(x)
+        layer_like(original, casts, backend="native")(x)
     for device in ("meta", "mps"):
         assert str(native_obstacle(torch.device(device), "int8")).endswith(f"the device is '{device}'")
 
