@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import Cast, LinearCasts, convert, quantize
+from lightning_lowbit.kernels.gemms import CodeOperand
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
 from lightning_lowbit.nn.core.watch import observed
 from lightning_lowbit.quant import rotate, split_mean, surrogate_factor
@@ -97,7 +98,8 @@ def identical(found, expected, message=""):
 
 
 def value(operand):
-    """float64."""
+    """float64, also of an operand that a GEMM of the CPU casts."""
+    operand = operand.decoded(torch.float32) if isinstance(operand, CodeOperand) else operand
     return operand.values.double() * (1.0 if operand.factor is None else operand.factor.double())
 
 

@@ -11,6 +11,7 @@ from lightning_lowbit.callbacks.layer_table import layer_table
 from lightning_lowbit.nn import GemmCounter
 from lightning_lowbit.nn.casts.presets import quantization_aware
 from lightning_lowbit.nn.core.gemm import native_obstacle
+from lightning_lowbit.nn.native.devices import declared
 from tests.nn.layers import GEMMS, RESULTS, every, gradients, identical, layer_like, net, run, spied, value
 from tests.tables import each
 
@@ -282,8 +283,9 @@ def test_without_int8_units_layers_are_emulated_or_refuse(monkeypatch, native_ca
 
 @on_int8_units
 @pytest.mark.parametrize("backend", ["auto", "emulated"])
-def test_flops_and_where_they_run(backend):
+def test_flops_and_where_they_run(backend, within):
     """The table says where; coverage is the same."""
+    within(declared("cpu", {"int8", "cpu"}))
     model = nn.Sequential(nn.Linear(33, 24, bias=False), nn.Linear(24, 7))
     convert(model, "ternary", overrides={"1": LinearCasts.preset("int4")}, backend=backend)
     with GemmCounter(model) as counter:
@@ -291,9 +293,9 @@ def test_flops_and_where_they_run(backend):
     first, second = 2 * 5 * 33 * 24, 2 * 5 * 24 * 7
     assert counter.gemms == {("0", gemm): first for gemm in GEMMS} | {("1", gemm): second for gemm in GEMMS}
     assert counter.coverage().low_bit == first + second, "the two forward GEMMs are quantized"
-    native = {"int8": first / (3 * first + 3 * second)} if backend == "auto" else {}
-    assert counter.native_shares(CPU) == native
-    assert [row[-1] for row in layer_table(model).rows] == ["native" if backend == "auto" else "emulated", "emulated"]
+    flops = {"int8": first, "cpu": second} if backend == "auto" else {}
+    assert counter.native_shares(CPU) == {kind: part / (3 * first + 3 * second) for kind, part in flops.items()}
+    assert [row[-1] for row in layer_table(model).rows] == ["native" if backend == "auto" else "emulated"] * 2
 
 
 @on_int8_units
