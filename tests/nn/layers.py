@@ -286,3 +286,13 @@ def by_definition(layer, x, g, remembered=()):
         for parts in (results, sizes, offsets):
             parts[result] = parts[result] * factor
     return Definition(operands, results, sizes, offsets)
+
+
+def assert_is_defined(results, definition, dtype, roundings=1):
+    """Results of a pass in a dtype differ from their definition by so many roundings and those of float32 sums."""
+    for name in RESULTS.values():
+        expected = definition.results[name]
+        error = (results[name].double() - expected).abs()
+        allowed = roundings * torch.finfo(dtype).eps * (expected.abs() + 2 * definition.offsets[name])
+        allowed += definition.sizes[name] * 2.0**-21
+        assert (error <= allowed).all(), f"{name}: off by {error.max():.2e}, {(error / allowed).max():.2f} x allowed"

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowbit import convert
+from lightning_lowbit.nn.layers.native import obstacle_of
 from lightning_lowbit.nn.native import devices
 from lightning_lowbit.nn.native.table import NATIVE
 from tests.nn.native.stand_in import OF_GPUS, StandIn
@@ -136,8 +137,21 @@ def test_on_cpus_errors_speak_of_their_gemms(within):
     within(devices.declared("cpu", ()))
     for name in ("nvfp4", "mxfp4", "ternary"):
         layer = convert(nn.Linear(32, 32), name, backend="native")
-        with pytest.raises(ValueError, match=r"GEMMs of codes on CPUs need the C\+\+ kernels; 'cpu' is declared to have"):
+        with pytest.raises(ValueError, match=r"GEMMs of codes on CPUs need the C\+\+ kernels; 'cpu' is declared"):
             layer(torch.randn(4, 32))
+
+
+def test_codes_are_multiplied_where_that_is_faster(monkeypatch):
+    assert obstacle_of(CPU, "cpu", "native") is None
+    assert obstacle_of(CPU, "cpu", "auto") == devices.slower_because("cpu")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert obstacle_of(CPU, "cpu", "native") is None
+    reason = "this CPU has tile units (AMX), whose bf16 GEMMs are faster"
+    assert obstacle_of(CPU, "cpu", "auto") == reason
+    layer = convert(nn.Linear(32, 32), "nvfp4")
+    assert layer.emulated_because(CPU) == {"fprop, dgrad, wgrad": reason}
+    with devices.declared("cpu", {"cpu"}):
+        assert obstacle_of(CPU, "cpu", "auto") is None, "it is known better"
 
 
 def test_fp8_gemms_are_those_of_gpus():

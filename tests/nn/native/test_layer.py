@@ -12,7 +12,7 @@ from lightning_lowbit.nn.core.watch import Watch
 from lightning_lowbit.nn.native import gemms
 from lightning_lowbit.nn.native.operand import BlockOperand
 from lightning_lowbit.nn.native.table import kinds_of
-from tests.nn.layers import GEMMS, RESULTS, by_definition, identical, layer_like, run, spied
+from tests.nn.layers import GEMMS, assert_is_defined, by_definition, identical, layer_like, run, spied
 from tests.tables import each
 
 CPU = torch.device("cpu")
@@ -78,13 +78,7 @@ def test_a_native_layer_is_the_emulated_one(scaled_mm, name, dtype, sizes):
         for name, tensor in found["emulated"].items():
             torch.testing.assert_close(found["auto"][name], tensor, rtol=1e-5, atol=1e-5)
         return
-    expected = by_definition(layer, x, g)
-    for result in RESULTS.values():
-        error = (found["auto"][result].double() - expected.results[result]).abs()
-        twice = 2 if name in BFLOAT16 else 1
-        allowed = twice * torch.finfo(dtype).eps * (expected.results[result].abs() + 2 * expected.offsets[result])
-        allowed += expected.sizes[result] * 2.0**-21
-        assert (error <= allowed).all(), f"{result}: off by {error.max():.2e}, {(error / allowed).max():.2f} x allowed"
+    assert_is_defined(found["auto"], by_definition(layer, x, g), dtype, 2 if name in BFLOAT16 else 1)
     assert torch.equal(found["auto"]["bias"], found["emulated"]["bias"])
 
 
