@@ -12,12 +12,10 @@ from lightning_lowbit._lightning import LightningModule, Trainer
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.layer_table import (
-    cast_legend,
     flops_text,
     layer_data,
-    layer_table,
+    layers_and_casts,
     merge_numbers,
-    native_notes,
 )
 from lightning_lowbit.nn import Coverage, GemmCounter
 from lightning_lowbit.nn.casts.linear_casts import PHASES
@@ -93,7 +91,7 @@ class PrecisionSummary(LowBitCallback):
         self._dtype = compute_dtype(trainer.precision_plugin)
         folder = trainer.log_dir  # all processes ask for it together
         self._folder = Path(folder) if folder is not None and trainer.loggers and "://" not in folder else None
-        self._show(trainer, layer_table(pl_module, self._dtype), *cast_legend(pl_module), *native_notes(pl_module))
+        self._show(trainer, *layers_and_casts(pl_module, self._dtype))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and self._inventory is not None:
@@ -195,7 +193,7 @@ class PrecisionSummary(LowBitCallback):
         return [
             Section(
                 "Layers and casts",
-                (layer_table(self._model, self._dtype), *cast_legend(self._model), *native_notes(self._model)),
+                tuple(layers_and_casts(self._model, self._dtype)),
             ),
             Section("Coverage", tuple(coverage)),
         ]

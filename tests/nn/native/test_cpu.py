@@ -8,9 +8,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_lowbit import Cast, LinearCasts, convert, pack_frozen
+from lightning_lowbit.callbacks.layer_table import layer_table
 from lightning_lowbit.kernels.cpu.gemms import instructions
 from lightning_lowbit.kernels.gemms import CodeOperand
 from lightning_lowbit.nn import OPERANDS, PRESETS, AmaxHistories, GemmCounter, LayerKeys
+from lightning_lowbit.nn.attention.products import ActivationProduct
 from lightning_lowbit.nn.core.watch import Watch
 from lightning_lowbit.nn.native import devices
 from tests.nn.layers import (
@@ -231,3 +233,19 @@ def test_float16_is_emulated():
     with pytest.raises(ValueError, match="cpu GEMMs give bfloat16 or float32 here, and this pass computes in torch"):
         layer(torch.randn(4, 32).half())
     assert layer_like(nn.Linear(32, 32), "nvfp4").native_gemms(CPU, dtype=torch.float16) == ()
+
+
+def test_what_is_emulated_is_said_for_the_dtype_of_the_passes():
+    model = nn.Sequential(layer_like(nn.Linear(32, 32), "int4"))
+    assert [row[-1] for row in layer_table(model, torch.float32).rows] == ["native"]
+    assert [row[-1] for row in layer_table(model, torch.bfloat16).rows] == ["emulated"]
+    reason = "fprop rounds operands to bfloat16 (round_to_bfloat16), and GEMMs of codes do not"
+    assert model[0].emulated_because(CPU, torch.bfloat16) == {"fprop": reason}
+    assert model[0].emulated_because(CPU, torch.float32) == {}
+
+
+def test_products_of_attention_are_emulated():
+    product = ActivationProduct(nn.Module())
+    product.set_casts(CASTS["nvfp4"])
+    assert product.native_kinds(CPU) == {}
+    assert product.native_gemms(CPU) == ()
