@@ -27,6 +27,7 @@ MOVED = {
     "nn.amax": ("nn.state.amax",),
     "nn.attention.hosts": ("nn.attention.modules",),
     "nn.calls": ("nn.core.calls",),
+    "nn.casts.plan": ("nn.casts.traits",),
     "nn.casts_from_yaml": ("nn.casts.from_yaml",),
     "nn.conversion.layers": ("nn.conversion.inventory", "nn.layers.layer"),
     "nn.function": ("nn.core.function",),
@@ -40,7 +41,7 @@ MOVED = {
     "nn.linear": ("nn.layers.layer", "nn.layers.registry"),
     "nn.native.layer": ("nn.layers.native",),
     "nn.operands": ("nn.core.operands",),
-    "nn.plan": ("nn.casts.plan",),
+    "nn.plan": ("nn.casts.traits",),
     "nn.presets": ("nn.casts.presets",),
     "nn.saving": ("nn.core.saving",),
     "nn.sharded.eligible": ("nn.sharded.gather",),
@@ -62,7 +63,13 @@ MOVED = {
     "report.console": ("report.tables",),
 }
 # Former names of classes in these modules.
-RENAMED = {"Host": "CompositeLayer", "Plan": "CastPlan", "Product": "PartLayer", "Settings": "FrozenDict"}
+RENAMED = {
+    "CastPlan": "CastTraits",
+    "Host": "CompositeLayer",
+    "Plan": "CastTraits",
+    "Product": "PartLayer",
+    "Settings": "FrozenDict",
+}
 _PACKAGE = "lightning_lowbit."
 
 

@@ -5,6 +5,8 @@ objects, which compiled graphs know; the rest are functions of a few lines. ``sh
 torch.distributed.
 """
 
+import os
+import platform
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -144,9 +146,14 @@ def donated_buffers(allowed: bool) -> AbstractContextManager[None]:
 # --- CPUs -------------------------------------------------------------------------------------------------------------
 
 
+def _onednn_limit() -> str:
+    """Returns the instruction set to which the environment holds oneDNN, torch's library of products; "" for none."""
+    return (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
+
+
 def has_vnni() -> bool:
-    """Tells whether this CPU multiplies int8 by instructions of its own."""
-    return torch.cpu._is_vnni_supported()
+    """Tells whether this CPU multiplies int8 by instructions of its own. Without them oneDNN's sums saturate."""
+    return torch.cpu._is_vnni_supported() and _onednn_limit() not in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
 
 
 def has_amx() -> bool:
@@ -154,13 +161,40 @@ def has_amx() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
-def has_units(dtype: torch.dtype) -> bool:
+def cpu_has_units(dtype: torch.dtype) -> bool:
     """Tells whether this CPU multiplies matrices of bfloat16 or float16 by instructions of its own."""
     if not torch._C._has_mkldnn:
         return False
-    mkldnn = torch.ops.mkldnn
-    supported = mkldnn._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else mkldnn._is_mkldnn_fp16_supported
-    return bool(supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    # oneDNN supports bfloat16 from AVX-512 on, by conversions to float32 where there are no instructions for it.
+    is_older = _onednn_limit() in ("AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+    return torch.cpu._is_avx512_bf16_supported() and not is_older
+
+
+_aten = torch.ops.aten
+#: Products on CPUs, and how many of their results have the dtype of the operands.
+CPU_PRODUCTS: dict[Any, int] = {
+    _aten.mm.default: 1,
+    _aten.mm.out: 1,
+    _aten.addmm.default: 1,
+    _aten.addmm.out: 1,
+    _aten.bmm.default: 1,
+    _aten.bmm.out: 1,
+    _aten.baddbmm.default: 1,
+    _aten.baddbmm.out: 1,
+    _aten._grouped_mm.default: 1,
+    _aten.convolution.default: 1,
+    _aten.convolution_backward.default: 3,
+    _aten.mkldnn_rnn_layer.default: 3,  # the other one holds bytes
+    _aten.mkldnn_rnn_layer_backward.default: 7,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: 1,  # the other one is float32
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 3,
+}
 
 
 # --- optimizers and their scalers -------------------------------------------------------------------------------------

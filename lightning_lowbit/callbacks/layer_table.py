@@ -77,7 +77,7 @@ def _executed(layer: QuantizedLayer, dtype: torch.dtype) -> str:
     return f"native {', '.join(native)}; emulated {', '.join(rest)}" if rest else "native"
 
 
-def native_notes(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[Text]:
+def native_notes(model: nn.Module, dtype: torch.dtype) -> list[Text]:
     """Explains why GEMMs of two quantized operands are emulated in a compute dtype, a line for each reason."""
     labels, notes = _labels(model), dict[str, None]()
     for layer in model.modules():

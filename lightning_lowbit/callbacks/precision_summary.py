@@ -37,15 +37,19 @@ def _is_phase(value: object) -> bool:
     return value in (_BLENDING, *PHASES)
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class PrecisionSummary(LowBitCallback):
     """Shows which layers compute in which casts, and how much of the arithmetic that is.
 
-    When training starts, it prints a table of layers, parameters and casts, and why GEMMs are emulated. After the first
-    training step it prints the coverage: FLOPs of GEMMs with two quantized operands over the FLOPs of all matrix
-    products, attentions and convolutions. At the end it prints the bits of a GEMM operand, block scales included,
-    averaged over FLOPs and steps; steps with λ below 1 count as high precision. A JSON file has the same. FLOPs are
-    counted in one micro-batch of the first process, in eager code, and again where an epoch begins with other layers:
-    that step is several times slower, with more memory and the same results.
+    When training starts, it prints a table of layers, parameters and casts, why GEMMs are emulated, and in what
+    else is computed. After the first training step it prints the coverage: FLOPs of GEMMs with two quantized operands
+    over the FLOPs of all matrix products, attentions and convolutions. At the end it prints the bits of a GEMM operand,
+    block scales included, averaged over FLOPs and steps; steps with λ below 1 count as high precision. A JSON file has
+    the same. FLOPs are counted in one micro-batch of the first process, in eager code, and again where an epoch begins
+    with other layers: that step is several times slower, with more memory and the same results.
 
     Args:
         filename: of the JSON file in the logger's directory.
@@ -77,7 +81,7 @@ class PrecisionSummary(LowBitCallback):
         self._added: set[str] = set()
         self._folder: Path | None = None
         self._model: nn.Module | None = None
-        self._dtype = torch.float32
+        self._dtype, self._why = torch.float32, ""
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -88,10 +92,11 @@ class PrecisionSummary(LowBitCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.counter, self._counting, self._model = None, False, pl_module
         self._inventory, self._added = Inventory(pl_module), set()
-        self._dtype = compute_dtype(trainer.precision_plugin)
+        plugin = trainer.precision_plugin
+        self._dtype, self._why = compute_dtype(plugin), getattr(plugin, "compute_reason", "")
         folder = trainer.log_dir  # all processes ask for it together
         self._folder = Path(folder) if folder is not None and trainer.loggers and "://" not in folder else None
-        self._show(trainer, *layers_and_casts(pl_module, self._dtype))
+        self._show(trainer, *self._layer_blocks(pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and self._inventory is not None:
@@ -169,6 +174,8 @@ class PrecisionSummary(LowBitCallback):
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         data: dict[str, Any] = {"layers": list(layer_data(self._model, self._dtype)) if self._model is not None else []}
+        if self._why:
+            data |= {"compute_dtype": _name(self._dtype), "compute_dtype_because": self._why}
         if self.counter is not None and not self._counting:
             measured = self.coverage("fqt")
             data |= {
@@ -191,12 +198,13 @@ class PrecisionSummary(LowBitCallback):
             average = Text(f"Average over the run: {self.average_bits():.2f} bits per GEMM operand.")
             coverage = [*self._coverage_blocks(), average]
         return [
-            Section(
-                "Layers and casts",
-                tuple(layers_and_casts(self._model, self._dtype)),
-            ),
+            Section("Layers and casts", tuple(self._layer_blocks(self._model))),
             Section("Coverage", tuple(coverage)),
         ]
+
+    def _layer_blocks(self, model: nn.Module) -> list[Table | Text]:
+        why = [Text(f"What is not quantized is computed in {_name(self._dtype)}, {self._why}.")] if self._why else []
+        return [*layers_and_casts(model, self._dtype), *why]
 
     def _coverage_blocks(self) -> list[Table | Text]:
         measured = self.coverage("fqt")

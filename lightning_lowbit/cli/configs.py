@@ -66,7 +66,7 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
     if not isinstance(overlay, Mapping):
         return overlay
     if key == "casts":
-        from lightning_lowbit.nn.casts.plan import OPERANDS  # imports torch, which `lowbit ls` must not
+        from lightning_lowbit.nn.casts.traits import OPERANDS  # imports torch, which `lowbit ls` must not
 
         if set(OPERANDS) <= set(overlay):  # six casts replace all earlier ones
             return overlay

@@ -112,7 +112,6 @@ def _quantized(original: TrainedModel, model: Any, casts: Mapping[str, Cast]) ->
 
 
 def _name_in_base(name: str) -> str:
-    """Returns the name of a layer of a model with adapters, in the model without."""
     return re.sub(r"^base_model\.model\.", "", name).replace(".base_layer", "")
 
 

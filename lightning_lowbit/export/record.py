@@ -9,7 +9,7 @@ from lightning_lowbit.export.folder import write_json
 from lightning_lowbit.export.reading.files import AGAIN, read_json
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.precision.checkpoints.trained import primitive
 
 NAME = "lowbit.json"

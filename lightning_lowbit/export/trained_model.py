@@ -187,7 +187,6 @@ def _module(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """Returns a module without the wrappers of ``torch.compile``."""
     for parent in [*module.modules()]:
         for name, part in parent.named_children():
             setattr(parent, name, uncompiled(part))

@@ -173,7 +173,6 @@ def _largest(
 
 
 def _rounded(weight: Weight, dtype: torch.dtype, rescale: bool) -> Weight:
-    """Returns a weight with scales as engines keep them."""
     trained, short = weight.quantized, str(dtype).removeprefix("torch.")
     if torch.equal(trained.scales.to(dtype).float(), trained.scales.float()):
         return weight

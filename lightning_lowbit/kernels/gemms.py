@@ -51,8 +51,8 @@ class CodeOperand(NamedTuple):
         """Returns itself: its cast names the contraction axis."""
         return self
 
-    def decoded(self, dtype: torch.dtype, dim: int | None = None) -> Operand:
-        """Returns the emulation's operand for a pass in ``dtype``, bit for bit. ``dim`` is that of its call."""
+    def decoded(self, dtype: torch.dtype, contracted: int = 1) -> Operand:
+        """Returns the emulation's operand for a pass in ``dtype``, bit for bit; its call knows the axis."""
         x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape = self
         if factor is not None:
             return unpack_operand(Packed(x, factor), cast, dim, shape, dtype)

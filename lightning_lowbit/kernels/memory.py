@@ -4,7 +4,9 @@ C++ and Triton get addresses and sizes: with a smaller tensor they would touch t
 numbers as they are stored, where torch may read their negatives (`Tensor.is_neg`).
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import TypeVar
 
 import torch
@@ -58,6 +60,18 @@ def addresses(name: str, scalars: Sequence[Tensor], dtype: torch.dtype) -> list[
         one.data_ptr() for one in scalars if one.dtype is dtype and one.numel() == 1 and one.is_cpu and not one.is_neg()
     ]
     return starts if len(starts) == len(scalars) and all(starts) else [address(name, one, dtype, 1) for one in scalars]
+
+
+def are_where_they_were(tensors: Sequence[Tensor], before: Sequence[Tensor], starts: "array[int]") -> bool:
+    """Returns whether tensors are those that were checked before, at the addresses that they had then."""
+    if len(tensors) != len(before) or not all(map(is_, tensors, before)):
+        return False
+    return array("q", [tensor.data_ptr() for tensor in tensors]) == starts
+
+
+def layout(tensors: Iterable[Tensor]) -> list[object]:
+    """Returns the addresses, shapes and dtypes of tensors, on which the checks of contiguous ones depend."""
+    return [part for tensor in tensors for part in (tensor.data_ptr(), tensor.shape, tensor.dtype)]
 
 
 def checked(name: str, tensor: _T, dtype: torch.dtype, elements: int, device: torch.device) -> _T:

@@ -75,9 +75,7 @@ class Operation:
             language, self.cpp = "C++", None
         else:
             language, self._verdicts[form, device] = "Triton", False
-        if (self.name, device) not in _warned:
-            _warned.add((self.name, device))
-            _warn(language, self.name, _failure(error), device)
+        warn_of_failure(language, self.name, error, device)
 
 
 def run(operation: Operation, x: Tensor, *arguments: Any) -> Any:
@@ -102,7 +100,7 @@ def run(operation: Operation, x: Tensor, *arguments: Any) -> Any:
     try:
         result = kernel(x, *arguments)
     except Exception as error:
-        if not _is_of_kernel(error):
+        if not is_of_kernel(error):
             raise
         result = operation.plain(x, *arguments)  # if this raises, too, the kernel is not at fault
         operation.leave(form, x.device, error)
@@ -156,18 +154,25 @@ def agrees(name: str, device: torch.device, is_equal: Callable[[], bool]) -> boo
             return True
         fault = "differs from the plain code"
     except Exception as error:
-        if not _is_of_kernel(error):
+        if not is_of_kernel(error):
             raise
         fault = _failure(error)
     _warn("Triton", name, fault, device)
     return False
 
 
-def _is_of_kernel(error: Exception) -> bool:
+def is_of_kernel(error: Exception) -> bool:
     """Returns whether plain code may do better: not without memory, or for arguments that do not fit each other."""
     if isinstance(error, Misfit | torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error):
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())  # the graph is lost
+
+
+def warn_of_failure(language: str, name: str, error: Exception, device: torch.device) -> None:
+    """Warns, once for each name and device, that a kernel has failed and is not used again."""
+    if (name, device) not in _warned:
+        _warned.add((name, device))
+        _warn(language, name, _failure(error), device)
 
 
 def _failure(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from lightning_lowbit.nn.casts import PHASES, PRESETS, LinearCasts
 from lightning_lowbit.nn.casts import presets as presets
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.conversion.bake import bake
 from lightning_lowbit.nn.conversion.convert import convert, plan, set_blend, set_phase
 from lightning_lowbit.nn.conversion.coverage import Coverage, GemmCounter

@@ -1,8 +1,10 @@
 """The passes of a step in kernels, C++ on CPUs and Triton on GPUs: each is one call for all parameters of a batch."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +15,8 @@ from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.kernels.cpu import adam as cpu
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import adam as gpu
-from lightning_lowbit.kernels.memory import address, resolved
-from lightning_lowbit.kernels.ops import agrees
+from lightning_lowbit.kernels.memory import address, layout, resolved
+from lightning_lowbit.kernels.ops import agrees, is_of_kernel, warn_of_failure
 from lightning_lowbit.kernels.shards import (
     DENSE,
     FP8,
@@ -32,6 +34,18 @@ from lightning_lowbit.optim.rules import AdaClip, GroupRules, Numbers
 _DTYPES = dict.fromkeys(FP8Moments.names, (torch.float32, torch.uint8)) | {"master": (torch.float16,)}
 _NOWHERE = dict.fromkeys(_DTYPES, 0)
 
+_STEPS = "the steps of optimizers"  # in warnings
+_left: set[torch.device] = set()  # to plain torch, after a launch that failed
+
+
+@dataclass
+class _Memory:
+    """The shards of a batch without gradients, in the last step; and on what they depend."""
+
+    layout: list[object]
+    shards: list[ParameterShard]
+    scalars: cpu.Scalars | None = None
+
 
 class KernelPasses(Passes):
     """The passes in kernels; a subclass is for one kind of device."""
@@ -39,7 +53,7 @@ class KernelPasses(Passes):
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
         self._gradients = [None if m.gradient is None else resolved(m.gradient).contiguous() for m in batch.members]
-        self._shards = [_shard(*pair) for pair in zip(batch.members, self._gradients, strict=True)]
+        self._shards = [*map(_with_gradient, _shards(batch), batch.members, self._gradients)]
         self._parameters = self._in_kernels(self._shards)
 
     @abstractmethod
@@ -52,11 +66,11 @@ class KernelPasses(Passes):
     def squares(self, decision: Decision) -> Tensor:
         return self._parameters.squares(decision)
 
-    def update(self, decision: Decision, sums: bool) -> Tensor | None:
-        result = self._parameters.update(decision, sums)
+    def update(self, decision: Decision, sums: bool, done: Collection[int] = ()) -> Tensor | None:
+        assert not done
         # As operations of torch do, so that autograd refuses a graph that has saved the weights before the step.
         torch.autograd.graph.increment_version([member.parameter for member in self.batch.members])
-        return result
+        return self._parameters.update(decision, sums)
 
     def write_clipped(self, decision: Decision, targets: Sequence[Tensor | None]) -> None:
         shards = []
@@ -76,7 +90,9 @@ class CppPasses(KernelPasses):
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
         scalars = {name: [member.state[name] for member in batch.members] for name in batch.scalars}
-        self._scalars = cpu.Scalars(scalars, {name: scalar_dtype(name, batch.dtype) for name in batch.scalars})
+        dtypes = {name: scalar_dtype(name, batch.dtype) for name in batch.scalars}
+        remembered = batch.memory[batch.members[0].number]
+        self._scalars = remembered.scalars = cpu.Scalars(scalars, dtypes, remembered.scalars)
 
     def _in_kernels(self, shards: Sequence[ParameterShard]) -> cpu.CppParameters:
         return cpu.CppParameters(shards)
@@ -89,10 +105,47 @@ class CppPasses(KernelPasses):
 
 
 class TritonPasses(KernelPasses):
-    """The passes in Triton, with fp32 statistics and moments of all elements."""
+    """The passes in Triton, with fp32 statistics and moments of all elements.
+
+    After a launch that fails, plain torch ends the step and takes all others on the device. A launch that raises an
+    error has not run: the passes that write into new tensors begin again, and the update goes on with the shards that
+    no launch has updated.
+    """
 
     def _in_kernels(self, shards: Sequence[ParameterShard]) -> gpu.TritonParameters:
         return gpu.TritonParameters(shards, self.batch.device)
+
+    def measure(self, weights: bool = False) -> Tensor:
+        return self._launched(super().measure, Passes.measure, weights)
+
+    def squares(self, decision: Decision) -> Tensor:
+        return self._launched(super().squares, Passes.squares, decision)
+
+    def write_clipped(self, decision: Decision, targets: Sequence[Tensor | None]) -> None:
+        self._launched(super().write_clipped, Passes.write_clipped, decision, targets)
+
+    def update(self, decision: Decision, sums: bool, done: Collection[int] = ()) -> Tensor | None:
+        return self._launched(super().update, Passes.update, decision, sums)
+
+    def _launched(self, launch: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns the result of launches, or of plain torch for what they have left to do."""
+        device = self.batch.device
+        if device in _left:
+            return plain(self, *arguments)
+        done: tuple[Collection[int], ...] = ()
+        sums: Tensor | None = None
+        try:
+            return launch(*arguments)
+        except gpu.Interrupted as interrupted:
+            error, done, sums = interrupted.error, (interrupted.updated,), interrupted.sums
+        except Exception as failure:
+            error = failure
+        if not is_of_kernel(error):
+            raise error
+        result = plain(self, *arguments, *done)  # if this raises, too, the kernel is not at fault
+        _left.add(device)
+        warn_of_failure("Triton", _STEPS, error, device)
+        return result if sums is None else result + sums
 
 
 def passes_for(batch: Batch) -> Passes:
@@ -117,6 +170,7 @@ def kernels_for(batch: Batch) -> type[KernelPasses] | None:
         is_captured = batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         is_sparse = any(member.moments.is_sparse for member in batch.members)
         is_served = not is_captured and not is_sparse and gpu.obstacle(batch.device) is None
+        is_served &= batch.device not in _left
         return TritonPasses if is_served and triton_agrees(batch.device) else None
     return None
 
@@ -128,7 +182,7 @@ def triton_agrees(device: torch.device) -> bool:
     def is_near() -> bool:
         return all(map(_are_near, _sample_results(TritonPasses, device), _sample_results(Passes, device)))
 
-    return agrees("the steps of optimizers", device, is_near)
+    return agrees(_STEPS, device, is_near)
 
 
 def _sample_results(passes: type[Passes], device: torch.device) -> list[Tensor]:
@@ -190,7 +244,27 @@ def _changed(member: Member, fault: str) -> str:
     )
 
 
-def _shard(member: Member, gradient: Tensor | None) -> ParameterShard:
+def _shards(batch: Batch) -> list[ParameterShard]:
+    """Returns the shards without gradients: those of the last step, if nothing lies elsewhere or has changed."""
+    members = batch.members
+    current = layout(tensor for member in members for tensor in (member.shard, *member.tensors.values()))
+    current += [part for member in members for part in (member.number, member.moments)]
+    memory = batch.memory.get(members[0].number)
+    is_whole = all(member.parameter is member.shard for member in members)  # a part may be another one next time
+    if memory is None or not is_whole or memory.layout != current:
+        scalars = None if memory is None else memory.scalars
+        memory = batch.memory[members[0].number] = _Memory(current, [*map(_shard, members)], scalars)
+    return memory.shards
+
+
+def _with_gradient(shard: ParameterShard, member: Member, gradient: Tensor | None) -> ParameterShard:
+    if gradient is None:
+        return shard
+    start = address("a gradient", gradient, gradient.dtype, shard.size, member.shard.device)
+    return ParameterShard(shard.weights, start, *shard[2:8], KINDS[gradient.dtype], *shard[9:])
+
+
+def _shard(member: Member) -> ParameterShard:
     shard, moments, tensors, device = member.shard, member.moments, member.tensors, member.shard.device
     kind, every, first, stride = DENSE, 1, 0, 0
     row = columns = size = shard.numel()
@@ -212,10 +286,10 @@ def _shard(member: Member, gradient: Tensor | None) -> ParameterShard:
         starts[name] = address(name, tensor, dtype, tensor.numel(), device)
     return ParameterShard(
         weights=address("a parameter", shard, shard.dtype, size, device),
-        gradient=0 if gradient is None else address("a gradient", gradient, gradient.dtype, size, device),
+        gradient=0,
         **starts,
         weights_kind=KINDS[shard.dtype],
-        gradient_kind=NOTHING if gradient is None else KINDS[gradient.dtype],
+        gradient_kind=NOTHING,
         moments=kind,
         size=size,
         row=row,

@@ -8,8 +8,9 @@ FP8 moments are rounded stochastically, because rounding to nearest would never 
 moves by a thousandth, and a step of E5M2 is a quarter. A mean square below 2.7e-10 of the largest in its block becomes
 0 or that number by chance. 0 is read as that number, since the update divides by the root of the mean square.
 
-Random bits are a function of (step, parameter, moment, index of the element in the whole parameter). So a resumed run
-equals an uninterrupted one, and a parameter sharded along rows equals a whole one.
+Random bits are a function of (step, parameter, index of the element in the whole parameter): the upper half is for the
+first moment, the lower half for the second. So a resumed run equals an uninterrupted one, and a parameter sharded along
+rows equals a whole one.
 
 Source: arXiv 2409.12517, section 5, for the two formats; COAT (arXiv 2410.19313) for blocks of 128; FP8-LM (arXiv
 2310.18313) for master weights in fp16; SPAM (arXiv 2501.06842) for sparse momentum.
@@ -17,6 +18,7 @@ Source: arXiv 2409.12517, section 5, for the two formats; COAT (arXiv 2410.19313
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,7 +29,7 @@ from lightning_lowbit.compilation import compiled, opaque
 from lightning_lowbit.distributed import local, zeros_sharded_as
 from lightning_lowbit.formats import ELEMENT_FORMATS, Format
 from lightning_lowbit.kernels.memory import described
-from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform
+from lightning_lowbit.quant.rounding import mix_key, random_bits, uniform
 
 BLOCK = 128
 NAMES = ("mean", "mean_square")
@@ -146,11 +148,10 @@ class FP8Moments(DenseMoments):
 
     def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
         assert piece.draw is not None
-        index = _element_index(mean.shape, piece.draw, mean.device)
-        for number, (name, values) in enumerate(zip(NAMES, (mean, mean_square), strict=True)):
-            key = mix_key(mix_key(piece.draw.key) + number)
+        bits = random_bits(_element_index(mean.shape, piece.draw, mean.device), mix_key(piece.draw.key))
+        for name, values, draws in (("mean", mean, bits), ("mean_square", mean_square, bits << 16)):
             codes, scales = piece.state[name], piece.state[f"{name}_scale"]
-            new_codes, new_scales = _encode_moment(values, index, key, name)
+            new_codes, new_scales = _encode_moment(values, draws, name)
             codes.copy_(torch.where(piece.draw.taken, new_codes, codes))
             scales.copy_(torch.where(piece.draw.taken, new_scales, scales))
 
@@ -195,6 +196,7 @@ def _with_columns(shape: torch.Size, share: int) -> tuple[int, ...]:
     return (*shape[:-1], -(-shape[-1] // share))
 
 
+@cache
 def moments_of(kind: str, density: float, dims: int) -> DenseMoments:
     """Returns the format for a parameter of ``dims`` dimensions; below two dimensions moments are dense."""
     if dims < 2:
@@ -221,28 +223,36 @@ def _decode_moment(codes: Tensor, scales: Tensor, name: str) -> Tensor:
     return values.mul_(_join(factors, codes.shape[-1]))
 
 
-def _fake_encoded(values: Tensor, index: Tensor, key: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def _fake_encoded(values: Tensor, bits: Tensor, name: str) -> tuple[Tensor, Tensor]:
     blocks = -(-values.shape[-1] // BLOCK)
     codes = torch.empty_like(values, dtype=torch.uint8, memory_format=torch.contiguous_format)
     return codes, values.new_empty((*values.shape[:-1], blocks))
 
 
 @opaque(_fake_encoded)
-def _encode_moment(values: Tensor, index: Tensor, key: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, the shape of the fp32 values) and scales. ``index``: int32, of each element in the whole."""
+def _encode_moment(values: Tensor, bits: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Codes (uint8, the shape of the fp32 values) and scales. ``bits``: int32, the upper 16 are random."""
     format, blocks = _FP8[name], _cut(values)
-    assert format.dtype is not None
     scales = blocks.abs().amax(-1) / format.max
-    in_blocks = blocks.flatten(0, -2), scales.reshape(-1, 1), _cut(index).flatten(0, -2)
-    rounded = _join(_round(*in_blocks, key, format=format).view_as(blocks), values.shape[-1])
-    return rounded.to(format.dtype).view(torch.uint8).contiguous(), scales
+    in_blocks = blocks.flatten(0, -2), scales.reshape(-1, 1), _cut(bits).flatten(0, -2)
+    codes = _join(_codes(*in_blocks, format=format).view_as(blocks), values.shape[-1])
+    return codes.contiguous(), scales
 
 
 @compiled
-def _round(blocks: Tensor, scales: Tensor, index: Tensor, key: Tensor, *, format: Format) -> Tensor:
-    """Rounds blocks [n, 128] to the grid; a block of zeros has the scale 0, and stays zeros."""
-    scaled = torch.where(scales > 0, blocks / scales, 0.0)
-    return round_stochastic(scaled, format, uniform(index, key))
+def _codes(blocks: Tensor, scales: Tensor, bits: Tensor, *, format: Format) -> Tensor:
+    """Rounds blocks [n, 128] to codes, uint8, magnitudes up or down; a block of zeros has the scale 0, and stays zeros.
+
+    The bits of a float count numbers: a draw is added below the last bit of the code, and the sum cut there. Below the
+    smallest normal number the bits of (value + smallest) / 2 do so; they are the larger ones there.
+    """
+    cut, smallest = 23 - format.mantissa_bits, (format.min_exponent + 127) << 23
+    scaled = blocks / torch.where(scales > 0, scales, torch.inf)
+    magnitude = scaled.abs().clamp(max=format.max)
+    below = magnitude * 0.5 + 2.0 ** (format.min_exponent - 1)
+    draw = (((bits >> 16) & 0xFFFF) << (cut - 16)) + (1 << (cut - 17)) + ((1 << 23) - smallest)
+    codes = (torch.maximum(magnitude.view(torch.int32), below.view(torch.int32)) + draw) >> cut
+    return torch.where(scaled < 0, codes | 0x80, codes).to(torch.uint8)
 
 
 def _cut(values: Tensor) -> Tensor:

@@ -65,10 +65,11 @@ class ClippedOptimizer(CheckedOptimizer):
     """
 
     _statistics: list[tuple[list[Tensor], list[Tensor | None]]]  # by batch: parameters, and columns [P]
+    _memory: dict[int, Any]  # of passes, from step to step
 
     def _remember_parameters(self) -> None:
         super()._remember_parameters()
-        self._statistics = []
+        self._statistics, self._memory = [], {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -129,6 +130,7 @@ class ClippedOptimizer(CheckedOptimizer):
                 alike[key].add(Member(parameter, number, shard, gradient, *state))
             batches.extend(alike.values())
         for batch in batches:
+            batch.memory = self._memory
             batch.passes = passes_for(batch)
         return batches
 

@@ -9,7 +9,7 @@ Between them the rules do arithmetic on one number per parameter. Tensors are ha
 of temporaries. Nothing here waits for a device: scalars are 0-d tensors.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -73,6 +73,7 @@ class Batch:
         passes: work on their elements; chosen when all members are known.
         finite: bool, 0-d; False if a gradient of any batch or rank is not finite: no parameter takes the step.
         sums: of the shards on this rank, from Adam's update; None if the rules have measured norms before.
+        memory: of the optimizer: what passes need not find out again in the next step, by the first member's number.
     """
 
     passes: "Passes"
@@ -95,6 +96,7 @@ class Batch:
         self.sums_in_update = is_clipped and not is_normed and rules.sums_in_update
         self.measures_norms = not self.sums_in_update and (is_clipped or is_normed)
         self.zero = torch.zeros((), dtype=dtype, device=device)
+        self.memory: dict[int, Any] = {}
         self.members: list[Member] = []
         self.gradients: list[Tensor] = []  # zeros where this rank has none
         self.numbers: Numbers = {}
@@ -139,10 +141,15 @@ class Passes:
             columns.append(self._total([self._sums(*_clip(decision, numbers, *pair), numbers) for pair in pieces]))
         return torch.stack(columns, dim=1)
 
-    def update(self, decision: Decision, sums: bool) -> Tensor | None:
-        """Takes Adam's step on parameters, moments and masters; with ``sums``, returns the result of `squares`."""
-        rows = enumerate(_rows(decision))
-        columns = [self._update_one(index, decision, numbers, sums) for index, numbers in rows]
+    def update(self, decision: Decision, sums: bool, done: Collection[int] = ()) -> Tensor | None:
+        """Takes Adam's step on parameters, moments and masters; with ``sums``, returns the result of `squares`.
+
+        Members whose numbers are in ``done`` are left alone, and their sums are 0.
+        """
+        columns = [
+            [] if index in done else self._update_one(index, decision, numbers, sums)
+            for index, numbers in enumerate(_rows(decision))
+        ]
         return torch.stack(list(map(self._total, columns)), dim=1) if sums else None
 
     def write_clipped(self, decision: Decision, targets: Sequence[Tensor | None]) -> None:

@@ -18,7 +18,8 @@ above T may end below its unclipped neighbors.
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,6 +34,7 @@ ClipResult = tuple[Tensor, Tensor | None]  # elements, and a tensor that is 0 wh
 
 # SpikeClip waits until so many gradients are in the second moment.
 SPIKE_CLIP_AFTER = 20
+_spike_clip_after = SPIKE_CLIP_AFTER
 
 _NEVER_ZERO = "it keeps 0/0 away, 1e-8 is usual"
 
@@ -153,6 +155,17 @@ def norm_of(norms: Tensor) -> Tensor:
 # --- rules for elements ---
 
 
+@contextmanager
+def spikes_clipped_after(steps: int) -> Iterator[None]:
+    """Lets SpikeClip wait for so many steps within this context, before the first one and after each reset."""
+    global _spike_clip_after
+    previous, _spike_clip_after = _spike_clip_after, steps
+    try:
+        yield
+    finally:
+        _spike_clip_after = previous
+
+
 @dataclass(frozen=True)
 class ElementRule:
     """Leaves elements as they are; the interface of the rules for elements."""
@@ -214,7 +227,7 @@ class SpikeClip(ElementRule):
     def decide(self, amax: Tensor, numbers: Numbers) -> Tensor:
         k, weight = numbers.get("steps_since_reset", numbers["steps"]), numbers["weight"]
         share = -torch.expm1(k.to(weight.dtype) * math.log(self.beta2)) if self.beta2 else torch.ones_like(weight)
-        numbers["limit"] = torch.where(k < SPIKE_CLIP_AFTER, torch.inf, self.spike_threshold * share)
+        numbers["limit"] = torch.where(k < _spike_clip_after, torch.inf, self.spike_threshold * share)
         numbers["ratio"] = torch.ones_like(amax)
         return amax
 

@@ -71,8 +71,9 @@ class LowBitPrecision(Shown, FSDPPrecision):
         overrides: other casts for some layers, by name pattern.
         compute_dtype: the dtype of everything that is not quantized: ``"bf16"`` or ``"fp16"`` (autocast), ``"fp32"``,
             or their names in Lightning or torch. ``"auto"`` is bf16 if the devices of all processes have instructions
-            for it, else float32; a run that loads a checkpoint takes the dtype in which that was trained. Operands are
-            rounded to it before they are quantized. Parameters keep their dtype.
+            for it, else float32; a run that loads a checkpoint takes the dtype in which that was trained. A CPU without
+            instructions for the dtype computes products in float32 and rounds them. Operands are rounded to the dtype
+            before they are quantized. Parameters keep their dtype.
         scaler: any ``torch.amp.GradScaler``, for ``"fp16"`` only; None for a ``ConservativeGradScaler``.
         seed: of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
@@ -116,6 +117,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
     micro_batch: int = _delegated("_layers", "micro_batch")  # training steps since then
     phase: str = _delegated("_layers", "phase")
     """The phase in force: the latest temporary one, or else that of :meth:`set_phase`."""
+    compute_reason: str = _delegated("_state.compute", "reason")  # why ``compute_dtype`` is what it is
     scaler: GradScaler | None = _delegated("_state", "scaler")  # type: ignore[assignment]  # may be set between steps
     trained: Trained = _delegated("_state", "trained")  # the record that checkpoints hold
     fresh_histories: bool = _delegated("_state", "fresh_histories")
@@ -385,6 +387,11 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self._state.update_scale()
         self.coverage_line.see(tensor, module, self.phase == "fqt")
         return super().pre_backward(tensor, module)
+
+    def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Runs the backward pass, with its products in float32 where the forward pass had them so."""
+        with self._layers.products():
+            super().backward(tensor, model, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Stops recording only now: activation checkpointing runs forward passes within the backward pass."""

@@ -233,7 +233,6 @@ class _Owners:
         return "", self._attention if all(edge is not None for edge, _ in edges) else str(FROZEN)
 
     def weights(self) -> GraphCoverage:
-        """Counts the weights of the model instead of products."""
         coverage, counted = GraphCoverage(unit="weights"), set[int]()
         for name, module in self._model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,12 @@ from torch import nn
 
 from lightning_lowbit._lightning import MisconfigurationException, rank_zero_info, rank_zero_warn
 from lightning_lowbit._torch import NormBase
-from lightning_lowbit.checks import choose, some
+from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
 from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts.linear_casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, check_blend, convert_layers, set_phase
-from lightning_lowbit.nn.conversion.inventory import Inventory
+from lightning_lowbit.nn.conversion.inventory import Inventory, described
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import watch_up_projections
 from lightning_lowbit.nn.core.saving import check_save
@@ -26,6 +26,7 @@ from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.nn.state.keys import LayerKeys, unchanged, with_index
 from lightning_lowbit.precision.changed_casts import changed_casts, matches, smoothed
 from lightning_lowbit.precision.checkpoints.trained import primitive
+from lightning_lowbit.units import float32_products
 
 if TYPE_CHECKING:
     from lightning_lowbit.nn.sharded.gather import WeightGathers
@@ -72,6 +73,7 @@ class RunLayers:
         self._phase = "fqt"
         self._temporary: dict[str, str | None] = {}  # by owner; the last one counts
         self._model: weakref.ref[nn.Module] | None = None
+        self._dtypes: set[torch.dtype] = set()  # of parameters and of what is not quantized
         self._keys: LayerKeys | None = None
         self.planned: dict[str, LinearCasts] = {}
         self.changed: dict[str, LinearCasts] = {}
@@ -131,6 +133,7 @@ class RunLayers:
         check_backend(planned, self.backend, self.exact, self.device)
         check_save(planned, self.save)
         autocast_dtype = None if dtype == torch.float32 else dtype
+        self._dtypes = {dtype, *(parameter.dtype for parameter in model.parameters())}
         if self.quantize_before_gather:
             from lightning_lowbit.nn.sharded.gather import WeightGathers, check_gathers  # imports parts of FSDP2
 
@@ -161,13 +164,7 @@ class RunLayers:
         if removed and self.histories is not None:
             before, self.histories = self.histories, AmaxHistories(self.present)
             self.histories.go_on(before, ())
-        copies = [name for name, module in added.items() if isinstance(module, QuantizedLayer)]
-        parts = {
-            "in high precision until the next fit converts them": [name for name in added if name not in copies],
-            "copies, which keep their casts and phase, and which no histories and random bits renew": copies,
-            "gone": removed,
-        }
-        if message := "; ".join(f"{some(names)} ({what})" for what, names in parts.items() if names):
+        if message := described(added, removed):
             rank_zero_info(f"lightning_lowbit: layers have changed since the model was converted: {message}.")
 
     @property
@@ -272,10 +269,15 @@ class RunLayers:
         if self._gathers is not None:
             self._gathers.prepare()
         self._share_amaxes()
-        with nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype):
+        autocast = nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
+        with self.products(), autocast:
             yield
         if self._gathers is not None and not torch.is_grad_enabled():
             self._gathers.reshard()
+
+    def products(self) -> AbstractContextManager[Any]:
+        """Context of a backward pass: products of dtypes that this device has no units for are float32's."""
+        return float32_products(self._dtypes, self.device)
 
     def _prepare(self, rank: int, in_use: bool) -> None:
         if self._keys is None or self.histories is None:
@@ -316,10 +318,10 @@ class RunLayers:
         # Activation checkpointing runs the forward pass again, which updates running statistics.
         norms = [m for m in model.modules() if isinstance(m, NormBase)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        with unchanged([*keys, *rows, *self.histories.staged, *buffers]):
+        with unchanged([*keys, *rows, *self.histories.staged, *buffers]), self.products():
             self._keys.draw_again_(number)
             yield
-        if len(self._keys.in_use()) == 1 and any(layer.casts.plan.draws for layer in layers):
+        if len(self._keys.in_use()) == 1 and any(layer.casts.traits.draws for layer in layers):
             raise MisconfigurationException(
                 "Another draw of a gradient needs the random bits of layers, and none asked for any, as in a replayed "
                 "CUDA graph: compile without CUDA graphs (no mode='reduce-overhead'), or measure with "

@@ -23,8 +23,8 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit._torch.sharding import is_flat_buffer
 from lightning_lowbit.checks import choose, some
-from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
+from lightning_lowbit.units import has_units
 
 #: By the name that plugins take: Lightning's precision name, and the dtype.
 COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], torch.dtype]] = {
@@ -110,16 +110,6 @@ def as_list(patterns: Iterable[str]) -> Iterable[str]:
     return list(patterns) if is_list else patterns  # anything else is kept: selecting by it raises
 
 
-def has_bf16(device: torch.device) -> bool:
-    """Returns whether a device has instructions for bf16; True if it cannot be asked."""
-    if device.type == "cpu":
-        return torch.bfloat16 not in SLOW_ON_CPU
-    if device.type == "mps":
-        return torch.backends.mps.is_macos_or_newer(14, 0)  # autocast to bf16 needs it
-    answer = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
-    return answer is None or bool(answer(including_emulation=False))
-
-
 class ComputeDtype:
     """The dtype of everything that is not quantized: an argument, or for ``"auto"`` one that all devices have.
 
@@ -129,6 +119,7 @@ class ComputeDtype:
 
     Attributes:
         name: a key of :data:`COMPUTE_DTYPES`. For ``"auto"`` it is ``"bf16"`` until a run decides.
+        reason: why it is this one, as the end of a sentence.
         is_followed: True if a checkpoint decided.
 
     Raises:
@@ -145,6 +136,7 @@ class ComputeDtype:
         name = _SPELLINGS[spelling]
         self.is_auto, self._is_decided, self.is_followed = name == "auto", False, False
         self.name = "bf16" if self.is_auto else name
+        self.reason = "until a run decides" if self.is_auto else f"as compute_dtype={asked!r} says"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -163,29 +155,38 @@ class ComputeDtype:
         """Takes bf16 for ``"auto"`` if the devices of all processes have it, else float32. Call it in all of them."""
         device = strategy.root_device
         if self.is_auto and not self._is_decided:
-            here = has_bf16(device)
+            here = has_units(torch.bfloat16, device)
             everywhere = strategy.reduce_boolean_decision(here)
-            self.name, self._is_decided = "bf16" if everywhere else "fp32", True
+            self._take("bf16" if everywhere else "fp32", f"as {_whose(device, here, everywhere)} bf16 instructions")
             if not everywhere:
-                whose = f"this {device.type.upper()} has" if not here else "the device of another process has"
-                say_once(f"compute_dtype='auto': float32, as {whose} no bf16 instructions.")
-        self._say_if_slow(device)
+                say_once(f"compute_dtype='auto': float32, {self.reason}.")
+        self._say_if_wide(device)
 
     def follow(self, name: str, device: torch.device) -> bool:
         """Takes for ``"auto"`` the dtype of a checkpoint, bf16 or float32; returns whether that is another one."""
         if not self.is_auto or name == self.name or name not in ("bf16", "fp32"):
             return False
-        self.name, self._is_decided, self.is_followed = name, True, True
-        say_once(f"compute_dtype='auto': {str(self.dtype).removeprefix('torch.')}, as the checkpoint was trained.")
-        self._say_if_slow(device)
+        self._take(name, "as the checkpoint was trained")
+        self.is_followed = True
+        say_once(f"compute_dtype='auto': {str(self.dtype).removeprefix('torch.')}, {self.reason}.")
+        self._say_if_wide(device)
         return True
 
-    def _say_if_slow(self, device: torch.device) -> None:
-        if device.type == "cpu" and self.dtype in SLOW_ON_CPU:
+    def _take(self, name: str, reason: str) -> None:
+        self.name, self.reason, self._is_decided = name, reason, True
+
+    def _say_if_wide(self, device: torch.device) -> None:
+        if device.type == "cpu" and not has_units(self.dtype, device):
             say_once(
-                f"This CPU has no instructions for {self.dtype}. What is not quantized takes many times as long as "
-                "with compute_dtype='fp32' (in a recipe: --trainer.plugins.init_args.compute_dtype fp32)."
+                f"This CPU has no instructions for {self.dtype}: products of it are computed in float32 and rounded. "
+                "compute_dtype='fp32' (in a recipe: --trainer.plugins.init_args.compute_dtype fp32) is faster."
             )
+
+
+def _whose(device: torch.device, here: bool, everywhere: bool) -> str:
+    if everywhere:
+        return "all devices have"
+    return "the device of another process has no" if here else f"this {device.type.upper()} has no"
 
 
 def compute_dtype(plugin: Precision) -> torch.dtype:

@@ -95,10 +95,10 @@ def int32(number: int) -> int:
 _MULTIPLIERS = tuple(int32(number) for number in (0x9E3779B1, 0x21F0AAAD, 0x735A2D97))
 
 
-def uniform(index: Tensor, key: Tensor) -> Tensor:
-    """Uniform float32 numbers in (0, 1) with 16 random bits, a pure function of an int32 index and an int64 key (0-d).
-    Beyond 2^32 elements they repeat. Keys should be as random as those of :func:`mix_key`: with a small one, the bits
-    of the element whose index equals the key are 0."""
+def random_bits(index: Tensor, key: Tensor) -> Tensor:
+    """Returns 32 random bits as int32, a pure function of an int32 index (any shape) and an int64 key (0-d). Beyond
+    2^32 elements they repeat. Keys should be as random as those of :func:`mix_key`: with a small one, the bits of the
+    element whose index equals the key are 0."""
     low = key.to(torch.int32)
     high = (key >> 32).to(torch.int32)
     bits = (index ^ low) * _MULTIPLIERS[0]
@@ -106,8 +106,12 @@ def uniform(index: Tensor, key: Tensor) -> Tensor:
     bits = bits * _MULTIPLIERS[1]
     bits = bits ^ ((bits >> 15) & 0x1FFFF)
     bits = bits * _MULTIPLIERS[2]
-    bits = bits ^ ((bits >> 15) & 0x1FFFF)
-    return ((bits >> 16) & 0xFFFF).to(torch.float32) * 2.0**-16 + 2.0**-17
+    return bits ^ ((bits >> 15) & 0x1FFFF)
+
+
+def uniform(index: Tensor, key: Tensor) -> Tensor:
+    """Uniform float32 numbers in (0, 1), made of the upper 16 of the :func:`random_bits`."""
+    return ((random_bits(index, key) >> 16) & 0xFFFF).to(torch.float32) * 2.0**-16 + 2.0**-17
 
 
 def mix_key(key: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from lightning_lowbit import LinearCasts
 from lightning_lowbit.kernels import amax_of, backend, quantize_operand, rotate
 from lightning_lowbit.nn import PRESETS
-from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM, OPERANDS
+from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, OPERANDS
 from lightning_lowbit.quant import Cast
 from tests.benchmarks.environment import describe, keep_large_blocks, save
 

@@ -127,7 +127,7 @@ def every_launch(presets: list[str]) -> Iterator[tuple[str, Launch]]:
     yield "amax", launches.amax_launch(x, meta())
     yield "mean", launches.sums_launch(x, meta(launches.SUMS, dtype=torch.float64))
     yield "factors and bias", launches.scale_and_round_launch(product, [meta(), meta()], meta(SHAPE[1]), x)
-    twice = [casts for casts in map(LinearCasts.preset, presets) if casts.plan.casts_g_twice]
+    twice = [casts for casts in map(LinearCasts.preset, presets) if casts.traits.casts_g_twice]
     for pair in dict.fromkeys((casts.dgrad_g, casts.wgrad_g) for casts in twice):
         if gpu.covers_both(*pair) is None:
             key = meta(dtype=torch.int64)

@@ -165,8 +165,7 @@ def main() -> None:
     gradients = "growing" if options.growing else "of one size, give or take a tenth"
     print(f"{allocator}; {millions:.2f}M fp32 parameters in {len(SHAPES)} tensors; gradients {gradients}")
     optimizers = made(dict.fromkeys([BASE, *options.only]), parameters)
-    rules.SPIKE_CLIP_AFTER = 2
-    with backend("eager" if options.eager else "auto"):
+    with backend("eager" if options.eager else "auto"), rules.spikes_clipped_after(2):
         times = measure(optimizers, parameters, noise, options.rounds, options.growing)
     base = statistics.median(times[BASE])
     for name, values in times.items():

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from lightning_lowbit import compilation, convert
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
-from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU, no_autocast
+from lightning_lowbit.nn.core.gemm import no_autocast
+from lightning_lowbit.units import has_units
 from tests.benchmarks.environment import describe, keep_large_blocks
 
 # The linear layers of a block of LLaMA-60M (Stable-SPAM, table A.1): how many, in_features, out_features.
@@ -72,7 +73,7 @@ def check(models: dict[str, nn.Module], x: Tensor, gradient: Tensor) -> None:
     plain, first = results["linear"], models["linear"][0].weight.grad
     for name, result in (("control", results["control"]), ("float32", results["float32"])):
         second = models[name][0].weight.grad
-        same = name == "control" and not (x.is_cpu and torch.bfloat16 in SLOW_ON_CPU)
+        same = name == "control" and has_units(torch.bfloat16, x.device)
         for one, other in ((plain, result), (first, second)):
             assert torch.equal(one, other) if same else relative_error(one, other) < 0.01, f"{name} is something else"
     for name in list(models)[3:]:

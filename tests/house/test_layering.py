@@ -1,7 +1,7 @@
 """Imports point downwards, and optional packages are imported where they are used.
 
-L0 checks, formats, compilation, atomic_files, packages    L1 quant    L2 distributed, kernels    L3 nn, optim, metrics
-L4 _lightning    L5 precision, callbacks, report    L6 cli    L7 recipes
+L0 checks, formats, compilation, units, atomic_files, packages    L1 quant    L2 distributed, kernels
+L3 nn, optim, metrics    L4 _lightning    L5 precision, callbacks, report    L6 cli    L7 recipes
 
 Lightning is imported by `_lightning` alone, which alone touches its private parts, and `_lightning` by L5 and above.
 Torch's private parts are touched by `_torch` alone.
@@ -26,6 +26,7 @@ LEVELS = {
     "compilation": 0,
     "atomic_files": 0,
     "packages": 0,
+    "units": 0,
     "quant": 1,
     "distributed": 2,
     "kernels": 2,
@@ -174,7 +175,7 @@ INSIDE = {
     "cli/__init__.py: cli.command.main": "importing `lightning_lowbit.cli` is free",
     "cli/command.py: cli.run.run": "commands that do not train import no torch",
     "cli/command.py: _lightning.MisconfigurationException": "commands that do not train import no torch",
-    "cli/configs.py: nn.casts.plan.OPERANDS": "commands that do not train import no torch",
+    "cli/configs.py: nn.casts.traits.OPERANDS": "commands that do not train import no torch",
     "cli/lab/estimate/shapes.py: nn.sharded.gather.casts_obstacle": "needs FSDP2, whose parts may move",
     "kernels/gpu/casts.py: kernels.gpu.kernels": "imports Triton, which is optional",
     "precision/layers.py: nn.sharded.gather.WeightGathers": "needs FSDP2, whose parts may move",

@@ -30,4 +30,4 @@ def test_a_former_name_refuses_what_no_module_holds():
 def test_a_class_with_another_name_is_found_in_a_former_module():
     with pytest.warns(DeprecationWarning):
         plan = importlib.reload(importlib.import_module("lightning_lowbit.nn.plan"))
-    assert plan.Plan is importlib.import_module("lightning_lowbit.nn.casts.plan").CastPlan
+    assert plan.Plan is importlib.import_module("lightning_lowbit.nn.casts.traits").CastTraits

@@ -142,7 +142,7 @@ def test_compilation_is_recognized():
 
 def test_cpus_tell_their_units():
     assert isinstance(_torch.has_vnni(), bool)
-    assert all(isinstance(_torch.has_units(dtype), bool) for dtype in (torch.bfloat16, torch.float16))
+    assert all(isinstance(_torch.cpu_has_units(dtype), bool) for dtype in (torch.bfloat16, torch.float16))
 
 
 def test_scalers_tell_their_state():

@@ -1,5 +1,6 @@
 """Steps of the optimizers by the Triton kernels, for tests without a GPU: in a process with ``TRITON_INTERPRET=1``."""
 
+import warnings
 from contextlib import contextmanager
 from unittest import mock
 
@@ -7,6 +8,7 @@ import torch
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.distributed import Sharding
+from lightning_lowbit.kernels import ops
 from lightning_lowbit.kernels.gpu import adam as gpu
 from lightning_lowbit.optim import Adaptive, kernels, optimizer, rules
 from lightning_lowbit.optim.adam import ClippedAdam
@@ -45,22 +47,47 @@ def differences_without_a_gradient(options, dtype):
         return differences([(options, dtype)], idle=3)
 
 
+def differences_after_a_failure(options, dtype, number):
+    """The same where the launch of a number fails; and how many launches and which warnings there were."""
+    launches, launch_of = iter(range(10**6)), gpu.run
+
+    def run(launch):
+        if next(launches) == number:
+            raise NotImplementedError("no such instruction")
+        launch_of(launch)
+
+    with (
+        launched(run),
+        mock.patch(f"{__name__}.SHAPES", [(0, 3), (3,), (5, 6)]),
+        mock.patch.object(ops, "_warned", set()),
+        mock.patch.object(kernels, "_left", set()),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        texts = differences([(options, dtype)])
+    return texts, next(launches), [str(warning.message) for warning in caught]
+
+
 def differences(cases, make=ClippedAdam, idle=None):
     """Where three steps, the second of which is skipped, end elsewhere than in plain torch: beyond 1e-6 of the largest
-    element, 2e-6 of squares, or a place of 16 bits. Of FP8 codes, one in a thousand may differ."""
+    element, 2e-6 of squares, or a place of 16 bits. Of FP8 codes one in a thousand may lie on the other side of a draw,
+    and its parameter be moved by another moment."""
     texts = []
     for options, dtype in cases:
         results = [_three_steps(make, options, dtype, name, idle) for name in ("triton", "eager")]
         for (name, found), (_, wanted) in zip(*results, strict=True):
+            drawn = max(1.0, found.numel() / 1000)
             if found.dtype == torch.uint8 or name == "master":
-                is_near = (found != wanted).double().sum() <= max(1.0, found.numel() / 1000)
+                is_near = (found != wanted).double().sum() <= drawn
             else:
                 place = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(
                     found.dtype, 2e-6 if "square" in name else 1e-6
                 )
                 error = (found.double() - wanted.double()).nan_to_num(0.0, 0.0, 0.0).abs()
                 largest = wanted.double().nan_to_num(0.0, 0.0, 0.0).abs().amax() if wanted.numel() else 0.0
-                is_near = bool((error <= place * largest).all()) and torch.equal(found.isfinite(), wanted.isfinite())
+                moved = drawn if name == "parameter" and options.get("moments") == "fp8" else 0
+                is_near = bool((error > place * largest).sum() <= moved)
+                is_near &= torch.equal(found.isfinite(), wanted.isfinite())
             if not is_near:
                 texts.append(f"{options} in {dtype}: {name} of {tuple(found.shape)} differs: {found} {wanted}")
     return texts
@@ -68,7 +95,7 @@ def differences(cases, make=ClippedAdam, idle=None):
 
 def _three_steps(make, options, dtype, name, idle):
     """Parameters, their state and statistics, by name."""
-    with backend(name), mock.patch.object(rules, "SPIKE_CLIP_AFTER", 0):
+    with backend(name), rules.spikes_clipped_after(0):
         parameters = make_parameters(dtype, SHAPES)
         optimizer = make(parameters, **options)
         seen = []

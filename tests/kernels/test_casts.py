@@ -9,7 +9,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.kernels import amax_of, backend, kernel_support, operands, quantize_operand
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.quant import quantize_operand as plain
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.operand import Operand

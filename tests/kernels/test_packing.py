@@ -10,7 +10,7 @@ from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels import backend, pack_operand, quantize_operand, unpack_operand
 from lightning_lowbit.kernels.cpu import codes as cpu
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.quant.packed import packed_bits, packing_obstacle
 from lightning_lowbit.quant.shard import Shard
 

@@ -83,6 +83,28 @@ def test_a_shard_whose_gradient_is_elsewhere(run):
     assert run(steps.differences_without_a_gradient, options, torch.float32) == []
 
 
+FAILING = [
+    ({"moments": "fp8", "master_weights": "fp16", **SPIKES, "norm_clip": None}, torch.bfloat16),  # sums in the update
+    ({"moments": "fp8", **RULES}, torch.float32),  # and before it
+]
+
+
+@pytest.mark.parametrize("options, dtype", FAILING, ids=["sums in the update", "sums before it"])
+def test_plain_torch_ends_a_step_in_which_a_launch_fails(run, options, dtype):
+    """Whichever launch of three steps it is; with one warning, and no launch after it."""
+    number = 0
+    while True:
+        texts, launches, warned = run(steps.differences_after_a_failure, {"lr": 1e-2, **options}, dtype, number)
+        assert texts == [], f"launch {number}"
+        if launches <= number:  # there is no such launch
+            break
+        assert launches == number + 1, f"{launches} launches after the failure of launch {number}"
+        [message] = warned
+        assert message.startswith("The Triton kernel for the steps of optimizers fails (NotImplementedError: no such")
+        number += 1
+    assert number > 9 and warned == []
+
+
 def test_other_optimizers_get_the_same_gradients(run):
     assert run(steps.differences, [({}, torch.float32), (SPIKES, torch.float32)], steps.small_adaptive) == []
 

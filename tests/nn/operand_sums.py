@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_lowbit import Cast, quantize
 from lightning_lowbit.metrics import cast_statistics
 from lightning_lowbit.nn import OPERANDS
-from lightning_lowbit.nn.casts.plan import SHARED
+from lightning_lowbit.nn.casts.traits import SHARED
 from lightning_lowbit.nn.core.watch import observed
 from tests.quant.tensors import spread_scales
 

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn.casts.presets import quantization_aware
+from lightning_lowbit.units import cpu_without
 from tests import golden_vectors as golden
 from tests.nn.layers import gradients, identical, layer_like, net, run, spied
 from tests.tables import each
@@ -21,9 +22,10 @@ INTEGERS = [f"int{bits}" for bits in range(2, 9)]
 
 
 @pytest.fixture(autouse=True)
-def gemms_of_torch(monkeypatch):
+def gemms_of_torch():
     """The GEMMs that ``F.linear`` runs, also on CPUs where ours are those of float32."""
-    monkeypatch.setattr("lightning_lowbit.nn.core.gemm.SLOW_ON_CPU", frozenset())
+    with cpu_without():
+        yield
 
 
 # --- by definition ----------------------------------------------------------------------------------------------------

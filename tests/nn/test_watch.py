@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_lowbit.callbacks.monitors.operand_statistics import QuantizedOperands
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
-from lightning_lowbit.nn.casts.plan import SHARED
+from lightning_lowbit.nn.casts.traits import SHARED
 from lightning_lowbit.nn.core.watch import Watch
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.statistics import SUMS

@@ -6,7 +6,6 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit.compilation import backend
-from lightning_lowbit.optim import rules
 
 SHAPES = [(), (1,), (7,), (0,), (0, 3), (5, 6), (3, 2, 2, 2)]
 
@@ -18,11 +17,6 @@ in_cpp_and_in_torch = pytest.mark.parametrize("code", ["C++", "torch"])
 def use(code):
     """Plain torch, the code of all other devices, or C++ where it serves."""
     return backend("eager" if code == "torch" else "auto")
-
-
-def clip_spikes_early(monkeypatch):
-    """SpikeClip does not wait for 20 steps."""
-    monkeypatch.setattr(rules, "SPIKE_CLIP_AFTER", 2)
 
 
 def make_parameters(dtype=torch.float32, shapes=SHAPES):

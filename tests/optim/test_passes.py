@@ -10,7 +10,8 @@ from lightning_lowbit.compilation import backend
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, kernels
 from lightning_lowbit.optim.adam import ClippedAdam
-from tests.optim.parameters import assert_same, clip_spikes_early, make_parameters, set_gradients, snapshot, train, use
+from lightning_lowbit.optim.rules import spikes_clipped_after
+from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train, use
 from tests.tables import each
 
 # Rows that end within a block of 128, and a tensor of more than one chunk of 2^14 elements.
@@ -20,8 +21,9 @@ needs_cpp = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot
 
 
 @pytest.fixture(autouse=True)
-def _early(monkeypatch):
-    clip_spikes_early(monkeypatch)
+def _early():
+    with spikes_clipped_after(2):
+        yield
 
 
 def run(make, code, dtype):
@@ -175,6 +177,56 @@ def test_the_number_of_threads_changes_no_bit(make):
         torch.set_num_threads(before)
     assert_same(runs[0], runs[1], "two threads")
     assert_same(runs[0], runs[2], "four threads")
+
+
+# --- what is remembered from step to step ---
+
+
+def moved(optimizer, parameters):
+    """Everything lies elsewhere, with other numbers."""
+    for p in parameters:
+        p.data = p.detach() * 2
+        for name, value in optimizer.state[p].items():
+            optimizer.state[p][name] = value.clone()
+
+
+def moved_within(optimizer, parameters):
+    """The same tensors, whose memory is elsewhere."""
+    for p in parameters:
+        p.data = p.detach() * 2
+        for value in optimizer.state[p].values():
+            value.data = value.clone()
+
+
+@needs_cpp
+@each("change", [moved, moved_within, lambda optimizer, parameters: setattr(parameters[1], "grad", None)])
+def test_what_changes_between_steps_is_seen(change):
+    """With the old memory freed and overwritten, results are those of a step that remembers nothing."""
+    runs = []
+    for remembers in (True, False):
+        parameters = make_parameters(shapes=SHAPES)
+        optimizer = StableSPAM(parameters, moments="fp8")
+        for step in range(4):
+            set_gradients(parameters, seed=step)
+            if step == 2:
+                change(optimizer, parameters)
+            if not remembers:
+                optimizer._memory.clear()
+            optimizer.step()
+        runs.append(snapshot(optimizer, parameters))
+    assert_same(runs[0], runs[1], "a remembered address or shape was used")
+
+
+@needs_cpp
+@each("name, shape", [("mean", (6, 5)), ("mean_square_scale", (5, 2))])
+def test_a_state_of_another_shape_is_refused_after_steps(name, shape):
+    parameter = Parameter(torch.ones(5, 6))
+    optimizer = StableSPAM([parameter], moments="fp8")
+    train(optimizer, [parameter], range(2))
+    optimizer.state[parameter][name].resize_(shape)
+    set_gradients([parameter], seed=2)
+    with pytest.raises(ValueError, match="The state of a parameter of"):
+        optimizer.step()
 
 
 # --- which passes ---

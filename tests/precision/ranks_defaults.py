@@ -10,6 +10,7 @@ import torch
 
 from lightning_lowbit import FP4Precision
 from lightning_lowbit.precision import run_settings
+from lightning_lowbit.units import cpu_without
 from tests.lightning_imports import NAME, Callback
 from tests.precision.checkpoints.ranks import STRATEGIES, Regression, _in_place
 from tests.ranks import RANKS, trainer
@@ -51,6 +52,5 @@ def run(name):
 
 
 def work():
-    lacking = {torch.bfloat16} if torch.distributed.get_rank() == 1 else set[torch.dtype]()
-    run_settings.SLOW_ON_CPU = frozenset(lacking)
-    return {name: run(name) for name in sys.argv[3:]}
+    with cpu_without(*([torch.bfloat16] if torch.distributed.get_rank() == 1 else [])):
+        return {name: run(name) for name in sys.argv[3:]}

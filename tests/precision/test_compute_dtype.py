@@ -5,12 +5,12 @@ import torch
 
 from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision, TernaryPrecision, restore
 from lightning_lowbit._lightning import say_once
-from lightning_lowbit.precision import run_settings
-from lightning_lowbit.precision.run_settings import has_bf16
+from lightning_lowbit.units import cpu_without, has_units
 from tests.launch import launch
 from tests.lightning_imports import from_yaml
 from tests.precision.checkpoints.ranks import RANKS
 from tests.precision.regression_model import Regression, flat, state, trainer
+from tests.products import Products
 from tests.tables import each
 
 pytestmark = pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch")
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoin
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def pretend(monkeypatch, bf16):
-    """That this CPU has instructions for bf16, or not."""
-    monkeypatch.setattr(run_settings, "SLOW_ON_CPU", frozenset() if bf16 else frozenset({BF16}))
+def cpu(bf16):
+    """A context in which this CPU has instructions for bf16, or not."""
+    return cpu_without(*([] if bf16 else [BF16]))
 
 
 def begin(told):
@@ -87,14 +87,14 @@ def test_a_recipe_has_the_same_names(plugin, text, dtype):
 
 
 @each("has, dtype", [(True, BF16), (False, FP32)])
-def test_auto_is_bf16_where_the_cpu_has_it(monkeypatch, told, has, dtype):
-    pretend(monkeypatch, has)
+def test_auto_is_bf16_where_the_cpu_has_it(told, has, dtype):
     begin(told)
     found, same = Regression(), Regression()
     plugin = TernaryPrecision()
     run = trainer(plugin)
-    run.fit(found)
-    trainer(TernaryPrecision(compute_dtype=dtype)).fit(same)
+    with cpu(has):
+        run.fit(found)
+        trainer(TernaryPrecision(compute_dtype=dtype)).fit(same)
     assert torch.equal(flat(found), flat(same))
     assert plugin.compute_dtype == dtype and run.precision == plugin.precision
     assert state(plugin)["trained"]["compute_dtype"] == ("bf16" if has else "fp32")
@@ -102,66 +102,96 @@ def test_auto_is_bf16_where_the_cpu_has_it(monkeypatch, told, has, dtype):
     assert [text for text in told.messages if "compute_dtype=" in text] == expected
 
 
+@each("dtype", [BF16, FP16])
+@each("plugin", [LowBitPrecision("bf16"), FP8Precision("current", skip=["head"])])
+@each("recompute", [False, True])
+def test_a_cpu_without_instructions_multiplies_in_float32_and_rounds(dtype, plugin, recompute):
+    """In both passes, whether a layer is converted or not."""
+
+    def train(*lacking):
+        model, casts = Regression(recompute=recompute), plugin.casts
+        with cpu_without(*lacking), Products() as seen:
+            trainer(LowBitPrecision(casts, skip=plugin.skip, compute_dtype=dtype)).fit(model)
+        return flat(model), seen.dtypes
+
+    (expected, native), (found, wide) = train(), train(dtype)
+    assert dtype in native and wide == {FP32}
+    start = flat(Regression())
+    assert (found - expected).norm() < 0.05 * (expected - start).norm(), "it is a run of another dtype"
+
+
+def test_parameters_of_a_dtype_without_instructions_multiply_in_float32():
+    """Also where autocast is off."""
+
+    class Narrow(Regression):
+        def forward(self, x):
+            return super().forward(x.bfloat16())
+
+    with cpu_without(BF16), Products() as seen:
+        trainer(LowBitPrecision("bf16", compute_dtype="fp32")).fit(Narrow().bfloat16())
+    assert seen.dtypes == {FP32}
+
+
 def test_devices_are_asked_for_their_own_instructions(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: asked.append(1) or False)
-    assert not has_bf16(torch.device("cuda", 0)) and asked
+    assert not has_units(BF16, torch.device("cuda", 0)) and asked
     for version, has in {(14, 0): True, (13, 0): False}.items():
         monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *least, is_=version: is_ >= least)
-        assert has_bf16(torch.device("mps")) == has
-    assert has_bf16(torch.device("xla", 0)), "a device that does not tell"
+        assert has_units(BF16, torch.device("mps")) == has
+    assert has_units(BF16, torch.device("xla", 0)), "a device that does not tell"
 
 
 @each("trained, has", [("bf16", False), ("fp32", True), ("fp32", False), ("bf16", True)])
-def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(monkeypatch, told, tmp_path, trained, has):
+def test_a_run_that_resumes_computes_as_its_checkpoint_was_trained(told, tmp_path, trained, has):
     path = tmp_path / f"{trained}.ckpt"
-    pretend(monkeypatch, True)
     first = trainer(FP8Precision(compute_dtype=trained), max_steps=1)
-    first.fit(Regression())
+    with cpu(True):
+        first.fit(Regression())
     first.save_checkpoint(path)
-    pretend(monkeypatch, has)
-    weights = []
-    for asked in ("auto", trained):
-        begin(told)
-        model, plugin = Regression(), FP8Precision(compute_dtype=asked)
-        run = trainer(plugin)
-        run.fit(model, ckpt_path=path)
-        weights.append(flat(model))
-        assert state(plugin)["trained"]["compute_dtype"] == trained
-        assert run.precision == plugin.precision
-        if asked == "auto":
-            follows = any("as the checkpoint was trained" in line for line in told.messages)
-            assert follows == ((trained == "bf16") != has), told.messages
-            is_slow = any("no instructions for torch.bfloat16" in line for line in told.messages)
-            assert is_slow == (trained == "bf16" and not has)
-    assert torch.equal(*weights)
-    evaluation = trainer(FP8Precision(), limit_val_batches=1)  # another dtype would be an error
-    evaluation.validate(Regression(), ckpt_path=path, verbose=False)
-    assert state(evaluation.precision_plugin)["trained"]["compute_dtype"] == trained
-    assert LowBitPrecision.from_checkpoint(path).trained.compute_dtype == trained
-    trainer(plugin := FP8Precision(), max_steps=1).fit(restore(Regression(), path).train())
-    assert plugin.trained.compute_dtype == trained, "a restored model"
+    with cpu(has):
+        weights = []
+        for asked in ("auto", trained):
+            begin(told)
+            model, plugin = Regression(), FP8Precision(compute_dtype=asked)
+            run = trainer(plugin)
+            run.fit(model, ckpt_path=path)
+            weights.append(flat(model))
+            assert state(plugin)["trained"]["compute_dtype"] == trained
+            assert run.precision == plugin.precision
+            if asked == "auto":
+                follows = any("as the checkpoint was trained" in line for line in told.messages)
+                assert follows == ((trained == "bf16") != has), told.messages
+                is_slow = any("no instructions for torch.bfloat16" in line for line in told.messages)
+                assert is_slow == (trained == "bf16" and not has)
+        assert torch.equal(*weights)
+        evaluation = trainer(FP8Precision(), limit_val_batches=1)  # another dtype would be an error
+        evaluation.validate(Regression(), ckpt_path=path, verbose=False)
+        assert state(evaluation.precision_plugin)["trained"]["compute_dtype"] == trained
+        assert LowBitPrecision.from_checkpoint(path).trained.compute_dtype == trained
+        trainer(plugin := FP8Precision(), max_steps=1).fit(restore(Regression(), path).train())
+        assert plugin.trained.compute_dtype == trained, "a restored model"
 
 
-def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(monkeypatch, tmp_path):
-    pretend(monkeypatch, True)
-    first = trainer(FP8Precision(compute_dtype="bf16"), max_steps=1)
-    first.fit(Regression())
-    first.save_checkpoint(path := tmp_path / "bf16.ckpt")
-    plugin = FP8Precision(compute_dtype="32-true")
-    with pytest.warns(UserWarning, match="computed in bf16 in the checkpoint, in fp32 here"):
-        trainer(plugin).fit(Regression(), ckpt_path=path)
-    assert plugin.compute_dtype == FP32
-    in_fp16 = trainer(FP8Precision(compute_dtype="fp16"), max_steps=1)
-    in_fp16.fit(Regression())
-    in_fp16.save_checkpoint(tmp_path / "fp16.ckpt")
-    with pytest.warns(UserWarning, match="computed in fp16 in the checkpoint, in bf16 here"):  # it has a loss scale
-        trainer(FP8Precision()).fit(Regression(), ckpt_path=tmp_path / "fp16.ckpt")
-    pretend(monkeypatch, False)
-    trainer(plugin := FP8Precision()).fit(Regression(), ckpt_path=path)
-    assert plugin.compute_dtype == BF16
-    trainer(plugin, max_steps=1).fit(Regression())
-    assert plugin.compute_dtype == FP32
+def test_an_explicit_dtype_is_kept_and_said_and_another_run_decides_anew(tmp_path):
+    with cpu(True):
+        first = trainer(FP8Precision(compute_dtype="bf16"), max_steps=1)
+        first.fit(Regression())
+        first.save_checkpoint(path := tmp_path / "bf16.ckpt")
+        plugin = FP8Precision(compute_dtype="32-true")
+        with pytest.warns(UserWarning, match="computed in bf16 in the checkpoint, in fp32 here"):
+            trainer(plugin).fit(Regression(), ckpt_path=path)
+        assert plugin.compute_dtype == FP32
+        in_fp16 = trainer(FP8Precision(compute_dtype="fp16"), max_steps=1)
+        in_fp16.fit(Regression())
+        in_fp16.save_checkpoint(tmp_path / "fp16.ckpt")
+        with pytest.warns(UserWarning, match="computed in fp16 in the checkpoint, in bf16 here"):  # it has a loss scale
+            trainer(FP8Precision()).fit(Regression(), ckpt_path=tmp_path / "fp16.ckpt")
+    with cpu(False):
+        trainer(plugin := FP8Precision()).fit(Regression(), ckpt_path=path)
+        assert plugin.compute_dtype == BF16
+        trainer(plugin, max_steps=1).fit(Regression())
+        assert plugin.compute_dtype == FP32
 
 
 @pytest.mark.fast("ddp")

@@ -48,6 +48,12 @@ data: {init_args: {path: PATH, tokenizer: bytes, sequence_length: 16, batch_size
 """
 
 
+def write_small(path="text.txt"):
+    """Writes a text, and a recipe of two steps over it or other data."""
+    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    Path("small.yaml").write_text(SMALL.replace("PATH", path))
+
+
 def save_pretrained(folder, network="llama"):
     """A model of the small size, as `transformers` saves them."""
     sizes = yaml.safe_load(SMALL)["model"]["init_args"]["config"]

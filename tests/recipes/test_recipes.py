@@ -18,7 +18,7 @@ from lightning_lowbit.cli import run
 from lightning_lowbit.cli.configs import merge_all, recipes
 from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
-from lightning_lowbit.nn.casts.plan import GEMMS
+from lightning_lowbit.nn.casts.traits import GEMMS
 from lightning_lowbit.precision import LowBitPrecision
 from tests.recipes.recipe_names import (
     FP4_STUDIES,
@@ -26,10 +26,10 @@ from tests.recipes.recipe_names import (
     OVERLAYS,
     RECIPES,
     RULES,
-    SMALL,
     STUDIES,
     parts,
     save_pretrained,
+    write_small,
 )
 
 # Millions of parameters.
@@ -122,10 +122,9 @@ def write_c4(folder):
 @pytest.mark.parametrize("name", ONE_DEVICE)
 def test_two_steps(name):
     configs = COMBINATIONS[name]
-    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     if "c4" in configs:
         write_c4(Path("c4"))
-    Path("small.yaml").write_text(SMALL.replace("PATH", "hf:./c4:en" if "c4" in configs else "text.txt"))
+    write_small("hf:./c4:en" if "c4" in configs else "text.txt")
     Path("fitting.yaml").write_text(FITTING.get(name, "{}"))
     fits([*configs, "small.yaml", "fitting.yaml"])
 
@@ -145,8 +144,7 @@ def fits(configs):
 @pytest.mark.parametrize("network", ["llama", "qwen2"])
 def test_continual_qat_starts_from_the_weights_in_a_folder(network, monkeypatch):
     model = save_pretrained("model", network)
-    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
-    Path("small.yaml").write_text(SMALL.replace("PATH", "text.txt"))
+    write_small()
     Path("groups.yaml").write_text(GROUPS)
     before, blends = [], []
 
@@ -168,8 +166,7 @@ def test_continual_qat_starts_from_the_weights_in_a_folder(network, monkeypatch)
 def test_lora_trains_adapters_alone(overlays):
     pytest.importorskip("peft")
     model = save_pretrained("model", "llama")
-    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
-    Path("small.yaml").write_text(SMALL.replace("PATH", "text.txt"))
+    write_small()
     folder = fits(["lora", *overlays, "small.yaml"])
     (checkpoint,) = folder.glob("checkpoints/last*")
     state = torch.load(checkpoint, weights_only=True)["state_dict"]
@@ -264,8 +261,7 @@ OPTIONS = "--model.init_args.optimizer.init_args"
     ],
 )
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(name, options):
-    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
-    Path("small.yaml").write_text(SMALL.replace("PATH", "text.txt"))
+    write_small()
     Path("fitting.yaml").write_text(FITTING.get(name, "{}"))
     configs = [f"--config={config}" for config in ("quickstart", name, "small.yaml", "fitting.yaml")]
 

@@ -11,7 +11,7 @@ from lightning_lowbit.cli import run
 from lightning_lowbit.cli.lab.compare import command
 from lightning_lowbit.cli.lab.compare.study import read_study
 from lightning_lowbit.nn import LinearCasts
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.optim.adam import PRESETS as GAMMAS
 from lightning_lowbit.recipes.spikes import GradientSpikes
 from tests.recipes.recipe_names import FP4_STUDIES, OPTIMIZER_STUDIES, RULES, STUDIES, save_pretrained

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from tests.references.quantize import splitmix64, uniform
+from tests.references.quantize import hash32, splitmix64, uniform
 
 BLOCK = 128
 DTYPES = {"mean": torch.float8_e4m3fn, "mean_square": torch.float8_e5m2}
@@ -23,16 +23,19 @@ def grid(name):
 
 
 def draws(shape, step, number, moment):
-    """Numbers in (0, 1) for all elements of the parameter of this number, after so many steps, for moment 0 or 1."""
-    key = splitmix64((splitmix64(step + (number << 40)) + moment) % 2**64)
-    return uniform(np.arange(int(np.prod(shape))), key).reshape(shape)
+    """Numbers in (0, 1) for all elements of the parameter of this number, after so many steps, for moment 0 or 1.
+
+    One hash has 16 bits for each: the upper ones for moment 0.
+    """
+    bits = hash32(np.arange(int(np.prod(shape))), splitmix64(step + (number << 40))).reshape(shape)
+    return (((bits >> np.uint32(16 * (1 - moment))) & np.uint32(0xFFFF)) + 0.5) / 2.0**16
 
 
 @dataclass
 class Encoded:
     """What is kept of some values […, columns]: numbers on the grid, and scales […, blocks] as float64.
 
-    ``below`` and ``above``: the neighbors between which each number was chosen.
+    ``below`` and ``above``: the neighbors between which each number was chosen, by magnitude.
     """
 
     numbers: np.ndarray
@@ -42,7 +45,7 @@ class Encoded:
 
 
 def encode(values, drawn, name):
-    """Rounds each block, in units in which its largest is the format's: up where the draw is above 1 − fraction."""
+    """Rounds each block, in units in which its largest is the format's: off 0 where the draw is above 1 − fraction."""
     columns = values.shape[-1]
     rows, row_draws = values.double().numpy().reshape(-1, columns), drawn.reshape(-1, columns)
     lattice, largest = grid(name), np.float32(grid(name)[-1])
@@ -55,12 +58,13 @@ def encode(values, drawn, name):
             scales[row, block] = scale
             if scale == 0:
                 continue
-            scaled = np.clip(rows[row, inside] / scale, lattice[0], lattice[-1])
+            scaled = np.clip(np.abs(rows[row, inside]) / scale, 0, lattice[-1])
             low = lattice[np.searchsorted(lattice, scaled, side="right") - 1]
             high = lattice[np.searchsorted(lattice, scaled, side="left")]
             fraction = (scaled - low) / np.where(high > low, high - low, 1)
-            below[row, inside], above[row, inside] = low, high
-            numbers[row, inside] = np.where(row_draws[row, inside] > 1 - fraction, high, low)
+            sign = np.sign(rows[row, inside])
+            below[row, inside], above[row, inside] = sign * low, sign * high
+            numbers[row, inside] = sign * np.where(row_draws[row, inside] > 1 - fraction, high, low)
     shape = tuple(values.shape)
     return Encoded(
         numbers.reshape(shape),

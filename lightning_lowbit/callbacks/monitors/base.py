@@ -192,7 +192,6 @@ class Monitor(LowBitCallback):
         return {**self._numbers(), "alerts": self._alerts.state_dict()}
 
     def _numbers(self) -> dict[str, Any]:
-        """Returns the state without the alerts."""
         return {}
 
     def _load(self, state: dict[str, Any]) -> None:

@@ -169,7 +169,7 @@ def _draw(trainer: Trainer, number: int, loss: Tensor, weights: list[Tensor]) ->
     model, states = trainer.model, random_states()
     assert model is not None
     try:
-        with _plugin(trainer).another_draw(number), disable_current_modes():
+        with disable_current_modes(), _plugin(trainer).another_draw(number):
             return _gradients(model, loss, weights)
     finally:
         set_random_states(states)

@@ -103,7 +103,6 @@ def _device(name: str | None) -> torch.device:
 
 
 def _output(name: str) -> Path:
-    """Returns the file of the results, and makes its folder."""
     output = Path(name).expanduser()
     if output.suffix != ".json":
         raise ValueError(f"--output is the name of a file such as results.json; got {name!r}.")

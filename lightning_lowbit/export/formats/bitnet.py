@@ -66,7 +66,6 @@ def error(weight: Weight, dtype: torch.dtype) -> float:
 
 
 def _scale(weight: Weight) -> Tensor:
-    """Returns the scale that multiplies elements, float32, 0-d."""
     return weight.quantized.multipliers().reshape(())
 
 

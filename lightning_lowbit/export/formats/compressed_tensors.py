@@ -1,16 +1,8 @@
 """Folders in the format of compressed-tensors, which vLLM, SGLang, transformers and llama.cpp's converter load.
 
-    --format        files hold, of each layer                              casts of the weight
-    nvfp4-…         weight_packed, weight_scale, weight_global_scale       e2m1/e4m3 in blocks or tiles of 16, +fp32
-    mxfp4           weight_packed, weight_scale                            e2m1/e8m0:1x32
-    mxfp6           weight_packed, weight_scale                            e2m3/e8m0:1x32
-    mxfp8           weight, weight_scale                                   e4m3/e8m0:1x32
-    fp8             weight, weight_scale, input_scale                      e4m3/fp32 per tensor, row or 128x128
-    int2 … int8     weight_packed or weight, weight_scale, weight_shape    intN (ternary: int2) per tensor, row or group
-
-Layers of other classes than nn.Linear are refused: engines find quantized layers by that class. Codes and scales are
-kept from the training. Engines make dynamic scales of activations (MX formats, FP8 by tokens, int8 by tokens); static
-ones come from calibration.
+What they hold is listed in :mod:`lightning_lowbit.export.reading.layouts`. Layers of other classes than nn.Linear are
+refused: engines find quantized layers by that class. Codes and scales are kept from the training. Engines make dynamic
+scales of activations (MX formats, FP8 by tokens, int8 by tokens); static ones come from calibration.
 """
 
 import json
@@ -38,7 +30,7 @@ from lightning_lowbit.export.formats.base import (
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, common_obstacle, divisor, has_second_level, weight_cast
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
 

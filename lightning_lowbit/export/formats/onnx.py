@@ -33,7 +33,7 @@ from lightning_lowbit.export.formats.onnx_layers import (
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, common_obstacle
 from lightning_lowbit.nn.casts.linear_casts import FORWARD, LinearCasts
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
 from lightning_lowbit.packages import install

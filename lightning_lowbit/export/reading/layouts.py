@@ -270,7 +270,6 @@ def _ternary(parts: Parts) -> Codes:
 
 
 def _elements(packed: Tensor, element: str, columns: int) -> Tensor:
-    """Elements of codes in a stream of bits."""
     format = ELEMENT_FORMATS[element]
     return format.decode(_bits(packed, format.bits, columns).to(torch.uint8))
 

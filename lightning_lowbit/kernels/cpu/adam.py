@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import address, addresses, start
+from lightning_lowbit.kernels.memory import address, addresses, are_where_they_were, start
 from lightning_lowbit.kernels.shards import FLOATING, Decision, ParameterShard
 
 _RULES = {None: 0, "ada_clip": 1, "spike_clip": 2}
@@ -95,13 +95,26 @@ def _pointer(new: Tensor) -> ctypes.c_void_p:
 
 
 class Scalars:
-    """Reads and writes 0-d tensors on a CPU, one for each shard and name, as one tensor [P] for each name."""
+    """Reads and writes 0-d tensors on a CPU, one for each shard and name, as one tensor [P] for each name.
 
-    def __init__(self, tensors: Mapping[str, Sequence[Tensor]], dtypes: Mapping[str, torch.dtype]) -> None:
+    Those of the step before are not checked again.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Sequence[Tensor]],
+        dtypes: Mapping[str, torch.dtype],
+        before: "Scalars | None" = None,
+    ) -> None:
         self._tensors, self._dtypes = tensors, dtypes  # tensors, so that their memory stays
-        self._addresses = {
-            name: array("q", addresses(name, scalars, dtypes[name])) for name, scalars in tensors.items()
-        }
+        self._addresses: dict[str, array[int]] = {}
+        for name, scalars in tensors.items():
+            if before is not None and name in before._tensors:
+                starts = before._addresses[name]
+                if are_where_they_were(scalars, before._tensors[name], starts):
+                    self._addresses[name] = starts
+                    continue
+            self._addresses[name] = array("q", addresses(name, scalars, dtypes[name]))
 
     def load(self) -> dict[str, Tensor]:
         loaded = {}

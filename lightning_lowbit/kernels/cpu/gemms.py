@@ -28,7 +28,7 @@ class _Panels(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("codes", "scales")),
         *((name, ctypes.c_int64) for name in ("rows", "inner")),
-        *((name, ctypes.c_int32) for name in ("dim", "block")),
+        *((name, ctypes.c_int32) for name in ("dim", "block", "offset")),
     ]
 
 
@@ -145,7 +145,7 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
         return None
     form, dim = form_of(call), call.dim
     rows, inner = shape[1 - dim], shape[dim]
-    panels = _Panels(None, None, rows, inner, dim, form.block)
+    panels = _Panels(None, None, rows, inner, dim, form.block, 0)
     count = rows if form.factors else int(form.factor)
     if factor is not None:
         return _packed_operand(x, call, factor, shape, panels, count, form.step, keep)

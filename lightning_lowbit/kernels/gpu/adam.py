@@ -55,6 +55,20 @@ class Kind(NamedTuple):
         return cls(shard.weights_kind, shard.gradient_kind, shard.moments, has_square, has_master, is_aligned)
 
 
+class Interrupted(Exception):
+    """A launch of an update failed after others had run.
+
+    Attributes:
+        error: of the launch.
+        updated: numbers of the shards that have been updated.
+        sums: their sums, float32 [2, P], 0 for the others; None if none were asked for.
+    """
+
+    def __init__(self, error: Exception, updated: frozenset[int], sums: Tensor | None) -> None:
+        super().__init__(f"{len(updated)} shards were updated")
+        self.error, self.updated, self.sums = error, updated, sums
+
+
 class TritonParameters:
     """The shards of a batch on a GPU, for the passes of ``optim/passes.py``; no function waits for the GPU.
 
@@ -85,6 +99,7 @@ class TritonParameters:
         return sums
 
     def update(self, decision: Decision, sums: bool) -> Tensor | None:
+        """Raises :class:`Interrupted` if some shards have been updated before a launch fails."""
         return self._pass("update", decision, sums)
 
     def write_clipped(self, decision: Decision) -> None:
@@ -98,24 +113,31 @@ class TritonParameters:
         room = self._room_for_sums(counts.values()) if sums else {"starts": None, "partials": None}
         keys = None
         if is_update and any(in_fp8.values()):
-            key = mix_key(decision.numbers["steps"] + (self._table[:, _AT.number] << 40))
-            keys = torch.stack([mix_key(key), mix_key(key + 1)])
+            keys = mix_key(decision.numbers["steps"] + (self._table[:, _AT.number] << 40))
         arguments = {"numbers": self._rows(decision.numbers), "keys": keys, **room}
-        for kind in kinds:
-            constants = {
-                "ROW": _ROW,
-                "PASS": name,
-                "GRADIENT": _DTYPES.get(kind.gradient),
-                "DTYPE": _DTYPES[kind.weights],
-                "RULE": "" if rule is None or (rule == "spike_clip" and not kind.has_square) else rule,
-                "FP8": in_fp8[kind],
-                "MASTER": is_update and kind.has_master,
-                "SUMS": sums,
-                "EPS": decision.eps,
-                **_FORMATS,
-            }
-            self._run("pass_over_shards", kind, counts[kind], arguments, constants)
-        return self._total(**room) if sums else None
+        done: list[Kind] = []
+        try:
+            for kind in kinds:
+                constants = {
+                    "ROW": _ROW,
+                    "PASS": name,
+                    "GRADIENT": _DTYPES.get(kind.gradient),
+                    "DTYPE": _DTYPES[kind.weights],
+                    "RULE": "" if rule is None or (rule == "spike_clip" and not kind.has_square) else rule,
+                    "FP8": in_fp8[kind],
+                    "MASTER": is_update and kind.has_master,
+                    "SUMS": sums,
+                    "EPS": decision.eps,
+                    **_FORMATS,
+                }
+                self._run("pass_over_shards", kind, counts[kind], arguments, constants)
+                done.append(kind)
+            return self._total(**room) if sums else None
+        except Exception as error:
+            if not is_update or not done:
+                raise
+            updated = frozenset(index for index, kind in enumerate(self._kinds) if kind in done)
+            raise Interrupted(error, updated, self._plain_total(updated, **room) if sums else None) from error
 
     def _room_for_sums(self, counts: Iterable[tuple[int, ...]]) -> dict[str, Any]:
         """Returns room for two sums of each tile, and the places of shards among them."""
@@ -127,6 +149,13 @@ class TritonParameters:
         arguments = {"x": partials, "starts": starts, "sums": sums, "shards": len(self._shards)}
         run(Launch("sum_partials", len(self._shards), arguments, {"STEP": STEP}))
         return sums
+
+    def _plain_total(self, updated: frozenset[int], starts: Tensor, partials: Tensor) -> Tensor:
+        """Returns the sums of some shards by operations of torch, 0 for the others."""
+        rows = torch.repeat_interleave(starts.diff())
+        sums = partials.new_zeros(2, len(self._shards), dtype=torch.float64).index_add_(1, rows, partials.t().double())
+        is_updated = torch.tensor([index in updated for index in range(len(self._shards))], device=self._device)
+        return sums.where(is_updated, 0.0).to(torch.float32)
 
     def _run(
         self, kernel: str, kind: Kind, counts: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any]

@@ -102,15 +102,20 @@ def round_stochastic(value, index, low, high, GRID: tl.constexpr):
 
 
 @triton.jit
-def _centered_uniform(index, low, high):
-    """Draws ``uniform - 1/2`` of quant/rounding.py: the 16 random bits are the leading ones of a float in [1, 2)."""
+def random_bits(index, low, high):
+    """Draws 32 bits, as random_bits of quant/rounding.py."""
     word = (index ^ low) * 0x9E3779B1
     word = (word ^ (word >> 16)) + high
     word = word * 0x21F0AAAD
     word = word ^ (word >> 15)
     word = word * 0x735A2D97
-    word = word ^ (word >> 15)
-    return float_of((word >> 9) & 0x7FFF80 | 0x3F800000) - (1.5 - 2.0**-17)
+    return word ^ (word >> 15)
+
+
+@triton.jit
+def _centered_uniform(index, low, high):
+    """Draws ``uniform - 1/2`` of quant/rounding.py: the 16 random bits are the leading ones of a float in [1, 2)."""
+    return float_of((random_bits(index, low, high) >> 9) & 0x7FFF80 | 0x3F800000) - (1.5 - 2.0**-17)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from lightning_lowbit.kernels.gpu.device import (
     key_halves,
     magnitude_bits,
     narrow,
-    round_stochastic,
+    random_bits,
     widen,
 )
 
@@ -90,7 +90,7 @@ def pass_over_shards(
 
     ``numbers``, float32 ``[K, P]``, are the numbers of a decision, at the places ``ROW``. With ``SUMS``, the sum of
     (clip(g) / unit)² of each tile and how many elements changed go to ``partials``, at the places ``starts`` [P + 1].
-    ``keys``, int64 ``[2, P]``, make the random bits of moments, in the formats ``MEAN`` and ``SQUARE``.
+    ``keys``, int64 ``[P]``, make the random bits of moments, in the formats ``MEAN`` and ``SQUARE``.
     """
     row, shard, tile = _shard_of(x, tiles, AT)
     block, element, mask, is_block, index = _places(shard, tile, AT, FP8, BLOCKS, ALIGNED)
@@ -149,10 +149,12 @@ def pass_over_shards(
         tl.store(_pointer(weights, DTYPE, ALIGNED) + element, narrow(p, DTYPE, INTERPRETED), mask=mask)
 
         if FP8:
+            low, high = key_halves(keys + row)
+            word = random_bits(index, low, high)
             scales = tl.load(shard + AT.mean_scale)
-            _encode(mean, means, scales, block, element, mask, is_block, index, keys + row, MEAN, ALIGNED)
-            scales, keys = tl.load(shard + AT.mean_square_scale), keys + shards
-            _encode(square, squares, scales, block, element, mask, is_block, index, keys + row, SQUARE, ALIGNED)
+            _encode(mean, means, scales, block, element, mask, is_block, word >> 16, MEAN, ALIGNED)
+            scales = tl.load(shard + AT.mean_square_scale)
+            _encode(square, squares, scales, block, element, mask, is_block, word & 0xFFFF, SQUARE, ALIGNED)
         else:
             tl.store(_pointer(means, tl.float32, ALIGNED) + element, mean, mask=mask)
             tl.store(_pointer(squares, tl.float32, ALIGNED) + element, square, mask=mask)
@@ -239,17 +241,17 @@ def _load_scale(address, block, is_block):
 
 
 @triton.jit
-def _encode(
-    values, codes, scales, block, element, mask, is_block, index, key, GRID: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """Writes codes, rounded stochastically, and the scales of blocks."""
+def _encode(values, codes, scales, block, element, mask, is_block, random, GRID: tl.constexpr, ALIGNED: tl.constexpr):
+    """Writes codes, rounded stochastically by 16 random bits as in optim/moments.py, and the scales of blocks."""
+    CUT: tl.constexpr = 23 - GRID.mantissa_bits
+    SMALLEST: tl.constexpr = (GRID.min_exponent + 127) << 23
     values = tl.where(mask, values, 0.0)
     scale = tl.div_rn(tl.max(tl.abs(values), axis=1, keep_dims=True), GRID.max)
     tl.store(_pointer(scales, tl.float32, False) + block, scale, mask=is_block)
-    low, high = key_halves(key)
-    rounded = round_stochastic(tl.where(scale > 0, tl.div_rn(values, scale), 0.0), index, low, high, GRID)
-    at = _pointer(codes, tl.uint8, ALIGNED) + element
-    if GRID.mantissa_bits == 3:
-        tl.store(at, narrow(rounded, tl.float8e4nv, False), mask=mask)
-    else:
-        tl.store(at, narrow(rounded, tl.float8e5, False), mask=mask)
+    scaled = tl.div_rn(values, tl.where(scale > 0, scale, _INFINITY))
+    magnitude = at_most(tl.abs(scaled), GRID.max)
+    word = tl.maximum(bits_of(magnitude), bits_of(magnitude * 0.5 + 2.0 ** (GRID.min_exponent - 1)))
+    draw = (random << (CUT - 16)).to(tl.int32) + ((1 << (CUT - 17)) + (1 << 23) - SMALLEST)
+    code = (word + draw) >> CUT
+    code = tl.where(scaled < 0, code | 0x80, code).to(tl.uint8)
+    tl.store(_pointer(codes, tl.uint8, ALIGNED) + element, code, mask=mask)

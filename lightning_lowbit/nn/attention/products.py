@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit.nn.attention.function import Attention, QuantizedAttention
 from lightning_lowbit.nn.attention.operands import ProductPass
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM
+from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM
 from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.nn.core.inputs import COMPUTED, check_inputs, refuse_dtypes
@@ -104,7 +104,7 @@ def attend(
             ``is_causal``.
     """
     qk, pv = (products[name] for name in PRODUCTS_OF_ATTENTION)
-    is_plain = (qk.casts.plan.is_empty and pv.casts.plan.is_empty) or check_inputs(qk, query, key, value)
+    is_plain = (qk.casts.traits.is_empty and pv.casts.traits.is_empty) or check_inputs(qk, query, key, value)
     if is_plain or 0 in (query.numel(), key.numel(), value.numel()):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from lightning_lowbit.nn.casts.plan import GEMM, OPERANDS, OPERANDS_OF
+from lightning_lowbit.nn.casts.traits import GEMM, OPERANDS, OPERANDS_OF
 from lightning_lowbit.quant import Cast
 
 if TYPE_CHECKING:

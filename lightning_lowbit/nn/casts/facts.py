@@ -55,7 +55,7 @@ CAST_FACTS: dict[str, tuple[Callable[["LinearCasts"], object], str]] = {
     "unquantized": (lambda c: not isinstance(c.fprop_w, Cast), "fprop_w is not quantized"),
     "activations": (lambda c: c.fprop_x is not None, "it quantizes activations, too ({casts.fprop_x})"),
     "other dgrad_w": (
-        lambda c: "dgrad_w" not in c.plan.from_fprop and not c.shared("dgrad_w"),
+        lambda c: "dgrad_w" not in c.traits.from_fprop and not c.shared("dgrad_w"),
         "dgrad_w is not the weight that the forward pass used",
     ),
     "no amax": (

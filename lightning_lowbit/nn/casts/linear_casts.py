@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from lightning_lowbit.checks import choose, from_fields
 from lightning_lowbit.nn.casts.contradictions import contradictions
 from lightning_lowbit.nn.casts.from_yaml import FrozenDict, apply_change, change_every, read_hadamard, read_surrogate
-from lightning_lowbit.nn.casts.plan import GEMMS, OPERANDS, OPERANDS_OF, CastPlan, plan_of
+from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS, OPERANDS_OF, CastTraits, traits_of
 from lightning_lowbit.quant import Cast, Hadamard
 from lightning_lowbit.quant.cast import current_names
 
@@ -92,7 +92,7 @@ class LinearCasts:
     surrogate: Mapping[str, str] = field(default_factory=FrozenDict)
     smooth: Literal["channel", "token"] | None = None
     requantize: tuple[str, ...] = ()
-    plan: ClassVar[CastPlan]  # of each instance, but no field of the dataclass
+    traits: ClassVar[CastTraits]  # of each instance, but no field of the dataclass
 
     def __post_init__(self) -> None:
         for operand in OPERANDS:
@@ -114,16 +114,16 @@ class LinearCasts:
         object.__setattr__(self, "requantize", self._listed("requantize", "operand", REUSABLE, REUSABLE))
         if self.smooth is not None:
             choose("kind of LinearCasts.smooth", self.smooth, SMOOTHINGS)
-        object.__setattr__(self, "plan", plan_of(self))
+        object.__setattr__(self, "traits", traits_of(self))
         for problem in contradictions(self):
             raise ValueError(f"{problem} Got {self}.")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "plan"}
+        return {name: value for name, value in self.__dict__.items() if name != "traits"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        object.__setattr__(self, "plan", plan_of(self))
+        self.__dict__.update((name, value) for name, value in state.items() if name != "plan")  # the former name
+        object.__setattr__(self, "traits", traits_of(self))
 
     def _checked(self, name: str, keys: tuple[str, ...], read: Callable[[Any], Any], example: object) -> FrozenDict:
         value = getattr(self, name) or {}
@@ -158,16 +158,16 @@ class LinearCasts:
 
     def shared(self, operand: str) -> bool:
         """Returns whether an operand equals the one in ``SHARED`` to the bit: the same tensor, cast without an axis."""
-        return operand in self.plan.shared
+        return operand in self.traits.shared
 
     @property
     def delayed(self) -> dict[str, Cast]:
         """The casts with delayed scaling, by operand (:class:`lightning_lowbit.nn.AmaxHistories`)."""
-        return self.plan.delayed
+        return self.traits.delayed
 
     @property
     def is_delayed(self) -> bool:
-        return bool(self.plan.delayed)
+        return bool(self.traits.delayed)
 
     @property
     def quantized_gemms(self) -> tuple[str, ...]:
@@ -178,7 +178,7 @@ class LinearCasts:
     def native_gemms(self) -> dict[str, str]:
         """The GEMMs that hardware may compute on quantized elements, with their kind (see ``nn/native/table.py``), the
         first one where several serve."""
-        return {gemm: kinds[0] for gemm, kinds in self.plan.native_kinds.items()}
+        return {gemm: kinds[0] for gemm, kinds in self.traits.native_kinds.items()}
 
     quantised_gemms = _renamed("quantised_gemms", "quantized_gemms")
     quantises_x_or_w = _renamed("quantises_x_or_w", "quantizes_x_or_w")

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
-from lightning_lowbit.nn.casts.plan import GEMMS, OPERANDS
+from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS
 from lightning_lowbit.quant import Cast, Hadamard, Scale
 
 

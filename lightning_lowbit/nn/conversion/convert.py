@@ -11,7 +11,7 @@ from lightning_lowbit.checks import choose, number, some
 from lightning_lowbit.nn.attention.modules import attending, convert_attention, is_attention, other_attention
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.casts.plan import GEMMS, OPERANDS_OF
+from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS_OF
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.defaults import default_reasons, drop_named, mark_outputs, output_layers
 from lightning_lowbit.nn.conversion.patterns import Names
@@ -307,7 +307,7 @@ def check_backend(
             f"{planned[name]}. Use backend='auto', skip such layers, or give them other casts with overrides."
         )
     if device is not None:
-        for kinds in {casts.plan.native_kinds[gemm] for _, casts, gemm in quantized}:
+        for kinds in {casts.traits.native_kinds[gemm] for _, casts, gemm in quantized}:
             if all(native_obstacle(device, kind) is not None for kind in kinds):
                 has_native_gemms(device, nearest(device, kinds), backend)  # raises
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit._torch import hooks_of, remove_hook
 from lightning_lowbit.checks import choose
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.layers.classes import is_linear
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, quantized_layers
 from lightning_lowbit.nn.layers.registry import quantized_class

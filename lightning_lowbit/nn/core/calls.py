@@ -72,7 +72,7 @@ class Calls:
 def keys_of_call(layer: Any) -> Tensor | None:
     """Returns the keys of a call that begins now, as a copy; None for a layer that has none, or draws no bits."""
     state = layer.lowbit
-    if state.keys is None or not state.casts.plan.draws:
+    if state.keys is None or not state.casts.traits.draws:
         return None
     return _keys_in_graph(state.keys, _site()) if torch.compiler.is_compiling() else _keys_of_call(layer)
 

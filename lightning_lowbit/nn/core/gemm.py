@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit._torch import has_units, int_mm, scaled_mm
+from lightning_lowbit._torch import int_mm, scaled_mm
 from lightning_lowbit.compilation import counted_as, opaque, within_cast
 from lightning_lowbit.kernels.gemms import CodeOperand, multiply
 from lightning_lowbit.kernels.layout import pad
@@ -25,24 +25,11 @@ from lightning_lowbit.kernels.products import scale_and_round
 from lightning_lowbit.nn.native.devices import native_obstacle as native_obstacle
 from lightning_lowbit.nn.native.gemms import block_product, results
 from lightning_lowbit.nn.native.operand import AnyOperand, BlockOperand, values_of
+from lightning_lowbit.units import lacks_units
 
 _TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ONE_BYTE = frozenset((*_FP8, torch.int8))
-
-
-def _without_units() -> frozenset[torch.dtype]:
-    """Returns the 16-bit dtypes that this CPU has no instructions for. torch's GEMMs of these take many times as long
-    as float32's, and differ only in the order of sums."""
-    return frozenset(dtype for dtype in (torch.bfloat16, torch.float16) if not has_units(dtype))
-
-
-SLOW_ON_CPU = _without_units()
-
-
-def is_slow(x: Tensor) -> bool:
-    """Returns whether GEMMs of a tensor are computed in float32, as its device has no instructions for its dtype."""
-    return x.dtype in SLOW_ON_CPU and x.is_cpu
 
 
 # Up to this inner size int32 holds the sum of products of int8 values, which are at most 127 · 127.
@@ -102,7 +89,7 @@ def matmul(
             left, right = (x.to(dtype) if x.dtype in _ONE_BYTE else x for x in (left, right))
         elif len(right) <= _LONGEST:
             return _int8_matmul(left, a.factor, right, b.factor, bias, dtype)
-    if left.dtype == right.dtype == dtype and a.factor is None and b.factor is None and not is_slow(left):
+    if left.dtype == right.dtype == dtype and a.factor is None and b.factor is None and not lacks_units(left):
         if bias is None:
             return torch.mm(left, right)
         if bias.dtype == dtype:
@@ -150,9 +137,9 @@ def _emulated_matmul(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Multiplies dequantized values, in ``dtype`` if that is theirs and not slow, else in float32."""
+    """Multiplies dequantized values, in ``dtype`` if that is theirs and its products are, else in float32."""
     factors = [factor for factor in (left_factor, right_factor) if factor is not None]
-    if left.dtype != dtype or right.dtype != dtype or is_slow(left):
+    if left.dtype != dtype or right.dtype != dtype or lacks_units(left):
         left, right = left.float(), right.float()
     is_narrow = bias is None or bias.dtype == dtype  # a float32 product with a mean is added before rounding
     if left.is_cpu and is_narrow and not any(map(Tensor.dim, factors)):

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import torch
 
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.casts.plan import GEMMS, OPERANDS
+from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.operands import GemmHow, OperandHow
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
@@ -48,7 +48,7 @@ class How:
         recasts: bool = False,
     ) -> None:
         self.casts, self.dtype, self.layer, self.window, self.frozen = casts, dtype, layer, window, frozen
-        plan = casts.plan
+        traits = casts.traits
         operands = {name: OperandHow(name, casts, dtype, device, exact, native, shards) for name in OPERANDS}
         for operand in operands.values():
             operand.scaling = operands[operand.scaled_as]
@@ -57,18 +57,18 @@ class How:
         x, w = (self.fprop.left, self.wgrad.right), (self.fprop.right, self.dgrad.right)
         self.x = Matrix(*x)
         if window is not None:
-            self.x = Patches(*x, window, takes_tensor="fprop_x" not in plan.altered)
+            self.x = Patches(*x, window, takes_tensor="fprop_x" not in traits.altered)
         elif (
             saves_codes
-            and plan.coded is not None
-            and (plan.coded == "wgrad_x" or (x[0].kind is None and x[1].kind is None))
+            and traits.coded is not None
+            and (traits.coded == "wgrad_x" or (x[0].kind is None and x[1].kind is None))
         ):  # codes of the forward pass lie along its contraction
-            self.x = Codes(*x, plan.coded)
+            self.x = Codes(*x, traits.coded)
         self.w = Parameter(*w)
         if frozen is not None:
             self.w = FrozenBytes(*w, frozen)
         elif is_gathered:
             self.w = Gathered(*w)
-        elif recasts and not (("dgrad_w" in plan.from_fprop or w[1].is_reused) and "fprop_w" in plan.altered):
+        elif recasts and not (("dgrad_w" in traits.from_fprop or w[1].is_reused) and "fprop_w" in traits.altered):
             self.w = Recast(*w)
-        self.g = Gradient(self.dgrad.left, self.wgrad.left, plan.casts_g_twice)
+        self.g = Gradient(self.dgrad.left, self.wgrad.left, traits.casts_g_twice)

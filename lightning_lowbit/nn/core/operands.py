@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_lowbit.kernels import amax_of, quantize_operand, rotate
 from lightning_lowbit.kernels.operands import measures_again
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
+from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.core.calls import keys_of_product
-from lightning_lowbit.nn.core.gemm import SLOW_ON_CPU, mean_times
+from lightning_lowbit.nn.core.gemm import mean_times
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
 from lightning_lowbit.nn.core.watch import Watched, stage_and_choose
 from lightning_lowbit.nn.native.operand import AnyOperand, native_operand
@@ -24,6 +24,7 @@ from lightning_lowbit.nn.native.table import BLOCK_SCALED
 from lightning_lowbit.quant import Cast, Operand, blend, split_mean, through_rounding
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
+from lightning_lowbit.units import has_units
 
 
 class PrequantizedWeight(NamedTuple):
@@ -162,7 +163,7 @@ class OperandHow:
         native: Mapping[str, str] = MappingProxyType({}),
         shards: Shards = WHOLE,
     ) -> None:
-        plan, gemm, cast = casts.plan, GEMM[name], getattr(casts, name)
+        traits, gemm, cast = casts.traits, GEMM[name], getattr(casts, name)
         self.name, self.index, self.dim = name, INDEX[name], CONTRACTION[name]
         self.cast: Cast | None = cast if isinstance(cast, Cast) else None
         self.source_cast = casts.cast_of(name)
@@ -175,7 +176,7 @@ class OperandHow:
             self.dtype = torch.float32
         elif gemm in native and self.source_cast is not None:
             self.dtype = self.source_cast.grid.gemm_dtype
-        if self.dtype is None and name in plan.transient and dtype in SLOW_ON_CPU and device.type == "cpu":
+        if self.dtype is None and name in traits.transient and device.type == "cpu" and not has_units(dtype, device):
             self.dtype = torch.float32  # in which the GEMM computes: nothing is to convert
         self.transform = casts.hadamard.get(gemm)
         self.signs_index = INDEX[OPERANDS_OF[gemm][1]]  # the weight's where there is one, on which ranks agree
@@ -183,15 +184,15 @@ class OperandHow:
         self.shard = self.cut
         if self.cut is not None and self.transform is not None and self.cut.dim == self.dim:
             self.shard = self.cut.padded(self.transform.size)
-        self.draws = name in plan.drawing or torch.compiler.is_compiling()
-        self.is_delayed, self.needs_amax = name in plan.delayed, name in plan.scaled_by_amax
-        self.shares_amax = self.needs_amax and name not in plan.altered
+        self.draws = name in traits.drawing or torch.compiler.is_compiling()
+        self.is_delayed, self.needs_amax = name in traits.delayed, name in traits.scaled_by_amax
+        self.shares_amax = self.needs_amax and name not in traits.altered
         self.is_reused = _is_reused(name, casts, native)
-        self.reused = INDEX[SHARED[name]] if name in plan.shared else None
+        self.reused = INDEX[SHARED[name]] if name in traits.shared else None
         self.places = [self.index, *(INDEX[a] for a, b in SHARED.items() if b == name and _is_reused(a, casts, native))]
         self.requantizes = name in casts.requantize
         takes_tensor = self.kind is not None and not self.requantizes  # codes of fprop lie along another axis
-        self.saves_operand = (name in plan.from_fprop or self.is_reused) and not takes_tensor
+        self.saves_operand = (name in traits.from_fprop or self.is_reused) and not takes_tensor
         self.surrogate = casts.surrogate.get(name)
 
     def operand(self, source: OperandInput, pass_: Pass, shard: Shard | None = None) -> AnyOperand:
@@ -293,8 +294,8 @@ class OperandHow:
 
 
 def _is_reused(name: str, casts: LinearCasts, native: Mapping[str, str]) -> bool:
-    if name not in casts.plan.shared or not native:
-        return name in casts.plan.shared
+    if name not in casts.traits.shared or not native:
+        return name in casts.traits.shared
     kind = native.get(GEMM[name])
     return kind == native.get(GEMM[SHARED[name]]) and kind not in BLOCK_SCALED
 

@@ -26,7 +26,7 @@ def check_save(planned: "Mapping[str, LinearCasts]", save: str) -> None:
                 f"save='codes' keeps no input, and the surrogate gradient of fprop_x needs it; got {name or 'casts'} "
                 f"with {casts}. Leave the surrogate of fprop_x out, or take save='inputs'."
             )
-    if planned and all(casts.plan.coded is None for casts in planned.values()):
+    if planned and all(casts.traits.coded is None for casts in planned.values()):
         raise ValueError(
             "save='codes' keeps the quantized operand of wgrad, and none of these casts has one that can be packed: "
             "give wgrad_x a cast (or 'fprop'), without zero points or means, or take save='inputs'. Got "
@@ -41,8 +41,8 @@ def saved_bits(casts: "LinearCasts", save: str, dtype: torch.dtype) -> float:
         >>> saved_bits(LinearCasts.preset("nvfp4"), "codes", torch.bfloat16)
         4.5
     """
-    if save == "codes" and casts.plan.coded is not None:
-        return packed_bits(getattr(casts, casts.plan.coded))
+    if save == "codes" and casts.traits.coded is not None:
+        return packed_bits(getattr(casts, casts.traits.coded))
     return 8.0 * dtype.itemsize
 
 
@@ -66,7 +66,7 @@ class Readers:
     def pack(self, layer: Any, x: Tensor, dtype: torch.dtype) -> bool:
         """Returns whether a layer saves codes of its input ``x``, which it reads in ``dtype``. Readers of ``x`` are
         known from their first pass on. The choice changes no bits of gradients."""
-        shares = layer.casts.plan.coded == "wgrad_x" and x.dtype == dtype  # or else the tensor is a copy of its own
+        shares = layer.casts.traits.coded == "wgrad_x" and x.dtype == dtype  # or else the tensor is a copy of its own
         if not shares or torch.compiler.is_compiling():
             return not (shares and layer.lowbit.keeps_input)
         if self._input is None or self._input() is not x:

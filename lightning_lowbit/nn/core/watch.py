@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels import delayed_amax
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.quant.statistics import MAXIMA, OF_BLOCKS, SUMS, wide_dtype
 
 _SHAPES: dict[str, tuple[int, ...]] = {"operand_sums": (6, len(SUMS) + len(MAXIMA)), "gradient_sums": (2,)}

@@ -92,7 +92,7 @@ class CompositeLayer(nn.Module):
     @property
     def is_high_precision(self) -> bool:
         """:attr:`is_plain` outside any phase."""
-        return all(layer.full_casts.plan.is_empty for layer in getattr(self, PARTS).values())
+        return all(layer.full_casts.traits.is_empty for layer in getattr(self, PARTS).values())
 
     @property
     def name_in_model(self) -> str:
@@ -103,7 +103,7 @@ class CompositeLayer(nn.Module):
 
 
 def has_plain_parts(module: CompositeLayer) -> bool:
-    return all(layer.lowbit.casts.plan.is_empty for layer in getattr(module, PARTS).values())
+    return all(layer.lowbit.casts.traits.is_empty for layer in getattr(module, PARTS).values())
 
 
 def convert_composite(module: Any, cls: type[CompositeLayer]) -> None:

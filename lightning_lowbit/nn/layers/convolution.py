@@ -84,7 +84,7 @@ class QuantizedConvolution(QuantizedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes the convolution of ``input`` ``[N, C, *sizes]`` or ``[C, *sizes]``; under autocast in its dtype."""
-        if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
+        if self.lowbit.casts.traits.is_empty or check_inputs(self, input):
             return super().forward(input)
         x = self._batch(input)
         padding = self.padding
@@ -174,7 +174,7 @@ class QuantizedTransposed(QuantizedConvolution):
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """Computes the transposed convolution of ``[N, C, *sizes]`` or ``[C, *sizes]``; under autocast in its dtype."""
-        if self.lowbit.casts.plan.is_empty or check_inputs(self, input):
+        if self.lowbit.casts.traits.is_empty or check_inputs(self, input):
             return super(QuantizedLayer, self).forward(input, output_size)
         if self.padding_mode != "zeros":
             raise ValueError(f"A transposed convolution pads with zeros alone; got padding_mode={self.padding_mode!r}.")

@@ -197,7 +197,7 @@ class GroupedLayer(QuantizedLayer):
         if isinstance(weight, DTensor):
             first = self.first_of(weight)
             weight, bias = local(weight), None if bias is None else local(bias)
-        if self.lowbit.casts.plan.is_empty or check_inputs(self, x):
+        if self.lowbit.casts.traits.is_empty or check_inputs(self, x):
             return grouped_linear(x, weight, offsets, bias)
         return self._quantized(x, weight, bias, offsets, first)
 

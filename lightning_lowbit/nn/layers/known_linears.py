@@ -121,7 +121,7 @@ def _by_itself(cls: Any) -> type[QuantizedLayer] | None:
 def _derived(cls: Any, known: _Layer) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else next(iter(kwargs.values()), None)
-        if self.lowbit.casts.plan.is_empty or (isinstance(x, Tensor) and x.device.type == "meta"):
+        if self.lowbit.casts.traits.is_empty or (isinstance(x, Tensor) and x.device.type == "meta"):
             return cls.forward(self, *args, **kwargs)
         return quantized(self, partial(_multiply, self), *args, **kwargs)
 

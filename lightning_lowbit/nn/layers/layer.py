@@ -154,7 +154,7 @@ class QuantizedLayer(NativeGemms):
     def forward(self, input: Tensor) -> Tensor:  # as nn.Linear names it, which callers may do too
         """Computes ``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
         casts, frozen = self.lowbit.casts, self.lowbit.frozen
-        if casts.plan.is_empty or check_inputs(self, input):  # nothing to quantize: the original layer
+        if casts.traits.is_empty or check_inputs(self, input):  # nothing to quantize: the original layer
             if frozen is not None:
                 return F.linear(input, self.weight_matrix().to(input.dtype), self.bias)
             return super().forward(input)
@@ -247,7 +247,7 @@ class QuantizedLayer(NativeGemms):
                 f"The weight was quantized in {gathered.source_dtype}, before it was gathered, and this pass is "
                 f"one in {dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
             )
-        if self.lowbit.amaxes is None and self.lowbit.casts.plan.delayed:
+        if self.lowbit.amaxes is None and self.lowbit.casts.traits.delayed:
             raise ValueError(
                 "Delayed scaling needs histories: they are set by the precision plugin, or by "
                 "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
@@ -274,8 +274,8 @@ class QuantizedLayer(NativeGemms):
         readers, calls = self.lowbit.readers, self.lowbit.calls
         if readers is None or window is not None or (calls is not None and calls.drawn is not None):
             return False
-        saves = readers.pack(self, source, dtype)
-        if pass_.blend is not None or pass_.gradient_sums is not None or (pass_.keys is None and self.casts.plan.draws):
+        saves, draws = readers.pack(self, source, dtype), self.casts.traits.draws
+        if pass_.blend is not None or pass_.gradient_sums is not None or (pass_.keys is None and draws):
             return False
         return saves
 
@@ -295,7 +295,7 @@ class QuantizedLayer(NativeGemms):
         others = has_readers, state.backend, state.blend is None
         if not is_compiled and (last := _HOWS.get(self)) is not None and last[1] == arguments and last[2] == others:
             return last[0]
-        native = self.native_kinds(device, dtype=dtype) if casts.plan.native_kinds else {}
+        native = self.native_kinds(device, dtype=dtype) if casts.traits.native_kinds else {}
         recasts = has_readers and self.keeps_parameter and casts.smooth is None and not is_gathered and frozen is None
         how = How(*arguments, native, recasts)
         if not is_compiled:
@@ -377,6 +377,6 @@ def _report_missing_plugin(casts: LinearCasts, amaxes: LayerAmaxes | None, gradi
         "the casts. Give the Trainer a plugin, and other loops LayerKeys and AmaxHistories, or end quantization: "
         "lightning_lowbit.convert(model, 'bf16')."
     )
-    if casts.plan.delayed and amaxes is not None and amaxes.in_force.any():
+    if casts.traits.delayed and amaxes is not None and amaxes.in_force.any():
         raise ValueError(f"{message} With delayed scaling, amaxes would stay those of the last step, too.")
     warnings.warn(message, stacklevel=2)

@@ -80,7 +80,7 @@ class QuantizedMultihead(CompositeLayer):
     @property
     def is_plain(self) -> bool:
         out_proj: Any = self.out_proj
-        is_plain = not isinstance(out_proj, QuantizedLayer) or out_proj.lowbit.casts.plan.is_empty
+        is_plain = not isinstance(out_proj, QuantizedLayer) or out_proj.lowbit.casts.traits.is_empty
         return is_plain and has_plain_parts(self)  # torch.compile takes super().is_plain for true
 
     def forward(
@@ -126,7 +126,7 @@ class QuantizedMultihead(CompositeLayer):
     @property
     def attends(self) -> bool:
         """True if attention's own products are quantized; its weights (``need_weights``) are in high precision."""
-        return any(not part.lowbit.casts.plan.is_empty for part in self.parts.values() if part.kind == "attention")
+        return any(not part.lowbit.casts.traits.is_empty for part in self.parts.values() if part.kind == "attention")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool) -> Tensor:
         if not self.attends:

@@ -58,7 +58,7 @@ class NativeGemms(nn.Module):
             return {}
         casts_in_force = casts or state.casts
         native: dict[str, str] = {}
-        for gemm, kinds in casts_in_force.plan.native_kinds.items():
+        for gemm, kinds in casts_in_force.traits.native_kinds.items():
             kind = next((kind for kind in kinds if obstacle_of(device, kind, state.backend) is None), None)
             if kind is None:
                 has_native_gemms(device, nearest(device, kinds), state.backend)  # raises, if it must
@@ -81,7 +81,7 @@ class NativeGemms(nn.Module):
         state, casts = self.lowbit, self.lowbit.full_casts
         if state.exact or state.backend == "emulated":
             return "exact=True" if state.exact else "backend='emulated'"
-        kinds = casts.plan.native_kinds.get(gemm, ())
+        kinds = casts.traits.native_kinds.get(gemm, ())
         if not kinds:
             return "no native GEMM takes these casts"
         kind = next((kind for kind in kinds if obstacle_of(device, kind, state.backend) is None), None)

@@ -66,7 +66,7 @@ class LayerState:
         """Returns the state of a copied layer, whose keys and amaxes nothing renews, and which nothing measures."""
         return replace(
             self,
-            plugin_is_gone=self.plugin_is_gone or self.full_casts.plan.draws,
+            plugin_is_gone=self.plugin_is_gone or self.full_casts.traits.draws,
             amaxes=None if self.amaxes is None else self.amaxes._replace(switch=None),
             token_amax=None,
             operand_sums=None,

@@ -36,7 +36,7 @@ from lightning_lowbit._torch.fsdp2 import (
 from lightning_lowbit._torch.sharding import local_tensor
 from lightning_lowbit.nn.casts.facts import explain_groups, group_by_reason, obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.core.operands import PrequantizedWeight
 from lightning_lowbit.nn.core.watch import amax_in_force
 from lightning_lowbit.nn.layers.composite import PARTS
@@ -218,7 +218,7 @@ class _Gather:
         if casts_obstacle(casts) is not None or layer.lowbit.blend is not None or layer.lowbit.operand_sums is not None:
             return None
         if (
-            "dgrad_w" not in casts.plan.from_fprop
+            "dgrad_w" not in casts.traits.from_fprop
         ):  # shared: if only one of the GEMMs is native, they need different forms
             native = layer.native_gemms(self.record.device)
             if ("fprop" in native) != ("dgrad" in native):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit._torch import foreach_mul_, foreach_zero_
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.core.watch import LayerAmaxes
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
 from lightning_lowbit.nn.state.keys import with_index

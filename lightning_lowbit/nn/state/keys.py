@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit._torch import unseen_writes
-from lightning_lowbit.nn.casts.plan import OPERANDS
+from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.core.calls import Calls, number_calls
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from lightning_lowbit.quant.rounding import mix_key

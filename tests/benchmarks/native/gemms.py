@@ -19,7 +19,7 @@ from lightning_lowbit import Cast, LinearCasts
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.kernels import layout
 from lightning_lowbit.metrics.devices import PEAKS
-from lightning_lowbit.nn.casts.plan import CONTRACTION, GEMM, OPERANDS
+from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, OPERANDS
 from lightning_lowbit.nn.native.operand import block_operand
 from lightning_lowbit.nn.native.table import NATIVE
 from lightning_lowbit.quant import scaling

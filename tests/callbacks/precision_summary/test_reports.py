@@ -34,6 +34,8 @@ def test_writes_json_beside_the_log(tmp_path, within):
     assert casts["fprop_x"] == "e2m1/e4m3:1x16+fp32"
     assert casts["wgrad_g"].endswith("~")
     assert data == {
+        "compute_dtype": "bfloat16",
+        "compute_dtype_because": "as compute_dtype='bf16' says",
         "flops_per_micro_batch": TOTAL,
         "coverage": pytest.approx(2 * FIRST / TOTAL),
         "bits_by_phase": {"fqt": pytest.approx(BITS["fqt"]), "qaf": pytest.approx(BITS["qaf"])},

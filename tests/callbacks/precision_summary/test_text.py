@@ -12,6 +12,7 @@ from lightning_lowbit.callbacks.layer_table import layer_table
 from lightning_lowbit.nn.native.devices import declared
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.report.tables import plain
+from lightning_lowbit.units import cpu_without
 from tests.callbacks.precision_summary.runs import (
     AVERAGE,
     BITS,
@@ -173,6 +174,20 @@ def test_an_operation_without_a_formula_is_named(capsys):
     fit(PrecisionSummary(), model=Trilinear())
     said = capsys.readouterr().out
     assert "Matrix products whose FLOPs are not known are left out of all numbers: aten._trilinear." in said
+
+
+@each(
+    "lacking, asked, end",
+    [
+        ([], "auto", "bfloat16, as all devices have bf16 instructions."),
+        ([torch.bfloat16], "auto", "float32, as this CPU has no bf16 instructions."),
+        ([torch.bfloat16], "bf16", "bfloat16, as compute_dtype='bf16' says."),
+    ],
+)
+def test_says_in_what_else_is_computed_and_why(capsys, lacking, asked, end):
+    with cpu_without(*lacking):
+        fit(PrecisionSummary(), plugin=FP4Precision(**SKIP, compute_dtype=asked))
+    assert f"What is not quantized is computed in {end}" in " ".join(capsys.readouterr().out.split())
 
 
 @each("filename", ["summary.txt", "folder/summary.json", "../summary.json", "/summary.json", ""])

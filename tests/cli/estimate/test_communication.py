@@ -17,7 +17,7 @@ from lightning_lowbit.cli.lab.estimate.formulas import (
 )
 from lightning_lowbit.cli.lab.estimate.shapes import Linear, Model, Weight
 from lightning_lowbit.nn.casts import PRESETS, LinearCasts
-from lightning_lowbit.nn.casts.plan import GEMMS
+from lightning_lowbit.nn.casts.traits import GEMMS
 from lightning_lowbit.nn.conversion.coverage import GemmCounter
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli import ranks_estimate

@@ -77,7 +77,7 @@ def taken(left, right):
 
 def of_gpus(casts):
     """GEMMs that GPUs compute natively, and CPUs on integers, with the kind."""
-    return {gemm: kinds[0] for gemm, kinds in casts.plan.native_kinds.items() if kinds[0] != "cpu"}
+    return {gemm: kinds[0] for gemm, kinds in casts.traits.native_kinds.items() if kinds[0] != "cpu"}
 
 
 def test_native_gemms():

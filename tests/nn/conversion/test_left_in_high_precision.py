@@ -146,7 +146,7 @@ def test_a_pattern_matches_any_name_of_a_layer(again, pattern, matched):
     found = {name for name in converted(model) if str(model.get_submodule(name).casts) == "mxfp8"}
     assert found == matched
     convert(model, "nvfp4", skip=[pattern])
-    assert {name for name in converted(model) if not model.get_submodule(name).casts.plan.is_empty} == EVERY - matched
+    assert {name for name in converted(model) if not model.get_submodule(name).casts.traits.is_empty} == EVERY - matched
 
 
 def test_a_module_that_holds_itself_has_names_too():

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import LinearCasts, bake, convert
 from lightning_lowbit.nn import AmaxHistories, GroupedLinear, LayerKeys, set_blend, set_phase
-from lightning_lowbit.nn.casts.plan import GEMMS
+from lightning_lowbit.nn.casts.traits import GEMMS
 from lightning_lowbit.nn.core.saving import SAVES
 from lightning_lowbit.nn.core.watch import Watch
 from tests.nn.experts.stacks import ENDS, EXPERTS, INNER, OUT, ROWS, converted, inputs, loop, run_loop, stack
@@ -31,7 +31,7 @@ CASTS = {
 @pytest.mark.fast("nvfp4", "fp8-current")
 @pytest.mark.parametrize("name", CASTS)
 def test_each_expert_equals_a_linear_layer_of_its_own(name):
-    packs = CASTS[name].plan.coded is not None
+    packs = CASTS[name].traits.coded is not None
     for autocast, save in product((False, True), SAVES if packs else SAVES[:1]):
         together, apart = converted(CASTS[name], bias=autocast, save=save)
         x, g = inputs()

@@ -4,13 +4,14 @@ import itertools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.nn.core.gemm import matmul
 from lightning_lowbit.quant import Operand, quantize_operand
+from lightning_lowbit.units import cpu_without
 from tests.nn.gemm.operands import NVFP4, ROWS, SIZES, TENSOR, WIDE, check, operands
 from tests.nn.layers import value
+from tests.products import Products
 from tests.tables import each
 
 ONE_LEVEL = Cast("e2m1", Scale("e4m3", 16))
@@ -43,23 +44,9 @@ def test_exact_mode_rounds_once(with_bias):
     check(fast, a, b, bias, torch.bfloat16, ulps=1)
 
 
-class DtypesOfGemms(TorchDispatchMode):
-    """Collects the dtypes in which products are summed."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.found |= {args[-1].dtype, args[-2].dtype}
-        return func(*args, **(kwargs or {}))
-
-
 @each("dtype", [torch.bfloat16, torch.float16])
-def test_cpus_without_units_for_a_dtype_compute_in_float32(monkeypatch, dtype):
+def test_cpus_without_units_for_a_dtype_compute_in_float32(dtype):
     """And round once, as GEMMs of the dtype do."""
-    monkeypatch.setattr("lightning_lowbit.nn.core.gemm.SLOW_ON_CPU", frozenset({dtype}))
     x, w = operands(dtype=dtype)
     bias = torch.randn(40).to(dtype)
     pairs = {None: (Operand(x), Operand(w))}
@@ -67,9 +54,9 @@ def test_cpus_without_units_for_a_dtype_compute_in_float32(monkeypatch, dtype):
         pairs[cast] = (quantize_operand(x, cast, 1), quantize_operand(w, cast, 0))
     for a, b in pairs.values():
         for own in (None, bias):
-            with DtypesOfGemms() as seen:
+            with cpu_without(dtype), Products() as seen:
                 found = matmul(a, b, own, dtype)
-            assert seen.found == {torch.float32}
+            assert seen.dtypes == {torch.float32}
             check(found, a, b, own, dtype, ulps=0.5)
 
 

@@ -52,7 +52,7 @@ def codes_on_cpus(within):
 
 @each("name", PRESETS)
 def test_gemms_of_presets(name):
-    kinds = LinearCasts.preset(name).plan.native_kinds
+    kinds = LinearCasts.preset(name).traits.native_kinds
     assert [gemm for gemm in kinds if "cpu" in kinds[gemm]] == NATIVE.get(name, [])
 
 
@@ -191,7 +191,7 @@ def test_delayed_scales_that_codes_do_not_show_are_emulated():
     """A NaN in a tensor with the scale of former steps would be a code of zero."""
     delayed = Cast("int4", {"format": "fp32", "block": "tensor", "source": "delayed"})
     casts = LinearCasts(fprop_x=LinearCasts.preset("nvfp4").fprop_x, fprop_w=delayed)
-    assert casts.plan.native_kinds == {}
+    assert casts.traits.native_kinds == {}
 
 
 def test_delayed_scales_of_two_levels():

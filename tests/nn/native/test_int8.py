@@ -295,7 +295,9 @@ def test_flops_and_where_they_run(backend, within):
     assert counter.coverage().low_bit == first + second, "the two forward GEMMs are quantized"
     flops = {"int8": first, "cpu": second} if backend == "auto" else {}
     assert counter.native_shares(CPU) == {kind: part / (3 * first + 3 * second) for kind, part in flops.items()}
-    assert [row[-1] for row in layer_table(model).rows] == ["native" if backend == "auto" else "emulated"] * 2
+    assert [row[-1] for row in layer_table(model, torch.float32).rows] == [
+        "native" if backend == "auto" else "emulated"
+    ] * 2
 
 
 @on_int8_units

@@ -242,6 +242,6 @@ def test_delayed_scales_of_two_levels(scaled_mm):
     ],
 )
 def test_the_table(left, right, kinds):
-    assert LinearCasts(fprop_x=left, fprop_w=right).plan.native_kinds.get("fprop", ()) == kinds
+    assert LinearCasts(fprop_x=left, fprop_w=right).traits.native_kinds.get("fprop", ()) == kinds
     if right is not None:
         assert kinds_of([left, right], [1, 1]) == kinds

@@ -122,7 +122,7 @@ def test_without_casts_second_derivatives_are_those_of_the_original(kind):
 def test_with_all_casts(casts):
     """Of a layer alone, whose gradient depends on what it has kept only by its mark; with surrogates and smoothing."""
     layer = layer_like(nn.Linear(WIDTH, 48), CASTS[casts])
-    if layer.casts.plan.is_empty:
+    if layer.casts.traits.is_empty:
         return
     x = torch.randn(16, WIDTH, requires_grad=True)
     for to, by in ((x, layer.weight), (layer.weight, x), (layer.weight, layer.weight), (x, x)):
@@ -211,7 +211,7 @@ def test_the_way_out_with_a_plugin():
     fit(model)
     expected = gradient(twin, loader.dataset.tensors[0].requires_grad_()).square().sum()
     assert torch.allclose(model.derivative, torch.autograd.grad(expected, twin[0].weight)[0])
-    assert not model.net[0].casts.plan.is_empty
+    assert not model.net[0].casts.traits.is_empty
 
 
 def test_the_name_is_that_in_the_model():

@@ -3,12 +3,11 @@
 import pytest
 
 from lightning_lowbit.optim.passes import in_pieces
-from tests.optim.parameters import clip_spikes_early
+from lightning_lowbit.optim.rules import spikes_clipped_after
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
+def small_pieces():
     """Even small tensors are worked on in pieces, and SpikeClip does not wait for 20 steps."""
-    clip_spikes_early(monkeypatch)
-    with in_pieces(12):
+    with in_pieces(12), spikes_clipped_after(2):
         yield

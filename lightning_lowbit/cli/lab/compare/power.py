@@ -121,7 +121,6 @@ def _critical(df: int) -> float:
 
 
 def _t_within(t: float, df: int) -> float:
-    """Returns the probability that a variable of Student's t lies between -t and t."""
     angle = math.atan(t / math.sqrt(df))
     sine, cosine = math.sin(angle), math.cos(angle)
     if df % 2 == 0:
@@ -157,7 +156,6 @@ def _over_spreads(value: Callable[[float], float], df: int, end: float = math.in
 
 
 def _bisect(rising: Callable[[float], float]) -> float:
-    """Returns the positive number at which a rising function crosses 0."""
     low, high = 0.0, 1.0
     while rising(high) < 0:
         low, high = high, 2 * high

@@ -12,7 +12,7 @@ import torch
 
 from lightning_lowbit.cli.lab.estimate.devices import Assumptions, Batch, Device, Layout
 from lightning_lowbit.cli.lab.estimate.shapes import Decoder, Model, Weight
-from lightning_lowbit.nn.casts.plan import GEMMS
+from lightning_lowbit.nn.casts.traits import GEMMS
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.shard import ends_within
 

@@ -16,7 +16,7 @@ from lightning_lowbit._torch import ConvNd
 from lightning_lowbit.cli.lab.estimate.devices import arithmetic
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.casts.plan import GEMMS
+from lightning_lowbit.nn.casts.traits import GEMMS
 from lightning_lowbit.nn.core.saving import saved_bits
 from lightning_lowbit.nn.layers.classes import convertible, is_linear
 from lightning_lowbit.nn.layers.composite import PartLayer
@@ -153,7 +153,7 @@ def describe(
         casts = planned.get(name, LinearCasts())
         *_, rows, columns = _matrix(layer).shape
         kinds = {gemm: arithmetic(casts, gemm, _high(compute)) for gemm in GEMMS}
-        packs = plugin is not None and plugin.save == "codes" and casts.plan.coded is not None
+        packs = plugin is not None and plugin.save == "codes" and casts.traits.coded is not None
         saved = saved_bits(casts, "codes", plugin.compute_dtype) / 8 if plugin is not None and packs else None
         linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None, saved, _rows(layer, network)))
         matrices[id(layer.weight)] = _packed(layer, casts)

@@ -64,7 +64,6 @@ class Blocks(NamedTuple):
 
 
 def _split(values: Tensor, *sizes: int) -> Tensor:
-    """Returns the last dimension as several."""
     return values.reshape(*values.shape[:-1], *sizes)
 
 

@@ -68,7 +68,6 @@ def _type(layer: QuantizedLayer, ternary: BlockType) -> Any:
 
 
 def _obstacle(network: Network, name: str, layer: QuantizedLayer, ternary: BlockType) -> str | None:
-    """As :func:`obstacle`, for a layer of a network."""
     if (reason := obstacle(name, layer, ternary)) is not None:
         return reason
     part = network.name(name)
@@ -118,7 +117,6 @@ def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _put_layer(writer: Any, weight: Weight, network: Network, config: Any, kind: BlockType, rescale: bool) -> Written:
-    """Writes a layer's blocks, and the scale of its tensor."""
     blocks = pack(weight.quantized, kind)
     if blocks.error == math.inf:
         raise ValueError(

@@ -75,61 +75,68 @@ void add_squares(const Decision &decision, int64_t i, const Block &b, const Work
     for (int lane = 0; lane < kLanes; lane++) result[1] += changed[lane];
 }
 
-// One rounding instead of two where the CPU has an instruction for it, as torch's lerp.
-inline float multiply_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
+// AdaClip, the factor and Adam.
+struct Adam {
+    float limit, ratio, factor, weight1, weight2, rate, eps, remainder;
 
-inline float lerp(float old, float value, float weight) {  // exact at weights of 0 and 1
-    bool is_near = weight < 0.5f;
-    return multiply_add(is_near ? weight : weight - 1, value - old, is_near ? old : value);
-}
+    Adam(const Decision &decision, int64_t i, float decay)
+        : limit(limit_of(decision, i)), ratio(decision.ratio[i]), factor(decision.factor[i]), weight1(decision.weight1[i]),
+          weight2(decision.weight2[i]), rate(decision.rate[i]), eps((float)decision.eps), remainder(1 - decay) {}
 
-// AdaClip, the factor and Adam on `count` elements; leaves the largest moments, found by their bits, which for positive numbers are
-// ordered as these are.
-void adam(const Decision &decision, int64_t i, float decay, int count, const float *__restrict gradient,
-          float *__restrict weights, float *__restrict mean, float *__restrict square, float *amaxes) {
-    float weight1 = decision.weight1[i], weight2 = decision.weight2[i], rate = decision.rate[i], eps = (float)decision.eps;
-    float factor = decision.factor[i], ratio = decision.ratio[i], kept = 1 - decay;
-    float limit = limit_of(decision, i);
-    int32_t largest[2] = {};
-    for (int k = 0; k < count; k++) {
-        float g = ada_clip(gradient[k], limit, ratio) * factor;
-        float m = lerp(mean[k], g, weight1), v = lerp(square[k], g * g, weight2);
-        mean[k] = m, square[k] = v;
-        weights[k] = weights[k] * kept - m / (std::sqrt(v) + eps) * rate;
-        int32_t bits[2];
-        memcpy(bits, &m, sizeof m);
-        memcpy(bits + 1, &v, sizeof v);
-        largest[0] = std::max(largest[0], bits[0] & 0x7fffffff);
-        largest[1] = std::max(largest[1], bits[1]);
+    // Exact at weights of 0 and 1.
+    static F32 lerp(F32 old, F32 value, float weight) {
+        const bool is_near = weight < 0.5f;
+        return multiply_add(all(is_near ? weight : weight - 1), value - old, is_near ? old : value);
     }
-    memcpy(amaxes, largest, sizeof largest);
+
+    // Returns the next weights, and changes the moments.
+    F32 step(F32 gradient, F32 weights, F32 &mean, F32 &square) const {
+        F32 g = (magnitude(gradient) > limit ? gradient * ratio : gradient) * factor;
+        mean = lerp(mean, g, weight1);
+        square = lerp(square, g * g, weight2);
+        return weights * remainder - mean / (square_root(square) + eps) * rate;
+    }
+};
+
+void update_in_fp32(const Shard &s, Adam adam, const Block &b, Work &work) {
+    const float *const gradient = work.gradient;
+    float *const weights = work.weights;
+    float *const means = (float *)s.mean + b.moment, *const squares = (float *)s.mean_square + b.moment;
+    for_lanes(b.count, [&](int64_t k, int lanes) {
+        F32 mean = load(means + k, lanes), square = load(squares + k, lanes);
+        store(weights + k, adam.step(load(gradient + k, lanes), load(weights + k, lanes), mean, square), lanes);
+        store(means + k, mean, lanes);
+        store(squares + k, square, lanes);
+    });
 }
 
-// Adam on a block, and then, with its scales known, the codes of its moments.
-void update_in_fp8(const Shard &s, const Decision &decision, int64_t i, float decay, const Block &b, uint64_t key, Work &work) {
+float as_float(int32_t bits) { return (from_bits(all_words((uint32_t)bits)))[0]; }
+
+// Adam on a block, and then, with its scales known, the codes of its moments. Lanes beyond its end have gradients of 0, and
+// moments that are not the largest.
+void update_in_fp8(const Shard &s, Adam adam, const Block &b, uint64_t key, Work &work) {
     uint8_t *const mean_codes = (uint8_t *)s.mean + b.moment, *const square_codes = (uint8_t *)s.mean_square + b.moment;
-    float *const means = work.buffers[2], *const squares = work.buffers[3];
+    const float *const gradient = work.gradient;
+    float *const weights = work.weights, *const means = work.buffers[2], *const squares = work.buffers[3];
     for_scales(b, [&](int first, int count, int64_t scale) {
         const float mean_scale = s.mean_scale[scale], square_scale = s.mean_square_scale[scale];
-        for_lanes(count, [=](int64_t k, int lanes) {
+        I32 mean_amax = {}, square_amax = {};  // bits, which for positive numbers are ordered as these are
+        for_lanes(count, [&](int64_t k, int lanes) {
             k += first;
-            store(means + k, decode<E4M3>(load_codes(mean_codes + k, lanes), mean_scale));
-            store(squares + k, decode<E5M2OfSquares>(load_codes(square_codes + k, lanes), square_scale));
+            F32 mean = decode<E4M3>(load_codes(mean_codes + k, lanes), mean_scale);
+            F32 square = decode<E5M2OfSquares>(load_codes(square_codes + k, lanes), square_scale);
+            store(weights + k, adam.step(load(gradient + k, lanes), load(weights + k, lanes), mean, square), lanes);
+            store(means + k, mean);
+            store(squares + k, square);
+            mean_amax = larger(mean_amax, (I32)bits(magnitude(mean)));
+            square_amax = larger(square_amax, (I32)bits(square));
         });
-        float amaxes[2];
-        adam(decision, i, decay, count, work.gradient + first, work.weights + first, means + first, squares + first, amaxes);
-        s.mean_scale[scale] = amaxes[0] / E4M3::kMax;
-        s.mean_square_scale[scale] = amaxes[1] / E5M2OfSquares::kMax;
+        s.mean_scale[scale] = as_float(largest(mean_amax)) / E4M3::kMax;
+        s.mean_square_scale[scale] = as_float(largest(square_amax)) / E5M2OfSquares::kMax;
     });
     for_scales(b, [&](int first, int count, int64_t scale) {
         encode_moments(means + first, squares + first, count, s.mean_scale[scale], s.mean_square_scale[scale],
-                       b.index + (uint32_t)first, mix(key), mix(key + 1), mean_codes + first, square_codes + first);
+                       b.index + (uint32_t)first, key, mean_codes + first, square_codes + first);
     });
 }
 
@@ -173,13 +180,11 @@ void update_block(const Shard &s, const Decision &decision, int64_t i, const Blo
         if (b.every > 1 && decision.decays) decay_all(b, values, decay);
         work.weights = gather(b, values, work.picks, work.buffers[1]);
         if (s.master) load_masters(s, b, decision.old_scale[i], work.weights);
-        const float own = b.every > 1 ? 0 : decay;
-        float amaxes[2];
+        const Adam adam(decision, i, b.every > 1 ? 0 : decay);
         if (s.moments == kFP8)
-            update_in_fp8(s, decision, i, own, b, key, work);
+            update_in_fp8(s, adam, b, key, work);
         else
-            adam(decision, i, own, b.count, work.gradient, work.weights, (float *)s.mean + b.moment,
-                 (float *)s.mean_square + b.moment, amaxes);
+            update_in_fp32(s, adam, b, work);
         if (s.master) round_to_masters(s, b, decision.new_scale[i], work.weights);
         scatter(b, values, work.picks, work.weights);
     });

@@ -4,8 +4,6 @@
 // reduced over each tile, become scales, and the elements are read again and rounded. Threads share no rectangle, and no
 // result depends on their number.
 
-#include <numeric>
-
 #include "codes.h"
 #include "panel_casts.h"
 
@@ -18,6 +16,7 @@ struct Output {
     int32_t all_columns, first;  // random bits belong to element `row * all_columns + column + first`
     Codes codes;                 // of dtype 3
     Panels panels;               // of dtype 4
+    Lines lines;                 // on their way to panels
 };
 
 namespace {
@@ -108,7 +107,8 @@ template <class In, class Out>
 void round_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, const Output &output) {
     if constexpr (std::is_same<Out, Panels>::value) {
         uint64_t key = numbers.stochastic ? uint64_t(*output.key) : 0;
-        return cast_to_panels(strip, scales, numbers, key, output.all_columns, output.first, output.panels);
+        return cast_to_panels(strip, scales, numbers, key, output.all_columns, output.first, output.lines,
+                              output.panels);
     } else {
     using Round = void (*)(const Strip<In> &, const Scales &, const CastNumbers &, const Output &);
     constexpr bool kBF16 = std::is_same<Out, BF16>::value;
@@ -152,7 +152,7 @@ void cast_strip(const Strip<In> &strip, const CastNumbers &numbers, const Output
 }
 
 template <class In>
-void cast_all(const Matrix<In> &x, const float *amax, const CastNumbers &numbers, const Output &output, int threads) {
+void cast_all(const Matrix<In> &x, const float *amax, const CastNumbers &numbers, Output output, int threads) {
     int64_t rows = x.rows, columns = x.columns;
     const bool is_tensor = numbers.statistic != kBlockMax;
     const bool by_column = numbers.two_level == kOfRows && numbers.tile_columns == 1;
@@ -194,14 +194,17 @@ void cast_all(const Matrix<In> &x, const float *amax, const CastNumbers &numbers
     int64_t step = is_tensor ? 1 : numbers.tile_rows ? numbers.tile_rows : rows;
     if (numbers.correction) (numbers.tile_columns == 1 ? step : side) = numbers.correction;
     bool is_long = step == 1 && (is_tensor || numbers.tile_columns) && columns % side == 0 && numbers.two_level != kOfRows;
+    const bool by_lines = output.dtype == 4 && output.panels.dim == 1;
     if (output.dtype == 4 && is_tensor) step = kGroup;
     if (is_long && output.dtype != 4 && !x.is_rotated() && output.all_columns == columns && output.first == 0) columns *= rows, rows = 1;
     int64_t height = step, whole = side;
     if (x.is_rotated() && x.rotation.dim) whole = std::lcm(side, x.rotation.size);
     if (x.is_rotated() && !x.rotation.dim) height = std::lcm(step, x.rotation.size);
-    int64_t panel = height > 64 ? 64 : height == 1 && !x.is_rotated() ? kRow : kPanel;
+    if (by_lines) height = std::lcm(height, kRows);
+    int64_t panel = height > 64 ? 64 : height == 1 && !x.is_rotated() ? kRow : by_lines && !x.is_rotated() ? 2 * kPanel : kPanel;
     int64_t width = (panel + whole - 1) / whole * whole;
     if (height == 1 && x.is_rotated()) height = 8;
+    output.lines = {height, width + 2 * kGroup};
     int64_t down = (rows + height - 1) / height, across = (columns + width - 1) / width;
     auto cast = output.dtype == 0   ? cast_strip<In, float>
                 : output.dtype == 1 ? cast_strip<In, BF16>
@@ -221,6 +224,7 @@ void cast_all(const Matrix<In> &x, const float *amax, const CastNumbers &numbers
             Levels levels = {encodes.data() + place, decodes.data() + place, by_column};
             cast(strip, numbers, output, levels, draws, is_tensor ? &of_tensor : nullptr);
         }
+        if (by_lines) put_lines(output.lines, top, left, bottom - top, there, output.panels);
     }
 }
 
@@ -246,7 +250,7 @@ EXPORT void lowbit_cast(const void *x, int64_t rows, int64_t columns, const Cast
         int64_t padded = (matrix.columns + width - 1) / width * width;
         int32_t dtype = panels ? 4 : codes ? 3 : numbers->output;
         Output output = {values, factor, key, dtype, place ? place[0] : int32_t(padded),
-                         place ? place[1] : 0, codes ? *codes : Codes{}, panels ? *panels : Panels{}};
+                         place ? place[1] : 0, codes ? *codes : Codes{}, panels ? *panels : Panels{}, Lines{}};
         cast_all(matrix, amax, *numbers, output, threads);
     });
 }

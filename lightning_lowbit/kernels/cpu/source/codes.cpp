@@ -61,7 +61,7 @@ void unpack(const uint8_t *source, int64_t rows, int64_t columns, const Codes &c
 // The codes of four neighbors along k of each row of panels, from `at` on; zeros behind the last.
 void put_words(const uint8_t *source, int64_t at, int64_t columns, const Codes &codes, const Grid &grid,
                const Panels &panels) {
-    const Units units(grid);
+    const Units units(grid, panels.offset);
     const bool across = panels.dim == 0;  // `at` is an element of k, else a row
     std::vector<int8_t> lines((across ? kWords : 1) * (columns + kGroup), 0);
     for (int64_t i = 0; i < (across ? kWords : 1) && (!across || at + i < panels.inner); i++)

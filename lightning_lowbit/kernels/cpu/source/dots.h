@@ -30,26 +30,20 @@ constexpr Instructions kInstructions = kLoops;
 
 typedef int8_t S8 __attribute__((vector_size(4 * kLanes)));
 
-inline S8 load_words(const int8_t *source) { return read<S8>(source) + (int8_t)kOffset; }
 inline S8 repeat_word(const int8_t *source) { return (S8)all_integers(read<int32_t>(source)); }
 
-// a * b + c, rounded once.
-inline F32 multiply_add(F32 a, F32 b, F32 c) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-    return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__) && defined(__AVX2__)
-    return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_FEATURE_DOTPROD)
-    return (F32)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+// a * b + c, rounded once on all CPUs.
+inline F32 fused_multiply_add(F32 a, F32 b, F32 c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return multiply_add(a, b, c);
 #else
-    F32 result;
-    for (int lane = 0; lane < kLanes; lane++) result[lane] = std::fma(a[lane], b[lane], c[lane]);
-    return result;
+    for (int lane = 0; lane < kLanes; lane++) c[lane] = std::fma(a[lane], b[lane], c[lane]);
+    return c;
 #endif
 }
 
 // `start` plus the products of a group of 16 elements: lane by lane those of `left`, between -128 and 127, by those of
-// `right`, between -15 and 15 and loaded by load_words. With AVX2 sums of eight products fit 16 bits.
+// `right`, between -15 and 15 and with kOffset added. With AVX2 sums of eight products fit 16 bits.
 inline I32 add_dots(I32 start, const S8 (&left)[kWords], const S8 (&right)[kWords]) {
 #if defined(__AVX512BW__) && defined(__AVX512VNNI__)
     __m512i sum = (__m512i)start;

@@ -43,48 +43,21 @@ inline F32 decode(U32 code) {
     return (F32)value;
 }
 
-// Stochastic rounding to codes, as round_stochastic in quant/rounding.py. Neighbors are one `step` apart, and `large` is
-// 1.5 * 2^23 steps: the bits of (value + large) count steps. Both are powers of two, made of the value's exponent. The
-// upper 16 random bits make a draw between -1/2 and 1/2, here in units of 2^-32.
+// Stochastic rounding to codes of 8 bits, as _codes in optim/moments.py: a float's bits count numbers, so adding the draw
+// below the code's last bit and cutting there rounds a magnitude up or down. Below the smallest normal number the bits of
+// (value + smallest) / 2 do so; they are the larger ones there. The upper 16 bits of `random` make the draw.
 template <class Format>
 inline U32 encode(F32 value, U32 random) {
-    constexpr int mantissa = Format::kMantissa;
+    constexpr int32_t cut = 23 - Format::kMantissa, drawn = (1 << cut) - (1 << (cut - 16)), middle = 1 << (cut - 17);
+    constexpr int32_t smallest = (128 - Format::kBias) << 23, one = 1 << 23;
     const float max = Format::kMax;
-    int32_t max_bits;
-    memcpy(&max_bits, &max, sizeof max);
-    I32 magnitude = smaller((I32)bits(value) & 0x7fffffff, all_integers(max_bits));
-    I32 exponent = larger(magnitude & 0x7f800000, all_integers((128 - Format::kBias) << 23));
-    if (Format::kIsSigned) magnitude |= (I32)bits(value) & (I32)all_words(0x80000000u);
-    F32 step = (F32)(exponent - ((mantissa + 32) << 23));  // in the draw's units
-    I32 large = exponent + (((23 - mantissa) << 23) + 0x400000);
-    F32 draw = __builtin_convertvector((I32)((random & 0xffff0000u) ^ 0x80000000u), F32) + 0x1p15f;
-    I32 steps = (I32)(((F32)magnitude + draw * step) + (F32)large) - large;
-    // The code of the exponent, and as many more as there are steps above its first number; below the normal numbers,
-    // steps alone.
-    I32 first = (exponent >> (23 - mantissa)) - ((128 - Format::kBias) << mantissa);
-    if (!Format::kIsSigned) return (U32)(steps + first);
-    return (U32)(steps < 0 ? first - steps + (1 << Format::kSign) : first + steps);
-}
-
-// The same to codes of 8 bits in fewer operations, of values * kUnit<Format>, which may be up to two last places off. Bits
-// of a float count numbers: adding the draw below the code's last bit and cutting there rounds. So do those of value +
-// smallest below the smallest normal number, where they are the larger ones. `doubt` becomes 0 where a sum is within some
-// last places of a cut, and the code may not be that of `encode`. In this unit the exponent leaves the lowest byte alone.
-template <class Format>
-constexpr float kUnit = 1 << Format::kBias;  // the smallest normal number becomes 2
-
-template <class Format>
-inline U32 encode_near(F32 value, U32 random, I32 &doubt) {
-    constexpr int32_t cut = 23 - Format::kMantissa, drawn = (1 << cut) - (1 << (cut - 16));
-    I32 word = (I32)bits(value), sign = word >> 31, magnitude = Format::kIsSigned ? word & 0x7fffffff : word;
-    I32 below = (I32)((F32)magnitude + all(2.0f));
-    if (Format::kIsSigned) random ^= (U32)sign;  // a draw moves a value up, whatever its sign
-    I32 draw = ((I32)(random >> (32 - cut)) & drawn) | ((1 << (cut - 16)) - 1);
-    I32 sum = larger(magnitude + (1 << 23), below) + draw;
-    doubt = smaller(doubt, sum & drawn);
-    I32 code = sum >> cut;
-    if (Format::kIsSigned) code |= code > (0x40000000 >> cut) ? sign & (1 << Format::kSign) : I32{};
-    return (U32)code;
+    int32_t most;
+    memcpy(&most, &max, sizeof most);
+    I32 size = smaller((I32)bits(Format::kIsSigned ? magnitude(value) : value), all_integers(most));
+    F32 below = multiply_add((F32)size, all(0.5f), (F32)all_integers(smallest - one));
+    I32 draw = ((I32)(random >> (32 - cut)) & drawn) | (one - smallest + middle);
+    U32 code = (U32)(larger(size, (I32)below) + draw) >> cut;
+    return Format::kIsSigned ? code | (value < 0.0f ? all_words(1u << Format::kSign) : U32{}) : code;
 }
 
 inline F32 widen_half(U16 value) {
@@ -121,8 +94,9 @@ inline void store_codes(uint8_t *target, U32 codes, int count) {
 #if defined(__AVX512BW__)
     U8 packed = (U8)_mm512_cvtepi32_epi8((__m512i)codes);
 #elif defined(__AVX2__)
-    U16 halves = shorten(codes & 0xffu);
-    U8 packed = (U8)_mm_cvtsi128_si64(_mm_packus_epi16((__m128i)halves, (__m128i)halves));
+    const __m256i lowest = _mm256_set1_epi32(0x0c080400), both = _mm256_set1_epi64x(0x400000000);
+    __m256i fours = _mm256_shuffle_epi8((__m256i)codes, lowest);  // in each half of the register
+    U8 packed = (U8)_mm_cvtsi128_si64(_mm256_castsi256_si128(_mm256_permutevar8x32_epi32(fours, both)));
 #else
     U8 packed = __builtin_convertvector(codes & 0xffu, U8);
 #endif

@@ -48,8 +48,8 @@ namespace {
 
 // Vectors of a panel's rows; rows and panels of a tile, which has as many sums as registers hold.
 constexpr int kVectors = kRows / kLanes;
-constexpr int kTileRows = 4, kTilePanels = kLanes == 16 ? 2 : 1;
-constexpr int64_t kPanelsAtOnce = 8;  // of the left operand, which stay in a cache
+constexpr int kTileRows = 4, kTilePanels = 2;
+constexpr int64_t kPanelsAtOnce = 4;  // of the left operand, which stay in a cache
 
 template <class T>
 T *memory(size_t count, int which) {
@@ -63,8 +63,10 @@ struct ScaleReader {
     const float *scales;
     int64_t groups;  // of a scale
 
+    template <bool kSingle>
     const float *at(int64_t group) const {
         static const float ones[kRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+        if (kSingle) return scales + group * kRows;
         return scales ? scales + group / groups * kRows : ones;
     }
 };
@@ -82,7 +84,7 @@ struct Reader {
 };
 
 // The sums of kTileRows rows, from `row` of a panel on, and kPanels panels. `starts` are of the rows' groups, and `step`
-// the groups that share scales: one where kSingle.
+// the groups that share scales: one, of both operands, where kSingle.
 template <int kPanels, bool kSingle>
 void multiply_tile(const Reader &left, const int32_t *starts, int64_t row, const Reader *right, int64_t groups,
                    int64_t step, F32 (&sums)[kTileRows][kPanels * kVectors]) {
@@ -97,21 +99,21 @@ void multiply_tile(const Reader &left, const int32_t *starts, int64_t row, const
         for (int column = 0; column < kColumns; column++) {
             const int64_t lane = column % kVectors * kLanes;
             for (int i = 0; i < kWords; i++)
-                words[column][i] = load_words(right[column / kVectors].codes + (group * kWords + i) * kWordStride +
+                words[column][i] = read<S8>(right[column / kVectors].codes + (group * kWords + i) * kWordStride +
                                               lane * kWords);
-            scales[column] = load(right[column / kVectors].scales.at(group) + lane);
+            scales[column] = load(right[column / kVectors].scales.at<kSingle>(group) + lane);
         }
         for (int r = 0; r < kTileRows; r++) {
             S8 repeated[kWords];
             for (int i = 0; i < kWords; i++)
                 repeated[i] = repeat_word(left.codes + (group * kWords + i) * kWordStride + (row + r) * kWords);
             const I32 start = all_integers(starts[group * kRows + row + r]);
-            const F32 left_scale = all(left.scales.at(group)[row + r]);
+            const F32 left_scale = all(left.scales.at<kSingle>(group)[row + r]);
             for (int column = 0; column < kColumns; column++) {
                 I32 sum = add_dots(kSingle ? start : whole[r][column] + start, repeated, words[column]);
                 if (ends)
-                    sums[r][column] = multiply_add(__builtin_convertvector(sum, F32) * scales[column], left_scale,
-                                                   sums[r][column]);
+                    sums[r][column] = fused_multiply_add(__builtin_convertvector(sum, F32) * scales[column], left_scale,
+                                                         sums[r][column]);
                 whole[r][column] = ends ? I32{} : sum;
             }
         }
@@ -168,12 +170,13 @@ void multiply_panels(const Panels &left, const int32_t *starts, int64_t first, i
     const int64_t step = left.block && right.block ? std::min(left.block, right.block) / kGroup
                          : left.block + right.block ? (left.block + right.block) / kGroup
                                                     : left.groups();
+    const bool is_single = left.block == kGroup && right.block == kGroup;
     const Reader columns[2] = {{right, panel}, {right, panel + kPanels - 1}};
     for (int64_t at = first; at < last; at++) {
         const Reader rows(left, at);
         for (int64_t row = 0; row < kRows && at * kRows + row < left.rows; row += kTileRows) {
             F32 sums[kTileRows][kPanels * kVectors];
-            (step == 1 ? multiply_tile<kPanels, true> : multiply_tile<kPanels, false>)(
+            (is_single ? multiply_tile<kPanels, true> : multiply_tile<kPanels, false>)(
                 rows, starts + at * left.groups() * kRows, row, columns, left.groups(), step, sums);
             for (int r = 0; r < kTileRows && at * kRows + row + r < left.rows; r++)
                 for (int column = 0; column < kPanels * kVectors; column++)
@@ -199,6 +202,7 @@ void prepare(GemmOperand &operand, int which, int threads) {
 
 EXPORT void lowbit_gemm(GemmOperand *left, GemmOperand *right, const GemmResult *result, int32_t threads) {
     prepare(*left, 0, threads);
+    right->panels.offset = kOffset;
     prepare(*right, 1, threads);
     const Panels &rows = left->panels, &columns = right->panels;
     int32_t *starts = memory<int32_t>(rows.panels() * rows.groups() * kRows, 2);

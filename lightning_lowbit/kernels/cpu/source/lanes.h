@@ -66,6 +66,28 @@ inline U32 lengthen(U16 value) { return __builtin_convertvector(value, U32); }
 inline U16 shorten(U32 value) { return __builtin_convertvector(value, U16); }
 #endif
 
+// a * b + c, with one rounding where the CPU has an instruction for it (as torch's lerp), and roots.
+#if defined(__AVX512BW__)
+inline F32 multiply_add(F32 a, F32 b, F32 c) { return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline F32 square_root(F32 value) { return (F32)_mm512_sqrt_ps((__m512)value); }
+#elif defined(__AVX2__) && defined(__FMA__)
+inline F32 multiply_add(F32 a, F32 b, F32 c) { return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline F32 square_root(F32 value) { return (F32)_mm256_sqrt_ps((__m256)value); }
+#else
+inline F32 multiply_add(F32 a, F32 b, F32 c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    for (int lane = 0; lane < kLanes; lane++) c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+inline F32 square_root(F32 value) {
+    for (int lane = 0; lane < kLanes; lane++) value[lane] = __builtin_sqrtf(value[lane]);
+    return value;
+}
+#endif
+
 inline F32 widen(U16 value) { return from_bits(lengthen(value) << 16); }
 
 // To the nearest bfloat16, ties to even; NaN stays NaN.
@@ -102,6 +124,17 @@ inline Vector every(Vector a, Vector b, std::index_sequence<kAt...>) {
 template <int kApart, size_t... kAt>
 inline F32 swap_lanes(F32 value, std::index_sequence<kAt...>) {
     return __builtin_shufflevector(value, value, (int(kAt) ^ kApart)...);
+}
+
+// The largest of all lanes.
+template <int kApart = kLanes / 2>
+inline int32_t largest(I32 value) {
+    if constexpr (kApart == 0) {
+        return value[0];
+    } else {
+        I32 other = (I32)swap_lanes<kApart>((F32)value, Lanes());
+        return largest<kApart / 2>(value > other ? value : other);
+    }
 }
 
 // The first `count` lanes of memory, the others zero; and back.

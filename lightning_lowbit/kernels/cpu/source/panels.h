@@ -17,6 +17,7 @@ struct Panels {
     float *scales;
     int64_t rows, inner;
     int32_t dim, block;  // k is dimension `dim` of the matrix that the operand is cast from
+    int32_t offset;      // what is added to all codes; zeros behind the last are left
 
     int64_t panels() const { return (rows + kRows - 1) / kRows; }
     int64_t groups() const { return (inner + kGroup - 1) / kGroup; }

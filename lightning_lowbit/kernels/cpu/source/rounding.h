@@ -146,13 +146,12 @@ inline Level level_of(F32 amax, const CastNumbers &numbers) {
 // Elements on a grid as whole numbers of its smallest step.
 struct Units {
     float per_one;
+    int32_t offset;  // added to them
 
-    explicit Units(const Grid &grid) {
+    Units(const Grid &grid, int32_t offset) : offset(offset) {
         int32_t word = (127 + grid.mantissa_bits - grid.min_exponent) << 23;
         memcpy(&per_one, &word, sizeof word);
     }
-    I32 of(F32 value) const {  // NaN, which the scale carries, becomes 0
-        value = value * per_one;
-        return __builtin_convertvector(value == value ? value : all(0.0f), I32);
-    }
+    // Of NaN, which the scale carries, the lowest byte is that of 0.
+    I32 of(F32 value) const { return __builtin_convertvector(value * per_one, I32) + offset; }
 };

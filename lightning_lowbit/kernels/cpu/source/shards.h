@@ -193,40 +193,17 @@ const float *load_squares(const Shard &s, const Block &b, float *buffer) {
     return buffer;
 }
 
-// Whether 1 / unit is an ordinary number, also times kUnit.
-bool has_reciprocal(float unit) { return 0x1p-100f < unit && unit < 0x1p100f; }
-
-// Values to codes, where `encode_near` is in doubt and for any scale.
-template <class Format>
-void encode_exactly(const float *values, int count, float unit, uint32_t index, uint64_t key, uint8_t *codes) {
-    if (!(unit > 0)) {
-        memset(codes, 0, count);
-        return;
-    }
-    for_lanes(count, [=](int64_t k, int lanes) {
-        U32 random = random_from(index + (uint32_t)k, key);
-        store_codes(codes + k, encode<Format>(load(values + k) / unit, random), lanes);
+// Codes of values that have the same scales. One hash of an element draws for both moments, with a half of its bits each.
+inline void encode_moments(const float *means, const float *squares, int count, float mean_scale, float square_scale,
+                           uint32_t index, uint64_t key, uint8_t *mean_codes, uint8_t *square_codes) {
+    const float mean_unit = mean_scale > 0 ? mean_scale : INFINITY, square_unit = square_scale > 0 ? square_scale : INFINITY;
+    U32 indices = (U32)kLane + index;
+    for_lanes(count, [&](int64_t k, int lanes) {
+        U32 random = random_bits(indices, (uint32_t)key, (uint32_t)(key >> 32));
+        store_codes(mean_codes + k, encode<E4M3>(load(means + k) / mean_unit, random), lanes);
+        store_codes(square_codes + k, encode<E5M2OfSquares>(load(squares + k) / square_unit, random << 16), lanes);
+        indices += kLanes;
     });
-}
-
-// Codes of values that have the same scales.
-void encode_moments(const float *means, const float *squares, int count, float mean_unit, float square_unit, uint32_t index,
-                    uint64_t mean_key, uint64_t square_key, uint8_t *mean_codes, uint8_t *square_codes) {
-    I32 doubt = all_integers(1);
-    if (has_reciprocal(mean_unit) && has_reciprocal(square_unit)) {
-        const float of_mean = kUnit<E4M3> / mean_unit, of_square = kUnit<E5M2OfSquares> / square_unit;
-        for_lanes(count, [&](int64_t k, int lanes) {
-            U32 random = random_from(index + (uint32_t)k, mean_key);
-            store_codes(mean_codes + k, encode_near<E4M3>(load(means + k) * of_mean, random, doubt), lanes);
-            random = random_from(index + (uint32_t)k, square_key);
-            store_codes(square_codes + k, encode_near<E5M2OfSquares>(load(squares + k) * of_square, random, doubt), lanes);
-        });
-        int32_t least = 1;
-        for (int lane = 0; lane < kLanes; lane++) least = std::min(least, doubt[lane]);
-        if (least > 0) return;
-    }
-    encode_exactly<E4M3>(means, count, mean_unit, index, mean_key, mean_codes);
-    encode_exactly<E5M2OfSquares>(squares, count, square_unit, index, square_key, square_codes);
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ INDEX = {operand: i for i, operand in enumerate(OPERANDS)}
 
 
 @dataclass(frozen=True)
-class CastPlan:
+class CastTraits:
     """Facts about casts that a pass through a layer asks for, worked out once.
 
     Attributes:
@@ -65,13 +65,13 @@ class CastPlan:
     native_kinds: dict[str, tuple[str, ...]]
     coded: str | None
 
-    def __new__(cls, *_: Any, **__: Any) -> "CastPlan":
-        """Takes the arguments with which earlier versions pickled a plan: the casts work it out again."""
+    def __new__(cls, *_: Any, **__: Any) -> "CastTraits":
+        """Takes the arguments with which earlier versions pickled traits: the casts work them out again."""
         return object.__new__(cls)
 
 
-def plan_of(casts: "LinearCasts") -> CastPlan:
-    """Works out the plan of casts that are not refused."""
+def traits_of(casts: "LinearCasts") -> CastTraits:
+    """Works out the traits of casts that are not refused."""
     cast_of = {operand: cast for operand in OPERANDS if isinstance(cast := getattr(casts, operand), Cast)}
     keyed = any(hadamard.signs == "keyed" for hadamard in casts.hadamard.values())
     altered = frozenset(name for gemm in (*casts.hadamard, *casts.subtract_mean) for name in OPERANDS_OF[gemm])
@@ -84,7 +84,7 @@ def plan_of(casts: "LinearCasts") -> CastPlan:
     shared = (repeated & without_axis) - drawing
     delayed = {name: cast for name, cast in cast_of.items() if cast.scale.source == "delayed"}
     kinds = {gemm: kinds_of_gemm for gemm in GEMMS if (kinds_of_gemm := native_kinds(casts, gemm))}
-    return CastPlan(
+    return CastTraits(
         is_empty=all(getattr(casts, operand) is None for operand in OPERANDS),
         draws=keyed or len(drawing) > 0,
         drawing=drawing,
