@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,13 @@ from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.report.blocks import Table, Text
+
+
+def layers_and_casts(model: nn.Module, dtype: torch.dtype) -> Iterator[Table | Text]:
+    """Yields the tables of layers and of casts, and why GEMMs are emulated, for a compute dtype."""
+    yield layer_table(model, dtype)
+    yield from cast_legend(model)
+    yield from native_notes(model, dtype)
 
 
 def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
@@ -24,7 +31,7 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
     for name, module in model.named_modules():
         name = clean_name(name)
         if isinstance(module, QuantizedLayer):
-            size, casts, where = module.size_text, labels[module.full_casts], _executed(module)
+            size, casts, where = module.size_text, labels[module.full_casts], _executed(module, dtype)
             members = set(module.own_parameters())
         elif members := set(module.parameters(recurse=False)) - shared:
             size, casts, where = "", "high precision", ""
@@ -61,21 +68,21 @@ def _savings(model: nn.Module, dtype: torch.dtype) -> str:
     return f" For the backward pass they keep {bits:.2f} bits per element of their inputs, of {whole} (save='codes')."
 
 
-def _executed(layer: QuantizedLayer) -> str:
+def _executed(layer: QuantizedLayer, dtype: torch.dtype) -> str:
     casts, quantized = layer.full_casts, layer.full_casts.quantized_gemms
-    native = layer.native_gemms(layer.device, casts)
+    native = layer.native_gemms(layer.device, casts, dtype)
     if not quantized or not native:
         return "emulated" if quantized else ""
     rest = [gemm for gemm in quantized if gemm not in native]
     return f"native {', '.join(native)}; emulated {', '.join(rest)}" if rest else "native"
 
 
-def native_notes(model: nn.Module) -> list[Text]:
-    """Explains why GEMMs of two quantized operands are emulated, a line for each reason."""
+def native_notes(model: nn.Module, dtype: torch.dtype) -> list[Text]:
+    """Explains why GEMMs of two quantized operands are emulated in a compute dtype, a line for each reason."""
     labels, notes = _labels(model), dict[str, None]()
     for layer in model.modules():
         if isinstance(layer, QuantizedLayer):
-            for gemm, reason in layer.emulated_because(layer.device).items():
+            for gemm, reason in layer.emulated_because(layer.device, dtype).items():
                 notes[f"Emulated, {gemm} of {labels[layer.full_casts]}: {reason}."] = None
     return [Text(note) for note in notes]
 
@@ -115,7 +122,7 @@ def layer_data(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterabl
                 "in": shape[1],
                 "out": shape[0],
                 "casts": _describe(module.full_casts),
-                "native": list(module.native_gemms(module.device, module.full_casts)),
+                "native": list(module.native_gemms(module.device, module.full_casts, dtype)),
                 "saved_bits": module.saved_input(dtype)[1],
             }
 

@@ -12,12 +12,10 @@ from lightning_lowbit._lightning import LightningModule, Trainer
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.layer_table import (
-    cast_legend,
     flops_text,
     layer_data,
-    layer_table,
+    layers_and_casts,
     merge_numbers,
-    native_notes,
 )
 from lightning_lowbit.nn import Coverage, GemmCounter
 from lightning_lowbit.nn.casts.linear_casts import PHASES
@@ -206,7 +204,7 @@ class PrecisionSummary(LowBitCallback):
 
     def _layer_blocks(self, model: nn.Module) -> list[Table | Text]:
         why = [Text(f"What is not quantized is computed in {_name(self._dtype)}, {self._why}.")] if self._why else []
-        return [layer_table(model, self._dtype), *cast_legend(model), *native_notes(model), *why]
+        return [*layers_and_casts(model, self._dtype), *why]
 
     def _coverage_blocks(self) -> list[Table | Text]:
         measured = self.coverage("fqt")

@@ -9,6 +9,7 @@ The sum over b goes through the blocks in their order, by fused multiply-adds in
 numbers of threads give the same bits.
 """
 
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -159,14 +160,14 @@ def _flops(*arguments: Any, **_: Any) -> int:
 def plain_multiply(x: Tensor, left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Does :func:`multiply` by plain code, one block after the other."""
     (a, scales_a, factor_a), (b, scales_b, factor_b) = _codes(left._replace(x=x)), _codes(right)
-    step = min(_block(left) or left.inner, _block(right) or right.inner)
+    step = gcd(_form(left).block, _form(right).block) or left.inner
     total = torch.zeros(left.rows, right.rows)
     for first in range(0, left.inner, step):
         block = slice(first, first + step)
         whole = (a[:, block].double() @ b[:, block].double().t()).float()
         scaled = whole * scales_b[:, first][None]
         total = _fused(scaled, scales_a[:, first][:, None], total)
-    total = total * (_step(left) * _step(right))
+    total = total * (_form(left).step * _form(right).step)
     factors = [factor for factor in (factor_a, None if factor_b is None else factor_b.t()) if factor is not None]
     return plain_scale_and_round(total, factors, bias, dtype)
 
@@ -194,7 +195,7 @@ def _codes(operand: CodeOperand) -> tuple[Tensor, Tensor, Tensor | None]:
         x, factor = packed
     codes, scales = unpacked_codes(x, cast, shape.numel())
     elements = cast.format.decode(codes) if codes.dtype == torch.uint8 else codes.float()
-    elements = elements.view(shape) / _step(operand)
+    elements = elements.view(shape) / _form(operand).step
     if cast.scale.per_block:
         blocks = [-(-size // side) for size, side in zip(shape, tile_of(cast, dim, 2), strict=True)]
         scales = scales.view(blocks)
@@ -210,12 +211,8 @@ def _codes(operand: CodeOperand) -> tuple[Tensor, Tensor, Tensor | None]:
     return elements, scales, factor
 
 
-def _step(operand: CodeOperand) -> float:
-    return cpp.form_of(operand.call).step
-
-
-def _block(operand: CodeOperand) -> int:
-    return cpp.form_of(operand.call).block
+def _form(operand: CodeOperand) -> cpp.Form:
+    return cpp.form_of(operand.call)
 
 
 MULTIPLY = Operation("GEMMs of codes", plain_multiply, cpp.multiply)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 CPU = torch.device("cpu")
 
@@ -19,6 +20,11 @@ _T = TypeVar("_T", Tensor, Tensor | None)
 
 class Misfit(ValueError):
     """A tensor differs in size, dtype, layout or device from the memory that a kernel would touch."""
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether a tensor has memory of its own: FakeTensor and other subclasses have none."""
+    return type(tensor) is Tensor or type(tensor) is Parameter
 
 
 def resolved(tensor: _T) -> _T:

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend, kernels_for, opaque, takes_cpp
-from lightning_lowbit.kernels.memory import Misfit, resolved
+from lightning_lowbit.kernels.memory import Misfit, is_dense, resolved
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.shard import Shard
 
-_DENSE = (Tensor, Parameter)  # FakeTensor and other subclasses have no memory of their own
 _OPERATIONS: dict[str, "Operation"] = {}  # by name, of all rows
 _warned: set[tuple[str, torch.device]] = set()
 
@@ -88,7 +86,7 @@ def run(operation: Operation, x: Tensor, *arguments: Any) -> Any:
         torch.OutOfMemoryError: of kernels too, since plain code needs more memory.
     """
     kernel, form = None, None
-    if type(x) in _DENSE and (language := kernels_for(x)) is not None:
+    if is_dense(x) and (language := kernels_for(x)) is not None:
         if language == "cpp":
             kernel = operation.cpp
         elif operation.triton is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import Cast, LinearCasts, convert, quantize
+from lightning_lowbit.kernels.gemms import CodeOperand
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
 from lightning_lowbit.nn.core.watch import observed
 from lightning_lowbit.quant import rotate, split_mean, surrogate_factor
@@ -97,7 +98,8 @@ def identical(found, expected, message=""):
 
 
 def value(operand):
-    """float64."""
+    """float64, also of an operand that a GEMM of the CPU casts."""
+    operand = operand.decoded(torch.float32) if isinstance(operand, CodeOperand) else operand
     return operand.values.double() * (1.0 if operand.factor is None else operand.factor.double())
 
 
@@ -284,3 +286,13 @@ def by_definition(layer, x, g, remembered=()):
         for parts in (results, sizes, offsets):
             parts[result] = parts[result] * factor
     return Definition(operands, results, sizes, offsets)
+
+
+def assert_is_defined(results, definition, dtype, roundings=1):
+    """Results of a pass in a dtype differ from their definition by so many roundings and those of float32 sums."""
+    for name in RESULTS.values():
+        expected = definition.results[name]
+        error = (results[name].double() - expected).abs()
+        allowed = roundings * torch.finfo(dtype).eps * (expected.abs() + 2 * definition.offsets[name])
+        allowed += definition.sizes[name] * 2.0**-21
+        assert (error <= allowed).all(), f"{name}: off by {error.max():.2e}, {(error / allowed).max():.2f} x allowed"

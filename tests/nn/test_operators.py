@@ -14,6 +14,7 @@ import lightning_lowbit.optim.moments  # noqa: F401
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.kernels import pack_operand
 from lightning_lowbit.quant.shard import Shard
+from lightning_lowbit.quant.transforms import rotated_shape
 from tests.nn.native.stand_in import StandIn
 
 KEY, SIGNS = torch.tensor(12345), torch.ones(16)
@@ -27,6 +28,7 @@ TERNARY = Cast("ternary", Scale("fp32", "tensor", statistic="absmean", epsilon=1
 SCALES = torch.ones(128 * 4, dtype=torch.float8_e4m3fn)
 TWO, HALF, BIAS = torch.tensor(2.0), torch.tensor(0.5), torch.ones(24)
 MXFP8 = Cast("e4m3", Scale("e8m0", (32, 32)), "stochastic").spec
+INT4 = Cast("int4", Scale("fp32", 32)).spec
 FP8_TILES = Cast("e4m3", Scale("fp32", (128, 128))).spec
 # Factors of the rows of a result and of its columns.
 FACTORS = [(TWO, None), (torch.ones(40, 1), torch.ones(1, 40)), (None, None)]
@@ -66,6 +68,21 @@ def operands(x):
         (x, GROUPS, 0, None, None, x.dtype, None),
         (x, TERNARY, 1, None, None, torch.int8, shard()),
     ]
+
+
+def codes(x, cast, dim, amax=None, shard=None, rotation=None):
+    """An operand as the operator takes it."""
+    shape = x.shape if rotation is None else rotated_shape(x.shape, rotation, dim)
+    return x, cast, dim, KEY, amax, shard, rotation, None, [*shape]
+
+
+def packed_codes(x, spec, dim):
+    data, factor = pack_operand(x, Cast.from_spec(spec), dim, KEY)
+    shape = [*x.shape]
+    if spec == BLOCKS:  # in groups of 16, as of a rotated matrix
+        data, factor = pack_operand(F.pad(x, (0, 8)), Cast.from_spec(spec), dim, KEY)
+        shape[1] += 8
+    return data, spec, dim, None, None, None, None, factor, shape
 
 
 def layouts(x, casts, keys, amaxes, shards, block):
@@ -148,6 +165,15 @@ ARGUMENTS = {
         for codes in (torch.ones(48, 16, dtype=torch.uint8),)
         for factor in (None, TWO)
         for bias in (None, torch.ones(40, dtype=x.dtype))
+    ],
+    "multiply_codes": lambda x: [
+        (*left, *right, bias, torch.float32)
+        for left, right, bias in (
+            (codes(x, BLOCKS, 1), codes(x, BLOCKS, 1), None),
+            (codes(x, BLOCKS, 0), codes(x, INT4, 0, shard=shard()), torch.ones(24)),
+            (codes(x, BLOCKS, 1, amax=TWO, rotation=SIGNS), packed_codes(x, BLOCKS, 1), torch.ones(40, dtype=x.dtype)),
+            (packed_codes(x, ROWS, 1), codes(x, TERNARY, 1), None),
+        )
     ],
     "_keys_in_graph": lambda x: [(torch.arange(6), 0)],
     "_decode_moment": lambda x: [

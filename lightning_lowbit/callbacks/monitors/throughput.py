@@ -27,8 +27,8 @@ class Throughput(LowBitCallback):
 
     Model FLOPs utilization (MFU) is the time that the model's FLOPs would take at the device's dense peak over the time
     they took. The peak belongs to the executed arithmetic: an emulated FP4 GEMM counts as bf16, native GEMMs at their
-    own peaks if :class:`PrecisionSummary` measures them. Recomputed activations do not count, except for one of the
-    five products in the gradient of fused attention.
+    own peaks if :class:`PrecisionSummary` measures them, those of codes on CPUs at that of int8. Recomputed activations
+    do not count, except for one of the five products in the gradient of fused attention.
 
     FLOPs of a batch come from :class:`PrecisionSummary` if it is among the callbacks, or from the module's
     ``flops_per_batch``. The time excludes validation and the first batch. Logging does not wait for the device.
@@ -115,11 +115,12 @@ class Throughput(LowBitCallback):
 def _peak(trainer: Trainer, peaks: Mapping[str, float]) -> float | None:
     """Returns FLOP/s as if all FLOPs of the model ran at the peaks of their arithmetic; None if a peak is unknown."""
     counter, device = _counter(trainer), trainer.strategy.root_device
-    native = counter.native_shares(device) if counter is not None else {}
-    rest = {str(compute_dtype(trainer.precision_plugin)).removeprefix("torch."): 1 - sum(native.values())}
+    dtype = compute_dtype(trainer.precision_plugin)
+    native = counter.native_shares(device, dtype) if counter is not None else {}
+    rest = {str(dtype).removeprefix("torch."): 1 - sum(native.values())}
     # fp16 runs as fast as bf16 on all of them.
     names = {"float16": "bfloat16", **dict.fromkeys(("fp8", "fp8-blockwise", "mxfp8"), "float8")}
-    names |= dict.fromkeys(("nvfp4", "mxfp4"), "float4")
+    names |= dict.fromkeys(("nvfp4", "mxfp4"), "float4") | {"cpu": "int8"}
     shares = {names.get(kind, kind): share for kind, share in (native | rest).items() if share}
     if not all(peaks.get(name) for name in shares):
         return None

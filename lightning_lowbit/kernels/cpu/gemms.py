@@ -10,12 +10,16 @@ from torch import Tensor
 from lightning_lowbit.kernels.cpu import casts
 from lightning_lowbit.kernels.cpu.codes import packed_codes
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import address, start
+from lightning_lowbit.kernels.memory import address, is_dense, resolved, start
 from lightning_lowbit.quant.call import CastCall, has_factor
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.packed import unpacked_factor
+from lightning_lowbit.quant.packed import pack, packing_obstacle, unpacked_factor
+from lightning_lowbit.quant.transforms import rotate
 
 INSTRUCTIONS = ("plain loops", "AVX2", "AVX-VNNI", "AVX-512 VNNI", "NEON dot products")
+
+_MOST = 127, 15  # the largest elements on the left and on the right, in steps
+_LONGEST = (2**31 - 1) // (_MOST[0] * _MOST[1])  # of sums in int32
 
 
 class _Panels(ctypes.Structure):
@@ -53,8 +57,9 @@ class _Result(ctypes.Structure):
 class Form(NamedTuple):
     """What is known of the operands of a cast along one dimension."""
 
-    block: int
+    block: int  # 0 for none
     step: float
+    largest: float  # element, in steps
     factors: bool  # one for each row
     factor: bool  # one
 
@@ -70,12 +75,32 @@ def _form(spec: str, dim: int) -> Form:
     block, format = cast.scale.block, cast.grid
     along = block[dim] if isinstance(block, tuple) else block
     by_row = block == "row" or cast.scale.two_level == "row"
+    step = 2.0 ** (format.min_exponent - format.mantissa_bits)
     return Form(
         block=along if isinstance(along, int) else 0,
-        step=2.0 ** (format.min_exponent - format.mantissa_bits),
+        step=step,
+        largest=format.max / step,
         factors=by_row,
         factor=has_factor(cast) and not by_row,
     )
+
+
+@cache
+def shared_block(left: str, left_dim: int, right: str, right_dim: int) -> int | None:
+    """Returns the elements of the contraction axis that share scales of two casts (0 for all of them), given by their
+    specs and the dimensions of this axis; None where the kernels do not multiply them.
+
+    These take elements of 127 steps on the left and 15 on the right; blocks of 16 or a multiple, of which one is a
+    multiple of the other; and scales that show a NaN, since codes do not.
+    """
+    forms = _form(left, left_dim), _form(right, right_dim)
+    blocks = [form.block for form in forms if form.block]
+    if any(casts.obstacle(cast) or packing_obstacle(cast) for cast in map(Cast.from_spec, (left, right))):
+        return None
+    if any(block % 16 for block in blocks) or (blocks and max(blocks) % min(blocks)):
+        return None
+    is_small = forms[0].largest <= _MOST[0] and forms[1].largest <= _MOST[1]
+    return min(blocks, default=0) if is_small else None
 
 
 def instructions() -> str | None:
@@ -90,7 +115,7 @@ def instructions() -> str | None:
 def multiply(x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Returns the product of operands, ``x`` that of ``left``; None for arguments that the kernels do not take."""
     kernels = library()
-    if kernels is None or dtype not in casts.INPUTS:
+    if kernels is None or dtype not in casts.INPUTS or not _fits(left, right):
         return None
     keep: list[Any] = []  # tensors and structures that the kernel reads
     first, second = _operand(left._replace(x=x), keep), _operand(right, keep)
@@ -102,14 +127,22 @@ def multiply(x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch
     if bias is not None:
         if bias.dtype not in casts.INPUTS or bias.numel() != columns:
             return None
-        bias = bias.contiguous()
+        bias = resolved(bias).contiguous()
         result.bias, result.bias_dtype = address("a bias", bias, bias.dtype, columns), casts.INPUTS[bias.dtype]
     kernels.lowbit_gemm(ctypes.byref(first), ctypes.byref(second), ctypes.byref(result), torch.get_num_threads())
     return values
 
 
+def _fits(left: Any, right: Any) -> bool:
+    """Returns whether the kernels multiply operands of these casts, whose sums are no larger than int32 holds."""
+    block = shared_block(left.call.cast.spec, left.call.dim, right.call.cast.spec, right.call.dim)
+    return block is not None and (block or left.inner) <= _LONGEST
+
+
 def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
     x, call, factor, shape = operand
+    if not (is_dense(x) and x.is_cpu):
+        return None
     form, dim = form_of(call), call.dim
     rows, inner = shape[1 - dim], shape[dim]
     panels = _Panels(None, None, rows, inner, dim, form.block, 0)
@@ -117,9 +150,11 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
     if factor is not None:
         return _packed_operand(x, call, factor, shape, panels, count, form.step, keep)
     numbers = casts.cpp_cast(call.cast.spec, dim, x.dtype, torch.float32)
-    if numbers is None or not casts.takes(x, numbers, call):
-        return None
-    x = x.contiguous()
+    if numbers is None or not casts.takes(x, numbers, call):  # plain code casts it, or says why not
+        x = x if call.rotation is None else rotate(x, call.rotation, dim)
+        x, factor = pack(x, call.cast, call.key, call.amax, None, call.shard, dim)
+        return _packed_operand(x, call, factor, shape, panels, count, form.step, keep)
+    x = resolved(x).contiguous()
     place = None if call.shard is None else (ctypes.c_int32 * 2)(*call.shard.place(shape, numbers.tile)[1:])
     rotation = casts.rotation_of(call.rotation, dim)
     keep += x, place, rotation

@@ -49,7 +49,7 @@ class ActivationProduct(PartLayer):
         """Returns none: they are emulated on all devices."""
         return {}
 
-    def emulated_because(self, device: torch.device) -> dict[str, str]:
+    def emulated_because(self, device: torch.device, dtype: torch.dtype | None = None) -> dict[str, str]:
         gemms = self.full_casts.quantized_gemms
         return {", ".join(gemms): "attention's products have no native GEMM"} if gemms else {}
 

@@ -160,12 +160,13 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def model_flops(self) -> int:
         return sum(self.gemms.values()) + sum(self.others.values()) - self.recomputed
 
-    def native_shares(self, device: torch.device) -> dict[str, float]:
-        """Returns the shares of all FLOPs in the native GEMMs of a device, by kind, with the casts in force."""
+    def native_shares(self, device: torch.device, dtype: torch.dtype | None = None) -> dict[str, float]:
+        """Returns the shares of all FLOPs in the native GEMMs of a device, by kind, with the casts in force, of passes
+        in a dtype (None for any)."""
         native: Counter[str] = Counter()
         for (name, gemm), flops in self.gemms.items():
             layer = self._layers[name]
-            if (kind := layer.native_kinds(device).get(gemm)) is not None:
+            if (kind := layer.native_kinds(device, dtype=dtype).get(gemm)) is not None:
                 native[kind] += flops
         return {kind: flops / max(self.model_flops + self.recomputed, 1) for kind, flops in native.items()}
 

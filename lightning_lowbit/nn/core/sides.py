@@ -181,7 +181,8 @@ class FrozenBytes(Parameter):
     def __init__(self, first: OperandHow, second: OperandHow, frozen: Frozen) -> None:
         super().__init__(first, second)
         self.frozen = frozen
-        self.is_quantized_again = (second.cast is not None or second.kind is not None) and not second.is_reused
+        self.takes_codes = second.kind is not None and second.cast is None  # of tiles, which lie along both axes
+        self.is_quantized_again = second.cast is not None and not second.is_reused
 
     def forward(self, x: Tensor, pass_: Pass, is_read_again: bool) -> OperandInput:
         return _unpacked(self.first, self.frozen.packed(x), self.frozen.shape)
@@ -191,6 +192,8 @@ class FrozenBytes(Parameter):
 
     def backward(self, saved: Saved, pass_: Pass) -> OperandInput:
         data, _, amax, x, shape = saved
+        if self.takes_codes:
+            return _unpacked(self.second, self.frozen.packed(data), self.frozen.shape)
         values, factor = self.frozen.operand(data, self.dtype, self.second.dtype)
         if self.is_quantized_again:
             values, factor = (values if factor is None else values.float() * factor).to(self.dtype), None
@@ -256,10 +259,11 @@ def _packed(how: OperandHow, source: OperandInput, pass_: Pass) -> Packed:
 
 def _unpacked(how: OperandHow, packed: Packed, shape: torch.Size) -> OperandInput:
     """Returns the operand that :func:`_packed` made of a tensor of ``shape``."""
-    assert how.cast is not None
+    cast = how.source_cast
+    assert cast is not None
     if how.transform is not None:  # padded to whole groups
         shape = torch.Size(n + -n % how.transform.size if i == how.dim else n for i, n in enumerate(shape))
     if how.kind is not None:
-        return OperandInput(unpacked_native_operand(*packed, how.cast, how.kind, how.dim, shape), is_operand=True)
-    values, factor = unpack_operand(packed, how.cast, how.dim, shape, how.compute_dtype, how.dtype)
+        return OperandInput(unpacked_native_operand(*packed, cast, how.kind, how.dim, shape), is_operand=True)
+    values, factor = unpack_operand(packed, cast, how.dim, shape, how.compute_dtype, how.dtype)
     return OperandInput(values, None, factor, is_operand=True)

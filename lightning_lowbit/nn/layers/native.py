@@ -1,5 +1,7 @@
 """The choice of the GEMMs of a layer that run natively, and the reasons why others are emulated."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -29,6 +31,11 @@ def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> 
     return obstacle is None
 
 
+def nearest(device: torch.device, kinds: Sequence[str]) -> str:
+    """Returns the kind of native GEMM that a device comes closest to, for reasons why it has none of them."""
+    return kinds[-1 if device.type == "cpu" else 0]
+
+
 class NativeGemms(nn.Module):
     """The part of a converted layer that decides where its GEMMs run."""
 
@@ -54,49 +61,54 @@ class NativeGemms(nn.Module):
         for gemm, kinds in casts_in_force.traits.native_kinds.items():
             kind = next((kind for kind in kinds if obstacle_of(device, kind, state.backend) is None), None)
             if kind is None:
-                has_native_gemms(device, kinds[0], state.backend)  # raises, if it must
+                has_native_gemms(device, nearest(device, kinds), state.backend)  # raises, if it must
             elif dtype is None or _gives(kind, dtype, state.backend, casts_in_force, gemm):
                 native[gemm] = kind
         if native and casts is None and state.prequantized_weight is not None:
             return _without_codes(native, state)
         return native
 
-    def emulated_because(self, device: torch.device) -> dict[str, str]:
-        """Returns why a device emulates GEMMs of two quantized operands, outside any phase: reasons by GEMMs."""
-        state, casts = self.lowbit, self.lowbit.full_casts
+    def emulated_because(self, device: torch.device, dtype: torch.dtype | None = None) -> dict[str, str]:
+        """Returns why a device emulates GEMMs of two quantized operands, outside any phase: reasons by GEMMs, for
+        passes in a dtype (None for any)."""
         emulated: dict[str, list[str]] = {}
-        for gemm in casts.quantized_gemms:
-            kinds = casts.traits.native_kinds.get(gemm, ())
-            if state.exact or state.backend == "emulated":
-                reason: str | None = "exact=True" if state.exact else "backend='emulated'"
-            elif not kinds:
-                reason = "no native GEMM takes these casts"
-            else:
-                obstacles = [obstacle_of(device, kind, state.backend) for kind in kinds]
-                reason = None if None in obstacles else obstacles[-1 if device.type == "cpu" else 0]
-            if reason is not None:
+        for gemm in self.lowbit.full_casts.quantized_gemms:
+            if (reason := self._emulated_because(gemm, device, dtype)) is not None:
                 emulated.setdefault(reason, []).append(gemm)
         return {", ".join(gemms): reason for reason, gemms in emulated.items()}
+
+    def _emulated_because(self, gemm: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
+        state, casts = self.lowbit, self.lowbit.full_casts
+        if state.exact or state.backend == "emulated":
+            return "exact=True" if state.exact else "backend='emulated'"
+        kinds = casts.traits.native_kinds.get(gemm, ())
+        if not kinds:
+            return "no native GEMM takes these casts"
+        kind = next((kind for kind in kinds if obstacle_of(device, kind, state.backend) is None), None)
+        if kind is None:
+            return obstacle_of(device, nearest(device, kinds), state.backend)
+        obstacle = None if dtype is None else _dtype_obstacle(kind, dtype, casts, gemm)
+        return None if obstacle is None else obstacle[0]
 
 
 def _gives(kind: str, dtype: torch.dtype, backend: str, casts: LinearCasts, gemm: str) -> bool:
     """Returns whether native GEMMs of a kind have results of a dtype; raises otherwise for ``backend="native"``."""
-    if kind == "cpu" and dtype == torch.bfloat16 and _rounds_operands(casts, gemm):
-        if backend == "native":
-            raise ValueError(
-                f"backend='native': {gemm} rounds operands to bfloat16 (round_to_bfloat16), and GEMMs of codes do not. "
-                "Leave out round_to_bfloat16, or use backend='auto'."
-            )
-        return False
-    if kind not in BLOCK_SCALED or dtype in results(kind):
+    if (obstacle := _dtype_obstacle(kind, dtype, casts, gemm)) is None:
         return True
     if backend == "native":
-        names = " or ".join(str(result).removeprefix("torch.") for result in results(kind))
-        raise ValueError(
-            f"backend='native': {kind} GEMMs give {names} here, and this pass computes in {dtype}. Train in bf16, "
-            "or use backend='auto'."
-        )
+        raise ValueError("backend='native': {}. {}, or use backend='auto'.".format(*obstacle))
     return False
+
+
+def _dtype_obstacle(kind: str, dtype: torch.dtype, casts: LinearCasts, gemm: str) -> tuple[str, str] | None:
+    """Returns why native GEMMs of a kind do not serve a pass in a dtype, and what to do; None if they do."""
+    if kind == "cpu" and dtype == torch.bfloat16 and _rounds_operands(casts, gemm):
+        reason = f"{gemm} rounds operands to bfloat16 (round_to_bfloat16), and GEMMs of codes do not"
+        return reason, "Leave out round_to_bfloat16"
+    if kind not in BLOCK_SCALED or dtype in results(kind):
+        return None
+    names = " or ".join(str(result).removeprefix("torch.") for result in results(kind))
+    return f"{kind} GEMMs give {names} here, and this pass computes in {dtype}", "Train in bf16"
 
 
 def _rounds_operands(casts: LinearCasts, gemm: str) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.formats import ELEMENT_FORMATS
-from lightning_lowbit.kernels import Packed, lay_out_operand, lay_out_packed, rotate
+from lightning_lowbit.kernels import Packed, amax_of, lay_out_operand, lay_out_packed, rotate
 from lightning_lowbit.kernels.gemms import CodeOperand, code_operand, packed_operand
 from lightning_lowbit.kernels.layout import repeated, taken_apart
 from lightning_lowbit.nn.native.table import NATIVE
@@ -78,6 +78,8 @@ def native_operand(
     """Makes one operand of a block-scaled native GEMM of this ``kind``, with the arguments and errors of
     :func:`lightning_lowbit.kernels.quantize_operand`. The GEMM of a CPU quantizes it."""
     if kind == "cpu":
+        if shard is not None and amax is None and cast.scale.needs_amax:
+            amax = amax_of(x, shard.spec, rotation, dim)
         return code_operand(x, CastCall(cast, dim, key, amax, None, shard, rotation))
     return block_operand(x if rotation is None else rotate(x, rotation, dim), cast, kind, dim, key, amax, shard)
 

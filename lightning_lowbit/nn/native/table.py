@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_lowbit.kernels.cpu.casts import obstacle as cpp_obstacle
+from lightning_lowbit.kernels.cpu.gemms import shared_block
 from lightning_lowbit.kernels.layout import block_shape
 from lightning_lowbit.quant import Cast
 
@@ -114,7 +114,7 @@ def _serves(kind: str, native: NativeGemm, casts: Sequence[Cast], dims: Sequence
     if any(cast.element not in native.elements for cast in casts):
         return False
     if kind == "cpu":
-        return _cpu(casts[0], casts[1], dims[0], dims[1])
+        return shared_block(casts[0].spec, dims[0], casts[1].spec, dims[1]) is not None
     if native.block is not None:
         return all(_has_blocks(cast, dim, native) for cast, dim in zip(casts, dims, strict=True))
     return not any(cast.scale.per_block for cast in casts) and _RULES[kind](*casts)
@@ -141,14 +141,6 @@ def _int8(left: Cast, right: Cast) -> bool:
     """Takes no delayed scales: integers have no NaN, so that one in the tensor must appear in its scale."""
     whole = all(cast.grid.gemm_dtype == torch.int8 for cast in (left, right))  # 8 bits and a zero point need 9
     return whole and left.scale.source == right.scale.source == "current"
-
-
-def _cpu(left: Cast, right: Cast, left_dim: int, right_dim: int) -> bool:
-    """Takes elements on the right that are at most 15 steps, and blocks of which one is a multiple of the other."""
-    blocks = [block_shape(cast, dim)[1] for cast, dim in ((left, left_dim), (right, right_dim)) if cast.scale.per_block]
-    if any(block % 16 for block in blocks) or (blocks and max(blocks) % min(blocks)):
-        return False
-    return right.format.bits <= 4 and not any(cpp_obstacle(cast) for cast in (left, right))
 
 
 _RULES = {"fp8": _fp8, "int8": _int8}

@@ -128,8 +128,8 @@ BY_DTYPE = {"bfloat16": 4e4, "float32": 1e4, "float4": 1.0}
 @pytest.mark.parametrize(
     ("settings", "peak"),
     [
-        ({"plugins": lambda: [FP4Precision(compute_dtype="bf16")]}, 4e4),  # emulated in bf16
-        ({"plugins": lambda: [FP4Precision(compute_dtype="fp32")]}, 1e4),
+        ({"plugins": lambda: [FP4Precision(compute_dtype="bf16", backend="emulated")]}, 4e4),
+        ({"plugins": lambda: [FP4Precision(compute_dtype="fp32", backend="emulated")]}, 1e4),
         ({"precision": lambda: "bf16-mixed"}, 4e4),
         ({"precision": lambda: "32-true"}, 1e4),
     ],
@@ -154,6 +154,11 @@ def test_native_gemms_have_the_peak_of_int8(clock, within, peaks):
     first_of_two_is_native(clock, within, TernaryPrecision(**SECOND_IN_HP), peaks, "int8", 1)
 
 
+@pytest.mark.parametrize("peaks", [{"int8": 8e4, "float32": 1e4}])
+def test_gemms_of_codes_have_the_peak_of_int8(clock, within, peaks):
+    first_of_two_is_native(clock, within, FP4Precision(**SECOND_IN_HP), peaks, "int8", 2)
+
+
 SECOND_IN_HP = {"overrides": {r"layer\.1": "bf16"}, "compute_dtype": "fp32"}
 
 
@@ -167,7 +172,7 @@ def first_of_two_is_native(clock, within, plugin, peaks, kind, native):
         def train_dataloader(self):
             return DataLoader(RandomDataset(WIDTH, 8 * 16), batch_size=16)  # of which nothing is padded
 
-    within(declared("cpu", {"fp8", "int8"}))
+    within(declared("cpu", {"fp8", "int8", "cpu"}))
     rows = fit(TwoLayers(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=peaks), plugins=[plugin])
     gemm = 2 * 16 * WIDTH * WIDTH
     if kind not in peaks:

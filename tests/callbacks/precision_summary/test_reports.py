@@ -21,14 +21,16 @@ def traces():
     return hooks, list(_get_current_dispatch_mode_stack())
 
 
-def test_writes_json_beside_the_log(tmp_path):
+def test_writes_json_beside_the_log(tmp_path, within):
+    within(declared("cpu", {"cpu"}))
     summary = fit(
         PrecisionSummary("bits.json", quiet=True), QAFSwitch(step=1), logger=TensorBoardLogger(tmp_path), max_steps=2
     )
     folder = tmp_path / "lightning_logs" / "version_0"
     data = json.loads((folder / "bits.json").read_text())
     casts = data["layers"][0].pop("casts")
-    assert data.pop("layers") == [{"name": "layer.0", "in": 32, "out": 32, "native": [], "saved_bits": 16.0}]
+    native = ["fprop", "dgrad", "wgrad"]
+    assert data.pop("layers") == [{"name": "layer.0", "in": 32, "out": 32, "native": native, "saved_bits": 16.0}]
     assert casts["fprop_x"] == "e2m1/e4m3:1x16+fp32"
     assert casts["wgrad_g"].endswith("~")
     assert data == {

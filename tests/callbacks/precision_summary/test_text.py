@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import FP4Precision, LowBitProgressBar, PrecisionSummary, QAFSwitch
+from lightning_lowbit import FP4Precision, LowBitPrecision, LowBitProgressBar, PrecisionSummary, QAFSwitch
 from lightning_lowbit.callbacks.layer_table import layer_table
+from lightning_lowbit.nn.native.devices import declared
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.report.tables import plain
 from lightning_lowbit.units import cpu_without
@@ -69,21 +70,23 @@ def test_says_layers_coverage_and_average_once(capsys):
     assert output.index("1.06 k of") < output.index(COVERAGE) < output.index(AVERAGE)
 
 
-def test_says_why_gemms_are_emulated(capsys):
+def test_says_why_gemms_are_emulated(capsys, within):
+    within(declared("cpu", ()))
     for plugin, reason in {
         FP4Precision(
             **SKIP
-        ): "Emulated, fprop, dgrad, wgrad of nvfp4: native NVFP4 GEMMs need an NVIDIA GPU of compute "
-        "capability 10.0 or more (Blackwell); the device is 'cpu'.",
+        ): "Emulated, fprop, dgrad, wgrad of nvfp4: GEMMs of codes on CPUs need the C++ kernels; 'cpu' is declared to "
+        "have none.",
         FP4Precision(**SKIP, backend="emulated"): "Emulated, fprop, dgrad, wgrad of nvfp4: backend='emulated'.",
-        FP4Precision("ufp4", **SKIP): "Emulated, fprop, dgrad, wgrad of ufp4: no native GEMM takes these casts.",
+        LowBitPrecision("mxfp6", **SKIP): "Emulated, fprop, dgrad, wgrad of mxfp6: no native GEMM takes these casts.",
     }.items():
         fit(PrecisionSummary(), plugin=plugin)
         assert reason in " ".join(capsys.readouterr().out.split())
 
 
-def test_tables_and_lines_fit_a_notebook_and_a_terminal(capsys, monkeypatch):
+def test_tables_and_lines_fit_a_notebook_and_a_terminal(capsys, monkeypatch, within):
     """Names are folded at their dots; no column is cut, and none but that of names where that suffices."""
+    within(declared("cpu", {"cpu"}))
 
     class Deep(BoringModel):
         def __init__(self):
@@ -101,13 +104,13 @@ def test_tables_and_lines_fit_a_notebook_and_a_terminal(capsys, monkeypatch):
         shown = said()
     assert max(map(len, shown.splitlines())) <= 88
     assert_said_once(shown)
-    assert re.search(r"^layer\.a_name_that_is_long_enough\.0\.0 +QuantLinear +32 → 2 +66 .*emulated$", shown, re.M)
+    assert re.search(r"^layer\.a_name_that_is_long_enough\.0\.0 +QuantLinear +32 → 2 +66 .*native$", shown, re.M)
     with monkeypatch.context() as terminal:
         terminal.setattr(sys.stdout, "isatty", lambda: True)
         terminal.setenv("COLUMNS", "72")
         shown = said()
     assert max(map(len, shown.splitlines())) <= 72
-    assert re.search(r"^layer\. +QuantLinear.*emulated\n  a_name_that_is_\w+\n  \w+\.0\.0$", shown, re.M)
+    assert re.search(r"^layer\. +QuantLinear.*native\n  a_name_that_is_\w+\n  \w+\.0\.0$", shown, re.M)
 
 
 def test_columns_that_are_wide_together_are_folded():

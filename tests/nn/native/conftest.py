@@ -3,8 +3,12 @@ import torch
 import torch.nn.functional as F
 
 from lightning_lowbit.nn.native import devices
-from lightning_lowbit.nn.native.table import BLOCK_SCALED
-from tests.nn.native.stand_in import StandIn
+from tests.nn.native.stand_in import OF_GPUS, StandIn
+
+
+@pytest.fixture(autouse=True)
+def _emulated_blocks():
+    """As the CPU is: these tests are about devices."""
 
 
 @pytest.fixture
@@ -13,8 +17,8 @@ def scaled_mm(monkeypatch):
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     devices._trial_obstacle.cache_clear()
-    with devices.declared("cpu", BLOCK_SCALED - {"cpu"}):
-        assert [devices.native_obstacle(torch.device("cpu"), kind) for kind in BLOCK_SCALED - {"cpu"}] == [None] * 4
+    with devices.declared("cpu", OF_GPUS):
+        assert [devices.native_obstacle(torch.device("cpu"), kind) for kind in OF_GPUS] == [None] * 4
         stand_in.calls.clear()
         yield stand_in
     devices._trial_obstacle.cache_clear()

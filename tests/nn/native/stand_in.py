@@ -10,6 +10,9 @@ from torch.nn.functional import ScalingType as Scaling
 from torch.nn.functional import SwizzleType as Swizzle
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_lowbit.nn.native.table import BLOCK_SCALED
+
+OF_GPUS = BLOCK_SCALED - {"cpu"}
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 BLOCKS = {Scaling.BlockWise1x16: 16, Scaling.BlockWise1x32: 32}
 _REAL = F.scaled_mm

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_lowbit import convert
+from lightning_lowbit.nn.layers.native import obstacle_of
 from lightning_lowbit.nn.native import devices
-from lightning_lowbit.nn.native.table import BLOCK_SCALED, NATIVE
-from tests.nn.native.stand_in import StandIn
+from lightning_lowbit.nn.native.table import NATIVE
+from tests.nn.native.stand_in import OF_GPUS, StandIn
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -38,8 +39,8 @@ def test_gpus_by_what_they_say(gpu):
     for capability, kinds in {
         (8, 9): everywhere,
         (9, 0): everywhere | {"fp8-blockwise"},
-        (10, 0): everywhere | BLOCK_SCALED - {"fp8-blockwise"},
-        (10, 3): everywhere | BLOCK_SCALED - {"fp8-blockwise"},
+        (10, 0): everywhere | OF_GPUS - {"fp8-blockwise"},
+        (10, 3): everywhere | OF_GPUS - {"fp8-blockwise"},
         (12, 0): everywhere | {"nvfp4", "mxfp8"},
     }.items():
         gpu(capability)
@@ -62,7 +63,7 @@ def test_amd_is_told_apart(gpu, monkeypatch):
     assert "in a layout that is not written yet" in str(devices.native_obstacle(GPU, "mxfp8"))
 
 
-@pytest.mark.parametrize("kind", sorted(BLOCK_SCALED))
+@pytest.mark.parametrize("kind", sorted(OF_GPUS))
 def test_a_device_that_computes_something_else_is_not_believed(gpu, monkeypatch, kind):
     """Such as one that reads scales in another order, or none."""
     gpu((9, 0) if kind == "fp8-blockwise" else (10, 0))
@@ -93,7 +94,7 @@ def test_what_torch_refuses_is_said(gpu, monkeypatch):
 
 
 def test_a_device_is_asked_once(monkeypatch, within):
-    within(devices.declared("cpu", BLOCK_SCALED))
+    within(devices.declared("cpu", OF_GPUS))
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     devices._trial_obstacle.cache_clear()
@@ -107,7 +108,7 @@ def test_a_device_is_asked_once(monkeypatch, within):
 
 def test_asking_breaks_no_graph(monkeypatch, within):
     """A compiled layer asks the device while it is traced."""
-    within(devices.declared("cpu", BLOCK_SCALED))
+    within(devices.declared("cpu", OF_GPUS))
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     devices._trial_obstacle.cache_clear()
@@ -122,14 +123,41 @@ def test_asking_breaks_no_graph(monkeypatch, within):
 
 
 def test_native_where_there_is_none_is_refused():
-    for name, needed in {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "mxfp8": "MXFP8", "fp8-blockwise": "FP8"}.items():
+    for name, needed in {"mxfp8": "MXFP8", "fp8-blockwise": "FP8", "fp8-row": "FP8"}.items():
         layer = convert(nn.Linear(32, 32), name, backend="native")
         expected = f"backend='native': native {needed} GEMMs.* need .*; the device is 'cpu'. Use backend='auto' or"
         with pytest.raises(ValueError, match=expected):
             layer(torch.randn(4, 32))
-    for casts in ("mxfp6", "int4", {"preset": "nvfp4", "every": {"scale": {"block": 24}}}):
+    for casts in ("mxfp6", "int8", {"preset": "nvfp4", "every": {"scale": {"block": 24}}}):
         with pytest.raises(ValueError, match=r"has no native GEMM: .*blocks of 16 .*Use backend='auto', skip such"):
             convert(nn.Linear(32, 32), casts, backend="native")
+
+
+def test_on_cpus_errors_speak_of_their_gemms(within):
+    within(devices.declared("cpu", ()))
+    for name in ("nvfp4", "mxfp4", "ternary"):
+        layer = convert(nn.Linear(32, 32), name, backend="native")
+        with pytest.raises(ValueError, match=r"GEMMs of codes on CPUs need the C\+\+ kernels; 'cpu' is declared"):
+            layer(torch.randn(4, 32))
+
+
+def test_codes_are_multiplied_where_that_is_faster(monkeypatch):
+    assert obstacle_of(CPU, "cpu", "native") is None
+    assert obstacle_of(CPU, "cpu", "auto") == devices.slower_because("cpu")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert obstacle_of(CPU, "cpu", "native") is None
+    reason = "this CPU has tile units (AMX), whose bf16 GEMMs are faster"
+    assert obstacle_of(CPU, "cpu", "auto") == reason
+    layer = convert(nn.Linear(32, 32), "nvfp4")
+    assert layer.emulated_because(CPU) == {"fprop, dgrad, wgrad": reason}
+    with devices.declared("cpu", {"cpu"}):
+        assert obstacle_of(CPU, "cpu", "auto") is None, "it is known better"
+
+
+def test_fp8_gemms_are_those_of_gpus():
+    for device in ("cpu", "meta", "mps"):
+        obstacle = devices.native_obstacle(torch.device(device), "fp8")
+        assert f"8.9 or more (Ada, Hopper, Blackwell); the device is '{device}'" in str(obstacle)
 
 
 def test_the_emulation_asks_nothing(scaled_mm):

@@ -11,6 +11,7 @@ from lightning_lowbit.callbacks.layer_table import layer_table
 from lightning_lowbit.nn import GemmCounter
 from lightning_lowbit.nn.casts.presets import quantization_aware
 from lightning_lowbit.nn.core.gemm import native_obstacle
+from lightning_lowbit.nn.native.devices import declared
 from tests.nn.layers import GEMMS, RESULTS, every, gradients, identical, layer_like, net, run, spied, value
 from tests.tables import each
 
@@ -46,7 +47,7 @@ LAYERS = {
     "tiles": (every(Cast("int8", Scale("e8m0", (16, 16)))), []),
     "a zero point": (quantization_aware(TOKENS, TOKENS.replace(scale={"statistic": "minmax"})), []),
     "delayed": (every(Cast("int8", Scale("fp32", "tensor", source="delayed"))), []),
-    "e1m2": (quantization_aware(TOKENS, TOKENS.replace(element="e1m2")), []),
+    "e2m3": (quantization_aware(TOKENS, TOKENS.replace(element="e2m3")), []),
     "times FP8": (every(TOKENS, fprop_w=FP8, dgrad_w=FP8, wgrad_g=FP8), []),
 }
 
@@ -268,22 +269,23 @@ def test_backend_native_takes_what_is_native_and_refuses_the_rest(native_calls, 
 
 def test_without_int8_units_layers_are_emulated_or_refuse(monkeypatch, native_calls):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
-    layer = layer_like(original, "ternary")
+    original, x, g, casts = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48), LAYERS["rows"][0]
+    layer = layer_like(original, casts)
     found = run(layer, x, g)
     assert not native_calls
     assert layer.native_gemms(CPU) == ()
-    identical(found, run(layer_like(original, "ternary", backend="emulated"), x, g))
+    identical(found, run(layer_like(original, casts, backend="emulated"), x, g))
     with pytest.raises(ValueError, match="7.5 or more, or a CPU with VNNI; this CPU has none. Use backend='auto' or "):
-        layer_like(original, "ternary", backend="native")(x)
+        layer_like(original, casts, backend="native")(x)
     for device in ("meta", "mps"):
         assert str(native_obstacle(torch.device(device), "int8")).endswith(f"the device is '{device}'")
 
 
 @on_int8_units
 @pytest.mark.parametrize("backend", ["auto", "emulated"])
-def test_flops_and_where_they_run(backend):
+def test_flops_and_where_they_run(backend, within):
     """The table says where; coverage is the same."""
+    within(declared("cpu", {"int8", "cpu"}))
     model = nn.Sequential(nn.Linear(33, 24, bias=False), nn.Linear(24, 7))
     convert(model, "ternary", overrides={"1": LinearCasts.preset("int4")}, backend=backend)
     with GemmCounter(model) as counter:
@@ -291,9 +293,11 @@ def test_flops_and_where_they_run(backend):
     first, second = 2 * 5 * 33 * 24, 2 * 5 * 24 * 7
     assert counter.gemms == {("0", gemm): first for gemm in GEMMS} | {("1", gemm): second for gemm in GEMMS}
     assert counter.coverage().low_bit == first + second, "the two forward GEMMs are quantized"
-    native = {"int8": first / (3 * first + 3 * second)} if backend == "auto" else {}
-    assert counter.native_shares(CPU) == native
-    assert [row[-1] for row in layer_table(model).rows] == ["native" if backend == "auto" else "emulated", "emulated"]
+    flops = {"int8": first, "cpu": second} if backend == "auto" else {}
+    assert counter.native_shares(CPU) == {kind: part / (3 * first + 3 * second) for kind, part in flops.items()}
+    assert [row[-1] for row in layer_table(model, torch.float32).rows] == [
+        "native" if backend == "auto" else "emulated"
+    ] * 2
 
 
 @on_int8_units

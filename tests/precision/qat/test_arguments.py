@@ -150,15 +150,17 @@ def test_a_short_row_is_one_group(columns, symmetric):
     "make",
     [lambda **how: TernaryPrecision(quantize_output=True, **how), lambda **how: IntegerPrecision(4, 8, "row", **how)],
 )
-def test_backend_native(monkeypatch, make):
-    """Trains on int8 units, and is refused before anything is changed where there are none."""
+def test_backend_native(make):
     model = Regression()
     trainer(make(backend="native")).fit(model)
     assert model.head.native_gemms(torch.device("cpu")) == ("fprop",)
+
+
+def test_backend_native_without_units_is_refused_before_anything_is_changed(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     model = Regression()
     with pytest.raises(ValueError, match="or a CPU with VNNI; this CPU has none. Use backend='auto'"):
-        trainer(make(backend="native")).fit(model)
+        trainer(IntegerPrecision(8, 8, "row", backend="native")).fit(model)
     assert type(model.head) is nn.Linear, "a refused model has been changed"
 
 

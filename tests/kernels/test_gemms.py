@@ -1,0 +1,178 @@
+"""GEMMs of codes in C++ equal the plain code to the bit, and the emulation up to the order of sums."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_lowbit import Cast, Scale
+from lightning_lowbit.kernels import quantize_operand
+from lightning_lowbit.kernels.cpu import gemms as cpp
+from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.gemms import code_operand, multiply
+from lightning_lowbit.quant.call import CastCall
+from tests.kernels import products
+from tests.kernels.products import CASTS, INT8, NVFP4, SHAPES, VALUES, product
+from tests.kernels.test_casts import same_bits
+from tests.tables import each
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built")
+ROOT = Path(__file__).parents[2]
+
+
+def check(one):
+    assert same_bits(one.by_cpp(), one.by_plain_code()), str(one)
+
+
+@each("name", CASTS)
+def test_a_product_is_that_of_the_plain_code(name):
+    for seed, shape in enumerate(SHAPES):
+        check(product(name, shape, seed))
+
+
+@pytest.mark.slow
+def test_random_products_are_those_of_the_plain_code():
+    for one in products.products(1500, 1000):
+        check(one)
+
+
+@each("values", VALUES)
+def test_values_of_all_sizes(values):
+    for seed, name in enumerate(CASTS):
+        check(product(name, (18, 20, 96), seed, values))
+
+
+def spoiled(element, row, column):
+    x = torch.randn(20, 96)
+    x[row, column] = element
+    return x
+
+
+@each("element", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_reaches_the_numbers_that_it_does_in_the_emulation(element):
+    for name, (left, right) in CASTS.items():
+        for is_left in (True, False):
+            x = spoiled(element, 3, 40) if is_left else torch.randn(20, 96)
+            w = torch.randn(20, 96) if is_left else spoiled(element, 3, 40)
+            key = torch.tensor(5)
+            a, b = (code_operand(m, CastCall(cast, 1, key)) for m, cast in ((x, left), (w, right)))
+            result = cpp.multiply(x, a, b, None, torch.float32)
+            expected = emulated(a, b)
+            assert torch.equal(result.isfinite(), expected.isfinite()), f"{name}, {element} on the left: {is_left}"
+            line = result[3] if is_left else result[:, 3]
+            assert line.isnan().all(), f"{name}: {element} vanished from {line}"
+
+
+def emulated(left, right):
+    """The product of the emulation's operands, float64."""
+    sides = []
+    for x, call, _, _ in (left, right):
+        operand = quantize_operand(x, call.cast, call.dim, call.key, call.amax, torch.float32, None, call.rotation)
+        values = operand.values.double() * (1 if operand.factor is None else operand.factor.double())
+        sides.append(values if call.dim == 1 else values.t())
+    return sides[0] @ sides[1].t()
+
+
+@each("name", CASTS)
+def test_a_product_is_the_emulations_up_to_the_order_of_sums(name):
+    left, right = CASTS[name]
+    for dims in ((1, 1), (1, 0), (0, 0)):
+        x, w = torch.randn(40, 160), torch.randn(48, 160)
+        pair = [m if dim == 1 else m.t().contiguous() for m, dim in zip((x, w), dims, strict=True)]
+        calls = [CastCall(cast, dim, torch.tensor(9)) for cast, dim in zip((left, right), dims, strict=True)]
+        a, b = map(code_operand, pair, calls)
+        expected = emulated(a, b)
+        error = (cpp.multiply(a.x, a, b, None, torch.float32) - expected).abs().max() / expected.abs().max()
+        assert error <= 2 * torch.finfo(torch.float32).eps, f"along {dims}: {error:.2e}"
+
+
+def test_an_amax_from_outside_scales_both_operands():
+    x, w = torch.randn(18, 64), torch.randn(20, 64)
+    for amax in (0.5, 100.0, 0.0, torch.inf, torch.nan):
+        a, b = (code_operand(m, CastCall(NVFP4, 1, None, torch.tensor(amax))) for m in (x, w))
+        one = products.Product("nvfp4", a, b, None, torch.float32)
+        check(one)
+
+
+def test_sizes_of_zero_give_zeros_or_the_bias():
+    bias = torch.randn(5)
+    for rows, columns, inner in ((0, 5, 32), (4, 0, 32), (4, 5, 0)):
+        a, b = (code_operand(torch.randn(size, inner), CastCall(NVFP4, 1)) for size in (rows, columns))
+        assert torch.equal(multiply(a, b, None, torch.bfloat16), torch.zeros(rows, columns, dtype=torch.bfloat16))
+        if columns == 5:
+            assert torch.equal(multiply(a, b, bias, torch.float32), bias.expand(rows, 5))
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads until the test ends."""
+    number = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(number)
+
+
+def check_threads(threads, one, numbers):
+    threads(1)
+    expected = one.by_cpp()
+    for number in numbers:
+        threads(number)
+        assert same_bits(one.by_cpp(), expected), f"{one} with {number} threads"
+
+
+def test_threads_do_not_change_bits(threads):
+    for name in ("stochastic", "tiles", "levels of rows", "ms-eden", "int8 by ternary"):
+        check_threads(threads, product(name, (130, 90, 160), 3), [2, 4] * 10)
+
+
+@pytest.mark.slow
+def test_threads_do_not_change_bits_in_a_hundred_runs(threads):
+    for name in CASTS:
+        for shape in ((130, 90, 160), (400, 300, 512)):
+            check_threads(threads, product(name, shape, 7), [2, 4] * 50)
+
+
+def test_sums_beyond_int32_are_left_to_the_plain_code():
+    inner = 2**21
+    x = torch.full((1, inner), 127.0)
+    wide = Cast("int4", Scale("fp32", "row"))
+    a, b = code_operand(x, CastCall(INT8, 1)), code_operand(x, CastCall(wide, 1))
+    assert cpp.multiply(x, a, b, None, torch.float32) is None
+    expected = inner * 127.0**2
+    assert abs(multiply(a, b, None, torch.float32).item() / expected - 1) < 1e-5
+
+
+def available(flags):
+    """Whether this machine runs code of an instruction set."""
+    known = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    return all(flag in known for flag in flags)
+
+
+# Flags of g++, and of the CPU.
+BUILDS = {
+    "plain loops": ("-march=x86-64", []),
+    "AVX2": ("-march=x86-64-v3", ["avx2"]),
+    "AVX-VNNI": ("-march=x86-64-v3 -mavxvnni", ["avx2", "avx_vnni"]),
+    "AVX-512 VNNI": ("-march=x86-64-v4 -mavx512vnni", ["avx512bw", "avx512_vnni"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of instruction sets of x86-64")
+def test_all_instructions_give_the_same_bits(tmp_path):
+    expected = products.checksum(1000)
+    for name, (flags, needs) in BUILDS.items():
+        if not available(needs):
+            continue
+        (folder := tmp_path / name.replace(" ", "-")).mkdir()
+        compiler = folder / "compiler"
+        compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {flags}\n')
+        compiler.chmod(0o755)
+        environment = {**os.environ, "CXX": str(compiler), "LOWBIT_CACHE_DIR": str(folder)}
+        command = [sys.executable, "-m", "tests.kernels.products"]
+        result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert result.stdout.splitlines() == [name, expected]
