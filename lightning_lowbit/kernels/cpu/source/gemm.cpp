@@ -46,9 +46,9 @@ struct GemmResult {
 
 namespace {
 
-// Vectors of a panel's rows; rows and panels of a tile, which has as many sums as registers hold.
+// Vectors of a panel's rows; rows and panels of a tile, whose sums fit the registers.
 constexpr int kVectors = kRows / kLanes;
-constexpr int kTileRows = 4, kTilePanels = 2;
+constexpr int kTileRows = kLanes == 8 ? 8 : 4, kTilePanels = kLanes == 16 ? 2 : 1;
 constexpr int64_t kPanelsAtOnce = 4;  // of the left operand, which stay in a cache
 
 template <class T>
@@ -87,10 +87,9 @@ struct Reader {
 // the groups that share scales: one, of both operands, where kSingle.
 template <int kPanels, bool kSingle>
 void multiply_tile(const Reader &left, const int32_t *starts, int64_t row, const Reader *right, int64_t groups,
-                   int64_t step, F32 (&sums)[kTileRows][kPanels * kVectors]) {
+                   int64_t step, F32 (&result)[kTileRows][kPanels * kVectors]) {
     constexpr int kColumns = kPanels * kVectors;
-    for (auto &line : sums)
-        for (F32 &sum : line) sum = F32{};
+    F32 sums[kTileRows][kColumns] = {};  // in registers
     I32 whole[kTileRows][kColumns] = {};
     for (int64_t group = 0; group < groups; group++) {
         const bool ends = kSingle || (group + 1) % step == 0 || group + 1 == groups;
@@ -118,6 +117,7 @@ void multiply_tile(const Reader &left, const int32_t *starts, int64_t row, const
             }
         }
     }
+    memcpy(result, sums, sizeof sums);
 }
 
 // What the offset of the right operand adds to the sums of each group and row, negated.
@@ -135,53 +135,66 @@ void offsets_of(const Panels &panels, int32_t *starts, int threads) {
         }
 }
 
+// What comes after the sums of some panels' columns: factors and the bias, and the rounding to the type of the result.
+template <int kPanels>
 struct Finish {
-    const GemmOperand &left, &right;
-    const GemmResult &result;
-    int64_t columns;
+    static constexpr int kColumns = kPanels * kVectors;
+    const GemmOperand &left;
+    void *values;
+    int64_t columns, first;
+    int32_t dtype;
+    float unit;
+    bool has_factors, has_bias;
+    F32 factors[kColumns], bias[kColumns];
 
-    template <class Bias, class Out>
-    void put(int64_t row, int64_t column, F32 value, const Bias *bias, Out *values) const {
-        int count = int(std::min<int64_t>(columns - column, kLanes));
-        value = value * (left.step * right.step);
-        if (left.factor_count) value = value * left.factor(row);
-        if (right.factor_count) value = value * right.factors_from(column, count);
-        if (bias) value = value + load(bias + column, count);
-        store(values + row * columns + column, value, count);
+    Finish(const GemmOperand &left, const GemmOperand &right, const GemmResult &result, int64_t panel)
+        : left(left), values(result.values), columns(right.panels.rows), first(panel * kRows), dtype(result.dtype),
+          unit(left.step * right.step), has_factors(right.factor_count), has_bias(result.bias) {
+        for (int i = 0; i < kColumns && count(i) > 0; i++) {
+            int64_t column = first + i * kLanes;
+            if (has_factors) factors[i] = right.factors_from(column, count(i));
+            if (has_bias && result.bias_dtype == 0) bias[i] = load((const float *)result.bias + column, count(i));
+            if (has_bias && result.bias_dtype == 1) bias[i] = load((const BF16 *)result.bias + column, count(i));
+        }
     }
-    template <class Bias>
-    void put(int64_t row, int64_t column, F32 value, const Bias *bias) const {
-        if (result.dtype == 0)
-            put(row, column, value, bias, (float *)result.values);
-        else
-            put(row, column, value, bias, (BF16 *)result.values);
+    int count(int i) const {  // of lanes
+        return int(std::min<int64_t>(columns - first - i * kLanes, kLanes));
     }
-    void operator()(int64_t row, int64_t column, F32 value) const {
-        if (result.bias_dtype == 0)
-            put(row, column, value, (const float *)result.bias);
-        else
-            put(row, column, value, (const BF16 *)result.bias);
+    void put(int64_t row, const F32 (&sums)[kColumns]) const {
+        for (int i = 0; i < kColumns && count(i) > 0; i++) {
+            F32 value = sums[i] * unit;
+            if (left.factor_count) value = value * left.factor(row);
+            if (has_factors) value = value * factors[i];
+            if (has_bias) value = value + bias[i];
+            int64_t place = row * columns + first + i * kLanes;
+            if (dtype == 0)
+                store((float *)values + place, value, count(i));
+            else
+                store((BF16 *)values + place, value, count(i));
+        }
     }
 };
 
+// The product of some panels of the left operand with kPanels of the right one.
 template <int kPanels>
-void multiply_panels(const Panels &left, const int32_t *starts, int64_t first, int64_t last, const Panels &right,
-                     int64_t panel, const Finish &finish) {
-    const int64_t step = left.block && right.block ? std::min(left.block, right.block) / kGroup
-                         : left.block + right.block ? (left.block + right.block) / kGroup
-                                                    : left.groups();
-    const bool is_single = left.block == kGroup && right.block == kGroup;
-    const Reader columns[2] = {{right, panel}, {right, panel + kPanels - 1}};
+void multiply_panels(const GemmOperand &left, const GemmOperand &right, const GemmResult &result, const int32_t *starts,
+                     int64_t first, int64_t last, int64_t panel) {
+    const Panels &above = left.panels, &beside = right.panels;
+    const int64_t groups = above.groups();
+    const int64_t step = above.block && beside.block   ? std::min(above.block, beside.block) / kGroup
+                         : above.block || beside.block ? std::max(above.block, beside.block) / kGroup
+                                                       : groups;
+    const bool is_single = above.block == kGroup && beside.block == kGroup;
+    const Reader columns[2] = {{beside, panel}, {beside, panel + kPanels - 1}};
+    const Finish<kPanels> finish(left, right, result, panel);
     for (int64_t at = first; at < last; at++) {
-        const Reader rows(left, at);
-        for (int64_t row = 0; row < kRows && at * kRows + row < left.rows; row += kTileRows) {
+        const Reader rows(above, at);
+        for (int64_t row = 0; row < kRows && at * kRows + row < above.rows; row += kTileRows) {
             F32 sums[kTileRows][kPanels * kVectors];
             (is_single ? multiply_tile<kPanels, true> : multiply_tile<kPanels, false>)(
-                rows, starts + at * left.groups() * kRows, row, columns, left.groups(), step, sums);
-            for (int r = 0; r < kTileRows && at * kRows + row + r < left.rows; r++)
-                for (int column = 0; column < kPanels * kVectors; column++)
-                    if (panel * kRows + column * kLanes < right.rows)
-                        finish(at * kRows + row + r, panel * kRows + column * kLanes, sums[r][column]);
+                rows, starts + at * groups * kRows, row, columns, groups, step, sums);
+            for (int r = 0; r < kTileRows && at * kRows + row + r < above.rows; r++)
+                finish.put(at * kRows + row + r, sums[r]);
         }
     }
 }
@@ -207,17 +220,14 @@ EXPORT void lowbit_gemm(GemmOperand *left, GemmOperand *right, const GemmResult 
     const Panels &rows = left->panels, &columns = right->panels;
     int32_t *starts = memory<int32_t>(rows.panels() * rows.groups() * kRows, 2);
     offsets_of(rows, starts, threads);
-    const Finish finish = {*left, *right, *result, columns.rows};
     const int64_t down = (rows.panels() + kPanelsAtOnce - 1) / kPanelsAtOnce;
     const int64_t across = (columns.panels() + kTilePanels - 1) / kTilePanels;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows.rows * columns.rows * rows.inner > 1 << 16)
     for (int64_t part = 0; part < down * across; part++) {
         int64_t first = part / across * kPanelsAtOnce, last = std::min(first + kPanelsAtOnce, rows.panels());
         int64_t panel = part % across * kTilePanels;
-        if (panel + kTilePanels <= columns.panels())
-            multiply_panels<kTilePanels>(rows, starts, first, last, columns, panel, finish);
-        else
-            multiply_panels<1>(rows, starts, first, last, columns, panel, finish);
+        (panel + kTilePanels <= columns.panels() ? multiply_panels<kTilePanels> : multiply_panels<1>)(
+            *left, *right, *result, starts, first, last, panel);
     }
 }
 
