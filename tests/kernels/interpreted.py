@@ -211,7 +211,7 @@ def emulated_layer(preset):
 
     run = gpu.run
     for backend in ("eager", "triton"):
-        layer, x = layer_like(original, preset), x.detach().clone().requires_grad_()
+        layer, x = layer_like(original, preset, backend="emulated"), x.detach().clone().requires_grad_()
         with mock.patch.object(gpu, "run", counted), compilation.backend(backend):
             layer(x).backward(g)  # kernels are compared with plain code before their first use
             x.grad = layer.weight.grad = None

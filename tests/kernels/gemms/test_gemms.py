@@ -15,13 +15,13 @@ from lightning_lowbit.kernels.cpu import gemms as cpp
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gemms import code_operand, multiply
 from lightning_lowbit.quant.call import CastCall
-from tests.kernels import products
-from tests.kernels.products import CASTS, INT8, NVFP4, SHAPES, TERNARY, VALUES, product
+from tests.kernels.gemms import products
+from tests.kernels.gemms.products import CASTS, INT8, NVFP4, SHAPES, TERNARY, VALUES, product
 from tests.kernels.test_casts import same_bits
 from tests.tables import each
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def check(one):
@@ -214,7 +214,7 @@ def test_all_instructions_give_the_same_bits(tmp_path):
         compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {flags}\n')
         compiler.chmod(0o755)
         environment = {**os.environ, "CXX": str(compiler), "LOWBIT_CACHE_DIR": str(folder)}
-        command = [sys.executable, "-m", "tests.kernels.products"]
+        command = [sys.executable, "-m", "tests.kernels.gemms.products"]
         result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[-3000:]
         assert result.stdout.splitlines() == [name, expected]
