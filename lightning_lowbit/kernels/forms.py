@@ -19,7 +19,8 @@ _KEY = 0x5DEECE66D
 
 
 class CastForm(NamedTuple):
-    """The form of a cast: ``group`` is the size of rotated groups or 0, ``block`` that of :class:`CastCall`."""
+    """The form of a cast: ``group`` is the size of rotated groups or 0, ``block`` and ``fours`` (``in_fours``)
+    are those of :class:`CastCall`."""
 
     spec: str
     dim: int
@@ -27,6 +28,7 @@ class CastForm(NamedTuple):
     dtype: torch.dtype
     group: int = 0
     block: int = 0
+    fours: bool = True
 
     def __str__(self) -> str:
         rotated = f", rotated by {self.group}" if self.group else ""
@@ -42,7 +44,8 @@ def cast_form(x: Tensor, call: CastCall) -> CastForm | None:
         if not triton.are_signs(call.rotation, x, call.dim):
             return None
         group = len(call.rotation)
-    return CastForm(call.cast.spec, call.dim, x.dtype, call.values_dtype(x.dtype), group, call.block)
+    dtype = call.values_dtype(x.dtype)
+    return CastForm(call.cast.spec, call.dim, x.dtype, dtype, group, call.block, call.in_fours(x))
 
 
 def cast_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCall] | None:
@@ -129,8 +132,9 @@ def _normal(*shapes: tuple[int, ...], device: torch.device) -> list[Tensor]:
 
 
 def _sample(form: CastForm, device: torch.device, rows: int = 64) -> tuple[Tensor, CastCall]:
-    """Returns a matrix ``[rows, 160]`` of widely different magnitudes, and how it is cast."""
-    [(normal, exponents)] = _normal((2, rows, 160), device=torch.device("cpu"))
+    """Returns a matrix ``[rows, 160]`` of widely different magnitudes, and how it is cast. Where rows begin within four
+    elements that share a hash, it has 158 columns."""
+    [(normal, exponents)] = _normal((2, rows, 160 if form.fours else 158), device=torch.device("cpu"))
     x = (normal * (4 * exponents).exp()).to(device, form.source)
     key = torch.tensor(_KEY, device=device)
     signs = Hadamard(form.group).diagonal(None, device) if form.group else None

@@ -22,7 +22,8 @@ class CastNumbers(NamedTuple):
 
     ``size`` is the numerator of fp32 scales, ``top`` that of the tensor's scale. ``threshold`` is the fraction of a
     significand, in units of 2^-23, from which an e8m0 scale is one power of two larger, and ``exponent`` that of the
-    largest element. ``group`` counts blocks, 0 for scales that are not corrected.
+    largest element. ``group`` counts blocks, 0 for scales that are not corrected. ``fours`` is that of
+    :meth:`CastCall.in_fours`.
     """
 
     elements: Grid
@@ -47,6 +48,7 @@ class CastNumbers(NamedTuple):
     four_over_six: str
     is_tensor: bool
     scaled: bool
+    fours: bool
 
 
 def grid_of(format: Format) -> Grid:
@@ -55,7 +57,7 @@ def grid_of(format: Format) -> Grid:
 
 
 @cache
-def cast_numbers(cast: Cast) -> CastNumbers:
+def cast_numbers(cast: Cast, fours: bool = True) -> CastNumbers:
     scale, element = cast.scale, cast.format
     exponent, significand = e8m0_rule(element, scale.rounding) if scale.format == "e8m0" else (0, 1.0)
     return CastNumbers(
@@ -81,4 +83,5 @@ def cast_numbers(cast: Cast) -> CastNumbers:
         four_over_six=scale.four_over_six or "",
         is_tensor=scale.block == "tensor",
         scaled=scale.per_block,
+        fours=fours,
     )

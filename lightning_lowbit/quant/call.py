@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbit.quant.blocks import tile_of
+from lightning_lowbit.quant.blocks import ALL, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.transforms import rotated_shape
@@ -45,6 +45,17 @@ class CastCall(NamedTuple):
         if self.shard is None or self.key is None or not self.cast.draws:
             return None
         return self.shard.offset(self.shape(x), tile_of(self.cast, self.dim, 2), x.device)
+
+    def in_fours(self, x: Tensor) -> bool:
+        """Returns whether each row of the operand of ``x`` begins with four elements that share a hash; True for a cast
+        whose elements have no random bits. A row is as long as :func:`~.blocks.element_index` counts it."""
+        if self.cast.rounding != "stochastic":
+            return True
+        shape, tile = self.shape(x), tile_of(self.cast, self.dim, 2)
+        columns, first = shape[1] if ALL in tile else shape[1] + -shape[1] % tile[1], 0
+        if self.shard is not None:
+            _, columns, first = self.shard.place(shape, tile)
+        return columns % 4 == first % 4 == 0
 
     def is_regular(self, device: torch.device) -> bool:
         """Returns whether kernels take the key and the amax; plain code converts or refuses all others."""

@@ -46,7 +46,7 @@ from lightning_lowbit.quant.blocks import (
 )
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.rounding import mix_key, round_nearest, round_stochastic, uniform
+from lightning_lowbit.quant.rounding import mix_key, round_nearest, round_stochastic, uniform, uniform_by_fours
 from lightning_lowbit.quant.scales import (
     block_amax,
     block_ends,
@@ -276,7 +276,7 @@ def round_blocks(
     if key is None or cast.rounding == "nearest":
         elements = round_nearest(values, cast.grid)
     else:
-        elements = round_stochastic(values, cast.grid, uniform(element_index(blocks, offset), key))
+        elements = round_stochastic(values, cast.grid, uniform_by_fours(element_index(blocks, offset), key))
     if not scaled:
         return elements.to(dtype)
     return (elements * (stored_scales(scales, cast) if corrected is None else corrected)).to(dtype)

@@ -135,6 +135,27 @@ def test_shards_together_equal_the_whole_matrix():
         assert same_bits(torch.cat(parts, sharded), whole), f"blocks along {dim}, cut along {sharded}"
 
 
+def test_shards_that_begin_within_four_elements_equal_the_whole_matrix():
+    x, key = torch.randn(32, 78).bfloat16(), torch.tensor(2**50 + 7)
+    cast = LinearCasts.preset("mxfp4").dgrad_g
+    parts = []
+    for start in range(0, 78, 13):
+        shard, part = Shard("group", 1, start, 13, 78), x.narrow(1, start, 13)
+        check(part, cast, 0, key, shard=shard)
+        parts.append(quantize_operand(part, cast, 0, key, shard=shard).values)
+    assert same_bits(torch.cat(parts, 1), quantize_operand(x, cast, 0, key).values)
+
+
+def test_random_bits_repeat_after_2_to_the_32_elements():
+    """The first row of this shard has the last indices and then the first ones."""
+    start, cast, key = 2**32 // 96, LinearCasts.preset("mxfp4").dgrad_g, torch.tensor(2**50 + 7)
+    x = torch.randn(1, 32).repeat(32, 3)
+    check(x, cast, 1, key, shard=Shard("group", 0, start, 32, 2**27))
+    values = quantize_operand(x, cast, 1, key, shard=Shard("group", 0, start, 32, 2**27)).values
+    whole = quantize_operand(x[:1, :32], cast, 1, key).values
+    assert same_bits(values[:1, 64:], whole)
+
+
 def test_a_shard_that_lacks_what_its_scales_need_is_left_to_plain_code():
     x, key = torch.randn(64, 128), torch.tensor(1)
     rows, eden = LinearCasts.preset("nvfp4-row").fprop_x, LinearCasts.preset("quartet2").wgrad_g

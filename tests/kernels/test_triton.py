@@ -14,6 +14,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.nn import OPERANDS, PRESETS
+from lightning_lowbit.quant import quantize_operand
 from lightning_lowbit.quant.shard import Shard
 from tests.kernels import interpreted
 from tests.kernels.interpreted import Case
@@ -184,6 +185,17 @@ def test_shards_have_the_random_bits_of_the_whole(run, cast):
                 place = Shard("", cut, start, half, x.shape[cut])
                 values = run(interpreted.shard, part, cast, dim, place)
                 assert torch.equal(values, whole.narrow(cut, start, half)), f"dim {dim}, cut along {cut} from {start}"
+
+
+@pytest.mark.parametrize("columns", [90, 104])
+def test_shards_may_begin_within_four_elements_that_share_a_hash(run, columns):
+    x, half = sample(32, columns), columns // 2
+    cast = STOCHASTIC.replace(scale={"two_level": False})
+    whole = run(interpreted.shard, x, cast, 0, Shard("", 0, 0, 32, 32))
+    assert torch.equal(whole, quantize_operand(x, cast, 0, torch.tensor(interpreted.KEY)).values)
+    for start in (0, half):
+        values = run(interpreted.shard, x.narrow(1, start, half), cast, 0, Shard("", 1, start, half, columns))
+        assert torch.equal(values, whole.narrow(1, start, half)), f"from column {start}"
 
 
 def test_two_operands_from_one_read(run):

@@ -106,7 +106,7 @@ def check_stochastic(x, cast, dim=-1, key=12345):
     side = block[1] if isinstance(block, tuple) else block if isinstance(block, int) and dim in (1, -1) else 1
     rows, columns = x.shape
     index = torch.arange(rows)[:, None] * (columns + -columns % side) + torch.arange(columns)
-    up = torch.from_numpy(reference.uniform(index.numpy(), key))
+    up = torch.from_numpy(reference.uniform_by_fours(index.numpy(), key))
     margin = (clipped - lower) / (upper - lower).clamp(min=1e-30) - (1 - up)
     expected = torch.where((margin > 0) & (upper > lower), upper, lower)
     # float32 adds the random number to a value of up to 127 steps: the last few bits of the comparison are open.

@@ -1,5 +1,7 @@
 """Stochastic rounding: unbiased between neighbors, and random bits that are a pure function of key and index."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 from lightning_lowbit import Cast, Scale, compilation, convert, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.nn import LayerKeys
-from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform
+from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform, uniform_by_fours
 from tests.references import quantize as reference
 from tests.tables import each
 
@@ -16,8 +18,11 @@ KEYS = [0, 1, -1, 2**31, -(2**31) - 5, 0x0123456789ABCDEF, -0x7EDCBA9876543210]
 SMALLEST, LARGEST = 2.0 ** -(reference.RANDOM_BITS + 1), 1 - 2.0 ** -(reference.RANDOM_BITS + 1)
 
 
-def bits_of(key, count):
-    return uniform(torch.arange(count, dtype=torch.int32), torch.tensor(key))
+DRAWS = [uniform, uniform_by_fours]
+
+
+def bits_of(key, count, draws=uniform_by_fours):
+    return draws(torch.arange(count, dtype=torch.int32), torch.tensor(key))
 
 
 def draws_for(number, count):
@@ -125,11 +130,14 @@ def test_the_largest_element_of_fp4_blocks(scale, unbiased):
 # --- random bits ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("draws", DRAWS)
 @each("key", KEYS)
-def test_hash_equals_reference(key):
-    index = torch.cat([torch.arange(4096), torch.tensor([2**31 - 1, 2**30, 123456789])]).to(torch.int32)
-    found = uniform(index, torch.tensor(key)).double().numpy()
-    np.testing.assert_array_equal(found, reference.uniform(index.numpy(), key), err_msg=f"key {key:#x}")
+def test_hash_equals_reference(key, draws):
+    ends = [2**31 - 1, 2**30, 123456789, -1, -2, -3, -4, -(2**31)]
+    index = torch.cat([torch.arange(4096), torch.tensor(ends)]).to(torch.int32)
+    found = draws(index, torch.tensor(key)).double().numpy()
+    expected = getattr(reference, draws.__name__)(index.numpy(), key)
+    np.testing.assert_array_equal(found, expected, err_msg=f"key {key:#x}")
     assert found.min() >= SMALLEST
     assert found.max() <= LARGEST
 
@@ -157,20 +165,22 @@ def chi_square_z(samples, bins=256):
     return float(((counts - expected).square().sum() / expected - (bins - 1)) / (2 * (bins - 1)) ** 0.5)
 
 
-def test_uniform_along_indices_and_along_keys():
+@pytest.mark.parametrize("draws", DRAWS)
+def test_uniform_along_indices_and_along_keys(draws):
     keys = layer_keys(steps=2)
     for key in keys.flatten().tolist():
-        assert abs(chi_square_z(bits_of(key, 2**15))) < 5, f"key {key}: not uniform over the elements"
+        assert abs(chi_square_z(bits_of(key, 2**15, draws))) < 5, f"key {key}: not uniform over the elements"
     many = layer_keys(steps=400).flatten()
-    for index in (0, 1, 255, 65536):
-        samples = uniform(torch.full_like(many, index, dtype=torch.int32), many)
+    for index in (0, 1, 2, 255, 65536):
+        samples = draws(torch.full_like(many, index, dtype=torch.int32), many)
         assert abs(chi_square_z(samples, bins=64)) < 5, f"element {index}: not uniform over the keys"
 
 
-def test_no_correlation_between_steps_layers_and_operands():
+@pytest.mark.parametrize("draws", DRAWS)
+def test_no_correlation_between_steps_layers_and_operands(draws):
     count = 2**14
     keys = layer_keys().flatten().tolist()
-    samples = torch.stack([bits_of(key, count) for key in keys]).double()
+    samples = torch.stack([bits_of(key, count, draws) for key in keys]).double()
     correlation = torch.corrcoef(samples) * count**0.5  # standard normal where independent
     correlation.fill_diagonal_(0)
     worst = correlation.abs().argmax().item()
@@ -181,14 +191,44 @@ def test_no_correlation_between_steps_layers_and_operands():
     assert 0.9 < correlation[~torch.eye(len(keys), dtype=torch.bool)].std() < 1.1
 
 
-@pytest.mark.parametrize("lag", [1, 2, 16])
-def test_no_correlation_at_lags(lag):
-    """Neighbors in a block, and in the next block; also between a stream and another one, shifted."""
+@pytest.mark.parametrize("draws", DRAWS)
+@each("lag", [*range(1, 9), 16, 96, 97, 128, 1024])
+def test_no_correlation_at_lags(lag, draws):
+    """Neighbors in a row, in blocks and in rows below; also between a stream and another one, shifted."""
     count = 2**14
-    samples = torch.stack([bits_of(key, count) for key in layer_keys(steps=2).flatten().tolist()]).double() - 0.5
+    samples = torch.stack([bits_of(key, count, draws) for key in layer_keys(steps=2).flatten().tolist()]).double() - 0.5
     shifted = samples.roll(-lag, dims=1)
     z = samples @ shifted.t() * (12 / count**0.5)
     assert z.abs().max() < 5, f"lag {lag}: z = {z.abs().max():.1f}"
+
+
+def test_four_that_share_a_hash_are_independent():
+    """Of the four together, and of any two of them along elements and along keys, all values are as frequent."""
+    along = bits_of(int(mix_key(torch.tensor(3))), 2**20).view(-1, 4)
+    keys = mix_key(torch.arange(2**18))
+    index = torch.arange(4, dtype=torch.int32)[:, None].expand(-1, len(keys))
+    for name, fours in (("elements", along), ("keys", uniform_by_fours(index, keys).t())):
+        places = (fours * 16).long()
+        joint = ((places[:, 0] * 16 + places[:, 1]) * 16 + places[:, 2]) * 16 + places[:, 3]
+        assert abs(chi_square_z((joint + 0.5) / 2**16, bins=2**16)) < 5, f"four along {name}"
+        for one, other in itertools.combinations(range(4), 2):
+            pairs = ((fours[:, one] * 512).floor() + fours[:, other]) / 512
+            assert abs(chi_square_z(pairs.double(), bins=2**16)) < 5, f"{one} and {other} along {name}"
+
+
+def test_the_mean_of_elements_over_many_keys_is_what_they_are():
+    """Of each element in a row of a cast, within four standard errors, as are pairs of them."""
+    x = torch.linspace(-5.9, 5.9, 64).roll(13).view(1, 64)
+    cast, count = Cast("e2m1", Scale("fp32", "tensor", factor=1.0), "stochastic"), 4096
+    rounded = torch.stack([quantize(x, cast, key=key).dequantize()[0] for key in mix_key(torch.arange(count))]).double()
+    errors = rounded - x.double()
+    deviation = errors.std(0)
+    random = deviation > 0
+    z = errors.mean(0)[random] / deviation[random] * count**0.5
+    assert z.abs().max() < 4, f"the mean is off by {z.abs().max():.1f} standard errors"
+    products = torch.corrcoef(errors[:, random].t()) * count**0.5
+    products.fill_diagonal_(0)
+    assert products.abs().max() < 5, f"errors correlate: z = {products.abs().max():.1f}"
 
 
 # --- no generator -----------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from lightning_lowbit.kernels.gpu.device import bits_of, float_of, magnitude_bits, stored
-from lightning_lowbit.kernels.gpu.scales import block_scales, stored_scales, tensor_scales
-from lightning_lowbit.kernels.gpu.tiles import block_places, load_elements, round_at, tile_places
+from lightning_lowbit.kernels.gpu.scales import block_scales, round_elements, stored_scales, tensor_scales
+from lightning_lowbit.kernels.gpu.tiles import block_places, load_elements, random_at, tile_places
 
 _NAN = tl.constexpr(127)  # of a magnitude in 7 bits
 _INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -114,7 +114,8 @@ def pack_blocks(
         tl.store(factor, decode)
     scales, by, zeros = block_scales(elements, mask, encode, decode, 0, key, CAST)
     width = tl.cdiv(columns, SIDES[1]) * SIDES[1]
-    rounded = round_at(elements, 1.0, by, zeros, row, column, key, offset, width, CAST)
+    random = random_at(row, column, key, offset, width, CAST)
+    rounded = round_elements(elements, 1.0, by, zeros, random, CAST)
     shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
     joined = _joined(_code_of(rounded, CAST.elements, CODING, BITS), BITS, shape)
     count: tl.constexpr = 8 // BITS
@@ -175,10 +176,11 @@ def lay_out_blocks(
     scales, by, zeros = block_scales(elements, mask, encode, decode, 0, key, CAST)
     if DIM == 1:
         width = tl.cdiv(columns, SIDES[1]) * SIDES[1]
-        rounded = round_at(elements, 1.0, by, zeros, row, column, key, offset, width, CAST)
+        random = random_at(row, column, key, offset, width, CAST)
     else:
         width = tl.cdiv(rows, SIDES[0]) * SIDES[0]
-        rounded = round_at(elements, 1.0, by, zeros, column, row, key, offset, width, CAST)
+        random = random_at(column, row, key, offset, width, CAST)
+    rounded = round_elements(elements, 1.0, by, zeros, random, CAST)
     shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
     code = tl.where(mask, _code_of(rounded, CAST.elements, CODING, BITS), 0)
     joined = _joined(code, BITS, shape)

@@ -90,15 +90,16 @@ def round_up(value, GRID: tl.constexpr):
 
 
 @triton.jit
-def round_stochastic(value, index, low, high, GRID: tl.constexpr):
-    """Rounds to one of two neighbors. ``index`` is the element's, uint32; ``low`` and ``high`` are the key's halves."""
+def round_stochastic(value, random, GRID: tl.constexpr):
+    """Rounds to one of two neighbors, by ``random`` numbers of 16 bits (uint32)."""
     value = at_least(at_most(value, GRID.max), -GRID.max)
-    offset = _centered_uniform(index, low, high)
+    # A draw, `uniform - 1/2` of quant/rounding.py: the random bits are the leading ones of a float in [1, 2).
+    draw = float_of((random << 7) | 0x3F800000) - (1.5 - 2.0**-17)
     if GRID.is_uniform:
         step = tl.full(value.shape, 2.0 ** (GRID.min_exponent - GRID.mantissa_bits), tl.float32)
     else:
         step = grid_step(value, GRID)
-    return _to_multiple(tl.fma(offset, step, value), value, GRID)  # the product is exact
+    return _to_multiple(tl.fma(draw, step, value), value, GRID)  # the product is exact
 
 
 @triton.jit
@@ -113,9 +114,29 @@ def random_bits(index, low, high):
 
 
 @triton.jit
-def _centered_uniform(index, low, high):
-    """Draws ``uniform - 1/2`` of quant/rounding.py: the 16 random bits are the leading ones of a float in [1, 2)."""
-    return float_of((random_bits(index, low, high) >> 9) & 0x7FFF80 | 0x3F800000) - (1.5 - 2.0**-17)
+def random_of(index, low, high):
+    """Computes 16 random bits of an index (uint32) by a key, as ``uniform`` of quant/rounding.py."""
+    return random_bits(index, low, high) >> 16
+
+
+@triton.jit
+def random_of_fours(row, column, stride, first, low, high, FOURS: tl.constexpr):
+    """Computes 16 random bits of the index ``row * stride + column + first``, as ``uniform_by_fours``.
+
+    With ``FOURS``, stride and first index are multiples of four. Compilers then see that neighbors share a hash.
+    """
+    if FOURS:
+        four = row * stride + first + (column & 0xFFFFFFFC)
+        place = column & 3
+    else:
+        index = row * stride + first + column
+        four = index & 0xFFFFFFFC
+        place = index & 3
+    word = random_bits(four, low, high)
+    other = word * 0x2C1B3C6D
+    other = other ^ (other >> 16)
+    word = tl.where(place < 2, word, other)
+    return tl.where((place & 1) == 0, word & 0xFFFF, word >> 16)
 
 
 @triton.jit
@@ -132,14 +153,6 @@ def place_of(offset, columns):
         return tl.cast(columns, tl.uint32), tl.cast(0, tl.uint32)
     else:
         return tl.load(offset + 1).to(tl.uint32, bitcast=True), tl.load(offset + 2).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def halves(key, CAST: tl.constexpr):
-    if CAST.stochastic:
-        return key_halves(key)
-    else:
-        return 0, 0
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------

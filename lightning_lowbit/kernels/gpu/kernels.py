@@ -10,7 +10,7 @@ import triton.language as tl
 from lightning_lowbit.kernels.gpu.codes import lay_out_blocks as lay_out_blocks
 from lightning_lowbit.kernels.gpu.codes import pack_blocks as pack_blocks
 from lightning_lowbit.kernels.gpu.codes import unpack_blocks as unpack_blocks
-from lightning_lowbit.kernels.gpu.device import float_of, halves, magnitude_bits, place_of, stored, widen
+from lightning_lowbit.kernels.gpu.device import float_of, magnitude_bits, stored, widen
 from lightning_lowbit.kernels.gpu.passes import measure_shards as measure_shards
 from lightning_lowbit.kernels.gpu.passes import pass_over_shards as pass_over_shards
 from lightning_lowbit.kernels.gpu.passes import sum_partials as sum_partials
@@ -32,7 +32,7 @@ from lightning_lowbit.kernels.gpu.tiles import (
     first_index,
     load_elements,
     load_rotated,
-    round_at,
+    random_at,
     tile_places,
 )
 from lightning_lowbit.kernels.gpu.tiles import rotate as rotate
@@ -91,7 +91,8 @@ def cast_blocks(
     width = tl.cdiv(columns, SIDES[1]) * SIDES[1]
     index = first_index(down, right, offset, width, SIDES, BLOCKS)
     scales, by, zeros = block_scales(elements, mask, encode, decode, index, key, CAST)
-    result = round_at(elements, scales, by, zeros, row, column, key, offset, width, CAST)
+    random = random_at(row, column, key, offset, width, CAST)
+    result = round_elements(elements, scales, by, zeros, random, CAST)
     result = stored(result, THROUGH, DTYPE, INTERPRETED)
     tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
 
@@ -155,15 +156,13 @@ def cast_rows(
     tl.store(factor + line, stored_scales(scales, CAST) * decode, mask=is_line)
 
     by = encode_factor(scales, decode, CAST)
-    low, high = halves(key, CAST)
-    stride, first = place_of(offset, columns)
     for start in range(0, length, STEP):
         step = start + steps
         mask = is_line & (step < length)
         elements = widen(tl.load(begin + step.to(tl.int64) * step_stride, mask=mask, other=0.0))
         row, column = (line, step) if AXIS == 1 else (step, line)
-        index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
-        result = round_elements(elements, scales, by, zeros, index, low, high, CAST)
+        random = random_at(row, column, key, offset, columns, CAST)
+        result = round_elements(elements, scales, by, zeros, random, CAST)
         result = stored(result, DTYPE, DTYPE, INTERPRETED)
         tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
 
@@ -202,7 +201,8 @@ def cast_tensor(
     if tl.program_id(0) == 0:
         tl.store(factor, stored_scales(scales, CAST) * decode)
     by = encode_factor(scales, decode, CAST)
-    result = round_at(elements, scales, by, 0.0, row, column, key, offset, columns, CAST)
+    random = random_at(row, column, key, offset, columns, CAST)
+    result = round_elements(elements, scales, by, 0.0, random, CAST)
     result = stored(result, DTYPE, DTYPE, INTERPRETED)
     tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
 
@@ -295,7 +295,8 @@ def _cast_tile(elements, mask, row, column, stride, factor, amax, key, CAST: tl.
         tl.store(factor, decode)
     blocks = tl.reshape(elements, SHAPE)
     scales, by, zeros = block_scales(blocks, tl.reshape(mask, SHAPE), encode, decode, 0, key, CAST)
-    low, high = halves(key, CAST)
-    index = row.to(tl.uint32) * tl.cast(stride, tl.uint32) + column.to(tl.uint32)
-    result = round_elements(blocks, scales, by, zeros, tl.reshape(index, SHAPE), low, high, CAST)
+    random = random_at(row, column, key, None, stride, CAST)
+    if CAST.stochastic:
+        random = tl.reshape(random, SHAPE)
+    result = round_elements(blocks, scales, by, zeros, random, CAST)
     return tl.reshape(result, elements.shape)

@@ -49,7 +49,7 @@ def cast_launch(
     """
     cast, dim, rotation = call.cast, call.dim, call.rotation
     group = 0 if rotation is None else len(rotation)
-    form = _cast_form(cast.spec, dim, x.dtype, values.dtype, is_transposed(x), group)
+    form = _cast_form(cast.spec, dim, x.dtype, values.dtype, is_transposed(x), group, call.in_fours(x))
     amaxes = x.shape[1 - dim % 2] if cast.scale.two_level == "row" else 1
     arguments = {
         "x": x,
@@ -75,10 +75,13 @@ class _Form(NamedTuple):
 
 
 @cache
-def _cast_form(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, transposed: bool, group: int) -> _Form:
-    """Returns the form of a cast from the dtype ``source`` to ``dtype``, rotated in groups unless their size is 0."""
+def _cast_form(
+    spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, transposed: bool, group: int, fours: bool
+) -> _Form:
+    """Returns the form of a cast from the dtype ``source`` to ``dtype``, rotated in groups unless their size is 0.
+    ``fours`` is :meth:`CastCall.in_fours`."""
     cast = Cast.from_spec(spec)
-    tile, constants = tile_of(cast, dim, 2), {"CAST": cast_numbers(cast), "DTYPE": dtype}
+    tile, constants = tile_of(cast, dim, 2), {"CAST": cast_numbers(cast, fours), "DTYPE": dtype}
     if tile == (ALL, ALL):
         size = _tile(transposed)
         return _Form("cast_tensor", size, {**constants, "TILE": size, "SUMS": SUMS})
@@ -110,7 +113,7 @@ def both_launch(x: Tensor, calls: tuple[CastCall, CastCall], amax: Tensor | None
         arguments |= {f"values_{name}": values, f"factor_{name}": factor}
         arguments |= {f"key_{name}": outside["key"], f"amax_{name}": outside["amax"]}
         through = x.dtype if is_rounded(x.dtype, call.cast) else values.dtype
-        numbers = {"CAST": cast_numbers(call.cast), "DTYPE": values.dtype, "THROUGH": through}
+        numbers = {"CAST": cast_numbers(call.cast, call.in_fours(x)), "DTYPE": values.dtype, "THROUGH": through}
         constants |= {f"{key}_{name.upper()}": value for key, value in numbers.items()}
     warps = min(size[0] * size[1] // 1024, 8)  # one warp reduces along columns without shared memory
     return Launch("cast_both", _programs(x, size), {**arguments, **_layout(x)}, constants, warps)
@@ -130,7 +133,8 @@ def pack_launch(x: Tensor, call: CastCall, amax: Tensor | None, data: Tensor, fa
         **_outside(x, call, amax),
         **_layout(x),
     }
-    constants = {**_coding(cast), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
+    constants = {**_coding(cast, call.in_fours(x)), "SIDES": sides}
+    constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
     return Launch("pack_blocks", _programs(x, (rows, columns)), arguments, constants, warps)
 
 
@@ -152,7 +156,8 @@ def layout_launch(
         **_outside(x, call, amax),
         **_layout(matrix),
     }
-    constants = {**_coding(cast), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
+    constants = {**_coding(cast, call.in_fours(x)), "SIDES": sides}
+    constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
     constants |= {"DIM": dim, "SCALED": block, "PADDED": multiples()}
     programs = -(-round_up(matrix.shape[0], 128) // rows) * -(-round_up(matrix.shape[1], 4 * block) // columns)
     return Launch("lay_out_blocks", programs, arguments, constants, warps)
@@ -182,9 +187,9 @@ def _outside(x: Tensor, call: CastCall, amax: Tensor | None, amaxes: int = 1) ->
     }
 
 
-def _coding(cast: Cast) -> dict[str, Any]:
+def _coding(cast: Cast, fours: bool = True) -> dict[str, Any]:
     """Returns constants of codes; their elements are rounded alone, since scales go beside them."""
-    numbers = cast_numbers(cast)._replace(scaled=False)
+    numbers = cast_numbers(cast, fours)._replace(scaled=False)
     return {"CAST": numbers, "CODING": cast.format.encoding, "BITS": cast.format.bits}
 
 

@@ -12,6 +12,7 @@ from lightning_lowbit.kernels.gpu.device import (
     bits_of,
     float_of,
     magnitude_bits,
+    random_of,
     round_nearest,
     round_stochastic,
     round_up,
@@ -75,7 +76,7 @@ def _wanted(amount, encode, CAST: tl.constexpr):
 def drawn_scales(amount, encode, index, key, CAST: tl.constexpr):
     """Computes s with stochastic rounding. ``index`` is that of the first element of a block, for its random bits."""
     low, high = _scale_key(key)
-    scales = round_stochastic(_wanted(amount, encode, CAST), index, low, high, CAST.storage)
+    scales = round_stochastic(_wanted(amount, encode, CAST), random_of(index, low, high), CAST.storage)
     return tl.where(magnitude_bits(amount) < _INFINITY_BITS, scales, float("nan"))
 
 
@@ -221,7 +222,7 @@ def _corrected(elements, scales, factor, index, key, CAST: tl.constexpr):
     product = _group_sums(_sum_in_halves(y * round_nearest(y, CAST.elements) * square), elements.shape[3] > 1, CAST)
     wanted = scales * tl.where(product == 0, 1.0, tl.div_rn(norm, product))
     low, high = _scale_key(key)
-    return round_stochastic(wanted, index, low, high, CAST.storage)
+    return round_stochastic(wanted, random_of(index, low, high), CAST.storage)
 
 
 @triton.jit
@@ -241,17 +242,14 @@ def _group_sums(values, IN_ROWS: tl.constexpr, CAST: tl.constexpr):
 
 
 @triton.jit
-def round_elements(x, scales, factor, zeros, index, low, high, CAST: tl.constexpr):
-    """Rounds float32 elements times ``factor`` to codes, or to codes times block scales."""
+def round_elements(x, scales, factor, zeros, random, CAST: tl.constexpr):
+    """Rounds float32 elements times ``factor`` to codes, or to codes times block scales, by ``random`` bits of each."""
     if CAST.is_tensor:
         x = x + (x - x)  # makes infinities NaN: an amax from outside does not show them
     values = x * factor
     if CAST.statistic == "minmax":
         values = at_most(at_least(values, -zeros), CAST.elements.max - zeros)
-    if CAST.stochastic:
-        codes = round_stochastic(values, index, low, high, CAST.elements)
-    else:
-        codes = round_nearest(values, CAST.elements)
+    codes = round_stochastic(values, random, CAST.elements) if CAST.stochastic else round_nearest(values, CAST.elements)
     if CAST.scaled:
         return codes * stored_scales(scales, CAST)
     else:

@@ -6,8 +6,7 @@ Blocks are ``[blocks, rows of a block, blocks, columns of a block]``. Places out
 import triton
 import triton.language as tl
 
-from lightning_lowbit.kernels.gpu.device import bits_of, float_of, halves, narrow, place_of, widen
-from lightning_lowbit.kernels.gpu.scales import round_elements
+from lightning_lowbit.kernels.gpu.device import bits_of, float_of, key_halves, narrow, place_of, random_of_fours, widen
 
 
 @triton.jit
@@ -86,12 +85,14 @@ def _add_and_subtract(values, APART: tl.constexpr, END: tl.constexpr):
 
 
 @triton.jit
-def round_at(elements, scales, by, zeros, row, column, key, offset, width, CAST: tl.constexpr):
-    """Applies :func:`round_elements` to elements at places of a matrix with ``width`` random numbers per row."""
-    low, high = halves(key, CAST)
-    stride, first = place_of(offset, width)
-    index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
-    return round_elements(elements, scales, by, zeros, index, low, high, CAST)
+def random_at(row, column, key, offset, width, CAST: tl.constexpr):
+    """Computes the random bits of elements at places of a matrix with ``width`` indices per row; 0 without any."""
+    if CAST.stochastic:
+        low, high = key_halves(key)
+        stride, first = place_of(offset, width)
+        return random_of_fours(row.to(tl.uint32), column.to(tl.uint32), stride, first, low, high, CAST.fours)
+    else:
+        return 0
 
 
 @triton.jit

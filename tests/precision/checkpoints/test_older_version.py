@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_lowbit import compilation
+from lightning_lowbit.quant import scaling
+from lightning_lowbit.quant.rounding import uniform
 from tests.precision.checkpoints.older_version import RUNS, train
 
 DATA = Path(__file__).parents[2] / "data"
@@ -16,6 +19,14 @@ DATA = Path(__file__).parents[2] / "data"
 # The checkpoints come from a CPU whose bf16 GEMMs are made of AVX-512's pairwise products. Other GEMMs sum in another
 # order, which now and then moves an operand to the next number of its format.
 SAME_SUMS = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+
+
+@pytest.fixture(autouse=True)
+def a_hash_for_each_element(monkeypatch):
+    """That version did not share hashes among four elements."""
+    monkeypatch.setattr(scaling, "uniform_by_fours", uniform)
+    with compilation.backend("eager"):  # the code that the line above changes
+        yield
 
 
 def recorded(name):

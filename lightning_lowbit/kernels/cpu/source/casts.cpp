@@ -4,6 +4,9 @@
 // reduced over each tile, become scales, and the elements are read again and rounded. Threads share no rectangle, and no
 // result depends on their number.
 
+#include <numeric>
+#include <optional>
+
 #include "codes.h"
 #include "panel_casts.h"
 
@@ -37,18 +40,17 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const CastNumbers
     const Codes codes = output.codes;
     const bool is_tensor = numbers.statistic != kBlockMax, through = numbers.through_bf16;
     const int64_t columns = strip.columns, per_entry = scales.columns_per_entry;
-    uint32_t low = 0, high = 0;
-    if (kStochastic) low = uint32_t(*output.key), high = uint32_t(*output.key >> 32);
+    std::optional<RandomRows<In>> random_rows;
+    if (kStochastic) random_rows.emplace(strip, *output.key, output.all_columns, output.first);
     for (int64_t row = 0; row < strip.rows; row++) {
         const In *x = strip.x + row * strip.stride;
         const int64_t start = (strip.row + row) * strip.matrix_columns + strip.column;
         Out *values = kCodes ? nullptr : (Out *)output.values + start;
-        U32 index = (U32)kLane + (uint32_t(strip.row + row) * uint32_t(output.all_columns) +
-                            uint32_t(strip.column + output.first));
+        const uint16_t *random = kStochastic ? random_rows->at(row) : nullptr;
         auto cast = [&](F32 value, F32 encode, F32 stored, int64_t at) __attribute__((always_inline)) {
             if (!kPerBlock && is_tensor) value = value + (value - value);  // infinities become NaN
             value = value * encode;
-            value = kStochastic ? round_stochastic(value, grid, random_bits(index + uint32_t(at), low, high))
+            value = kStochastic ? round_stochastic(value, grid, lengthen(read<U16>(random + at)))
                                 : round_nearest(value, grid);
             if (kCodes) return value;
             if (kPerBlock) value = value * stored;
@@ -106,9 +108,9 @@ void put_scales(const Strip<In> &strip, const Scales &scales, const CastNumbers 
 template <class In, class Out>
 void round_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, const Output &output) {
     if constexpr (std::is_same<Out, Panels>::value) {
-        uint64_t key = numbers.stochastic ? uint64_t(*output.key) : 0;
-        return cast_to_panels(strip, scales, numbers, key, output.all_columns, output.first, output.lines,
-                              output.panels);
+        std::optional<RandomRows<In>> random_rows;
+        if (numbers.stochastic) random_rows.emplace(strip, *output.key, output.all_columns, output.first, kWords);
+        return cast_to_panels(strip, scales, numbers, random_rows ? &*random_rows : nullptr, output.lines, output.panels);
     } else {
     using Round = void (*)(const Strip<In> &, const Scales &, const CastNumbers &, const Output &);
     constexpr bool kBF16 = std::is_same<Out, BF16>::value;

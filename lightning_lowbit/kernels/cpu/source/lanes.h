@@ -121,6 +121,10 @@ template <int kFirst, int kStep, class Vector, size_t... kAt>
 inline Vector every(Vector a, Vector b, std::index_sequence<kAt...>) {
     return __builtin_shufflevector(a, b, (kFirst + kStep * int(kAt))...);
 }
+template <int kFirst, size_t... kAt>
+inline U32 pair(U32 a, U32 b, std::index_sequence<kAt...>) {
+    return __builtin_shufflevector(a, b, (kFirst + int(kAt) / 2 + int(kAt) % 2 * kLanes)...);
+}
 template <int kApart, size_t... kAt>
 inline F32 swap_lanes(F32 value, std::index_sequence<kAt...>) {
     return __builtin_shufflevector(value, value, (int(kAt) ^ kApart)...);
@@ -153,7 +157,7 @@ inline void store(T *target, F32 value, int count) {
     memcpy(target, buffer, count * sizeof(T));
 }
 
-// Random bits of an element: a hash of its index and a 64-bit key, as in quant/rounding.py.
+// Random bits of an index: a hash of it and a 64-bit key, as in quant/rounding.py.
 inline U32 random_bits(U32 index, uint32_t low, uint32_t high) {
     U32 word = (index ^ low) * 0x9E3779B1u;
     word = (word ^ (word >> 16)) + high;
@@ -161,4 +165,16 @@ inline U32 random_bits(U32 index, uint32_t low, uint32_t high) {
     word = word ^ (word >> 15);
     word = word * 0x735A2D97u;
     return word ^ (word >> 15);
+}
+
+// Writes random numbers of 16 bits for `count` indices from a multiple of four on, and for fewer than 4 * kLanes more: four
+// from each hash.
+inline void write_random(uint16_t *target, uint32_t first, int64_t count, uint32_t low, uint32_t high) {
+    for (int64_t at = 0; at < count; at += 4 * kLanes) {
+        U32 words = random_bits((U32)(4 * kLane) + (first + uint32_t(at)), low, high), others = words * 0x2C1B3C6Du;
+        others = others ^ (others >> 16);
+        U32 pairs = pair<0>(words, others, Lanes()), more = pair<kLanes / 2>(words, others, Lanes());
+        memcpy(target + at, &pairs, sizeof pairs);
+        memcpy(target + at + 2 * kLanes, &more, sizeof more);
+    }
 }

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "panels.h"
-#include "scales.h"
+#include "random_rows.h"
 
 namespace {
 
@@ -56,31 +56,25 @@ inline void put_lines(const Lines &lines, int64_t top, int64_t left, int64_t row
 }
 
 template <bool kStochastic, bool kWide, class In>
-void round_to_panels(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, uint64_t key,
-                     int32_t all_columns, int32_t first, const Lines &lines, const Panels &panels) {
+void round_to_panels(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers,
+                     const RandomRows<In> *random_rows, const Lines &lines, const Panels &panels) {
     const Grid grid = numbers.element;
     const Units units(grid, panels.offset);
     const bool is_tensor = numbers.statistic != kBlockMax && !numbers.per_block;
-    const uint32_t low = uint32_t(key), high = uint32_t(key >> 32);
-    auto code = [&](int64_t row, int64_t at, F32 encode) __attribute__((always_inline)) {
+    auto code = [&](int64_t row, int64_t at, F32 encode, const uint16_t *random) __attribute__((always_inline)) {
         const In *x = strip.x + row * strip.stride + at;
         F32 value = at + kLanes <= strip.columns ? load(x) : load(x, int(std::max<int64_t>(strip.columns - at, 0)));
         if (is_tensor) value = value + (value - value);  // infinities become NaN
         value = value * encode;
-        if (kStochastic) {
-            U32 index = (U32)kLane + (uint32_t(strip.row + row) * uint32_t(all_columns) +
-                                      uint32_t(strip.column + first + at));
-            value = round_stochastic(value, grid, random_bits(index, low, high));
-        } else {
-            value = round_nearest(value, grid);
-        }
+        value = kStochastic ? round_stochastic(value, grid, lengthen(read<U16>(random + at))) : round_nearest(value, grid);
         return (U32)units.of(value);
     };
     if (panels.dim == 1) {
         for (int64_t row = 0; row < strip.rows; row++) {
             int8_t *line = lines.at(strip.row + row);
+            const uint16_t *random = kStochastic ? random_rows->at(row) : nullptr;
             for_vectors<kWide>(strip.columns, scales, [&](int64_t at, F32 encode) __attribute__((always_inline)) {
-                store_codes((uint8_t *)line + at, code(row, at, encode), kLanes);
+                store_codes((uint8_t *)line + at, code(row, at, encode, random), kLanes);
             });
         }
         return;
@@ -89,10 +83,12 @@ void round_to_panels(const Strip<In> &strip, const Scales &scales, const CastNum
     const int64_t panel_bytes = panels.groups() * kGroup * kRows;
     for (int64_t row = 0; row < rows; row += kWords) {
         int8_t *target = panels.word(strip.column, strip.row + row);
+        const uint16_t *random[kWords] = {};
+        for (int i = 0; kStochastic && i < kWords && row + i < strip.rows; i++) random[i] = random_rows->at(row + i);
         for_vectors<kWide>(strip.columns, scales, [&](int64_t at, F32 encode) __attribute__((always_inline)) {
             U32 words = {};
             for (int i = 0; i < kWords; i++)
-                if (row + i < strip.rows) words |= (code(row + i, at, encode) & 0xffu) << (8 * i);
+                if (row + i < strip.rows) words |= (code(row + i, at, encode, random[i]) & 0xffu) << (8 * i);
             memcpy(target + at / kRows * panel_bytes + at % kRows * kWords, &words, sizeof words);
         });
     }
@@ -119,13 +115,13 @@ void put_panel_scales(const Strip<In> &strip, const Scales &scales, const Panels
 }
 
 template <class In>
-void cast_to_panels(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, uint64_t key,
-                    int32_t all_columns, int32_t first, const Lines &lines, const Panels &panels) {
+void cast_to_panels(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers,
+                    const RandomRows<In> *random_rows, const Lines &lines, const Panels &panels) {
     const bool is_wide = scales.columns_per_entry != 1;
     auto round = numbers.stochastic ? is_wide ? round_to_panels<true, true, In> : round_to_panels<true, false, In>
                  : is_wide          ? round_to_panels<false, true, In>
                                     : round_to_panels<false, false, In>;
-    round(strip, scales, numbers, key, all_columns, first, lines, panels);
+    round(strip, scales, numbers, random_rows, lines, panels);
     if (panels.block) put_panel_scales(strip, scales, panels);
 }
 

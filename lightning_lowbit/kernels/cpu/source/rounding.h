@@ -67,11 +67,11 @@ inline F32 round_up(F32 value, const Grid &grid) {
     return nearest < value ? above : nearest;
 }
 
-// With 16 random bits r: the value plus (r + 1/2 - 2^15) * 2^-16 steps, rounded to nearest.
+// With random numbers r of 16 bits: the value plus (r + 1/2 - 2^15) * 2^-16 steps, rounded to nearest.
 inline F32 round_stochastic(F32 value, const Grid &grid, U32 random) {
     value = clamp(value, grid.max);
     U32 power = binade(value, grid);
-    F32 draw = __builtin_convertvector((I32)(random >> 16), F32) - 32767.5f;
+    F32 draw = __builtin_convertvector((I32)random, F32) - 32767.5f;
     F32 noise = draw * from_bits(power - (uint32_t(grid.mantissa_bits + 16) << 23));
     return to_multiple(value + noise, power, grid);
 }

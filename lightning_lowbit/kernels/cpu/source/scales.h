@@ -35,14 +35,14 @@ struct Levels {
     }
 };
 
-// Random bits of scales belong to the first element of a block.
+// Random numbers of scales, of 16 bits, belong to the first element of a block.
 struct Draws {
     uint32_t low, high;
     int32_t all_columns, first;
 
     U32 at(int64_t row, int64_t column, int64_t step) const {
         U32 index = (U32)kLane * uint32_t(step);
-        return random_bits(index + (uint32_t(row) * uint32_t(all_columns) + uint32_t(column + first)), low, high);
+        return random_bits(index + (uint32_t(row) * uint32_t(all_columns) + uint32_t(column + first)), low, high) >> 16;
     }
 };
 
