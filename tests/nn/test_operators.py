@@ -182,7 +182,7 @@ ARGUMENTS = {
         (in_dtype(x, E5M2).reshape(4, 240), torch.ones(4, 2), "mean_square"),
     ],
     "_encode_moment": lambda x: [
-        (values, torch.arange(960, dtype=torch.int32).view(values.shape), KEY, name)
+        (values, torch.arange(960, dtype=torch.int32).view(values.shape), name)
         for name in ("mean", "mean_square")
         for values in (x.float(), x.float().reshape(4, 240))
     ],

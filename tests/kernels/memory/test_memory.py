@@ -39,7 +39,9 @@ needs_cpp = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot
 def test_one_module_hands_out_addresses():
     files = [file for room in ("kernels", "optim") for file in (PACKAGE / room).rglob("*.py")]
     users = {
-        file.name for file in files if re.search(r"data_ptr|_cdata|addressof\((?!settings|numbers|rotation|place|codes)", file.read_text())
+        file.name
+        for file in files
+        if re.search(r"data_ptr|_cdata|addressof\((?!settings|numbers|rotation|place|codes)", file.read_text())
     }
     assert len(files) > 20 and users == {"memory.py"}
 

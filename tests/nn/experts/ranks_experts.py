@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_lowbit import convert
 from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.nn.layers.experts import RoutedExperts
+from lightning_lowbit.nn.native.devices import declared
 from lightning_lowbit.nn.sharded.gather import WeightGathers
 from tests.nn.experts.models import logits, tiny
 
@@ -91,6 +92,7 @@ def refusal():
     return ""
 
 
+@declared("cpu", {"int8"})  # what is gathered in codes is emulated: all else must be, to give the same bits
 def work():
     runs = {
         "inputs": [train(sharded) for sharded in (False, True)],

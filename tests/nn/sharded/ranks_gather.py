@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, LowBitPrecision, Scale, convert
 from lightning_lowbit.compilation import backend
+from lightning_lowbit.nn.native.devices import declared
 from lightning_lowbit.nn.sharded.gather import WeightGathers
 from tests.distributed.spreads import full
 from tests.precision.regression_model import trainer
@@ -280,6 +281,7 @@ SHARES = {
 
 
 @backend("cpp")
+@declared("cpu", {"int8"})  # what is gathered in codes is emulated: all else must be, to give the same bits
 def work():
     asked = sys.argv[3:]
     return {

@@ -15,13 +15,13 @@ from lightning_lowbit.kernels.cpu import gemms as cpp
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gemms import code_operand, multiply
 from lightning_lowbit.quant.call import CastCall
-from tests.kernels import products
-from tests.kernels.products import CASTS, INT8, NVFP4, SHAPES, VALUES, product
+from tests.kernels.gemms import products
+from tests.kernels.gemms.products import CASTS, INT8, NVFP4, SHAPES, TERNARY, VALUES, product
 from tests.kernels.test_casts import same_bits
 from tests.tables import each
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def check(one):
@@ -145,6 +145,48 @@ def test_sums_beyond_int32_are_left_to_the_plain_code():
     assert abs(multiply(a, b, None, torch.float32).item() / expected - 1) < 1e-5
 
 
+@each(
+    ("left", "right", "block"),
+    [
+        (NVFP4, NVFP4, 16),
+        (NVFP4, Cast("int4", Scale("fp32", 128)), 16),
+        (INT8, NVFP4.replace(scale={"block": 48}), 48),
+        (INT8, TERNARY, 0),
+        (NVFP4.replace(scale={"block": 24}), NVFP4, None),
+        (NVFP4.replace(scale={"block": 32}), NVFP4.replace(scale={"block": 48}), None),
+        (NVFP4, INT8, None),  # of 127 steps on the right
+        (Cast("e4m3", Scale("e8m0", 32)), NVFP4, None),
+        (Cast("e3m0", Scale("e8m0", 32)), NVFP4, None),
+        (NVFP4, Cast("int4", Scale("fp32", 32, statistic="minmax")), None),
+        (NVFP4, Cast("int4", Scale("fp32", "tensor", source="delayed")), None),  # which does not show a NaN
+    ],
+)
+def test_casts_that_the_kernels_multiply(left, right, block):
+    assert cpp.shared_block(left.spec, 1, right.spec, 1) == block
+    if block is None and right.scale.statistic != "minmax" and right.scale.source != "delayed":
+        a, b = (code_operand(torch.randn(4, 96), CastCall(cast, 1)) for cast in (left, right))
+        assert cpp.multiply(a.x, a, b, None, torch.float32) is None
+
+
+def test_views_with_another_sign_are_read_as_torch_reads_them():
+    x, w, bias = (torch.randn(size, 64, dtype=torch.complex64).conj().imag for size in (6, 7, 1))
+    assert x.is_neg() and w.is_neg() and bias.is_neg()
+    a, b = (code_operand(m, CastCall(NVFP4, 1)) for m in (x, w))
+    c, d = (code_operand(m.resolve_neg(), CastCall(NVFP4, 1)) for m in (x, w))
+    bias = bias[0, :7]
+    assert torch.equal(multiply(a, b, bias, torch.float32), multiply(c, d, bias.resolve_neg(), torch.float32))
+
+
+def test_what_the_kernels_do_not_cast_is_cast_by_plain_code():
+    x, w = torch.randn(6, 64), torch.randn(7, 64)
+    expected = multiply(*(code_operand(m, CastCall(NVFP4, 1)) for m in (x, w)), None, torch.float32)
+    operands = (
+        code_operand(x.double(), CastCall(NVFP4, 1)),
+        code_operand(w, CastCall(NVFP4, 1, None, w.abs().max().double())),
+    )
+    assert torch.equal(cpp.multiply(operands[0].x, *operands, None, torch.float32), expected)
+
+
 def available(flags):
     """Whether this machine runs code of an instruction set."""
     known = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
@@ -172,7 +214,7 @@ def test_all_instructions_give_the_same_bits(tmp_path):
         compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {flags}\n')
         compiler.chmod(0o755)
         environment = {**os.environ, "CXX": str(compiler), "LOWBIT_CACHE_DIR": str(folder)}
-        command = [sys.executable, "-m", "tests.kernels.products"]
+        command = [sys.executable, "-m", "tests.kernels.gemms.products"]
         result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[-3000:]
         assert result.stdout.splitlines() == [name, expected]
