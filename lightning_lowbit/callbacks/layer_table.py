@@ -11,6 +11,7 @@ from torch import nn
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.nn.layers.speed import Speed, cpu_speed
 from lightning_lowbit.report.blocks import Table, Text
 
 
@@ -85,6 +86,13 @@ def native_notes(model: nn.Module, dtype: torch.dtype) -> list[Text]:
             for gemm, reason in layer.emulated_because(layer.device, dtype).items():
                 notes[f"Emulated, {gemm} of {labels[layer.full_casts]}: {reason}."] = None
     return [Text(note) for note in notes]
+
+
+def speed_on_cpu(model: nn.Module, dtype: torch.dtype) -> Speed | None:
+    """Returns the speed of this CPU's GEMMs of codes; None for a model that has none in a compute dtype."""
+    layers = (module for module in model.modules() if isinstance(module, QuantizedLayer))
+    kinds = (layer.native_kinds(layer.device, layer.full_casts, dtype).values() for layer in layers)
+    return cpu_speed(dtype) if any("cpu" in used for used in kinds) else None
 
 
 def cast_legend(model: nn.Module) -> list[Table]:
