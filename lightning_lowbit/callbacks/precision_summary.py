@@ -182,7 +182,7 @@ class PrecisionSummary(LowBitCallback):
         if self._why:
             data |= {"compute_dtype": _name(self._dtype), "compute_dtype_because": self._why}
         if self._speed is not None:
-            data["native_on_cpu"] = self._speed.data()
+            data["gemms_of_codes"] = self._speed.data()
         if self.counter is not None and not self._counting:
             measured = self.coverage("fqt")
             data |= {

@@ -40,7 +40,7 @@ def write_figures(name: str, figures: Mapping[str, float]) -> None:
 
 
 def read_figures(name: str, fields: Sequence[str]) -> dict[str, float] | None:
-    """Returns the figures that :func:`write_figures` has written; None where there are none, or other than ``fields``."""
+    """Returns the figures that :func:`write_figures` has written; None for none, or other ``fields``."""
     content = b""
     with contextlib.suppress(*_NO_FILE):
         parent, library = place()

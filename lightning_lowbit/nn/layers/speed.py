@@ -31,8 +31,7 @@ _SIZE = 512  # tokens, and features of the input and of the result
 _SECONDS = 0.2  # of rounds, and two at least
 _FIGURES = "native", "emulated", "unquantized"
 _BUSY = 0.75  # of a product's time: a thread that computes for less of it waits for others, which have no core
-_SLOWER = 1.05  # times the emulation's time; less is not told from it
-
+_TIE = 1.05  # ratios of times below it are not told from 1
 
 Instant = tuple[float, float]
 
@@ -62,30 +61,35 @@ class Speed(NamedTuple):
         threads: their number.
         dtype: of the computation, and of the product that is not quantized.
         times: which were measured.
+        is_native: whether the CPU takes these GEMMs, or leaves them out as slower ones.
     """
 
     instructions: str
     threads: int
     dtype: torch.dtype
     times: Times
+    is_native: bool = True
 
     def __str__(self) -> str:
         native, emulated, unquantized, is_quiet = self.times
         name = str(self.dtype).removeprefix("torch.")
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         text = (
-            f"Native on this CPU: GEMMs of codes by {self.instructions}, measured here at {unquantized / native:.2f} "
-            f"times the speed of {name} and {emulated / native:.2f} times that of the emulation (NVFP4 with its casts, "
-            f"{_SIZE} × {_SIZE} × {_SIZE}, {threads})."
+            f"{'Native' if self.is_native else 'Left out'} on this CPU: GEMMs of codes by {self.instructions}, measured "
+            f"here at {unquantized / native:.2f} times the speed of {name} and {emulated / native:.2f} times that of "
+            f"the emulation (NVFP4 with its casts, {_SIZE} × {_SIZE} × {_SIZE}, {threads})."
         )
         if not is_quiet:
             return f"{text} Other processes took its cores meanwhile: these figures may be wrong, and are not kept."
-        return text + " The emulation is faster here: backend='emulated' takes it." * (native > _SLOWER * emulated)
+        if self.is_native:
+            return text + " The emulation is faster here: backend='emulated' takes it." * (native > _TIE * emulated)
+        return text + " They are faster here: backend='native' takes them." * (emulated > _TIE * native)
 
     def data(self) -> dict[str, Any]:
         """Returns the instructions, and the speed relative to the unquantized product and to the emulation."""
         native, emulated, unquantized, is_quiet = self.times
         return {
+            "is_native": self.is_native,
             "instructions": self.instructions,
             "threads": self.threads,
             "speed": unquantized / native,
@@ -113,9 +117,9 @@ def times_from(source: Callable[[torch.dtype], Times]) -> Iterator[None]:
         _source = previous
 
 
-def cpu_speed(dtype: torch.dtype) -> Speed | None:
+def cpu_speed(dtype: torch.dtype, is_native: bool = True) -> Speed | None:
     """Returns the speed of GEMMs of codes for passes in a dtype, with torch's number of threads, and measures it if no
-    process of this machine has; None where the C++ kernels do not multiply codes.
+    process of this machine has; None where the C++ kernels do not multiply codes. ``is_native`` is for the words.
 
     Examples:
         >>> print(cpu_speed(torch.bfloat16))
@@ -125,7 +129,7 @@ def cpu_speed(dtype: torch.dtype) -> Speed | None:
         return None
     threads = torch.get_num_threads()
     times = measured(dtype, threads, has_units(dtype, _CPU)) if _source is None else _source(dtype)
-    return Speed(name, threads, dtype, times)
+    return Speed(name, threads, dtype, times, is_native)
 
 
 @cache

@@ -39,7 +39,8 @@ def test_writes_json_beside_the_log(tmp_path, within):
     assert data == {
         "compute_dtype": "bfloat16",
         "compute_dtype_because": "as compute_dtype='bf16' says",
-        "native_on_cpu": {
+        "gemms_of_codes": {
+            "is_native": True,
             "instructions": instructions(),
             "threads": 1,
             "speed": 1.5,

@@ -1,8 +1,10 @@
 """The speed of GEMMs of codes in the precision summary: when it is measured, and by whom."""
 
 import pytest
+import torch
 
 from lightning_lowbit import FP4Precision, PrecisionSummary
+from lightning_lowbit.kernels.cpu.gemms import instructions
 from lightning_lowbit.nn.layers.speed import Times, times_from
 from lightning_lowbit.nn.native.devices import declared
 from tests.callbacks.precision_summary.runs import Two, fit, trainer_with
@@ -51,6 +53,18 @@ def test_it_is_said_of_models_that_have_such_gemms(asked, capsys, backend):
     assert len(moments) == (SAYS in capsys.readouterr().out) == (backend == "auto")
 
 
+@pytest.mark.skipif(instructions() is None, reason="the C++ kernels cannot be built")
+def test_gemms_that_are_left_out_are_measured_and_taken_by_no_measurement(monkeypatch, within, capsys):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    within(times_from(lambda _: Times(1.0, 2.0, 1.5)))
+    summary = fit(PrecisionSummary(), plugin=FP4Precision(backend="auto", skip=["layer.2"]))
+    words = " ".join(capsys.readouterr().out.split())
+    assert "Emulated, fprop, dgrad, wgrad of nvfp4: this CPU has tile units (AMX)" in words
+    assert "Left out on this CPU: GEMMs of codes by " in words
+    assert "They are faster here: backend='native' takes them." in words
+    assert summary.counter.native_shares(torch.device("cpu")) == {}
+
+
 class Second(SingleDeviceStrategy):
     """As if another process were the first one."""
 
@@ -63,4 +77,4 @@ def test_the_first_process_alone_measures(asked):
     trainer = trainer_with(summary, steps, strategy=Second(device="cpu"))
     trainer.fit(Two())
     assert moments == []
-    assert "native_on_cpu" not in summary.report_data(trainer)
+    assert "gemms_of_codes" not in summary.report_data(trainer)

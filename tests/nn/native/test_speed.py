@@ -120,8 +120,8 @@ def test_a_damaged_file_is_measured_again(cache, forgotten):
     assert measured(torch.float32, 1, True, clock) == Times(1.0, 2.0, 3.0)
 
 
-def words(*times, threads=1):
-    return str(Speed("AVX2", threads, torch.bfloat16, Times(*times)))
+def words(*times, threads=1, is_native=True):
+    return str(Speed("AVX2", threads, torch.bfloat16, Times(*times), is_native))
 
 
 def test_words():
@@ -138,6 +138,13 @@ def test_an_emulation_that_is_faster_is_said_with_the_setting_that_takes_it():
     assert words(4.0, 2.0, 1.0).endswith(f"1 thread).{advice}")
     assert advice not in words(2.0, 3.0, 1.0), "slower than bfloat16, and faster than the emulation"
     assert advice not in words(1.02, 1.0, 2.0), "a tie"
+
+
+def test_gemms_that_are_left_out_and_faster_are_said_with_the_setting_that_takes_them():
+    advice = " They are faster here: backend='native' takes them."
+    text = words(2.0, 3.0, 1.0, is_native=False)
+    assert text.startswith("Left out on this CPU: ") and text.endswith(advice)
+    assert advice not in words(2.0, 1.0, 1.0, is_native=False)
 
 
 def test_a_busy_machine_is_said_and_gives_no_advice():
