@@ -74,10 +74,11 @@ class Speed(NamedTuple):
         native, emulated, unquantized, is_quiet = self.times
         name = str(self.dtype).removeprefix("torch.")
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        place = "Native" if self.is_native else "Left out"
         text = (
-            f"{'Native' if self.is_native else 'Left out'} on this CPU: GEMMs of codes by {self.instructions}, measured "
-            f"here at {unquantized / native:.2f} times the speed of {name} and {emulated / native:.2f} times that of "
-            f"the emulation (NVFP4 with its casts, {_SIZE} × {_SIZE} × {_SIZE}, {threads})."
+            f"{place} on this CPU: GEMMs of codes by {self.instructions}, measured here at {unquantized / native:.2f} "
+            f"times the speed of {name} and {emulated / native:.2f} times that of the emulation (NVFP4 with its casts, "
+            f"{_SIZE} × {_SIZE} × {_SIZE}, {threads})."
         )
         if not is_quiet:
             return f"{text} Other processes took its cores meanwhile: these figures may be wrong, and are not kept."
