@@ -74,6 +74,15 @@ def _launches(file):
     return re.search(r"^from tests\.(launch import|precision\.ranks_ddp)", file.read_text(), re.MULTILINE) is not None
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _untimed():
+    """No test times GEMMs: how fast this CPU multiplies is the same on all machines."""
+    from lightning_lowbit.nn.layers.speed import Times, times_from  # here, after Lightning, if it was asked for
+
+    with times_from(lambda _: Times(native=2.0, emulated=3.5, unquantized=3.0)):
+        yield
+
+
 @pytest.fixture(scope="session")
 def _empty_folders(tmp_path_factory):
     """The same one again and again, until a test writes into it."""

@@ -48,6 +48,7 @@ FSDPStrategy = pytorch.strategies.FSDPStrategy
 MixedPrecision = pytorch.plugins.precision.MixedPrecision
 ModelParallelStrategy = pytorch.strategies.ModelParallelStrategy
 TorchCheckpointIO = pytorch.plugins.io.TorchCheckpointIO
+SingleDeviceStrategy = pytorch.strategies.SingleDeviceStrategy
 SingleDeviceXLAStrategy = pytorch.strategies.SingleDeviceXLAStrategy
 Strategy = pytorch.strategies.Strategy
 XLAStrategy = pytorch.strategies.XLAStrategy
@@ -99,6 +100,7 @@ __all__ = [
     "SIGTERMException",
     "SLURMEnvironment",
     "SaveConfigCallback",
+    "SingleDeviceStrategy",
     "SingleDeviceXLAStrategy",
     "Strategy",
     "TQDMProgressBar",

@@ -11,6 +11,8 @@ from torch import nn
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.nn.layers.speed import Speed, cpu_speed
+from lightning_lowbit.nn.native.devices import slower_because
 from lightning_lowbit.report.blocks import Table, Text
 
 
@@ -85,6 +87,17 @@ def native_notes(model: nn.Module, dtype: torch.dtype) -> list[Text]:
             for gemm, reason in layer.emulated_because(layer.device, dtype).items():
                 notes[f"Emulated, {gemm} of {labels[layer.full_casts]}: {reason}."] = None
     return [Text(note) for note in notes]
+
+
+def speed_on_cpu(model: nn.Module, dtype: torch.dtype) -> Speed | None:
+    """Returns the speed of this CPU's GEMMs of codes, which layers take in a compute dtype or leave out as slower ones;
+    None for a model that could not take them."""
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+    if any("cpu" in layer.native_kinds(layer.device, layer.full_casts, dtype).values() for layer in layers):
+        return cpu_speed(dtype)
+    slower = slower_because("cpu")
+    is_left_out = any(slower in layer.emulated_because(layer.device, dtype).values() for layer in layers)
+    return cpu_speed(dtype, is_native=False) if is_left_out else None
 
 
 def cast_legend(model: nn.Module) -> list[Table]:

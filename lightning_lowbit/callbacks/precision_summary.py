@@ -16,11 +16,13 @@ from lightning_lowbit.callbacks.layer_table import (
     layer_data,
     layers_and_casts,
     merge_numbers,
+    speed_on_cpu,
 )
 from lightning_lowbit.nn import Coverage, GemmCounter
 from lightning_lowbit.nn.casts.linear_casts import PHASES
 from lightning_lowbit.nn.conversion.inventory import Inventory
 from lightning_lowbit.nn.conversion.reasons import Reasons
+from lightning_lowbit.nn.layers.speed import Speed
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype
 from lightning_lowbit.report.blocks import Section, Table, Text
@@ -44,12 +46,13 @@ def _name(dtype: torch.dtype) -> str:
 class PrecisionSummary(LowBitCallback):
     """Shows which layers compute in which casts, and how much of the arithmetic that is.
 
-    When training starts, it prints a table of layers, parameters and casts, why GEMMs are emulated, and in what
-    else is computed. After the first training step it prints the coverage: FLOPs of GEMMs with two quantized operands
-    over the FLOPs of all matrix products, attentions and convolutions. At the end it prints the bits of a GEMM operand,
-    block scales included, averaged over FLOPs and steps; steps with λ below 1 count as high precision. A JSON file has
-    the same. FLOPs are counted in one micro-batch of the first process, in eager code, and again where an epoch begins
-    with other layers: that step is several times slower, with more memory and the same results.
+    When training starts, it prints a table of layers, parameters and casts, why GEMMs are emulated, how fast this CPU
+    multiplies codes (measured once on a machine), and in what else is computed. After the first training step it prints
+    the coverage: FLOPs of GEMMs with two quantized operands over the FLOPs of all matrix products, attentions and
+    convolutions. At the end it prints the bits of a GEMM operand, block scales included, averaged over FLOPs and steps;
+    steps with λ below 1 count as high precision. A JSON file has the same. FLOPs are counted in one micro-batch of the
+    first process, in eager code, and again where an epoch begins with other layers: that step is several times slower,
+    with more memory and the same results.
 
     Args:
         filename: of the JSON file in the logger's directory.
@@ -82,6 +85,7 @@ class PrecisionSummary(LowBitCallback):
         self._folder: Path | None = None
         self._model: nn.Module | None = None
         self._dtype, self._why = torch.float32, ""
+        self._speed: Speed | None = None
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -94,6 +98,7 @@ class PrecisionSummary(LowBitCallback):
         self._inventory, self._added = Inventory(pl_module), set()
         plugin = trainer.precision_plugin
         self._dtype, self._why = compute_dtype(plugin), getattr(plugin, "compute_reason", "")
+        self._speed = speed_on_cpu(pl_module, self._dtype) if trainer.is_global_zero else None
         folder = trainer.log_dir  # all processes ask for it together
         self._folder = Path(folder) if folder is not None and trainer.loggers and "://" not in folder else None
         self._show(trainer, *self._layer_blocks(pl_module))
@@ -176,6 +181,8 @@ class PrecisionSummary(LowBitCallback):
         data: dict[str, Any] = {"layers": list(layer_data(self._model, self._dtype)) if self._model is not None else []}
         if self._why:
             data |= {"compute_dtype": _name(self._dtype), "compute_dtype_because": self._why}
+        if self._speed is not None:
+            data["gemms_of_codes"] = self._speed.data()
         if self.counter is not None and not self._counting:
             measured = self.coverage("fqt")
             data |= {
@@ -204,7 +211,8 @@ class PrecisionSummary(LowBitCallback):
 
     def _layer_blocks(self, model: nn.Module) -> list[Table | Text]:
         why = [Text(f"What is not quantized is computed in {_name(self._dtype)}, {self._why}.")] if self._why else []
-        return [*layers_and_casts(model, self._dtype), *why]
+        speed = [] if self._speed is None else [Text(f"{self._speed}")]
+        return [*layers_and_casts(model, self._dtype), *speed, *why]
 
     def _coverage_blocks(self) -> list[Table | Text]:
         measured = self.coverage("fqt")

@@ -16,7 +16,7 @@ from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.packed import pack, packing_obstacle, unpacked_factor
 from lightning_lowbit.quant.transforms import rotate
 
-INSTRUCTIONS = ("plain loops", "AVX2", "AVX-VNNI", "AVX-512 VNNI", "NEON dot products")
+INSTRUCTIONS = ("plain loops", "AVX2", "AVX-VNNI", "AVX-512 VNNI", "NEON dot products", "AVX-512")
 
 _MOST = 127, 15  # the largest elements on the left and on the right, in steps
 _LONGEST = (2**31 - 1) // (_MOST[0] * _MOST[1])  # of sums in int32

@@ -62,6 +62,12 @@ def library() -> ctypes.CDLL | None:
     return kernels
 
 
+def place() -> tuple[Path, str]:
+    """Returns the folder that keeps libraries, and how the names of this CPU's begin; a ``RuntimeError`` as
+    :func:`_folder`."""
+    return _folder(), _name()
+
+
 @cache  # apart from the warning, which may be an error: a second call must not build again
 def _loaded() -> tuple[ctypes.CDLL | None, Exception | None]:
     try:

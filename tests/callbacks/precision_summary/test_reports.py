@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_lowbit import FP8Precision, GradientNoiseMonitor, LowBitPrecision, PrecisionSummary, QAFSwitch, convert
 from lightning_lowbit.callbacks.layer_table import layer_table
+from lightning_lowbit.kernels.cpu.gemms import instructions
+from lightning_lowbit.nn.layers.speed import Times, times_from
 from lightning_lowbit.nn.native.devices import declared
 from tests.callbacks.precision_summary.runs import AVERAGE, BITS, COVERAGE, FIRST, LAST, TOTAL, Two, fit, trainer_with
 from tests.lightning_imports import BoringModel, Callback, TensorBoardLogger, quiet_trainer
@@ -23,6 +25,7 @@ def traces():
 
 def test_writes_json_beside_the_log(tmp_path, within):
     within(declared("cpu", {"cpu"}))
+    within(times_from(lambda _: Times(native=2.0, emulated=3.5, unquantized=3.0)))
     summary = fit(
         PrecisionSummary("bits.json", quiet=True), QAFSwitch(step=1), logger=TensorBoardLogger(tmp_path), max_steps=2
     )
@@ -36,6 +39,14 @@ def test_writes_json_beside_the_log(tmp_path, within):
     assert data == {
         "compute_dtype": "bfloat16",
         "compute_dtype_because": "as compute_dtype='bf16' says",
+        "gemms_of_codes": {
+            "is_native": True,
+            "instructions": instructions(),
+            "threads": 1,
+            "speed": 1.5,
+            "speed_over_emulation": 1.75,
+            "is_quiet": True,
+        },
         "flops_per_micro_batch": TOTAL,
         "coverage": pytest.approx(2 * FIRST / TOTAL),
         "bits_by_phase": {"fqt": pytest.approx(BITS["fqt"]), "qaf": pytest.approx(BITS["qaf"])},

@@ -198,6 +198,7 @@ BUILDS = {
     "plain loops": ("-march=x86-64", []),
     "AVX2": ("-march=x86-64-v3", ["avx2"]),
     "AVX-VNNI": ("-march=x86-64-v3 -mavxvnni", ["avx2", "avx_vnni"]),
+    "AVX-512": ("-march=skylake-avx512", ["avx512bw", "avx512vl", "avx512dq", "avx512cd"]),
     "AVX-512 VNNI": ("-march=x86-64-v4 -mavx512vnni", ["avx512bw", "avx512_vnni"]),
 }
 
