@@ -107,11 +107,6 @@ void put_scales(const Strip<In> &strip, const Scales &scales, const CastNumbers 
 
 template <class In, class Out>
 void round_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, const Output &output) {
-    if constexpr (std::is_same<Out, Panels>::value) {
-        std::optional<RandomRows<In>> random_rows;
-        if (numbers.stochastic) random_rows.emplace(strip, *output.key, output.all_columns, output.first, kWords);
-        return cast_to_panels(strip, scales, numbers, random_rows ? &*random_rows : nullptr, output.lines, output.panels);
-    } else {
     using Round = void (*)(const Strip<In> &, const Scales &, const CastNumbers &, const Output &);
     constexpr bool kBF16 = std::is_same<Out, BF16>::value;
     constexpr unsigned kExact = kBF16 ? 8 : 0;
@@ -126,6 +121,16 @@ void round_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers
     unsigned style = (numbers.stochastic ? 1 : 0) + (numbers.per_block ? 2 : 0) + (scales.columns_per_entry != 1 ? 4 : 0) +
                      (numbers.exact ? 8 : 0);
     rounds[style](strip, scales, numbers, output);
+}
+
+template <class In, class Out>
+void write_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, const Output &output) {
+    if constexpr (std::is_same<Out, Panels>::value) {
+        std::optional<RandomRows<In>> random_rows;
+        if (numbers.stochastic) random_rows.emplace(strip, *output.key, output.all_columns, output.first, kWords);
+        cast_to_panels(strip, scales, numbers, random_rows ? &*random_rows : nullptr, output.lines, output.panels);
+    } else {
+        round_tiles<In, Out>(strip, scales, numbers, output);
     }
 }
 
@@ -133,7 +138,7 @@ template <class In, class Out>
 void cast_strip(const Strip<In> &strip, const CastNumbers &numbers, const Output &output, const Levels &levels,
                 const Draws &draws,
                 const Scales *of_tensor) {
-    if (of_tensor) return round_tiles<In, Out>(strip, *of_tensor, numbers, output);
+    if (of_tensor) return write_tiles<In, Out>(strip, *of_tensor, numbers, output);
     int64_t width = numbers.tile_columns ? numbers.tile_columns : (strip.columns + kLanes - 1) / kLanes * kLanes;
     int64_t height = numbers.correction ? numbers.tile_rows : strip.rows, count = (strip.rows + height - 1) / height;
     int64_t stride = strip.columns + width + kLanes;
@@ -145,7 +150,7 @@ void cast_strip(const Strip<In> &strip, const CastNumbers &numbers, const Output
     for (int64_t i = 0; i < count; i++) {
         Strip<In> part = strip.part(i * height, height);
         Scales scales = spread(encode + i * stride, stored + i * stride, part.columns, width);
-        round_tiles<In, Out>(part, scales, numbers, output);
+        write_tiles<In, Out>(part, scales, numbers, output);
         if (std::is_same<Out, Codes>::value) put_scales(part, scales, numbers, output.codes);
         if (std::is_same<Out, Codes>::value || numbers.per_block) continue;
         for (int64_t at = 0; at < (numbers.tile_rows == 0 ? part.columns : 1); at++)

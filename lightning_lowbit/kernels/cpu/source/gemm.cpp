@@ -75,12 +75,10 @@ struct ScaleReader {
 struct Reader {
     const int8_t *codes;
     ScaleReader scales;
-    int64_t panel_bytes;
 
     Reader(const Panels &panels, int64_t panel)
         : codes(panels.codes + panel * panels.groups() * kRows * kGroup),
-          scales{panels.block ? panels.scales + panel * panels.blocks() * kRows : nullptr, panels.block / kGroup},
-          panel_bytes(panels.groups() * kRows * kGroup) {}
+          scales{panels.block ? panels.scales + panel * panels.blocks() * kRows : nullptr, panels.block / kGroup} {}
 };
 
 // The sums of kTileRows rows, from `row` of a panel on, and kPanels panels. `starts` are of the rows' groups, and `step`
