@@ -88,11 +88,10 @@ void block_peaks(const Strip<In> &strip, int64_t width, int32_t *peaks) {
                              x < stop; x += kLanes)
                             of_blocks[i] = larger(of_blocks[i], (I32)magnitude(load(x)));
             } else {
-                for (int64_t at = block * width; at < strip.columns; at += kLanes) {
-                    I32 &of_block = of_blocks[at / width - block];
-                    of_block = larger(of_block,
-                                      peak_of_column(strip.x + at, strip.stride, strip.rows, strip.count(at)));
-                }
+                for (int64_t i = 0, at = block * width; at < strip.columns; i++)
+                    for (int64_t stop = at + width; at < stop && at < strip.columns; at += kLanes)
+                        of_blocks[i] = larger(of_blocks[i],
+                                              peak_of_column(strip.x + at, strip.stride, strip.rows, strip.count(at)));
             }
             I32 largest = largest_lanes(of_blocks);
             memcpy(peaks + block, &largest, sizeof largest);
