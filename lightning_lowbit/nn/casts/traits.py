@@ -47,6 +47,7 @@ class CastTraits:
         shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
         casts_g_twice: dgrad and wgrad take two casts of g itself, scaled by the same amax.
         transient: the operands that are not kept from the forward pass to the backward pass.
+        rounding: the GEMMs with an operand that differs in bfloat16 from its codes times their scales.
         native_kinds: the GEMMs that hardware may compute on quantized elements, with the kinds, keys of ``NATIVE``.
         coded: the operand whose codes replace x in memory with save='codes' (fprop_x or wgrad_x); None where the
             backward pass needs x itself.
@@ -62,6 +63,7 @@ class CastTraits:
     shared: frozenset[str]
     casts_g_twice: bool
     transient: frozenset[str]
+    rounding: frozenset[str]
     native_kinds: dict[str, tuple[str, ...]]
     coded: str | None
 
@@ -95,9 +97,14 @@ def traits_of(casts: "LinearCasts") -> CastTraits:
         shared=frozenset(shared),
         casts_g_twice=cast_of.keys() >= OF_G and not OF_G & (altered | shared | delayed.keys()),
         transient=frozenset(OPERANDS) - {f"fprop_{name[-1]}" for name in from_fprop | shared},
+        rounding=frozenset(GEMM[name] for name in OPERANDS if _is_rounded(casts.cast_of(name))),
         native_kinds=kinds,
         coded=_coded(casts),
     )
+
+
+def _is_rounded(cast: Cast | None) -> bool:
+    return cast is not None and cast.round_to_bfloat16 and not cast.fits_bfloat16
 
 
 def _coded(casts: "LinearCasts") -> str | None:

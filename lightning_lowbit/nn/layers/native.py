@@ -36,6 +36,13 @@ def nearest(device: torch.device, kinds: Sequence[str]) -> str:
     return kinds[-1 if device.type == "cpu" else 0]
 
 
+def _first(device: torch.device, kinds: Sequence[str], backend: str) -> str | None:
+    for kind in kinds:  # a loop: graphs that are compiled take no closures here
+        if obstacle_of(device, kind, backend) is None:
+            return kind
+    return None
+
+
 class NativeGemms(nn.Module):
     """The part of a converted layer that decides where its GEMMs run."""
 
@@ -59,7 +66,7 @@ class NativeGemms(nn.Module):
         casts_in_force = casts or state.casts
         native: dict[str, str] = {}
         for gemm, kinds in casts_in_force.traits.native_kinds.items():
-            kind = next((kind for kind in kinds if obstacle_of(device, kind, state.backend) is None), None)
+            kind = _first(device, kinds, state.backend)
             if kind is None:
                 has_native_gemms(device, nearest(device, kinds), state.backend)  # raises, if it must
             elif dtype is None or _gives(kind, dtype, state.backend, casts_in_force, gemm):
@@ -84,7 +91,7 @@ class NativeGemms(nn.Module):
         kinds = casts.traits.native_kinds.get(gemm, ())
         if not kinds:
             return "no native GEMM takes these casts"
-        kind = next((kind for kind in kinds if obstacle_of(device, kind, state.backend) is None), None)
+        kind = _first(device, kinds, state.backend)
         if kind is None:
             return obstacle_of(device, nearest(device, kinds), state.backend)
         obstacle = None if dtype is None else _dtype_obstacle(kind, dtype, casts, gemm)
@@ -102,19 +109,13 @@ def _gives(kind: str, dtype: torch.dtype, backend: str, casts: LinearCasts, gemm
 
 def _dtype_obstacle(kind: str, dtype: torch.dtype, casts: LinearCasts, gemm: str) -> tuple[str, str] | None:
     """Returns why native GEMMs of a kind do not serve a pass in a dtype, and what to do; None if they do."""
-    if kind == "cpu" and dtype == torch.bfloat16 and _rounds_operands(casts, gemm):
+    if kind == "cpu" and dtype == torch.bfloat16 and gemm in casts.traits.rounding:
         reason = f"{gemm} rounds operands to bfloat16 (round_to_bfloat16), and GEMMs of codes do not"
         return reason, "Leave out round_to_bfloat16"
     if kind not in BLOCK_SCALED or dtype in results(kind):
         return None
     names = " or ".join(str(result).removeprefix("torch.") for result in results(kind))
     return f"{kind} GEMMs give {names} here, and this pass computes in {dtype}", "Train in bf16"
-
-
-def _rounds_operands(casts: LinearCasts, gemm: str) -> bool:
-    """Returns whether an operand in bfloat16 differs from its codes times their scales."""
-    pair = [cast for operand in casts.operands_of(gemm) if (cast := casts.cast_of(operand)) is not None]
-    return any(cast.round_to_bfloat16 and not cast.fits_bfloat16 for cast in pair)
 
 
 def _without_codes(native: dict[str, str], state: LayerState) -> dict[str, str]:
