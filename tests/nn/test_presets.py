@@ -118,8 +118,9 @@ class Tiny(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def two_steps(casts, phase="fqt", autocast=True):
-    """Trains, the second step with the amaxes of the first; yields losses and gradients."""
+def two_steps(casts, phase="fqt", autocast=True, moves=True):
+    """Trains, the second step with the amaxes of the first; yields losses and gradients. With ``moves`` each step changes
+    all weights."""
     torch.manual_seed(0)
     model = convert(Tiny(), casts)
     set_phase(model, phase)
@@ -139,7 +140,7 @@ def two_steps(casts, phase="fqt", autocast=True):
         for (name, p), old in zip(model.named_parameters(), before, strict=True):
             assert p.grad is not None, f"{name} has no gradient"
             yield f"gradient of {name}, step {step}", p.grad
-            assert not torch.equal(p, old), f"{name} does not change in step {step}"
+            assert not (moves and torch.equal(p, old)), f"{name} does not change in step {step}"
 
 
 @pytest.mark.pairwise(1)
@@ -159,7 +160,9 @@ def test_fp4_with_every_scale(format):
     grid = itertools.product((8, 16, 32, 64, 128), SCALE_ROUNDINGS[format], (False, True), ("nearest", "stochastic"))
     for block, scale_rounding, two_level, rounding in grid:
         cast = Cast("e2m1", Scale(format, block, scale_rounding, two_level), rounding)
-        for what, tensor in two_steps(dict.fromkeys(OPERANDS, cast)):
+        # Without a second level small gradients have the scale 0 in formats that begin at 2^-5.
+        moves = two_level or format not in ("e1m6", "e2m5")
+        for what, tensor in two_steps(dict.fromkeys(OPERANDS, cast), moves=moves):
             assert tensor.isfinite().all(), f"{cast}: {what} is not finite"
 
 
