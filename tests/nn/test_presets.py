@@ -119,8 +119,8 @@ class Tiny(nn.Module):
 
 
 def two_steps(casts, phase="fqt", autocast=True, moves=True):
-    """Trains, the second step with the amaxes of the first; yields losses and gradients. With ``moves`` each step changes
-    all weights."""
+    """Trains, the second step with the amaxes of the first; yields losses and gradients. With ``moves`` each step
+    changes all weights."""
     torch.manual_seed(0)
     model = convert(Tiny(), casts)
     set_phase(model, phase)
