@@ -18,7 +18,6 @@ Source: arXiv 2409.12517, section 5, for the two formats; COAT (arXiv 2410.19313
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -196,9 +195,18 @@ def _with_columns(shape: torch.Size, share: int) -> tuple[int, ...]:
     return (*shape[:-1], -(-shape[-1] // share))
 
 
-@cache
+_formats: dict[tuple[str, float, int], DenseMoments] = {}  # one of each: graphs look through functools.cache
+
+
 def moments_of(kind: str, density: float, dims: int) -> DenseMoments:
     """Returns the format for a parameter of ``dims`` dimensions; below two dimensions moments are dense."""
+    settings = kind, density, dims
+    if settings not in _formats:
+        _formats[settings] = _new_moments(kind, density, dims)
+    return _formats[settings]
+
+
+def _new_moments(kind: str, density: float, dims: int) -> DenseMoments:
     if dims < 2:
         return DenseMoments()
     if density < 1:
