@@ -19,8 +19,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_lowbit._torch import has_dispatch_mode
 from lightning_lowbit.kernels.cpu import gemms as cpp
+from lightning_lowbit.kernels.memory import Misfit
 from lightning_lowbit.kernels.operands import quantize_operand
-from lightning_lowbit.kernels.ops import Operation, run
+from lightning_lowbit.kernels.ops import Operation, call_from_specs, run
 from lightning_lowbit.kernels.packing import unpack_operand
 from lightning_lowbit.kernels.products import plain_scale_and_round
 from lightning_lowbit.quant.blocks import tile_of
@@ -28,7 +29,6 @@ from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand
 from lightning_lowbit.quant.packed import Packed, pack, unpacked_codes, unpacked_factor
-from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.transforms import rotate
 
 
@@ -92,6 +92,12 @@ def multiply(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: 
 
 
 def _run(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if left.inner != right.inner:
+        raise Misfit(
+            f"A GEMM of codes contracts axes of one length, and got {tuple(left.shape)} along dimension "
+            f"{left.call.dim} and {tuple(right.shape)} along dimension {right.call.dim}. Give operands that fit each "
+            "other."
+        )
     if 0 in (left.rows, right.rows, left.inner):
         product = left.x.new_zeros((left.rows, right.rows), dtype=torch.float32)
         return (product if bias is None else product + bias).to(dtype)
@@ -110,10 +116,8 @@ def _spelled(operand: CodeOperand) -> _Spelled:
 
 def _read(x: Tensor, spec: str, dim: int, key: Any, amax: Any, shard: str | None, *others: Any) -> CodeOperand:
     rotation, factor, shape = others
-    part = None if shard is None else Shard.from_spec(shard)
-    return CodeOperand(
-        x, CastCall(Cast.from_spec(spec), dim, key, amax, None, part, rotation), factor, torch.Size(shape)
-    )
+    call = call_from_specs(spec, dim, key, amax, None, shard, rotation)
+    return CodeOperand(x, call, factor, torch.Size(shape))
 
 
 @torch.library.custom_op("lightning_lowbit::multiply_codes", mutates_args=())

@@ -119,7 +119,7 @@ def run_in_graph(operation: Operation, x: Tensor, call: CastCall) -> list[Tensor
 def _empty_tensors(x: Tensor, operation: str, *arguments: Any) -> list[Tensor]:
     empty = _OPERATIONS[operation].empty
     assert empty is not None
-    return [*_tensors(empty(x, _call(*arguments)))]
+    return [*_tensors(empty(x, call_from_specs(*arguments)))]
 
 
 @opaque(_empty_tensors)
@@ -135,11 +135,12 @@ def _cast(
     rotation: Tensor | None,
     block: int,
 ) -> list[Tensor]:
-    call = _call(spec, dim, key, amax, dtype, shard, rotation, block)
+    call = call_from_specs(spec, dim, key, amax, dtype, shard, rotation, block)
     return [*_tensors(run(_OPERATIONS[operation], x, call))]
 
 
-def _call(spec: str, dim: int, key: Any, amax: Any, dtype: Any, shard: str | None, *others: Any) -> CastCall:
+def call_from_specs(spec: str, dim: int, key: Any, amax: Any, dtype: Any, shard: str | None, *others: Any) -> CastCall:
+    """Returns the :class:`CastCall` of an operator's arguments: the cast and the shard come as their specs."""
     part = None if shard is None else Shard.from_spec(shard)
     return CastCall(Cast.from_spec(spec), dim, key, amax, dtype, part, *others)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_lowbit.kernels.cpu import casts
 from lightning_lowbit.kernels.cpu.codes import packed_codes
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import address, is_dense, resolved, start
+from lightning_lowbit.kernels.memory import Misfit, address, described, is_dense, resolved, start
 from lightning_lowbit.quant.call import CastCall, has_factor
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.packed import pack, packing_obstacle, unpacked_factor
@@ -154,6 +154,11 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
         x = x if call.rotation is None else rotate(x, call.rotation, dim)
         x, factor = pack(x, call.cast, call.key, call.amax, None, call.shard, dim)
         return _packed_operand(x, call, factor, shape, panels, count, form.step, keep)
+    if call.shape(x) != shape:
+        raise Misfit(
+            f"A GEMM of codes needs a matrix whose operand is {tuple(shape)}, and got {described(x)}. Make the operand "
+            "by code_operand."
+        )
     x = resolved(x).contiguous()
     place = None if call.shard is None else (ctypes.c_int32 * 2)(*call.shard.place(shape, numbers.tile)[1:])
     rotation = casts.rotation_of(call.rotation, dim)

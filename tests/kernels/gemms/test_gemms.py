@@ -135,6 +135,17 @@ def test_threads_do_not_change_bits_in_a_hundred_runs(threads):
             check_threads(threads, product(name, shape, 7), [2, 4] * 50)
 
 
+def test_operands_that_do_not_fit_each_other_or_their_matrix_are_refused():
+    """Kernels would read the memory behind the smaller one."""
+    x, w = (code_operand(torch.randn(4, features), CastCall(NVFP4, 1)) for features in (64, 48))
+    for left, right in ((x, w), (w, x)):
+        with pytest.raises(ValueError, match=r"contracts axes of one length, and got \(4, .*fit each other"):
+            multiply(left, right, None, torch.float32)
+    stretched = w._replace(shape=torch.Size((4, 64)))
+    with pytest.raises(ValueError, match=r"whose operand is \(4, 64\), and got .*\(4, 48\).* by code_operand"):
+        multiply(x, stretched, None, torch.float32)
+
+
 def test_sums_beyond_int32_are_left_to_the_plain_code():
     inner = 2**21
     x = torch.full((1, inner), 127.0)
