@@ -61,7 +61,8 @@ def assert_same_run(found, wanted, case, where, steps=0):
     tolerance = TOLERANCE[CASES[case].dtype]
     assert found["weights"].keys() == wanted["weights"].keys(), f"{where}: parameters {list(found['weights'])}"
     for name, weights in wanted["weights"].items():
-        if case == "fp8" and ((found["weights"][name] - weights).abs() > tolerance).sum() == 1:
+        off = (found["weights"][name] - weights).abs()
+        if case == "fp8" and (off > tolerance).sum() == 1 and off.max() < 1e-3:
             continue  # a sum in another order was rounded to the other neighbor
         torch.testing.assert_close(
             found["weights"][name], weights, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{where}, {n}: {text}"
