@@ -21,5 +21,14 @@ def install(*packages: str) -> str:
     return shlex.join(["pip", "install", *(known.get(_normal(name), name) for name in packages)])
 
 
+def is_installed(package: str) -> bool:
+    """Tells whether a package is installed, by its name on the index, without importing it."""
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -128,7 +128,7 @@ def test_effects_keep_all_their_digits():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--from=none.json"], "--from none.json: there is no such file"),
+        (["--from=none.json"], "There is no none.json. Give the STUDY.json that `lowbit compare` wrote."),
         (["--from=table.md"], "no record of a study, which `lowbit compare` writes as <study>.json"),
         (["--from=other.json"], "no record of a study"),
         (["--from=newer.json"], "a record of version 2, and this lightning_lowbit reads 1. Install the version"),
