@@ -190,8 +190,9 @@ TABLE = re.compile(r"(?:^\|.*\n?)+", re.MULTILINE)
 
 
 def columns(table):
-    """Cells of a table in markdown by column, the first of which names the rows."""
-    lines = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines()]
+    """Cells of a table in markdown by column, the first of which names the rows; degrees of freedom are dropped."""
+    text = re.sub(r" \(df \d+\)", "", table)
+    lines = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines()]
     return {header: cells for header, _, *cells in zip(*lines, strict=True)}
 
 
