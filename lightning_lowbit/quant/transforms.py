@@ -92,6 +92,14 @@ class Hadamard:
 
     def diagonal(self, key: Tensor | None, device: torch.device) -> Tensor:
         """Returns the signs of T: float32 ``[size]``; keyed ones need ``key``, int64 of one element."""
+        return self._diagonals(None if key is None else key.reshape(()), device)
+
+    def diagonals(self, keys: Tensor | None, device: torch.device) -> Tensor:
+        """Returns the signs of several products: float32 ``[products, size]``, from a key of each, int64
+        ``[products]``; or the fixed signs of all of them, ``[size]``."""
+        return self._diagonals(keys, device)
+
+    def _diagonals(self, key: Tensor | None, device: torch.device) -> Tensor:
         if self.signs == "fixed":
             return _signs(None, self.size, device)
         if key is None:
@@ -110,13 +118,17 @@ def _fixed_signs(size: int, device: torch.device) -> Tensor:  # cached, because 
     return torch.tensor(_SIGNS, dtype=torch.float32, device=device).repeat(size // len(_SIGNS))
 
 
-@opaque(lambda key, size, device: torch.empty(size, dtype=torch.float32, device=device))
+@opaque(
+    lambda key, size, device: torch.empty(
+        [*(() if key is None else key.shape), size], dtype=torch.float32, device=device
+    )
+)
 def _signs(key: Tensor | None, size: int, device: torch.device) -> Tensor:
     """Copies the signs: compiled code may reuse its memory."""
     if key is None:
         return _fixed_signs(size, device).clone()
     index = torch.arange(size, dtype=torch.int32, device=device)
-    return torch.where(uniform(index, mix_key(key.reshape(()) ^ _SALT)) < 0.5, -1.0, 1.0).float()
+    return torch.where(uniform(index, mix_key(key[..., None] ^ _SALT)) < 0.5, -1.0, 1.0).float()
 
 
 def rotated_shape(shape: torch.Size, signs: Tensor, dim: int) -> torch.Size:
