@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowbit._torch.devices import power_of_two
 from lightning_lowbit.checks import choose
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.rounding import mix_key, uniform
-from lightning_lowbit.quant.scales import binary_exponent, block_amax, power_of_two
+from lightning_lowbit.quant.scales import binary_exponent, block_amax
 
 # Factors and products stay far from the ends of float32's and bfloat16's range. In float16 the factors and their
 # reciprocals are just normal numbers.
@@ -128,7 +129,8 @@ def _signs(key: Tensor | None, size: int, device: torch.device) -> Tensor:
     if key is None:
         return _fixed_signs(size, device).clone()
     index = torch.arange(size, dtype=torch.int32, device=device)
-    return torch.where(uniform(index, mix_key(key[..., None] ^ _SALT)) < 0.5, -1.0, 1.0).float()
+    key = mix_key((key if key.dim() == 0 else key[:, None]) ^ _SALT)
+    return torch.where(uniform(index, key) < 0.5, -1.0, 1.0).float()
 
 
 def rotated_shape(shape: torch.Size, signs: Tensor, dim: int) -> torch.Size:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit._torch import int_mm, scaled_mm
+from lightning_lowbit._torch.devices import multiplies_to_float32
 from lightning_lowbit.compilation import counted_as, opaque, within_cast
 from lightning_lowbit.kernels.gemms import CodeOperand, multiply
 from lightning_lowbit.kernels.layout import pad
@@ -156,8 +157,10 @@ def _emulated_matmul(
         return torch.addmm(_empty(left, right, left.dtype), left, right, alpha=alpha, beta=0).to(dtype)
     if left.dtype in (torch.float32, torch.float64) or left.is_cpu:
         product = torch.mm(left, right)  # the CPU has no GEMM that leaves its float32 result unrounded
-    else:
+    elif multiplies_to_float32(left.device):
         product = torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        product = torch.mm(left.float(), right.float())
     return _finish(product, factors, bias, dtype)
 
 
