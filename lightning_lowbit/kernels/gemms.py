@@ -69,6 +69,11 @@ class CodeOperand(NamedTuple):
         return quantize_operand(x, cast, dim, key, amax, None, shard, rotation)
 
     @property
+    def is_stack(self) -> bool:
+        """Whether it has the matrices of several products."""
+        return self.ends is not None or len(self.shape) == 3
+
+    @property
     def rows(self) -> int:
         return self.shape[-1 - self.call.dim]
 
@@ -144,8 +149,8 @@ def _run(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torc
             f"{left.call.dim} and {tuple(right.shape)} along dimension {right.call.dim}. Give operands that fit each "
             "other."
         )
-    if left.ends is not None:
-        _check_stack(left, right, left.ends, bias)
+    if left.is_stack or right.is_stack:
+        _check_stack(left, right, left.ends or (), bias)
     if 0 in (left.rows, right.rows, left.inner):
         if left.ends is not None:
             return _products_one_by_one(left, right, bias, dtype)

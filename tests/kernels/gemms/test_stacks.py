@@ -5,7 +5,7 @@ import torch
 
 from lightning_lowbit.kernels.cpu import gemms as cpp
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.gemms import multiply, stack_operand
+from lightning_lowbit.kernels.gemms import code_operand, multiply, stack_operand
 from lightning_lowbit.quant.call import CastCall
 from tests.kernels.gemms.products import CASTS, DRAWN, NVFP4
 from tests.kernels.gemms.stacks import COUNTS, SIZES, stack, stacks
@@ -100,6 +100,13 @@ def test_operands_that_do_not_fit_are_refused(x, w, x_call, ends, bias):
     left = stack_operand(x, x_call._replace(key=None), ends)._replace(call=x_call)
     with pytest.raises(ValueError, match=r"A stack of \d products takes ascending ends of all rows.*by stack_operand"):
         multiply(left, stack_operand(w, right, ends), bias, torch.float32)
+
+
+def test_a_stack_and_the_operand_of_one_product_are_refused():
+    alone, together = code_operand(X, CALL), stack_operand(X, CALL, ENDS)
+    for left, right in ((alone, stack_operand(W, CALL, ENDS)), (together, code_operand(W[0], CALL))):
+        with pytest.raises(ValueError, match="Make both by stack_operand"):
+            multiply(left, right, None, torch.float32)
 
 
 def test_what_the_kernels_do_not_cast_is_multiplied_one_by_one():
