@@ -6,9 +6,11 @@ Torch knows it in the whole process: run this module in one of its own.
 """
 
 import sys
+from functools import partial
 from itertools import product
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -121,14 +123,40 @@ def results(casts, kind, dtype, device, save="inputs", what=None):
     return [tensor.detach().to("cpu") for tensor in tensors]
 
 
-def differences(name, kind, dtype, settings):
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(1, 1)  # models without a layer are refused
+
+    def forward(self, q):
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def attention_results(casts, dtype, device):
+    """Output and gradient of attention whose two products are quantized, on the CPU."""
+    model = convert(nn.Sequential(Attention()), "bf16", attention=casts, backend="emulated")
+    LayerKeys(model, seed=1).fill_(2)
+    histories = AmaxHistories(model)
+    q = torch.randn(2, 2, 16, 32, generator=torch.Generator().manual_seed(0)).to(dtype).to(device).requires_grad_()
+    y = model(q)
+    y.backward(torch.linspace(-2, 3, y.numel()).view(y.shape).to(dtype).to(device))
+    histories.advance_()
+    return [tensor.detach().to("cpu") for tensor in (y, q.grad)]
+
+
+def step_fault(name, kind, dtype, settings):
     """Says what is wrong with a step on the device; None where nothing is."""
     with_codes = settings.get("save") == "codes"
     if settings and (kind != "linear" or name == "bf16" or (with_codes and not packs(name))):
         return None
-    expected = results(name, kind, dtype, "cpu", **settings)
+    return fault_of(lambda device: results(name, kind, dtype, device, **settings), dtype)
+
+
+def fault_of(compute, dtype):
+    """Says how results on the device differ from those on the CPU."""
+    expected = compute("cpu")
     try:
-        outcome = results(name, kind, dtype, DEVICE, **settings)
+        outcome = compute(DEVICE)
     except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     least = 1e-5 if dtype == torch.float32 else 2.0**-7
@@ -152,8 +180,12 @@ def main():
     is_right = True
     with device_like_mps(DEVICE.type):
         for name, kind, dtype, settings in product(PRESETS, KINDS, (torch.float32, torch.bfloat16), SETTINGS):
-            if (fault := differences(name, kind, dtype, settings)) is not None:
+            if (fault := step_fault(name, kind, dtype, settings)) is not None:
                 print(f"{name}, {kind}, {dtype}, {settings}: {fault}", flush=True)
+                is_right = False
+        for casts, dtype in product(("nvfp4", "mxfp8", "fp8-current", "int8"), (torch.float32, torch.bfloat16)):
+            if (fault := fault_of(partial(attention_results, casts, dtype), dtype)) is not None:
+                print(f"{casts}, attention, {dtype}: {fault}", flush=True)
                 is_right = False
     return 0 if is_right else 1
 
