@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_lowbit._torch.devices import frexp, lacks, power_of_two
+
 
 @dataclass(frozen=True)
 class Format:
@@ -64,15 +66,19 @@ class Format:
             return (values + self.max).to(torch.uint8)
         if self.encoding == "twos-complement":
             return (values.to(torch.int32) & (2**self.bits - 1)).to(torch.uint8)
-        if self.dtype is not None:
+        if self.dtype is not None and not lacks(values.device, self.dtype):
             return (values + 0.0).to(self.dtype).view(torch.uint8)  # -0 + 0 = +0
         magnitude = values.abs()
-        exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=self.min_exponent)
+        exponent = (frexp(magnitude)[1] - 1).clamp(min=self.min_exponent)
         exponent = torch.where(magnitude > 0, exponent, self.min_exponent)
-        steps = torch.ldexp(magnitude, self.mantissa_bits - exponent)
+        steps = magnitude * power_of_two(self.mantissa_bits - exponent)
         code = steps.to(torch.int32) + ((exponent - self.min_exponent) << self.mantissa_bits)
+        if self.name == "e8m0":  # whose codes count powers of two alone, without a zero
+            code = exponent - self.min_exponent
         if self.encoding == "unsigned":  # the top code is NaN
             return torch.where(values.isnan(), 2**self.bits - 1, code).to(torch.uint8)
+        if self.dtype is not None:
+            code = torch.where(values.isnan(), 2 ** (self.bits - 1) - 1, code)
         return (code + (values < 0) * 2 ** (self.bits - 1)).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -84,6 +90,8 @@ class Format:
 def table(format: Format, device: torch.device | None = None) -> Tensor:
     """Returns float32 ``[2^bits]``: the value of each code, NaN where a code means no number."""
     if format.dtype is not None:
+        if device is not None and device.type != "cpu" and lacks(device, format.dtype):
+            return table(format, torch.device("cpu")).to(device)
         return torch.arange(2**format.bits, dtype=torch.uint8, device=device).view(format.dtype).float()
     return torch.tensor([_value(format, code) for code in range(2**format.bits)], device=device)
 

@@ -2,7 +2,7 @@
 
 Names are those of torch without the underscore, or say for what the package needs it. Operations are torch's own
 objects, which compiled graphs know; the rest are functions of a few lines. ``sharding`` and ``fsdp2`` have the names of
-torch.distributed.
+torch.distributed, and ``devices`` knows where torch lacks dtypes and operators.
 """
 
 import os

@@ -7,8 +7,15 @@ With codes c, scales s of blocks (1 for none), and the steps u that elements are
 
 The sum over b goes through the blocks in their order, by fused multiply-adds in float32: all CPUs, instructions and
 numbers of threads give the same bits.
+
+A stack of products, such as those of experts, is one call: each has the bits that it has alone.
+
+    Y[rows of e] = X[rows of e] · W[e]ᵀ + bias[e]        a grouped operand, contracted along its columns, and a stack
+    Y[e] = X[rows of e]ᵀ · G[rows of e]                  two grouped operands, contracted along their rows
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -39,13 +46,16 @@ class CodeOperand(NamedTuple):
         x: the matrix, or the bytes of a packed one.
         call: the cast of the operand, along dimension ``call.dim``.
         factor: of packed bytes; None for a matrix.
-        shape: of the operand as a matrix.
+        shape: of the operand as a matrix, or a stack of them. A grouped one that is rotated along its rows is padded
+            product by product, which the shape does not count.
+        ends: of a grouped operand, where the rows of each product end; None for others.
     """
 
     x: Tensor
     call: CastCall
     factor: Tensor | None
     shape: torch.Size
+    ends: tuple[int, ...] | None = None
 
     def t(self) -> "CodeOperand":
         """Returns itself: its cast names the contraction axis."""
@@ -53,18 +63,33 @@ class CodeOperand(NamedTuple):
 
     def decoded(self, dtype: torch.dtype, contracted: int = 1) -> Operand:
         """Returns the emulation's operand for a pass in ``dtype``, bit for bit; its call knows the axis."""
-        x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape = self
+        x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape, _ = self
         if factor is not None:
             return unpack_operand(Packed(x, factor), cast, dim, shape, dtype)
         return quantize_operand(x, cast, dim, key, amax, None, shard, rotation)
 
     @property
+    def is_stack(self) -> bool:
+        """Whether it has the matrices of several products."""
+        return self.ends is not None or len(self.shape) == 3
+
+    @property
     def rows(self) -> int:
-        return self.shape[1 - self.call.dim]
+        return self.shape[-1 - self.call.dim]
 
     @property
     def inner(self) -> int:
-        return self.shape[self.call.dim]
+        return self.shape[self.call.dim - 2]
+
+    def products(self) -> list["CodeOperand"]:
+        """Returns the operand of each product of a stack."""
+        matrices = self.x.unbind() if self.ends is None else split_rows(self.x, self.ends)
+        return [code_operand(matrix, self.call.of_product(i)) for i, matrix in enumerate(matrices)]
+
+
+def split_rows(x: Tensor, ends: Sequence[int]) -> tuple[Tensor, ...]:
+    """Returns the rows of each product of a stack, of which the last ends where ``x`` does."""
+    return torch.split(x, [end - start for start, end in pairwise((0, *ends))])
 
 
 def code_operand(x: Tensor, call: CastCall) -> CodeOperand:
@@ -79,15 +104,41 @@ def code_operand(x: Tensor, call: CastCall) -> CodeOperand:
     return CodeOperand(x, call, None, call.shape(x))
 
 
+def stack_operand(x: Tensor, call: CastCall, ends: Sequence[int]) -> CodeOperand:
+    """Returns the operand of all products of a stack.
+
+    Args:
+        x: the matrices, ``[products, rows, columns]``; or, grouped, their rows in one matrix.
+        call: of each product; its key has one number for each, and so has a rotation that is not the same for all.
+        ends: ascending, where the rows of each product end in grouped operands; the last one is their number of rows.
+
+    Examples:
+        >>> x, w = torch.randn(10, 64), torch.randn(3, 8, 64)
+        >>> call = CastCall(Cast("e2m1", Scale("e4m3", 16)), 1)
+        >>> pair = (stack_operand(matrices, call, [3, 3, 10]) for matrices in (x, w))
+        >>> multiply(*pair, None, torch.float32).shape
+        torch.Size([10, 8])
+    """
+    return CodeOperand(x, call, None, call.stack_shape(x), tuple(ends) if x.dim() == 2 else None)
+
+
 def packed_operand(packed: Packed, cast: Cast, dim: int, shape: torch.Size) -> CodeOperand:
     """Returns the operand of the bytes of a matrix of ``shape``."""
     return CodeOperand(packed.data, CastCall(cast, dim), packed.factor, shape)
 
 
 def multiply(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns the product ``[left.rows, right.rows]`` in ``dtype``. ``bias`` has one number for each column."""
+    """Returns the product ``[left.rows, right.rows]`` in ``dtype``. ``bias`` has one number for each column.
+
+    Of a stack it returns the rows of all products, if ``left`` is contracted along its columns, with a bias
+    ``[products, columns]``; else ``[products, left.rows, right.rows]``, without a bias.
+
+    Raises:
+        ValueError: operands do not fit each other.
+    """
     if is_compiling() or has_dispatch_mode():
-        return _multiply(*_spelled(left), *_spelled(right), bias, dtype)
+        ends = None if left.ends is None else [*left.ends]
+        return _multiply(*_spelled(left), *_spelled(right), bias, dtype, ends)
     return _run(left, right, bias, dtype)
 
 
@@ -98,11 +149,45 @@ def _run(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torc
             f"{left.call.dim} and {tuple(right.shape)} along dimension {right.call.dim}. Give operands that fit each "
             "other."
         )
+    if left.is_stack or right.is_stack:
+        _check_stack(left, right, left.ends or (), bias)
     if 0 in (left.rows, right.rows, left.inner):
+        if left.ends is not None:
+            return _products_one_by_one(left, right, bias, dtype)
         product = left.x.new_zeros((left.rows, right.rows), dtype=torch.float32)
         return (product if bias is None else product + bias).to(dtype)
     result: Tensor = run(MULTIPLY, left.x, left, right, bias, dtype)
     return result
+
+
+def _check_stack(left: CodeOperand, right: CodeOperand, ends: tuple[int, ...], bias: Tensor | None) -> None:
+    """Raises a ``Misfit`` for operands that are not those of so many products."""
+    products, starts = len(ends), (0, *ends)
+    is_ascending = products > 0 and all(start <= end for start, end in pairwise(starts)) and ends[-1] == len(left.x)
+    along_rows = left.call.dim == right.call.dim == 0 and right.ends == ends and bias is None
+    along_columns = left.call.dim == 1 and right.x.dim() == 3 and len(right.x) == products
+    along_columns &= bias is None or bias.shape == (products, right.rows)
+    has_keys = all(
+        not operand.call.cast.draws or (key := operand.call.key) is None or key.shape == (products,)
+        for operand in (left, right)
+    )
+    has_signs = all(
+        (signs := operand.call.rotation) is None or signs.dim() == 1 or len(signs) == products
+        for operand in (left, right)
+    )
+    if not (is_ascending and (along_rows or along_columns) and has_keys and has_signs):
+        sides = " and ".join(f"{tuple(side.shape)} along {side.call.dim}" for side in (left, right))
+        raise Misfit(
+            f"A stack of {products} products takes ascending ends of all rows, and a matrix, a bias, a key and signs "
+            f"for each; got ends {ends}, operands {sides}, a bias {None if bias is None else tuple(bias.shape)}. Make "
+            "both by stack_operand."
+        )
+
+
+def _products_one_by_one(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    pairs = zip(left.products(), right.products(), strict=True)
+    results = [_run(a, b, None if bias is None else bias[i], dtype) for i, (a, b) in enumerate(pairs)]
+    return torch.cat(results) if left.call.dim == 1 else torch.stack(results)
 
 
 # What an operator takes in place of an operand.
@@ -110,14 +195,14 @@ _Spelled = tuple[Tensor, str, int, Tensor | None, Tensor | None, str | None, Ten
 
 
 def _spelled(operand: CodeOperand) -> _Spelled:
-    x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape = operand
+    x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape, _ = operand
     return x, cast.spec, dim, key, amax, None if shard is None else shard.spec, rotation, factor, [*shape]
 
 
 def _read(x: Tensor, spec: str, dim: int, key: Any, amax: Any, shard: str | None, *others: Any) -> CodeOperand:
-    rotation, factor, shape = others
+    rotation, factor, shape, ends = others
     call = call_from_specs(spec, dim, key, amax, None, shard, rotation)
-    return CodeOperand(x, call, factor, torch.Size(shape))
+    return CodeOperand(x, call, factor, torch.Size(shape), None if ends is None or x.dim() == 3 else tuple(ends))
 
 
 @torch.library.custom_op("lightning_lowbit::multiply_codes", mutates_args=())
@@ -142,27 +227,31 @@ def _multiply(
     w_shape: list[int],
     bias: Tensor | None,
     dtype: torch.dtype,
+    ends: list[int] | None,
 ) -> Tensor:
     """Does :func:`multiply` where graphs and counters must see one operator."""
-    left = _read(x, x_cast, x_dim, x_key, x_amax, x_shard, x_rotation, x_factor, x_shape)
-    right = _read(w, w_cast, w_dim, w_key, w_amax, w_shard, w_rotation, w_factor, w_shape)
+    left = _read(x, x_cast, x_dim, x_key, x_amax, x_shard, x_rotation, x_factor, x_shape, ends)
+    right = _read(w, w_cast, w_dim, w_key, w_amax, w_shard, w_rotation, w_factor, w_shape, ends)
     return _run(left, right, bias, dtype)
 
 
 @_multiply.register_fake
 def _(*arguments: Any) -> Tensor:
-    x, x_dim, x_shape, w_dim, w_shape, dtype = (arguments[place] for place in (0, 2, 8, 11, 17, 19))
-    return x.new_empty((x_shape[1 - x_dim], w_shape[1 - w_dim]), dtype=dtype)
+    x, x_dim, x_shape, w_dim, w_shape, dtype, ends = (arguments[place] for place in (0, 2, 8, 11, 17, 19, 20))
+    stack = [] if ends is None or x_dim == 1 else [len(ends)]
+    return x.new_empty((*stack, x_shape[1 - x_dim], w_shape[-1 - w_dim]), dtype=dtype)
 
 
 @register_flop_formula(torch.ops.lightning_lowbit.multiply_codes, get_raw=True)
 def _flops(*arguments: Any, **_: Any) -> int:
     shape, w_dim, w_shape = arguments[8], arguments[11], arguments[17]
-    return 2 * shape[0] * shape[1] * w_shape[1 - w_dim]
+    return 2 * shape[0] * shape[1] * w_shape[-1 - w_dim]
 
 
 def plain_multiply(x: Tensor, left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Does :func:`multiply` by plain code, one block after the other."""
+    """Does :func:`multiply` by plain code, one product and one block after the other."""
+    if left.ends is not None:
+        return _products_one_by_one(left._replace(x=x), right, bias, dtype)
     (a, scales_a, factor_a), (b, scales_b, factor_b) = _codes(left._replace(x=x)), _codes(right)
     step = gcd(_form(left).block, _form(right).block) or left.inner
     total = torch.zeros(left.rows, right.rows)
@@ -191,7 +280,7 @@ def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 def _codes(operand: CodeOperand) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns whole numbers ``[rows, k]``, scales repeated to that shape, and the factor, ``[rows, 1]`` or 0-d."""
-    x, call, factor, shape = operand
+    x, call, factor, shape, _ = operand
     cast, dim = call.cast, call.dim
     if factor is None:
         x = x if call.rotation is None else rotate(x, call.rotation, dim)

@@ -18,9 +18,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lightning_lowbit._torch.devices import wide_dtype
 from lightning_lowbit.formats import Format, table
 from lightning_lowbit.quant import Cast, Quantized, quantize
-from lightning_lowbit.quant.statistics import sqnr_db, wide_dtype
+from lightning_lowbit.quant.statistics import sqnr_db
 
 # The largest magnitude is a product of scales, each rounded to float32: elements beyond it by so little still fit.
 _ULPS = 2.0**-20

@@ -14,7 +14,7 @@ At a ratio of √3 a step descends by 3/4 of what it would without noise; below,
 import torch
 from torch import Tensor
 
-from lightning_lowbit.quant.statistics import wide_dtype
+from lightning_lowbit._torch.devices import wide_dtype
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ exact to about 1e-6 for |m| < σ and magnitudes from 1e-9 to 4e9.
 import torch
 from torch import Tensor
 
+from lightning_lowbit._torch.devices import wide_dtype
 from lightning_lowbit.compilation import compiled, opaque
-from lightning_lowbit.quant.statistics import wide_dtype
 
 # The sums: the number of elements, their powers, and how many are beyond k·rms.
 SUMS = ("elements", "first", "second", "third", "fourth", "beyond")

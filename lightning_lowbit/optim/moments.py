@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowbit._torch.devices import lacks
 from lightning_lowbit.compilation import compiled, opaque
 from lightning_lowbit.distributed import local, zeros_sharded_as
 from lightning_lowbit.formats import ELEMENT_FORMATS, Format
@@ -224,7 +225,7 @@ def _decode_moment(codes: Tensor, scales: Tensor, name: str) -> Tensor:
     """Codes (uint8) […, columns] and scales […, blocks] as fp32; a mean square of 0 becomes the smallest number."""
     format = _FP8[name]
     assert format.dtype is not None
-    values = codes.view(format.dtype).float()
+    values = format.decode(codes) if lacks(codes.device, format.dtype) else codes.view(format.dtype).float()
     if name == "mean_square":
         values.clamp_(min=_SMALLEST)
     factors = scales.unsqueeze(-1).expand(*scales.shape, BLOCK)

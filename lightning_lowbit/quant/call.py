@@ -40,6 +40,22 @@ class CastCall(NamedTuple):
         """Returns the shape of the operand of ``x``: a rotation pads it to whole groups."""
         return x.shape if self.rotation is None else rotated_shape(x.shape, self.rotation, self.dim)
 
+    def of_product(self, index: int) -> "CastCall":
+        """Returns the recipe of one of the products of a stack, whose key has one number for each, and whose rotation
+        may have a row for each."""
+        key, rotation = self.key, self.rotation
+        if rotation is not None and rotation.dim() == 2:
+            rotation = rotation[index]
+        return self._replace(key=None if key is None else key[index], rotation=rotation)
+
+    def stack_shape(self, x: Tensor) -> torch.Size:
+        """Returns the shape of the operands of a stack: matrices ``[products, rows, columns]``, or the rows of all of
+        them in one matrix. A rotation along these pads them product by product, which the shape does not count."""
+        call = self.of_product(0)
+        if x.dim() == 3:
+            return torch.Size([len(x), *call.shape(x[0])])
+        return call.shape(x) if self.dim == 1 else x.shape
+
     def offset(self, x: Tensor) -> Tensor | None:
         """:meth:`Shard.offset` of the operand of ``x``; None for a whole matrix, or without random bits."""
         if self.shard is None or self.key is None or not self.cast.draws:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowbit._torch.devices import lacks
 from lightning_lowbit.formats import Format, table
 from lightning_lowbit.quant.blocks import ALL, from_blocks, scales_view, tile_of, to_blocks
 from lightning_lowbit.quant.call import CastCall, factor_shape, has_factor, is_rounded
@@ -142,12 +143,14 @@ def scale_bytes(storage: Format) -> int:
 
 def _encode(values: Tensor, format: Format) -> Tensor:
     """Bytes of values on a grid. Torch's own dtypes keep -0 and NaN; with other elements the scales carry NaN."""
-    return format.encode(values) if format.dtype is None else values.to(format.dtype).view(torch.uint8)
+    if format.dtype is None or lacks(values.device, format.dtype):
+        return format.encode(values)
+    return values.to(format.dtype).view(torch.uint8)
 
 
 def _decode(data: Tensor, format: Format) -> Tensor:
     """Inverse of :func:`_encode`: float32."""
-    if format.dtype is None:
+    if format.dtype is None or lacks(data.device, format.dtype):
         return format.decode(data)
     aligned = data.contiguous() if format.dtype.itemsize == 1 else data.clone(memory_format=torch.contiguous_format)
     return aligned.view(format.dtype).float()

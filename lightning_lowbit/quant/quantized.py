@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_lowbit._torch.devices import lacks
 from lightning_lowbit.quant.blocks import (
     ALL,
     as_matrix,
@@ -27,7 +28,7 @@ class Quantized:
 
     Attributes:
         codes: uint8, the shape of the tensor, one code per element (not packed).
-        scales: block scales in torch's dtype where there is one (float8, float32), else uint8 codes. The blocked
+        scales: block scales in torch's dtype where the device has one (float8, float32), else uint8 codes. The blocked
             dimension (with tiles, the last two) is divided by the block and rounded up. All sizes are 1 with
             ``"tensor"``.
         tensor_scale: float32, multiplies every block scale: 0-d, or of each row (the shape of ``scales``, with the size
@@ -57,7 +58,7 @@ class Quantized:
     def multipliers(self) -> Tensor:
         """Returns the factors of elements, ``scale * tensor_scale``: float32, the shape of ``scales``."""
         storage = self.cast.scale.storage
-        scales = self.scales.float() if storage.dtype is not None else storage.decode(self.scales)
+        scales = storage.decode(self.scales) if self.scales.dtype == torch.uint8 else self.scales.float()
         return scales if self.tensor_scale is None else scales * self.tensor_scale
 
     def _spread(self, elements: Tensor, scales: Tensor, operation: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -122,9 +123,10 @@ def quantize(
         codes = from_blocks(to_blocks(elements, tile) + zeros, matrix.shape, tile).nan_to_num(nan=0.0).to(torch.uint8)
     has_tensor_scale = bool(cast.scale.two_level) or cast.scale.prescale != 1
     storage, stored, factor = cast.scale.storage, per_block(stored), scaled.factor(matrix.shape, tile)
+    is_code = storage.dtype is None or lacks(x.device, storage.dtype)
     return Quantized(
         codes=from_matrix(codes, x.shape, dim),
-        scales=stored.to(storage.dtype) if storage.dtype is not None else storage.encode(stored),
+        scales=storage.encode(stored) if is_code else stored.to(storage.dtype),
         tensor_scale=None
         if not has_tensor_scale
         else factor

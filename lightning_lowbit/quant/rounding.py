@@ -14,6 +14,7 @@ holds 127 in steps of 2^-17, and a tie would round to the even value, which may 
 import torch
 from torch import Tensor
 
+from lightning_lowbit._torch.devices import frexp, lacks, power_of_two
 from lightning_lowbit.formats import Format
 
 # A chain of comparisons finds the binade of v without bit casts, which compilers do not vectorize. Formats with more
@@ -37,7 +38,7 @@ def grid_step(magnitude: Tensor, format: Format) -> Tensor:
         large = magnitude * (2.0**23 + 1)
         return (large - large * (1 - 2.0**-24)) * 2.0**-format.mantissa_bits
     # On GPUs the compiler would fuse the product above into the difference.
-    return torch.ldexp(torch.ones_like(magnitude), torch.frexp(magnitude).exponent - 1 - format.mantissa_bits)
+    return power_of_two(frexp(magnitude)[1] - 1 - format.mantissa_bits)
 
 
 def _to_multiple(value: Tensor, step: Tensor) -> Tensor:
@@ -53,7 +54,8 @@ def round_nearest(value: Tensor, format: Format) -> Tensor:
         bits = value.view(torch.int32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
     # The CPU's own conversion to FP8 is several times slower than the arithmetic below.
-    if format.dtype not in (None, torch.float16) and (value.device.type != "cpu" or format.encoding == "unsigned"):
+    is_faster = value.device.type != "cpu" or format.encoding == "unsigned"
+    if is_faster and format.dtype not in (None, torch.float16) and not lacks(value.device, format.dtype):
         return value.to(format.dtype).float()
     step = grid_step(value.abs(), format)
     if format.mantissa_bits == 0:

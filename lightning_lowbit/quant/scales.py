@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowbit._torch.devices import frexp, power_of_two, wide_dtype
 from lightning_lowbit.compilation import compiled
 from lightning_lowbit.formats import Format
 from lightning_lowbit.quant.cast import Cast
@@ -52,8 +53,7 @@ def block_amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
 def block_sum(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Sums of magnitudes over some dimensions, which keep the size 1."""
     # float64, so that the order of summation (on a GPU, over ranks) does not decide the last bit of a mean.
-    wide = torch.float32 if blocks.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-    return blocks.abs().sum(dims, keepdim=True, dtype=wide)
+    return blocks.abs().sum(dims, keepdim=True, dtype=wide_dtype(blocks.device))
 
 
 def block_ends(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -137,14 +137,8 @@ def e8m0_rule(element: Format, rounding: str | None) -> tuple[int, float]:
 
 def binary_exponent(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns k (int32) and m (float32, in [1, 2)) of positive float32 values 2^k * m."""
-    mantissa, exponent = torch.frexp(values)
+    mantissa, exponent = frexp(values)
     return exponent - 1, mantissa * 2
-
-
-def power_of_two(exponent: Tensor) -> Tensor:
-    """Exact 2^exponent for int32 exponents from -149 to 127, made from its bits; below -126 it is subnormal."""
-    normal, subnormal = (exponent + 127) << 23, 1 << (exponent + 149).clamp(0, 22)
-    return torch.where(exponent >= -126, normal, subnormal).to(torch.int32).view(torch.float32)
 
 
 def four_over_six_scales(blocks: Tensor, encode_scale: Tensor, cast: Cast, dims: tuple[int, ...]) -> Tensor:

@@ -14,6 +14,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from lightning_lowbit._torch.devices import wide_dtype
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.blocks import block_dims, tile_of, to_blocks
 from lightning_lowbit.quant.call import CastCall
@@ -35,11 +36,6 @@ SAMPLE = 2**15
 
 # The largest level is a product of scales, each rounded to float32. Elements that exceed it by less are not saturated.
 _SLACK = 1 + 2.0**-20
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """Returns the dtype of sums over many elements: float64, or float32 on Apple's GPUs, which have no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @overload

@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowbit._torch.devices import power_of_two
 from lightning_lowbit.checks import choose
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.rounding import mix_key, uniform
-from lightning_lowbit.quant.scales import binary_exponent, block_amax, power_of_two
+from lightning_lowbit.quant.scales import binary_exponent, block_amax
 
 # Factors and products stay far from the ends of float32's and bfloat16's range. In float16 the factors and their
 # reciprocals are just normal numbers.
@@ -92,6 +93,14 @@ class Hadamard:
 
     def diagonal(self, key: Tensor | None, device: torch.device) -> Tensor:
         """Returns the signs of T: float32 ``[size]``; keyed ones need ``key``, int64 of one element."""
+        return self._diagonals(None if key is None else key.reshape(()), device)
+
+    def diagonals(self, keys: Tensor | None, device: torch.device) -> Tensor:
+        """Returns the signs of several products: float32 ``[products, size]``, from a key of each, int64
+        ``[products]``; or the fixed signs of all of them, ``[size]``."""
+        return self._diagonals(keys, device)
+
+    def _diagonals(self, key: Tensor | None, device: torch.device) -> Tensor:
         if self.signs == "fixed":
             return _signs(None, self.size, device)
         if key is None:
@@ -110,13 +119,18 @@ def _fixed_signs(size: int, device: torch.device) -> Tensor:  # cached, because 
     return torch.tensor(_SIGNS, dtype=torch.float32, device=device).repeat(size // len(_SIGNS))
 
 
-@opaque(lambda key, size, device: torch.empty(size, dtype=torch.float32, device=device))
+@opaque(
+    lambda key, size, device: torch.empty(
+        [*(() if key is None else key.shape), size], dtype=torch.float32, device=device
+    )
+)
 def _signs(key: Tensor | None, size: int, device: torch.device) -> Tensor:
     """Copies the signs: compiled code may reuse its memory."""
     if key is None:
         return _fixed_signs(size, device).clone()
     index = torch.arange(size, dtype=torch.int32, device=device)
-    return torch.where(uniform(index, mix_key(key.reshape(()) ^ _SALT)) < 0.5, -1.0, 1.0).float()
+    key = mix_key((key if key.dim() == 0 else key[:, None]) ^ _SALT)
+    return torch.where(uniform(index, key) < 0.5, -1.0, 1.0).float()
 
 
 def rotated_shape(shape: torch.Size, signs: Tensor, dim: int) -> torch.Size:

@@ -76,6 +76,18 @@ def codes(x, cast, dim, amax=None, shard=None, rotation=None):
     return x, cast, dim, KEY, amax, shard, rotation, None, [*shape]
 
 
+def grouped(x, dim):
+    """The operand of the rows of a stack of three products, as the operator takes it."""
+    return x, BLOCKS, dim, torch.arange(3), None, None, None, None, [*x.shape]
+
+
+def stacked(x, dim):
+    """The operand of a stack of three matrices of 8 rows, as the operator takes it."""
+    matrices = torch.stack([x[:8], x[8:16], x[16:24]])
+    matrices = matrices if dim == 1 else matrices.mT
+    return matrices, BLOCKS, dim, torch.arange(3), None, None, None, None, [*matrices.shape]
+
+
 def packed_codes(x, spec, dim):
     data, factor = pack_operand(x, Cast.from_spec(spec), dim, KEY)
     shape = [*x.shape]
@@ -166,15 +178,25 @@ ARGUMENTS = {
         for factor in (None, TWO)
         for bias in (None, torch.ones(40, dtype=x.dtype))
     ],
-    "multiply_codes": lambda x: [
-        (*left, *right, bias, torch.float32)
-        for left, right, bias in (
-            (codes(x, BLOCKS, 1), codes(x, BLOCKS, 1), None),
-            (codes(x, BLOCKS, 0), codes(x, INT4, 0, shard=shard()), torch.ones(24)),
-            (codes(x, BLOCKS, 1, amax=TWO, rotation=SIGNS), packed_codes(x, BLOCKS, 1), torch.ones(40, dtype=x.dtype)),
-            (packed_codes(x, ROWS, 1), codes(x, TERNARY, 1), None),
-        )
-    ],
+    "multiply_codes": lambda x: (
+        [
+            (*left, *right, bias, torch.float32, None)
+            for left, right, bias in (
+                (codes(x, BLOCKS, 1), codes(x, BLOCKS, 1), None),
+                (codes(x, BLOCKS, 0), codes(x, INT4, 0, shard=shard()), torch.ones(24)),
+                (
+                    codes(x, BLOCKS, 1, amax=TWO, rotation=SIGNS),
+                    packed_codes(x, BLOCKS, 1),
+                    torch.ones(40, dtype=x.dtype),
+                ),
+                (packed_codes(x, ROWS, 1), codes(x, TERNARY, 1), None),
+            )
+        ]
+        + [
+            (*grouped(x, dim), *right, None, torch.float32, [3, 3, len(x)])
+            for dim, right in ((0, grouped(x, 0)), (1, stacked(x, 1)), (1, stacked(x, 0)))
+        ]
+    ),
     "_keys_in_graph": lambda x: [(torch.arange(6), 0)],
     "_decode_moment": lambda x: [
         (in_dtype(x, E4M3), torch.ones(40, 1), "mean"),

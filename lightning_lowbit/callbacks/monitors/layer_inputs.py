@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_lowbit._torch import ConvNd, foreach_zero_
+from lightning_lowbit._torch.devices import wide_dtype
 from lightning_lowbit._torch.sharding import offset_of_shard
 from lightning_lowbit.distributed import all_reduce_world_
 from lightning_lowbit.metrics.outliers import SUMS, activation_sums
 from lightning_lowbit.nn import QuantizedLayer
-from lightning_lowbit.quant.statistics import wide_dtype
 
 CONVOLUTIONS = ConvNd
 

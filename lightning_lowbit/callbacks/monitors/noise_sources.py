@@ -23,6 +23,7 @@ from lightning_lowbit._lightning import (
     set_random_states,
 )
 from lightning_lowbit._torch import current_scale, disable_current_modes, donated_buffers
+from lightning_lowbit._torch.devices import wide_dtype
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
 from lightning_lowbit.distributed import all_reduce_, all_reduce_world_, local_gradient, sharding_of
 from lightning_lowbit.metrics.noise import gradient_noise_sums
@@ -31,7 +32,6 @@ from lightning_lowbit.nn.core.watch import Watch
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.quant import Cast
-from lightning_lowbit.quant.statistics import wide_dtype
 
 Layers = Mapping[str, QuantizedLayer]
 Sums = dict[str, Tensor]  # by layer, noise and signal [2], of whole weights

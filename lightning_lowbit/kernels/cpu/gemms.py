@@ -42,6 +42,7 @@ class _Operand(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("numbers", "key", "amax", "rotation", "place", "packed")),
         ("factor_count", ctypes.c_int32),
         ("step", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("is_grouped", "rotates_apart")),
     ]
 
 
@@ -52,6 +53,12 @@ class _Result(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("values", "bias")),
         *((name, ctypes.c_int32) for name in ("dtype", "bias_dtype")),
     ]
+
+
+class _Stack(ctypes.Structure):
+    """``GemmStack`` of source/gemm.cpp."""
+
+    _fields_ = [("ends", ctypes.c_void_p), ("products", ctypes.c_int64)]
 
 
 class Form(NamedTuple):
@@ -121,15 +128,22 @@ def multiply(x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch
     first, second = _operand(left._replace(x=x), keep), _operand(right, keep)
     if first is None or second is None:
         return None
-    rows, columns = first.panels.rows, second.panels.rows
-    values = x.new_empty((rows, columns), dtype=dtype)
+    stack, products, shape = None, 1, [left.rows, right.rows]
+    if left.ends is not None:
+        products = len(left.ends)
+        stack = _Stack(ctypes.addressof(ends := (ctypes.c_int64 * products)(*left.ends)), products)
+        keep += stack, ends
+        shape = shape if left.call.dim == 1 else [products, *shape]
+    values = x.new_empty(shape, dtype=dtype)
     result = _Result(start(values), None, casts.INPUTS[dtype], 0)
     if bias is not None:
-        if bias.dtype not in casts.INPUTS or bias.numel() != columns:
+        if bias.dtype not in casts.INPUTS or bias.numel() != products * right.rows:
             return None
         bias = resolved(bias).contiguous()
-        result.bias, result.bias_dtype = address("a bias", bias, bias.dtype, columns), casts.INPUTS[bias.dtype]
-    kernels.lowbit_gemm(ctypes.byref(first), ctypes.byref(second), ctypes.byref(result), torch.get_num_threads())
+        result.bias = address("a bias", bias, bias.dtype, products * right.rows)
+        result.bias_dtype = casts.INPUTS[bias.dtype]
+    structures = (None if one is None else ctypes.byref(one) for one in (first, second, result, stack))
+    kernels.lowbit_gemm(*structures, torch.get_num_threads())
     return values
 
 
@@ -140,43 +154,61 @@ def _fits(left: Any, right: Any) -> bool:
 
 
 def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
-    x, call, factor, shape = operand
+    x, call, factor, shape, ends = operand
     if not (is_dense(x) and x.is_cpu):
         return None
-    form, dim = form_of(call), call.dim
-    rows, inner = shape[1 - dim], shape[dim]
+    form, dim, rows, inner = form_of(call), call.dim, operand.rows, operand.inner
     panels = _Panels(None, None, rows, inner, dim, form.block, 0)
     count = rows if form.factors else int(form.factor)
     if factor is not None:
         return _packed_operand(x, call, factor, shape, panels, count, form.step, keep)
     numbers = casts.cpp_cast(call.cast.spec, dim, x.dtype, torch.float32)
-    if numbers is None or not casts.takes(x, numbers, call):  # plain code casts it, or says why not
+    products = len(ends) if ends is not None else len(x) if x.dim() == 3 else None
+    one = call if products is None else call.of_product(0)
+    if numbers is None or not casts.takes(
+        x if x.dim() == 2 else x[0], numbers, one
+    ):  # plain code casts it, or says why not
+        if products is not None:
+            return None
         x = x if call.rotation is None else rotate(x, call.rotation, dim)
         x, factor = pack(x, call.cast, call.key, call.amax, None, call.shard, dim)
         return _packed_operand(x, call, factor, shape, panels, count, form.step, keep)
-    if call.shape(x) != shape:
+    if (call.shape(x) if products is None else call.stack_shape(x)) != shape:
         raise Misfit(
             f"A GEMM of codes needs a matrix whose operand is {tuple(shape)}, and got {described(x)}. Make the operand "
             "by code_operand."
         )
     x = resolved(x).contiguous()
     place = None if call.shard is None else (ctypes.c_int32 * 2)(*call.shard.place(shape, numbers.tile)[1:])
-    rotation = casts.rotation_of(call.rotation, dim)
-    keep += x, place, rotation
+    rotation, key = casts.rotation_of(one.rotation, dim), call.key if numbers.draws else None
+    if products is not None:
+        key = None if key is None else key.contiguous()
+        _check_each(key, call.rotation, products)
+    keep += x, key, place, rotation
     return _Operand(
         panels,
         None,
         start(x),
-        *x.shape,
+        *x.shape[-2:],
         numbers.address,
-        start(call.key) if numbers.draws else None,
+        None if key is None else start(key),
         None if call.amax is None else start(call.amax),
         None if rotation is None else ctypes.addressof(rotation),
         None if place is None else ctypes.addressof(place),
         None,
         count,
         form.step,
+        ends is not None,
+        one.rotation is not call.rotation,
     )
+
+
+def _check_each(key: Tensor | None, rotation: Tensor | None, products: int) -> None:
+    """Compares what kernels read of the keys and signs of products with their memory."""
+    if key is not None:
+        address("keys", key, torch.int64, products)
+    if rotation is not None and rotation.dim() == 2:
+        address("signs", rotation, torch.float32, products * rotation.shape[1])
 
 
 def _packed_operand(

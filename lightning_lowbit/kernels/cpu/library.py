@@ -37,7 +37,7 @@ _LOADS = itertools.count()
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _SIGNATURES = {
     "lowbit_cast": (_P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _P, _P, _I),
-    "lowbit_gemm": (_P, _P, _P, _I),
+    "lowbit_gemm": (_P, _P, _P, _P, _I),
     "lowbit_instructions": (_P,),
     "lowbit_unpack": (_P, _L, _L, _P, _P, _P, _I, _I),
     "lowbit_amax": (_P, _I, _L, _L, _P, _P, _I),

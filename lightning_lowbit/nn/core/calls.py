@@ -98,6 +98,16 @@ def keys_of_product(keys: Tensor, number: int) -> Tensor:
     return keys ^ _hash_of_product(number)
 
 
+def keys_of_products(keys: Tensor, first: int, count: int) -> Tensor:
+    """Returns :func:`keys_of_product` of so many products from a first one on, int64 ``[6, count]``."""
+    return keys[:, None] ^ _hashes_of_products(first, count).to(keys.device)
+
+
+@cache
+def _hashes_of_products(first: int, count: int) -> Tensor:
+    return torch.tensor([_hash_of_product(first + i) for i in range(count)], dtype=torch.int64, device="cpu")
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _hash_of_product(number: int) -> int:
     return _hash(number, "part")

@@ -21,8 +21,9 @@ class QuantizedGemms(torch.autograd.Function):
 
     Args:
         x: ``[tokens, in_features]``, or for a side of patches images ``[N, C, *sizes]``.
-        weight: ``[out_features, in_features]``, or for a side of frozen bytes uint8, 1-D.
-        bias: ``[out_features]`` or None.
+        weight: ``[out_features, in_features]``, or for a side of frozen bytes uint8, 1-D. Of a stack of products
+            ``[products, out_features, in_features]``, where x has the rows of all of them.
+        bias: ``[out_features]``, of a stack ``[products, out_features]``, or None.
         how: the GEMMs, operands and sides. Tensors may have any dtype; ``how.dtype`` is that of the computation.
         pass_: the pass, which changes from call to call.
 
@@ -83,5 +84,5 @@ class QuantizedGemms(torch.autograd.Function):
                     add_gradients_(pass_.gradient_sums, dw, torch.mm(g.to(how.dtype).t(), how.x.matrix(x[3])))
                 dw = how.w.gradient(dw, w, pass_).to(w_dtype)
             if needs_bias:
-                db = g.sum(0).to(bias_dtype)  # of the unquantized gradient
+                db = pass_.sum_of_rows(g).to(bias_dtype)  # of the unquantized gradient
         return dx, dw, db, None, None

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit._torch import int_mm, scaled_mm
+from lightning_lowbit._torch.devices import multiplies_to_float32
 from lightning_lowbit.compilation import counted_as, opaque, within_cast
 from lightning_lowbit.kernels.gemms import CodeOperand, multiply
 from lightning_lowbit.kernels.layout import pad
@@ -70,7 +71,7 @@ def matmul(
     scales, else in ``dtype``, or in float32 on CPUs without instructions for it.
 
     Args:
-        a: ``[m, k]``, its factor 0-d or ``[m, 1]``; or codes and scales, or what a CPU makes them of.
+        a: ``[m, k]``, its factor 0-d or ``[m, 1]``; or codes and scales, or what a CPU makes them of, perhaps a stack.
         b: ``[k, n]``, its factor 0-d or ``[1, n]``; or codes and scales ``[n, k]`` where those of ``a`` are.
         bias: in ``dtype`` or float32, any shape that broadcasts to ``[m, n]``; or None.
         fast_accumulation: for native FP8 GEMMs: keeps sums in the tensor cores, faster and less exact.
@@ -99,7 +100,7 @@ def matmul(
 
 def _code_matmul(a: CodeOperand, b: CodeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Multiplies codes on a CPU. A bias for each row comes after a product in float32."""
-    is_row = bias is None or bias.numel() == b.rows
+    is_row = bias is None or a.ends is not None or bias.numel() == b.rows
     product = multiply(a, b, bias if is_row else None, dtype if is_row else torch.float32)
     return product if is_row else _finish(product, [], bias, dtype)
 
@@ -156,8 +157,10 @@ def _emulated_matmul(
         return torch.addmm(_empty(left, right, left.dtype), left, right, alpha=alpha, beta=0).to(dtype)
     if left.dtype in (torch.float32, torch.float64) or left.is_cpu:
         product = torch.mm(left, right)  # the CPU has no GEMM that leaves its float32 result unrounded
-    else:
+    elif multiplies_to_float32(left.device):
         product = torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        product = torch.mm(left.float(), right.float())
     return _finish(product, factors, bias, dtype)
 
 

@@ -72,3 +72,5 @@ class How:
         elif recasts and not (("dgrad_w" in traits.from_fprop or w[1].is_reused) and "fprop_w" in traits.altered):
             self.w = Recast(*w)
         self.g = Gradient(self.dgrad.left, self.wgrad.left, traits.casts_g_twice)
+        #: Whether one pass computes a stack of products, each of whose GEMMs is one call.
+        self.takes_stacks = type(self.x) is Matrix and all(operand.takes_stacks for operand in operands.values())

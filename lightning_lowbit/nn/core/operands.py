@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels import amax_of, quantize_operand, rotate
+from lightning_lowbit.kernels.gemms import split_rows
 from lightning_lowbit.kernels.operands import measures_again
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
-from lightning_lowbit.nn.core.calls import keys_of_product
+from lightning_lowbit.nn.core.calls import keys_of_product, keys_of_products
 from lightning_lowbit.nn.core.gemm import mean_times
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
 from lightning_lowbit.nn.core.watch import Watched, stage_and_choose
@@ -62,11 +63,14 @@ class Pass(NamedTuple):
 
     Attributes:
         keys: int64 ``[6]``, of the call: a copy, since the layer's keys may be refilled before the backward pass.
-        number: of one of several products of the call, such as an expert; None for the only one.
+        number: of one of several products of the call, such as an expert, or of the first one of a stack; None for the
+            only one.
         amaxes: from other passes or layers; None for none.
         blend: float32, 0-d: λ of annealing; None for fully quantized operands.
         watch: what is measured; None for nothing.
         gathered: of a weight that was quantized before it was gathered; None for others.
+        ends: of the rows of each product of a stack, whose matrices x and g are in one and whose weights are
+            ``[products, out, in]``; None for one product.
     """
 
     keys: Tensor | None = None
@@ -75,6 +79,7 @@ class Pass(NamedTuple):
     blend: Tensor | None = None
     watch: Watched | None = None
     gathered: PrequantizedWeight | None = None
+    ends: tuple[int, ...] | None = None
 
     @property
     def operand_sums(self) -> Tensor | None:
@@ -85,20 +90,26 @@ class Pass(NamedTuple):
         return None if self.watch is None else self.watch.gradient_sums
 
     def with_keys_of_product(self) -> "Pass":
-        """Returns the pass with the keys of its product. Forward and backward pass each derive them, since another draw
-        of random bits may change the call's keys in place."""
+        """Returns the pass with the keys of its product, or ``[6, products]`` of a stack. Forward and backward pass
+        each derive them, since another draw of random bits may change the call's keys in place."""
         if self.number is None or self.keys is None:
             return self
+        if self.ends is not None:
+            return self._replace(keys=keys_of_products(self.keys, self.number, len(self.ends)), number=None)
         return self._replace(keys=keys_of_product(self.keys, self.number), number=None)
+
+    def sum_of_rows(self, g: Tensor) -> Tensor:
+        """Returns the sum of the rows of ``g``, of a stack ``[products, columns]``."""
+        return g.sum(0) if self.ends is None else torch.stack([rows.sum(0) for rows in split_rows(g, self.ends)])
 
     def for_backward(self) -> "Pass":
         """Returns the pass with copies of all that is refilled in place, perhaps before this one's backward pass."""
         if self.amaxes is None and self.blend is None:
             return self
-        keys, number, amaxes, blend, watch, gathered = self  # faster than _replace
+        keys, number, amaxes, blend, watch, gathered, ends = self  # faster than _replace
         if amaxes is not None and amaxes.in_force is not None:
             amaxes = Amaxes(amaxes.in_force.clone(), amaxes.staged, amaxes.weight)
-        return Pass(keys, number, amaxes, None if blend is None else blend.clone(), watch, gathered)
+        return Pass(keys, number, amaxes, None if blend is None else blend.clone(), watch, gathered, ends)
 
     def unrecorded(self) -> "Pass":
         """Returns the pass for an operand that another pass has quantized, and recorded, before."""
@@ -151,6 +162,7 @@ class OperandHow:
         requantizes: whether it is quantized from the decoded operand of the forward pass.
         saves_operand: whether the forward pass saves its operand for this one, and not the tensor.
         surrogate: the derivative of rounding; None for straight through.
+        takes_stacks: whether one call makes the operands of all products of a stack.
     """
 
     def __init__(
@@ -194,6 +206,8 @@ class OperandHow:
         takes_tensor = self.kind is not None and not self.requantizes  # codes of fprop lie along another axis
         self.saves_operand = (name in traits.from_fprop or self.is_reused) and not takes_tensor
         self.surrogate = casts.surrogate.get(name)
+        is_plain = not self.is_delayed and not self.requantizes and self.surrogate is None
+        self.takes_stacks = self.kind == "cpu" and is_plain and gemm not in casts.subtract_mean
 
     def operand(self, source: OperandInput, pass_: Pass, shard: Shard | None = None) -> AnyOperand:
         """Quantizes one operand. Returns the input unchanged if it has no cast or is quantized already, and codes plus
@@ -230,13 +244,14 @@ class OperandHow:
             assert self.source_cast is not None
             key, amax = self.key(pass_), self.scaling.scaling_amax(source, pass_)
             arguments = source.values, self.source_cast, self.kind, self.dim, key, amax, self.shard, source.rotation
-            operand = native_operand(*arguments)
+            operand = native_operand(*arguments, pass_.ends)
             if sums is not None and self.cast is not None:
                 self.record(sums, source.values, operand.decoded(source.values.dtype, self.dim), amax)
         return operand if watch is None else watch.observe(self, source, operand, key, amax)
 
     def key(self, pass_: Pass) -> Tensor | None:
-        """Returns the key of the operand's random bits, int64, 0-d; None if it draws none."""
+        """Returns the key of the operand's random bits, int64, 0-d or one for each product of a stack; None if it draws
+        none."""
         return None if pass_.keys is None or not self.draws else pass_.keys[self.index]
 
     def scaling_amax(self, source: OperandInput, pass_: Pass) -> Tensor | None:
@@ -252,7 +267,8 @@ class OperandHow:
     def signs(self, pass_: Pass, device: torch.device) -> Tensor:
         """Returns the signs of the rotation of its GEMM, from the key of the second operand, so that both agree."""
         assert self.transform is not None
-        return self.transform.diagonal(None if pass_.keys is None else pass_.keys[self.signs_index], device)
+        key = None if pass_.keys is None else pass_.keys[self.signs_index]
+        return (self.transform.diagonal if pass_.ends is None else self.transform.diagonals)(key, device)
 
     def with_rotation(self, source: OperandInput, signs: Tensor) -> OperandInput:
         """Returns the input with signs to rotate groups along the contraction axis. No process cuts a group."""
@@ -300,9 +316,13 @@ def _is_reused(name: str, casts: LinearCasts, native: Mapping[str, str]) -> bool
     return kind == native.get(GEMM[SHARED[name]]) and kind not in BLOCK_SCALED
 
 
-def common_amax(tensor: Tensor, first: OperandHow | None, second: OperandHow | None) -> Tensor | None:
+def common_amax(
+    tensor: Tensor, first: OperandHow | None, second: OperandHow | None, pass_: Pass | None = None
+) -> Tensor | None:
     """Measures the amax of a tensor once for the operands made from it. Returns None where they measure their own:
-    rotated or centered ones, and those of a small tensor."""
+    rotated or centered ones, and those of a small tensor, or of a stack of them."""
+    if pass_ is not None and pass_.ends is not None:
+        return None
     operand = first if first is not None and first.shares_amax else second
     if operand is None or not operand.shares_amax:
         return None

@@ -37,7 +37,7 @@ class Matrix:
 
     def forward(self, x: Tensor, pass_: Pass, is_read_again: bool) -> OperandInput:
         """Returns the input of fprop's operand. ``is_read_again``: the backward pass needs the tensor, too."""
-        return OperandInput(x, common_amax(x, self.first, self.second if is_read_again else None))
+        return OperandInput(x, common_amax(x, self.first, self.second if is_read_again else None, pass_))
 
     def save(self, x: Tensor, source: OperandInput, operand: AnyOperand) -> tuple[Any, Any]:
         """Returns the values and the factor that autograd saves, given all that the forward pass has made of ``x``."""
@@ -143,7 +143,7 @@ class Parameter(Matrix):
         w, amaxes = x.to(self.dtype), pass_.amaxes
         if amaxes is not None and amaxes.weight is not None:
             return OperandInput(w, amaxes.weight)
-        return OperandInput(w, common_amax(w, self.first, self.second if is_read_again else None))
+        return OperandInput(w, common_amax(w, self.first, self.second if is_read_again else None, pass_))
 
 
 class Recast(Parameter):
@@ -214,7 +214,7 @@ class Gradient:
 
     def backward(self, g: Tensor, needs_x: bool, needs_w: bool, pass_: Pass) -> tuple[OperandInput, OperandInput]:
         """Returns the inputs of both operands: ``g``, or the operands, where a kernel makes them in one read."""
-        amax = common_amax(g, self.dgrad if needs_x else None, self.wgrad if needs_w else None)
+        amax = common_amax(g, self.dgrad if needs_x else None, self.wgrad if needs_w else None, pass_)
         source = OperandInput(g, amax)
         if not (self.is_cast_twice and needs_x and needs_w and reads_once(g)):
             return source, source

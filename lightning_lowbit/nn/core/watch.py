@@ -17,9 +17,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_lowbit._torch.devices import wide_dtype
 from lightning_lowbit.kernels import delayed_amax
 from lightning_lowbit.nn.casts.traits import OPERANDS
-from lightning_lowbit.quant.statistics import MAXIMA, OF_BLOCKS, SUMS, wide_dtype
+from lightning_lowbit.quant.statistics import MAXIMA, OF_BLOCKS, SUMS
 
 _SHAPES: dict[str, tuple[int, ...]] = {"operand_sums": (6, len(SUMS) + len(MAXIMA)), "gradient_sums": (2,)}
 

@@ -4,7 +4,8 @@
 
 Each expert is quantized as if it were a linear layer of its own: its rows have their own scales and random bits, from
 keys of its own (:func:`lightning_lowbit.nn.core.calls.keys_of_product`). So its results do not depend on the rows of
-other experts, and an expert without rows has gradients of zero.
+other experts, and an expert without rows has gradients of zero. Where all GEMMs are those of codes on CPUs, each is one
+call for all experts; elsewhere experts come one after the other. Both give the same bits.
 
 Where groups end must be known on the host, which waits for it once per layer. ``torch.compile`` breaks its graph at
 these layers, which run eagerly.
@@ -28,6 +29,7 @@ from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.function import QuantizedGemms
 from lightning_lowbit.nn.core.gemm import no_autocast
+from lightning_lowbit.nn.core.how import How
 from lightning_lowbit.nn.core.inputs import check_inputs
 from lightning_lowbit.nn.core.operands import Pass
 from lightning_lowbit.nn.layers.composite import PartLayer
@@ -171,6 +173,25 @@ def _joined(parts: Sequence[Tensor | None], shape: Any, places: Sequence[Any] | 
     return whole
 
 
+def _together(x: Tensor, weight: Tensor, bias: Tensor | None, how: How, pass_: Pass) -> list[Tensor]:
+    """Computes all experts of a pass, whose number is that of the first one, by one call for each GEMM."""
+    assert pass_.ends is not None
+    rows = x if len(x) == pass_.ends[-1] else x[: pass_.ends[-1]]
+    return [QuantizedGemms.apply(rows, weight, bias, how, pass_)[0]]  # type: ignore[no-untyped-call]
+
+
+def _one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, how: How, pass_: Pass) -> list[Tensor]:
+    """Computes the experts with rows one after the other."""
+    ends, first = pass_.ends, pass_.number
+    assert ends is not None and first is not None
+    parts = _thirds(_Parts.apply(x, weight, bias, ends), len(weight))  # type: ignore[no-untyped-call]
+    return [
+        QuantizedGemms.apply(*arguments, how, pass_._replace(number=number, ends=None))[0]  # type: ignore[no-untyped-call]
+        for number, arguments in enumerate(_by_expert(*parts), start=first)
+        if len(arguments[0])
+    ]
+
+
 class GroupedLayer(QuantizedLayer):
     """Base class of converted stacks.
 
@@ -208,17 +229,15 @@ class GroupedLayer(QuantizedLayer):
             return grouped_linear(x, weight, ends, bias)
         if x.shape[1] != weight.shape[2]:
             raise ValueError(f"The layer takes {weight.shape[2]} features; got {tuple(x.shape)}.")
-        parts = _thirds(_Parts.apply(x, weight, bias, ends), len(weight))  # type: ignore[no-untyped-call]
         dtype = self._dtype_of_pass(x, weight, torch.is_autocast_enabled(x.device.type), None)
         with no_autocast(x.device.type):
             pass_ = self._pass(dtype, keys, None)
             how = self._how(dtype, x.device, saves_codes=self._saves_codes(x, dtype, None, pass_))
-            results: list[Tensor] = [
-                QuantizedGemms.apply(*arguments, how, Pass(keys, i, *pass_[2:]))[0]  # type: ignore[no-untyped-call]
-                for i, arguments in enumerate(_by_expert(*parts), start=first)
-                if len(arguments[0])
-            ]
-            y = torch.cat([*results, results[0].new_zeros(len(x) - ends[-1], weight.shape[1])])
+            multiply = _together if how.takes_stacks and pass_.watch is None else _one_by_one
+            results = multiply(x, weight, bias, how, pass_._replace(number=first, ends=ends))
+            if rest := len(x) - ends[-1]:
+                results.append(results[0].new_zeros(rest, weight.shape[1]))
+            y = results[0] if len(results) == 1 else torch.cat(results)
         self._expect_plugin(y, weight)
         return y
 

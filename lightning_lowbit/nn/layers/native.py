@@ -111,7 +111,7 @@ def _dtype_obstacle(kind: str, dtype: torch.dtype, casts: LinearCasts, gemm: str
     """Returns why native GEMMs of a kind do not serve a pass in a dtype, and what to do; None if they do."""
     if kind == "cpu" and dtype == torch.bfloat16 and gemm in casts.traits.rounding:
         reason = f"{gemm} rounds operands to bfloat16 (round_to_bfloat16), and GEMMs of codes do not"
-        return reason, "Leave out round_to_bfloat16"
+        return reason, "Give its casts round_to_bfloat16=False (every: {round_to_bfloat16: false} beside a preset)"
     if kind not in BLOCK_SCALED or dtype in results(kind):
         return None
     names = " or ".join(str(result).removeprefix("torch.") for result in results(kind))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels import Packed, amax_of, lay_out_operand, lay_out_packed, rotate
-from lightning_lowbit.kernels.gemms import CodeOperand, code_operand, packed_operand
+from lightning_lowbit.kernels.gemms import CodeOperand, code_operand, packed_operand, stack_operand
 from lightning_lowbit.kernels.layout import repeated, taken_apart
 from lightning_lowbit.nn.native.table import NATIVE
 from lightning_lowbit.quant import Cast, Operand
@@ -74,10 +74,14 @@ def native_operand(
     amax: Tensor | None = None,
     shard: Shard | None = None,
     rotation: Tensor | None = None,
+    ends: tuple[int, ...] | None = None,
 ) -> BlockOperand | CodeOperand:
     """Makes one operand of a block-scaled native GEMM of this ``kind``, with the arguments and errors of
-    :func:`lightning_lowbit.kernels.quantize_operand`. The GEMM of a CPU quantizes it."""
+    :func:`lightning_lowbit.kernels.quantize_operand`. The GEMM of a CPU quantizes it; with ``ends``, those of all
+    products of a stack (:func:`lightning_lowbit.kernels.gemms.stack_operand`)."""
     if kind == "cpu":
+        if ends is not None:
+            return stack_operand(x, CastCall(cast, dim, key, amax, None, shard, rotation), ends)
         if shard is not None and amax is None and cast.scale.needs_amax:
             amax = amax_of(x, shard.spec, rotation, dim)
         return code_operand(x, CastCall(cast, dim, key, amax, None, shard, rotation))

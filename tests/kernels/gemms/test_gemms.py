@@ -70,7 +70,7 @@ def test_what_is_not_finite_reaches_the_numbers_that_it_does_in_the_emulation(el
 def emulated(left, right):
     """The product of the emulation's operands, float64."""
     sides = []
-    for x, call, _, _ in (left, right):
+    for x, call, *_ in (left, right):
         operand = quantize_operand(x, call.cast, call.dim, call.key, call.amax, torch.float32, None, call.rotation)
         values = operand.values.double() * (1 if operand.factor is None else operand.factor.double())
         sides.append(values if call.dim == 1 else values.t())

@@ -14,6 +14,7 @@ TESTS = Path(__file__).parents[2]
 FILES = [
     *(f"tests/kernels/test_{name}.py" for name in ("adam", "casts", "layers", "packing", "rotation")),
     "tests/kernels/gemms/test_gemms.py",
+    "tests/kernels/gemms/test_stacks.py",
     "tests/kernels/memory/test_memory.py",
     "tests/optim/test_passes.py",
     "tests/optim/test_loading.py",

@@ -2,17 +2,21 @@
 
 import copy
 import pickle
+from collections import Counter
 from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import LinearCasts, bake, convert
+from lightning_lowbit.kernels.cpu.gemms import instructions
 from lightning_lowbit.nn import AmaxHistories, GroupedLinear, LayerKeys, set_blend, set_phase
 from lightning_lowbit.nn.casts.traits import GEMMS
 from lightning_lowbit.nn.core.saving import SAVES
 from lightning_lowbit.nn.core.watch import Watch
+from lightning_lowbit.nn.native.devices import declared
 from tests.nn.experts.stacks import ENDS, EXPERTS, INNER, OUT, ROWS, converted, inputs, loop, run_loop, stack
 from tests.nn.experts.stacks import run_stack as run
 from tests.nn.layers import identical
@@ -28,7 +32,7 @@ CASTS = {
 }
 
 
-@pytest.mark.fast("nvfp4", "fp8-current")
+@pytest.mark.fast("nvfp4", "nvfp4-nvidia", "fp8-current")
 @pytest.mark.parametrize("name", CASTS)
 def test_each_expert_equals_a_linear_layer_of_its_own(name):
     packs = CASTS[name].traits.coded is not None
@@ -36,6 +40,29 @@ def test_each_expert_equals_a_linear_layer_of_its_own(name):
         together, apart = converted(CASTS[name], bias=autocast, save=save)
         x, g = inputs()
         identical(run(together, x, g, autocast=autocast), run_loop(apart, x, g, autocast=autocast))
+
+
+class Operators(TorchDispatchMode):
+    """Counts this package's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "lightning_lowbit":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(instructions() is None, reason="the C++ kernels cannot be built")
+def test_gemms_of_codes_are_one_call_for_all_experts(within):
+    within(declared("cpu", {"cpu"}))
+    for name in ("nvfp4", "nvfp4-nvidia", "mxfp4-rht", "nvfp4-row"):
+        layer, _ = converted(name)
+        with Operators() as operators:
+            run(layer, *inputs())
+        assert operators.counts["multiply_codes"] == 3, name
 
 
 def test_a_stack_that_is_not_converted_is_a_loop_of_linear_layers():

@@ -42,6 +42,10 @@ NATIVE = {
 }
 OTHERS = ("one level", "larger blocks", "means", "surrogate", "smoothed", "blocks reused", "forward alone")
 CASTS = {name: LinearCasts.preset(name) for name in NATIVE} | {name: LAYERS[name][0] for name in OTHERS}
+CASTS |= {
+    f"{name}, not rounded": LinearCasts.of({"preset": name, "every": {"round_to_bfloat16": False}})
+    for name in ("int4", "int2", "e1m2")
+}
 
 
 @pytest.fixture(autouse=True)
@@ -227,8 +231,13 @@ def test_casts_that_round_to_bfloat16_are_emulated_in_it():
     assert layer.native_gemms(CPU, dtype=torch.bfloat16) == ()
     casts = LinearCasts.preset("int4").phase("qaf").replace(dgrad_w=None, wgrad_x=None)
     layer = layer_like(nn.Linear(32, 32, dtype=torch.bfloat16), casts, backend="native")
-    with pytest.raises(ValueError, match="fprop rounds operands to bfloat16 .round_to_bfloat16., and GEMMs of"):
+    with pytest.raises(ValueError, match="fprop rounds operands to bfloat16 .* Give its casts round_to_bfloat16=False"):
         layer(torch.randn(4, 32).bfloat16())
+
+
+def test_integers_in_groups_that_are_not_rounded_are_native_in_bfloat16():
+    layer = layer_like(nn.Linear(32, 32), CASTS["int4, not rounded"])
+    assert layer.native_gemms(CPU, dtype=torch.bfloat16) == ("fprop",)
 
 
 def test_float16_is_emulated():

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "dots.h"
+#include "rotation.h"
 #include "rounding.h"
 
-struct Rotation;
 struct Codes;
 extern "C" void lowbit_cast(const void *, int64_t, int64_t, const CastNumbers *, void *, float *, const int64_t *,
                             const float *, const Rotation *, const int32_t *, const Codes *, const Panels *, int32_t);
@@ -32,6 +32,7 @@ struct GemmOperand {
     const Codes *packed;
     int32_t factor_count;  // none, one, or one for each row of the panels
     float step;            // of which elements are multiples
+    int32_t is_grouped, rotates_apart;  // in a stack: whether it is the rows of groups, and has signs for each product
 
     float factor(int64_t row) const { return factors[factor_count > 1 ? row : 0]; }
     F32 factors_from(int64_t row, int count) const { return factor_count > 1 ? load(factors + row, count) : all(*factors); }
@@ -42,6 +43,16 @@ struct GemmResult {
     void *values;  // [rows of left, rows of right], 0 float, 1 bfloat16
     const void *bias;
     int32_t dtype, bias_dtype;
+};
+
+// Products that one call computes. Of each operand they take the matrices of a stack [products, rows, columns] or, grouped,
+// the rows of one matrix from the end of the product before to their own; one amax, and a key for each.
+struct GemmStack {
+    const int64_t *ends;
+    int64_t products;
+
+    int64_t start(int64_t product) const { return product ? ends[product - 1] : 0; }
+    int64_t size(int64_t product) const { return ends[product] - start(product); }
 };
 
 namespace {
@@ -209,13 +220,13 @@ void prepare(GemmOperand &operand, int which, int threads) {
                 operand.key, operand.amax, operand.rotation, operand.place, nullptr, &operand.panels, threads);
 }
 
-}  // namespace
+int64_t bytes_of(int32_t dtype) { return dtype == 1 ? sizeof(BF16) : sizeof(float); }
 
-EXPORT void lowbit_gemm(GemmOperand *left, GemmOperand *right, const GemmResult *result, int32_t threads) {
-    prepare(*left, 0, threads);
-    right->panels.offset = kOffset;
-    prepare(*right, 1, threads);
-    const Panels &rows = left->panels, &columns = right->panels;
+void multiply(GemmOperand &left, GemmOperand &right, const GemmResult &result, int threads) {
+    prepare(left, 0, threads);
+    right.panels.offset = kOffset;
+    prepare(right, 1, threads);
+    const Panels &rows = left.panels, &columns = right.panels;
     int32_t *starts = memory<int32_t>(rows.panels() * rows.groups() * kRows, 2);
     offsets_of(rows, starts, threads);
     const int64_t down = (rows.panels() + kPanelsAtOnce - 1) / kPanelsAtOnce;
@@ -225,8 +236,60 @@ EXPORT void lowbit_gemm(GemmOperand *left, GemmOperand *right, const GemmResult 
         int64_t first = part / across * kPanelsAtOnce, last = std::min(first + kPanelsAtOnce, rows.panels());
         int64_t panel = part % across * kTilePanels;
         (panel + kTilePanels <= columns.panels() ? multiply_panels<kTilePanels> : multiply_panels<1>)(
-            *left, *right, *result, starts, first, last, panel);
+            left, right, result, starts, first, last, panel);
     }
+}
+
+// The operand of one product of a stack.
+struct Part : GemmOperand {
+    Rotation apart;
+
+    Part(const GemmOperand &whole, const GemmStack &stack, int64_t product) : GemmOperand(whole) {
+        const int64_t first = is_grouped ? stack.start(product) : product * rows;
+        matrix = (const char *)matrix + first * columns * bytes_of(numbers->input);
+        if (key) key += product;
+        if (is_grouped) {
+            rows = stack.size(product);
+            if (panels.dim && factor_count > 1) factor_count = int32_t(rows);
+            (panels.dim ? panels.rows : panels.inner) = rotation && !panels.dim ? rotation->whole(rows) : rows;
+        }
+        if (!rotates_apart) return;
+        apart = *rotation;
+        apart.signs += product * apart.size;
+        rotation = &apart;
+    }
+    Part(const Part &) = delete;
+};
+
+// One product of a stack: its rows of the result, or its matrix.
+void multiply_part(const GemmOperand &left, const GemmOperand &right, const GemmResult &result, const GemmStack &stack,
+                   int64_t product, int threads) {
+    Part above(left, stack, product), beside(right, stack, product);
+    const int64_t rows = above.panels.rows, columns = beside.panels.rows, bytes = bytes_of(result.dtype);
+    const int64_t first = left.panels.dim ? stack.start(product) : product * rows;
+    GemmResult part = result;
+    part.values = (char *)result.values + first * columns * bytes;
+    if (result.bias) part.bias = (const char *)result.bias + product * columns * bytes_of(result.bias_dtype);
+    if (above.panels.inner == 0)
+        memset(part.values, 0, rows * columns * bytes);
+    else if (rows)
+        multiply(above, beside, part, threads);
+}
+
+}  // namespace
+
+// Multiplies two operands, or with a stack those of its products: all threads share one that has more than a thread's share
+// of the rows, and take the others whole.
+EXPORT void lowbit_gemm(GemmOperand *left, GemmOperand *right, const GemmResult *result, const GemmStack *stack,
+                        int32_t threads) {
+    if (!stack) return multiply(*left, *right, *result, threads);
+    const int64_t products = stack->products, all_rows = stack->ends[products - 1];
+    auto is_shared = [&](int64_t product) { return stack->size(product) * threads > all_rows; };
+    for (int64_t product = 0; product < products; product++)
+        if (is_shared(product)) multiply_part(*left, *right, *result, *stack, product, threads);
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+    for (int64_t product = 0; product < products; product++)
+        if (!is_shared(product)) multiply_part(*left, *right, *result, *stack, product, 1);
 }
 
 // The instructions that multiply bytes, an Instructions.

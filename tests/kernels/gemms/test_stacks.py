@@ -1,0 +1,117 @@
+"""A stack of GEMMs of codes is one call of C++, which gives the bits of each product alone."""
+
+import pytest
+import torch
+
+from lightning_lowbit.kernels.cpu import gemms as cpp
+from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.gemms import code_operand, multiply, stack_operand
+from lightning_lowbit.quant.call import CastCall
+from tests.kernels.gemms.products import CASTS, DRAWN, NVFP4
+from tests.kernels.gemms.stacks import COUNTS, SIZES, stack, stacks
+from tests.kernels.test_casts import same_bits
+from tests.tables import each
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built")
+
+
+def check(one):
+    result = one.by_cpp()
+    assert same_bits(result, one.by_loop()), f"the loop: {one}"
+    assert same_bits(result, one.by_plain_code()), f"plain code: {one}"
+
+
+@each("name", CASTS)
+def test_a_stack_is_the_loop_and_the_plain_code(name):
+    for seed, sizes in enumerate(SIZES):
+        check(stack(name, COUNTS[seed], sizes, seed))
+
+
+@pytest.mark.slow
+def test_random_stacks_are_the_loop_and_the_plain_code():
+    for one in stacks(1000, 1000):
+        check(one)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads until the test ends."""
+    number = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(number)
+
+
+def test_threads_do_not_change_bits(threads):
+    """Whether they share a product with most of the rows, or take products whole."""
+    for seed, counts in enumerate(([300, 2, 0, 5], [40] * 7, [0, 1, 250])):
+        for name in ("stochastic", "levels of rows"):
+            one = stack(name, counts, (90, 160), seed)
+            threads(1)
+            expected = one.by_cpp()
+            for number in (2, 4, 2):
+                threads(number)
+                assert same_bits(one.by_cpp(), expected), f"{one} with {number} threads"
+
+
+def test_rows_of_other_products_do_not_change_a_product():
+    x, w, call = torch.randn(30, 64), torch.randn(3, 16, 64), CastCall(NVFP4, 1)
+    both = multiply(stack_operand(x, call, [10, 10, 30]), stack_operand(w, call, [10, 10, 30]), None, torch.float32)
+    x[10:] *= 1000
+    again = multiply(stack_operand(x, call, [10, 10, 30]), stack_operand(w, call, [10, 10, 30]), None, torch.float32)
+    assert torch.equal(both[:10], again[:10])
+
+
+def test_products_without_rows_have_zeros_as_gradients():
+    x, g, call = torch.randn(6, 32), torch.randn(6, 16), CastCall(NVFP4, 0)
+    for ends in ([0, 6, 6], [0, 0, 0]):
+        rows = ends[-1]
+        pair = (stack_operand(matrix[:rows], call, ends) for matrix in (g, x))
+        result = multiply(*pair, None, torch.float32)
+        assert result.shape == (3, 16, 32)
+        assert [bool(matrix.any()) for matrix in result] == [
+            end > start for start, end in zip([0, *ends], ends, strict=False)
+        ]
+
+
+X, W = torch.randn(6, 32), torch.randn(3, 8, 32)
+CALL, ENDS = CastCall(NVFP4, 1), [2, 2, 6]
+
+
+@each(
+    ("x", "w", "x_call", "ends", "bias"),
+    [
+        (X, W, CALL, [2, 6], None),
+        (X, W, CALL, [2, 1, 6], None),
+        (X, W, CALL, [2, 2, 5], None),
+        (X, W, CALL, [2, 2, 7], None),
+        (X, W, CALL, [-1, 2, 6], None),
+        (X, W[:2], CALL, ENDS, None),
+        (X, W, CALL, ENDS, torch.randn(8)),
+        (X, W, CALL, ENDS, torch.randn(2, 8)),
+        (X, W, CastCall(DRAWN, 1, torch.tensor(3)), ENDS, None),
+        (X, W, CastCall(DRAWN, 1, torch.arange(2)), ENDS, None),
+        (X, W, CastCall(NVFP4, 1, None, rotation=torch.ones(2, 16)), ENDS, None),
+        (X, W.mT[:, :6], CastCall(NVFP4, 0), ENDS, None),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(x, w, x_call, ends, bias):
+    """Kernels would read the memory behind the smaller one."""
+    right = CastCall(NVFP4, x_call.dim, rotation=x_call.rotation)
+    left = stack_operand(x, x_call._replace(key=None), ends)._replace(call=x_call)
+    with pytest.raises(ValueError, match=r"A stack of \d products takes ascending ends of all rows.*by stack_operand"):
+        multiply(left, stack_operand(w, right, ends), bias, torch.float32)
+
+
+def test_a_stack_and_the_operand_of_one_product_are_refused():
+    alone, together = code_operand(X, CALL), stack_operand(X, CALL, ENDS)
+    for left, right in ((alone, stack_operand(W, CALL, ENDS)), (together, code_operand(W[0], CALL))):
+        with pytest.raises(ValueError, match="Make both by stack_operand"):
+            multiply(left, right, None, torch.float32)
+
+
+def test_what_the_kernels_do_not_cast_is_multiplied_one_by_one():
+    x, w = torch.randn(6, 32), torch.randn(3, 8, 32)
+    left, right = (stack_operand(matrix, CALL, ENDS) for matrix in (x.double(), w))
+    assert cpp.multiply(left.x, left, right, None, torch.float32) is None
+    expected = multiply(stack_operand(x, CALL, ENDS), right, None, torch.float32)
+    assert torch.equal(multiply(left, right, None, torch.float32), expected)

@@ -1,0 +1,194 @@
+"""A device that computes on the CPU what it is asked, and has no dtypes and operators that Apple's GPUs lack.
+
+Torch knows it in the whole process: run this module in one of its own.
+
+    python -m tests.nn.devices.apple
+"""
+
+import sys
+from functools import partial
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from lightning_lowbit import StableSPAM, convert
+from lightning_lowbit._torch.devices import _LACKING, device_like_mps
+from lightning_lowbit.nn import PRESETS, AmaxHistories, GroupedLinear, LayerKeys
+from lightning_lowbit.nn.core.watch import Watch
+
+_setup_privateuseone_for_python_backend("apple")
+DEVICE = torch.device("apple:0")
+LACKING = {*_LACKING["mps"], torch.complex128}
+# Of the table of operators of torch 2.13 (native_functions.yaml), what the package calls on other devices.
+ABSENT = {"aten.frexp.Tensor", "aten.mm.dtype", "aten._int_mm.default", "aten._scaled_mm.default"}
+
+
+class OnApple(Tensor):
+    """A tensor on the device, whose numbers ``inner`` has."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        if inner.dtype in LACKING:
+            raise TypeError(f"The device has no {inner.dtype}.")
+        size, strides, offset = inner.size(), inner.stride(), inner.storage_offset()
+        return Tensor._make_wrapper_subclass(
+            cls, size, strides=strides, storage_offset=offset, dtype=inner.dtype, device=DEVICE
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return compute(func, args, kwargs or {})
+
+
+def compute(func, args, kwargs):
+    name, tensors = str(func), [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    target = kwargs.get("device", DEVICE if any(isinstance(x, OnApple) for x in tensors) else None)
+    is_here = target is not None and torch.device(target).type == DEVICE.type
+    if name in ABSENT:
+        raise NotImplementedError(f"The device has no {name}.")
+    if is_here and kwargs.get("dtype") in LACKING:
+        raise TypeError(f"The device has no {kwargs['dtype']}.")
+    if "copy" not in name and any(x.dim() > 0 and not isinstance(x, OnApple) for x in tensors):
+        raise RuntimeError(f"{name} gets tensors of two devices.")
+    result = func(*tree_map(inside, args), **tree_map(inside, kwargs))
+    if not func._schema.returns:
+        return None
+    if func._schema.is_mutable:
+        return kwargs["out"] if "out" in kwargs else args[0]
+    if not is_here:
+        return result
+    return tree_map(lambda x: OnApple(x) if isinstance(x, Tensor) and not isinstance(x, OnApple) else x, result)
+
+
+def inside(value):
+    if isinstance(value, torch.device) and value.type == DEVICE.type:
+        return torch.device("cpu")
+    return value.inner if isinstance(value, OnApple) else value
+
+
+def empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+    return OnApple(torch.empty(size, dtype=dtype, device="cpu"))
+
+
+def empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
+    return OnApple(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+
+
+def copy_from(source, target, non_blocking=False):
+    inside(target).copy_(inside(source))
+    return target
+
+
+KINDS = {
+    "linear": (lambda **where: nn.Linear(64, 48, **where), (40, 64), ()),
+    "convolution": (lambda **where: nn.Conv2d(16, 32, 3, **where), (2, 16, 5, 5), ()),
+    "experts": (lambda **where: GroupedLinear(3, 64, 48, **where), (40, 64), ([5, 5, 40],)),
+}
+SETTINGS = [{}, {"save": "codes"}, {"what": "operand_sums"}, {"what": "gradient_sums"}]
+
+
+def results(casts, kind, dtype, device, save="inputs", what=None):
+    """Output, gradients, statistics and updated weights of a step, on the CPU."""
+    make, shape, arguments = KINDS[kind]
+    torch.manual_seed(0)
+    layer, x = make(dtype=dtype), torch.randn(*shape).to(dtype)
+    if device != "cpu":
+        state = layer.state_dict()
+        layer = make(dtype=dtype, device=device)
+        for name, parameter in layer.named_parameters():
+            parameter.detach().copy_(state[name])
+    convert(model := nn.Sequential(layer), casts, backend="emulated", save=save)
+    LayerKeys(model, seed=1).fill_(2)
+    histories, x = AmaxHistories(model), x.to(device).requires_grad_()
+    watch = None if what is None else Watch({"0": layer}, what, of_blocks=what == "operand_sums")
+    if watch is not None:
+        watch.start(torch.device(device))
+    y = layer(x, *arguments)
+    y.backward(torch.linspace(-2, 3, y.numel()).view(y.shape).to(dtype).to(device))
+    histories.advance_()
+    gradients = [p.grad for p in model.parameters()]
+    moments = "fp8" if kind == "experts" else "fp32"
+    # With this eps, gradients that are rounding errors move no weight.
+    StableSPAM(model.parameters(), lr=1e-2, eps=1e-4, moments=moments).step()
+    tensors = [y, x.grad, *gradients, *model.parameters()] + ([] if watch is None else [watch.sums])
+    return [tensor.detach().to("cpu") for tensor in tensors]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(1, 1)  # models without a layer are refused
+
+    def forward(self, q):
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def attention_results(casts, dtype, device):
+    """Output and gradient of attention whose two products are quantized, on the CPU."""
+    model = convert(nn.Sequential(Attention()), "bf16", attention=casts, backend="emulated")
+    LayerKeys(model, seed=1).fill_(2)
+    histories = AmaxHistories(model)
+    q = torch.randn(2, 2, 16, 32, generator=torch.Generator().manual_seed(0)).to(dtype).to(device).requires_grad_()
+    y = model(q)
+    y.backward(torch.linspace(-2, 3, y.numel()).view(y.shape).to(dtype).to(device))
+    histories.advance_()
+    return [tensor.detach().to("cpu") for tensor in (y, q.grad)]
+
+
+def step_fault(name, kind, dtype, settings):
+    """Says what is wrong with a step on the device; None where nothing is."""
+    with_codes = settings.get("save") == "codes"
+    if settings and (kind != "linear" or name == "bf16" or (with_codes and not packs(name))):
+        return None
+    return fault_of(lambda device: results(name, kind, dtype, device, **settings), dtype)
+
+
+def fault_of(compute, dtype):
+    """Says how results on the device differ from those on the CPU."""
+    expected = compute("cpu")
+    try:
+        outcome = compute(DEVICE)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    least = 1e-5 if dtype == torch.float32 else 2.0**-7
+    sizes = [
+        f"{float((a.double() - b.double()).abs().max() / a.double().abs().max()):.1e}"
+        for a, b in zip(expected, outcome, strict=True)
+        if not torch.allclose(a.double(), b.double(), rtol=least, atol=least * float(a.double().abs().max()))
+    ]
+    return f"off by {sizes}" if sizes else None
+
+
+def packs(name):
+    return PRESETS[name]().traits.coded is not None
+
+
+def main():
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", empty, "PrivateUse1")
+    library.impl("empty_strided", empty_strided, "PrivateUse1")
+    library.impl("_copy_from", copy_from, "PrivateUse1")
+    is_right = True
+    with device_like_mps(DEVICE.type):
+        for name, kind, dtype, settings in product(PRESETS, KINDS, (torch.float32, torch.bfloat16), SETTINGS):
+            if (fault := step_fault(name, kind, dtype, settings)) is not None:
+                print(f"{name}, {kind}, {dtype}, {settings}: {fault}", flush=True)
+                is_right = False
+        for casts, dtype in product(("nvfp4", "mxfp8", "fp8-current", "int8"), (torch.float32, torch.bfloat16)):
+            if (fault := fault_of(partial(attention_results, casts, dtype), dtype)) is not None:
+                print(f"{casts}, attention, {dtype}: {fault}", flush=True)
+                is_right = False
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
