@@ -268,9 +268,16 @@ def explain_formats(original: TrainedModel) -> str:
         names = [name for name, format in FORMATS.items() if format.own_cast is not None]
         return (
             "It has adapters: --merge adds them to the weights. Formats fit then that hold the cast of the base, and "
-            f"these in any case: {some(names, 20)}."
+            f"these in any case: {some(names, 20)}. Give one: --format NAME --output DIR."
         )
-    return f"Formats that hold it: {some(fitting(original), 20) or 'none'}."
+    if names := fitting(original):
+        return f"Formats that hold it: {some(names, 20)}. Give one: --format NAME --output DIR."
+    try:
+        FORMATS["dequantized"].check(original)  # which holds the most
+        reason = ""
+    except ValueError as error:
+        reason = f"{error} "
+    return f"No format holds it. {reason}Leave such layers in high precision in training (skip), or use restore."
 
 
 def _is_language_model(original: TrainedModel) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from lightning_lowbit._lightning import both_are_imported, goes_with
+from lightning_lowbit.checks import nearest
 from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
 
 
@@ -23,6 +24,9 @@ class Shown:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Stores the arguments: subclass constructors change them before they reach a base class."""
         plugin = super().__new__(cls)
+        if unknown := kwargs.keys() - _parameters(cls).keys():
+            name = min(unknown)
+            raise TypeError(f"{cls.__name__} has no argument {name!r}.{nearest(name, _parameters(cls))}")
         defaults = {name: parameter.default for name, parameter in _parameters(cls).items()}
         first = next(iter(defaults))  # the casts: always shown
         if not args and defaults[first] is not inspect.Parameter.empty:

@@ -12,7 +12,7 @@ from lightning_lowbit.export.trained_model import read
 def export(options: Namespace) -> None:
     if options.format is None:
         explanation = explain_formats(read(options.checkpoint, options.module))
-        print(f"{explanation} Give one: --format NAME --output DIR. `lowbit export --help` describes them.")
+        print(f"{explanation} `lowbit export --help` describes them.")
         return
     signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind
     exported = export_checkpoint(

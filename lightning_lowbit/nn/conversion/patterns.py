@@ -81,7 +81,7 @@ def select(
                     raise ValueError(
                         f"{argument}: the pattern {pattern!r} matches {name}, which stays in high precision: {why}."
                     )
-            advice = f"There are {len(names)}, e.g. {some(names)}. {_advice(pattern, names)}"
+            advice = f"There are {len(names)}, e.g. {some(map(clean_name, names))}. {_advice(pattern, names)}"
             raise ValueError(f"{argument}: the pattern {pattern!r} matches no {kind}. {advice}")
         selected |= matched
     return selected

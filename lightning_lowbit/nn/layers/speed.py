@@ -75,13 +75,14 @@ class Speed(NamedTuple):
         name = str(self.dtype).removeprefix("torch.")
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         place = "Native" if self.is_native else "Left out"
+        gemms = f"{place} on this CPU: GEMMs of codes by {self.instructions}"
+        if not is_quiet:
+            return f"{gemms}. Their speed was not measured: other processes took the cores meanwhile."
         text = (
-            f"{place} on this CPU: GEMMs of codes by {self.instructions}, measured here at {unquantized / native:.2f} "
+            f"{gemms}, measured here at {unquantized / native:.2f} "
             f"times the speed of {name} and {emulated / native:.2f} times that of the emulation (NVFP4 with its casts, "
             f"{_SIZE} × {_SIZE} × {_SIZE}, {threads})."
         )
-        if not is_quiet:
-            return f"{text} Other processes took its cores meanwhile: these figures may be wrong, and are not kept."
         if self.is_native:
             return text + " The emulation is faster here: backend='emulated' takes it." * (native > _TIE * emulated)
         return text + " They are faster here: backend='native' takes them." * (emulated > _TIE * native)

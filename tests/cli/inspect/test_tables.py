@@ -214,3 +214,9 @@ def test_weights_that_are_not_finite(capsys):
     torch.save({"bad": bad}, "a.pt")
     assert inspect("a.pt", "--casts", "mxfp4") == 2
     assert "Every weight holds a NaN or an infinity" in capsys.readouterr().err
+
+
+def test_weights_that_are_no_matrices_are_named(capsys):
+    torch.save(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Flatten(), nn.Linear(16, 16)).state_dict(), "it.pt")
+    assert inspect("it.pt", "--casts", "nvfp4") == 0
+    assert "Left out, because they are no matrices: 0 (convolutions, stacks of experts)." in capsys.readouterr().out

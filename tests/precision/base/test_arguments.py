@@ -201,3 +201,8 @@ def test_a_preset_of_another_family_is_refused_by_name():
 def test_a_plugin_among_the_callbacks_is_sent_to_the_plugins():
     with pytest.raises(MisconfigurationException, match=r"FP4Precision\('nvfp4'\) is a plugin: give Trainer\(plugins="):
         Trainer(callbacks=[FP4Precision()], logger=False)
+
+
+def test_an_unknown_argument_is_named_with_the_plugin_and_the_nearest_one():
+    with pytest.raises(TypeError, match="FP4Precision has no argument 'skipp'. Did you mean 'skip'?"):
+        FP4Precision("nvfp4", skipp=["lm_head"])

@@ -9,7 +9,7 @@ import operator
 import re
 import zipfile
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import yaml
 from torch import Tensor
 
 from lightning_lowbit._lightning import Tqdm
-from lightning_lowbit.checks import from_fields
+from lightning_lowbit.checks import from_fields, some
 from lightning_lowbit.cli.lab.inspect.options import KINDS
 from lightning_lowbit.cli.lab.inspect.table import Candidate, Inspection
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
@@ -36,6 +36,8 @@ def inspect(options: Namespace) -> None:
     path = options.checkpoint
     candidates = parse_casts(",".join(options.casts))
     weights = matrices(path)
+    if stacks := [name for name, value in _named(path) if value.dim() > 2 and value.is_floating_point()]:
+        print(f"Left out, because they are no matrices: {some(stacks)} (convolutions, stacks of experts).")
     transposed = select(list(weights), options.transposed, "--transposed", "weight")
     chosen = select(list(weights), options.only, "--only", "weight") if options.only else set(weights)
     names = [name for name in weights if name in chosen]
@@ -100,18 +102,21 @@ def operand(weight: Tensor, candidate: Candidate) -> Tensor:
     return rotate(weight, candidate.hadamard.diagonal(any_key, weight.device), 1)
 
 
+def _named(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a checkpoint; a module's ``weight`` has the name of the module."""
+    for file in _files(path):
+        for name, value in _read(file).items():
+            yield clean_name(name).removesuffix(".weight"), value
+
+
 def matrices(path: Path) -> dict[str, Tensor]:
-    """Returns the floating point matrices of a checkpoint; a module's ``weight`` has the name of the module."""
-    files = _files(path)
+    """Returns the floating point matrices of a checkpoint by name."""
     weights = {
-        clean_name(name).removesuffix(".weight"): value
-        for file in files
-        for name, value in _read(file).items()
-        if value.dim() == 2 and value.is_floating_point() and value.numel()
+        name: value for name, value in _named(path) if value.dim() == 2 and value.is_floating_point() and value.numel()
     }
     if not weights:
         raise ValueError(f"{path} holds no matrix of floating point numbers, so there is no weight to quantize.")
-    if files[0].suffix != ".safetensors":
+    if _files(path)[0].suffix != ".safetensors":
         return weights
 
     def numbers_last(name: str) -> list[tuple[int, str]]:
