@@ -1,0 +1,86 @@
+"""A small LLaMA on a task that is learned within some steps, and a Trainer for it."""
+
+import warnings
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_lowbit._lightning import LightningModule, Trainer
+
+VOCABULARY = 128
+
+
+def llama(width, layers, tokens, inner=None):
+    """From transformers, with random weights that are the same on all devices."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=inner or 2 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=max(width // 64, 2),
+            max_position_embeddings=tokens,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+    )
+
+
+class Sequences(Dataset):
+    """Each token follows from the one before it: ``t[i + 1] = 5 t[i] + 17`` modulo the vocabulary."""
+
+    def __init__(self, count, tokens):
+        starts, rows = torch.arange(count) * 37 % VOCABULARY, []
+        for _ in range(tokens):
+            rows.append(starts)
+            starts = (5 * starts + 17) % VOCABULARY
+        self.rows = torch.stack(rows, 1)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class Model(LightningModule):
+    """Keeps the losses of its steps, ``losses``, on the device until they are read."""
+
+    def __init__(self, model, optimizer):
+        super().__init__()
+        self.model, self.make, self.steps = model, optimizer, []
+
+    def training_step(self, batch, _):
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.steps.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+    @property
+    def losses(self):
+        return [float(loss) for loss in self.steps]
+
+
+def trainer(device, steps, *plugins, **others):
+    """A Trainer that writes and shows nothing."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    accelerator = "gpu" if device == "cuda" else device
+    arguments = {"accelerator": accelerator, "devices": 1, "max_steps": steps, "max_epochs": -1, **quiet, **others}
+    return Trainer(**arguments, plugins=[*plugins])
+
+
+def loader(batch, tokens, steps):
+    return DataLoader(Sequences(batch * steps, tokens), batch_size=batch)
+
+
+def fit(trained, model, data, **others):
+    """Trains; returns the warnings of the package."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained.fit(model, data, **others)
+    return [str(warning.message) for warning in caught if "lightning_lowbit" in str(warning.filename)]

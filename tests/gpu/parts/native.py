@@ -1,0 +1,100 @@
+"""Native GEMMs against emulated ones: to the bit where sums are exact, and within tolerances for random numbers."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowbit.nn.native.devices import native_obstacle
+from tests.gpu.table import Check, Skipped, Wrong
+from tests.nn.native import test_gpu
+
+# Tokens, inputs, outputs: sums of at most 512 products of -1, 0 and 1 have 10 bits, of -127, 0 and 127 24 bits.
+SIZES = [(256, 512, 384), (200, 100, 60), (1, 64, 48), (33, 48, 17)]
+RANDOM = [(256, 512, 768), (200, 100, 60), (64, 256, 1), (1, 64, 48), (0, 64, 48)]
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def checks(setting):
+    device = torch.device(setting.device)
+    kinds = {kind: native_obstacle(device, kind) for kind in test_gpu.CASTS}
+    for kind, obstacle in kinds.items():
+        if obstacle is not None:
+            yield Check(kind, lambda obstacle=obstacle: skip(obstacle))
+    pairs = [(kind, casts) for kind in kinds for casts in test_gpu.CASTS[kind] if kinds[kind] is None]
+    for kind, casts in pairs:
+        for size in SIZES[:1] if setting.is_small else SIZES:
+            for dtype in DTYPES if setting.device == "cuda" else DTYPES[1:]:  # CPUs round products in bf16 twice
+                arguments = kind, casts, size, dtype, device
+                yield Check(
+                    f"{kind}, {_words(casts)}, {size} in {_short(dtype)}",
+                    lambda arguments=arguments: to_the_bit(*arguments),
+                )
+    for number, (kind, casts) in enumerate(pairs if setting.device == "cuda" else []):
+        for other, size in enumerate(RANDOM):
+            dtype = DTYPES[(number + other) % 2]
+            arguments = kind, casts, size, dtype
+            yield Check(
+                f"{kind}, {_words(casts)}, {size} random in {_short(dtype)}",
+                lambda arguments=arguments: near(*arguments),
+            )
+
+
+def _words(casts):
+    if isinstance(casts, str):
+        return casts
+    return ", ".join(f"{name} {value}" for name, value in list(casts.items())[:2])
+
+
+def _short(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def skip(obstacle):
+    raise Skipped(obstacle)
+
+
+def exact(casts):
+    """The casts with scales that are powers of two, where they are numbers in fp32 and elements are not integers."""
+    if isinstance(casts, dict) and "preset" not in casts or casts == "ternary":
+        return casts
+    changed = {"preset": casts} if isinstance(casts, str) else dict(casts)
+    name = changed["preset"]
+    if name.startswith("fp8"):
+        changed.setdefault("every", {"scale": {"rounding": "power_of_two"}})
+    return changed
+
+
+def to_the_bit(kind, casts, size, dtype, device):
+    tokens, inputs, outputs = size
+    largest = 127 if kind == "int8" else 1  # then scales are powers of two
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def small(*shape):
+        return torch.randint(-1, 2, shape, generator=generator, device="cpu").mul(largest).to(device, dtype)
+
+    def scaled(matrix):
+        """Rows, and blocks of 128 columns, times powers of two."""
+        rows, columns = matrix.shape
+        powers = torch.randint(-2, 3, (rows, -(-columns // 128)), generator=generator, device="cpu").to(device, dtype)
+        return matrix * powers.exp2().repeat_interleave(128, 1)[:, :columns]
+
+    original = nn.Linear(inputs, outputs, device=device, dtype=dtype)
+    with torch.no_grad():
+        original.weight.copy_(small(outputs, inputs))
+        original.bias.copy_(small(outputs))
+    x, g = scaled(small(tokens, inputs)), small(tokens, outputs)
+    native, emulated = (test_gpu.results(exact(casts), backend, original, x, g) for backend in ("native", "emulated"))
+    for name, expected in emulated.items():
+        if not torch.equal(native[name], expected):
+            wrong = native[name] != expected
+            pair = native[name][wrong][0].item(), expected[wrong][0].item()
+            raise Wrong(f"{name} differs in {int(wrong.sum())} of {wrong.numel()}, such as {pair}")
+
+
+def near(kind, casts, size, dtype):
+    try:
+        test_gpu.test_native_equals_emulated(kind, casts, size, dtype)
+    except pytest.skip.Exception as reason:
+        raise Skipped(str(reason)) from reason
+    except AssertionError as fault:
+        raise Wrong(str(fault)) from fault

@@ -1,0 +1,127 @@
+"""Every preset trains: losses of 40 steps of a small LLaMA by a real Trainer, and what must not change them."""
+
+import math
+import tempfile
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from lightning_lowbit import FP4Precision, FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
+from lightning_lowbit.compilation import backend
+from lightning_lowbit.nn import PRESETS
+from lightning_lowbit.optim import LowBitAdamW, StableSPAM
+from tests.gpu.models import Model, fit, llama, loader, trainer
+from tests.gpu.table import Check, Wrong
+
+STEPS, BATCH, TOKENS = 40, 8, 128
+RATE = 3e-3
+LEARNED = 0.7  # of the first loss, that the last one is below
+NEAR = 1.15  # of the loss in bf16, that the last one is below
+# Two bits or less do not come near bf16 within so few steps.
+COARSE = ("int2", "int3", "ternary")
+CLASSES = {
+    "FP4Precision": FP4Precision,
+    "FP8Precision, 'row'": partial(FP8Precision, "row"),
+    "IntegerPrecision": IntegerPrecision,
+    "TernaryPrecision": TernaryPrecision,
+    "nvfp4 in fp16": partial(LowBitPrecision, "nvfp4", compute_dtype="fp16"),
+    "fp8-current in fp16": partial(LowBitPrecision, "fp8-current", compute_dtype="fp16"),
+    "nvfp4 in fp32": partial(LowBitPrecision, "nvfp4", compute_dtype="fp32"),
+    "nvfp4, saved codes": partial(LowBitPrecision, "nvfp4", save="codes"),
+}
+SAME = ("nvfp4", "nvfp4-nvidia", "mxfp8", "fp8-delayed", "ternary")
+OPTIMIZERS = {"StableSPAM": StableSPAM, "moments in FP8": partial(LowBitAdamW, moments="fp8", lr=RATE)}
+
+
+def checks(setting):
+    train = partial(run, setting)
+    presets = ("nvfp4", "fp8-delayed") if setting.is_small else [name for name in PRESETS if name != "bf16"]
+    for name in ("bf16-mixed", "16-mixed")[: 1 if setting.is_small else 2]:
+        yield Check(f"Lightning's {name}", lambda name=name: learns(setting, train(precision=name)))
+    for name in presets:
+        plugin = partial(LowBitPrecision, name)
+        yield Check(name, lambda plugin=plugin, name=name: learns(setting, train(plugin), name in COARSE))
+    for name, plugin in list(CLASSES.items())[: 1 if setting.is_small else None]:
+        coarse = name.startswith("Ternary")
+        yield Check(name, lambda plugin=plugin, coarse=coarse: learns(setting, train(plugin), coarse))
+    for name, optimizer in OPTIMIZERS.items():
+        plugin = partial(LowBitPrecision, "nvfp4")
+        arguments = {"optimizer": partial(optimizer, lr=RATE)}
+        yield Check(name, lambda arguments=arguments: learns(setting, train(plugin, **arguments)))
+    for name in SAME[:1] if setting.is_small else SAME:
+        yield Check(f"{name}: kernels and plain code", lambda name=name: same_by_plain_code(setting, name))
+    yield Check("resumed", lambda: resumed(setting))
+    if not setting.is_small:
+        yield Check("compiled", lambda: learns(setting, train(partial(LowBitPrecision, "nvfp4"), compiles=True)))
+
+
+def _adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=RATE)
+
+
+def run(setting, plugin=None, steps=None, optimizer=_adamw, compiles=False, precision=None):
+    """The losses of a run, and the warnings of the package."""
+    steps = steps or (4 if setting.is_small else STEPS)
+    batch, tokens, width = (2, 16, 32) if setting.is_small else (BATCH, TOKENS, 256)
+    model = Model(llama(width, 2, tokens), optimizer)
+    if compiles:
+        model.model.compile()
+    plugins = [] if plugin is None else [plugin()]
+    others = {} if precision is None else {"precision": precision}
+    texts = fit(trainer(setting.device, steps, *plugins, **others), model, loader(batch, tokens, steps))
+    return model.losses, texts
+
+
+@cache
+def baseline(setting):
+    return _last(run(setting, precision="bf16-mixed")[0])
+
+
+def _last(losses):
+    return sum(losses[-3:]) / len(losses[-3:])
+
+
+def learns(setting, trained, is_coarse=False):
+    losses, texts = trained
+    first, last = losses[0], _last(losses)
+    values = {"first": first, "last": last}
+    if faults := [text for text in texts if "differs" in text or "fails" in text or "is not used" in text]:
+        raise Wrong("; ".join(faults))
+    if not all(map(math.isfinite, losses)):
+        raise Wrong(f"losses are not finite: {losses}")
+    if setting.is_small:
+        return values
+    values["by the last of bf16"] = last / baseline(setting)
+    if last > (0.95 if is_coarse else LEARNED) * first:
+        raise Wrong(f"the loss goes from {first:.3f} to {last:.3f} alone")
+    if not is_coarse and last > NEAR * baseline(setting) + 0.05:
+        raise Wrong(f"the last loss is {last:.3f}, with {baseline(setting):.3f} in bf16")
+    return values
+
+
+def same_by_plain_code(setting, name, steps=5):
+    """With emulated GEMMs the losses are equal to the bit."""
+    losses = []
+    for code in ("auto", "eager"):
+        with backend(code):
+            losses.append(run(setting, partial(LowBitPrecision, name, backend="emulated"), steps)[0])
+    if losses[0] != losses[1]:
+        raise Wrong(f"kernels {losses[0]}, plain code {losses[1]}")
+
+
+def resumed(setting, steps=6):
+    """A run from a checkpoint goes on as the one that wrote it."""
+    batch, tokens, width = (2, 16, 32) if setting.is_small else (BATCH, TOKENS, 256)
+    data = loader(batch, tokens, steps)
+    with tempfile.TemporaryDirectory() as folder:
+        path, losses = Path(folder) / "half.ckpt", []
+        for first, last, start in ((0, steps, None), (0, steps // 2, None), (steps // 2, steps, path)):
+            model = Model(llama(width, 2, tokens), _adamw)
+            trained = trainer(setting.device, last, FP8Precision("delayed"))
+            fit(trained, model, data, ckpt_path=start)
+            if last < steps:
+                trained.save_checkpoint(path)
+            losses.append(model.losses)
+    if losses[1] + losses[2] != losses[0]:
+        raise Wrong(f"uninterrupted {losses[0]}, resumed {losses[1]} and {losses[2]}")

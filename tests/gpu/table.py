@@ -1,0 +1,68 @@
+"""The parts of the check, in the order in which they run, and what a check is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+LOST = 75  # exit status of a process after an error of CUDA
+
+
+class Skipped(Exception):
+    """A check that cannot be done here, and why."""
+
+
+class Wrong(Exception):
+    """What a check has found."""
+
+
+class Check(NamedTuple):
+    """One check. ``judges`` is False for a figure, which is measured and neither right nor wrong."""
+
+    name: str
+    run: Callable[[], Any]
+    judges: bool = True
+
+
+class Setting(NamedTuple):
+    """Where checks run; ``is_small`` in a rehearsal on a CPU."""
+
+    device: str
+    is_small: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of ``tests.gpu.parts``, whose ``checks(setting)`` gives its checks.
+
+    Attributes:
+        seconds: its share of the time; what is not used is left to the next ones.
+        patience: seconds after which a check that has not ended is ended.
+        processes: that share its checks, at most; no more than there are cores.
+        needs_cuda: whether it is skipped on a CPU.
+        interpreted: whether the kernels run in Triton's interpreter on a CPU.
+    """
+
+    name: str
+    seconds: int
+    patience: int
+    processes: int = 1
+    needs_cuda: bool = True
+    interpreted: bool = False
+
+
+# The first six verify: a death after them leaves figures alone undone.
+PARTS = {
+    part.name: part
+    for part in (
+        Part("environment", 25, 20, needs_cuda=False),
+        Part("compile", 50, 40, 16, needs_cuda=False),
+        Part("kernels", 80, 60, 12, needs_cuda=False, interpreted=True),
+        Part("agreement", 60, 40, 12, needs_cuda=False, interpreted=True),
+        Part("native", 45, 30, 4, needs_cuda=False),
+        Part("training", 90, 60, 6, needs_cuda=False),
+        Part("casts", 40, 15, needs_cuda=False, interpreted=True),
+        Part("layers", 60, 25, needs_cuda=False),
+        Part("steps", 60, 30, needs_cuda=False),
+        Part("capture", 30, 25, needs_cuda=False),
+    )
+}
