@@ -38,7 +38,6 @@ class Part:
         seconds: its share of the time; what is not used is left to the next ones.
         patience: seconds after which a check that has not ended is ended.
         processes: that share its checks, at most; no more than there are cores.
-        needs_cuda: whether it is skipped on a CPU.
         interpreted: whether the kernels run in Triton's interpreter on a CPU.
     """
 
@@ -46,7 +45,6 @@ class Part:
     seconds: int
     patience: int
     processes: int = 1
-    needs_cuda: bool = True
     interpreted: bool = False
 
 
@@ -54,15 +52,15 @@ class Part:
 PARTS = {
     part.name: part
     for part in (
-        Part("environment", 25, 20, needs_cuda=False),
-        Part("compile", 50, 40, 16, needs_cuda=False),
-        Part("kernels", 80, 60, 12, needs_cuda=False, interpreted=True),
-        Part("agreement", 60, 40, 12, needs_cuda=False, interpreted=True),
-        Part("native", 45, 30, 4, needs_cuda=False),
-        Part("training", 90, 60, 6, needs_cuda=False),
-        Part("casts", 40, 15, needs_cuda=False, interpreted=True),
-        Part("layers", 60, 25, needs_cuda=False),
-        Part("steps", 60, 30, needs_cuda=False),
-        Part("capture", 30, 25, needs_cuda=False),
+        Part("environment", 25, 20),
+        Part("compile", 50, 40, 16),
+        Part("kernels", 80, 60, 12, interpreted=True),
+        Part("agreement", 60, 40, 12, interpreted=True),
+        Part("native", 45, 30, 4),
+        Part("training", 90, 60, 6),
+        Part("casts", 40, 15, interpreted=True),
+        Part("layers", 60, 25),
+        Part("steps", 60, 30),
+        Part("capture", 30, 25),
     )
 }

@@ -103,11 +103,8 @@ def _differences(case):
         return [f"not covered: {reason}"]
     with compilation.backend("eager"):
         expected = make_operand(x, call := CastCall(cast, case.dim, key, amax, dtype))
-    return _unequal(
-        there(gpu.make_operand, x, call),
-        expected,
-        f"{cast}, dim {case.dim}, {describe(x)} to {dtype}, amax {case.amax}",
-    )
+    where = f"{cast}, dim {case.dim}, {describe(x)} to {dtype}, amax {case.amax}"
+    return _unequal(there(gpu.make_operand, x, call), expected, where)
 
 
 def differences_of_both(cases):

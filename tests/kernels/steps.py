@@ -1,5 +1,5 @@
-"""Steps of the optimizers by the Triton kernels beside plain torch on the CPU: in a process with ``TRITON_INTERPRET=1``,
-or on a GPU, within ``interpreted.kernels_on``."""
+"""Steps of the optimizers by the Triton kernels beside plain torch on the CPU: in a process with
+``TRITON_INTERPRET=1``, or on a GPU, within ``interpreted.kernels_on``."""
 
 import warnings
 from contextlib import contextmanager

@@ -165,11 +165,9 @@ def large(cast, device):
             laid_out = make_laid_out(x, call._replace(dtype=None, block=block)) if has_layout else ()
         _hold(gpu.make_operand(x, call), expected, f"{cast}, dim {dim}")
         if has_layout:
-            made = gpu.lay_out(x, call._replace(dtype=None, block=block))
+            layouts = gpu.lay_out(x, call._replace(dtype=None, block=block)), laid_out
             _hold(
-                [part.view(torch.uint8) for part in made[:2]],
-                [part.view(torch.uint8) for part in laid_out[:2]],
-                "layout",
+                *([part.view(torch.uint8) for part in layout[:2]] for layout in layouts), f"layout of {cast}, dim {dim}"
             )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_lowbit import convert
+from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.nn import AmaxHistories, LayerKeys
 from lightning_lowbit.optim import LowBitAdamW
 from tests.gpu.table import Check, Skipped, Wrong
@@ -115,10 +116,5 @@ def last_batch(name, setting):
 
 def compiled_kernels():
     """How many kernels of the package Triton holds in this process."""
-    from lightning_lowbit.kernels.gpu import casts, passes
-
-    count = 0
-    for kernel in {**vars(casts._kernels()[0]), **vars(passes)}.values():
-        for cache in getattr(kernel, "device_caches", {}).values():
-            count += len(cache[0])
-    return count
+    held = [getattr(kernel, "device_caches", {}) for kernel in vars(gpu._kernels()[0]).values()]
+    return sum(len(cache[0]) for caches in held for cache in caches.values())

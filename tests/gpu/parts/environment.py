@@ -20,7 +20,7 @@ from tests.gpu.table import Check, Skipped, Wrong
 # Bytes per second of data sheets.
 SHEETS = {"H100 PCIe": 2.0e12, "H100": 3.35e12, "H200": 4.8e12, "A100": 2.0e12, "B200": 8.0e12}
 PACKAGES = ("torch", "triton", "lightning", "transformers", "numpy", "pytest", "jsonargparse")
-QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.sm,clocks.max.mem,power.limit,temperature.gpu,mig.mode.current"
+QUERY = "driver_version,clocks.max.sm,clocks.sm,clocks.max.mem,power.limit,temperature.gpu,mig.mode.current"
 SHARE = 0.6  # of the data sheet, that copies reach at least
 
 

@@ -1,5 +1,5 @@
-"""The kernels on the GPU against the plain code on the CPU, to the bit: the comparisons of ``tests/kernels`` that run in
-Triton's interpreter elsewhere."""
+"""The kernels on the GPU against the plain code on the CPU, to the bit, by the comparisons of ``tests/kernels``, which
+run in Triton's interpreter elsewhere."""
 
 import inspect
 import itertools

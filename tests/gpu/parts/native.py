@@ -1,5 +1,7 @@
 """Native GEMMs against emulated ones: to the bit where sums are exact, and within tolerances for random numbers."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -19,24 +21,18 @@ def checks(setting):
     kinds = {kind: native_obstacle(device, kind) for kind in test_gpu.CASTS}
     for kind, obstacle in kinds.items():
         if obstacle is not None:
-            yield Check(kind, lambda obstacle=obstacle: skip(obstacle))
+            yield Check(kind, partial(skip, obstacle))
     pairs = [(kind, casts) for kind in kinds for casts in test_gpu.CASTS[kind] if kinds[kind] is None]
     for kind, casts in pairs:
         for size in SIZES[:1] if setting.is_small else SIZES:
             for dtype in DTYPES if setting.device == "cuda" else DTYPES[1:]:  # CPUs round products in bf16 twice
-                arguments = kind, casts, size, dtype, device
-                yield Check(
-                    f"{kind}, {_words(casts)}, {size} in {_short(dtype)}",
-                    lambda arguments=arguments: to_the_bit(*arguments),
-                )
+                name = f"{kind}, {_words(casts)}, {size} in {_short(dtype)}"
+                yield Check(name, partial(to_the_bit, kind, casts, size, dtype, device))
     for number, (kind, casts) in enumerate(pairs if setting.device == "cuda" else []):
         for other, size in enumerate(RANDOM):
             dtype = DTYPES[(number + other) % 2]
-            arguments = kind, casts, size, dtype
-            yield Check(
-                f"{kind}, {_words(casts)}, {size} random in {_short(dtype)}",
-                lambda arguments=arguments: near(*arguments),
-            )
+            name = f"{kind}, {_words(casts)}, {size} random in {_short(dtype)}"
+            yield Check(name, partial(near, kind, casts, size, dtype))
 
 
 def _words(casts):

@@ -36,10 +36,8 @@ def checks(setting):
             yield Check(f"{what}: {name or 'bf16'}", partial(training_step, name, sizes, setting), judges=False)
     if not small:
         for name in (None, *COMPILED):
-            arguments = name, MODELS["8 layers of 512"], setting, True
-            yield Check(
-                f"8 layers of 512, compiled: {name or 'bf16'}", partial(training_step, *arguments), judges=False
-            )
+            step = partial(training_step, name, MODELS["8 layers of 512"], setting, compiles=True)
+            yield Check(f"8 layers of 512, compiled: {name or 'bf16'}", step, judges=False)
 
 
 def _shapes(setting):

@@ -19,7 +19,7 @@ RATE = 3e-3
 LEARNED = 0.7  # of the first loss, that the last one is below
 NEAR = 1.15  # of the loss in bf16, that the last one is below
 # Two bits or less do not come near bf16 within so few steps.
-COARSE = ("int2", "int3", "ternary")
+COARSE = ("int2", "int3", "ternary", "TernaryPrecision")
 CLASSES = {
     "FP4Precision": FP4Precision,
     "FP8Precision, 'row'": partial(FP8Precision, "row"),
@@ -31,29 +31,27 @@ CLASSES = {
     "nvfp4, saved codes": partial(LowBitPrecision, "nvfp4", save="codes"),
 }
 SAME = ("nvfp4", "nvfp4-nvidia", "mxfp8", "fp8-delayed", "ternary")
-OPTIMIZERS = {"StableSPAM": StableSPAM, "moments in FP8": partial(LowBitAdamW, moments="fp8", lr=RATE)}
+OPTIMIZERS = {
+    "StableSPAM": partial(StableSPAM, lr=RATE),
+    "moments in FP8": partial(LowBitAdamW, lr=RATE, moments="fp8"),
+}
 
 
 def checks(setting):
-    train = partial(run, setting)
-    presets = ("nvfp4", "fp8-delayed") if setting.is_small else [name for name in PRESETS if name != "bf16"]
-    for name in ("bf16-mixed", "16-mixed")[: 1 if setting.is_small else 2]:
-        yield Check(f"Lightning's {name}", lambda name=name: learns(setting, train(precision=name)))
-    for name in presets:
-        plugin = partial(LowBitPrecision, name)
-        yield Check(name, lambda plugin=plugin, name=name: learns(setting, train(plugin), name in COARSE))
-    for name, plugin in list(CLASSES.items())[: 1 if setting.is_small else None]:
-        coarse = name.startswith("Ternary")
-        yield Check(name, lambda plugin=plugin, coarse=coarse: learns(setting, train(plugin), coarse))
+    small = setting.is_small
+    plugins = {name: partial(LowBitPrecision, name) for name in PRESETS if name != "bf16"} | CLASSES
+    for name in ("bf16-mixed", "16-mixed")[: 1 if small else 2]:
+        yield Check(f"Lightning's {name}", partial(learns, setting, precision=name))
+    for name, plugin in plugins.items():
+        if not small or name in ("nvfp4", "fp8-delayed", "IntegerPrecision"):
+            yield Check(name, partial(learns, setting, plugin, is_coarse=name in COARSE))
     for name, optimizer in OPTIMIZERS.items():
-        plugin = partial(LowBitPrecision, "nvfp4")
-        arguments = {"optimizer": partial(optimizer, lr=RATE)}
-        yield Check(name, lambda arguments=arguments: learns(setting, train(plugin, **arguments)))
-    for name in SAME[:1] if setting.is_small else SAME:
-        yield Check(f"{name}: kernels and plain code", lambda name=name: same_by_plain_code(setting, name))
-    yield Check("resumed", lambda: resumed(setting))
-    if not setting.is_small:
-        yield Check("compiled", lambda: learns(setting, train(partial(LowBitPrecision, "nvfp4"), compiles=True)))
+        yield Check(name, partial(learns, setting, plugins["nvfp4"], optimizer=optimizer))
+    for name in SAME[:1] if small else SAME:
+        yield Check(f"{name}: kernels and plain code", partial(same_by_plain_code, setting, name))
+    yield Check("resumed", partial(resumed, setting))
+    if not small:
+        yield Check("compiled", partial(learns, setting, plugins["nvfp4"], compiles=True))
 
 
 def _adamw(parameters):
@@ -82,8 +80,8 @@ def _last(losses):
     return sum(losses[-3:]) / len(losses[-3:])
 
 
-def learns(setting, trained, is_coarse=False):
-    losses, texts = trained
+def learns(setting, plugin=None, is_coarse=False, **arguments):
+    losses, texts = run(setting, plugin, **arguments)
     first, last = losses[0], _last(losses)
     values = {"first": first, "last": last}
     if faults := [text for text in texts if "differs" in text or "fails" in text or "is not used" in text]:
@@ -116,7 +114,7 @@ def resumed(setting, steps=6):
     data = loader(batch, tokens, steps)
     with tempfile.TemporaryDirectory() as folder:
         path, losses = Path(folder) / "half.ckpt", []
-        for first, last, start in ((0, steps, None), (0, steps // 2, None), (steps // 2, steps, path)):
+        for last, start in ((steps, None), (steps // 2, None), (steps, path)):
             model = Model(llama(width, 2, tokens), _adamw)
             trained = trainer(setting.device, last, FP8Precision("delayed"))
             fit(trained, model, data, ckpt_path=start)
