@@ -74,21 +74,22 @@ class Worker:
             if waited <= self.patience and now <= self.deadline + GRACE:
                 return True
             self._end()
-            self._report(begun, f"no end after {waited:.0f} s")
-            if not begun and now > self.deadline + GRACE:
-                self.log.end("(end)", False, why="the process did not end with its time")
+            if waited > self.patience:
+                self._report(begun, False, f"no end after {waited:.0f} s")
+            else:
+                self._report(begun or {"(end)": time.time()}, None, f"skipped: time, after {waited:.0f} s")
         elif status != LOST and not begun:
             return False  # at its end, or at its start, which it has reported
         else:
-            self._report(begun, f"the process ended with status {status}")
+            self._report(begun, False, f"the process ended with status {status}")
         if now >= self.deadline:
             return False
         self._start()
         return True
 
-    def _report(self, begun, why):
+    def _report(self, begun, ok, why):
         for name, began in begun.items():
-            self.log.end(name, False, why=why, seconds=time.time() - began)
+            self.log.end(name, ok, why=why, seconds=time.time() - began)
 
     def _end(self):
         self.process.kill()
