@@ -126,13 +126,20 @@ def _line(record):
 
 
 def _values(part, records):
-    """A table with a row for each check of a part that has values, and a column for each of them."""
-    rows = [record for record in records if isinstance(record["value"], dict) and record["value"]]
-    columns = list(dict.fromkeys(key for record in rows for key in record["value"]))
-    if not rows:
-        return ""
-    cells = [[record["name"], *(_text(record["value"].get(column)) for column in columns)] for record in rows]
-    return f"## {part[:1].upper()}{part[1:]}\n\n" + _table(["", *columns], cells)
+    """The values of a part: a table of the checks that have the same ones, or a table for one check alone."""
+    groups = {}
+    for record in records:
+        if isinstance(record["value"], dict) and record["value"]:
+            groups.setdefault(tuple(record["value"]), []).append(record)
+    blocks = [f"## {part[:1].upper()}{part[1:]}"] if groups else []
+    for columns, rows in groups.items():
+        if len(rows) == 1:
+            cells = [[key, _text(value)] for key, value in rows[0]["value"].items()]
+            blocks.append(_table([rows[0]["name"], ""], cells))
+        else:
+            cells = [[row["name"], *(_text(row["value"][column]) for column in columns)] for row in rows]
+            blocks.append(_table(["", *columns], cells))
+    return "\n\n".join(blocks)
 
 
 def _text(value):

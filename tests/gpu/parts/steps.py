@@ -13,8 +13,8 @@ from tests.gpu.table import Check
 
 OPTIMIZERS = {
     "AdamW, fused": partial(torch.optim.AdamW, fused=True),
-    "LowBitAdamW": LowBitAdamW,
-    "LowBitAdamW, moments in FP8": partial(LowBitAdamW, moments="fp8"),
+    "LowBitAdamW": partial(LowBitAdamW, moments="fp32"),
+    "LowBitAdamW, moments in FP8": LowBitAdamW,
     "StableSPAM": StableSPAM,
     "StableSPAM, moments in FP8": partial(StableSPAM, moments="fp8"),
     "SPAM": SPAM,
