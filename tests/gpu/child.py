@@ -67,7 +67,6 @@ def main():
         warnings.simplefilter("default")
         module = importlib.import_module(f"tests.gpu.parts.{options.part}")
         checks = list(module.checks(Setting(options.device, options.small)))[options.share :: options.shares]
-        checks = plants.planted(checks, options.part, options.share)
     except Exception as error:
         log.end("(start)", False, why=_words(error), seconds=time.monotonic() - start)
         sys.exit(1)
@@ -76,7 +75,7 @@ def main():
             continue
         if time.monotonic() - start > options.seconds:
             log.end(check.name, None, why="skipped: time")
-        elif not run(check, log):
+        elif not run(plants.planted(check, options.part), log):
             sys.exit(LOST)
 
 

@@ -1,8 +1,8 @@
 """Faults that are planted into a run, to see that it reports them and that the rest goes on.
 
-``LOWBIT_GPU_PLANT=PART:KIND`` plants into the first check of a part: ``bit``, the last bit of each result of a kernel
-is another one; ``compile``, a kernel that does not compile; ``hang``, a check that does not end; ``death``, a process
-that ends.
+``LOWBIT_GPU_PLANT=PART:KIND:WORDS`` plants into the checks of a part whose names hold these words: ``bit``, the last
+bit of each result of a kernel is another one; ``compile``, a kernel that does not compile; ``hang``, a check that does
+not end; ``death``, a process that ends.
 """
 
 import os
@@ -13,13 +13,10 @@ import torch
 VARIABLE = "LOWBIT_GPU_PLANT"
 
 
-def planted(checks, part, share):
-    """The checks of a part, of which the first one is made to fail if this is asked for."""
-    where, _, kind = os.environ.get(VARIABLE, "").partition(":")
-    if where != part or share or not checks:
-        return checks
-    first = checks[0]
-    return [first._replace(run=lambda: KINDS[kind](first.run)), *checks[1:]]
+def planted(check, part):
+    """The check, which is made to fail if this is asked for."""
+    where, kind, words = [*os.environ.get(VARIABLE, "").split(":", 2), "", ""][:3]
+    return check._replace(run=lambda: KINDS[kind](check.run)) if where == part and words in check.name else check
 
 
 def _bit(run):
