@@ -53,11 +53,11 @@ PARTS = {
     part.name: part
     for part in (
         Part("environment", 25, 20),
-        Part("compile", 50, 40, 16),
-        Part("kernels", 80, 60, 12, interpreted=True),
-        Part("agreement", 60, 40, 12, interpreted=True),
-        Part("native", 45, 30, 4),
-        Part("training", 90, 60, 6),
+        Part("compile", 45, 40, 16),
+        Part("kernels", 95, 60, 16, interpreted=True),
+        Part("agreement", 70, 50, 16, interpreted=True),
+        Part("native", 40, 30, 6),
+        Part("training", 90, 60, 8),
         Part("casts", 40, 15, interpreted=True),
         Part("layers", 60, 25),
         Part("steps", 60, 30),

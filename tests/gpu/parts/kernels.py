@@ -3,11 +3,13 @@ run in Triton's interpreter elsewhere."""
 
 import inspect
 import itertools
+from functools import partial
 
-from tests.gpu.table import Check, Skipped, Wrong
+from tests.gpu.table import Check, Wrong
 from tests.kernels import interpreted, steps, test_triton, test_triton_steps
 
-COMPARISONS = {
+# Comparisons of cases, which can be told apart; others are of a whole test.
+OF_CASES = {
     interpreted.differences,
     interpreted.differences_of_amax,
     interpreted.differences_of_both,
@@ -16,22 +18,35 @@ COMPARISONS = {
     interpreted.differences_of_layout,
     interpreted.differences_of_packing,
     interpreted.differences_of_rotation,
-    interpreted.shard,
     steps.differences,
-    steps.sample_is_near,
 }
+OF_TESTS = {interpreted.shard, steps.sample_is_near}
+LAST = ("test_random_casts", "test_factors_and_bias")  # if time is left
 SMALL = ("test_elements_in_the_dtypes_of_native_gemms", "test_no_elements", "test_the_largest_magnitude")
+PIECE = 8  # cases of a check: each may compile a kernel, for a second or two
 MOST = 5  # differences to tell
+
+
+class Elsewhere(Exception):
+    """A test asks for what is neither: it counts launches, or plays a fault."""
+
+
+class Whole(Exception):
+    """A test looks at results itself."""
 
 
 def checks(setting):
     """Each test with the fixture ``run``, for each of its cases."""
-    for module in (test_triton, test_triton_steps):
-        for name, test in vars(module).items():
-            if name.startswith("test_") and "run" in inspect.signature(test).parameters:
-                for suffix, case in cases_of(test):
-                    if not setting.is_small or name in SMALL:
-                        yield Check(name + suffix, lambda test=test, case=case: compare(test, case, setting.device))
+    tests = [
+        (name, test)
+        for module in (test_triton_steps, test_triton)
+        for name, test in vars(module).items()
+        if name.startswith("test_") and "run" in inspect.signature(test).parameters
+    ]
+    for name, test in sorted(tests, key=lambda pair: pair[0].startswith(LAST)):
+        if not setting.is_small or name in SMALL:
+            for suffix, values in cases_of(test):
+                yield from _pieces(name + suffix, partial(test, **values), setting.device)
 
 
 def cases_of(test):
@@ -42,19 +57,51 @@ def cases_of(test):
             names = mark.args[0].split(", ")
             axes.append([dict(zip(names, row if len(names) > 1 else [row], strict=True)) for row in mark.args[1]])
     for number, rows in enumerate(itertools.product(*axes)):
-        case = {name: value for row in rows for name, value in row.items()}
-        simple = [str(value) for value in case.values() if isinstance(value, str | int)]
-        yield f"[{', '.join(simple) or number}]" if case else "", case
+        values = {name: value for row in rows for name, value in row.items()}
+        simple = [str(value) for value in values.values() if isinstance(value, str | int)]
+        yield f"[{', '.join(simple) or number}]" if values else "", values
 
 
-def compare(test, case, device):
+def _pieces(name, test, device):
+    """The comparisons that a test asks for, some cases each."""
+    calls = []
+
+    def collect(function, *arguments):
+        if function in OF_CASES:
+            calls.append((function, *arguments))
+            return []
+        raise Whole if function in OF_TESTS else Elsewhere
+
+    try:
+        test(collect)
+    except Whole:
+        yield Check(name, partial(_whole, test, device))
+        return
+    except Elsewhere:
+        return
+    pieces = [
+        (function, cases[first : first + PIECE], *others)
+        for function, cases, *others in calls
+        for first in range(0, len(cases), PIECE)
+    ]
+    for number, piece in enumerate(pieces, 1):
+        yield Check(f"{name} {number}/{len(pieces)}", partial(_compare, device, *piece))
+
+
+def _whole(test, device):
     def run(function, *arguments):
-        if function not in COMPARISONS:
-            raise Skipped(f"{function.__name__} counts launches or plays a fault, on any machine")
-        result = function(*arguments)
-        if isinstance(result, list) and result:
-            raise Wrong("; ".join(result[:MOST]) + (f"; and {len(result) - MOST} more" if len(result) > MOST else ""))
-        return result
+        return function(*arguments)
 
     with interpreted.kernels_on(device):
-        test(run, **case)
+        try:
+            test(run)
+        except AssertionError as fault:
+            raise Wrong(str(fault) or "the test does not hold") from fault
+
+
+def _compare(device, function, cases, *others):
+    with interpreted.kernels_on(device):
+        texts = function(cases, *others)
+    if texts:
+        raise Wrong("; ".join(texts[:MOST]) + (f"; and {len(texts) - MOST} more" if len(texts) > MOST else ""))
+    return
