@@ -60,10 +60,10 @@ def test_each_part_is_a_module(name):
 
 def rehearsed(folder, parts, plant="", patience=60):
     """Exit status and records of a rehearsal."""
-    command = [sys.executable, "-m", "tests.gpu", "--out", folder, "--device", "cpu", "--budget", "500"]
+    command = [sys.executable, "-m", "tests.gpu", "--out", folder, "--device", "cpu", "--budget", "1700"]
     command += ["--processes", "1", "--patience", str(patience), "--parts", *parts]
     environment = {**os.environ, "LOWBIT_GPU_PLANT": plant}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode < 100, done.stderr
     assert (folder / records.TABLES).read_text()
     assert set(json.loads((folder / records.SUMMARY).read_text())) == set(parts)
@@ -76,7 +76,7 @@ def test_a_rehearsal_of_all_parts_finds_nothing_wrong(tmp_path):
     assert [record for record in results if record["ok"] is False] == []
     assert status == 0
     assert {record["part"] for record in results if record["ok"] or record["value"]} == set(PARTS)
-    assert not [record for record in results if "time" in record["why"]]
+    assert not [record for record in results if "skipped: time" in record["why"]]
 
 
 PLANTS = {
