@@ -30,8 +30,8 @@ def llama(width, layers, tokens, inner=None):
 
 
 class Sequences(Dataset):
-    """Three of four tokens follow from the one before them, ``t[i + 1] = 5 t[i] + 17`` modulo the vocabulary; the others
-    are random, so that the loss cannot fall below 1.8."""
+    """Three of four tokens follow from the one before them, ``t[i + 1] = 5 t[i] + 17`` modulo the vocabulary; the
+    others are random, so that the loss cannot fall below 1.8."""
 
     def __init__(self, count, tokens):
         generator, rows = torch.Generator("cpu").manual_seed(0), []
