@@ -58,6 +58,8 @@ class Worker:
         command += ["--small"] * (device == "cpu")
         environment = {**os.environ, "TRITON_CACHE_DIR": str(options.cache)}
         environment.pop("TRITON_INTERPRET", None)
+        if self.shares > 1:  # there are as many processes as cores already
+            environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         if device == "cpu" and self.part.interpreted:
             environment["TRITON_INTERPRET"] = "1"
         with open(options.out / OUTPUT, "a") as output:

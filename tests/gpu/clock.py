@@ -73,11 +73,12 @@ def kernels_launched(function, device):
     return sum(event.device_type == DeviceType.CUDA for event in profiled.events())
 
 
-def peak_bytes(function, device):
-    """The most memory of the GPU that a call holds beside what was there before; None without a GPU."""
+def peak_bytes(function, device, clear=lambda: None):
+    """The most memory of the GPU that a call holds beside what is there before, after ``clear``; None without a GPU."""
     if device != "cuda":
         return None
     function()
+    clear()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,6 +1,7 @@
 """A small LLaMA on a task that is learned within some steps, and a Trainer for it."""
 
 import warnings
+from contextlib import contextmanager
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -10,23 +11,23 @@ from lightning_lowbit._lightning import LightningModule, Trainer
 VOCABULARY = 128
 
 
-def llama(width, layers, tokens, inner=None):
-    """From transformers, with random weights that are the same on all devices."""
+def llama(width, layers, tokens, device="cpu", attention="sdpa"):
+    """From transformers, with random weights that are made on a device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=inner or 2 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=max(width // 64, 2),
-            max_position_embeddings=tokens,
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=max(width // 64, 2),
+        max_position_embeddings=tokens,
+        attn_implementation=attention,
+        use_cache=False,
     )
+    with torch.device(device):
+        return LlamaForCausalLM(config)
 
 
 class Sequences(Dataset):
@@ -83,8 +84,24 @@ def loader(batch, tokens, steps):
 
 
 def fit(trained, model, data, **others):
-    """Trains; returns the warnings of the package."""
+    """Trains; returns warnings of kernels that differ, fail or are not used."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trained.fit(model, data, **others)
-    return [str(warning.message) for warning in caught if "lightning_lowbit" in str(warning.filename)]
+    return faults_of(str(warning.message) for warning in caught)
+
+
+def faults_of(texts):
+    """Warnings of the package that a kernel differs or fails."""
+    signs = "differs from the plain code", "is not used there", "cannot build its kernels", "torch.compile failed"
+    return [text for text in texts if any(sign in text for sign in signs)]
+
+
+@contextmanager
+def deterministic():
+    """Within this context torch takes operations that give the same bits twice, where it has them."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

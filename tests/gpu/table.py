@@ -58,9 +58,9 @@ PARTS = {
         Part("agreement", 70, 50, 16, interpreted=True),
         Part("native", 40, 30, 6),
         Part("training", 90, 60, 8),
-        Part("casts", 40, 15, interpreted=True),
-        Part("layers", 60, 25),
-        Part("steps", 60, 30),
-        Part("capture", 30, 25),
+        Part("casts", 35, 15, interpreted=True),
+        Part("layers", 55, 25),
+        Part("steps", 60, 50),
+        Part("capture", 25, 25),
     )
 }

@@ -16,12 +16,13 @@ from lightning_lowbit.quant.call import CastCall, operand_dtype
 from lightning_lowbit.quant.operand import make_operand
 from lightning_lowbit.quant.shard import Shard
 from tests.benchmarks.kernels import casts_of
-from tests.gpu.table import Check, Skipped, Wrong
+from tests.gpu.models import faults_of
+from tests.gpu.table import Check, Wrong
 from tests.quant.tensors import NVFP4, NVFP4_TILES
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STOCHASTIC = NVFP4.replace(rounding="stochastic")
-COMPILED = {  # one of each kind, for which code is generated
+CASTS = {  # one of each kind
     "nvfp4": NVFP4,
     "nvfp4 stochastic": STOCHASTIC,
     "nvfp4 tiles": NVFP4_TILES,
@@ -30,8 +31,8 @@ COMPILED = {  # one of each kind, for which code is generated
     "fp8 blockwise": Cast("e4m3", Scale("fp32", 128)),
     "e5m2 stochastic": Cast("e5m2", Scale("fp32", "tensor"), "stochastic"),
 }
-ROWS, COLUMNS = 8192, 4096
-HUGE = (2**31 - 2**16) // 4096, 4096  # as many elements as kernels take, nearly: offsets need 64 bits
+SMALL, LARGE = (192, 64), (8192, 4096)
+HUGE = (2**31 - 2**16) // 4096, 4096  # nearly as many elements as kernels take
 
 
 def checks(setting):
@@ -39,13 +40,16 @@ def checks(setting):
     device, presets = torch.device(setting.device), [name for name in PRESETS if name != "bf16"]
     if setting.is_small:
         presets = ["fp8-row"]
-    yield Check("optimizers", partial(accepted, partial(optimizers.triton_agrees, device)))
+    yield Check("optimizers", partial(optimizers_agree, device))
     yield Check("results of GEMMs, delayed scaling", partial(others_agree, device))
     yield Check("powers of two", partial(powers_of_two, device))
-    yield Check(f"{HUGE[0]} x {HUGE[1]}", partial(huge, device))
-    for name, cast in COMPILED.items():
-        yield Check(f"compiled code of {name}", partial(compiled_is_eager, cast, device))
-        yield Check(f"{ROWS} x {COLUMNS} in {name}", partial(large, cast, device))
+    shape = SMALL if setting.is_small else HUGE
+    yield Check("{} x {}".format(*shape), partial(huge, device, *shape))
+    shape = SMALL if setting.is_small else LARGE
+    for name, cast in list(CASTS.items())[: 2 if setting.is_small else None]:
+        if device.type == "cuda":
+            yield Check(f"compiled code of {name}", partial(compiled_is_eager, cast, device))
+        yield Check("{} x {} in ".format(*shape) + name, partial(large, cast, device, *shape))
     for name in presets:
         yield Check(f"plain code of {name}", partial(plain_is_that_of_cpus, name, device))
     for dtype in DTYPES[:1] if setting.is_small else DTYPES:
@@ -54,12 +58,17 @@ def checks(setting):
             yield Check(f"{name} in {short}", partial(preset_agrees, name, dtype, device))
 
 
+def optimizers_agree(device):
+    if not accepted(partial(optimizers.triton_agrees, device)):
+        raise Wrong("the kernels of optimizers do not agree with plain torch")
+
+
 def accepted(agree):
     """Whether a comparison of the package agrees, without a warning."""
     with warnings.catch_warnings(record=True) as caught, compilation.backend("triton"):
         warnings.simplefilter("always")
         agrees = agree()
-    if texts := [str(warning.message) for warning in caught if "lowbit" in str(warning.filename)]:
+    if texts := faults_of(map(str, (warning.message for warning in caught))):
         raise Wrong("; ".join(texts))
     return agrees
 
@@ -145,8 +154,6 @@ def plain_is_that_of_cpus(name, device):
 
 
 def compiled_is_eager(cast, device):
-    if device.type != "cuda":
-        raise Skipped("needs CUDA")
     x, results = _sample(512, 512, device), {}
     for code in ("compiled", "eager"):
         with compilation.backend(code):
@@ -154,10 +161,9 @@ def compiled_is_eager(cast, device):
     _hold(*results.values(), f"{cast}, compiled")
 
 
-def large(cast, device):
-    if device.type != "cuda":
-        raise Skipped("needs CUDA")
-    x = _sample(ROWS, COLUMNS, device)
+def large(cast, device, rows, columns):
+    """On the device alone, where plain code makes large matrices in no time."""
+    x = _sample(rows, columns, device)
     for dim in (0, 1):
         call = _call(cast, dim, device, x)
         with compilation.backend("eager"):
@@ -173,12 +179,9 @@ def large(cast, device):
             )
 
 
-def huge(device):
+def huge(device, rows, columns):
     """The first and last rows, which the plain code makes alone: as a shard, with the random bits of their place."""
-    if device.type != "cuda":
-        raise Skipped("needs CUDA")
-    rows, columns = HUGE
-    x = torch.zeros(HUGE, dtype=torch.bfloat16, device=device)
+    x = torch.zeros(rows, columns, dtype=torch.bfloat16, device=device)
     for first in (0, rows - 64):
         x[first : first + 64] = _sample(64, columns, device)
     amax = x[:64].abs().amax().float()

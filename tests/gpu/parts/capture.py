@@ -100,7 +100,8 @@ def waits(name, setting):
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    places = Counter(f"{warning.filename.rpartition('/')[2]}:{warning.lineno}" for warning in caught)
+    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    places = Counter(f"{warning.filename.rpartition('/')[2]}:{warning.lineno}" for warning in waits)
     return {"waits": places.total(), "places": dict(places)}
 
 

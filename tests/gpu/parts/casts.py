@@ -27,7 +27,7 @@ def checks(setting):
 def measure(launch, device):
     real = launch._replace(arguments={name: filled(value, device) for name, value in launch.arguments.items()})
     moved = bytes_moved(real)
-    took = clock.seconds(partial(gpu.run, real), device, largest=0.3)
+    took = clock.seconds(partial(gpu.run, real), device, largest=0.2)
     rate = moved / took
     return {
         "us": took * 1e6,

@@ -1,5 +1,6 @@
 """Times of one linear layer with all presets, beside ``nn.Linear`` in bf16: on the device and on the host."""
 
+import statistics
 from functools import partial
 
 import torch
@@ -10,21 +11,23 @@ from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
 from tests.gpu import clock
 from tests.gpu.table import Check
 
-SIZES, TOKENS = (1024, 2048, 4096, 8192), 8192
+TOKENS = 8192
+FEW = ("nvfp4", "mxfp8", "fp8-current", "fp8-row", "fp8-blockwise", "ternary")
 EMULATED = ("nvfp4", "fp8-current")  # with emulated GEMMs, too, where native ones may serve
 
 
 def checks(setting):
-    presets = ["nvfp4"] if setting.is_small else [name for name in PRESETS if name != "bf16"]
+    """The most telling size first, and all presets there alone."""
+    small = setting.is_small
+    presets = ["nvfp4"] if small else [name for name in PRESETS if name != "bf16"]
     variants = [(name, "auto") for name in presets] + [(name, "emulated") for name in EMULATED]
-    sizes = (32,) if setting.is_small else SIZES
-    for size in sorted(sizes, key=lambda size: abs(size - 4096)):  # the most telling one first
-        tokens = 32 if setting.is_small else TOKENS
-        yield Check(f"{size}: nn.Linear", partial(measure, None, size, tokens, setting.device), judges=False)
-        for name, backend in variants[: 2 if setting.is_small else None]:
-            what = name if backend == "auto" else f"{name}, emulated"
-            arguments = (name, backend), size, tokens, setting.device
-            yield Check(f"{size}: {what}", partial(measure, *arguments), judges=False)
+    few = [(name, "auto") for name in FEW]
+    sizes = {32: variants[:2]} if small else {4096: variants, 2048: few, 8192: few, 1024: few}
+    for size, pairs in sizes.items():
+        tokens = 32 if small else TOKENS
+        for casts in (None, *pairs):
+            name = "nn.Linear" if casts is None else casts[0] + ", emulated" * (casts[1] == "emulated")
+            yield Check(f"{size}: {name}", partial(measure, casts, size, tokens, setting.device), judges=False)
 
 
 class Layer:
@@ -42,9 +45,12 @@ class Layer:
         with torch.no_grad():
             return self.model(self.x)
 
-    def both(self):
+    def clear(self):
         self.x.grad = None
         self.model.zero_grad()
+
+    def both(self):
+        self.clear()
         self.model(self.x).backward(self.g)
 
 
@@ -52,22 +58,20 @@ def measure(casts, size, tokens, device):
     """The layer and ``nn.Linear`` in turns, so that both see the same clocks."""
     layer, plain = Layer(casts, size, tokens, device), Layer(None, size, tokens, device)
     layer.both()  # compares kernels with plain code
-    times = {}
-    for what in ("forward", "both"):
-        pairs = [
-            [clock.seconds(getattr(one, what), device, calls=5, rounds=3, largest=0.4) for one in (layer, plain)]
-            for _ in range(3)
-        ]
-        times[what] = [sorted(column)[1] for column in zip(*pairs, strict=True)]
-    operations = 6 * tokens * size**2
-    values = {
-        "forward, ms": times["forward"][0] * 1e3,
-        "both passes, ms": times["both"][0] * 1e3,
-        "speed of both by nn.Linear": times["both"][1] / times["both"][0],
-        "share of GEMM rate": operations / times["both"][0] / clock.gemm_rate(device),
+    forward, both = (_in_turns([getattr(layer, what), getattr(plain, what)], device) for what in ("forward", "both"))
+    peaks = [clock.peak_bytes(one.both, device, one.clear) for one in (layer, plain)]
+    return {
+        "forward, ms": forward[0] * 1e3,
+        "both passes, ms": both[0] * 1e3,
+        "speed of both by nn.Linear": both[1] / both[0],
+        "share of GEMM rate": 6 * tokens * size**2 / both[0] / clock.gemm_rate(device),
         "host, ms": clock.host_seconds(layer.both, device, calls=5, rounds=3) * 1e3,
         "launches": clock.kernels_launched(layer.both, device),
+        "peak by nn.Linear": None if None in peaks else peaks[0] / peaks[1],
     }
-    peaks = [clock.peak_bytes(one.both, device) for one in (layer, plain)]
-    values["peak by nn.Linear"] = peaks[0] / peaks[1] if None not in peaks else None
-    return values
+
+
+def _in_turns(functions, device):
+    """The medians of three times of each."""
+    times = [[clock.seconds(one, device, calls=4, rounds=1) for one in functions] for _ in range(3)]
+    return [statistics.median(column) for column in zip(*times, strict=True)]

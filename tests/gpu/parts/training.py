@@ -11,15 +11,14 @@ from lightning_lowbit import FP4Precision, FP8Precision, IntegerPrecision, LowBi
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.optim import LowBitAdamW, StableSPAM
-from tests.gpu.models import Model, fit, llama, loader, trainer
+from tests.gpu.models import Model, deterministic, fit, llama, loader, trainer
 from tests.gpu.table import Check, Wrong
 
 STEPS, BATCH, TOKENS = 40, 8, 128
 RATE = 3e-3
 LEARNED = 0.7  # of the first loss, that the last one is below
-NEAR = 1.15  # of the loss in bf16, that the last one is below
-# Two bits or less do not come near bf16 within so few steps.
-COARSE = ("int2", "int3", "ternary", "TernaryPrecision")
+# Of the loss in bf16, that the last one is below. On a CPU int2 ends at 1.15, and all others end below 1.01.
+NEAR, NEAR_OF_TWO_BITS = 1.05, 1.3
 CLASSES = {
     "FP4Precision": FP4Precision,
     "FP8Precision, 'row'": partial(FP8Precision, "row"),
@@ -44,7 +43,7 @@ def checks(setting):
         yield Check(f"Lightning's {name}", partial(learns, setting, precision=name))
     for name, plugin in plugins.items():
         if not small or name in ("nvfp4", "fp8-delayed", "IntegerPrecision"):
-            yield Check(name, partial(learns, setting, plugin, is_coarse=name in COARSE))
+            yield Check(name, partial(learns, setting, plugin, near=NEAR_OF_TWO_BITS if name == "int2" else NEAR))
     for name, optimizer in OPTIMIZERS.items():
         yield Check(name, partial(learns, setting, plugins["nvfp4"], optimizer=optimizer))
     for name in SAME[:1] if small else SAME:
@@ -59,10 +58,10 @@ def _adamw(parameters):
 
 
 def run(setting, plugin=None, steps=None, optimizer=_adamw, compiles=False, precision=None):
-    """The losses of a run, and the warnings of the package."""
+    """The losses of a run, and warnings of kernels."""
     steps = steps or (4 if setting.is_small else STEPS)
     batch, tokens, width = (2, 16, 32) if setting.is_small else (BATCH, TOKENS, 256)
-    model = Model(llama(width, 2, tokens), optimizer)
+    model = Model(llama(width, 2, tokens, attention="eager"), optimizer)
     if compiles:
         model.model.compile()
     plugins = [] if plugin is None else [plugin()]
@@ -80,21 +79,19 @@ def _last(losses):
     return sum(losses[-3:]) / len(losses[-3:])
 
 
-def learns(setting, plugin=None, is_coarse=False, **arguments):
+def learns(setting, plugin=None, near=NEAR, **arguments):
     losses, texts = run(setting, plugin, **arguments)
     first, last = losses[0], _last(losses)
     values = {"first": first, "last": last}
-    if faults := [text for text in texts if "differs" in text or "fails" in text or "is not used" in text]:
-        raise Wrong("; ".join(faults))
+    if texts:
+        raise Wrong("; ".join(texts))
     if not all(map(math.isfinite, losses)):
         raise Wrong(f"losses are not finite: {losses}")
     if setting.is_small:
         return values
     values["by the last of bf16"] = last / baseline(setting)
-    if last > (0.95 if is_coarse else LEARNED) * first:
-        raise Wrong(f"the loss goes from {first:.3f} to {last:.3f} alone")
-    if not is_coarse and last > NEAR * baseline(setting) + 0.05:
-        raise Wrong(f"the last loss is {last:.3f}, with {baseline(setting):.3f} in bf16")
+    if last > LEARNED * first or last > near * baseline(setting):
+        raise Wrong(f"the loss goes from {first:.3f} to {last:.3f}, and to {baseline(setting):.3f} in bf16")
     return values
 
 
@@ -102,7 +99,7 @@ def same_by_plain_code(setting, name, steps=5):
     """With emulated GEMMs the losses are equal to the bit."""
     losses = []
     for code in ("auto", "eager"):
-        with backend(code):
+        with backend(code), deterministic():
             losses.append(run(setting, partial(LowBitPrecision, name, backend="emulated"), steps)[0])
     if losses[0] != losses[1]:
         raise Wrong(f"kernels {losses[0]}, plain code {losses[1]}")
@@ -115,9 +112,10 @@ def resumed(setting, steps=6):
     with tempfile.TemporaryDirectory() as folder:
         path, losses = Path(folder) / "half.ckpt", []
         for last, start in ((steps, None), (steps // 2, None), (steps, path)):
-            model = Model(llama(width, 2, tokens), _adamw)
+            model = Model(llama(width, 2, tokens, attention="eager"), _adamw)
             trained = trainer(setting.device, last, FP8Precision("delayed"))
-            fit(trained, model, data, ckpt_path=start)
+            with deterministic():
+                fit(trained, model, data, ckpt_path=start)
             if last < steps:
                 trained.save_checkpoint(path)
             losses.append(model.losses)
