@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from pathlib import Path
 
 from tests.gpu import plants
@@ -66,7 +67,11 @@ def main():
         torch.set_num_threads(1 if options.shares > 1 else 4)
         warnings.simplefilter("default")
         module = importlib.import_module(f"tests.gpu.parts.{options.part}")
-        checks = list(module.checks(Setting(options.device, options.small)))[options.share :: options.shares]
+        checks = list(module.checks(Setting(options.device, options.small)))
+        names = Counter(check.name for check in checks)
+        if names and max(names.values()) > 1:
+            raise ValueError(f"names of checks repeat: {names.most_common(3)}")
+        checks = checks[options.share :: options.shares]
     except Exception as error:
         log.end("(start)", False, why=_words(error), seconds=time.monotonic() - start)
         sys.exit(1)

@@ -32,9 +32,9 @@ def _bit(run):
 
 def _other(result):
     """A result with another last bit in its first element."""
-    values = getattr(result, "values", None)
+    values = result if isinstance(result, torch.Tensor) else getattr(result, "values", None)
     if isinstance(values, torch.Tensor) and values.numel():
-        values.view(torch.uint8).view(-1)[0] ^= 1
+        values.view(-1)[:1].view(torch.uint8)[0] ^= 1
     return result
 
 
