@@ -13,8 +13,10 @@ are skipped. ``LOWBIT_GPU_PLANT`` plants a fault that must be reported (:mod:`te
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,16 +72,20 @@ class Worker:
     def is_at_work(self, lines):
         """Looks after the process: ends one that hangs, starts another for the rest; returns whether there is one."""
         now, status = time.monotonic(), self.process.poll()
+        if status is not None:
+            lines = lines_of(self.log.path)  # with the last ones
         begun = open_checks(lines, self.part.name, self.share)
         if status is None:
             waited = max((time.time() - began for began in begun.values()), default=0.0)
             if waited <= self.patience and now <= self.deadline + GRACE:
                 return True
             self._end()
-            if waited > self.patience:
+            if not begun:
+                self._report({"(start)": time.time()}, False, "the process did not begin or end within its time")
+            elif waited > self.patience:
                 self._report(begun, False, f"no end after {waited:.0f} s")
             else:
-                self._report(begun or {"(end)": time.time()}, None, f"skipped: time, after {waited:.0f} s")
+                self._report(begun, None, f"skipped: time, after {waited:.0f} s")
         elif status != LOST and not begun:
             return False  # at its end, or at its start, which it has reported
         else:
@@ -95,7 +101,8 @@ class Worker:
 
     def _end(self):
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a lost GPU
+            self.process.wait(GRACE)
 
 
 def run_part(part, options, seconds):
@@ -144,6 +151,7 @@ def main(arguments=None):
     options.out.mkdir(parents=True, exist_ok=True)
     if lines_of(options.out / RESULTS):
         sys.exit(f"{options.out / RESULTS} holds the results of another run: give an empty folder.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # and so are the processes
     finished, summary = {}, {}
     for name in options.parts:
         part, begin = PARTS[name], time.monotonic()
