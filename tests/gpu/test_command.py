@@ -6,11 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 
+from lightning_lowbit.compilation import backend
+from lightning_lowbit.nn.native.devices import declared
 from tests.gpu import page, records
-from tests.gpu.table import PARTS
+from tests.gpu.parts import native
+from tests.gpu.table import PARTS, Wrong
+from tests.nn.native.stand_in import StandIn
 from tests.tables import each
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +64,31 @@ def test_each_part_is_a_module(name):
     assert importlib.util.find_spec(f"tests.gpu.parts.{name}") is not None
 
 
+def native_gemms(change=lambda product: product):
+    """Compares exact sums by GEMMs that stand for those of tensor cores."""
+    stand_in = StandIn()
+    with (
+        declared("cpu", {"nvfp4", "mxfp8", "fp8-blockwise"}),
+        backend("eager"),
+        patch("torch.nn.functional.scaled_mm", lambda *args, **options: change(stand_in(*args, **options))),
+    ):
+        for kind in ("nvfp4", "mxfp8", "fp8-blockwise"):
+            native.to_the_bit(kind, kind, (33, 48, 17), torch.float32, torch.device("cpu"))
+
+
+def test_native_gemms_with_exact_sums_are_the_emulated_ones():
+    native_gemms()
+
+
+def test_one_bit_of_a_native_gemm_is_found():
+    def change(product):
+        product.view(torch.int32).view(-1)[5] ^= 1
+        return product
+
+    with pytest.raises(Wrong, match=r"differs in \d+ of \d+"):
+        native_gemms(change)
+
+
 def rehearsed(folder, parts, plant="", patience=60):
     """Exit status and records of a rehearsal."""
     command = [sys.executable, "-m", "tests.gpu", "--out", folder, "--device", "cpu", "--budget", "1700"]
@@ -80,7 +111,7 @@ def test_a_rehearsal_of_all_parts_finds_nothing_wrong(tmp_path):
 
 
 PLANTS = {
-    "kernels:bit:largest": "differ",
+    "kernels:bit:dtypes": "differ",
     "compile:compile:0 ": "CompilationError",
     "native:hang:fp8-blockwise": "no end after",
     "native:death:fp8-blockwise": "the process ended with status -6",
