@@ -2,13 +2,13 @@
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.nn import PRESETS
 from tests.benchmarks import kernels
 from tests.gpu import clock
+from tests.gpu.memory import with_memory
 from tests.gpu.table import Check
 
 SHAPES = ((8192, 4096), (2048, 2048))
@@ -25,7 +25,7 @@ def checks(setting):
 
 
 def measure(launch, device):
-    real = launch._replace(arguments={name: filled(value, device) for name, value in launch.arguments.items()})
+    real = with_memory(launch, device)
     moved = bytes_moved(real)
     took = clock.seconds(partial(gpu.run, real), device, largest=0.2)
     rate = moved / took
@@ -35,14 +35,6 @@ def measure(launch, device):
         "share of copies": rate / clock.copy_rate(device),
         "host, us": clock.host_seconds(partial(gpu.run, real), device) * 1e6,
     }
-
-
-def filled(value, device):
-    """Memory for an argument without one: a matrix of normal numbers, or ones."""
-    if not isinstance(value, Tensor):
-        return value
-    memory = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    return memory.normal_() if value.dim() == 2 and value.dtype.is_floating_point else memory.fill_(1)
 
 
 def bytes_moved(launch):

@@ -14,7 +14,10 @@ import torch
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.nn.native.devices import native_obstacle
 from lightning_lowbit.nn.native.table import NATIVE
+from lightning_lowbit.quant.call import CastCall
+from tests.benchmarks import kernels as benchmarks
 from tests.gpu import clock
+from tests.gpu.memory import with_memory
 from tests.gpu.table import Check, Skipped, Wrong
 
 # Bytes per second of data sheets.
@@ -96,19 +99,16 @@ def gemms(device):
 
 
 def launch(device):
-    """Of the smallest kernel: through the package, and through Triton alone."""
+    """Of a cast of 16 x 16: its launch, and with memory for the operand; and of an operation of torch."""
     if device != "cuda":
         raise Skipped("needs CUDA")
-    from lightning_lowbit.kernels.gpu import launches
-
-    x, amax = torch.ones(16, 16, device=device), torch.zeros((), device=device)
-    made = launches.amax_launch(x, amax, None, 1)
-    kernel, constants, options = getattr(gpu._kernels()[0], made.kernel), gpu.compiled_for(made), gpu.options_of(made)
-    bare = kernel[(made.programs,)]
+    (cast, dim), *_ = benchmarks.casts_of(["nvfp4"])
+    benchmarks.SHAPE = 16, 16
+    made, x = with_memory(benchmarks.launch_of(cast, dim), device), torch.ones(16, 16, device=device)
+    call = CastCall(cast, dim, torch.tensor(1, device=device), torch.ones((), device=device))
     return {
         "a launch, us": clock.host_seconds(lambda: gpu.run(made), device) * 1e6,
-        "and what leads to it, us": clock.host_seconds(lambda: gpu.amax_of(x), device) * 1e6,
-        "Triton alone, us": clock.host_seconds(lambda: bare(**made.arguments, **constants, **options), device) * 1e6,
+        "an operand, us": clock.host_seconds(lambda: gpu.make_operand(x, call), device) * 1e6,
         "torch, us": clock.host_seconds(lambda: x.add_(1), device) * 1e6,
     }
 

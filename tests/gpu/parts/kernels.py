@@ -73,7 +73,7 @@ def _pieces(name, test, device):
         raise Whole if function in OF_TESTS else Elsewhere
 
     try:
-        test(collect)
+        test(run=collect)
     except Whole:
         yield Check(name, partial(_whole, test, device))
         return
@@ -94,7 +94,7 @@ def _whole(test, device):
 
     with interpreted.kernels_on(device):
         try:
-            test(run)
+            test(run=run)
         except AssertionError as fault:
             raise Wrong(str(fault) or "the test does not hold") from fault
 
