@@ -1,4 +1,5 @@
-"""The Triton kernels beside the plain code, for tests that have no GPU: run in a process with ``TRITON_INTERPRET=1``.
+"""The Triton kernels beside the plain code: in Triton's interpreter, in a process with ``TRITON_INTERPRET=1``, or on a
+GPU, within ``kernels_on``. The plain code runs on the CPU.
 
 Functions take and return what can be pickled, and say in words what differs: an empty list is equality to the bit.
 """
@@ -29,6 +30,53 @@ from tests.nn.native.stand_in import StandIn
 
 np.seterr(all="ignore")  # divisions by zero are meant
 KEY = 0x123456789ABCDEF
+_place = torch.device("cpu")  # where kernels run
+
+
+@contextlib.contextmanager
+def kernels_on(device):
+    """Within this context kernels run on a device."""
+    global _place
+    previous, _place = _place, torch.device(device)
+    try:
+        yield
+    finally:
+        _place = previous
+
+
+def place_of_kernels():
+    return _place
+
+
+def there(function, *arguments):
+    """Calls a function where kernels run, on copies of the memory of its tensors, and brings back its results and what
+    it has written. Views of one memory stay views of one memory."""
+    copies = {}
+
+    def copied(tensor):
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr() or len(copies)  # empty ones have no address
+        if place not in copies:
+            memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+            copies[place] = memory, memory.to(_place, copy=True)
+        copy = copies[place][1].untyped_storage()
+        view = torch.empty(0, dtype=tensor.dtype, device=_place)
+        return view.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    results = function(*_mapped(copied, arguments))
+    for memory, copy in copies.values():
+        memory.copy_(copy)
+    return _mapped(Tensor.cpu, results)
+
+
+def _mapped(function, value):
+    """A structure with other tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if not isinstance(value, tuple | list):
+        return value
+    parts = [_mapped(function, part) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
 class Case(NamedTuple):
@@ -51,13 +99,12 @@ def _differences(case):
     x, cast = case.x, case.cast
     key, dtype = torch.tensor(case.key), case.dtype or operand_dtype(x.dtype, cast)
     amax = None if case.amax is None else torch.tensor(case.amax)
-    if (reason := gpu.covers(cast, x, dtype)) is not None:
+    if (reason := there(gpu.covers, cast, x, dtype)) is not None:
         return [f"not covered: {reason}"]
     with compilation.backend("eager"):
         expected = make_operand(x, call := CastCall(cast, case.dim, key, amax, dtype))
-    return _unequal(
-        gpu.make_operand(x, call), expected, f"{cast}, dim {case.dim}, {describe(x)} to {dtype}, amax {case.amax}"
-    )
+    where = f"{cast}, dim {case.dim}, {describe(x)} to {dtype}, amax {case.amax}"
+    return _unequal(there(gpu.make_operand, x, call), expected, where)
 
 
 def differences_of_both(cases):
@@ -65,7 +112,7 @@ def differences_of_both(cases):
     texts = []
     for row, column, x in cases:
         calls = CastCall(row, 1, torch.tensor(KEY)), CastCall(column, 0, torch.tensor(-KEY))
-        for call, operand in zip(calls, gpu.make_both(x, *calls), strict=True):
+        for call, operand in zip(calls, there(gpu.make_both, x, *calls), strict=True):
             texts += _unequal(operand, make_operand(x, call), f"{row} and {column}: dim {call.dim}, {describe(x)}")
     return texts
 
@@ -76,14 +123,14 @@ def differences_of_finish(cases):
     for product, factors, bias, dtype in cases:
         shapes = [tuple(factor.shape) for factor in factors], None if bias is None else tuple(bias.shape)
         arguments = product, factors, bias, dtype
-        found, expected = gpu.scale_and_round(*arguments), plain_scale_and_round(*arguments)
+        found, expected = there(gpu.scale_and_round, *arguments), plain_scale_and_round(*arguments)
         texts += _unequal((found,), (expected,), f"{describe(product)}, factors and bias {shapes}, to {dtype}")
     return texts
 
 
 def differences_of_amax(matrices):
     """Where the kernel's largest magnitude is another one."""
-    return [text for x in matrices for text in _unequal((gpu.amax_of(x),), (amax_of(x),), describe(x))]
+    return [text for x in matrices for text in _unequal((there(gpu.amax_of, x),), (amax_of(x),), describe(x))]
 
 
 def differences_of_delay(cases):
@@ -91,7 +138,7 @@ def differences_of_delay(cases):
     texts = []
     for own, in_force, staged, places in cases:
         records = [None if staged is None else staged.clone() for _ in range(2)]
-        found = gpu.delayed_amax(own, in_force, records[0], places)
+        found = there(gpu.delayed_amax, own, in_force, records[0], places)
         with compilation.backend("eager"):
             expected = stage_and_choose(in_force, records[1], places, own)
         texts += _unequal((found,), (expected,), f"{own} at {places}")
@@ -107,15 +154,15 @@ def differences_of_packing(cases):
         x, cast, dim = case.x, case.cast, case.dim
         key = torch.tensor(case.key) if cast.rounding == "stochastic" else None
         where = f"{cast}, dim {dim}, {describe(x)}"
-        if not gpu.packs(cast, x, dim):
+        if not there(gpu.packs, cast, x, dim):
             texts.append(f"not covered: {where}")
             continue
         with compilation.backend("eager"):
             expected = pack(x, cast, key, None, dim=dim)
-        found = gpu.pack(x, call := CastCall(cast, dim, key))
+        found = there(gpu.pack, x, call := CastCall(cast, dim, key))
         values = torch.empty(x.shape, dtype=operand_dtype(x.dtype, cast))
         unpack_(values, expected[0][None], expected[1], cast, x.dtype, dim)
-        again = gpu.unpack(*found, call, x.shape, x.dtype).values
+        again = there(gpu.unpack, *found, call, x.shape, x.dtype).values
         texts += _unequal((again, found[1]), (values, expected[1]), where)
         if x.isfinite().all():
             texts += _unequal((found[0],), (expected[0],), f"bytes of {where}")
@@ -129,12 +176,12 @@ def differences_of_layout(cases):
         key = torch.tensor(number) if cast.draws else None
         given = None if amax is None else torch.tensor(amax)
         where = f"{cast}, dim {dim}, {describe(x)}, amax {amax}"
-        if not gpu.lays_out(cast, x, block, dim):
+        if not there(gpu.lays_out, cast, x, block, dim):
             texts.append(f"not covered: {where}")
             continue
         with compilation.backend("eager"):
             expected = make_laid_out(x, call := CastCall(cast, dim, key, given, block=block))
-        found = gpu.lay_out(x, call)
+        found = there(gpu.lay_out, x, call)
         size = x.shape[1 - dim], x.shape[dim]
         apart = [taken_apart(*made[:2], block, *size) for made in (found, expected)]
         values = [_decoded(cast, one) * repeated(two.float(), *size, 1, block) for one, two in apart]
@@ -153,17 +200,17 @@ def differences_of_rotation(cases):
         signs = Hadamard(size, "keyed").diagonal(key, x.device)
         where = f"{cast}, dim {dim}, {describe(x)}, rotated by {size}"
         if (
-            reason := gpu.covers(cast, x, operand_dtype(x.dtype, cast)) or gpu.rotation_obstacle(cast, dim)
+            reason := there(gpu.covers, cast, x, operand_dtype(x.dtype, cast)) or gpu.rotation_obstacle(cast, dim)
         ) is not None:
             texts.append(f"not covered: {reason}, {where}")
             continue
         rotated = rotate(x, signs, dim)
         with compilation.backend("eager"):
             expected = make_operand(rotated, call := CastCall(cast, dim, key, given))
-        found = gpu.make_operand(x, call._replace(rotation=signs))
+        found = there(gpu.make_operand, x, call._replace(rotation=signs))
         texts += _unequal(found, expected, where)
-        texts += _unequal((gpu.rotate(x, signs, dim),), (rotated,), f"rotation alone: {where}")
-        texts += _unequal((gpu.amax_of(x, signs, dim),), (amax_of(rotated).abs(),), f"amax: {where}")
+        texts += _unequal((there(gpu.rotate, x, signs, dim),), (rotated,), f"rotation alone: {where}")
+        texts += _unequal((there(gpu.amax_of, x, signs, dim),), (amax_of(rotated).abs(),), f"amax: {where}")
     return texts
 
 
@@ -246,7 +293,7 @@ class Launches(TorchDispatchMode):
 
 def shard(x, cast, dim, place):
     """The values of a shard."""
-    return gpu.make_operand(x, CastCall(cast, dim, torch.tensor(KEY), None, torch.float32, place)).values
+    return there(gpu.make_operand, x, CastCall(cast, dim, torch.tensor(KEY), None, torch.float32, place)).values
 
 
 def describe(x):

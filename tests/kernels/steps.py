@@ -1,4 +1,5 @@
-"""Steps of the optimizers by the Triton kernels, for tests without a GPU: in a process with ``TRITON_INTERPRET=1``."""
+"""Steps of the optimizers by the Triton kernels beside plain torch on the CPU: in a process with
+``TRITON_INTERPRET=1``, or on a GPU, within ``interpreted.kernels_on``."""
 
 import warnings
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from lightning_lowbit.kernels import ops
 from lightning_lowbit.kernels.gpu import adam as gpu
 from lightning_lowbit.optim import Adaptive, kernels, optimizer, rules
 from lightning_lowbit.optim.adam import ClippedAdam
+from tests.kernels.interpreted import place_of_kernels
 from tests.optim.parameters import make_parameters, set_gradients
 
 # Rows that end within a block of 128, blocks of 16 bytes at a time, and more than one tile of 1024 elements.
@@ -31,7 +33,7 @@ def small_adaptive(parameters, **options):
 
 def sample_is_near():
     """Whether the comparison before the first use on a device finds the kernels right."""
-    return kernels.triton_agrees(CPU)
+    return kernels.triton_agrees(place_of_kernels())
 
 
 def differences_without_a_gradient(options, dtype):
@@ -96,7 +98,7 @@ def differences(cases, make=ClippedAdam, idle=None):
 def _three_steps(make, options, dtype, name, idle):
     """Parameters, their state and statistics, by name."""
     with backend(name), rules.spikes_clipped_after(0):
-        parameters = make_parameters(dtype, SHAPES)
+        parameters = make_parameters(dtype, SHAPES, place_of_kernels() if name == "triton" else CPU)
         optimizer = make(parameters, **options)
         seen = []
         for step in range(3):
@@ -110,7 +112,7 @@ def _three_steps(make, options, dtype, name, idle):
                 seen += row._asdict().items()
     for parameter in parameters:
         seen += [("parameter", parameter.detach()), *optimizer.state[parameter].items()]
-    return [(key, torch.as_tensor(value)) for key, value in seen]
+    return [(key, torch.as_tensor(value).cpu()) for key, value in seen]
 
 
 @contextmanager

@@ -19,18 +19,17 @@ def use(code):
     return backend("eager" if code == "torch" else "auto")
 
 
-def make_parameters(dtype=torch.float32, shapes=SHAPES):
+def make_parameters(dtype=torch.float32, shapes=SHAPES, device="cpu"):
     generator = torch.Generator().manual_seed(1)
-    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    return [Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes]
 
 
 def set_gradients(parameters, seed):
     """Heavy-tailed gradients, so that AdaClip clips and AdaGN scales."""
     generator = torch.Generator().manual_seed(seed)
     for p in parameters:
-        p.grad = (torch.randn(p.shape, generator=generator) * torch.randn(p.shape, generator=generator) ** 4).to(
-            p.dtype
-        )
+        normal = (torch.randn(p.shape, generator=generator) for _ in range(2))
+        p.grad = (next(normal) * next(normal) ** 4).to(p.device, p.dtype)
 
 
 def train(optimizer, parameters, steps):
