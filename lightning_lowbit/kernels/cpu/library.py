@@ -1,8 +1,9 @@
 """The C++ kernels as a shared library: that of the wheel, or compiled when first needed and kept in the user's cache.
 
 The sources in ``source/`` use C++ and OpenMP alone, no headers of torch: they compile in seconds, and are called
-through ctypes with addresses and sizes. In the cache a library's name tells the kind of CPU that it is for, and a checksum
-of its content, which is compared before it is loaded. Where none can be built, :func:`library` warns once and returns None.
+through ctypes with addresses and sizes. In the cache a library's name tells the kind of CPU that it is for, and a
+checksum of its content, which is compared before it is loaded. Where none can be built, :func:`library` warns once and
+returns None.
 """
 
 import contextlib
