@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from lightning_lowbit.kernels import backend, pack_operand, quantize_operand, unpack_operand
-from lightning_lowbit.quant import Hadamard
 from lightning_lowbit.quant.call import CastCall
 from tests.kernels.gemms.products import products
 from tests.kernels.machines.replay import Machine
 from tests.kernels.test_casts import COVERED, keyed, same_bits
-from tests.kernels.test_packing import OTHERS
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 ROOT = Path(__file__).parents[3]
