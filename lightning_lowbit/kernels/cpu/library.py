@@ -21,7 +21,7 @@ from pathlib import Path
 from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.compilation import inform
 from lightning_lowbit.kernels.cpu.cache import one_builder, read_trusted, shown, trusted
-from lightning_lowbit.kernels.cpu.variants import FLAGS, SOURCE, cpu, library_of_wheel
+from lightning_lowbit.kernels.cpu.variants import FLAGS, SOURCE, checksum, cpu, library_of_wheel
 
 # The most that a compiler takes is used. Some ARM compilers want -mcpu, and Apple's has no OpenMP.
 _EXTRAS: tuple[list[str], ...] = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"], [])
@@ -64,11 +64,8 @@ def place() -> tuple[Path, str]:
 
 @cache  # apart from the warning, which may be an error: a second call must not build again
 def _loaded() -> tuple[ctypes.CDLL | None, Exception | None]:
-    if (path := library_of_wheel()) is not None:
-        try:
-            return _bound(path), None
-        except OSError as error:  # without OpenMP of torch in the process, or of a damaged file
-            inform(f"The C++ kernels of the wheel do not load ({error}): they are compiled.")
+    if (kernels := _from_wheel()) is not None:
+        return kernels, None
     try:
         return _from_cache(), None
     except subprocess.SubprocessError as error:  # the compiler, which would fail elsewhere, too
@@ -89,6 +86,19 @@ def _loaded() -> tuple[ctypes.CDLL | None, Exception | None]:
         "Set LOWBIT_CACHE_DIR to a folder that is yours alone to write to."
     )
     return kernels, None
+
+
+def _from_wheel() -> ctypes.CDLL | None:
+    """Returns the kernels that the wheel has for this CPU; None for none, and for a file that is not loaded."""
+    if (path := library_of_wheel()) is None:
+        return None
+    try:
+        if not path.stem.endswith(checksum(path.read_bytes())):
+            raise OSError(f"{path} is damaged")
+        return _bound(path)
+    except OSError as error:  # also where torch has loaded no OpenMP runtime
+        inform(f"The C++ kernels of the wheel are not loaded ({error}): they are compiled.")
+        return None
 
 
 def _from_cache() -> ctypes.CDLL:
@@ -191,7 +201,7 @@ def _name() -> str:
 
 def _named(folder: Path, content: bytes) -> Path:
     """Returns the path of a library, whose name ends with a checksum of its content: both appear at once."""
-    return folder / f"{_name()}-{hashlib.sha256(content).hexdigest()[:32]}.so"
+    return folder / f"{_name()}-{checksum(content)}.so"
 
 
 def _folder() -> Path:

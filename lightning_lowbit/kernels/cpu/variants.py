@@ -5,6 +5,7 @@ use on its CPU. The module imports nothing but the standard library: what builds
 """
 
 import contextlib
+import hashlib
 import platform
 from collections.abc import Collection
 from pathlib import Path
@@ -52,11 +53,16 @@ def cpu() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
+def checksum(content: bytes) -> str:
+    """Returns what names of libraries end with: a file that lacks a part would end the process that loads it."""
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
 def library_of_wheel(folder: Path = _LIBRARIES, features: Collection[str] | None = None) -> Path | None:
     """Returns the library of the wheel for a CPU; None where it has none, as in the sources and on other systems.
 
     Args:
-        folder: of the libraries, each named by its variant.
+        folder: of the libraries, each named by its variant and its checksum.
         features: of the CPU, as ``/proc/cpuinfo`` names them; None for this one's.
 
     Examples:
@@ -65,7 +71,7 @@ def library_of_wheel(folder: Path = _LIBRARIES, features: Collection[str] | None
     features = set(cpu().split() if features is None else features)
     for variants in VARIANTS.values():
         for name, variant in variants.items():
-            path = folder / f"{name}.so"
-            if features.issuperset(variant.features.split()) and path.exists():
-                return path
+            if features.issuperset(variant.features.split()):
+                for path in folder.glob(f"{name}-*.so"):
+                    return path
     return None

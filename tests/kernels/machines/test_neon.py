@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(params=CPUS)
 def machine(request, folder):
     cpu, instructions = CPUS[request.param]
-    library = folder / "libraries" / f"{request.param}.so"
+    (library,) = folder.glob(f"libraries/{request.param}-*.so")
     with Machine([EMULATOR, "-cpu", cpu, "-L", "/usr/aarch64-linux-gnu", folder / "replay", library]) as machine:
         assert machine.instructions() == instructions
         yield machine
