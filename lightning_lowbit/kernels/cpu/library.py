@@ -95,8 +95,10 @@ def _from_wheel() -> ctypes.CDLL | None:
     try:
         if not path.stem.endswith(checksum(path.read_bytes())):
             raise OSError(f"{path} is damaged")
+        if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):  # the runtime that torch has loaded is not for all to see
+            ctypes.CDLL("libgomp.so.1", ctypes.RTLD_GLOBAL)
         return _bound(path)
-    except OSError as error:  # also where torch has loaded no OpenMP runtime
+    except OSError as error:
         inform(f"The C++ kernels of the wheel are not loaded ({error}): they are compiled.")
         return None
 

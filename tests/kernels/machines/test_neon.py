@@ -12,7 +12,7 @@ from lightning_lowbit.kernels import backend, pack_operand, quantize_operand, un
 from lightning_lowbit.quant.call import CastCall
 from tests.kernels.gemms.products import products
 from tests.kernels.machines.replay import Machine
-from tests.kernels.test_casts import COVERED, keyed, same_bits
+from tests.kernels.test_casts import COVERED, VALUES, keyed, same_bits
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 ROOT = Path(__file__).parents[3]
@@ -53,16 +53,17 @@ def test_a_thousand_products(machine):
 
 
 def calls():
-    """Casts of all kinds, with matrices."""
+    """Casts of all kinds, with matrices of all kinds of values."""
     torch.manual_seed(0)
     for number, cast in enumerate(sorted(COVERED, key=str)):
+        drawn = cast if cast.scale.correction else cast.replace(rounding="stochastic")
         for dim in (0, 1):
             for shape in ((33, 48), (16, 320)):
                 dtype = (torch.float32, torch.bfloat16)[(number + dim + shape[0]) % 2]
-                yield torch.randn(shape).to(dtype), CastCall(cast, dim, keyed(cast))
-                if not (cast.scale.correction or cast.draws):
-                    drawn = cast.replace(rounding="stochastic")
-                    yield torch.randn(shape).to(dtype), CastCall(drawn, dim, keyed(drawn))
+                for rounded in (cast, drawn):
+                    yield torch.randn(shape).to(dtype), CastCall(rounded, dim, keyed(rounded))
+            for change in VALUES.values():
+                yield change(torch.randn(17 + dim, 72)).bfloat16(), CastCall(cast, dim, keyed(cast))
 
 
 def test_casts(machine):
