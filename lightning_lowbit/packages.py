@@ -8,7 +8,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 _NAME = "lightning_lowbit"
 
@@ -49,6 +48,8 @@ def with_extra(extra: str, version: str, origin: Mapping[str, Any]) -> list[str]
             pip then takes nothing else of this name for it, which an index may hold.
         origin: pip's record of where the package came from, ``direct_url.json`` of PEP 610; empty for an index.
     """
+    from urllib.request import url2pathname  # takes longer to import than all else here
+
     parts = urlsplit(origin.get("url", ""))
     path = Path(url2pathname(parts.path)) if parts.scheme == "file" else None
     if not origin or (path is not None and not path.exists()):
@@ -66,6 +67,15 @@ def _requirements() -> list[str]:
         return metadata.requires(_NAME) or []
     except metadata.PackageNotFoundError:  # the sources, not installed
         return []
+
+
+def is_installed(package: str) -> bool:
+    """Tells whether a package is installed, by its name on the index, without importing it."""
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _normal(name: str) -> str:

@@ -26,6 +26,7 @@ from lightning_lowbit.nn.layers.speed import Speed
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype
 from lightning_lowbit.report.blocks import Section, Table, Text
+from lightning_lowbit.report.contents import casts_in_words
 from lightning_lowbit.report.run_folder import run_folder
 from lightning_lowbit.report.tables import show
 from lightning_lowbit.saved_state import NUMBER, count
@@ -101,7 +102,7 @@ class PrecisionSummary(LowBitCallback):
         self._speed = speed_on_cpu(pl_module, self._dtype) if trainer.is_global_zero else None
         folder = trainer.log_dir  # all processes ask for it together
         self._folder = Path(folder) if folder is not None and trainer.loggers and "://" not in folder else None
-        self._show(trainer, *self._layer_blocks(pl_module))
+        self._show(trainer, *self._layer_blocks(pl_module), *casts_in_words(pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and self._inventory is not None:

@@ -245,7 +245,8 @@ class RunReport(LowBitCallback):
         run["coverage"] = summary.get("coverage", contents.coverage_of(trainer))
         replace_file(folder / "run.json", json.dumps(contents.strict(run), indent=1, allow_nan=False))
         sections = contents.call_reports(trainer, "report_sections", failures)
-        sections += [*contents.cast_sections(pl_module), *failures]
+        words = contents.casts_in_words(pl_module)
+        sections += [*([Section("Casts in words", words)] if words else []), *failures]
         page = render_run(run, sections, exception, contents.configuration_of(self._folder, trainer, pl_module))
         replace_file(folder / self.filename, page)
         send_results(trainer, run, folder / self.filename)

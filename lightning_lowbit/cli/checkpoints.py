@@ -15,6 +15,7 @@ from lightning_lowbit.callbacks.recovery.whole_checkpoints import (
     first_whole,
 )
 from lightning_lowbit.cli.configs import as_list
+from lightning_lowbit.cli.options import check_checkpoint
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.checkpoints.files import is_text, load_checkpoint, state_of
 
@@ -38,10 +39,8 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
         _check_strategy(newest, trainer)
         print(f"Resuming from {newest}")
         return str(newest)
-    if path in (None, "best", "hpc") or re.match(r"\w+:", str(path)):
+    if not check_checkpoint(path):
         return path
-    if not Path(str(path)).exists():
-        raise FileNotFoundError(f"The checkpoint {path!r} does not exist. Give another path, or leave out --ckpt_path.")
     _check_strategy(Path(str(path)), trainer)
     fault = damage(Path(str(path)))
     if fault == FOREIGN and is_text(Path(str(path))):

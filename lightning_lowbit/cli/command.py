@@ -12,8 +12,9 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from lightning_lowbit.checks import nearest
-from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, recipes
+from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, missing, needs, recipes
 from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path
+from lightning_lowbit.cli.options import check_run
 from lightning_lowbit.cli.search_path import current_folder_last
 
 _USAGE = """\
@@ -60,13 +61,13 @@ _OPTIONS = """\
 # The subcommands of Lightning's command line.
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
-# The modules of the other commands, imported when called: they import torch.
-_MODULES = {
-    "compare": "lab.compare.command",
-    "inspect": "lab.inspect.command",
-    "export": "export.command",
-    "evaluate": "evaluate.command",
-    "estimate": "lab.estimate.command",
+# The rooms of the other commands. ``options`` answers mistakes at once; ``command`` imports torch.
+_ROOMS = {
+    "compare": "lab.compare",
+    "inspect": "lab.inspect",
+    "export": "export",
+    "evaluate": "evaluate",
+    "estimate": "lab.estimate",
 }
 
 
@@ -93,7 +94,8 @@ def _run(arguments: list[str]) -> int:
         if os.environ.get("LOWBIT_TRACEBACK") == "1" or not _is_mistake(error):
             raise
         message = explain(error)
-        print(f"lowbit: error: {message}{hidden(message)} (LOWBIT_TRACEBACK=1 shows where.)", file=sys.stderr)
+        where = " (LOWBIT_TRACEBACK=1 shows where.)" if "torch" in sys.modules else ""  # else it is the command line
+        print(f"lowbit: error: {message}{hidden(message)}{where}", file=sys.stderr)
         return 2
 
 
@@ -112,17 +114,19 @@ def _dispatch(arguments: list[str]) -> int:
             return 0
         if place is not None:
             del rest[place + 1]
-        from lightning_lowbit.cli.run import run
-
-        run([name, *rest])
+        check_run(name, rest)
+        import_module("lightning_lowbit.cli.run").run([name, *rest])
         return 0
-    commands: dict[str, Callable[[Sequence[str]], int | None]] = {"ls": _list, "cp": _copy}
-    if name in _MODULES:
-        commands[name] = getattr(import_module(f"lightning_lowbit.cli.{_MODULES[name]}"), name)
+    if name in _ROOMS:
+        room = f"lightning_lowbit.cli.{_ROOMS[name]}"
+        options = import_module(f"{room}.options").parse(rest)
+        return getattr(import_module(f"{room}.command"), name)(options) or 0
+    commands: dict[str, Callable[[Sequence[str]], None]] = {"ls": _list, "cp": _copy}
     if name not in commands:
-        names = [*commands, *_MODULES, *TRAINER_COMMANDS]
+        names = [*commands, *_ROOMS, *TRAINER_COMMANDS]
         raise ValueError(f"There is no command {name!r}.{nearest(name, names)} Commands are: {', '.join(names)}.")
-    return commands[name](rest) or 0
+    commands[name](rest)
+    return 0
 
 
 def _is_mistake(error: Exception) -> bool:
@@ -165,9 +169,15 @@ def _list(arguments: Sequence[str]) -> None:
     argparse.ArgumentParser("lowbit ls", description=_list.__doc__, allow_abbrev=False).parse_args(arguments)
     titles = {"": "Recipes", OVERLAY: "Overlays, for a second --config", STUDY: "Studies, for `lowbit compare --study`"}
     for mark, title in titles.items():
-        group = {name: headline(path) for name, path in recipes().items() if kind(path) == mark}
+        group = {name: headline(path) + _needs(name, path) for name, path in recipes().items() if kind(path) == mark}
         width = max(map(len, group), default=0)
         print("\n".join([f"{title}:", *(f"  {name:{width}}  {line}" for name, line in group.items())]))
+
+
+def _needs(name: str, path: Path) -> str:
+    packages, _ = needs(path)
+    absent, _ = missing(name)
+    return f" [{' '.join(packages)}{': not installed' if absent else ''}]" if packages else ""
 
 
 def _copy(arguments: Sequence[str]) -> None:

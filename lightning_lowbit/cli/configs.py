@@ -16,6 +16,7 @@ import yaml
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.lists import options_with_lists, with_lists
 from lightning_lowbit.cli.mistakes import arguments_of
+from lightning_lowbit.packages import is_installed
 
 # Folders of configurations that change a recipe, and of those that run a recipe many times.
 OVERLAY, STUDY = "overlays", "studies"
@@ -30,6 +31,18 @@ def recipes() -> dict[str, Path]:
 
 def headline(path: Path) -> str:
     return path.read_text().splitlines()[0].lstrip("# ")
+
+
+def needs(path: Path) -> tuple[list[str], str]:
+    """Returns packages that the line ``# needs A B, or --option`` of a configuration names, and that option, or ""."""
+    match = re.search(r"^# needs ([^,\n]+)(?:, or --([\w.]+))?$", path.read_text(), re.MULTILINE)
+    return (match[1].split(), match[2] or "") if match else ([], "")
+
+
+def missing(name: str) -> tuple[list[str], str]:
+    """Returns those packages that are not installed, and the option that does without them."""
+    packages, otherwise = needs(find_config(name))
+    return [package for package in packages if not is_installed(package)], otherwise
 
 
 def kind(path: Path) -> str:
@@ -101,7 +114,7 @@ def merge_all(configs: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
     """Merges configurations in order: names, paths, or contents of files; runs go to ``runs/<names>`` by default."""
     config: Any = {}
     for item in configs:
-        config = merge(config, _read(item) if isinstance(item, str) else item)
+        config = merge(config, read_recipe(item) if isinstance(item, str) else item)
     if config.get("trainer") is None:
         config["trainer"] = {}
     if isinstance(trainer := config["trainer"], dict):
@@ -110,7 +123,7 @@ def merge_all(configs: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
     return config
 
 
-def _read(name: str) -> dict[str, Any]:
+def read_recipe(name: str) -> dict[str, Any]:
     config = read_config(find_config(name))
     if "rows" in config:
         raise ValueError(f"{name} is a study, which is many runs: use `lowbit compare --study {name}`.")
@@ -133,18 +146,24 @@ def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return names, rest
 
 
+def check_recipe(names: Sequence[str], rest: Sequence[str]) -> None:
+    """Raises a ``ValueError`` if neither a configuration nor the other arguments, a command first, name a model."""
+    models = [read_recipe(name).get("model") for name in names]
+    named = any(isinstance(model, str) or (isinstance(model, Mapping) and "class_path" in model) for model in models)
+    if named or any(re.match(_NEEDS_NO_RECIPE, argument) for argument in rest):
+        return
+    overlays = [name for name in names if kind(find_config(name)) == OVERLAY]
+    why = "nothing names a model"
+    if overlays:
+        why = f"{' and '.join(overlays)} {'change' if overlays[1:] else 'changes'} one, on top of it"
+    command = " ".join(["lowbit", *rest[:1], *(f"--config {name}" for name in ["quickstart", *overlays])])
+    raise ValueError(f"Give a recipe, e.g. `{command}`: {why}. `lowbit ls` lists recipes.")
+
+
 def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
     names, rest = split_configs(arguments)
+    check_recipe(names, rest)
     config = merge_all(names) if names else {}
-    model = config.get("model")
-    named = isinstance(model, str) or (isinstance(model, Mapping) and "class_path" in model)
-    if not named and not any(re.match(_NEEDS_NO_RECIPE, argument) for argument in rest):
-        overlays = [name for name in names if kind(find_config(name)) == OVERLAY]
-        why = "nothing names a model"
-        if overlays:
-            why = f"{' and '.join(overlays)} {'change' if overlays[1:] else 'changes'} one, on top of it"
-        command = " ".join(["lowbit", *rest[:1], *(f"--config {name}" for name in ["quickstart", *overlays])])
-        raise ValueError(f"Give a recipe, e.g. `{command}`: {why}. `lowbit ls` lists recipes.")
     rest = options_with_lists(rest, config)
     if not names:
         return rest

@@ -17,6 +17,7 @@ from lightning_lowbit.checks import choose, some
 from lightning_lowbit.export.calibration import input_amaxes, tokens_of
 from lightning_lowbit.export.card import card
 from lightning_lowbit.export.formats.base import Format, NoClient, Options, Written, example_shape
+from lightning_lowbit.export.formats.names import DTYPES
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merge_adapters, rounding_errors
 from lightning_lowbit.export.parity import Parity, compare, outputs_difference
@@ -24,8 +25,6 @@ from lightning_lowbit.export.record import NAME as RECORD
 from lightning_lowbit.export.record import write_record
 from lightning_lowbit.export.trained_model import TrainedModel, read
 from lightning_lowbit.packages import install
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Comparison(NamedTuple):
@@ -152,12 +151,12 @@ def export_checkpoint(
 def _chosen(format: str, dtype: str | None) -> tuple[Format, torch.dtype]:
     """Returns a format, and the dtype of tensors that are not quantized."""
     chosen = FORMATS[choose("format", format, FORMATS)]
-    held = {name: value for name, value in DTYPES.items() if value in chosen.dtypes}
+    held = {name: value for name in DTYPES if (value := getattr(torch, DTYPES[name])) in chosen.dtypes}
     if dtype is not None and choose("dtype", dtype, DTYPES) not in held:
         raise ValueError(
             f"The format {format} holds tensors in {some(held)}, not in {dtype}: leave out dtype (--dtype)."
         )
-    return chosen, chosen.dtypes[0] if dtype is None else DTYPES[dtype]
+    return chosen, chosen.dtypes[0] if dtype is None else held[dtype]
 
 
 def _check_output(output: Path, overwrite: bool, inputs: Sequence[str | Path]) -> None:

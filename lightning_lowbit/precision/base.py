@@ -21,6 +21,7 @@ from lightning_lowbit._lightning import (
     FSDPPrecision,
     LightningModule,
     LightningOptimizer,
+    MisconfigurationException,
     both_are_imported,
     goes_with,
     say_once,
@@ -163,14 +164,12 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self.casts = LinearCasts.of(casts)
         self.overrides = casts_by_pattern(overrides)
         self.skip, self.only = as_list(skip), None if only is None else as_list(only)
-        self.attention = None if attention is None else casts_of_attention(attention)
+        self.attention = None if attention is None else check_attention("", casts_of_attention(attention))
         self.quantize_output = None if quantize_output is None else flag("quantize_output", quantize_output)
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
         check_backend({"": self.casts, **self.overrides}, backend, exact)
         check_save({}, save)
-        if self.attention is not None:
-            check_attention("", self.attention)
         self.coverage_line = CoverageLine()
         self.overridden: list[str] = []  # options of this run that the checkpoint overrides
         self._asked = asked_options([], [])
@@ -213,9 +212,10 @@ class LowBitPrecision(Shown, FSDPPrecision):
             state = {name: state[name] for name in ("_arguments", "_origin")}
         vars(self).update(state)
 
-    def __str__(self) -> str:
-        # If the Trainer belongs to the other Lightning, its error message quotes this.
-        return f"{self!r} ({goes_with(self)})" if both_are_imported() else repr(self)
+    @property
+    def state_key(self) -> str:
+        """Refuses a place among the callbacks, which a Trainer asks for this; a ``MisconfigurationException``."""
+        raise MisconfigurationException(f"{self!r} is a plugin: give Trainer(plugins=[...]), and not callbacks=[...].")
 
     @property
     def compute_dtype(self) -> torch.dtype:

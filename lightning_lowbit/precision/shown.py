@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
+from lightning_lowbit._lightning import both_are_imported, goes_with
 from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
 
 
@@ -34,6 +35,10 @@ class Shown:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._arguments})"
+
+    def __str__(self) -> str:
+        # If the Trainer belongs to the other Lightning, its error message quotes this.
+        return f"{self!r} ({goes_with(self)})" if both_are_imported() else repr(self)
 
 
 def former_arguments(state: Mapping[str, Any], constructor: Callable[..., None]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class TernaryPrecision(LowBitPrecision):
 
     leaves_output = True
 
-    def __init__(self, activation_bits: int | None = 8, scale_factor: float = 1.0, **kwargs: Any) -> None:
+    def __init__(self, activation_bits: int | None = 8, *, scale_factor: float = 1.0, **kwargs: Any) -> None:
         number("scale_factor", scale_factor, "what mean|W| is multiplied by", above=0, below=2**16)
         ternary = LinearCasts.preset("ternary")
         assert isinstance(ternary.fprop_x, Cast) and isinstance(ternary.fprop_w, Cast)

@@ -107,12 +107,12 @@ def coverage_alerts(trainer: Trainer) -> list[str]:
     return [text] if text else []
 
 
-def cast_sections(pl_module: LightningModule) -> list[Section]:
+def casts_in_words(pl_module: LightningModule) -> list[Table]:
     layers = [module for module in pl_module.modules() if isinstance(module, QuantizedLayer)]
     distinct = dict.fromkeys(layer.full_casts for layer in layers)
     casts = dict.fromkeys(cast for casts in distinct for name in OPERANDS if (cast := casts.cast_of(name)) is not None)
     rows = [[str(cast), in_words(cast)] for cast in casts]
-    return [Section("Casts in words", [Table(["cast", "what it does to an operand"], rows)])] if rows else []
+    return [Table(["cast", "what it does to an operand"], rows)] if rows else []
 
 
 _BLOCKS = {"tensor": "the tensor", "row": "each row along the contraction"}

@@ -5,14 +5,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from lightning_lowbit import __version__, cli
+from lightning_lowbit._lightning import Trainer
+from lightning_lowbit.cli import options
 from lightning_lowbit.cli.command import TRAINER_COMMANDS
 from lightning_lowbit.cli.configs import kind, recipes
 from lightning_lowbit.cli.run import LowBitCLI, check
+from lightning_lowbit.packages import is_installed
 from tests.tables import each
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,7 +27,7 @@ def test_ls_shows_every_recipe_with_one_line(capsys):
     shown = capsys.readouterr().out
     for name, path in recipes().items():
         (line,) = [line for line in shown.splitlines() if line.startswith(f"  {name} ")]
-        assert len(line) <= 120, f"{path.name} needs a shorter first line"
+        assert len(line.partition(" [")[0]) <= 120, f"{path.name} needs a shorter first line"
     order = ["Recipes", "  quickstart ", "Overlays", "  bf16 ", "Studies", "  scale_formats "]
     assert sorted(order, key=shown.index) == order
 
@@ -82,11 +86,18 @@ def test_help(capsys):
     )
 
 
-def test_lists_and_help_do_not_wait_for_torch():
+def test_lists_help_and_mistakes_do_not_wait_for_torch():
     program = """if True:
         import sys
         from lightning_lowbit.cli import main
-        for command in ("ls", "--help", "fit --help", "cp quickstart mine.yaml", "nonsense", "ls --help"):
+        for command in (
+            "ls", "--help", "cp quickstart mine.yaml", "nonsense", "ls --help", "fit", "fit --config quikstart",
+            "fit --config quickstart --trainer.max_step 5", "fit --config quickstart --ckpt_path nowhere.ckpt",
+            "fit --config quickstart --trainer.precision nvfp4", "estimate --config quickstart --device h10",
+            "compare --from nowhere.json", "compare --config quickstart --vary nvfp5", "inspect nowhere --casts nvfp4",
+            "export nowhere.ckpt", "export nowhere.ckpt --format int44", "evaluate nowhere.ckpt --tasks one",
+            *(f"{name} --help" for name in ("fit", "compare", "inspect", "export", "evaluate", "estimate")),
+        ):
             try:
                 main(command.split())
             except SystemExit:
@@ -136,9 +147,52 @@ def test_what_the_short_help_names_is_taken(capsys):
         ("--trainer.plugins.init_args.cast=mxfp4", "casts"),
     ],
 )
-def test_options_are_not_abbreviated(option, meant):
+def test_options_are_not_abbreviated(option, meant, capsys):
     with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
         check(["fit", "--config=quickstart", option])
+    assert cli.main(["fit", "--config=quickstart", option]) == 2
+    assert f"Did you mean '{meant}'" in capsys.readouterr().err
+
+
+def test_options_of_the_trainer_are_those_of_the_installed_one():
+    assert {"max_steps", "plugins", "precision"} <= options.trainer_arguments()["__init__"]
+    parameters = {name: set(signature(getattr(Trainer, name)).parameters) for name in ("__init__", "fit", "predict")}
+    assert {name: options.trainer_arguments()[name] for name in parameters} == parameters
+
+
+def test_a_key_of_a_recipe_that_no_trainer_takes_is_named_with_its_file(capsys):
+    recipe = recipes()["quickstart"].read_text().replace("  max_steps:", "  max_step:")
+    Path("mine.yaml").write_text(recipe)
+    assert cli.main(["fit", "--config", "mine.yaml"]) == 2
+    assert "There is no option --trainer.max_step in mine.yaml. Did you mean 'trainer.max_steps'?" in (
+        capsys.readouterr().err
+    )
+
+
+def test_packages_that_a_recipe_needs_are_marked_and_missing_ones_refused_at_once(capsys):
+    assert cli.main(["ls"]) == 0
+    missing = "" if is_installed("scikit-learn") else ": not installed"
+    assert f"half a minute on two cores [scikit-learn{missing}]\n" in capsys.readouterr().out
+    recipe = recipes()["digits"].read_text().replace("# needs scikit-learn,", "# needs no-such-package,")
+    Path("mine.yaml").write_text(recipe)
+    assert cli.main(["fit", "--config", "mine.yaml"]) == 2
+    remedy = "pip install no-such-package, or give --data.init_args.path."
+    assert f"mine.yaml needs packages that are not installed: {remedy}" in capsys.readouterr().err
+    Path("images.yaml").write_text("data: {init_args: {path: images}}")
+    options.check_run("fit", ["--config", "mine.yaml", "--config", "images.yaml"])
+    options.check_run("fit", ["--config", "mine.yaml", "--data.init_args.path", "images"])
+
+
+@pytest.mark.parametrize(
+    ("precision", "remedy"),
+    [
+        ("nvfp4", "give --config nvfp4 after the recipe"),
+        ("bf16-mixed", "leave it out: the plugin's compute_dtype"),
+    ],
+)
+def test_precisions_of_lightning_beside_a_plugin_are_answered_in_one_line(precision, remedy, capsys):
+    assert cli.main(["fit", "--config", "quickstart", "--trainer.precision", precision]) == 2
+    assert remedy in capsys.readouterr().err
 
 
 def test_every_command_of_lightning_is_known():

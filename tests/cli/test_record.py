@@ -1,6 +1,7 @@
 """The record of a study: what is kept of runs, and that everything is drawn again from it."""
 
 import json
+import re
 from math import inf, nan
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from lightning_lowbit.cli.lab.compare.record import Record, read_record
 DOCS = Path(__file__).parents[2] / "docs" / "results"
 RECORDS = sorted((DOCS / "studies").glob("*.json"))
 PAGES = [*DOCS.rglob("*.md")]
+SPARED = {"seeds", "perplexity", "spikes", "tokens/s", "peak memory", "bits", "source"}  # columns a page may leave out
 
 
 @pytest.fixture
@@ -128,7 +130,7 @@ def test_effects_keep_all_their_digits():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--from=none.json"], "--from none.json: there is no such file"),
+        (["--from=none.json"], "There is no none.json. Give the STUDY.json that `lowbit compare` wrote."),
         (["--from=table.md"], "no record of a study, which `lowbit compare` writes as <study>.json"),
         (["--from=other.json"], "no record of a study"),
         (["--from=newer.json"], "a record of version 2, and this lightning_lowbit reads 1. Install the version"),
@@ -184,14 +186,50 @@ def test_there_are_records():
     assert RECORDS
 
 
+TABLE = re.compile(r"(?:^\|.*\n?)+", re.MULTILINE)
+
+
+def columns(table):
+    """Cells of a table in markdown by column, the first of which names the rows; degrees of freedom are dropped."""
+    text = re.sub(r" \(df \d+\)", "", table)
+    lines = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines()]
+    return {header: cells for header, _, *cells in zip(*lines, strict=True)}
+
+
+def is_excerpt(table, whole, baseline="none"):
+    """All rows, with all columns but some that a page may leave out; what a run measured besides is its choice, too.
+
+    Differences of claims against the baseline are the gaps in the table of the runs.
+    """
+    spared = SPARED | {name for name in whole if name.startswith("val_")}
+    if all(claim.endswith(f" against {baseline}") for claim in whole.get("claim", ["none"])):
+        spared |= {"difference", "95 % interval"}
+    return table.items() <= whole.items() and whole.keys() - table.keys() <= spared
+
+
+def test_an_excerpt_has_all_rows_and_no_other_numbers():
+    whole = columns("| run | loss | bits |\n| --- | ---: | ---: |\n| a | 1.0 | 4 |\n| b | 2.0 | 4 |\n")
+    assert is_excerpt(columns("| run | loss |\n|---|---|\n| a | 1.0 |\n| b | 2.0 |\n"), whole)
+    assert not is_excerpt(columns("| run | loss |\n|---|---|\n| a | 1.0 |\n"), whole), "a row is missing"
+    assert not is_excerpt(columns("| run | loss |\n|---|---|\n| a | 1.0 |\n| b | 2.1 |\n"), whole), "another number"
+    assert not is_excerpt(columns("| run | bits |\n|---|---|\n| a | 4 |\n| b | 4 |\n"), whole), "no losses"
+    claims = columns("| claim | difference | verdict |\n|---|---|---|\n| a against b | 1.0 | shown |\n")
+    verdicts = columns("| claim | verdict |\n|---|---|\n| a against b | shown |\n")
+    assert is_excerpt(verdicts, claims, "b") and not is_excerpt(verdicts, claims, "c"), "another baseline"
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 @pytest.mark.usefixtures("no_pictures")
 def test_a_page_of_the_results_has_the_table_of_a_record(path):
-    table = read_record(path).write(Path())
+    record = read_record(path)
+    table = record.write(Path())
     pages = [page for page in PAGES if f"studies/{path.name})" in page.read_text()]
     assert pages, f"no page of the results links to {path.name}"
+    shown = [columns(part) for page in pages for part in TABLE.findall(page.read_text())]
     for part in table.split("\n\n"):
-        assert any(part in page.read_text() for page in pages), f"of {path.name}, no page has the rows\n{part}"
-    runs = sum(map(len, read_record(path).results.values()))
+        assert any(is_excerpt(excerpt, columns(part), record.baseline) for excerpt in shown), (
+            f"of {path.name}, no page has the rows\n{part}"
+        )
+    runs = sum(map(len, record.results.values()))
     assert path.stat().st_size < 1500 * runs, "records are small"
-    assert Path(path.name if read_record(path).name else "study.json").read_text() == path.read_text()
+    assert Path(path.name if record.name else "study.json").read_text() == path.read_text()

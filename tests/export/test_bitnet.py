@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
-from lightning_lowbit.export.formats import Options, bitnet
+from lightning_lowbit.export.formats import bitnet
+from lightning_lowbit.export.formats.base import Options
 from lightning_lowbit.export.weights import Weight, weights
 from tests import golden_vectors as golden
 from tests.export.originals import VOCABULARY, language_model, trained_model

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
-from lightning_lowbit.export.formats import Options, onnx
+from lightning_lowbit.export.formats import onnx
+from lightning_lowbit.export.formats.base import Options
 from lightning_lowbit.export.formats.onnx_layers import TYPES, Decoded, InputRounding, input_obstacle, patches
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.formats import ELEMENT_FORMATS

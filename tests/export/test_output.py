@@ -101,3 +101,11 @@ def test_a_folder_that_cannot_be_written_is_told_in_one_line(trained, capsys):
     assert main(command) != 0
     [line] = [line for line in capsys.readouterr().err.splitlines() if "cannot be written" in line]
     assert "/sys/kernel cannot be written" in line and "give --output in a folder of yours" in line
+
+
+def test_without_a_format_those_that_fit_are_listed(trained, capsys):
+    checkpoint = str(trained("llama", "mxfp8", steps=2))
+    assert main(["export", checkpoint]) == 0
+    assert capsys.readouterr().out.startswith("Formats that hold it: mxfp8")
+    assert main(["export", checkpoint, "--format", "mxfp8"]) == 2
+    assert "--format mxfp8 needs --output, the folder to make" in capsys.readouterr().err

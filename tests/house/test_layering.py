@@ -24,6 +24,7 @@ LEVELS = {
     "saved_state": 0,
     "formats": 0,
     "compilation": 0,
+    "data_sheets": 0,
     "atomic_files": 0,
     "packages": 0,
     "units": 0,
@@ -173,7 +174,6 @@ NN = ("native", "casts", "core", "layers", "state", "attention", "sharded", "con
 # Imports of the package inside functions, with their reasons.
 INSIDE = {
     "cli/__init__.py: cli.command.main": "importing `lightning_lowbit.cli` is free",
-    "cli/command.py: cli.run.run": "commands that do not train import no torch",
     "cli/command.py: _lightning.MisconfigurationException": "commands that do not train import no torch",
     "cli/configs.py: nn.casts.traits.OPERANDS": "commands that do not train import no torch",
     "cli/lab/estimate/shapes.py: nn.sharded.gather.casts_obstacle": "needs FSDP2, whose parts may move",

@@ -11,20 +11,14 @@ from typing import Any
 
 import torch
 
-from lightning_lowbit.checks import integer, nearest, positive, some
+from lightning_lowbit.checks import nearest, some
 from lightning_lowbit.cli.evaluate.models import Loaded, load
 from lightning_lowbit.packages import install
 
 
-def evaluate(arguments: Sequence[str]) -> None:
-    options = _parser().parse_args(arguments)
-    path = Path(options.model).expanduser()
-    limit, batch_size, device = _limit(options.limit), _batch_size(options.batch_size), _device(options.device)
-    if options.num_fewshot is not None:
-        integer("--num_fewshot", options.num_fewshot, 0, "a number of examples")
-    if options.max_length is not None:
-        integer("--max_length", options.max_length, 1, "a number of tokens")
-    output = _output(options.output or f"{path.resolve().stem}_evaluation.json")
+def evaluate(options: argparse.Namespace) -> None:
+    path, device = options.model, _device(options.device)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     try:
         from lm_eval import simple_evaluate
         from lm_eval.utils import handle_non_serializable, make_table
@@ -36,11 +30,11 @@ def evaluate(arguments: Sequence[str]) -> None:
     tasks, manager = find_tasks(options.tasks, options.include_path)
     print(f"{path}: {loaded.about}")
     results: dict[str, Any] = simple_evaluate(
-        harness_model(loaded, batch_size, options.max_length),
+        harness_model(loaded, options.batch_size, options.max_length),
         tasks=tasks,
         num_fewshot=options.num_fewshot,
-        limit=limit,
-        batch_size=batch_size,
+        limit=options.limit,
+        batch_size=options.batch_size,
         device=str(device),
         log_samples=False,
         task_manager=manager,
@@ -48,46 +42,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     print("\n".join(make_table(results, which) for which in ("results", "groups") if which in results))
     _report_fixed_shots(results["n-shot"], options.num_fewshot)
     results = {"model": {"path": str(path), **loaded.facts}, **results}
-    output.write_text(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
-    print(f"Results: {output}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lowbit evaluate",
-        description="Evaluates a model on tasks of lm-evaluation-harness: a checkpoint with the casts of its training, "
-        "or a folder that `lowbit export` or save_pretrained wrote, as transformers computes it.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("model", metavar="CHECKPOINT|FOLDER", help="a checkpoint of a run, or a folder with a config.json")
-    add("--tasks", required=True, action="append", metavar="A,B", help="names, or patterns such as 'mmlu_*' (repeat)")
-    folder = "a folder of your own tasks in YAML, or one such file (repeat)"
-    add("--include_path", action="append", default=[], metavar="FOLDER", help=folder)
-    add("--num_fewshot", type=int, metavar="N", help="examples in front of each question; the task's number by default")
-    add("--limit", type=float, metavar="N", help="documents of each task, or a share of them below 1; all by default")
-    add("--batch_size", default="1", metavar="N", help="requests at once, or auto; 1 by default")
-    add("--max_length", type=int, metavar="N", help="tokens of a request; what the model can take by default")
-    add("--device", metavar="NAME", help="cpu, cuda, cuda:1, ...; an accelerator by default, where there is one")
-    tokenizer = (
-        "bytes, or a name or folder for AutoTokenizer; that of the checkpoint's data, or of the folder, by default"
-    )
-    add("--tokenizer", metavar="NAME", help=tokenizer)
-    add("--module", metavar="CLASS", help="package.module.Class that was trained, for checkpoints not of a recipe")
-    add("--output", metavar="FILE.json", help="the results; <model>_evaluation.json in the current folder by default")
-    return parser
-
-
-def _limit(limit: float | None) -> float | None:
-    if limit is not None and positive("--limit", limit, "a number of documents") > 1 and not limit.is_integer():
-        raise ValueError(f"--limit is a whole number of documents, or a share below 1; got {limit}.")
-    return limit
-
-
-def _batch_size(size: str) -> int | str:
-    if size == "auto":
-        return size
-    return integer("--batch_size", int(size) if size.isdecimal() else size, 1, "auto or a number of requests")
+    options.output.write_text(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
+    print(f"Results: {options.output}")
 
 
 def _device(name: str | None) -> torch.device:
@@ -100,14 +56,6 @@ def _device(name: str | None) -> torch.device:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(f"--device {name} cannot be used here ({reason}). Give cpu, or leave it out.") from error
     return device
-
-
-def _output(name: str) -> Path:
-    output = Path(name).expanduser()
-    if output.suffix != ".json":
-        raise ValueError(f"--output is the name of a file such as results.json; got {name!r}.")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return output
 
 
 def find_tasks(names: Sequence[str], include: Sequence[str]) -> tuple[list[str], Any]:

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
+from lightning_lowbit.cli.evaluate.options import KINDS
 from lightning_lowbit.export.folder import pretrained
 from lightning_lowbit.export.reading.files import first_line, read_json
 from lightning_lowbit.export.tokenizer import fitting_tokenizer
 from lightning_lowbit.export.trained_model import read
 from lightning_lowbit.packages import install
-
-_KINDS = "a checkpoint of a run (.ckpt), or a folder with a config.json, as `lowbit export` and save_pretrained write"
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,14 @@ def load(path: Path, tokenizer: str | None, module: str | None, device: torch.de
         ValueError: it is neither, it is no language model, or its tokenizer or a package is missing.
     """
     if not path.exists():
-        raise FileNotFoundError(f"There is no {path}. Give {_KINDS}.")
+        raise FileNotFoundError(f"There is no {path}. Give {KINDS}.")
     if path.is_dir() and (path / "config.json").exists():
         return _load_folder(path, tokenizer, device)
     if (path / ".metadata").exists():
         command = f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
         raise ValueError(f"{path} is a sharded checkpoint. Give the file that `{command}` makes of it.")
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is neither a checkpoint nor a folder of Hugging Face. Give {_KINDS}.")
+        raise ValueError(f"{path} is neither a checkpoint nor a folder of Hugging Face. Give {KINDS}.")
     return _load_checkpoint(path, tokenizer, module, device)
 
 

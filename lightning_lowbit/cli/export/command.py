@@ -1,24 +1,19 @@
 """``lowbit export``: a checkpoint in a format that inference engines load."""
 
-import argparse
 import signal
-from collections.abc import Sequence
+from argparse import Namespace
 from types import FrameType
 
-from lightning_lowbit.checks import integer
 from lightning_lowbit.export.card import layers_table
-from lightning_lowbit.export.checkpoint import DTYPES, explain_formats, export_checkpoint
-from lightning_lowbit.export.formats.table import FORMATS
+from lightning_lowbit.export.checkpoint import explain_formats, export_checkpoint
 from lightning_lowbit.export.trained_model import read
 
 
-def export(arguments: Sequence[str]) -> None:
-    options = _parser().parse_args(arguments)
-    if options.format is None or options.output is None:
+def export(options: Namespace) -> None:
+    if options.format is None:
         explanation = explain_formats(read(options.checkpoint, options.module))
-        raise ValueError(
-            f"lowbit export takes --format and --output. {explanation} `lowbit export --help` describes them."
-        )
+        print(f"{explanation} Give one: --format NAME --output DIR. `lowbit export --help` describes them.")
+        return
     signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind
     exported = export_checkpoint(
         options.checkpoint,
@@ -42,42 +37,5 @@ def export(arguments: Sequence[str]) -> None:
     print(f"Exported to {exported.folder}")
 
 
-def _sizes(text: str) -> list[int]:
-    try:
-        return [integer("--shape", int(size), 1) for size in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"it is sizes such as 2,3,32,32; got {text!r}") from None
-
-
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _parser() -> argparse.ArgumentParser:
-    width = max(map(len, FORMATS))
-    formats = "\n".join(f"  {name:{width}}  {format.about}" for name, format in FORMATS.items())
-    parser = argparse.ArgumentParser(
-        "lowbit export",
-        description="Exports a checkpoint with the codes and scales of its training, loads the result by the format's "
-        "own client, and compares outputs.",
-        epilog=f"formats:\n{formats}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("checkpoint", help="a .ckpt of a run with a plugin of lightning_lowbit; it tells its casts")
-    add("--format", choices=FORMATS, metavar="NAME", help="see below; without it, those that fit are listed")
-    add("--output", metavar="DIR", help="the folder to make")
-    add("--calibrate", metavar="FILE", help="text over which scales of activations are measured and outputs compared")
-    add(
-        "--tokenizer", metavar="NAME", help="'bytes', a folder, or a name on the Hugging Face Hub; else that of the run"
-    )
-    add("--dtype", choices=DTYPES, help="of tensors that are not quantized; bf16, or what the format takes, by default")
-    add("--shape", type=_sizes, metavar="2,3,32,32", help="of an input of a model that takes no tokens, for onnx")
-    add("--rescale", action="store_true", help="rounds scales, or shares them, where an engine needs others")
-    add("--module", metavar="CLASS", help="package.module.Class of your own LightningModule; its code runs")
-    add("--merge", action="store_true", help="adds adapters to the weights, and rounds the sums to few bits")
-    add("--license", metavar="NAME", help="of the model, for its card: apache-2.0; else that of the base's card")
-    add("--overwrite", action="store_true", help="replaces DIR if an export wrote it")
-    add("--no-parity", action="store_true", help="does not load and compare the result")
-    return parser

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import SafetensorsWriter
+from lightning_lowbit.export.formats.names import ABOUT
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, weights
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
@@ -108,7 +109,6 @@ class Format:
 
     Attributes:
         name: as ``--format`` takes it.
-        about: a line for people: its weights, and the programs that load it.
         obstacle: the reason in words for which it cannot hold a layer (its name, the layer); None if it can.
         write: writes the model's files to a folder that exists; returns a row for each quantized layer.
         load: reads a folder back by the real client, ready to be called as the model is; None without a client in
@@ -128,7 +128,6 @@ class Format:
     """
 
     name: str
-    about: str
     obstacle: Callable[[str, QuantizedLayer], str | None]
     write: Callable[[TrainedModel, Path, Options], list[Written]]
     load: Callable[[Path], nn.Module] | None = None
@@ -143,6 +142,11 @@ class Format:
     own_cast: Cast | None = None
     programs: tuple[str, ...] = ()
     chat: Callable[[TrainedModel, Any], Chat | None] | None = None
+
+    @property
+    def about(self) -> str:
+        """A line for people: the weights of the format, and the programs that load it."""
+        return ABOUT[self.name]
 
     def weights(self, original: TrainedModel, options: Options) -> Iterator[Weight]:
         """The weights of all layers as the format stores them; see :func:`lightning_lowbit.export.weights.weights`."""

@@ -119,7 +119,6 @@ def _load(folder: Path) -> nn.Module:
 FORMATS = {
     "bitnet": Format(
         "bitnet",
-        "transformers' own for ternary weights: transformers, llama.cpp's converter",
         obstacle,
         _write,
         _load,

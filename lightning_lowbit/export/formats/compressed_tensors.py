@@ -284,7 +284,6 @@ def _format(
     """
     return Format(
         name,
-        "compressed-tensors: vLLM, SGLang, transformers",
         partial(_obstacle, held, holds, activations),
         partial(_write, name, describe),
         partial(_load, dtype),

@@ -66,7 +66,6 @@ def _quantized_parameter(layer: QuantizedLayer, matrix: Tensor) -> Tensor:
 FORMATS = {
     "dequantized": Format(
         "dequantized",
-        "plain weights with quantized values: anything",
         _obstacle,
         _write,
         load_network,

@@ -78,7 +78,6 @@ _NVFP4_WEIGHTS = compressed_tensors.FORMATS["nvfp4-w4a16"]
 FORMATS = {
     name: Format(
         name,
-        "NVIDIA's Model Optimizer: TensorRT-LLM, vLLM, SGLang",
         obstacle,
         partial(_write, name),
         fused=True,

@@ -238,7 +238,6 @@ class Session(nn.Module):
 FORMATS = {
     "onnx": Format(
         "onnx",
-        "model.onnx of any module: onnxruntime and other engines",
         obstacle,
         _write,
         lambda folder: Session(folder / _FILE).eval(),

@@ -63,10 +63,11 @@ def casts_of_attention(casts: Any) -> LinearCasts:
     return LinearCasts.of("fp8-current" if isinstance(casts, str) and casts == "fp8" else casts)
 
 
-def check_attention(name: str, casts: LinearCasts) -> None:
-    """Raises a ``ValueError`` for casts that attention's products cannot have."""
+def check_attention(name: str, casts: LinearCasts) -> LinearCasts:
+    """Returns casts that attention's products can have; a ``ValueError`` for others."""
     for problem, remedy in _obstacles(casts):
         raise ValueError(f"attention: {name or 'its products'} cannot have {problem}; got {casts}. {remedy}")
+    return casts
 
 
 def _obstacles(casts: LinearCasts) -> Iterator[tuple[str, str]]:

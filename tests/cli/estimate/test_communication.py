@@ -186,10 +186,17 @@ def test_times_by_hand():
     model = Model([Weight((1000, 1000))], [Linear("one", 1000, 1000, kinds)], None)
     batch, layout = Batch(1, 500), Layout(2, "ddp")
     assert flops(model, batch, layout) == dict.fromkeys(("fp4", "fp8", "bf16"), 10**9)
-    half = Assumptions(utilization=0.5, link_utilization=0.25)
+    half = Assumptions(utilization=0.5, link_utilization=0.25, launch=0)
     b200, h100 = (times(model, batch, layout, DEVICES[name], half) for name in ("b200", "h100"))
     assert b200.gemms == pytest.approx({"fp4": 2e9 / 9e15, "fp8": 2e9 / 4.5e15, "bf16": 2e9 / 2.25e15})
     assert h100.gemms == pytest.approx({"bf16": 4e9 / 989.4e12, "fp8": 2e9 / 1978.9e12}), "it has no FP4"
     assert h100.data_parallel == pytest.approx(4e6 / 450e9 * 4)
     assert h100.hidden == max(sum(h100.gemms.values()), h100.data_parallel)
     assert h100.exposed == sum(h100.gemms.values()) + h100.data_parallel
+
+
+def test_the_longer_of_launches_and_gemms_counts():
+    model = Model([Weight((100, 100))], [Linear("one", 100, 100, dict.fromkeys(GEMMS, "fp4"), casts=6)], None)
+    spent = times(model, Batch(1, 500, micro_batches=2), Layout(), DEVICES["b200"], Assumptions(launch=1e-5))
+    assert spent.launches == pytest.approx(2 * (3 + 2 * 6) * 1e-5), "three GEMMs, an amax and a cast of each operand"
+    assert spent.hidden == spent.launches > sum(spent.gemms.values())

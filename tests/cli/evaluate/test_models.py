@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +121,7 @@ def test_folders_that_would_load_without_their_quantization_are_refused(folder, 
 
 def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
+    Path("last.ckpt").touch()
     assert cli.main(["evaluate", "last.ckpt", "--tasks", "hellaswag"]) == 2
     assert "pip install 'lm_eval[hf]>=" in capsys.readouterr().err.splitlines()[-1]
 
@@ -136,5 +138,6 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
     ],
 )
 def test_options_are_checked_first(options, message, capsys):
+    Path("last.ckpt").touch()
     assert cli.main(["evaluate", "last.ckpt", "--tasks", "hellaswag", *options]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]

@@ -146,7 +146,7 @@ def write(kind):
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
-        ("nothing", "There is no checkpoint it.ckpt. Give a Lightning .ckpt, "),
+        ("nothing", "There is no it.ckpt. Give a Lightning .ckpt, "),
         ("object", "it.ckpt holds an object of functools.partial, which to load may run any code. Save the weights"),
         ("empty", "it.ckpt is not a checkpoint to read (EOFError). Give a Lightning .ckpt, "),
         ("garbage", "it.ckpt is not a checkpoint to read"),

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from lightning_lowbit import convert
 from lightning_lowbit.export.checkpoint import _compared
-from lightning_lowbit.export.formats import Options
-from lightning_lowbit.export.formats.base import NoClient
+from lightning_lowbit.export.formats.base import NoClient, Options
 from lightning_lowbit.export.formats.gguf import GGUF
 from lightning_lowbit.export.formats.gguf.chat import QUESTION, chat
 from lightning_lowbit.export.trained_model import TrainedModel

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import lightning_lowbit
 from lightning_lowbit import LowBitPrecision, convert
-from lightning_lowbit.export.formats import Options, Written
-from lightning_lowbit.export.formats.base import NoClient
+from lightning_lowbit.export.formats.base import NoClient, Options, Written
 from lightning_lowbit.export.formats.gguf import GGUF, GGUF_TQ1
 from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
 from lightning_lowbit.export.tokenizer import bytes_tokenizer

@@ -4,11 +4,11 @@ import pytest
 import yaml
 from torch import nn
 
-from lightning_lowbit import Cast, FP4Precision, LinearCasts, Scale, pack_frozen
+from lightning_lowbit import Cast, FP4Precision, LinearCasts, Scale, TernaryPrecision, pack_frozen
 from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant import Hadamard
-from tests.lightning_imports import BoringModel, Fabric, MisconfigurationException, from_yaml, pytorch
+from tests.lightning_imports import BoringModel, Fabric, MisconfigurationException, Trainer, from_yaml, pytorch
 from tests.precision.base.models import quiet
 from tests.tables import each
 
@@ -186,3 +186,18 @@ def test_xla():
 
     with pytest.raises(TypeError, match="XLAPrecision"):
         SingleDeviceXLAStrategy.precision_plugin.fset(object.__new__(SingleDeviceXLAStrategy), FP4Precision())
+
+
+def test_a_preset_of_another_family_is_refused_by_name():
+    for preset in ("fp8-delayed", "int4", "ternary", "mxfp8"):
+        with pytest.raises(ValueError, match=rf"takes presets in FP4, .*: give LowBitPrecision\('{preset}'\)"):
+            FP4Precision(preset)
+    for preset in ("nvfp4", "mxfp8-nvfp4", "e1m2", "bf16"):
+        assert FP4Precision(preset).casts == LinearCasts.preset(preset)
+    with pytest.raises(TypeError, match="positional"):
+        TernaryPrecision(8, 8)  # bits of weights, which are ternary
+
+
+def test_a_plugin_among_the_callbacks_is_sent_to_the_plugins():
+    with pytest.raises(MisconfigurationException, match=r"FP4Precision\('nvfp4'\) is a plugin: give Trainer\(plugins="):
+        Trainer(callbacks=[FP4Precision()], logger=False)

@@ -170,7 +170,7 @@ def test_from_yaml():
         return from_yaml(plugins, Regression).precision_plugin
 
     found = plugin("TernaryPrecision", "{activation_bits: 4, scale_factor: 1.1547, skip: [head], backend: emulated}")
-    assert found.casts == TernaryPrecision(4, 1.1547).casts
+    assert found.casts == TernaryPrecision(4, scale_factor=1.1547).casts
     assert (found.skip, found.backend) == (["head"], "emulated")
     found = plugin("TernaryPrecision", "{activation_bits: null, overrides: {head: int8}, compute_dtype: fp32}")
     assert found.casts == TernaryPrecision(None).casts

@@ -4,7 +4,6 @@ Each run is a process with its own folder, ``<output>/<row>/seed_<n>``, with its
 Finished runs are not repeated; interrupted ones resume. Table, pictures and record are updated after each run.
 """
 
-import argparse
 import fcntl
 import json
 import os
@@ -14,17 +13,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import yaml
 
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
-from lightning_lowbit.checks import integer, nearest
+from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.checkpoints import find_checkpoints
 from lightning_lowbit.cli.configs import as_list, merge
 from lightning_lowbit.cli.lab.compare.losses import Finished, reduced
@@ -36,7 +36,6 @@ from lightning_lowbit.cli.run import check
 
 _REPORT = "lightning_lowbit.RunReport"
 _SET_BY_COMPARE = ("--seed_everything", "--trainer.default_root_dir", "--ckpt_path")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,10 @@ class Run:
         return path.exists() and path.read_text() == self.content
 
 
-def compare(arguments: Sequence[str]) -> int:
-    options, rest = _parser().parse_known_args(arguments)
-    integer("--jobs", options.jobs, 1, "the number of runs at a time")
+def compare(options: Namespace) -> int:
     if options.record is not None:
-        return _draw_again(options, rest)
-    study = _study(options, rest)
+        return _draw_again(options)
+    study, rest = _study(options), options.rest
     output = Path(options.output or ("runs/studies" if study.name else "runs/compare")).expanduser()
     planned = runs = runs_of(study.rows, output, rest)
     rows = list(dict.fromkeys(run.row for run in runs))
@@ -86,7 +83,7 @@ def compare(arguments: Sequence[str]) -> int:
     seeds = {row.name: row.seeds for row in study.rows}
 
     def record() -> Record:
-        command = shlex.join(["lowbit", "compare", *arguments])
+        command = shlex.join(["lowbit", "compare", *options.arguments])
         results = {row: _finished_runs([run for run in planned if run.row == row], output) for row in rows}
         return Record(study.name, baseline, command, options.pilot, seeds, study.effects, results)
 
@@ -125,12 +122,8 @@ def _finished_runs(runs: Sequence[Run], output: Path) -> dict[int, Finished]:
     return {seed: reduced(result, page) for (seed, (_, result)), page in zip(ends, pages, strict=True)}
 
 
-def _draw_again(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    usual = vars(_parser().parse_args([]))
-    names = [name for name, value in vars(options).items() if name not in ("record", "output") and value != usual[name]]
-    if others := [*(f"--{name}" for name in names), *rest]:
-        raise ValueError(f"--from draws what has run, and takes --output alone: leave out {' and '.join(others)}.")
-    path = Path(options.record).expanduser()
+def _draw_again(options: Namespace) -> int:
+    path = options.record
     output = Path(options.output).expanduser() if options.output else path.parent
     record = read_record(path)
     output.mkdir(parents=True, exist_ok=True)
@@ -138,53 +131,11 @@ def _draw_again(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _study(options: argparse.Namespace, rest: Sequence[str]) -> Study:
-    if options.study is None:
-        if not options.config:
-            raise ValueError("--config names the recipe to run, or --study a study; see `lowbit ls`. Give one of them.")
-        if options.lr and any("optimizer" in argument and ".lr" in argument for argument in rest):
-            raise ValueError("--lr and an argument that sets the optimizer's lr contradict each other: leave one out.")
-        seeds = [0] if options.seeds is None else options.seeds
-        return Study(product(options.config, options.vary, options.lr, seeds))
-    if others := [f"--{name}" for name in ("config", "vary", "lr") if getattr(options, name)]:
-        names = " and ".join(others)
-        raise ValueError(f"A study has its own recipe and rows: leave out {names}, or change a copy (`lowbit cp`).")
-    return read_study(options.study, options.seeds)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lowbit compare",
-        description="Runs a recipe with each combination of overlays, learning rates and seeds, or the rows of a "
-        "study, and tabulates them. Other arguments are those of `lowbit fit`, and go to every run.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--study", metavar="STUDY", help="a study of `lowbit ls`, or its file, instead of --config, --vary and --lr")
-    add("--config", "-c", action="append", help="a recipe, or one and overlays for all rows (repeat)")
-    vary = (
-        "overlays, one of which each row takes; 'A+B' are two together, 'none' is none; of several --vary all "
-        "combinations (repeat)"
-    )
-    add("--vary", action="append", default=[], type=_items(str), metavar="A,B", help=vary)
-    add("--lr", type=_items(str), default=[], metavar="1e-3,3e-4", help="learning rates; the recipe's by default")
-    add("--seeds", type=_items(int), metavar="0,1,2", help="seeds; by default those of the study, or 0")
-    add("--baseline", help="the row that gaps are relative to; by default that of the study, or the first")
-    add("--output", help="folder of the runs; runs/compare by default, runs/studies with --study")
-    again = "draws table, pictures and page again from the record of a study, into --output or the folder of the file"
-    add("--from", dest="record", metavar="STUDY.json", help=again)
-    add("--jobs", type=int, default=1, help="runs at a time")
-    pilot = "runs only the first two seeds of two rows of an expected effect; says how many seeds all effects need"
-    add("--pilot", action="store_true", help=pilot)
-    add("--dry_run", action="store_true", help="only says what would run")
-    return parser
-
-
-def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
-    def parse(text: str) -> list[_T]:
-        return [kind(item) for item in text.split(",") if item]
-
-    return parse
+def _study(options: Namespace) -> Study:
+    if options.study is not None:
+        return read_study(options.study, options.seeds)
+    seeds = [0] if options.seeds is None else options.seeds
+    return Study(product(options.config, options.vary, options.lr, seeds))
 
 
 def runs_of(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list[Run]:

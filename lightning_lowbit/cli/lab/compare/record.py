@@ -70,10 +70,6 @@ def read_record(path: Path) -> Record:
     """Reads the file of :meth:`Record.write`; a damaged file is a ``ValueError``."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"--from {path}: there is no such file. `lowbit compare` writes one for each study."
-        ) from error
     except ValueError:  # also bytes that are no text
         content = None
     if not isinstance(content, dict) or not {"version", "baseline", "runs"} <= content.keys():

@@ -1,14 +1,21 @@
 """The command ``lowbit estimate`` computes memory and time of a training step, of a model on the meta device."""
 
-import argparse
 import json
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from math import floor, log10
 from typing import Any
 
-from lightning_lowbit.checks import choose
-from lightning_lowbit.cli.lab.estimate.devices import DEVICES, GATHERS, STRATEGIES, Assumptions, Batch, Device, Layout
-from lightning_lowbit.cli.lab.estimate.formulas import Collective, StepTime, communication, flops, memory, times
+from lightning_lowbit.cli.lab.estimate.devices import STRATEGIES, Assumptions, Batch, Device, Layout
+from lightning_lowbit.cli.lab.estimate.formulas import (
+    Collective,
+    StepTime,
+    communication,
+    flops,
+    memory,
+    times,
+)
 from lightning_lowbit.cli.lab.estimate.shapes import Model, describe
 from lightning_lowbit.cli.run import make_on_meta
 from lightning_lowbit.precision import LowBitPrecision
@@ -21,20 +28,22 @@ _LEFT_OUT = (
 )
 
 
-def estimate(arguments: Sequence[str]) -> None:
-    options, rest = _parser().parse_known_args(arguments)
-    parts = make_on_meta(["fit", *rest])
+def estimate(options: Namespace) -> None:
+    device, assumed = options.sheet, options.assumed
+    parts = make_on_meta(["fit", *options.rest])
     trainer = parts.config["fit"].trainer
     plugin = next((plugin for plugin in parts.plugins if isinstance(plugin, LowBitPrecision)), None)
     casts = "casts" if plugin is not None and plugin.quantize_before_gather else None
     gathers = (casts, getattr(parts.model, "gather_dtype", None))
-    layout, device = _layout(options, trainer, "+".join(filter(None, gathers)) or "stored"), _device(options)
-    assumed = Assumptions(options.utilization, options.link_utilization)
+    layout = _layout(options, trainer, "+".join(filter(None, gathers)) or "stored")
+    if layout.devices > layout.per_node and not device.network:
+        raise ValueError(f"{options.device} comes without a network: give --network GB/s, or fewer --devices.")
     batch = _batch(options, parts.datamodule, trainer)
     model, notes = describe(parts.model, plugin, str(trainer.precision or "32-true"), trainer)
     memories = memory(model, batch, layout)
     counted, traffic = flops(model, batch, layout), communication(model, batch, layout)
     spent = times(model, batch, layout, device, assumed)
+    notes += _launch_notes(assumed, spent)
     notes += _device_notes(counted, device, options.device, model.high)
     if options.json:
         numbers = {
@@ -56,61 +65,7 @@ def estimate(arguments: Sequence[str]) -> None:
     print("\n".join(lines))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lowbit estimate",
-        description="Estimates memory and time of a training step from formulas. Other arguments are those of `lowbit "
-        "fit`: --config RECIPE [--config OVERLAY ...] [--any.argument VALUE ...].",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)}; h100 by default")
-    add("--devices", type=int, help="how many, of all nodes; those of the configuration by default")
-    add("--per_node", type=int, default=8, help="devices of a node; 8 by default")
-    add("--strategy", metavar="NAME", help=f"{' or '.join(STRATEGIES)}; that of the configuration by default")
-    add("--tensor_parallel", type=int, metavar="T", help="devices that share the matrices of a block")
-    gather = (
-        f"what FSDP gathers, one of {', '.join(GATHERS)}: parameters as they are, or in bf16; or matrices as their "
-        "casts quantize them, where these allow it, and the rest as it is, or in bf16. By default that of the "
-        "configuration: the plugin's quantize_before_gather is casts, the model's gather_dtype bf16"
-    )
-    add("--gather", metavar="WHAT", help=gather)
-    add("--batch_size", type=int, help="sequences of a micro-batch on a device; the data module's by default")
-    add("--sequence_length", type=int, help="tokens of a sequence; the data module's by default")
-    add("--utilization", type=float, default=0.4, help="share of their peak that GEMMs are taken to reach; 0.4")
-    add("--link_utilization", type=float, default=0.7, help="likewise of links; 0.7")
-    add("--peak", metavar="KIND=TFLOPS,...", default="", help="other peaks, dense: bf16=989,fp8=1979,fp4=9000")
-    add("--memory", metavar="GB", help="GB of a device, instead of the table's")
-    add("--link", metavar="GB/s", help="GB/s that a device sends within its node, instead of the table's")
-    add("--network", metavar="GB/s", help="GB/s that a device sends to other nodes, instead of the table's")
-    add("--json", action="store_true", help="prints bytes, FLOPs and seconds for programs")
-    return parser
-
-
-def _device(options: argparse.Namespace) -> Device:
-    device = DEVICES[choose("--device", options.device, DEVICES)]
-    kinds = sorted({kind for known in DEVICES.values() for kind in known.peaks})
-    peaks = dict(device.peaks)
-    for item in filter(None, options.peak.split(",")):
-        kind, _, peak = item.partition("=")
-        peaks[choose("arithmetic in --peak", kind.strip(), kinds)] = _positive("peak", peak) * 1e12
-    sizes = {name: getattr(options, name) for name in ("memory", "link", "network")}
-    changes = {name: _positive(name, size) * 1e9 for name, size in sizes.items() if size is not None}
-    return replace(device, peaks=peaks, **changes)
-
-
-def _positive(name: str, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        example = "bf16=989,fp8=1979, in TFLOP/s" if name == "peak" else "80, in GB or GB/s"
-        raise ValueError(f"--{name} takes numbers above 0, such as {example}; got {value!r}.")
-    return number
-
-
-def _layout(options: argparse.Namespace, trainer: Any, gathered: str) -> Layout:
+def _layout(options: Namespace, trainer: Any, gathered: str) -> Layout:
     named, per_node = trainer.strategy, _devices_of_a_node(trainer.devices)
     devices = options.devices
     if devices is None:
@@ -145,7 +100,7 @@ def _devices_of_a_node(devices: Any) -> int | None:
     return count if isinstance(count, int) and count > 0 else None
 
 
-def _batch(options: argparse.Namespace, data: Any, trainer: Any) -> Batch:
+def _batch(options: Namespace, data: Any, trainer: Any) -> Batch:
     sizes = {}
     for name in ("batch_size", "sequence_length"):
         size = getattr(options, name) if getattr(options, name) is not None else getattr(data, name, None)
@@ -183,17 +138,33 @@ def _work_table(counted: Mapping[str, int], traffic: Sequence[Collective], spent
         label, payload = f"{collective.name} of {collective.of}", collective.payload / 1e9
         rows.append(f"  {label:<30}{payload:>8.3f} GB, of which a device sends {collective.sent / 1e9:.3f}")
     waits = {"tensor parallelism": spent.tensor_parallel, "data parallelism": spent.data_parallel}
-    seconds = {**spent.gemms, **{kind: value for kind, value in waits.items() if value}}
-    rows += [f"  {f'time of {kind}':<26}{value * 1e3:>12.1f} ms" for kind, value in seconds.items()]
+    seconds = {**spent.gemms, "launches": spent.launches, **{kind: value for kind, value in waits.items() if value}}
+    rows += [f"  {f'time of {kind}':<26}{_rounded(value * 1e3):>12} ms" for kind, value in seconds.items()]
     return ["Work of a device in a step", *rows, ""]
+
+
+def _rounded(number: float) -> str:
+    """Writes two significant digits, which is more than the assumptions know."""
+    digits = 1 - floor(log10(number)) if number > 0 else 0
+    return f"{round(number, digits):,.{max(digits, 0)}f}"
 
 
 def _step_line(batch: Batch, layout: Layout, spent: StepTime) -> str:
     tokens = batch.tokens * batch.micro_batches * layout.data_parallel
-    rates = [f"{seconds * 1e3:,.1f} ms ({tokens / seconds:,.0f} tokens/s)" for seconds in (spent.hidden, spent.exposed)]
+    times = (spent.hidden, spent.exposed)
+    rates = [f"{_rounded(seconds * 1e3)} ms ({_rounded(tokens / seconds)} tokens/s)" for seconds in times]
     if spent.data_parallel == 0:
         return f"A step: {rates[0]}"
     return f"A step: {rates[0]} with data-parallel communication hidden, {rates[1]} without"
+
+
+def _launch_notes(assumed: Assumptions, spent: StepTime) -> list[str]:
+    if spent.launches < sum(spent.gemms.values()):
+        return []
+    return [
+        f"LAUNCHES DOMINATE: the kernels of linear layers alone take the host {_rounded(spent.launches * 1e3)} ms to "
+        f"launch, at {assumed.launch * 1e6:.3g} microseconds each. A compiled step, or one in a CUDA graph, has fewer."
+    ]
 
 
 def _device_notes(counted: Mapping[str, int], device: Device, name: str, high: str) -> list[str]:

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lightning_lowbit.checks import choose, fraction, integer
-from lightning_lowbit.metrics.devices import PEAKS
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.data_sheets import PEAKS
+
+if TYPE_CHECKING:
+    from lightning_lowbit.nn.casts import LinearCasts  # imports torch
 
 
 @dataclass(frozen=True)
@@ -27,20 +30,27 @@ def _device(chip: str, memory: float, fp32: float, link: float, network: float) 
     peaks = {_KINDS[dtype]: peak for dtype, peak in PEAKS[chip].items()} | {"fp32": fp32 * 1e12}
     if "fp4" in peaks:
         peaks["mxfp8"] = peaks["fp8"]
-    elif "fp8" in peaks:  # Hopper has blocks of 128, Blackwell of 32
+    elif chip[0] == "H":  # Hopper has blocks of 128, Blackwell of 32, Ada none
         peaks["fp8-blockwise"] = peaks["fp8"]
     return Device(memory * 1e9, peaks, link * 1e9, network * 1e9)
 
 
 _KINDS = {"bfloat16": "bf16", "float8": "fp8", "int8": "int8", "float4": "fp4"}
 
-# NVIDIA's data sheets of the SXM modules. The link is half of the printed NVLink bandwidth, which adds up both
-# directions. Each GPU has a network card of 200 (DGX A100) or 400 Gbit/s.
+# NVIDIA's data sheets: SXM modules, and PCIe cards. The link is half of the printed NVLink bandwidth, which adds up
+# both directions, or PCIe in 16 lanes (8 of L4). A GPU of an SXM node has a network card of 200 (DGX A100) or
+# 400 Gbit/s; PCIe cards come without one, and 0 asks for --network.
 DEVICES = {
     "a100": _device("A100", 80, 19.5, 300, 25),
     "h100": _device("H100", 80, 67, 450, 50),
     "h200": _device("H200", 141, 67, 450, 50),
     "b200": _device("B200", 180, 80, 900, 50),
+    "l4": _device("L4", 24, 30.3, 16, 0),
+    "l40s": _device("L40S", 48, 91.6, 32, 0),
+    "rtx4090": _device("RTX 4090", 24, 82.6, 32, 0),
+    "rtx6000-ada": _device("RTX 6000 Ada", 48, 91.1, 32, 0),
+    "rtx5090": _device("RTX 5090", 32, 104.8, 64, 0),
+    "rtxpro6000": _device("RTX PRO 6000 Blackwell", 96, 125, 64, 0),
 }
 
 # Elements and scales (format, block) of block-scaled tensor cores: NVFP4 and MXFP4, MXFP8 and MXFP6.
@@ -50,7 +60,7 @@ _BLOCK_SCALED = {
 }
 
 
-def arithmetic(casts: LinearCasts, gemm: str, high: str = "bf16") -> str:
+def arithmetic(casts: "LinearCasts", gemm: str, high: str = "bf16") -> str:
     """Returns the arithmetic of a GEMM, a key of :attr:`Device.peaks`; ``high`` if no hardware multiplies its casts."""
     if gemm not in casts.quantized_gemms:
         return high
@@ -121,8 +131,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Assumptions:
+    """Shares of the peaks that GEMMs and links reach, and seconds that a host takes to launch a kernel."""
+
     utilization: float = 0.4
     link_utilization: float = 0.7
+    launch: float = 1e-5
 
     def __post_init__(self) -> None:
         for name in ("utilization", "link_utilization"):

@@ -42,19 +42,27 @@ class Collective:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: GEMMs by arithmetic, tensor-parallel communication, and data-parallel, which may overlap."""
+    """Seconds of a step: GEMMs by arithmetic, tensor-parallel communication, and data-parallel, which may overlap.
+
+    The host launches kernels while the device computes, so the longer of both times counts.
+    """
 
     gemms: Mapping[str, float] = field(default_factory=dict)
     tensor_parallel: float = 0.0
     data_parallel: float = 0.0
+    launches: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        return max(sum(self.gemms.values()), self.launches)
 
     @property
     def hidden(self) -> float:
-        return max(sum(self.gemms.values()) + self.tensor_parallel, self.data_parallel)
+        return max(self.compute + self.tensor_parallel, self.data_parallel)
 
     @property
     def exposed(self) -> float:
-        return sum(self.gemms.values()) + self.tensor_parallel + self.data_parallel
+        return self.compute + self.tensor_parallel + self.data_parallel
 
 
 def memory(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
@@ -261,6 +269,11 @@ def _is_packed(weight: Weight, layout: Layout) -> bool:
     return operand_dtype(torch.bfloat16, cast).itemsize <= _itemsize(weight, layout)
 
 
+def launches(model: Model, batch: Batch) -> int:
+    """Counts the least kernels of linear layers in a step: three GEMMs, and an amax and a cast for each operand."""
+    return batch.micro_batches * sum(len(layer.arithmetic) + 2 * layer.casts for layer in model.layers)
+
+
 def times(model: Model, batch: Batch, layout: Layout, device: Device, assumed: Assumptions | None = None) -> StepTime:
     """Returns the time of a step; arithmetic that a device lacks runs in the compute dtype, which it must have."""
     assumed = assumed or Assumptions()
@@ -270,7 +283,7 @@ def times(model: Model, batch: Batch, layout: Layout, device: Device, assumed: A
     if lacking := [kind for kind in counted if kind not in device.peaks]:
         raise ValueError(f"The device has no peak for {lacking[0]}: give --peak {lacking[0]}=TFLOPS.")
     gemms = {kind: count / device.peaks[kind] / assumed.utilization for kind, count in counted.items()}
-    seconds = {"tensor_parallel": 0.0, "data_parallel": 0.0}
+    seconds = {"tensor_parallel": 0.0, "data_parallel": 0.0, "launches": launches(model, batch) * assumed.launch}
     for collective in communication(model, batch, layout):
         kind = "tensor_parallel" if collective.of == "activations" else "data_parallel"
         bandwidth = collective.bandwidth(device, layout.per_node)

@@ -16,7 +16,7 @@ from lightning_lowbit._torch import ConvNd
 from lightning_lowbit.cli.lab.estimate.devices import arithmetic
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.casts.traits import GEMMS
+from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS
 from lightning_lowbit.nn.core.saving import saved_bits
 from lightning_lowbit.nn.layers.classes import convertible, is_linear
 from lightning_lowbit.nn.layers.composite import PartLayer
@@ -52,8 +52,8 @@ class Weight:
 class Linear:
     """A linear layer or a stack of experts.
 
-    ``arithmetic`` is by GEMM; ``saved`` are the bytes per element of its saved input (None: in the compute dtype), and
-    ``rows`` its rows for each token, in all experts together.
+    ``arithmetic`` is by GEMM; ``saved`` are the bytes per element of its saved input (None: in the compute dtype),
+    ``rows`` its rows for each token, in all experts together, and ``casts`` the number of its operands in few bits.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Linear:
     in_block: bool = False
     saved: float | None = None
     rows: int = 1
+    casts: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,11 @@ def describe(
         *_, rows, columns = _matrix(layer).shape
         kinds = {gemm: arithmetic(casts, gemm, _high(compute)) for gemm in GEMMS}
         packs = plugin is not None and plugin.save == "codes" and casts.traits.coded is not None
+        operands = sum(casts.cast_of(operand) is not None for operand in OPERANDS)
         saved = saved_bits(casts, "codes", plugin.compute_dtype) / 8 if plugin is not None and packs else None
-        linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None, saved, _rows(layer, network)))
+        linears.append(
+            Linear(name, rows, columns, kinds, block_of(name) is not None, saved, _rows(layer, network), operands)
+        )
         matrices[id(layer.weight)] = _packed(layer, casts)
         if packs:
             recast.add(id(layer.weight))

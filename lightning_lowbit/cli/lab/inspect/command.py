@@ -4,12 +4,12 @@ Matrices are quantized as converted layers quantize weights in the forward pass:
 preset has a Hadamard transform in fprop, in blocks along in_features.
 """
 
-import argparse
 import json
 import operator
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_lowbit._lightning import Tqdm
 from lightning_lowbit.checks import from_fields
+from lightning_lowbit.cli.lab.inspect.options import KINDS
 from lightning_lowbit.cli.lab.inspect.table import Candidate, Inspection
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
 from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
@@ -30,15 +31,9 @@ from lightning_lowbit.quant.cast import current_names
 from lightning_lowbit.quant.shard import amax_of
 from lightning_lowbit.quant.transforms import rotate
 
-_KINDS = "a Lightning .ckpt, a state_dict from torch.save, a .safetensors file, or a folder of transformers' weights"
 
-
-def inspect(arguments: Sequence[str]) -> None:
-    options = _parser().parse_args(arguments)
-    path = Path(options.checkpoint).expanduser()
-    output = Path(options.output or f"{path.resolve().stem}_casts.png").expanduser()
-    if output.suffix != ".png":
-        raise ValueError(f"--output is the name of a picture, such as casts.png; got {options.output!r}.")
+def inspect(options: Namespace) -> None:
+    path = options.checkpoint
     candidates = parse_casts(",".join(options.casts))
     weights = matrices(path)
     transposed = select(list(weights), options.transposed, "--transposed", "weight")
@@ -52,36 +47,8 @@ def inspect(arguments: Sequence[str]) -> None:
         errors[name] = [measure(weight, candidate) for candidate in candidates]
     inspection = Inspection(candidates, {name: tuple(weights[name].shape) for name in names}, errors)
     print(inspection.table())
-    inspection.draw(f"Weights of {path.resolve().name}, quantized", output)
-    print(f"Picture: {output}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lowbit inspect",
-        description="Quantizes the weights of a checkpoint with some casts, and shows what that does to each of them. "
-        "Every matrix is taken for a weight [out_features, in_features], those of embeddings included.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("checkpoint", help=_KINDS)
-    casts = (
-        "presets, of which the cast of weights in the forward pass (fprop_w) is taken, or fields of a cast in YAML: "
-        "'nvfp4, {element: int4, scale: {format: fp32, block: 128}}' (repeat)"
-    )
-    only = (
-        "weights to look at: a regular expression that matches a name or whole parts of it between dots, as skip and "
-        "only of the precision plugin do (repeat)"
-    )
-    transposed = (
-        "weights that are stored as [in_features, out_features]: those of transformers' Conv1D, "
-        "'c_attn|c_proj|c_fc' in GPT-2 (repeat)"
-    )
-    add("--casts", required=True, action="append", metavar="A,B", help=casts)
-    add("--only", action="append", default=[], metavar="PATTERN", help=only)
-    add("--transposed", action="append", default=[], metavar="PATTERN", help=transposed)
-    add("--output", metavar="FILE.png", help="the picture; <checkpoint>_casts.png in the current folder by default")
-    return parser
+    inspection.draw(f"Weights of {path.resolve().name}, quantized", options.output)
+    print(f"Picture: {options.output}")
 
 
 def parse_casts(text: str) -> list[Candidate]:
@@ -185,8 +152,6 @@ def _check_layout(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise FileNotFoundError(f"There is no checkpoint {path}. Give {_KINDS}.")
     if not path.is_dir():
         return [path]
     if (path / ".metadata").exists():
@@ -200,13 +165,13 @@ def _files(path: Path) -> list[Path]:
                 return [path / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{index} does not name the files of weights: save or download it again.") from None
-    raise ValueError(f"The folder {path} holds neither model.safetensors nor pytorch_model.bin. Give {_KINDS}.")
+    raise ValueError(f"The folder {path} holds neither model.safetensors nor pytorch_model.bin. Give {KINDS}.")
 
 
 def _read(file: Path) -> dict[str, Tensor]:
     """Reads the tensors of a file by name, memory-mapped: the disk is read when they are used."""
     if file.exists() and not file.is_file():  # a pipe or a device may have no end
-        raise ValueError(f"{file} is not a file. Give {_KINDS}.")
+        raise ValueError(f"{file} is not a file. Give {KINDS}.")
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -223,7 +188,7 @@ def _read(file: Path) -> dict[str, Tensor]:
                 f"{file} holds an object of {refused[1]}, which to load may run any code. Save the weights alone, "
                 "torch.save(model.state_dict(), 'weights.pt'), and give that file."
             ) from None
-        raise ValueError(f"{file} is not a checkpoint to read ({type(error).__name__}). Give {_KINDS}.") from error
+        raise ValueError(f"{file} is not a checkpoint to read ({type(error).__name__}). Give {KINDS}.") from error
     state = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else {}
     items = state.items() if isinstance(state, Mapping) else ()
     return {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}

@@ -11,10 +11,9 @@ from lightning_lowbit.export.formats.gguf.networks import network_of
 from lightning_lowbit.quant import Cast, Scale
 
 
-def _format(name: str, about: str, ternary: BlockType, own_cast: Cast | None) -> Format:
+def _format(name: str, ternary: BlockType, own_cast: Cast | None) -> Format:
     return Format(
         name,
-        about,
         partial(obstacle, ternary=ternary),
         partial(write, ternary=ternary),
         lambda folder: LlamaCpp(folder / FILE),
@@ -25,11 +24,6 @@ def _format(name: str, about: str, ternary: BlockType, own_cast: Cast | None) ->
     )
 
 
-GGUF = _format(
-    "gguf",
-    "one file for llama.cpp: NVFP4, MXFP4, ternary, int4 and int8 weights of LLaMA, Mistral, Qwen3, GPT-2 and BitNet",
-    TQ2_0,
-    Cast("int4", Scale("fp16", 32)),
-)
-GGUF_TQ1 = _format("gguf-tq1", "as gguf, with ternary weights in TQ1_0: 1.7 bits instead of 2.1", TQ1_0, None)
+GGUF = _format("gguf", TQ2_0, Cast("int4", Scale("fp16", 32)))
+GGUF_TQ1 = _format("gguf-tq1", TQ1_0, None)
 FORMATS = {format.name: format for format in (GGUF, GGUF_TQ1)}

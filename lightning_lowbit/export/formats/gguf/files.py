@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.formats import Options, Written, row
+from lightning_lowbit.export.formats.base import Options, Written, row
 from lightning_lowbit.export.formats.gguf.blocks import TQ2_0, BlockType, block_type, has_scale, pack
 from lightning_lowbit.export.formats.gguf.networks import Network, add_values, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary

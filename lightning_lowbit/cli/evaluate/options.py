@@ -1,0 +1,67 @@
+"""The options of ``lowbit evaluate``, read without torch."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_lowbit.checks import integer, positive
+from lightning_lowbit.cli.options import existing
+
+KINDS = "a checkpoint of a run (.ckpt), or a folder with a config.json, as `lowbit export` and save_pretrained write"
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    options = _parser().parse_args(arguments)
+    options.limit, options.batch_size = _limit(options.limit), _batch_size(options.batch_size)
+    if options.num_fewshot is not None:
+        integer("--num_fewshot", options.num_fewshot, 0, "a number of examples")
+    if options.max_length is not None:
+        integer("--max_length", options.max_length, 1, "a number of tokens")
+    options.output = _output(options.output or f"{Path(options.model).resolve().stem}_evaluation.json")
+    options.model = existing(options.model, KINDS)
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lowbit evaluate",
+        description="Evaluates a model on tasks of lm-evaluation-harness: a checkpoint with the casts of its training, "
+        "or a folder that `lowbit export` or save_pretrained wrote, as transformers computes it.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="CHECKPOINT|FOLDER", help="a checkpoint of a run, or a folder with a config.json")
+    add("--tasks", required=True, action="append", metavar="A,B", help="names, or patterns such as 'mmlu_*' (repeat)")
+    folder = "a folder of your own tasks in YAML, or one such file (repeat)"
+    add("--include_path", action="append", default=[], metavar="FOLDER", help=folder)
+    add("--num_fewshot", type=int, metavar="N", help="examples in front of each question; the task's number by default")
+    add("--limit", type=float, metavar="N", help="documents of each task, or a share of them below 1; all by default")
+    add("--batch_size", default="1", metavar="N", help="requests at once, or auto; 1 by default")
+    add("--max_length", type=int, metavar="N", help="tokens of a request; what the model can take by default")
+    add("--device", metavar="NAME", help="cpu, cuda, cuda:1, ...; an accelerator by default, where there is one")
+    tokenizer = (
+        "bytes, or a name or folder for AutoTokenizer; that of the checkpoint's data, or of the folder, by default"
+    )
+    add("--tokenizer", metavar="NAME", help=tokenizer)
+    add("--module", metavar="CLASS", help="package.module.Class that was trained, for checkpoints not of a recipe")
+    add("--output", metavar="FILE.json", help="the results; <model>_evaluation.json in the current folder by default")
+    return parser
+
+
+def _limit(limit: float | None) -> float | None:
+    if limit is not None and positive("--limit", limit, "a number of documents") > 1 and not limit.is_integer():
+        raise ValueError(f"--limit is a whole number of documents, or a share below 1; got {limit}.")
+    return limit
+
+
+def _batch_size(size: str) -> int | str:
+    if size == "auto":
+        return size
+    return integer("--batch_size", int(size) if size.isdecimal() else size, 1, "auto or a number of requests")
+
+
+def _output(name: str) -> Path:
+    output = Path(name).expanduser()
+    if output.suffix != ".json":
+        raise ValueError(f"--output is the name of a file such as results.json; got {name!r}.")
+    return output

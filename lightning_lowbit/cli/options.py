@@ -1,0 +1,149 @@
+"""Checks of a command line before torch is imported, so that mistakes are answered at once.
+
+The parser of a run checks everything, and takes seconds to import. This module checks files, recipes, packages, and
+options of Lightning's Trainer, whose names it reads from the source of the installed version.
+"""
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning_lowbit.checks import near
+from lightning_lowbit.cli.configs import check_recipe, missing, read_recipe, recipes, split_configs
+from lightning_lowbit.packages import install
+
+# Options beside those of the Trainer's method, and its arguments that are objects.
+_OPTIONS = {"config", "c", "help", "h", "print_config", "seed_everything", "trainer", "model", "data"}
+_OBJECTS = {"self", "model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
+
+_ALIASES = (None, "best", "hpc", "last", "last-good")  # of checkpoints
+
+
+def existing(name: str, kinds: str) -> Path:
+    """Returns the path of a file or folder that a command reads; ``kinds`` says in words what it may be.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"There is no {name}. Give {kinds}.")
+    return path
+
+
+def check_checkpoint(path: str | None) -> bool:
+    """Returns whether ``--ckpt_path`` names a local file or folder; False for aliases and URLs.
+
+    Raises:
+        FileNotFoundError: it names one, and there is none.
+    """
+    if path in _ALIASES or re.match(r"\w+:", str(path)):
+        return False
+    if not Path(str(path)).exists():
+        raise FileNotFoundError(f"The checkpoint {path!r} does not exist. Give another path, or leave out --ckpt_path.")
+    return True
+
+
+def check_run(command: str, arguments: Sequence[str]) -> None:
+    """Checks the arguments of a Trainer command, such as ``fit``.
+
+    Raises:
+        FileNotFoundError: there is no such recipe or checkpoint.
+        ValueError: nothing names a model, a configuration is no YAML, an option of the Trainer does not exist, or a
+            package of a recipe is not installed.
+    """
+    names, rest = split_configs(arguments)
+    check_recipe(names, [command, *rest])
+    configs = {name: read_recipe(name) for name in names}
+    options = dict(_options(rest))
+    for option in options:
+        _check_option(option, command)
+    for name, config in configs.items():
+        trainer = config.get("trainer")
+        for key in trainer if isinstance(trainer, dict) else ():
+            _check_option(f"trainer.{key}", command, f" in {name}")
+    _check_precision(options, [*configs.values()])
+    for name in names:
+        packages, otherwise = missing(name)
+        if packages and not (otherwise in options or any(_is_set(config, otherwise) for config in configs.values())):
+            hint = f", or give --{otherwise}" if otherwise else ""
+            raise ValueError(f"{name} needs packages that are not installed: {install(*packages)}{hint}.")
+    check_checkpoint(options.get("ckpt_path"))
+
+
+def _options(arguments: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Returns names without hyphens, and values; None for an option without one."""
+    pairs = []
+    for i, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if option.startswith("--"):
+            after = None if argument is arguments[-1] else arguments[i + 1]
+            pairs.append((option[2:].removesuffix("+"), value if equals else after))
+    return pairs
+
+
+def _check_option(option: str, command: str, where: str = "") -> None:
+    head, _, name = option.partition(".")
+    known = trainer_arguments()
+    if not known:
+        return
+    if head not in (tops := _OPTIONS | (known[command] - _OBJECTS)):
+        _refuse(option, head, sorted(tops), where)
+    name = name.partition(".")[0]
+    if head == "trainer" and name and name != "help" and name not in known["__init__"]:
+        _refuse(option, f"trainer.{name}", [f"trainer.{known_name}" for known_name in sorted(known["__init__"])], where)
+
+
+def _check_precision(options: Mapping[str, str | None], configs: Sequence[Mapping[str, Any]]) -> None:
+    """Raises a ``ValueError`` for a precision of a plugin, and for one of Lightning beside a plugin."""
+    precision = options.get("trainer.precision")
+    if precision is None:
+        return
+    overlay = precision.replace("-", "_")
+    if overlay in recipes() and not re.match(r"(bf)?\d", precision):
+        raise ValueError(
+            f"--trainer.precision takes Lightning's own precisions, and {precision} is one of a plugin: give --config "
+            f"{overlay} after the recipe, or --trainer.plugins.init_args.casts."
+        )
+    if "trainer.plugins" not in options and any(_is_set(config, "trainer.plugins") for config in configs):
+        raise ValueError(
+            f"--trainer.precision {precision} contradicts the plugin of the recipe: leave it out: the plugin's "
+            "compute_dtype (--trainer.plugins.init_args.compute_dtype bf16) is of all that it does not quantize."
+        )
+
+
+def _refuse(option: str, part: str, known: Sequence[str], where: str) -> None:
+    close = near(part, known)
+    hint = f"Did you mean {close[0] + option.removeprefix(part)!r}?" if close else "`lowbit fit --help` lists some."
+    raise ValueError(f"There is no option --{option}{where}. {hint}")
+
+
+def _is_set(config: Any, option: str) -> bool:
+    for part in option.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config is not None
+
+
+@cache
+def trainer_arguments() -> dict[str, set[str]]:
+    """Reads the arguments of the Trainer's methods by name; empty if its source is not where it is expected."""
+    for package, folder in (("lightning", "pytorch"), ("pytorch_lightning", "")):
+        spec = find_spec(package)  # imports nothing
+        path = Path(spec.origin).parent / folder / "trainer" / "trainer.py" if spec and spec.origin else None
+        if path is None or not path.exists():
+            continue
+        classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+        methods = {
+            method.name: {argument.arg for argument in (*method.args.args, *method.args.kwonlyargs)}
+            for node in classes
+            if node.name == "Trainer"
+            for method in node.body
+            if isinstance(method, ast.FunctionDef)
+        }
+        if {"__init__", "fit", "validate", "test", "predict"} <= methods.keys():
+            return methods
+    return {}
