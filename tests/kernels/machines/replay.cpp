@@ -56,13 +56,13 @@ int main(int, char **arguments) {
                 value = moved(value, blocks);
                 memcpy(block.copy + at, &value, 8);
             }
-        std::vector<uint64_t> given(number());
-        for (uint64_t &value : given) value = moved(number(), blocks);
-        given.resize(13);
+        std::vector<uint64_t> values(number());
+        for (uint64_t &value : values) value = moved(number(), blocks);
+        values.resize(13);
         auto function = (void (*)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
                                   uint64_t, uint64_t, uint64_t, uint64_t))dlsym(library, name);
         if (!function) return fprintf(stderr, "%s\n", dlerror()), 1;
-        const uint64_t *a = given.data();
+        const uint64_t *a = values.data();
         function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12]);
         for (uint64_t results = number(); results; results--) {
             uint64_t address = number();
