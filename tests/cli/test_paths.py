@@ -66,7 +66,7 @@ def as_nobody():
         (["inspect", "~nobody_there/a.pt", "--casts=nvfp4"], HOME),
         (["inspect", "x" * 5000, "--casts=nvfp4"], LONG),
         (["inspect", "secret.pt", "--casts=nvfp4"], PERMISSIONS),
-        (["inspect", "dangling", "--casts=nvfp4"], "There is no checkpoint dangling"),
+        (["inspect", "dangling", "--casts=nvfp4"], "There is no dangling. Give a Lightning .ckpt"),
         (["cp", "quickstart", "loop/x.yaml"], ANOTHER),
         (["cp", "quickstart", "file/"], ANOTHER),
         (["cp", "quickstart", "~nobody_there/x"], HOME),
