@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_lowbit.precision import *
     from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _moved.install()
 _tree.install()

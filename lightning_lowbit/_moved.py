@@ -96,7 +96,7 @@ class _FormerNames:
 
         module.__getattr__ = __getattr__  # type: ignore[method-assign]
         warnings.warn(
-            f"{module.__name__} is now {' and '.join(names)}; the former name goes with the next version.",
+            f"{module.__name__} is now {' and '.join(names)}; the former name goes with version 0.3.",
             DeprecationWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Deprecated: scalers of the loss are imported from ``lightning_lowbit``. This module goes with version 0.2."""
+"""Deprecated: scalers of the loss are imported from ``lightning_lowbit``. This module goes with version 0.3."""
 
 import warnings
 

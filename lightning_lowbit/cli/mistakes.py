@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_lowbit.checks import near, nearest
 from lightning_lowbit.cli.lists import class_at
+from lightning_lowbit.packages import install_extra
 
 _FROM_RUST = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors and tokenizers
 
@@ -22,7 +23,7 @@ def explain(error: BaseException) -> str:
     """Shortens the message of an error to one line; of the parser's attempts for each type, only the first stays."""
 
     def missing(match: re.Match[str]) -> str:
-        package = match[2].replace("_", "-")  # as PyPI writes names
+        package = install_extra(match[2]) or match[2].replace("_", "-")  # as PyPI writes names
         return f"{match[1]}, which the configuration names: install its package ({package}), or mend the name."
 
     lines = [line for line in str(error).splitlines() if line.strip()]

@@ -264,9 +264,9 @@ class Cast:
 
 
 def current_names(settings: Mapping[str, Any], warn: bool = False) -> dict[str, Any]:
-    """Fields of a cast with ``rounded``, the name of ``round_to_bfloat16`` until version 0.2, replaced."""
+    """Fields of a cast with ``rounded``, the name of ``round_to_bfloat16`` until version 0.3, replaced."""
     if warn and "rounded" in settings:
-        message = "Cast.rounded is deprecated and is removed in version 0.2: it is now Cast.round_to_bfloat16."
+        message = "Cast.rounded is deprecated and is removed in version 0.3: it is now Cast.round_to_bfloat16."
         warnings.warn(message, DeprecationWarning, stacklevel=3)
     replaced = {"round_to_bfloat16": settings["rounded"]} if "rounded" in settings else {}
     return {name: value for name, value in settings.items() if name != "rounded"} | replaced

@@ -12,7 +12,7 @@ import pytest
 
 import lightning_lowbit
 from lightning_lowbit._lightning import _decide
-from lightning_lowbit.packages import install
+from lightning_lowbit.packages import install, install_extra, with_extra
 from tests.tables import each
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +141,35 @@ TEXTS = {".py", ".md", ".yaml", ".sh", ".html", ".css", ".json"}
 )
 def test_the_command_for_missing_packages_names_them_with_their_versions(packages, command):
     assert re.fullmatch(command, install(*packages))
+
+
+def test_an_extra_is_installed_as_the_package_was(tmp_path):
+    wheel, url = tmp_path / "lightning_lowbit.whl", "https://example.com/x"
+    wheel.touch()
+    table = [
+        ({}, ["lightning_lowbit[recipes]==0.2.0"]),
+        ({"url": tmp_path.as_uri(), "dir_info": {"editable": True}}, ["-e", f"{tmp_path}[recipes]"]),
+        ({"url": tmp_path.as_uri(), "dir_info": {}}, [f"{tmp_path}[recipes]"]),
+        ({"url": wheel.as_uri(), "archive_info": {}}, [f"lightning_lowbit[recipes] @ {wheel.as_uri()}"]),
+        ({"url": "file:///gone", "dir_info": {}}, ["lightning_lowbit[recipes]==0.2.0"]),
+        ({"url": url, "archive_info": {}}, [f"lightning_lowbit[recipes] @ {url}"]),
+        (
+            {"url": url, "vcs_info": {"vcs": "git", "commit_id": "123abc"}},
+            [f"lightning_lowbit[recipes] @ git+{url}@123abc"],
+        ),
+    ]
+    for origin, arguments in table:
+        assert with_extra("recipes", "0.2.0", origin) == arguments, origin
+
+
+def test_packages_belong_to_the_first_extra_that_names_them():
+    assert re.fullmatch(r"pip install .*\[recipes\].*", install_extra("transformers"))
+    assert re.fullmatch(r"pip install .*\[export\].*", install_extra("compressed_tensors"))
+    assert install_extra("package_of_nobody") is None
+
+
+def test_the_citation_names_this_version():
+    assert f"version: {lightning_lowbit.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_lightning_that_was_imported_first_is_used():

@@ -1,8 +1,9 @@
-"""The C++ kernels as a shared library, compiled when first needed and kept in the user's cache.
+"""The C++ kernels as a shared library: that of the wheel, or compiled when first needed and kept in the user's cache.
 
 The sources in ``source/`` use C++ and OpenMP alone, no headers of torch: they compile in seconds, and are called
-through ctypes with addresses and sizes. A library's name tells the kind of CPU that it is for, and a checksum of its
-content, which is compared before it is loaded. Where none can be built, :func:`library` warns once and returns None.
+through ctypes with addresses and sizes. In the cache a library's name tells the kind of CPU that it is for, and a
+checksum of its content, which is compared before it is loaded. Where none can be built, :func:`library` warns once and
+returns None.
 """
 
 import contextlib
@@ -10,7 +11,6 @@ import ctypes
 import hashlib
 import itertools
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -21,13 +21,7 @@ from pathlib import Path
 from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.compilation import inform
 from lightning_lowbit.kernels.cpu.cache import one_builder, read_trusted, shown, trusted
-
-_SOURCE = Path(__file__).parent / "source"
-
-# No contraction of a * b + c into one rounding: results equal those of separate operations to the bit. Floating-point
-# traps are not used, so GCC may compute both sides of a condition: else AVX2 and NEON have no vector code for it.
-_NUMERICS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-_FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", *_NUMERICS]
+from lightning_lowbit.kernels.cpu.variants import FLAGS, SOURCE, checksum, cpu, library_of_wheel
 
 # The most that a compiler takes is used. Some ARM compilers want -mcpu, and Apple's has no OpenMP.
 _EXTRAS: tuple[list[str], ...] = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"], [])
@@ -70,6 +64,8 @@ def place() -> tuple[Path, str]:
 
 @cache  # apart from the warning, which may be an error: a second call must not build again
 def _loaded() -> tuple[ctypes.CDLL | None, Exception | None]:
+    if (kernels := _from_wheel()) is not None:
+        return kernels, None
     try:
         return _from_cache(), None
     except subprocess.SubprocessError as error:  # the compiler, which would fail elsewhere, too
@@ -90,6 +86,21 @@ def _loaded() -> tuple[ctypes.CDLL | None, Exception | None]:
         "Set LOWBIT_CACHE_DIR to a folder that is yours alone to write to."
     )
     return kernels, None
+
+
+def _from_wheel() -> ctypes.CDLL | None:
+    """Returns the kernels that the wheel has for this CPU; None for none, and for a file that is not loaded."""
+    if (path := library_of_wheel()) is None:
+        return None
+    try:
+        if not path.stem.endswith(checksum(path.read_bytes())):
+            raise OSError(f"{path} is damaged")
+        if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):  # the runtime that torch has loaded is not for all to see
+            ctypes.CDLL("libgomp.so.1", ctypes.RTLD_GLOBAL)
+        return _bound(path)
+    except OSError as error:
+        inform(f"The C++ kernels of the wheel are not loaded ({error}): they are compiled.")
+        return None
 
 
 def _from_cache() -> ctypes.CDLL:
@@ -142,12 +153,12 @@ def _bound(path: Path) -> ctypes.CDLL:
 
 def _build(folder: Path, inherited: tuple[int, ...] = ()) -> ctypes.CDLL:
     """Compiles all sources into a file of a trusted folder, which appears there whole and loads, or not at all."""
-    compiler, sources = _compiler(), sorted(str(path.resolve()) for path in _SOURCE.glob("*.cpp"))
+    compiler, sources = _compiler(), sorted(str(path.resolve()) for path in SOURCE.glob("*.cpp"))
     inform("lightning_lowbit compiles its C++ kernels, once on this machine: this takes some seconds.")
     with being_written(folder / f"{_name()}.so") as partial:
         try:
             for extra in _EXTRAS:
-                command = [*compiler, *_FLAGS, *extra, *sources, "-o", partial.name]
+                command = [*compiler, *FLAGS, *extra, *sources, "-o", partial.name]
                 # The folder's path is one of this process: the compiler starts within the folder.
                 result = subprocess.run(
                     command,
@@ -185,22 +196,14 @@ def _compiler() -> list[str]:
 @cache
 def _name() -> str:
     """Returns the beginning of libraries' names: a hash of sources, flags and CPU, whichever compiler made them."""
-    parts = [*(path.read_bytes() for path in sorted(_SOURCE.iterdir())), _cpu().encode()]
-    digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _EXTRAS)).encode()])).hexdigest()
+    parts = [*(path.read_bytes() for path in sorted(SOURCE.iterdir())), cpu().encode()]
+    digest = hashlib.sha256(b"\0".join([*parts, repr((FLAGS, _EXTRAS)).encode()])).hexdigest()
     return f"kernels-{digest[:20]}"
 
 
 def _named(folder: Path, content: bytes) -> Path:
     """Returns the path of a library, whose name ends with a checksum of its content: both appear at once."""
-    return folder / f"{_name()}-{hashlib.sha256(content).hexdigest()[:32]}.so"
-
-
-def _cpu() -> str:
-    """Describes the kind of CPU: on Linux by its instruction sets."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.machine())
-    return f"{platform.machine()} {platform.processor()}"
+    return folder / f"{_name()}-{checksum(content)}.so"
 
 
 def _folder() -> Path:
