@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels.gpu.casts import obstacle as obstacle
 from lightning_lowbit.kernels.gpu.casts import run
-from lightning_lowbit.kernels.gpu.launches import Launch
+from lightning_lowbit.kernels.gpu.launches import launch
 from lightning_lowbit.kernels.memory import checked
 from lightning_lowbit.kernels.numbers import grid_of
 from lightning_lowbit.kernels.shards import (
@@ -147,7 +147,7 @@ class TritonParameters:
     def _total(self, starts: Tensor, partials: Tensor) -> Tensor:
         sums = self._empty(2, len(self._shards))
         arguments = {"x": partials, "starts": starts, "sums": sums, "shards": len(self._shards)}
-        run(Launch("sum_partials", len(self._shards), arguments, {"STEP": STEP}))
+        run(launch("sum_partials", len(self._shards), arguments, {"STEP": STEP}))
         return sums
 
     def _plain_total(self, updated: frozenset[int], starts: Tensor, partials: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class TritonParameters:
         tiles = _tiles(counts, self._device)
         arguments = {"x": self._table, "tiles": tiles, "shards": len(self._shards), **arguments}
         constants = {"AT": _AT, **constants, "BLOCKS": BLOCKS, "ALIGNED": kind.is_aligned}
-        run(Launch(kernel, len(tiles), arguments, constants))
+        run(launch(kernel, len(tiles), arguments, constants))
 
     def _used_kinds(self) -> Iterable[Kind]:
         return dict.fromkeys(kind for kind, shard in zip(self._kinds, self._shards, strict=True) if shard.size)
