@@ -26,10 +26,11 @@ def _code_of_magnitude(value, GRID: tl.constexpr):
 @triton.jit
 def _code_of_scale(scale, CAST: tl.constexpr):
     """Scales of one byte."""
+    STORAGE: tl.constexpr = CAST.storage
     if CAST.scale == "e8m0":
         return (bits_of(scale) >> 23) & 0xFF
     else:
-        return _code_of_magnitude(scale, CAST.storage)
+        return _code_of_magnitude(scale, STORAGE)
 
 
 @triton.jit
@@ -105,6 +106,7 @@ def pack_blocks(
     BLOCKS: tl.constexpr,
 ):
     """Packs blocks of ``SIDES``, powers of two, of which a program has ``BLOCKS``."""
+    ELEMENTS: tl.constexpr = CAST.elements
     down, right, row, column = block_places(columns, SIDES, SIDES, BLOCKS)
     mask = (row < rows) & (column < columns)
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
@@ -117,7 +119,7 @@ def pack_blocks(
     random = random_at(row, column, key, offset, width, CAST)
     rounded = round_elements(elements, 1.0, by, zeros, random, CAST)
     shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
-    joined = _joined(_code_of(rounded, CAST.elements, CODING, BITS), BITS, shape)
+    joined = _joined(_code_of(rounded, ELEMENTS, CODING, BITS), BITS, shape)
     count: tl.constexpr = 8 // BITS
     wide: tl.constexpr = SIDES[1] * BLOCKS[1] // count
     byte_row = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0] * SIDES[0])[:, None]
@@ -165,6 +167,7 @@ def lay_out_blocks(
     Sizes, strides and ``SIDES`` are those of the matrix, or with ``DIM`` 0 of its transpose. A scale is of ``SCALED``
     elements; codes are zero up to multiples of ``PADDED``. Programs cover whole tiles of scales.
     """
+    ELEMENTS: tl.constexpr = CAST.elements
     across = tl.cdiv(columns, 4 * SCALED)
     down, right, row, column = block_places(across * (4 * SCALED), SIDES, SIDES, BLOCKS)
     mask = (row < rows) & (column < columns)
@@ -182,7 +185,7 @@ def lay_out_blocks(
         random = random_at(column, row, key, offset, width, CAST)
     rounded = round_elements(elements, 1.0, by, zeros, random, CAST)
     shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
-    code = tl.where(mask, _code_of(rounded, CAST.elements, CODING, BITS), 0)
+    code = tl.where(mask, _code_of(rounded, ELEMENTS, CODING, BITS), 0)
     joined = _joined(code, BITS, shape)
     count: tl.constexpr = 8 // BITS
     wide: tl.constexpr = SIDES[1] * BLOCKS[1] // count
@@ -222,11 +225,13 @@ def unpack_blocks(
     INTERPRETED: tl.constexpr,
 ):
     """Decodes values from the bytes of codes ``x`` and of block scales."""
+    ELEMENTS: tl.constexpr = CAST.elements
+    STORAGE: tl.constexpr = CAST.storage
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     count: tl.constexpr = 8 // BITS
     joined = tl.load(x + (row.to(tl.int64) * (columns // count) + column // count), mask=mask, other=0).to(tl.int32)
     code = (joined >> (column % count * BITS)) & ((1 << BITS) - 1)
-    value = value_of(code, CAST.elements, CODING, BITS)
+    value = value_of(code, ELEMENTS, CODING, BITS)
     if CAST.scaled:
         place = (row // SIDES[0]).to(tl.int64) * tl.cdiv(columns, SIDES[1]) + column // SIDES[1]
         if CAST.scale == "fp32":
@@ -240,7 +245,7 @@ def unpack_blocks(
             if CAST.scale == "e8m0":
                 scale = tl.where(code == 255, float("nan"), float_of(tl.maximum(code << 23, 1 << 22)))
             else:
-                scale = tl.where(code == _NAN, float("nan"), _magnitude_of_code(code, CAST.storage))
+                scale = tl.where(code == _NAN, float("nan"), _magnitude_of_code(code, STORAGE))
         value = value * scale
     value = stored(value, THROUGH, DTYPE, INTERPRETED)
     tl.store(values + (row.to(tl.int64) * columns + column), value, mask=mask)

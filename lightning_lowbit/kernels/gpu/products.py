@@ -37,14 +37,17 @@ def scale_and_round(
     INTERPRETED: tl.constexpr,
 ):
     """Writes ``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes."""
+    OF_FIRST: tl.constexpr = SPREAD[0]
+    OF_SECOND: tl.constexpr = SPREAD[1]
+    OF_BIAS: tl.constexpr = SPREAD[2]
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     values = load_elements(x, row, column, row_stride, column_stride, mask)
     if first is not None:
-        values = values * _spread(first, row, column, rows, columns, SPREAD[0])
+        values = values * _spread(first, row, column, rows, columns, OF_FIRST)
     if second is not None:
-        values = values * _spread(second, row, column, rows, columns, SPREAD[1])
+        values = values * _spread(second, row, column, rows, columns, OF_SECOND)
     if bias is not None:
-        values = values + _spread(bias, row, column, rows, columns, SPREAD[2])
+        values = values + _spread(bias, row, column, rows, columns, OF_BIAS)
     tl.store(result + (row.to(tl.int64) * columns + column), stored(values, DTYPE, DTYPE, INTERPRETED), mask=mask)
 
 

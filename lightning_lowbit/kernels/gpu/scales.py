@@ -1,6 +1,7 @@
 """Scales of blocks, and elements rounded in units of them, bit for bit those of quant/scales.py and scaling.py.
 
-``CAST`` is a named tuple of :mod:`lightning_lowbit.kernels.numbers`, in the symbols of quant/scaling.py.
+``CAST`` is a named tuple of :mod:`lightning_lowbit.kernels.numbers`, in the symbols of quant/scaling.py. A
+function takes none of its fields as an argument, which Triton 3.6 does not compile, but a local constant: ``ELEMENTS``.
 """
 
 import triton
@@ -46,10 +47,11 @@ def levels_of(measured, CAST: tl.constexpr):
 
 @triton.jit
 def _round_scale(wanted, CAST: tl.constexpr):
+    STORAGE: tl.constexpr = CAST.storage
     if CAST.up:
-        return round_up(wanted, CAST.storage)
+        return round_up(wanted, STORAGE)
     else:
-        return round_nearest(wanted, CAST.storage)
+        return round_nearest(wanted, STORAGE)
 
 
 @triton.jit
@@ -75,8 +77,9 @@ def _wanted(amount, encode, CAST: tl.constexpr):
 @triton.jit
 def drawn_scales(amount, encode, index, key, CAST: tl.constexpr):
     """Computes s with stochastic rounding. ``index`` is that of the first element of a block, for its random bits."""
+    STORAGE: tl.constexpr = CAST.storage
     low, high = _scale_key(key)
-    scales = round_stochastic(_wanted(amount, encode, CAST), random_of(index, low, high), CAST.storage)
+    scales = round_stochastic(_wanted(amount, encode, CAST), random_of(index, low, high), STORAGE)
     return tl.where(magnitude_bits(amount) < _INFINITY_BITS, scales, float("nan"))
 
 
@@ -99,6 +102,7 @@ def _bf16(wanted, CAST: tl.constexpr):
 @triton.jit
 def scales_of(amount, encode, CAST: tl.constexpr):
     """Computes s (e of fp32 scales) from the statistics of blocks; for stochastic rounding see :func:`drawn_scales`."""
+    STORAGE: tl.constexpr = CAST.storage
     if CAST.scale == "fp32":
         denominator = at_least(amount, CAST.epsilon) * CAST.factor
         bits = bits_of(tl.div_rn(CAST.size, denominator))
@@ -111,7 +115,7 @@ def scales_of(amount, encode, CAST: tl.constexpr):
     elif CAST.scale == "bf16":
         scales = _bf16(tl.div_rn(amount, CAST.element_max) * encode, CAST)
     elif CAST.scale == "fp16":
-        scales = round_nearest(tl.div_rn(amount, CAST.element_max) * encode, CAST.storage)
+        scales = round_nearest(tl.div_rn(amount, CAST.element_max) * encode, STORAGE)
         scales = tl.where(amount > 0, at_least(scales, 2.0**-14), scales)
     else:
         scales = _round_scale(_wanted(amount, encode, CAST), CAST)
@@ -144,7 +148,8 @@ def span_of(low, high, peak):
 
 @triton.jit
 def zero_points(low, scales, CAST: tl.constexpr):
-    return round_nearest(-low * CAST.factor * scales, CAST.elements)
+    ELEMENTS: tl.constexpr = CAST.elements
+    return round_nearest(-low * CAST.factor * scales, ELEMENTS)
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -165,7 +170,8 @@ def _sum_in_halves(values):
 
 @triton.jit
 def _error(elements, scales, encode, decode, CAST: tl.constexpr):
-    difference = round_nearest(elements * encode, CAST.elements) * (scales * decode) - elements
+    ELEMENTS: tl.constexpr = CAST.elements
+    difference = round_nearest(elements * encode, ELEMENTS) * (scales * decode) - elements
     if CAST.four_over_six == "mse":
         return difference * difference
     else:
@@ -217,12 +223,14 @@ def block_scales(elements, mask, encode, decode, index, key, CAST: tl.constexpr)
 @triton.jit
 def _corrected(elements, scales, factor, index, key, CAST: tl.constexpr):
     """Scales for decoding, with which the errors of ``CAST.group`` blocks cancel."""
+    ELEMENTS: tl.constexpr = CAST.elements
+    STORAGE: tl.constexpr = CAST.storage
     y, square = elements * factor, scales * scales
     norm = _group_sums(_sum_in_halves(y * y * square), elements.shape[3] > 1, CAST)
-    product = _group_sums(_sum_in_halves(y * round_nearest(y, CAST.elements) * square), elements.shape[3] > 1, CAST)
+    product = _group_sums(_sum_in_halves(y * round_nearest(y, ELEMENTS) * square), elements.shape[3] > 1, CAST)
     wanted = scales * tl.where(product == 0, 1.0, tl.div_rn(norm, product))
     low, high = _scale_key(key)
-    return round_stochastic(wanted, random_of(index, low, high), CAST.storage)
+    return round_stochastic(wanted, random_of(index, low, high), STORAGE)
 
 
 @triton.jit
@@ -244,12 +252,13 @@ def _group_sums(values, IN_ROWS: tl.constexpr, CAST: tl.constexpr):
 @triton.jit
 def round_elements(x, scales, factor, zeros, random, CAST: tl.constexpr):
     """Rounds float32 elements times ``factor`` to codes, or to codes times block scales, by ``random`` bits of each."""
+    ELEMENTS: tl.constexpr = CAST.elements
     if CAST.is_tensor:
         x = x + (x - x)  # makes infinities NaN: an amax from outside does not show them
     values = x * factor
     if CAST.statistic == "minmax":
         values = at_most(at_least(values, -zeros), CAST.elements.max - zeros)
-    codes = round_stochastic(values, random, CAST.elements) if CAST.stochastic else round_nearest(values, CAST.elements)
+    codes = round_stochastic(values, random, ELEMENTS) if CAST.stochastic else round_nearest(values, ELEMENTS)
     if CAST.scaled:
         return codes * stored_scales(scales, CAST)
     else:
