@@ -177,7 +177,7 @@ def empty_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
     return (
         x.new_empty(codes[0], dtype=codes[1]),
         x.new_empty(scales[0], dtype=scales[1]),
-        x.new_empty((), dtype=_FACTOR),
+        x.new_empty((), dtype=torch.float32),
     )
 
 

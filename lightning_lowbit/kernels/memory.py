@@ -98,7 +98,6 @@ def traits(arguments: Iterable[Tensor | int | None], device: torch.device) -> tu
 
     Raises :class:`Misfit` if some of the tensors are not on the device, or not resolved.
     """
-    place = device.index if device.type == "cuda" else -1
     marks: list[object] = []
     for value in arguments:
         if value is None:
@@ -106,7 +105,7 @@ def traits(arguments: Iterable[Tensor | int | None], device: torch.device) -> tu
         elif isinstance(value, int):
             marks.append(1 if value == 1 else (value & 15 == 0) + 2 * (value >> 31))
         else:
-            if value.get_device() != place or value.is_neg():
+            if value.device != device or value.is_neg():
                 raise Misfit(f"Kernels need resolved tensors on {device}, and got {described(value)}.")
             marks.append((value.dtype, value.data_ptr() & 15 == 0))
     return tuple(marks)
