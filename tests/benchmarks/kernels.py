@@ -163,7 +163,7 @@ def compile_for(launch: Launch, arch: int) -> Any:
     from triton.compiler import ASTSource
 
     kernels = gpu._kernels()[0]
-    constants, signature, attributes = gpu.compiled_for(launch), {}, {}
+    constants, signature, attributes = gpu.compiled_for(launch, arch), {}, {}
     kernel = getattr(kernels, launch.kernel)
     for position, name in enumerate(kernel.arg_names):
         value = launch.arguments.get(name)

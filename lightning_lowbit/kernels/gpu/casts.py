@@ -260,14 +260,16 @@ def _kernels() -> tuple[ModuleType, dict[torch.dtype, Any], bool]:
     return kernels, names, triton.knobs.runtime.interpret
 
 
-def compiled_for(launch: Launch) -> dict[str, Any]:
-    """Returns the constants of a launch as its kernel takes them."""
+def compiled_for(launch: Launch, capability: int) -> dict[str, Any]:
+    """Returns the constants of a launch as its kernel takes them on GPUs of a compute capability, such as 90."""
     _, names, interpreted = _kernels()
     constants = {
         name: names[value] if isinstance(value, torch.dtype) else value for name, value in launch.constants.items()
     }
     if not _NARROWING.isdisjoint(constants):
         constants["INTERPRETED"] = interpreted
+    if "CONVERTS" in constants:
+        constants["CONVERTS"] &= capability >= 100 and not interpreted
     return constants
 
 

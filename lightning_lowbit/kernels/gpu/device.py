@@ -50,25 +50,25 @@ def widen(x):
 
 
 @triton.jit
-def _binade(value, GRID: tl.constexpr):
-    """Bits of the largest power of two that is at most |value|, but no less than 2^min_exponent."""
-    return tl.maximum(bits_of(value) & _INFINITY_BITS, (GRID.min_exponent + 127) << 23)
+def _power(value, GRID: tl.constexpr):
+    """The largest power of two that is at most |value|, but no less than 2^min_exponent."""
+    return float_of(tl.maximum(bits_of(value) & _INFINITY_BITS, (GRID.min_exponent + 127) << 23))
 
 
 @triton.jit
 def grid_step(value, GRID: tl.constexpr):
-    return float_of(_binade(value, GRID) - (GRID.mantissa_bits << 23))
+    return _power(value, GRID) * 2.0 ** (-GRID.mantissa_bits)
 
 
 @triton.jit
 def _to_multiple(value, near, GRID: tl.constexpr):
-    """Rounds ``value`` to the nearest multiple of the step at ``near``."""
+    """Rounds ``value`` to the nearest multiple of the step at ``near``. The fused products are exact."""
     if GRID.is_uniform:
         magic = 1.5 * 2.0 ** (23 + GRID.min_exponent - GRID.mantissa_bits)
         return (value + magic) - magic
     else:
-        magic = float_of((_binade(near, GRID) + ((23 - GRID.mantissa_bits) << 23)) | 0x400000)
-        return (value + magic) - magic
+        power, magic = _power(near, GRID), 1.5 * 2.0 ** (23 - GRID.mantissa_bits)
+        return tl.fma(power, -magic, tl.fma(power, magic, value))
 
 
 @triton.jit
@@ -93,13 +93,21 @@ def round_up(value, GRID: tl.constexpr):
 def round_stochastic(value, random, GRID: tl.constexpr):
     """Rounds to one of two neighbors, by ``random`` numbers of 16 bits (uint32)."""
     value = at_least(at_most(value, GRID.max), -GRID.max)
-    # A draw, `uniform - 1/2` of quant/rounding.py: the random bits are the leading ones of a float in [1, 2).
-    draw = float_of((random << 7) | 0x3F800000) - (1.5 - 2.0**-17)
+    draw = _draw(random, GRID)
     if GRID.is_uniform:
-        step = tl.full(value.shape, 2.0 ** (GRID.min_exponent - GRID.mantissa_bits), tl.float32)
+        power = tl.full(value.shape, 2.0**GRID.min_exponent, tl.float32)
     else:
-        step = grid_step(value, GRID)
-    return _to_multiple(tl.fma(draw, step, value), value, GRID)  # the product is exact
+        power = _power(value, GRID)
+    return _to_multiple(tl.fma(draw, power, value), value, GRID)  # the product is exact
+
+
+@triton.jit
+def _draw(random, GRID: tl.constexpr):
+    """A draw, `uniform - 1/2` of quant/rounding.py, in steps of the grid at 1. The random bits are the last ones of a
+    float in [2^k, 2^(k + 1)), whose last place is the unit of draws; all differences are exact."""
+    k: tl.constexpr = 7 - GRID.mantissa_bits
+    drawn = float_of(random + ((127 + k) << 23)) - (2.0**k + 2.0 ** (k - 8))
+    return drawn + 2.0 ** (k - 24)
 
 
 @triton.jit

@@ -7,10 +7,10 @@ A program takes a tile of a matrix, or some blocks in a tile whose sides are pow
 import triton
 import triton.language as tl
 
-from lightning_lowbit.kernels.gpu.codes import lay_out_blocks as lay_out_blocks
 from lightning_lowbit.kernels.gpu.codes import pack_blocks as pack_blocks
 from lightning_lowbit.kernels.gpu.codes import unpack_blocks as unpack_blocks
 from lightning_lowbit.kernels.gpu.device import float_of, magnitude_bits, stored, widen
+from lightning_lowbit.kernels.gpu.layouts import lay_out_blocks as lay_out_blocks
 from lightning_lowbit.kernels.gpu.passes import measure_shards as measure_shards
 from lightning_lowbit.kernels.gpu.passes import pass_over_shards as pass_over_shards
 from lightning_lowbit.kernels.gpu.passes import sum_partials as sum_partials

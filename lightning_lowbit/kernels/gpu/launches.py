@@ -189,7 +189,8 @@ def _layout_form(spec: str, dim: int, block: int, transposed: bool, fours: bool)
         is_heavy = cast.rounding == "stochastic" or cast.scale.four_over_six is not None
         rows, columns, warps = 64, 32, 2 if is_heavy else 1
     constants = {**_coding(cast, fours), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
-    constants |= {"DIM": dim, "SCALED": block, "PADDED": multiples()}
+    constants |= {"DIM": dim, "SCALED": block, "PADDED": multiples(), "CONTIGUOUS": 0 if transposed else 1}
+    constants["CONVERTS"] = cast.element == "e2m1"
     return Form("lay_out_blocks", constants, warps), (rows, columns)
 
 

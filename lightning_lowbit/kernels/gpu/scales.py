@@ -182,7 +182,8 @@ def _error(elements, scales, encode, decode, CAST: tl.constexpr):
 def block_scales(elements, mask, encode, decode, index, key, CAST: tl.constexpr):
     """Computes scales of blocks along axes 1 and 3 of four, factors of elements, and zero points. ``elements`` are 0
     outside of ``mask``. Stochastic scales need ``index`` and ``key``, as :func:`drawn_scales`."""
-    peaks = tl.max(tl.max(magnitude_bits(elements), 3, keep_dims=True), 1, keep_dims=True)
+    doubled = bits_of(elements).to(tl.uint32, bitcast=True) << 1  # without a sign; NaN is the largest
+    peaks = (tl.max(tl.max(doubled, 3, keep_dims=True), 1, keep_dims=True) >> 1).to(tl.int32, bitcast=True)
     amax = float_of(peaks)
     zeros = 0.0
     if CAST.four_over_six != "":

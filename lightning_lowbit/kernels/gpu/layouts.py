@@ -1,0 +1,159 @@
+"""The kernel for operands of native GEMMs: codes and scales as :mod:`lightning_lowbit.kernels.layout` lays them out.
+
+A thread has whole blocks, so that it computes their scales once and reduces nothing with others.
+"""
+
+import triton
+import triton.language as tl
+
+from lightning_lowbit.kernels.gpu.codes import code_of, code_of_scale, joined_codes
+from lightning_lowbit.kernels.gpu.device import widen
+from lightning_lowbit.kernels.gpu.scales import block_scales, round_elements, stored_scales, tensor_scales
+from lightning_lowbit.kernels.gpu.tiles import block_places, load_elements, random_at
+
+
+@triton.jit
+def lay_out_blocks(
+    x,
+    codes,
+    scales_at,
+    factor,
+    amax,
+    key,
+    offset,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    CAST: tl.constexpr,
+    CODING: tl.constexpr,
+    BITS: tl.constexpr,
+    SIDES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DIM: tl.constexpr,
+    SCALED: tl.constexpr,
+    PADDED: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):
+    """Writes codes and scales, with the contraction axis in the columns.
+
+    Sizes, strides and ``SIDES`` are those of the matrix, or with ``DIM`` 0 of its transpose. A scale is of ``SCALED``
+    elements; codes are zero up to multiples of ``PADDED``. Programs cover whole tiles of scales. ``CONTIGUOUS`` is the
+    axis along which memory is. ``CONVERTS`` says that the GPU has an instruction for codes of E2M1.
+    """
+    ELEMENTS: tl.constexpr = CAST.elements
+    across = tl.cdiv(columns, 4 * SCALED)
+    down, right, row, column = block_places(across * (4 * SCALED), SIDES, SIDES, BLOCKS)
+    mask = (row < rows) & (column < columns)
+    if SIDES[0] == 1:
+        elements = _load_blocks(
+            x, down, right, rows, columns, row_stride, column_stride, SIDES, BLOCKS, CONTIGUOUS
+        )
+    else:
+        elements = load_elements(x, row, column, row_stride, column_stride, mask)
+
+    encode, decode = tensor_scales(amax, CAST)
+    if tl.program_id(0) == 0:
+        tl.store(factor, decode)
+    scales, by, zeros = block_scales(elements, mask, encode, decode, 0, key, CAST)
+    if DIM == 1:
+        width = tl.cdiv(columns, SIDES[1]) * SIDES[1]
+        random = random_at(row, column, key, offset, width, CAST)
+    else:
+        width = tl.cdiv(rows, SIDES[0]) * SIDES[0]
+        random = random_at(column, row, key, offset, width, CAST)
+    shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
+    if CONVERTS:
+        if CAST.stochastic:
+            values = round_elements(elements, 1.0, by, zeros, random, CAST)
+        else:
+            values = elements * by
+        joined = _e2m1_codes(values, shape)
+    else:
+        rounded = round_elements(elements, 1.0, by, zeros, random, CAST)
+        joined = joined_codes(code_of(rounded, ELEMENTS, CODING, BITS), BITS, shape).to(tl.uint8)
+    count: tl.constexpr = 8 // BITS
+    wide: tl.constexpr = SIDES[1] * BLOCKS[1] // count
+    all_bytes = tl.cdiv(columns, PADDED[1]) * PADDED[1] // count
+    byte_row = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0] * SIDES[0])[:, None]
+    byte = right * wide + tl.arange(0, wide)[None, :]
+    is_byte = (byte_row < tl.cdiv(rows, PADDED[0]) * PADDED[0]) & (byte < all_bytes)
+    tl.store(codes + (byte_row.to(tl.int64) * all_bytes + byte), joined, mask=is_byte)
+
+    code = code_of_scale(stored_scales(scales, CAST), CAST)
+    per_block: tl.constexpr = SIDES[1] // SCALED
+    first = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * per_block
+    line = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0])[:, None, None, None] * SIDES[0]
+    line += tl.arange(0, SIDES[0])[None, :, None, None]
+    block = first + tl.arange(0, per_block)[None, None, None, :]
+    code = tl.where((line < rows) & (block * SCALED < columns), code, 0)
+    tile = (line // 128).to(tl.int64) * across + block // 4
+    place = tile * 512 + (line % 32 * 16 + line % 128 // 32 * 4 + block % 4)
+    is_place = (line < tl.cdiv(rows, 128) * 128) & (block < across * 4)
+    tl.store(scales_at + place, code.to(tl.uint8), mask=is_place)
+
+
+@triton.jit
+def _load_blocks(
+    x,
+    down,
+    right,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    SIDES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+):
+    """Loads blocks of one row as float32 ``[blocks, 1, blocks, elements]``.
+
+    Triton gives neighboring places along the last dimensions to neighboring threads: there lie the blocks of a row, and
+    if memory is contiguous along it, the elements of a load. The other elements of a block are in the same thread.
+    """
+    ELEMENTS: tl.constexpr = SIDES[1]
+    VECTOR: tl.constexpr = min(128 // x.dtype.element_ty.primitive_bitwidth, ELEMENTS)
+    if CONTIGUOUS == 0:
+        row = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None]
+        column = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :]) * ELEMENTS
+        column += tl.arange(0, ELEMENTS)[None, :, None]
+        elements = load_elements(x, row, column, row_stride, column_stride, (row < rows) & (column < columns))
+        elements = tl.permute(elements, (0, 2, 1))
+    else:
+        row = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]
+        column = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * ELEMENTS
+        column += tl.arange(0, ELEMENTS // VECTOR)[None, :, None, None] * VECTOR
+        column += tl.arange(0, VECTOR)[None, None, None, :]
+        elements = load_elements(x, row, column, row_stride, column_stride, (row < rows) & (column < columns))
+        elements = tl.permute(elements, (0, 2, 1, 3))
+    return tl.reshape(elements, (BLOCKS[0], 1, BLOCKS[1], ELEMENTS))
+
+
+@triton.jit
+def _e2m1_codes(values, SIDES: tl.constexpr):
+    """Bytes of two codes each, of values that are rounded to nearest; a sum of bits makes codes of -0 those of 0.
+    ``SIDES`` is the shape of ``values``."""
+    rows: tl.constexpr = SIDES[0] * SIDES[1]
+    pairs: tl.constexpr = SIDES[2] * SIDES[3] // 2
+    even, odd = tl.split(tl.reshape(values, (rows, pairs, 2)))
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b8 first, second, third, fourth;
+        .reg .b32 all, zero;
+        cvt.rn.satfinite.e2m1x2.f32 first, $5, $1;
+        cvt.rn.satfinite.e2m1x2.f32 second, $6, $2;
+        cvt.rn.satfinite.e2m1x2.f32 third, $7, $3;
+        cvt.rn.satfinite.e2m1x2.f32 fourth, $8, $4;
+        mov.b32 all, {first, second, third, fourth};
+        and.b32 zero, all, 0x77777777;
+        add.u32 zero, zero, 0x77777777;
+        or.b32 zero, zero, 0x77777777;
+        and.b32 $0, all, zero;
+        }""",
+        "=r,r,r,r,r,r,r,r,r",
+        [even, odd],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
