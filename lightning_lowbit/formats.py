@@ -69,7 +69,7 @@ class Format:
         magnitude = values.abs()
         exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=self.min_exponent)
         exponent = torch.where(magnitude > 0, exponent, self.min_exponent)
-        steps = torch.ldexp(magnitude, self.mantissa_bits - exponent)
+        steps = magnitude * power_of_two(self.mantissa_bits - exponent)
         code = steps.to(torch.int32) + ((exponent - self.min_exponent) << self.mantissa_bits)
         if self.encoding == "unsigned":  # the top code is NaN
             return torch.where(values.isnan(), 2**self.bits - 1, code).to(torch.uint8)
@@ -78,6 +78,15 @@ class Format:
     def decode(self, codes: Tensor) -> Tensor:
         """Returns float32 values of codes, in the same shape."""
         return table(self, codes.device)[codes.to(torch.int64)]
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """Exact 2^exponent for int32 exponents from -149 to 127, made from its bits; below -126 it is subnormal.
+
+    ``torch.ldexp`` takes the power from the device's math library, which need not be exact.
+    """
+    normal, subnormal = (exponent + 127) << 23, 1 << (exponent + 149).clamp(0, 22)
+    return torch.where(exponent >= -126, normal, subnormal).to(torch.int32).view(torch.float32)
 
 
 @cache

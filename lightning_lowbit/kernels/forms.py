@@ -133,9 +133,10 @@ def _normal(*shapes: tuple[int, ...], device: torch.device) -> list[Tensor]:
 
 def _sample(form: CastForm, device: torch.device, rows: int = 64) -> tuple[Tensor, CastCall]:
     """Returns a matrix ``[rows, 160]`` of widely different magnitudes, and how it is cast. Where rows begin within four
-    elements that share a hash, it has 158 columns."""
+    elements that share a hash, it has 158 columns. All are finite, in float16 and rotated, too: NaN equals nothing."""
     [(normal, exponents)] = _normal((2, rows, 160 if form.fours else 158), device=torch.device("cpu"))
-    x = (normal * (4 * exponents).exp()).to(device, form.source)
+    largest = torch.finfo(form.source).max / 16  # sums of 128 elements grow by sqrt(128)
+    x = (normal * (4 * exponents).exp()).clamp(-largest, largest).to(device, form.source)
     key = torch.tensor(_KEY, device=device)
     signs = Hadamard(form.group).diagonal(None, device) if form.group else None
     return x, CastCall(Cast.from_spec(form.spec), form.dim, key, None, form.dtype, None, signs, form.block)

@@ -29,6 +29,7 @@ from torch.optim.optimizer import ParamsT
 from lightning_lowbit._torch import foreach_copy_
 from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import Sharding, local
+from lightning_lowbit.formats import power_of_two
 from lightning_lowbit.optim.moments import DenseMoments, Entries, FP8Moments, moments_of, statistics_dtype
 from lightning_lowbit.optim.optimizer import ClippedOptimizer
 from lightning_lowbit.optim.passes import SCALARS, Batch
@@ -350,7 +351,7 @@ def _update(batch: Batch) -> None:
         # A power of two that leaves room for the step: weights may be far smaller than that, which is at most seven
         # learning rates at the usual betas.
         exponent = torch.frexp(numbers["weight_amax"] + 2 * lr).exponent - 14
-        numbers["new_scale"] = torch.ldexp(torch.ones_like(weight), exponent)
+        numbers["new_scale"] = power_of_two(exponent).to(weight.dtype)
     decision = batch.decision(group["eps"], decays=bool(group["weight_decay"]))
     batch.sums = batch.passes.update(decision, batch.sums_in_update)
     if scales:

@@ -36,8 +36,12 @@ def grid_step(magnitude: Tensor, format: Format) -> Tensor:
         # the product with 2^23 + 1 is the leading power of two of the magnitude, which the difference leaves.
         large = magnitude * (2.0**23 + 1)
         return (large - large * (1 - 2.0**-24)) * 2.0**-format.mantissa_bits
-    # On GPUs the compiler would fuse the product above into the difference.
-    return torch.ldexp(torch.ones_like(magnitude), torch.frexp(magnitude).exponent - 1 - format.mantissa_bits)
+    return _step_by_bits(magnitude, format)  # on GPUs the compiler would fuse the product above into the difference
+
+
+def _step_by_bits(magnitude: Tensor, format: Format) -> Tensor:
+    """Spacing at normal magnitudes: the exponent's bits alone are the leading power of two."""
+    return ((magnitude.view(torch.int32) & 0x7F800000) - (format.mantissa_bits << 23)).view(torch.float32)
 
 
 def _to_multiple(value: Tensor, step: Tensor) -> Tensor:
@@ -54,7 +58,7 @@ def round_nearest(value: Tensor, format: Format) -> Tensor:
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
     # The CPU's own conversion to FP8 is several times slower than the arithmetic below.
     if format.dtype not in (None, torch.float16) and (value.device.type != "cpu" or format.encoding == "unsigned"):
-        return value.to(format.dtype).float()
+        return _converted(value, format)
     step = grid_step(value.abs(), format)
     if format.mantissa_bits == 0:
         # With one significant digit, the even multiple between 2^k and 2^(k+1) is always the upper one, but the even
@@ -65,6 +69,12 @@ def round_nearest(value: Tensor, format: Format) -> Tensor:
         tie = (value.abs() == 1.5 * step) & ~odd_binade
         value = torch.where(tie, value * 0.75, value)
     return _to_multiple(value, step)
+
+
+def _converted(value: Tensor, format: Format) -> Tensor:
+    """Nearest value by torch's conversion, with +0 for -0, as the sums give."""
+    rounded = value.to(format.dtype).float()
+    return torch.where(rounded == 0, 0.0, rounded)
 
 
 def round_up(value: Tensor, format: Format) -> Tensor:

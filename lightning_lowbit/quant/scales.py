@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit.compilation import compiled
-from lightning_lowbit.formats import Format
+from lightning_lowbit.formats import Format, power_of_two
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.rounding import round_nearest, round_stochastic, round_up
 
@@ -139,12 +139,6 @@ def binary_exponent(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns k (int32) and m (float32, in [1, 2)) of positive float32 values 2^k * m."""
     mantissa, exponent = torch.frexp(values)
     return exponent - 1, mantissa * 2
-
-
-def power_of_two(exponent: Tensor) -> Tensor:
-    """Exact 2^exponent for int32 exponents from -149 to 127, made from its bits; below -126 it is subnormal."""
-    normal, subnormal = (exponent + 127) << 23, 1 << (exponent + 149).clamp(0, 22)
-    return torch.where(exponent >= -126, normal, subnormal).to(torch.int32).view(torch.float32)
 
 
 def four_over_six_scales(blocks: Tensor, encode_scale: Tensor, cast: Cast, dims: tuple[int, ...]) -> Tensor:

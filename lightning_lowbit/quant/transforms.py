@@ -24,8 +24,9 @@ from torch import Tensor
 
 from lightning_lowbit.checks import choose
 from lightning_lowbit.compilation import opaque
+from lightning_lowbit.formats import power_of_two
 from lightning_lowbit.quant.rounding import mix_key, uniform
-from lightning_lowbit.quant.scales import binary_exponent, block_amax, power_of_two
+from lightning_lowbit.quant.scales import binary_exponent, block_amax
 
 # Factors and products stay far from the ends of float32's and bfloat16's range. In float16 the factors and their
 # reciprocals are just normal numbers.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_lowbit import Cast, LinearCasts, Scale
-from lightning_lowbit.kernels import amax_of, backend, kernel_support, operands, quantize_operand
+from lightning_lowbit.kernels import amax_of, backend, forms, kernel_support, operands, quantize_operand
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.casts.traits import OPERANDS
@@ -273,6 +273,17 @@ def test_a_triton_kernel_that_differs_from_plain_code_is_not_used(monkeypatch):
     with backend("triton"), pytest.warns(UserWarning, match="differs from the plain code on cpu"):
         key = torch.tensor(7) if cast.draws else None
         assert same_bits(quantize_operand(x, cast, 1, key).values, plain(x, cast, 1, key).values)
+
+
+def test_samples_in_float16_have_finite_results():
+    """NaN equals nothing: a kernel would seem to differ."""
+    for cast in COVERED:
+        for dim in (0, 1):
+            for group in (0, 128):
+                form = forms.CastForm(cast.spec, dim, torch.float16, torch.float32, group)
+                with backend("eager"):
+                    values, factor = operands.CAST.plain(*forms._sample(form, torch.device("cpu")))
+                assert values.isfinite().all() and (factor is None or factor.isfinite().all()), f"{form}"
 
 
 def test_results_lie_beside_the_input_whatever_the_default_device():

@@ -8,9 +8,18 @@ import torch
 from torch import nn
 
 from lightning_lowbit import Cast, Scale, compilation, convert, quantize
-from lightning_lowbit.formats import ELEMENT_FORMATS
+from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, power_of_two
 from lightning_lowbit.nn import LayerKeys
-from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform, uniform_by_fours
+from lightning_lowbit.quant.rounding import (
+    _converted,
+    _step_by_bits,
+    grid_step,
+    mix_key,
+    round_nearest,
+    round_stochastic,
+    uniform,
+    uniform_by_fours,
+)
 from tests.references import quantize as reference
 from tests.tables import each
 
@@ -90,6 +99,36 @@ def test_mean_and_variance(name):
     assert total < 4, f"{name}: biased in one direction, z = {total:.1f}"
     ratio = error.square().mean(1)[between].sum() / variance[between].sum()
     assert 0.95 < ratio < 1.05, f"{name}: variance is {ratio:.3f} of (v - a)(b - v)"
+
+
+# --- code for GPUs ----------------------------------------------------------------------------------------------------
+
+
+@each("name", ["e4m3", "e5m2", "e6m1"])
+def test_steps_from_bits_are_those_from_products(name):
+    format = {**ELEMENT_FORMATS, **SCALE_FORMATS}[name]
+    magnitude = every_bfloat16().abs().clamp(2.0**format.min_exponent, format.max)
+    assert torch.equal(_step_by_bits(magnitude, format), grid_step(magnitude, format))
+
+
+@each("name", ["e4m3", "e5m2"])
+def test_conversions_to_fp8_have_the_bits_of_sums(name):
+    """The sign of zero, too, which a conversion keeps and a sum does not."""
+    format, x = ELEMENT_FORMATS[name], torch.cat([probes(name), every_bfloat16()])
+    converted = _converted(x.clamp(-format.max, format.max), format)
+    assert torch.equal(converted.view(torch.int32), round_nearest(x, format).view(torch.int32))
+
+
+def test_powers_of_two_are_exact():
+    exponents = torch.arange(-149, 128, dtype=torch.int32)
+    assert power_of_two(exponents).tolist() == [2.0**exponent for exponent in exponents.tolist()]
+
+
+def every_bfloat16():
+    """All bfloat16 values that are no NaN, and their neighbors among float32 values."""
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    x = x[~x.isnan()]
+    return torch.cat([x, torch.nextafter(x, torch.tensor(torch.inf)), torch.nextafter(x, -torch.tensor(torch.inf))])
 
 
 # --- a million draws --------------------------------------------------------------------------------------------------

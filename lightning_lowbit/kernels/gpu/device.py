@@ -28,13 +28,16 @@ def magnitude_bits(value):
 
 @triton.jit
 def at_most(value, limit):
-    """Clamps from above; NaN stays, as with ``Tensor.clamp``."""
-    return tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
+    """Clamps from above, by a limit that is no NaN; values that are NaN stay, as with ``Tensor.clamp``.
+
+    Not by ``tl.minimum`` with ``propagate_nan``, after which Triton 3.8 may store transposed bytes wrongly.
+    """
+    return tl.where(value >= limit, limit, value)
 
 
 @triton.jit
 def at_least(value, limit):
-    return tl.maximum(value, limit, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(value <= limit, limit, value)
 
 
 @triton.jit
