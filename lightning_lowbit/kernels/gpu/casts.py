@@ -21,6 +21,7 @@ from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.layout import block_shape, empty_laid_out
 from lightning_lowbit.kernels.memory import traits
+from lightning_lowbit.kernels.numbers import CastNumbers
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.call import CastCall, has_factor
 from lightning_lowbit.quant.cast import Cast
@@ -268,9 +269,16 @@ def compiled_for(launch: Launch, capability: int) -> dict[str, Any]:
     }
     if not _NARROWING.isdisjoint(constants):
         constants["INTERPRETED"] = interpreted
-    if "CONVERTS" in constants:
-        constants["CONVERTS"] &= capability >= 100 and not interpreted
+    for name, value in constants.items():
+        if isinstance(value, CastNumbers):
+            constants[name] = value._replace(capability=0 if interpreted else capability)
     return constants
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
 
 
 def options_of(launch: Launch) -> dict[str, Any]:
@@ -289,7 +297,7 @@ def run(launch: Launch) -> None:
         if launcher is not None:
             launcher(launch.programs, values)
             return
-        kernel, constants = getattr(_kernels()[0], form.kernel), compiled_for(launch)
+        kernel, constants = getattr(_kernels()[0], form.kernel), compiled_for(launch, _capability(device))
         compiled = kernel[(launch.programs,)](**launch.arguments, **constants, **options_of(launch))
         if hasattr(compiled, "packed_metadata"):  # not in the interpreter
             form.launchers[kind] = _launcher(compiled, kernel.arg_names, [*launch.arguments], constants)

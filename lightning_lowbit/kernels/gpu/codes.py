@@ -6,6 +6,7 @@ A program takes ``[blocks, rows of a block, blocks, columns of a block]``, of wh
 import triton
 import triton.language as tl
 
+from lightning_lowbit.kernels.gpu.conversions import e4m3_codes
 from lightning_lowbit.kernels.gpu.device import bits_of, float_of, magnitude_bits, stored
 from lightning_lowbit.kernels.gpu.scales import block_scales, round_elements, stored_scales, tensor_scales
 from lightning_lowbit.kernels.gpu.tiles import block_places, load_elements, random_at, tile_places
@@ -29,6 +30,8 @@ def code_of_scale(scale, CAST: tl.constexpr):
     STORAGE: tl.constexpr = CAST.storage
     if CAST.scale == "e8m0":
         return (bits_of(scale) >> 23) & 0xFF
+    elif CAST.capability >= 89 and STORAGE.max == 448.0:
+        return e4m3_codes(scale)
     else:
         return _code_of_magnitude(scale, STORAGE)
 

@@ -185,12 +185,10 @@ def _layout_form(spec: str, dim: int, block: int, transposed: bool, fours: bool)
     cast = Cast.from_spec(spec)
     sides = block_shape(cast, dim)
     rows, columns, warps = _block_tile(transposed, sides, is_light=False)
-    if transposed and sides[0] <= 64 and sides[1] <= 32:  # blocks of a row lie in one thread
-        is_heavy = cast.rounding == "stochastic" or cast.scale.four_over_six is not None
-        rows, columns, warps = 64, 32, 2 if is_heavy else 1
+    if sides[0] == 1 and sides[1] <= 32 and cast.scale.four_over_six is None:  # a thread has whole blocks
+        rows, columns, warps = (64, 64, 1) if transposed else (8, 256, 1)
     constants = {**_coding(cast, fours), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
     constants |= {"DIM": dim, "SCALED": block, "PADDED": multiples(), "CONTIGUOUS": 0 if transposed else 1}
-    constants["CONVERTS"] = cast.element == "e2m1"
     return Form("lay_out_blocks", constants, warps), (rows, columns)
 
 

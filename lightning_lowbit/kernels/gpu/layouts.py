@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from lightning_lowbit.kernels.gpu.codes import code_of, code_of_scale, joined_codes
-from lightning_lowbit.kernels.gpu.device import widen
+from lightning_lowbit.kernels.gpu.conversions import e2m1_codes, fp8_codes
 from lightning_lowbit.kernels.gpu.scales import block_scales, round_elements, stored_scales, tensor_scales
 from lightning_lowbit.kernels.gpu.tiles import block_places, load_elements, random_at
 
@@ -34,22 +34,19 @@ def lay_out_blocks(
     SCALED: tl.constexpr,
     PADDED: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
-    CONVERTS: tl.constexpr,
 ):
     """Writes codes and scales, with the contraction axis in the columns.
 
     Sizes, strides and ``SIDES`` are those of the matrix, or with ``DIM`` 0 of its transpose. A scale is of ``SCALED``
     elements; codes are zero up to multiples of ``PADDED``. Programs cover whole tiles of scales. ``CONTIGUOUS`` is the
-    axis along which memory is. ``CONVERTS`` says that the GPU has an instruction for codes of E2M1.
+    axis along which memory is.
     """
     ELEMENTS: tl.constexpr = CAST.elements
     across = tl.cdiv(columns, 4 * SCALED)
     down, right, row, column = block_places(across * (4 * SCALED), SIDES, SIDES, BLOCKS)
     mask = (row < rows) & (column < columns)
     if SIDES[0] == 1:
-        elements = _load_blocks(
-            x, down, right, rows, columns, row_stride, column_stride, SIDES, BLOCKS, CONTIGUOUS
-        )
+        elements = _load_blocks(x, down, right, rows, columns, row_stride, column_stride, SIDES, BLOCKS, CONTIGUOUS)
     else:
         elements = load_elements(x, row, column, row_stride, column_stride, mask)
 
@@ -64,12 +61,10 @@ def lay_out_blocks(
         width = tl.cdiv(rows, SIDES[0]) * SIDES[0]
         random = random_at(column, row, key, offset, width, CAST)
     shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
-    if CONVERTS:
-        if CAST.stochastic:
-            values = round_elements(elements, 1.0, by, zeros, random, CAST)
-        else:
-            values = elements * by
-        joined = _e2m1_codes(values, shape)
+    if CAST.capability >= 100 and ELEMENTS.max == 6.0:
+        joined = e2m1_codes(elements, by, random, CAST, shape)
+    elif CAST.capability >= 89 and BITS == 8 and not CAST.stochastic:
+        joined = fp8_codes(tl.reshape(elements * by, (shape[0] * shape[1], shape[2] * shape[3])), False)
     else:
         rounded = round_elements(elements, 1.0, by, zeros, random, CAST)
         joined = joined_codes(code_of(rounded, ELEMENTS, CODING, BITS), BITS, shape).to(tl.uint8)
@@ -121,39 +116,10 @@ def _load_blocks(
         elements = load_elements(x, row, column, row_stride, column_stride, (row < rows) & (column < columns))
         elements = tl.permute(elements, (0, 2, 1))
     else:
-        row = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]
+        row = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[None, :, None, None]
         column = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * ELEMENTS
-        column += tl.arange(0, ELEMENTS // VECTOR)[None, :, None, None] * VECTOR
+        column += tl.arange(0, ELEMENTS // VECTOR)[:, None, None, None] * VECTOR
         column += tl.arange(0, VECTOR)[None, None, None, :]
         elements = load_elements(x, row, column, row_stride, column_stride, (row < rows) & (column < columns))
-        elements = tl.permute(elements, (0, 2, 1, 3))
+        elements = tl.permute(elements, (1, 2, 0, 3))
     return tl.reshape(elements, (BLOCKS[0], 1, BLOCKS[1], ELEMENTS))
-
-
-@triton.jit
-def _e2m1_codes(values, SIDES: tl.constexpr):
-    """Bytes of two codes each, of values that are rounded to nearest; a sum of bits makes codes of -0 those of 0.
-    ``SIDES`` is the shape of ``values``."""
-    rows: tl.constexpr = SIDES[0] * SIDES[1]
-    pairs: tl.constexpr = SIDES[2] * SIDES[3] // 2
-    even, odd = tl.split(tl.reshape(values, (rows, pairs, 2)))
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b8 first, second, third, fourth;
-        .reg .b32 all, zero;
-        cvt.rn.satfinite.e2m1x2.f32 first, $5, $1;
-        cvt.rn.satfinite.e2m1x2.f32 second, $6, $2;
-        cvt.rn.satfinite.e2m1x2.f32 third, $7, $3;
-        cvt.rn.satfinite.e2m1x2.f32 fourth, $8, $4;
-        mov.b32 all, {first, second, third, fourth};
-        and.b32 zero, all, 0x77777777;
-        add.u32 zero, zero, 0x77777777;
-        or.b32 zero, zero, 0x77777777;
-        and.b32 $0, all, zero;
-        }""",
-        "=r,r,r,r,r,r,r,r,r",
-        [even, odd],
-        dtype=tl.uint8,
-        is_pure=True,
-        pack=4,
-    )

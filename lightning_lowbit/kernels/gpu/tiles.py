@@ -87,10 +87,14 @@ def _add_and_subtract(values, APART: tl.constexpr, END: tl.constexpr):
 @triton.jit
 def random_at(row, column, key, offset, width, CAST: tl.constexpr):
     """Computes the random bits of elements at places of a matrix with ``width`` indices per row; 0 without any."""
+    ELEMENTS: tl.constexpr = CAST.elements
+    FOURS: tl.constexpr = CAST.fours
+    CAPABILITY: tl.constexpr = CAST.capability
     if CAST.stochastic:
         low, high = key_halves(key)
         stride, first = place_of(offset, width)
-        return random_of_fours(row.to(tl.uint32), column.to(tl.uint32), stride, first, low, high, CAST.fours)
+        row, column = row.to(tl.uint32), column.to(tl.uint32)
+        return random_of_fours(row, column, stride, first, low, high, FOURS, ELEMENTS, CAPABILITY)
     else:
         return 0
 
