@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import numpy as np
+import torch
 
 Array = np.ndarray[Any, Any]
 
@@ -24,9 +25,45 @@ _BINARY = {
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
-    "max": np.maximum,  # of floats with .NaN, which numpy does, too
+    "max": np.maximum,
     "min": np.minimum,
 }
+_OF_NUMBERS = {"max": np.fmax, "min": np.fmin}  # of floats without .NaN
+
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def e2m1_of(values):
+    """Codes that ``cvt.rn.satfinite.e2m1x2.f32`` makes, by PTX's manual: to nearest, ties to the even code, finite; NaN
+    becomes 6, and a sign is kept, also that of 0."""
+    size = np.abs(values.astype(np.float64))
+    above = np.searchsorted(_E2M1, size).clip(1, 7)
+    middle = (_E2M1[above - 1] + _E2M1[above]) / 2
+    code = np.where((size > middle) | (size == middle) & (above % 2 == 0), above, above - 1)
+    return np.where(np.isnan(values), 7, code | np.signbit(values) << 3).astype(np.uint8)
+
+
+def fp8_of(values, dtype):
+    """Codes that ``cvt.rn.satfinite.e4m3x2.f32`` and ``e5m2x2`` make: NaN becomes 0x7F, and a sign is kept."""
+    finite = torch.from_numpy(np.array(values)).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return np.where(np.isnan(values), 0x7F, finite.to(dtype).view(torch.uint8).numpy()).astype(np.uint8)
+
+
+_FP8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
+
+
+def _inlined(match, number=iter(range(10**9))):
+    """Instructions of an inline assembly, whose registers get names of their own."""
+    text, which = match[1].strip(), next(number)
+    if not text.startswith("{"):
+        return text
+    text = text[1:-1]
+    for kind, names in re.findall(r"\.reg \.b(\d+) ([^;]*);", text):
+        place = {"16": "rs", "64": "rd"}.get(kind, "r")
+        names = re.sub(r"(\w+)<(\d+)>", lambda m: ", ".join(f"{m[1]}{i}" for i in range(int(m[2]))), names)
+        for name in map(str.strip, names.split(",")):
+            text = re.sub(rf"(?<![\w.%]){name}\b", f"%{place}_{which}_{name}", text)
+    return re.sub(r"\.reg[^;]*;", "", text)
 _COMPARED = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -64,7 +101,7 @@ class Kernel:
     """A kernel of PTX text with one entry."""
 
     def __init__(self, ptx):
-        body = ptx[ptx.index(".entry") :]
+        body = re.sub(r"// begin inline asm(.*?)// end inline asm", _inlined, ptx[ptx.index(".entry") :], flags=re.DOTALL)
         body = re.sub(r"//[^\n]*|^\s*\.loc[^\n]*", "", body[: body.index("\n}")], flags=re.MULTILINE)
         self.threads = int(re.search(r"\.reqntid (\d+)", body)[1])
         self.parameters = re.findall(r"\.param \.\w+[^,)]* (\w+_param_\d+)", body)
@@ -142,7 +179,11 @@ class _Program:
                 result = result + self.value(sources[2], wide).astype(result.dtype)
             self.set(target, result, active)
         elif name in _BINARY:
-            self.set(target, _BINARY[name](value(0), value(1)), active)
+            of_numbers = kind[0] == "f" and "NaN" not in modifiers and name in _OF_NUMBERS
+            result = (_OF_NUMBERS if of_numbers else _BINARY)[name](value(0), value(1))
+            if "sat" in modifiers:
+                result = np.nan_to_num(result, nan=0.0).clip(0, 1).astype(dtype)
+            self.set(target, result, active)
         elif name == "fma":
             exact = value(0).astype(np.longdouble) * value(1) + value(2)
             self.set(target, exact.astype(dtype), active)
@@ -248,8 +289,8 @@ class _Program:
             for number, part in enumerate(target.strip("{} ").split(",")):
                 self.set(part.strip(), halves[:, number], active)
         elif source.startswith("{"):
-            half = f"u{_TYPES[kind].itemsize * 4}"
             names = [part.strip() for part in source.strip("{} ").split(",")]
+            half = f"u{_TYPES[kind].itemsize * 8 // len(names)}"
             parts = [self.value(self.known(name), half) for name in names]
             self.set(target, np.stack(parts, 1).view(np.dtype(f"uint{_TYPES[kind].itemsize * 8}")).reshape(-1), active)
         else:
@@ -323,7 +364,16 @@ class _Program:
 
     def convert(self, modifiers, target, sources, active):
         to, of = modifiers[-2:]
-        if to in ("bf16x2", "bf16"):
+        if to == "e2m1x2":
+            codes = [e2m1_of(self.value(source, "f32")) for source in sources]
+            result = codes[0] << np.uint8(4) | codes[1]
+        elif to in _FP8:
+            codes = [fp8_of(self.value(source, "f32"), _FP8[to]).astype(np.uint16) for source in sources]
+            result = codes[0] << np.uint16(8) | codes[1]
+        elif of in _FP8:
+            codes = torch.from_numpy(np.array(self.value(sources[0], "u16")).view(np.uint8))
+            result = codes.view(_FP8[of]).to(torch.float16).numpy().view(np.uint32)
+        elif to in ("bf16x2", "bf16"):
             halves = [self.bfloat16(self.value(source, "f32")) for source in sources]
             result = halves[0] if to == "bf16" else halves[0].astype(np.uint32) << np.uint32(16) | halves[1]
         elif of == "bf16":

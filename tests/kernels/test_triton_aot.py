@@ -119,7 +119,7 @@ def test_launches_pass_what_kernels_take(monkeypatch):
     monkeypatch.setattr(driver, "_active", Driver())
     for name, launch in kernels.every_launch(["nvfp4", "fp8-row", "ternary"]):
         kernel = getattr(gpu._kernels()[0], launch.kernel)
-        given = {**launch.arguments, **gpu.compiled_for(launch), **gpu.options_of(launch)}
+        given = {**launch.arguments, **gpu.compiled_for(launch, 90), **gpu.options_of(launch)}
         compiled = kernel.warmup(**given, grid=(launch.programs,))
         assert (compiled.metadata.num_warps, compiled.metadata.enable_fp_fusion) == (launch.warps, False), name
 
