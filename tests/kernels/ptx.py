@@ -52,9 +52,9 @@ def fp8_of(values, dtype):
 _FP8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
 
 
-def _inlined(match, number=iter(range(10**9))):
+def _inlined(match):
     """Instructions of an inline assembly, whose registers get names of their own."""
-    text, which = match[1].strip(), next(number)
+    text, which = match[1].strip(), match.start()
     if not text.startswith("{"):
         return text
     text = text[1:-1]
@@ -64,6 +64,8 @@ def _inlined(match, number=iter(range(10**9))):
         for name in map(str.strip, names.split(",")):
             text = re.sub(rf"(?<![\w.%]){name}\b", f"%{place}_{which}_{name}", text)
     return re.sub(r"\.reg[^;]*;", "", text)
+
+
 _COMPARED = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -101,7 +103,9 @@ class Kernel:
     """A kernel of PTX text with one entry."""
 
     def __init__(self, ptx):
-        body = re.sub(r"// begin inline asm(.*?)// end inline asm", _inlined, ptx[ptx.index(".entry") :], flags=re.DOTALL)
+        body = re.sub(
+            r"// begin inline asm(.*?)// end inline asm", _inlined, ptx[ptx.index(".entry") :], flags=re.DOTALL
+        )
         body = re.sub(r"//[^\n]*|^\s*\.loc[^\n]*", "", body[: body.index("\n}")], flags=re.MULTILINE)
         self.threads = int(re.search(r"\.reqntid (\d+)", body)[1])
         self.parameters = re.findall(r"\.param \.\w+[^,)]* (\w+_param_\d+)", body)

@@ -141,7 +141,12 @@ def test_operands_of_native_gemms_by_instructions_for_codes(monkeypatch):
     x = sample(48, 272)
     x[1, :48], x[2, 16:32] = torch.linspace(-6, 6, 49)[:48], 1e30 * (-1.0) ** torch.arange(16)
     x[3, ::2], x[4, :16] = -0.0, torch.tensor([-0.1, 6] * 8)
-    casts = NVFP4, NVFP4.replace(rounding="stochastic"), Cast("e2m1", Scale("e8m0", 32)), Cast("e4m3", Scale("e8m0", 32))
+    casts = (
+        NVFP4,
+        NVFP4.replace(rounding="stochastic"),
+        Cast("e2m1", Scale("e8m0", 32)),
+        Cast("e4m3", Scale("e8m0", 32)),
+    )
     for cast in casts:
         for dim in (0, 1):
             for matrix, amax in ((x, None), (x.nan_to_num(1.0, 1.0, 1.0), None), (x.float(), 3e38)):

@@ -157,6 +157,23 @@ def lay_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
     return laid_out
 
 
+def lays_out_both(row: CastCall, column: CastCall, x: Tensor) -> bool:
+    """Returns whether :func:`lay_out_both` makes a pair of operands: alike but for their rounding, in blocks of a row
+    that the GEMM takes as they are."""
+    calls, alike = (row, column), row.cast.element == column.cast.element and row.block == column.block
+    served = (lays_out(call.cast, x, call.block, dim) for call, dim in zip(calls, (1, 0), strict=True))
+    plain = (call.cast.scale.block == call.block and call.cast.scale.four_over_six is None for call in calls)
+    return alike and all(plain) and all(served)
+
+
+def lay_out_both(x: Tensor, row: CastCall, column: CastCall) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Does :func:`lay_out` along rows (dim 1) and along columns (dim 0) in one launch, and one for an amax."""
+    needs_amax = row if row.cast.scale.needs_amax else column
+    laid_out = empty_laid_out(x, row), empty_laid_out(x, column)
+    run(launches.layouts_launch(x, (row, column), _amax(x, needs_amax), laid_out))
+    return laid_out
+
+
 def unpack(data: Tensor, factor: Tensor, call: CastCall, shape: torch.Size, source: torch.dtype) -> Operand:
     """Unpacks the operand of a matrix of this shape and dtype in one launch."""
     values = data.new_empty(shape, dtype=call.values_dtype(source))
@@ -166,8 +183,11 @@ def unpack(data: Tensor, factor: Tensor, call: CastCall, shape: torch.Size, sour
 
 def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
     """Returns max|x| of a matrix, or of the rotated one: 0-d float32, 0 if empty, not finite if ``x`` is not."""
+    if rotation is None and x.numel() > 0:
+        return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
     amax = torch.zeros((), dtype=torch.float32, device=x.device)
-    run(launches.amax_launch(x, amax, rotation, dim))
+    if rotation is not None:
+        run(launches.amax_launch(x, amax, rotation, dim))
     return amax
 
 
@@ -227,7 +247,7 @@ def obstacle(device: torch.device) -> str | None:
     if capability < (8, 0):
         return f"GPUs before sm_80, such as sm_{capability[0]}{capability[1]}"
     try:
-        amax_of(torch.ones(1, 1, dtype=torch.float32, device=device))
+        run(launches.sums_launch(torch.ones(1, 1, device=device), torch.empty(launches.SUMS, device=device).double()))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of the compiler, the linker or the driver: each has its own class

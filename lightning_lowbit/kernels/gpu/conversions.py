@@ -26,12 +26,12 @@ _NEAREST = tl.constexpr(
     "add.u32 sizes, sizes, 0x77777777; or.b32 sizes, sizes, 0x77777777; and.b32 $0, codes, sizes; }"
 )
 
-# The upper halves of operands 1 to 8 are floats of random bits (`drawn_of`). In pairs, in the order of the lines: v; its
+# The upper halves of operands 1 to 8 are floats of random bits (`drawn_of`). In pairs, in the order of the lines: v, its
 # power of two by the unit in the first place (quant/rounding.py), a quarter of it, at least 1/4 and at most 1 (which
 # saturates: v may be larger than 6); the draw in steps at 1, times four; v plus the draw; the nearest multiple.
 _STOCHASTIC = tl.constexpr(
-    "{ .reg .b64 v, power, rest, draw, by, first, last, four, less, more, magic, back; .reg .b32 low, high, draw_low, draw_high, rest_low, rest_high; "
-    ".reg .b8 byte<4>; "
+    "{ .reg .b64 v, power, rest, draw, by, first, last, four, less, more, magic, back; .reg .b8 byte<4>; "
+    ".reg .b32 low, high, draw_low, draw_high, rest_low, rest_high; "
     "mov.b64 first, 0x4A0000014A000001; mov.b64 last, 0x3F7FFFFF3F7FFFFF; mov.b64 four, 0x4080000040800000; "
     "mov.b64 less, 0xC3808000C3808000; mov.b64 more, 0x3780000037800000; mov.b64 magic, 0x4BC000004BC00000; "
     "mov.b64 back, 0xCBC00000CBC00000; "
@@ -83,7 +83,7 @@ def _in_pairs(values, SIDES: tl.constexpr):
 
 @triton.jit
 def fp8_codes(values, E5M2: tl.constexpr):
-    """Makes codes of FP8, uint8, of values that are rounded to nearest, with ties to even, and saturate; NaN is 0x7F."""
+    """Makes codes of FP8, uint8, of values that are rounded to nearest, with ties to even, and saturate; NaN is 7F."""
     KIND: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
     ASM: tl.constexpr = _FP8_BEFORE + KIND + _FP8_BETWEEN + KIND + _FP8_AFTER
     return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [values], dtype=tl.uint8, is_pure=True, pack=4)

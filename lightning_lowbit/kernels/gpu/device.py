@@ -105,14 +105,10 @@ def round_up(value, GRID: tl.constexpr):
 def round_stochastic(value, drawn, GRID: tl.constexpr, KEEPS_NAN: tl.constexpr = True):
     """Rounds to one of two neighbors, by floats of random bits (:func:`drawn_of`)."""
     value = _clamped(value, GRID, KEEPS_NAN)
-    # A draw, `uniform - 1/2` of quant/rounding.py, in steps of the grid at 1. All differences and the product are exact.
-    draw = (
-        drawn - (2.0 ** (7 - GRID.mantissa_bits) + 2.0 ** (-1 - GRID.mantissa_bits)) + 2.0 ** (-17 - GRID.mantissa_bits)
-    )
-    if GRID.is_uniform:
-        power = tl.full(value.shape, 2.0**GRID.min_exponent, tl.float32)
-    else:
-        power = _power(value, GRID)
+    # A draw, `uniform - 1/2` of quant/rounding.py, in steps of the grid at 1. Differences and products are exact.
+    least: tl.constexpr = 2.0 ** (-1 - GRID.mantissa_bits)
+    draw = drawn - (256 * least + least) + least / 65536
+    power = tl.full(value.shape, 2.0**GRID.min_exponent, tl.float32) if GRID.is_uniform else _power(value, GRID)
     return _to_multiple(tl.fma(draw, power, value), value, GRID)
 
 

@@ -192,6 +192,29 @@ def _layout_form(spec: str, dim: int, block: int, transposed: bool, fours: bool)
     return Form("lay_out_blocks", constants, warps), (rows, columns)
 
 
+def layouts_launch(
+    x: Tensor, calls: tuple[CastCall, CastCall], amax: Tensor | None, operands: Sequence[Sequence[Tensor]]
+) -> Launch:
+    """Writes what :func:`layout_launch` does for blocks along rows and along columns."""
+    specs, fours = (tuple(call.cast.spec for call in calls), tuple(call.in_fours(x) for call in calls))
+    form = _layouts_form(specs, calls[0].block, is_transposed(x), fours)
+    arguments: dict[str, Any] = {"x": x}
+    for name, call, (codes, scales, factor) in zip(("row", "column"), calls, operands, strict=True):
+        outside = _outside(x, call, amax)
+        arguments |= {f"codes_{name}": as_bytes(codes), f"scales_{name}": scales.view(torch.uint8)}
+        arguments |= {f"factor_{name}": factor, f"amax_{name}": outside["amax"], f"key_{name}": outside["key"]}
+    squares = [round_up(size, 128) // side for size, side in zip(x.shape, form.constants["TILE"], strict=True)]
+    return Launch(form, squares[0] * squares[1], {**arguments, **_layout(x)})
+
+
+@cache
+def _layouts_form(specs: tuple[str, ...], block: int, transposed: bool, fours: tuple[bool, ...]) -> Form:
+    row, column = (_coding(Cast.from_spec(spec), four) for spec, four in zip(specs, fours, strict=True))
+    constants = {"CAST_ROW": row.pop("CAST"), "CAST_COLUMN": column["CAST"], **row, "SIZE": block, "TILE": (64, 64)}
+    constants |= {"SCALED": block, "PADDED": multiples(), "CONTIGUOUS": 0 if transposed else 1}
+    return Form("lay_out_both", constants, 1)
+
+
 def unpack_launch(data: Tensor, cast: Cast, dim: int, source: torch.dtype, values: Tensor) -> Launch:
     """Writes ``values`` from the bytes of :func:`pack_launch` for a tensor of the dtype ``source``."""
     size, through = _tile(is_transposed(values)), source if is_rounded(source, cast) else values.dtype
@@ -227,15 +250,13 @@ def packed_codes(shape: torch.Size, cast: Cast) -> int:
     return shape[0] * shape[1] // per_byte(cast.format)
 
 
-def amax_launch(x: Tensor, amax: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Launch:
-    """Raises ``amax`` (float32, 0-d, 0 before) to max|x|, or to that of the rotated matrix."""
-    size = _tile(is_transposed(x))
+def amax_launch(x: Tensor, amax: Tensor, rotation: Tensor, dim: int) -> Launch:
+    """Raises ``amax`` (float32, 0-d, 0 before) to max|x| of the rotated matrix."""
     arguments = {"x": x, "amax": amax.view(torch.int32), "sums": None, **_layout(x, rotation, dim)}
-    if rotation is None:
-        return launch("measure", min(_programs(x, size), 1024), arguments, {"TILE": size})
-    size = _whole_groups(*size, len(rotation), dim)
+    size = _whole_groups(*_tile(is_transposed(x)), len(rotation), dim)
     programs = -(-arguments["rows"] // size[0]) * -(-arguments["columns"] // size[1])
-    return launch("measure", min(programs, 1024), arguments, {"TILE": size, "ROTATION": _rotation(len(rotation), dim)})
+    constants = {"TILE": size, "ROTATION": _rotation(len(rotation), dim)}
+    return launch("measure", min(programs, 1024), arguments, constants)
 
 
 def rotation_launch(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> Launch:

@@ -9,7 +9,7 @@ import triton.language as tl
 from lightning_lowbit.kernels.gpu.codes import code_of, code_of_scale, joined_codes
 from lightning_lowbit.kernels.gpu.conversions import e2m1_codes, fp8_codes
 from lightning_lowbit.kernels.gpu.scales import block_scales, round_elements, stored_scales, tensor_scales
-from lightning_lowbit.kernels.gpu.tiles import block_places, load_elements, random_at
+from lightning_lowbit.kernels.gpu.tiles import load_elements, places_of, random_at
 
 
 @triton.jit
@@ -41,9 +41,130 @@ def lay_out_blocks(
     elements; codes are zero up to multiples of ``PADDED``. Programs cover whole tiles of scales. ``CONTIGUOUS`` is the
     axis along which memory is.
     """
+    across = tl.cdiv(tl.cdiv(columns, 4 * SCALED) * (4 * SCALED), SIDES[1] * BLOCKS[1])
+    down, right = tl.program_id(0) // across, tl.program_id(0) % across
+    at = (rows, columns, row_stride, column_stride, down, right)
+    _lay_out(
+        x,
+        codes,
+        scales_at,
+        factor,
+        amax,
+        key,
+        offset,
+        at,
+        CAST,
+        CODING,
+        BITS,
+        SIDES,
+        BLOCKS,
+        DIM,
+        SCALED,
+        PADDED,
+        CONTIGUOUS,
+    )
+
+
+@triton.jit
+def lay_out_both(
+    x,
+    codes_row,
+    codes_column,
+    scales_row,
+    scales_column,
+    factor_row,
+    factor_column,
+    amax_row,
+    amax_column,
+    key_row,
+    key_column,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    CAST_ROW: tl.constexpr,
+    CAST_COLUMN: tl.constexpr,
+    CODING: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SCALED: tl.constexpr,
+    PADDED: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+):
+    """Does :func:`lay_out_blocks` for blocks of ``SIZE`` along rows and along columns. A program has a square
+    ``TILE``, which it reads twice: the second time from a cache."""
+    across = tl.cdiv(columns, 128) * 128 // TILE[1]
+    down, right = tl.program_id(0) // across, tl.program_id(0) % across
+    blocks: tl.constexpr = (TILE[0], TILE[1] // SIZE)
+    sides: tl.constexpr = (1, SIZE)
+    at = (rows, columns, row_stride, column_stride, down, right)
+    _lay_out(
+        x,
+        codes_row,
+        scales_row,
+        factor_row,
+        amax_row,
+        key_row,
+        None,
+        at,
+        CAST_ROW,
+        CODING,
+        BITS,
+        sides,
+        blocks,
+        1,
+        SCALED,
+        PADDED,
+        CONTIGUOUS,
+    )
+    at = (columns, rows, column_stride, row_stride, right, down)
+    _lay_out(
+        x,
+        codes_column,
+        scales_column,
+        factor_column,
+        amax_column,
+        key_column,
+        None,
+        at,
+        CAST_COLUMN,
+        CODING,
+        BITS,
+        sides,
+        blocks,
+        0,
+        SCALED,
+        PADDED,
+        1 - CONTIGUOUS,
+    )
+
+
+@triton.jit
+def _lay_out(
+    x,
+    codes,
+    scales_at,
+    factor,
+    amax,
+    key,
+    offset,
+    at,
+    CAST: tl.constexpr,
+    CODING: tl.constexpr,
+    BITS: tl.constexpr,
+    SIDES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DIM: tl.constexpr,
+    SCALED: tl.constexpr,
+    PADDED: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+):
+    """Writes codes and scales of a program's blocks; for arguments see :func:`lay_out_blocks`."""
     ELEMENTS: tl.constexpr = CAST.elements
+    rows, columns, row_stride, column_stride, down, right = at
     across = tl.cdiv(columns, 4 * SCALED)
-    down, right, row, column = block_places(across * (4 * SCALED), SIDES, SIDES, BLOCKS)
+    row, column = places_of(down, right, SIDES, SIDES, BLOCKS)
     mask = (row < rows) & (column < columns)
     if SIDES[0] == 1:
         elements = _load_blocks(x, down, right, rows, columns, row_stride, column_stride, SIDES, BLOCKS, CONTIGUOUS)

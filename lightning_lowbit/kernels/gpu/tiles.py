@@ -24,11 +24,18 @@ def block_places(columns, SIDES: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.
     across = tl.maximum(tl.cdiv(columns, SIDES[1] * BLOCKS[1]), 1)
     down = tl.program_id(0) // across
     right = tl.program_id(0) % across
+    row, column = places_of(down, right, SIDES, PADDED, BLOCKS)
+    return down, right, row, column
+
+
+@triton.jit
+def places_of(down, right, SIDES: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr):
+    """Computes rows and columns of the blocks of a program."""
     row = (down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]) * SIDES[0]
     column = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * SIDES[1]
     row += tl.arange(0, PADDED[0])[None, :, None, None]
     column += tl.arange(0, PADDED[1])[None, None, None, :]
-    return down, right, row, column
+    return row, column
 
 
 @triton.jit
