@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.kernels.instructions import FP8, e2m1_of, fp8_of, inlined
+
 Array = np.ndarray[Any, Any]
 
 _TYPES = {f"{kind}{bits}": np.dtype(f"uint{bits}") for kind in "bu" for bits in (8, 16, 32, 64)}
@@ -29,42 +31,6 @@ _BINARY = {
     "min": np.minimum,
 }
 _OF_NUMBERS = {"max": np.fmax, "min": np.fmin}  # of floats without .NaN
-
-_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
-def e2m1_of(values):
-    """Codes that ``cvt.rn.satfinite.e2m1x2.f32`` makes, by PTX's manual: to nearest, ties to the even code, finite; NaN
-    becomes 6, and a sign is kept, also that of 0."""
-    size = np.abs(values.astype(np.float64))
-    above = np.searchsorted(_E2M1, size).clip(1, 7)
-    middle = (_E2M1[above - 1] + _E2M1[above]) / 2
-    code = np.where((size > middle) | (size == middle) & (above % 2 == 0), above, above - 1)
-    return np.where(np.isnan(values), 7, code | np.signbit(values) << 3).astype(np.uint8)
-
-
-def fp8_of(values, dtype):
-    """Codes that ``cvt.rn.satfinite.e4m3x2.f32`` and ``e5m2x2`` make: NaN becomes 0x7F, and a sign is kept."""
-    finite = torch.from_numpy(np.array(values)).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
-    return np.where(np.isnan(values), 0x7F, finite.to(dtype).view(torch.uint8).numpy()).astype(np.uint8)
-
-
-_FP8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
-
-
-def _inlined(match):
-    """Instructions of an inline assembly, whose registers get names of their own."""
-    text, which = match[1].strip(), match.start()
-    if not text.startswith("{"):
-        return text
-    text = text[1:-1]
-    for kind, names in re.findall(r"\.reg \.b(\d+) ([^;]*);", text):
-        place = {"16": "rs", "64": "rd"}.get(kind, "r")
-        names = re.sub(r"(\w+)<(\d+)>", lambda m: ", ".join(f"{m[1]}{i}" for i in range(int(m[2]))), names)
-        for name in map(str.strip, names.split(",")):
-            text = re.sub(rf"(?<![\w.%]){name}\b", f"%{place}_{which}_{name}", text)
-    return re.sub(r"\.reg[^;]*;", "", text)
-
 
 _COMPARED = {
     "eq": np.equal,
@@ -104,7 +70,7 @@ class Kernel:
 
     def __init__(self, ptx):
         body = re.sub(
-            r"// begin inline asm(.*?)// end inline asm", _inlined, ptx[ptx.index(".entry") :], flags=re.DOTALL
+            r"// begin inline asm(.*?)// end inline asm", inlined, ptx[ptx.index(".entry") :], flags=re.DOTALL
         )
         body = re.sub(r"//[^\n]*|^\s*\.loc[^\n]*", "", body[: body.index("\n}")], flags=re.MULTILINE)
         self.threads = int(re.search(r"\.reqntid (\d+)", body)[1])
@@ -371,12 +337,12 @@ class _Program:
         if to == "e2m1x2":
             codes = [e2m1_of(self.value(source, "f32")) for source in sources]
             result = codes[0] << np.uint8(4) | codes[1]
-        elif to in _FP8:
-            codes = [fp8_of(self.value(source, "f32"), _FP8[to]).astype(np.uint16) for source in sources]
+        elif to in FP8:
+            codes = [fp8_of(self.value(source, "f32"), FP8[to]).astype(np.uint16) for source in sources]
             result = codes[0] << np.uint16(8) | codes[1]
-        elif of in _FP8:
+        elif of in FP8:
             codes = torch.from_numpy(np.array(self.value(sources[0], "u16")).view(np.uint8))
-            result = codes.view(_FP8[of]).to(torch.float16).numpy().view(np.uint32)
+            result = codes.view(FP8[of]).to(torch.float16).numpy().view(np.uint32)
         elif to in ("bf16x2", "bf16"):
             halves = [self.bfloat16(self.value(source, "f32")) for source in sources]
             result = halves[0] if to == "bf16" else halves[0].astype(np.uint32) << np.uint32(16) | halves[1]

@@ -139,15 +139,18 @@ def pack(x: Tensor, call: CastCall) -> Packed:
 
 def lays_out(cast: Cast, x: Tensor, block: int, dim: int) -> bool:
     """Returns whether :func:`lay_out` serves a matrix: blocks of 16 or 32, or several of them, in powers of two."""
-    if obstacle(x.device) is not None or lacks(cast) is not None or is_rare(cast):
-        return False
-    if cast.scale.format not in ("e4m3", "e8m0"):
+    if obstacle(x.device) is not None or x.dtype not in _INPUTS or not 0 < x.numel() < 2**31:
         return False
     sides = block_shape(cast, dim)
+    if block == 128:  # for blocks and tiles of FP8
+        is_fp8 = cast.element == "e4m3" and cast.scale.format == "fp32" and cast.scale.statistic == "absmax"
+        return is_fp8 and not cast.round_to_bfloat16 and sides in ((1, 128), (128, 128))
+    if lacks(cast) is not None or is_rare(cast) or cast.scale.format not in ("e4m3", "e8m0"):
+        return False
     even = sides == launches.padded_sides(sides) and max(sides) <= 128 and sides[1] % block == 0
     if cast.scale.four_over_six is not None and 1 not in sides and dim == 0:
         return False  # it sums errors over the rows of a tile before its columns
-    return even and block in (16, 32) and x.dtype in _INPUTS and 0 < x.numel() < 2**31
+    return even and block in (16, 32)
 
 
 def lay_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:

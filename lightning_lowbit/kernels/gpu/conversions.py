@@ -26,7 +26,7 @@ _NEAREST = tl.constexpr(
     "add.u32 sizes, sizes, 0x77777777; or.b32 sizes, sizes, 0x77777777; and.b32 $0, codes, sizes; }"
 )
 
-# The upper halves of operands 1 to 8 are floats of random bits (`drawn_of`). In pairs, in the order of the lines: v, its
+# The upper halves of operands 1 to 8 are floats of random bits (`drawn_of`). In pairs, in the order of lines: v, its
 # power of two by the unit in the first place (quant/rounding.py), a quarter of it, at least 1/4 and at most 1 (which
 # saturates: v may be larger than 6); the draw in steps at 1, times four; v plus the draw; the nearest multiple.
 _STOCHASTIC = tl.constexpr(

@@ -169,7 +169,7 @@ def layout_launch(
     arguments = {
         "x": x,
         "codes": as_bytes(codes),
-        "scales_at": scales.view(torch.uint8),
+        "scales_at": _raw(scales),
         "factor": factor,
         **_outside(x, call, amax),
         **_layout(matrix),
@@ -188,7 +188,11 @@ def _layout_form(spec: str, dim: int, block: int, transposed: bool, fours: bool)
     if sides[0] == 1 and sides[1] <= 32 and cast.scale.four_over_six is None:  # a thread has whole blocks
         rows, columns, warps = (64, 64, 1) if transposed else (8, 256, 1)
     constants = {**_coding(cast, fours), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
-    constants |= {"DIM": dim, "SCALED": block, "PADDED": multiples(), "CONTIGUOUS": 0 if transposed else 1}
+    if block == 128:  # which GEMMs take as it is
+        rows, columns, warps = (128, 128, 8) if sides[0] == 128 else (64, 128, 4)
+        constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
+    padded = multiples() if block < 128 else (1, 1)
+    constants |= {"DIM": dim, "SCALED": block, "PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
     return Form("lay_out_blocks", constants, warps), (rows, columns)
 
 
@@ -201,7 +205,7 @@ def layouts_launch(
     arguments: dict[str, Any] = {"x": x}
     for name, call, (codes, scales, factor) in zip(("row", "column"), calls, operands, strict=True):
         outside = _outside(x, call, amax)
-        arguments |= {f"codes_{name}": as_bytes(codes), f"scales_{name}": scales.view(torch.uint8)}
+        arguments |= {f"codes_{name}": as_bytes(codes), f"scales_{name}": _raw(scales)}
         arguments |= {f"factor_{name}": factor, f"amax_{name}": outside["amax"], f"key_{name}": outside["key"]}
     squares = [round_up(size, 128) // side for size, side in zip(x.shape, form.constants["TILE"], strict=True)]
     return Launch(form, squares[0] * squares[1], {**arguments, **_layout(x)})
@@ -210,9 +214,10 @@ def layouts_launch(
 @cache
 def _layouts_form(specs: tuple[str, ...], block: int, transposed: bool, fours: tuple[bool, ...]) -> Form:
     row, column = (_coding(Cast.from_spec(spec), four) for spec, four in zip(specs, fours, strict=True))
-    constants = {"CAST_ROW": row.pop("CAST"), "CAST_COLUMN": column["CAST"], **row, "SIZE": block, "TILE": (64, 64)}
-    constants |= {"SCALED": block, "PADDED": multiples(), "CONTIGUOUS": 0 if transposed else 1}
-    return Form("lay_out_both", constants, 1)
+    tile, padded, warps = ((64, 64), multiples(), 1) if block < 128 else ((128, 128), (1, 1), 8)
+    constants = {"CAST_ROW": row.pop("CAST"), "CAST_COLUMN": column["CAST"], **row, "SIZE": block, "TILE": tile}
+    constants |= {"SCALED": block, "PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
+    return Form("lay_out_both", constants, warps)
 
 
 def unpack_launch(data: Tensor, cast: Cast, dim: int, source: torch.dtype, values: Tensor) -> Launch:
@@ -327,6 +332,10 @@ def padded_sides(tile: Tile) -> Tile:
 def as_bytes(tensor: Tensor) -> Tensor:
     """FP8 as bytes, which the kernels write."""
     return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else tensor
+
+
+def _raw(scales: Tensor) -> Tensor:
+    return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
 
 
 def _power_of_two(size: int) -> int:

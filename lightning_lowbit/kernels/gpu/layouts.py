@@ -166,7 +166,7 @@ def _lay_out(
     across = tl.cdiv(columns, 4 * SCALED)
     row, column = places_of(down, right, SIDES, SIDES, BLOCKS)
     mask = (row < rows) & (column < columns)
-    if SIDES[0] == 1:
+    if SIDES[0] == 1 and SIDES[1] <= 32:
         elements = _load_blocks(x, down, right, rows, columns, row_stride, column_stride, SIDES, BLOCKS, CONTIGUOUS)
     else:
         elements = load_elements(x, row, column, row_stride, column_stride, mask)
@@ -197,6 +197,31 @@ def _lay_out(
     is_byte = (byte_row < tl.cdiv(rows, PADDED[0]) * PADDED[0]) & (byte < all_bytes)
     tl.store(codes + (byte_row.to(tl.int64) * all_bytes + byte), joined, mask=is_byte)
 
+    if CAST.scale == "fp32":  # as they are, a tile for all of its rows
+        down_block = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]
+        right_block = right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]
+        place = down_block.to(tl.int64) * tl.cdiv(columns, SIDES[1]) + right_block
+        is_block = (down_block * SIDES[0] < rows) & (right_block * SIDES[1] < columns)
+        tl.store(scales_at + place, stored_scales(scales, CAST), mask=is_block)
+    else:
+        _store_swizzled(scales_at, scales, rows, columns, across, down, right, CAST, SIDES, BLOCKS, SCALED)
+
+
+@triton.jit
+def _store_swizzled(
+    scales_at,
+    scales,
+    rows,
+    columns,
+    across,
+    down,
+    right,
+    CAST: tl.constexpr,
+    SIDES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Writes codes of scales in the order of tensor cores."""
     code = code_of_scale(stored_scales(scales, CAST), CAST)
     per_block: tl.constexpr = SIDES[1] // SCALED
     first = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * per_block
