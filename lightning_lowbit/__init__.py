@@ -8,7 +8,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from lightning_lowbit import _moved
+from lightning_lowbit import _moved, _tree
 
 if TYPE_CHECKING:
     from lightning_lowbit.callbacks import *
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _moved.install()
+_tree.install()
 
 __all__ = [
     "SPAM",

@@ -40,6 +40,13 @@ _INDUCTOR_OPTIONS: dict[str, Any] = {
     "realize_acc_reads_threshold": 64,
 }
 
+# On GPUs Inductor divides approximately, fuses products into sums, flushes subnormal numbers and drops roundings to
+# 16 bits, unless it is asked to compute as eager code does.
+_EXACT_ON_GPUS: dict[str, Any] = {
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+    "emulate_precision_casts": True,
+}
 
 _ADVICE = (
     "as eager code: the same bits, several times slower. Installing a C++ compiler (g++ or clang) usually mends it; "
@@ -145,14 +152,22 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not wanted or torch.compiler.is_compiling() or not _can_compile(blocks.device.type):
             return function(blocks, *tensors, **static)
         layout = tuple(None if tensor is None else _mark_dynamic(tensor) for tensor in (blocks, *tensors))
-        return _generate(function, tuple(sorted(static.items())), layout)(blocks, *tensors)
+        return _generate(function, tuple(sorted(static.items())), layout, blocks.device.type)(blocks, *tensors)
 
     return dispatch
 
 
+def inductor_options(device_type: str) -> dict[str, Any]:
+    """Returns the options with which Inductor's code has the bits of eager code on a kind of device."""
+    return _INDUCTOR_OPTIONS if device_type == "cpu" else _INDUCTOR_OPTIONS | _EXACT_ON_GPUS
+
+
 @cache
 def _generate(
-    function: Callable[..., Tensor], static: tuple[tuple[str, Any], ...], layout: tuple[tuple[Any, ...] | None, ...]
+    function: Callable[..., Tensor],
+    static: tuple[tuple[str, Any], ...],
+    layout: tuple[tuple[Any, ...] | None, ...],
+    device_type: str,
 ) -> Callable[..., Tensor]:
     """Compiles for these constants and this layout when first called; runs the plain code once compilation fails."""
     constants = dict(static)
@@ -162,7 +177,7 @@ def _generate(
 
     # Dynamo counts recompilations per code object, and silently runs eager code after eight: each graph has its own.
     specialized.__code__ = specialized.__code__.replace()
-    chosen = torch.compile(specialized, options=_INDUCTOR_OPTIONS)
+    chosen = torch.compile(specialized, options=inductor_options(device_type))
 
     def run(blocks: Tensor, *tensors: Tensor | None) -> Tensor:
         nonlocal chosen

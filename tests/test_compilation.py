@@ -1,6 +1,7 @@
 """The choice between eager and generated code."""
 
 import errno
+import importlib.util
 import logging
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import codecache
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.exc import CppCompileError
+from torch._inductor.utils import fresh_cache, get_code
 
 from lightning_lowbit import Cast, Scale, compilation, quantize
+from tests.tables import each
 
 
 def test_unknown_backend():
@@ -204,3 +207,28 @@ def test_auto_compiles_large_operands_only(monkeypatch, nothing_generated):
     with compilation.backend("eager"):
         quantize(torch.randn(8192, 16), Cast())
     assert len(sizes) == 4, "the eager backend generated code"
+
+
+@each("device", ["cpu", "cuda"])
+def test_inductor_knows_the_options(device):
+    torch.compile(torch.abs, options=compilation.inductor_options(device))  # an unknown one is an error
+
+
+@pytest.mark.slow  # Inductor and its imports
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_code_for_gpus_computes_as_eager_code(monkeypatch):
+    """No division that is approximate, no fused product, no flushed number, no dropped rounding to bfloat16."""
+    from triton.runtime import driver
+
+    from tests.kernels.test_triton_aot import Driver
+
+    def function(x, y):
+        return ((x / y).bfloat16().float() * 1.5 + x).reciprocal()
+
+    monkeypatch.setattr(driver, "_active", Driver())
+    options = {**compilation.inductor_options("cuda"), "cpu_backend": "triton"}  # the code alone, which is not run
+    with fresh_cache():
+        code, *_ = get_code(torch.compile(function, options=options), torch.ones(64, 64), torch.ones(64, 64))
+    assert code.count("div_rn(") == 2 and " / " not in code.partition("def triton_")[2].partition("tl.store")[0]
+    assert "'enable_fp_fusion': False" in code and "'disable_ftz': True" in code
+    assert ".to(tl.bfloat16)" in code

@@ -19,8 +19,10 @@ def weights_of(module: Any) -> Iterator[FSDPParam]:
 
     FSDP2 does not call extensions for parameters that it spreads over a smaller mesh after the forward pass.
     """
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        if not group._use_post_forward_mesh:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in [state._fsdp_param_group] if groups is None else groups:  # torch 2.11 has one, or None
+        if group is not None and not group._use_post_forward_mesh:
             yield from (record for record in group.fsdp_params if record._module_info.param_name == "weight")
 
 

@@ -9,12 +9,14 @@ import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, recipes
 from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path
 from lightning_lowbit.cli.search_path import current_folder_last
+from lightning_lowbit.packages import install
 
 _USAGE = """\
 usage: lowbit COMMAND ...
@@ -105,6 +107,8 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"lightning_lowbit {metadata.version('lightning_lowbit')}")
         return 0
     name, *rest = arguments
+    if (name in TRAINER_COMMANDS or name in _MODULES) and find_spec("jsonargparse") is None:
+        raise ValueError(f"`lowbit {name}` needs jsonargparse, which reads configurations: {install('jsonargparse')}.")
     if name in TRAINER_COMMANDS:
         place = next((i for i, argument in enumerate(rest) if argument in ("-h", "--help")), None)
         if place is not None and rest[place + 1 : place + 2] != ["all"]:

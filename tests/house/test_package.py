@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -58,7 +59,8 @@ def test_names_and_subpackages_are_there_and_no_others():
 
 
 def test_imported_packages_are_declared():
-    """At the top of files alone: optional packages are imported where they are used (see test_layering)."""
+    """At the top of files alone: optional packages are imported where they are used (see test_layering). Modules of a
+    command are imported when it runs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w-]+", each)[0].lower() for each in project["dependencies"]}
     declared |= {"lightning_utilities", "lightning_fabric", "pytorch_lightning"}  # come with lightning
@@ -67,9 +69,51 @@ def test_imported_packages_are_declared():
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            names = [name for name in names if name != "jsonargparse" or "cli" not in path.parts]
             found |= {{"yaml": "pyyaml"}.get(top, top): path.name for name in names if (top := name.split(".")[0])}
     missing = found.keys() - declared - sys.stdlib_module_names - {"lightning_lowbit", "triton"}
     assert not missing, f"not among the dependencies: {[(name, found[name]) for name in missing]}"
+
+
+def test_sources_that_are_not_installed_hold_the_recipes():
+    code = """if True:
+        import sys
+        sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+        import lightning_lowbit.recipes.adapters
+        print(lightning_lowbit.recipes.adapters.__file__)
+    """
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert Path(result.stdout.strip()) == ROOT / "recipes" / "adapters.py"
+
+
+@pytest.mark.slow  # a process of its own
+def test_plugins_train_without_jsonargparse_and_the_command_asks_for_it(tmp_path):
+    code = """if True:
+        import importlib.machinery, importlib.metadata, sys
+        find, distribution = importlib.machinery.PathFinder.find_spec, importlib.metadata.distribution
+
+        def find_others(name, *others):
+            return None if name.partition(".")[0] == "jsonargparse" else find(name, *others)
+
+        def others(name):
+            if name == "jsonargparse":
+                raise importlib.metadata.PackageNotFoundError(name)
+            return distribution(name)
+
+        importlib.machinery.PathFinder.find_spec = staticmethod(find_others)
+        importlib.metadata.distribution = others
+        from lightning.pytorch import Trainer
+        from lightning.pytorch.demos.boring_classes import BoringModel
+        from lightning_lowbit import FP4Precision, RunReport
+        from lightning_lowbit.cli import main
+        model = BoringModel()
+        Trainer(fast_dev_run=2, plugins=[FP4Precision(skip=[])], callbacks=[RunReport()], accelerator="cpu").fit(model)
+        assert type(model.layer).__name__ == "QuantLinear"
+        assert main(["fit", "--config", "quickstart"]) == 2
+    """
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "error: `lowbit fit` needs jsonargparse, which reads configurations: pip install 'jsonarg" in result.stderr
 
 
 def test_no_text_installs_this_package_from_an_index():

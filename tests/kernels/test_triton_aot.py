@@ -107,6 +107,9 @@ class Driver:
     def get_current_stream(self, device=0):
         return 0
 
+    def get_device_interface(self):
+        return torch.cpu
+
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
 

@@ -14,16 +14,12 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit._torch import int_mm, scaled_mm
-from lightning_lowbit.compilation import counted_as, opaque, within_cast
+from lightning_lowbit.compilation import opaque, within_cast
 from lightning_lowbit.kernels.gemms import CodeOperand, multiply
-from lightning_lowbit.kernels.layout import pad
-from lightning_lowbit.kernels.products import scale_and_round
 from lightning_lowbit.nn.native.devices import native_obstacle as native_obstacle
-from lightning_lowbit.nn.native.gemms import block_product, results
+from lightning_lowbit.nn.native.gemms import block_product, finish, fp8_product, int8_product, results
 from lightning_lowbit.nn.native.operand import AnyOperand, BlockOperand, values_of
 from lightning_lowbit.units import lacks_units
 
@@ -101,7 +97,7 @@ def _code_matmul(a: CodeOperand, b: CodeOperand, bias: Tensor | None, dtype: tor
     """Multiplies codes on a CPU. A bias for each row comes after a product in float32."""
     is_row = bias is None or bias.numel() == b.rows
     product = multiply(a, b, bias if is_row else None, dtype if is_row else torch.float32)
-    return product if is_row else _finish(product, [], bias, dtype)
+    return product if is_row else finish(product, [], bias, dtype)
 
 
 def _empty(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,15 +113,8 @@ def _int8_matmul(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Multiplies int8 values natively, to int32; padded for GPUs: more than 16 rows and multiples of 8."""
-    rows, inner, columns = len(left), len(right), right.shape[1]
-    if left.device.type == "cuda":
-        left, right = pad(left, max(17 - rows, 0), -inner % 8), pad(right.t(), -columns % 8, -inner % 8).t()
-    elif 1 in (rows, inner):  # CPUs read the strides of single rows, too, and may leave the result unwritten
-        left, right = pad(left, 0, 0), pad(right, 0, 0)
-    with counted_as(rows, inner, columns):
-        product = int_mm(left, right)[:rows, :columns]
-    return _finish(product, [factor for factor in (left_factor, right_factor) if factor is not None], bias, dtype)
+    """Multiplies int8 values natively."""
+    return int8_product((left, right), (left_factor, right_factor), bias, dtype)
 
 
 @opaque(lambda left, left_factor, right, right_factor, bias, dtype: _empty(left, right, dtype))
@@ -158,13 +147,7 @@ def _emulated_matmul(
         product = torch.mm(left, right)  # the CPU has no GEMM that leaves its float32 result unrounded
     else:
         product = torch.mm(left, right, out_dtype=torch.float32)
-    return _finish(product, factors, bias, dtype)
-
-
-def _finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if not factors and bias is None:
-        return product.to(dtype)
-    return scale_and_round(product, factors, bias, dtype)
+    return finish(product, factors, bias, dtype)
 
 
 @opaque(lambda left, left_factor, right, right_factor, bias, dtype, fast: _empty(left, right, dtype))
@@ -177,31 +160,8 @@ def _fp8_matmul(
     dtype: torch.dtype,
     fast: bool,
 ) -> Tensor:
-    """Multiplies FP8 values natively, padded to multiples of 16 for the inner size and columns."""
-    one = torch.ones((), device=left.device)
-    factors = [one if factor is None else factor for factor in (left_factor, right_factor)]
-    rows, inner, columns = len(left), len(right), right.shape[1]
-    # It reads rows of the left operand and columns of the right one, each contiguous.
-    left, right = pad(left, 0, -inner % 16), pad(right.t(), -columns % 16, -inner % 16).t()
-    # The result is rounded once, after bias and scales: in the GEMM for bfloat16, here for all else.
-    inside = dtype == torch.bfloat16 and (bias is None or (bias.dtype == dtype and bias.dim() == 1))
-    scales, added = factors, bias
-    if not inside:
-        scales, added = [one, one], None
-    elif any(factor.dim() for factor in factors):  # then the GEMM takes one per row and column
-        row_scales, column_scales = factors[0].expand(rows, 1).reshape(rows), factors[1].expand(1, columns)
-        scales = [row_scales.contiguous().unsqueeze(1), F.pad(column_scales.reshape(columns), (0, -columns % 16))[None]]
-    with counted_as(rows, inner, columns):
-        product = scaled_mm(
-            left,
-            right,
-            scale_a=scales[0],
-            scale_b=scales[1],
-            bias=None if added is None else F.pad(added, (0, -columns % 16)),
-            out_dtype=dtype if inside else torch.float32,
-            use_fast_accum=fast,
-        )[:, :columns]
-    return product.contiguous() if inside else _finish(product, factors, bias, dtype)
+    """Multiplies FP8 values natively."""
+    return fp8_product((left, right), (left_factor, right_factor), bias, dtype, fast)
 
 
 @opaque(
@@ -228,7 +188,7 @@ def _block_matmul(
     b = BlockOperand(right, right_scales, right_factor, kind, (columns, inner))
     wide = torch.float32 in results(kind)  # where it is not, bias and factors come after a rounding to bfloat16
     product, factors = block_product(a, b, torch.float32 if bias is not None and wide else dtype)
-    return product if not factors and bias is None else _finish(product, factors, bias, dtype)
+    return product if not factors and bias is None else finish(product, factors, bias, dtype)
 
 
 @opaque(lambda mean, weight, factor, bias: weight.new_empty((1, weight.shape[1]), dtype=torch.float32))

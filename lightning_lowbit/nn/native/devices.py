@@ -1,26 +1,32 @@
 """Devices with native GEMMs: by their capability, and by a trial.
 
-Block-scaled GEMMs depend on the GPU, the libraries and how torch was built. A device that should have one multiplies
-two small matrices once, with scales that differ from block to block. It has the GEMM if the result is the emulation's.
+GEMMs depend on the GPU, the libraries and how torch was built. A GPU that should have one multiplies two small matrices
+once, in each way in which layers call it, with scales that differ from block to block or row to row. It has the GEMM if
+the results are the emulation's.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from itertools import product
 
 import torch
+from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from lightning_lowbit._torch import has_amx, has_vnni
 from lightning_lowbit.kernels.cpu.gemms import INSTRUCTIONS, instructions
-from lightning_lowbit.nn.native.gemms import block_product
-from lightning_lowbit.nn.native.operand import block_operand
-from lightning_lowbit.nn.native.table import NATIVE
-from lightning_lowbit.quant import Cast, Scale
+from lightning_lowbit.nn.native.gemms import block_product, fp8_product, int8_product, results
+from lightning_lowbit.nn.native.operand import BlockOperand, block_operand
+from lightning_lowbit.nn.native.table import BLOCK_SCALED, NATIVE
+from lightning_lowbit.quant import Cast, Scale, quantize_operand
 
 _MX4, _MX8 = Cast("e2m1", Scale("e8m0", 32)), Cast("e4m3", Scale("e8m0", 32))
 _NV4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 _ROWS, _TILES = (Cast("e4m3", Scale("fp32", block)) for block in (128, (128, 128)))
+_WHOLE, _BY_ROW = (Cast("e4m3", Scale("fp32", block)) for block in ("tensor", "row"))
+_WIDE, _WIDE_BY_ROW = (cast.replace(element="e5m2") for cast in (_WHOLE, _BY_ROW))
+_INTEGERS = Cast("int8", Scale("fp32", "row"))
 
 # The casts of a trial, left and right.
 _SAMPLES = {
@@ -28,6 +34,8 @@ _SAMPLES = {
     "mxfp4": [(_MX4, _MX4)],
     "mxfp8": [(_MX8, _MX8)],
     "fp8-blockwise": [(_ROWS, _TILES), (_ROWS, _ROWS)],
+    "fp8": [(_WHOLE, _WHOLE), (_WIDE, _WHOLE), (_WHOLE, _WIDE), (_BY_ROW, _BY_ROW), (_WIDE_BY_ROW, _BY_ROW)],
+    "int8": [(_INTEGERS, _INTEGERS)],
 }
 
 # Of the norm of a result: bfloat16 rounds to 2^-9, a misplaced scale changes all of it.
@@ -73,7 +81,7 @@ def native_obstacle(device: torch.device, kind: str) -> str | None:
         return obstacle
     else:
         obstacle = _declared_obstacle(device, kind)
-    if obstacle is None and kind in _SAMPLES:
+    if obstacle is None and (kind in BLOCK_SCALED or device.type == "cuda") and kind in _SAMPLES:
         obstacle = _trial_obstacle(device, kind)
     return None if obstacle is None else f"{NATIVE[kind].needs}; {obstacle}"
 
@@ -141,23 +149,53 @@ def _trial_obstacle(device: torch.device, kind: str) -> str | None:
             sizes = torch.randn(rows, 24, generator=generator, device="cpu").exp()
             matrices.append((normal * sizes.repeat_interleave(16, 1)).to(device))
         with torch.no_grad():
-            left, right = (block_operand(x, cast, kind, 1) for x, cast in zip(matrices, casts, strict=True))
-            try:
-                product = block_product(left, right, torch.bfloat16)[0].double().cpu()
-            except torch.OutOfMemoryError:  # which says nothing of the GEMM
-                raise
-            except (RuntimeError, ValueError) as error:
-                answer = str(error).strip() or type(error).__name__
-                return f"torch refuses it on {_name(device)}: {answer.splitlines()[0][:160]}"
-        a, b = (
-            operand.values.double() * (1 if operand.factor is None else operand.factor.double())
-            for operand in (left.decoded(torch.float32), right.decoded(torch.float32))
-        )
-        expected = (a @ b.t()).cpu()
-        error_norm = float((product - expected).norm() / expected.norm())
-        if not error_norm <= _TOLERANCE:
-            return f"{_name(device)} was asked, and its result is off by {error_norm:.2g} of its norm"
+            trials = _of_blocks if kind in BLOCK_SCALED else _of_rows_and_tensors
+            for multiply, expected in trials(kind, matrices, casts):
+                try:
+                    result = multiply().double().cpu()
+                except torch.OutOfMemoryError:  # which says nothing of the GEMM
+                    raise
+                except (RuntimeError, ValueError) as error:
+                    answer = str(error).strip() or type(error).__name__
+                    return f"torch refuses it on {_name(device)}: {answer.splitlines()[0][:160]}"
+                error_norm = float((result - expected).norm() / expected.norm())
+                if not error_norm <= _TOLERANCE:
+                    return f"{_name(device)} was asked, and its result is off by {error_norm:.2g} of its norm"
     return None
+
+
+_Trials = Iterator[tuple[Callable[[], Tensor], Tensor]]  # products to try, and what they should be, float64 on the CPU
+
+
+def _of_blocks(kind: str, matrices: list[Tensor], casts: tuple[Cast, Cast]) -> _Trials:
+    """Yields the products in each dtype; those in float32 serve layers with a bias."""
+    left, right = (block_operand(x, cast, kind, 1) for x, cast in zip(matrices, casts, strict=True))
+    a, b = (
+        operand.values.double() * (1 if operand.factor is None else operand.factor.double())
+        for operand in (left.decoded(torch.float32), right.decoded(torch.float32))
+    )
+    for dtype in results(kind):
+        yield partial(_with_factors, left, right, dtype), (a @ b.t()).cpu()
+
+
+def _with_factors(left: BlockOperand, right: BlockOperand, dtype: torch.dtype) -> Tensor:
+    result, factors = block_product(left, right, dtype)
+    for factor in factors:
+        result = result * factor
+    return result
+
+
+def _of_rows_and_tensors(kind: str, matrices: list[Tensor], casts: tuple[Cast, Cast]) -> _Trials:
+    """Yields the products rounded within the GEMM, with a bias, and behind it; those in FP8 by both accumulations."""
+    (a, a_factor), (b, b_factor) = (
+        quantize_operand(x, cast, 1, dtype=cast.grid.gemm_dtype) for x, cast in zip(matrices, casts, strict=True)
+    )
+    assert a_factor is not None and b_factor is not None
+    bias = 100 * matrices[1].mean(1).bfloat16()
+    expected = (a.double() * a_factor.double()) @ (b.double() * b_factor.double()).t() + bias.double()
+    for dtype, fast in product((torch.bfloat16, torch.float32), (False, True) if kind == "fp8" else (False,)):
+        multiply = partial(fp8_product, fast=fast) if kind == "fp8" else int8_product
+        yield partial(multiply, (a, b.t()), (a_factor, b_factor.t()), bias=bias, dtype=dtype), expected.cpu()
 
 
 def _name(device: torch.device) -> str:

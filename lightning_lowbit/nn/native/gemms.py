@@ -1,16 +1,21 @@
-"""Block-scaled native GEMMs: calls of ``torch.nn.functional.scaled_mm``.
+"""Native GEMMs of GPUs: torch's calls, and what their operands must be.
 
-All are "TN": both operands have the contraction axis in their rows of memory, so those of dgrad and wgrad that lie
-across it are transposed physically (:mod:`lightning_lowbit.nn.native.operand`). Sizes are padded with zeros.
+Block-scaled ones are calls of ``torch.nn.functional.scaled_mm``. All are "TN": both operands have the contraction axis
+in their rows of memory, so those of dgrad and wgrad that lie across it are transposed physically
+(:mod:`lightning_lowbit.nn.native.operand`). Sizes are padded with zeros.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
+from lightning_lowbit._torch import int_mm, scaled_mm
 from lightning_lowbit.compilation import counted_as
 from lightning_lowbit.kernels.layout import outer_major, pad, repeated, round_up
+from lightning_lowbit.kernels.products import scale_and_round
 from lightning_lowbit.nn.native.operand import BlockOperand, has_tiles
 from lightning_lowbit.nn.native.table import NATIVE
 
@@ -79,3 +84,63 @@ def _multiply_blocks_of_128(left: BlockOperand, right: BlockOperand, dtype: torc
         scales_b = outer_major(F.pad(scales_b, (0, 0, 0, len(b) - len(scales_b))))
     scales_a = outer_major(F.pad(scales_a, (0, 0, 0, len(a) - len(scales_a))))
     return F.scaled_mm(a, b.t(), scales_a, recipe, scales_b, other, output_dtype=dtype)
+
+
+def fp8_product(
+    matrices: tuple[Tensor, Tensor],
+    factors: tuple[Tensor | None, Tensor | None],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """Multiplies FP8 values ``[m, k]`` and ``[k, n]``, padded to multiples of 16 for the inner size and columns.
+
+    The result is rounded once, after bias and scales: in the GEMM for bfloat16, behind it for all else. ``fast`` keeps
+    sums in the tensor cores.
+    """
+    left, right = matrices
+    one = torch.ones((), device=left.device)
+    scales = [one if factor is None else factor for factor in factors]
+    rows, inner, columns = len(left), len(right), right.shape[1]
+    # It reads rows of the left operand and columns of the right one, each contiguous.
+    left, right = pad(left, 0, -inner % 16), pad(right.t(), -columns % 16, -inner % 16).t()
+    inside = dtype == torch.bfloat16 and (bias is None or (bias.dtype == dtype and bias.dim() == 1))
+    inner_scales, added = scales, bias
+    if not inside:
+        inner_scales, added = [one, one], None
+    elif any(scale.dim() for scale in scales):  # then the GEMM takes one per row and column
+        of_rows, of_columns = scales[0].expand(rows, 1).reshape(rows), scales[1].expand(1, columns).reshape(columns)
+        inner_scales = [of_rows.contiguous().unsqueeze(1), F.pad(of_columns, (0, -columns % 16))[None]]
+    with counted_as(rows, inner, columns):
+        product = scaled_mm(
+            left,
+            right,
+            scale_a=inner_scales[0],
+            scale_b=inner_scales[1],
+            bias=None if added is None else F.pad(added, (0, -columns % 16)),
+            out_dtype=dtype if inside else torch.float32,
+            use_fast_accum=fast,
+        )[:, :columns]
+    return product.contiguous() if inside else finish(product, scales, bias, dtype)
+
+
+def int8_product(
+    matrices: tuple[Tensor, Tensor], factors: Sequence[Tensor | None], bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Multiplies int8 values ``[m, k]`` and ``[k, n]`` to int32; padded for GPUs: more than 16 rows, multiples of 8."""
+    left, right = matrices
+    rows, inner, columns = len(left), len(right), right.shape[1]
+    if left.device.type == "cuda":
+        left, right = pad(left, max(17 - rows, 0), -inner % 8), pad(right.t(), -columns % 8, -inner % 8).t()
+    elif 1 in (rows, inner):  # CPUs read the strides of single rows, too, and may leave the result unwritten
+        left, right = pad(left, 0, 0), pad(right, 0, 0)
+    with counted_as(rows, inner, columns):
+        product = int_mm(left, right)[:rows, :columns]
+    return finish(product, [factor for factor in factors if factor is not None], bias, dtype)
+
+
+def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiplies factors into a product, adds the bias, and rounds once to ``dtype``."""
+    if not factors and bias is None:
+        return product.to(dtype)
+    return scale_and_round(product, factors, bias, dtype)

@@ -36,5 +36,5 @@ def native_calls(monkeypatch):
         return original(left, right, **arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_lowbit.nn.core.gemm.scaled_mm", spy)
+        patch.setattr("lightning_lowbit.nn.native.gemms.scaled_mm", spy)
         yield calls

@@ -122,6 +122,7 @@ def test_asking_for_the_hardware_breaks_no_graph(monkeypatch, capability):
 
     monkeypatch.setattr(torch.cuda, "get_device_name", name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (name(), capability)[1])
+    monkeypatch.setattr("lightning_lowbit.nn.native.devices._trial_obstacle", lambda device, kind: None)
 
     def asks(x):
         return x * (2 if native_obstacle(torch.device("cuda"), "fp8") is None else 3)

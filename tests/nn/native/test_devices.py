@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn.layers.native import obstacle_of
 from lightning_lowbit.nn.native import devices
 from lightning_lowbit.nn.native.table import NATIVE
 from tests.nn.native.stand_in import OF_GPUS, StandIn
+from tests.tables import each
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -93,6 +95,55 @@ def test_what_torch_refuses_is_said(gpu, monkeypatch):
     )
 
 
+class Otherwise(TorchDispatchMode):
+    """Computes some GEMMs of rows or tensors without their bias or scales, or refuses them."""
+
+    def __init__(self, is_wrong, **changes):
+        super().__init__()
+        self.is_wrong, self.changes = is_wrong, changes
+
+    def __torch_dispatch__(self, operator, types, arguments=(), named=None):
+        if operator == torch.ops.aten._scaled_mm.default:
+            names = [one.name for one in operator._schema.arguments]
+            call = dict(zip(names, arguments, strict=False)) | (named or {})
+            if self.is_wrong(call):
+                if not self.changes:
+                    raise RuntimeError("Invalid scaling configuration")
+                return operator(**{**call, **self.changes})
+        elif operator == torch.ops.aten._int_mm.default and self.changes:
+            return 2 * operator(*arguments)
+        return operator(*arguments, **(named or {}))
+
+
+@each(
+    "is_wrong",
+    [
+        lambda call: call["self"].dtype == torch.float8_e5m2,
+        lambda call: call["scale_a"].dim() == 2,
+        lambda call: call.get("out_dtype") == torch.float32,
+        lambda call: call.get("use_fast_accum"),
+        lambda call: call.get("bias") is not None,
+    ],
+)
+def test_each_way_of_an_fp8_gemm_is_tried(gpu, is_wrong):
+    gpu((9, 0))
+    with Otherwise(is_wrong):
+        assert str(devices.native_obstacle(GPU, "fp8")).endswith(
+            "torch refuses it on Some GPU: Invalid scaling configuration"
+        )
+    assert devices.native_obstacle(GPU, "fp8") is None
+
+
+def test_gemms_of_rows_that_compute_something_else_are_not_believed(gpu):
+    gpu((9, 0))
+    with Otherwise(lambda call: call.get("bias") is not None, bias=None):
+        assert "Some GPU was asked, and its result is off by" in str(devices.native_obstacle(GPU, "fp8"))
+    with Otherwise(lambda call: call["scale_a"].dim() == 2, scale_a=torch.ones(48, 1)):
+        assert "Some GPU was asked, and its result is off by" in str(devices.native_obstacle(GPU, "fp8"))
+    with Otherwise(lambda call: False, twice=True):
+        assert "Some GPU was asked, and its result is off by" in str(devices.native_obstacle(GPU, "int8"))
+
+
 def test_a_device_is_asked_once(monkeypatch, within):
     within(devices.declared("cpu", OF_GPUS))
     stand_in = StandIn()
@@ -100,9 +151,10 @@ def test_a_device_is_asked_once(monkeypatch, within):
     devices._trial_obstacle.cache_clear()
     for _ in range(3):
         assert devices.native_obstacle(CPU, "nvfp4") is None
-    assert len(stand_in.calls) == 1
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    assert [dtype for _, dtype in stand_in.calls] == dtypes
     assert devices.native_obstacle(CPU, "mxfp8") is None
-    assert len(stand_in.calls) == 2
+    assert [dtype for _, dtype in stand_in.calls] == 2 * dtypes
     devices._trial_obstacle.cache_clear()
 
 
@@ -116,7 +168,7 @@ def test_asking_breaks_no_graph(monkeypatch, within):
     layer = convert(nn.Linear(32, 32), "mxfp8")
     x = torch.randn(8, 32)
     found = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
-    assert len(stand_in.calls) == 2  # the question, and the forward pass
+    assert len(stand_in.calls) == 4  # the question for three dtypes, and the forward pass
     assert torch.equal(found, layer(x))
     devices._trial_obstacle.cache_clear()
     torch._dynamo.reset()

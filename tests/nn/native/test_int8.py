@@ -63,7 +63,7 @@ def native_calls(monkeypatch):
         return original(left, right)
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_lowbit.nn.core.gemm.int_mm", spy)
+        patch.setattr("lightning_lowbit.nn.native.gemms.int_mm", spy)
         yield calls
 
 
