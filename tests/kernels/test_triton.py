@@ -104,6 +104,17 @@ def test_a_native_layer_launches_little(run, preset, launches):
     assert run(interpreted.native_layer, preset) == ([], launches)
 
 
+@pytest.mark.slow
+@each("preset", [("nvfp4",), ("mxfp8",)])
+def test_passes_after_a_warm_up_can_be_captured_in_a_graph(run, preset):
+    """They read nothing on the host, pin no memory, and do the same with other data."""
+    first, second = run(interpreted.recorded_passes, preset)
+    assert first == second
+    assert sum("lay_out" in event for event in first) > 30
+    waits = ("_local_scalar_dense", "item", "pin_memory", "nonzero", "unique", "masked_select", "is_nonzero", "equal")
+    assert [event for event in first if any(event.startswith(f"({name}") for name in waits)] == []
+
+
 def test_a_backward_pass_reads_the_gradient_once_for_both_of_its_casts(run):
     """Not where one of them is rotated; the layer of that preset takes its weight from the forward pass."""
     for preset, casts in (("nvfp4", (1, 2)), ("mxfp8", (1, 2)), ("nvfp4-nvidia", (0, 3))):

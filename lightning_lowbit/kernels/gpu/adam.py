@@ -77,8 +77,8 @@ class TritonParameters:
 
     def __init__(self, shards: Sequence[ParameterShard], device: torch.device) -> None:
         self._shards, self._device = shards, device
-        fields = [field for shard in shards for field in shard]
-        self._table = indices_on(device, fields).view(-1, len(ParameterShard._fields))
+        fields = array("q", [field for shard in shards for field in shard])
+        self._table = _table(fields.tobytes(), device)
         self._kinds = [Kind.of(shard) for shard in shards]
 
     def measure(self, weights: bool = False) -> Tensor:
@@ -187,6 +187,12 @@ def _tiles_of(shard: ParameterShard, by_rows: bool) -> int:
         return 0
     blocks = shard.size // shard.row * -(-shard.row // BLOCK) if by_rows else -(-shard.size // BLOCK)
     return -(-blocks // BLOCKS)
+
+
+@lru_cache(maxsize=64)  # gradients of later steps mostly lie where those of earlier ones lay: nothing is copied then
+def _table(fields: bytes, device: torch.device) -> Tensor:
+    """Returns the fields of all shards on a device, int64 [P, fields], which nothing writes to."""
+    return indices_on(device, array("q", fields)).view(-1, len(ParameterShard._fields))
 
 
 @lru_cache(maxsize=4096)  # more than there are groups of parameters and kinds: a miss waits for the device
