@@ -140,7 +140,9 @@ def differences_of_layout(cases):
         found = gpu.lay_out(x, call)
         size = x.shape[1 - dim], x.shape[dim]
         apart = [taken_apart(*made[:2], block, *size) for made in (found, expected)]
-        values = [_decoded(cast, one) * repeated(two.float(), *size, 1, block) for one, two in apart]
+        down = [block if len(scales) < size[0] else 1 for _, scales in apart]  # of tiles
+        spread = [repeated(scales.float(), *size, rows, block) for (_, scales), rows in zip(apart, down, strict=True)]
+        values = [_decoded(cast, codes) * scales for (codes, _), scales in zip(apart, spread, strict=True)]
         texts += _unequal((values[0], found[2]), (values[1], expected[2]), where)
         if x.isfinite().all():
             bytes_ = [tuple(tensor.view(torch.uint8) for tensor in made[:2]) for made in (found, expected)]
@@ -232,7 +234,9 @@ def emulated_layer(preset):
 def recorded_passes(preset):
     """What two passes of a small LLaMA on a stand-in for tensor cores do after a warm-up, with other data and random
     bits: operations of torch and launches, with the shapes and dtypes of their tensors and all numbers."""
-    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
     model = LlamaForCausalLM(config).bfloat16()
     keys = LayerKeys(convert(model, preset, skip=["lm_head"]))
     run_launch, gemms, passes = gpu.run, StandIn(), []
