@@ -170,6 +170,7 @@ def _generate(
     device_type: str,
 ) -> Callable[..., Tensor]:
     """Compiles for these constants and this layout when first called; runs the plain code once compilation fails."""
+    refuse_in_capture("a compiled function")
     constants = dict(static)
 
     def specialized(*tensors: Tensor | None) -> Tensor:
@@ -203,9 +204,27 @@ def _mark_dynamic(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.dtype, *(size == 1 for size in tensor.shape))
 
 
+def is_captured() -> bool:
+    """Returns whether a CUDA graph is being captured from this thread."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_in_capture(what: str) -> None:
+    """Raises a ``RuntimeError`` where ``what`` is first used while a CUDA graph is being captured.
+
+    It would be compiled and tried, for which the device is waited for: no graph holds that.
+    """
+    if is_captured():
+        raise RuntimeError(
+            f"A CUDA graph is being captured that uses {what} for the first time, which is compiled and tried before "
+            "and cannot be captured. Run the same pass once, with the same shapes and dtypes, before the capture."
+        )
+
+
 @cache
 def _can_compile(device_type: str) -> bool:
     """Returns whether code can be generated here; warns once where it cannot."""
+    refuse_in_capture("torch.compile")
     inform(f"lightning_lowbit compiles its casts for {device_type!r}: the first steps take some seconds longer.")
     try:
         with warnings.catch_warnings():

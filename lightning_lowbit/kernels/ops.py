@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit.compilation import backend, kernels_for, opaque, takes_cpp
+from lightning_lowbit.compilation import backend, is_captured, kernels_for, opaque, refuse_in_capture, takes_cpp
 from lightning_lowbit.kernels.memory import Misfit, is_dense, resolved
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
@@ -54,6 +54,7 @@ class Operation:
         """Returns whether the Triton kernel serves a form on a device, after a comparison when this is first asked."""
         verdict = self._verdicts.get((form, device))
         if verdict is None:
+            refuse_in_capture(f"a kernel for {self.name}")
             verdict = self._verdicts[form, device] = False  # a warning may be an error: nothing is compared again
             if (arguments := self.sample(form, device)) is not None:
                 verdict = agrees(f"{self.name} ({form})", device, lambda: self._equals_plain(arguments))
@@ -166,7 +167,7 @@ def is_of_kernel(error: Exception) -> bool:
     """Returns whether plain code may do better: not without memory, or for arguments that do not fit each other."""
     if isinstance(error, Misfit | torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error):
         return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())  # the graph is lost
+    return not is_captured()  # or the graph is lost
 
 
 def warn_of_failure(language: str, name: str, error: Exception, device: torch.device) -> None:

@@ -163,6 +163,21 @@ def test_a_failure_of_one_form_leaves_the_others(monkeypatch):
     assert len(caught) == 1 and served == [torch.bfloat16] * 4  # two comparisons
 
 
+def test_a_graph_is_not_captured_before_a_kernel_was_tried(monkeypatch):
+    """Nor afterwards refused: the comparison waits for the device, a launch does not."""
+    plant(monkeypatch, operands.CAST, "triton", Broken(), after=9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for captured in (True, False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+        with backend("triton"):
+            if captured and not operands.CAST._verdicts:
+                with pytest.raises(RuntimeError, match="uses a kernel for operands for the first time"):
+                    quantize_operand(X, DRAWN, 1, KEY)
+            else:
+                quantize_operand(X, DRAWN, 1, KEY)
+    assert [*operands.CAST._verdicts.values()] == [True]
+
+
 def launchable():
     """Calls of many forms, and in each of them of all that has kernels in Triton."""
     casts = [NVFP4, DRAWN, Cast("e4m3", Scale("fp32", "row")), LinearCasts.preset("ternary").fprop_w]

@@ -80,11 +80,11 @@ def cast_blocks(
     if CAST.by_row and SIDES[0] == 1:
         line = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]
         encode, decode = levels_of(tl.load(amax + line, mask=line < rows, other=0.0), CAST)
-        tl.store(factor + line, decode, mask=(line < rows) & (right == 0))
+        tl.store(factor + line, decode, mask=line < tl.where(right == 0, rows, 0))
     elif CAST.by_row:
         line = right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]
         encode, decode = levels_of(tl.load(amax + line, mask=line < columns, other=0.0), CAST)
-        tl.store(factor + line, decode, mask=(line < columns) & (down == 0))
+        tl.store(factor + line, decode, mask=line < tl.where(down == 0, columns, 0))
     else:
         encode, decode = tensor_scales(amax, CAST)
         if tl.program_id(0) == 0:

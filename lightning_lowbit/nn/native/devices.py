@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from lightning_lowbit._torch import has_amx, has_vnni
+from lightning_lowbit.compilation import refuse_in_capture
 from lightning_lowbit.kernels.cpu.gemms import INSTRUCTIONS, instructions
 from lightning_lowbit.nn.native.gemms import block_product, fp8_product, int8_product, results
 from lightning_lowbit.nn.native.operand import BlockOperand, block_operand
@@ -141,6 +142,7 @@ def _amd_obstacle(device: torch.device, name: str, kind: str) -> str | None:
 @cache
 def _trial_obstacle(device: torch.device, kind: str) -> str | None:
     """Computes small GEMMs on a device, and returns what is wrong with one; None if all are the emulation's."""
+    refuse_in_capture(f"native GEMMs ({kind})")
     for casts in _SAMPLES[kind]:
         generator = torch.Generator("cpu").manual_seed(0)
         matrices = []
