@@ -38,6 +38,8 @@ def wrong_arithmetic(ptx, fused):
 @pytest.mark.parametrize("arch", kernels.ARCHITECTURES)
 def test_kernels_of_all_presets_compile_and_nothing_spills(arch):
     for name, launch in kernels.every_launch(ALL):
+        if "native" in name and arch < 90:  # whose GEMMs are newer
+            continue
         code, most = kernels.resources_of(launch, arch), 255 if "native" in name else 168
         assert code.spilled == 0 and code.registers <= most, f"{name}: {code}"
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from inspect import signature
 from operator import itemgetter
 from types import ModuleType
 from typing import Any
@@ -323,18 +324,17 @@ def run(launch: Launch) -> None:
         kernel, constants = getattr(_kernels()[0], form.kernel), compiled_for(launch, _capability(device))
         compiled = kernel[(launch.programs,)](**launch.arguments, **constants, **options_of(launch))
         if hasattr(compiled, "packed_metadata"):  # not in the interpreter
-            form.launchers[kind] = _launcher(compiled, kernel.arg_names, [*launch.arguments], constants)
+            form.launchers[kind] = _launcher(compiled, kernel.fn, [*launch.arguments], constants)
 
 
 def _launcher(
-    compiled: Any, parameters: list[str], names: list[str], constants: dict[str, Any]
+    compiled: Any, kernel: Callable[..., None], names: list[str], constants: dict[str, Any]
 ) -> Callable[[int, tuple[Any, ...]], None]:
     """Returns a function of the number of programs and of values of ``names``, which launches a compiled kernel."""
-    every = (*constants.values(), None)  # and of parameters that have no value
-    places = {name: place - len(every) for place, name in enumerate([*constants])} | {
-        name: place for place, name in enumerate(names)
-    }
-    in_order = itemgetter(*(places.get(name, -1) for name in parameters))
+    parameters = signature(kernel).parameters
+    others = {name: constants.get(name, parameters[name].default) for name in parameters if name not in names}
+    places = {name: place for place, name in enumerate([*names, *others])}
+    in_order, every = itemgetter(*(places[name] for name in parameters)), tuple(others.values())
 
     def launch(programs: int, values: tuple[Any, ...]) -> None:
         compiled[(programs, 1, 1)](*in_order(values + every))
