@@ -1,4 +1,4 @@
-"""Instructions of GPUs that kernels name themselves, for the emulator of PTX: conversions to codes, by PTX's manual."""
+"""Single instructions for the emulator of PTX, by its manual: conversions to codes, products, and bytes."""
 
 import re
 
@@ -39,3 +39,27 @@ def inlined(match):
         for name in map(str.strip, names.split(",")):
             text = re.sub(rf"(?<![\w.%]){name}\b", f"%{place}_{which}_{name}", text)
     return re.sub(r"\.reg[^;]*;", "", text)
+
+
+def integer_product(modifiers, a, b, kind):
+    if "wide" in modifiers:
+        wide = np.dtype(f"{'u' if kind[0] == 'u' else ''}int{int(kind[1:]) * 2}")
+        return a.astype(wide) * b.astype(wide)
+    if "hi" in modifiers:
+        return ((a.astype(np.int64) * b.astype(np.int64)) >> 32).astype(a.dtype)
+    return a * b
+
+
+def permute(a, b, selector):
+    both, result = np.concatenate([a[:, None], b[:, None]], 1).view(np.uint8), np.zeros((len(a), 4), np.uint8)
+    for number in range(4):
+        chosen = selector >> np.uint32(4 * number) & np.uint32(15)
+        taken = both[np.arange(len(a)), chosen & np.uint32(7)]
+        result[:, number] = np.where(chosen < 8, taken, np.where(taken & 0x80, 0xFF, 0))
+    return result.view(np.uint32).reshape(-1)
+
+
+def bfloat16(values):
+    word = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (word + np.uint32(0x7FFF) + (word >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FFF), rounded).astype(np.uint16)

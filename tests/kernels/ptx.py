@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.kernels.instructions import FP8, e2m1_of, fp8_of, inlined
+from tests.kernels.instructions import FP8, bfloat16, e2m1_of, fp8_of, inlined, integer_product, permute
 
 Array = np.ndarray[Any, Any]
 
@@ -143,7 +143,7 @@ class _Program:
         elif name == "mov":
             self.mov(target, sources[0], kind, active)
         elif name in ("mul", "mad", "fma") and kind[0] != "f":
-            result = self.integer_product(modifiers, value(0), value(1), kind)
+            result = integer_product(modifiers, value(0), value(1), kind)
             if name == "mad":
                 wide = {"16": "s32", "32": "s64"}[kind[1:]] if "wide" in modifiers else kind
                 result = result + self.value(sources[2], wide).astype(result.dtype)
@@ -192,7 +192,7 @@ class _Program:
         elif name == "selp":
             self.set(target, np.where(self.value(sources[2], "pred"), value(0), value(1)), active)
         elif name == "prmt":
-            self.set(target, self.permute(*(self.value(self.known(source), "u32") for source in sources)), active)
+            self.set(target, permute(*(self.value(self.known(source), "u32") for source in sources)), active)
         elif name == "cvt":
             self.convert(modifiers, target, sources, active)
         elif name == "shfl":
@@ -314,24 +314,6 @@ class _Program:
             if name == "ldmatrix":
                 self.set(register, value, active)
 
-    @staticmethod
-    def integer_product(modifiers, a, b, kind):
-        if "wide" in modifiers:
-            wide = np.dtype(f"{'u' if kind[0] == 'u' else ''}int{int(kind[1:]) * 2}")
-            return a.astype(wide) * b.astype(wide)
-        if "hi" in modifiers:
-            return ((a.astype(np.int64) * b.astype(np.int64)) >> 32).astype(a.dtype)
-        return a * b
-
-    @staticmethod
-    def permute(a, b, selector):
-        both, result = np.concatenate([a[:, None], b[:, None]], 1).view(np.uint8), np.zeros((len(a), 4), np.uint8)
-        for number in range(4):
-            chosen = selector >> np.uint32(4 * number) & np.uint32(15)
-            taken = both[np.arange(len(a)), chosen & np.uint32(7)]
-            result[:, number] = np.where(chosen < 8, taken, np.where(taken & 0x80, 0xFF, 0))
-        return result.view(np.uint32).reshape(-1)
-
     def convert(self, modifiers, target, sources, active):
         to, of = modifiers[-2:]
         if to == "e2m1x2":
@@ -344,7 +326,7 @@ class _Program:
             codes = torch.from_numpy(np.array(self.value(sources[0], "u16")).view(np.uint8))
             result = codes.view(FP8[of]).to(torch.float16).numpy().view(np.uint32)
         elif to in ("bf16x2", "bf16"):
-            halves = [self.bfloat16(self.value(source, "f32")) for source in sources]
+            halves = [bfloat16(self.value(source, "f32")) for source in sources]
             result = halves[0] if to == "bf16" else halves[0].astype(np.uint32) << np.uint32(16) | halves[1]
         elif of == "bf16":
             result = self.value(sources[0], "u16").astype(np.uint32) << np.uint32(16)
@@ -358,9 +340,3 @@ class _Program:
                 values = np.nan_to_num(np.trunc(values), nan=0.0)
             result = values.astype(_TYPES[to])
         self.set(target, result, active)
-
-    @staticmethod
-    def bfloat16(values):
-        word = np.ascontiguousarray(values).view(np.uint32)
-        rounded = (word + np.uint32(0x7FFF) + (word >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-        return np.where(np.isnan(values), np.uint32(0x7FFF), rounded).astype(np.uint16)
