@@ -16,9 +16,9 @@ from lightning_lowbit.nn import OPERANDS, PRESETS
 from lightning_lowbit.optim.adam import ClippedAdam
 from tests.benchmarks.kernels import compile_for
 from tests.kernels import interpreted, steps
-from tests.kernels.instructions import e2m1_of
+from tests.kernels.emulator.instructions import e2m1_of
+from tests.kernels.emulator.ptx import Kernel, Memory
 from tests.kernels.interpreted import Case
-from tests.kernels.ptx import Kernel, Memory
 from tests.optim.parameters import make_parameters, set_gradients
 from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
 

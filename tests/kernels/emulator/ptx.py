@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.kernels.instructions import FP8, bfloat16, e2m1_of, fp8_of, inlined, integer_product, permute
+from tests.kernels.emulator.instructions import FP8, bfloat16, e2m1_of, fp8_of, inlined, integer_product, permute
 
 Array = np.ndarray[Any, Any]
 
