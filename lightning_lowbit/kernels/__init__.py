@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.kernels.operands import amax_of, kernel_support, quantize_both, quantize_operand, rotate
-from lightning_lowbit.kernels.packing import lay_out_operand, lay_out_packed, pack_operand, unpack_operand
+from lightning_lowbit.kernels.packing import lay_out_both, lay_out_operand, lay_out_packed, pack_operand, unpack_operand
 from lightning_lowbit.kernels.products import delayed_amax
 from lightning_lowbit.quant.packed import Packed
 
@@ -18,6 +18,7 @@ __all__ = [
     "backend",
     "delayed_amax",
     "kernel_support",
+    "lay_out_both",
     "lay_out_operand",
     "lay_out_packed",
     "pack_operand",

@@ -95,6 +95,11 @@ def layout_sample(form: CastForm, device: torch.device) -> tuple[Tensor, CastCal
     return (x, call) if triton.lays_out(call.cast, x, form.block, form.dim) else None
 
 
+def layouts_sample(form: tuple[CastForm, CastForm], device: torch.device) -> tuple[Any, ...] | None:
+    (x, row), (_, column) = (_sample(one, device, rows=72) for one in form)
+    return (x, row, column) if triton.lays_out_both(row, column, x) else None
+
+
 def rotation_form(x: Tensor, rotation: Tensor | None, dim: int) -> tuple[int, int, torch.dtype] | None:
     """Returns the size of groups (0 for none), their dimension, and the dtype of a matrix to rotate or measure."""
     if x.numel() == 0 or x.dim() != 2 or (rotation is not None and not triton.are_signs(rotation, x, dim)):

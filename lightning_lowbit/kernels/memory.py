@@ -92,11 +92,23 @@ def checked(name: str, tensor: _T, dtype: torch.dtype, elements: int, device: to
     )
 
 
-def together(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Raises a ``ValueError`` if some of the tensors are not on a device, or not resolved."""
-    for tensor in tensors:
-        if tensor.device != device or tensor.is_neg():
-            raise Misfit(f"Kernels need resolved tensors on {device}, and got {described(tensor)}.")
+def traits(arguments: Iterable[Tensor | int | None], device: torch.device) -> tuple[object, ...]:
+    """Returns what compilers of kernels read off arguments: the dtype of a tensor, and whether its address is a
+    multiple of 16; of an integer whether it is 1, a multiple of 16, or longer than 32 bits. None stays.
+
+    Raises :class:`Misfit` if some of the tensors are not on the device, or not resolved.
+    """
+    marks: list[object] = []
+    for value in arguments:
+        if value is None:
+            marks.append(None)
+        elif isinstance(value, int):
+            marks.append(1 if value == 1 else (value & 15 == 0) + 2 * (value >> 31))
+        else:
+            if value.device != device or value.is_neg():
+                raise Misfit(f"Kernels need resolved tensors on {device}, and got {described(value)}.")
+            marks.append((value.dtype, value.data_ptr() & 15 == 0))
+    return tuple(marks)
 
 
 def described(value: object) -> str:

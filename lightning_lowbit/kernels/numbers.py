@@ -23,7 +23,8 @@ class CastNumbers(NamedTuple):
     ``size`` is the numerator of fp32 scales, ``top`` that of the tensor's scale. ``threshold`` is the fraction of a
     significand, in units of 2^-23, from which an e8m0 scale is one power of two larger, and ``exponent`` that of the
     largest element. ``group`` counts blocks, 0 for scales that are not corrected. ``fours`` is that of
-    :meth:`CastCall.in_fours`.
+    :meth:`CastCall.in_fours`. ``capability`` is that of the GPU for which Triton compiles, such as 90, or 0 in its
+    interpreter, which knows no instructions of GPUs.
     """
 
     elements: Grid
@@ -47,8 +48,10 @@ class CastNumbers(NamedTuple):
     prescale: float
     four_over_six: str
     is_tensor: bool
+    per_block: bool  # scales, where a NaN shows
     scaled: bool
     fours: bool
+    capability: int = 0
 
 
 def grid_of(format: Format) -> Grid:
@@ -82,6 +85,7 @@ def cast_numbers(cast: Cast, fours: bool = True) -> CastNumbers:
         prescale=float(scale.prescale),
         four_over_six=scale.four_over_six or "",
         is_tensor=scale.block == "tensor",
+        per_block=scale.per_block,
         scaled=scale.per_block,
         fours=fours,
     )

@@ -11,8 +11,10 @@ from lightning_lowbit.kernels.cpu import codes as cpp
 from lightning_lowbit.kernels.forms import (
     cast_form,
     layout_sample,
+    layouts_sample,
     pack_form,
     pack_sample,
+    pair_form,
     unpack_form,
     unpack_sample,
 )
@@ -49,6 +51,14 @@ LAY_OUT = Operation(
     cast_form,
     layout_sample,
     layout.empty_laid_out,
+)
+
+LAY_OUT_BOTH = Operation(
+    "pairs of operands of native GEMMs",
+    lambda x, row, column: (run(LAY_OUT, x, row), run(LAY_OUT, x, column)),
+    triton=triton.lay_out_both,
+    form=pair_form,
+    sample=layouts_sample,
 )
 
 
@@ -151,6 +161,19 @@ def lay_out_operand(
     else:
         codes, scales, factor = run(LAY_OUT, x, call)
     return codes, scales, factor
+
+
+def lay_out_both(
+    x: Tensor, casts: tuple[Cast, Cast], block: int, keys: tuple[Tensor | None, Tensor | None], amax: Tensor | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Does :func:`lay_out_operand` along rows (dim 1) and along columns (dim 0) of a matrix, with a cast and a key for
+    each; a kernel makes both from one read of a tensor of :func:`~lightning_lowbit.kernels.operands.reads_once`."""
+    calls = [
+        CastCall(cast, dim, key, amax if cast.scale.needs_amax else None, block=block)
+        for cast, dim, key in zip(casts, (1, 0), keys, strict=True)
+    ]
+    row, column = run(LAY_OUT_BOTH, x, *calls)
+    return row, column
 
 
 def lay_out_packed(data: Tensor, cast: Cast, block: int, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:

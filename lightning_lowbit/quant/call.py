@@ -1,5 +1,6 @@
 """The recipe for one operand of a GEMM, as one value that plain code and kernels take."""
 
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -67,10 +68,10 @@ class CastCall(NamedTuple):
         whose elements have no random bits. A row is as long as :func:`~.blocks.element_index` counts it."""
         if self.cast.rounding != "stochastic":
             return True
-        shape, tile = self.shape(x), tile_of(self.cast, self.dim, 2)
-        columns, first = shape[1] if ALL in tile else shape[1] + -shape[1] % tile[1], 0
-        if self.shard is not None:
-            _, columns, first = self.shard.place(shape, tile)
+        shape = self.shape(x)
+        if self.shard is None:
+            return _width(self.cast.spec, self.dim, shape) % 4 == 0
+        _, columns, first = self.shard.place(shape, tile_of(self.cast, self.dim, 2))
         return columns % 4 == first % 4 == 0
 
     def is_regular(self, device: torch.device) -> bool:
@@ -90,6 +91,13 @@ class CastCall(NamedTuple):
         return not self.shard.splits(scale.correction or side if side > 1 else side)
 
 
+@lru_cache(maxsize=4096)
+def _width(spec: str, dim: int, shape: torch.Size) -> int:
+    """Returns the random bits per row of a matrix: its columns, filled up to whole blocks."""
+    tile = tile_of(Cast.from_spec(spec), dim, 2)
+    return shape[1] if ALL in tile else shape[1] + -shape[1] % tile[1]
+
+
 def are_regular(draws: bool, needs_amax: bool, key: Tensor | None, amax: Tensor | None, device: torch.device) -> bool:
     """:meth:`CastCall.is_regular` of a cast that draws random bits, or needs an amax."""
     if draws and (key is None or key.dtype != torch.int64 or not _is_one(key, device)):
@@ -105,6 +113,12 @@ def _is_one(tensor: Tensor, device: torch.device) -> bool:
 def operand_dtype(dtype: torch.dtype, cast: Cast) -> torch.dtype:
     """Returns the dtype of an operand's values, given that of the tensor: the same if it holds them exactly, or if the
     cast has ``round_to_bfloat16``; else float32."""
+    return _operand_dtype(dtype, cast.spec)
+
+
+@cache
+def _operand_dtype(dtype: torch.dtype, spec: str) -> torch.dtype:
+    cast = Cast.from_spec(spec)
     # float16 has the precision but not the range: codes * scales exceed 65504 for some scale formats.
     fits = cast.fits_bfloat16 and dtype != torch.float16
     return dtype if fits or is_rounded(dtype, cast) else torch.float32

@@ -102,6 +102,13 @@ def layout_of(cast: Cast, block: int, dim: int, dtype: torch.dtype = torch.bfloa
     return launches.layout_launch(x, call, meta(), *empty_laid_out(x, call))
 
 
+def layouts_of(casts: tuple[Cast, Cast], block: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
+    """The launch that casts it along rows and along columns."""
+    x, key = meta(*SHAPE, dtype=dtype), meta(dtype=torch.int64)
+    row, column = (CastCall(cast, dim, key, block=block) for cast, dim in zip(casts, (1, 0), strict=True))
+    return launches.layouts_launch(x, (row, column), meta(), [empty_laid_out(x, call) for call in (row, column)])
+
+
 def casts_of(presets: list[str]) -> list[tuple[Cast, int]]:
     """The casts of the operands of presets that have kernels, each once, with the dimensions that differ."""
     found: dict[tuple[Cast, int], None] = {}
@@ -119,12 +126,9 @@ def every_launch(presets: list[str]) -> Iterator[tuple[str, Launch]]:
     for cast, dim in casts_of(presets):
         both = cast.scale.block == "row" or isinstance(cast.scale.block, int)
         yield f"{cast}" + (f" along {('columns', 'rows')[dim]}" if both else ""), launch_of(cast, dim)
-    for name, block in (("nvfp4", 16), ("mxfp8", 32)):
-        for cast, dim in casts_of([name]):
-            yield f"{cast} along {('columns', 'rows')[dim]}, for native GEMMs", layout_of(cast, block, dim)
+    yield from native_launches()
     x, product = meta(*SHAPE, dtype=torch.bfloat16), meta(*SHAPE)
     yield from rotated_launches(x)
-    yield "amax", launches.amax_launch(x, meta())
     yield "mean", launches.sums_launch(x, meta(launches.SUMS, dtype=torch.float64))
     yield "factors and bias", launches.scale_and_round_launch(product, [meta(), meta()], meta(SHAPE[1]), x)
     twice = [casts for casts in map(LinearCasts.preset, presets) if casts.traits.casts_g_twice]
@@ -135,6 +139,19 @@ def every_launch(presets: list[str]) -> Iterator[tuple[str, Launch]]:
             memory = [tensor for call in calls for tensor in gpu._filled(empty_operand(x, call))]
             name = f"{pair[0]} along rows and {pair[1]} along columns"
             yield name, launches.both_launch(x, calls, meta(), memory)
+
+
+def native_launches() -> Iterator[tuple[str, Launch]]:
+    """What layers with native GEMMs of blocks launch."""
+    for name, block in (("nvfp4", 16), ("mxfp8", 32), ("fp8-blockwise", 128)):
+        casts = LinearCasts.preset(name)
+        for cast in dict.fromkeys(casts.cast_of(operand) for operand in OPERANDS):
+            assert cast is not None
+            for dim in (1, 0):
+                yield f"{cast} along {('columns', 'rows')[dim]}, for native GEMMs", layout_of(cast, block, dim)
+        pair = casts.cast_of("dgrad_g"), casts.cast_of("wgrad_g")
+        assert pair[0] is not None and pair[1] is not None
+        yield f"{pair[0]} along rows and columns, for native GEMMs", layouts_of((pair[0], pair[1]), block)
 
 
 def rotated_launches(x: Tensor) -> Iterator[tuple[str, Launch]]:
@@ -163,7 +180,7 @@ def compile_for(launch: Launch, arch: int) -> Any:
     from triton.compiler import ASTSource
 
     kernels = gpu._kernels()[0]
-    constants, signature, attributes = gpu.compiled_for(launch), {}, {}
+    constants, signature, attributes = gpu.compiled_for(launch, arch), {}, {}
     kernel = getattr(kernels, launch.kernel)
     for position, name in enumerate(kernel.arg_names):
         value = launch.arguments.get(name)

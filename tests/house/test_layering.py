@@ -65,7 +65,17 @@ def test_every_file_has_a_level():
     assert {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in FILES} == set(LEVELS)
 
 
-OF_TRITON = ("codes", "device", "kernels", "passes", "products", "scales", "tiles")  # functions in its language
+OF_TRITON = (
+    "codes",
+    "conversions",
+    "device",
+    "kernels",
+    "layouts",
+    "passes",
+    "products",
+    "scales",
+    "tiles",
+)  # its language
 
 
 def test_imports_point_downwards():

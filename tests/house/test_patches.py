@@ -24,6 +24,7 @@ REASONS = {
     "kernels/test_failures.py": "compilers, loaders and drivers fail",
     "kernels/test_layers.py": "calls of the library are counted",
     "kernels/test_triton.py": "a GPU is played by this process",
+    "kernels/test_triton_aot.py": "the first launch alone may ask for a kernel",
     "kernels/test_triton_ptx.py": "a GPU is played by an emulator",
     "kernels/test_triton_steps.py": "kernels that are wrong or fail",
     "nn/attention/test_function.py": "small matrices in several tiles; without casts, torch computes",

@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_lowbit import Cast, compilation
+from lightning_lowbit import Cast, compilation, convert
 from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.kernels.gpu.launches import Form
 from lightning_lowbit.kernels.layout import make_laid_out, repeated, taken_apart
 from lightning_lowbit.kernels.products import plain_scale_and_round
+from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.nn.core.watch import stage_and_choose
 from lightning_lowbit.quant import Hadamard, rotate
 from lightning_lowbit.quant.call import CastCall
@@ -184,7 +187,9 @@ def differences_of_layout(cases):
         found = there(gpu.lay_out, x, call)
         size = x.shape[1 - dim], x.shape[dim]
         apart = [taken_apart(*made[:2], block, *size) for made in (found, expected)]
-        values = [_decoded(cast, one) * repeated(two.float(), *size, 1, block) for one, two in apart]
+        down = [block if len(scales) < size[0] else 1 for _, scales in apart]  # of tiles
+        spread = [repeated(scales.float(), *size, rows, block) for (_, scales), rows in zip(apart, down, strict=True)]
+        values = [_decoded(cast, codes) * scales for (codes, _), scales in zip(apart, spread, strict=True)]
         texts += _unequal((values[0], found[2]), (values[1], expected[2]), where)
         if x.isfinite().all():
             bytes_ = [tuple(tensor.view(torch.uint8) for tensor in made[:2]) for made in (found, expected)]
@@ -236,6 +241,8 @@ def native_layer(preset):
             x = x.detach().clone().requires_grad_()
             layer(x).backward(g)  # kernels are compared with plain code before their first use
             x.grad = layer.weight.grad = layer.bias.grad = None
+            if layer.lowbit.calls is not None:
+                layer.lowbit.calls.begin()  # another micro-batch
             count.number = 0
             with count:
                 y = layer(x)
@@ -269,6 +276,67 @@ def emulated_layer(preset):
     names = "output", "gradient of x", "gradient of w"
     texts = [f"{preset}: {name} differs" for name, *both in zip(names, *found, strict=True) if not torch.equal(*both)]
     return texts, dict(kernels)
+
+
+def recorded_passes(preset):
+    """What two passes of a small LLaMA on a stand-in for tensor cores do after a warm-up, with other data and random
+    bits: operations of torch and launches, with the shapes and dtypes of their tensors and all numbers."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model = LlamaForCausalLM(config).bfloat16()
+    keys = LayerKeys(convert(model, preset, skip=["lm_head"]))
+    run_launch, gemms, passes = gpu.run, StandIn(), []
+    with contextlib.ExitStack() as stack:
+        record = Record()
+        for name, replacement in {
+            "lightning_lowbit.nn.layers.native.native_obstacle": lambda *_: None,
+            "lightning_lowbit.kernels.gpu.casts.run": record.recording(run_launch),
+            "torch.nn.functional.scaled_mm": record.recording(gemms),
+        }.items():
+            stack.enter_context(mock.patch(name, replacement))
+        stack.enter_context(compilation.backend("triton"))
+        for step in range(3):
+            tokens = torch.randint(64, (1, 32), generator=torch.Generator().manual_seed(step))
+            keys.fill_(step)
+            record.events = []
+            with record:
+                model(input_ids=tokens, labels=tokens).loss.backward()
+            passes.append(record.events)
+            for parameter in model.parameters():
+                parameter.grad.zero_()
+    return passes[1:]
+
+
+class Record(TorchDispatchMode):
+    """Records operations, and calls of functions, whatever these do."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def recording(self, function):
+        def call(*args, **kwargs):
+            self.events.append(_described((getattr(args[0], "kernel", "GEMM"), args, kwargs)))
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return call
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.events.append(_described((operation.__name__, args, kwargs or {})))
+        return operation(*args, **(kwargs or {}))
+
+
+def _described(value):
+    """Text that tells tensors of other shapes, strides or dtypes, and other numbers, apart."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_described(part)}' for key, part in value.items())}}}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_described, value))})"
+    return "" if isinstance(value, Form) else str(value)
 
 
 class Launches(TorchDispatchMode):

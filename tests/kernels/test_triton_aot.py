@@ -28,16 +28,20 @@ STOCHASTIC = NVFP4.replace(rounding="stochastic")
 
 
 def wrong_arithmetic(ptx, fused):
-    """Instructions that flush subnormal numbers, approximate, or round a product and a sum at once."""
+    """Instructions that flush subnormal numbers, approximate, or round a product and a sum at once, but for products
+    with the 1.5 · 2^k of rounding: these are exact, because the other factor is a power of two."""
     found = re.findall(r"^\s+(\S*(?:\.ftz|\.approx|div\.full)\S*)\s", ptx, re.MULTILINE)
-    return found + ([] if fused else re.findall(r"^\s+((?:fma|mad)\.rn\.f\S+)\s", ptx, re.MULTILINE))
+    products = re.findall(r"^\s+((?:fma|mad)\.rn\.f\S+)\s([^;]*);", ptx, re.MULTILINE)
+    return found + ([] if fused else [name for name, rest in products if not re.search(r"0f[4C][0-9A-F]C00000", rest)])
 
 
 @pytest.mark.parametrize("arch", kernels.ARCHITECTURES)
 def test_kernels_of_all_presets_compile_and_nothing_spills(arch):
     for name, launch in kernels.every_launch(ALL):
-        code = kernels.resources_of(launch, arch)
-        assert code.spilled == 0 and code.registers <= 168, f"{name}: {code}"
+        if "native" in name and arch < 90:  # whose GEMMs are newer
+            continue
+        code, most = kernels.resources_of(launch, arch), 255 if "native" in name else 168
+        assert code.spilled == 0 and code.registers <= most, f"{name}: {code}"
 
 
 def other_launches():
@@ -93,13 +97,27 @@ def test_arithmetic_is_that_of_ieee():
 
 
 def test_wrong_arithmetic_is_found():
-    ptx = "\tadd.ftz.f32 %f1, %f2;\n\tdiv.full.f32 %f1;\n\tfma.rn.f32 %f3;\n\tdiv.rn.f32 %f1;\n"
+    ptx = "\tadd.ftz.f32 %f1, %f2;\n\tdiv.full.f32 %f1;\n\tfma.rn.f32 %f3, %f1, %f2, %f2;\n\tdiv.rn.f32 %f1;\n"
+    ptx += "\tfma.rn.f32 %f3, %f1, 0f4AC00000, %f2;\n"
     assert wrong_arithmetic(ptx, fused=False) == ["add.ftz.f32", "div.full.f32", "fma.rn.f32"]
     assert wrong_arithmetic(ptx, fused=True) == ["add.ftz.f32", "div.full.f32"]
 
 
 class Driver:
-    """What Triton asks of a GPU before it compiles a kernel."""
+    """What Triton asks of a GPU before it compiles a kernel, and when it launches one: grids and arguments go to
+    ``launches``."""
+
+    def __init__(self):
+        self.utils, self.launches = self, []
+
+    def load_binary(self, *arguments):
+        return 1, 2, 32, 0, 1024  # a module, a function, registers, spilled bytes, threads
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 2**17}
+
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: self.launches.append((arguments[:3], arguments[9:]))
 
     def get_current_device(self):
         return 0
@@ -122,9 +140,24 @@ def test_launches_pass_what_kernels_take(monkeypatch):
     monkeypatch.setattr(driver, "_active", Driver())
     for name, launch in kernels.every_launch(["nvfp4", "fp8-row", "ternary"]):
         kernel = getattr(gpu._kernels()[0], launch.kernel)
-        given = {**launch.arguments, **gpu.compiled_for(launch), **gpu.options_of(launch)}
+        given = {**launch.arguments, **gpu.compiled_for(launch, 90), **gpu.options_of(launch)}
         compiled = kernel.warmup(**given, grid=(launch.programs,))
         assert (compiled.metadata.num_warps, compiled.metadata.enable_fp_fusion) == (launch.warps, False), name
+
+
+def test_later_launches_pass_what_triton_binds_at_the_first(monkeypatch):
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "_active", active := Driver())
+    for name, launch in kernels.every_launch(["nvfp4", "fp8-row", "ternary"]):
+        active.launches.clear()
+        gpu.run(launch)
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, "_kernels", None)  # the first launch alone asks for the kernel
+            gpu.run(launch)
+        first, second = active.launches
+        assert first[0] == second[0] == (launch.programs, 1, 1), name
+        assert all(one is other or one == other for one, other in zip(first[1], second[1], strict=True)), name
 
 
 def test_operands_are_loaded_and_stored_16_bytes_at_a_time():

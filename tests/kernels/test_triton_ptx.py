@@ -16,8 +16,9 @@ from lightning_lowbit.nn import OPERANDS, PRESETS
 from lightning_lowbit.optim.adam import ClippedAdam
 from tests.benchmarks.kernels import compile_for
 from tests.kernels import interpreted, steps
+from tests.kernels.emulator.instructions import e2m1_of
+from tests.kernels.emulator.ptx import Kernel, Memory
 from tests.kernels.interpreted import Case
-from tests.kernels.ptx import Kernel, Memory
 from tests.optim.parameters import make_parameters, set_gradients
 from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
 
@@ -32,7 +33,7 @@ pytestmark = [
 def emulate(launch, reachable=()):
     """Runs a launch on tensors of the CPU, and on those that are ``reachable`` by addresses in the argument ``x``."""
     compiled = compile_for(launch, ARCH)
-    kernel, constants = getattr(gpu._kernels()[0], launch.kernel), gpu.compiled_for(launch)
+    kernel, constants = getattr(gpu._kernels()[0], launch.kernel), gpu.compiled_for(launch, ARCH)
     tensors = [*reachable, *(value for value in launch.arguments.values() if isinstance(value, Tensor))]
     tensors = list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
     places, end = {}, 256
@@ -133,6 +134,34 @@ def test_packed_operands():
             assert interpreted.differences_of_packing([Case(cast, dim, sample(48, 272))]) == []
             block = 16 if cast.scale.format == "e4m3" else 32
             assert interpreted.differences_of_layout([(Case(cast, dim, sample(48, 272)), block)]) == []
+
+
+def test_operands_of_native_gemms_by_instructions_for_codes(monkeypatch):
+    """Blackwell's, with ties, what saturates, infinities from tiny scales, and zeros of both signs."""
+    monkeypatch.setattr("tests.kernels.test_triton_ptx.ARCH", 100)
+    x = sample(48, 272)
+    x[1, :48], x[2, 16:32] = torch.linspace(-6, 6, 49)[:48], 1e30 * (-1.0) ** torch.arange(16)
+    x[3, ::2], x[4, :16] = -0.0, torch.tensor([-0.1, 6] * 8)
+    casts = (
+        NVFP4,
+        NVFP4.replace(rounding="stochastic"),
+        Cast("e2m1", Scale("e8m0", 32)),
+        Cast("e4m3", Scale("e8m0", 32)),
+    )
+    for cast in casts:
+        for dim in (0, 1):
+            for matrix, amax in ((x, None), (x.nan_to_num(1.0, 1.0, 1.0), None), (x.float(), 3e38)):
+                case = Case(cast, dim, matrix, amax if cast.scale.needs_amax else None)
+                block = 16 if cast.scale.format == "e4m3" else 32
+                assert interpreted.differences_of_layout([(case, block)]) == []
+
+
+def test_the_instruction_for_e2m1_rounds_as_its_manual_says():
+    values = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0.26, 1e-9, 5.01, 7, 3e38, np.inf], np.float32)
+    codes = [0, 2, 2, 4, 4, 6, 6, 1, 0, 7, 7, 7, 7]
+    assert e2m1_of(values).tolist() == codes
+    assert e2m1_of(-values).tolist() == [8 + code for code in codes]
+    assert e2m1_of(np.array([np.nan], np.float32)).tolist() == [7]
 
 
 def test_rotated_operands():

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels.gpu.casts import obstacle as obstacle
 from lightning_lowbit.kernels.gpu.casts import run
-from lightning_lowbit.kernels.gpu.launches import Launch
+from lightning_lowbit.kernels.gpu.launches import launch
 from lightning_lowbit.kernels.memory import checked
 from lightning_lowbit.kernels.numbers import grid_of
 from lightning_lowbit.kernels.shards import (
@@ -77,8 +77,8 @@ class TritonParameters:
 
     def __init__(self, shards: Sequence[ParameterShard], device: torch.device) -> None:
         self._shards, self._device = shards, device
-        fields = [field for shard in shards for field in shard]
-        self._table = indices_on(device, fields).view(-1, len(ParameterShard._fields))
+        fields = array("q", [field for shard in shards for field in shard])
+        self._table = _table(fields.tobytes(), device)
         self._kinds = [Kind.of(shard) for shard in shards]
 
     def measure(self, weights: bool = False) -> Tensor:
@@ -147,7 +147,7 @@ class TritonParameters:
     def _total(self, starts: Tensor, partials: Tensor) -> Tensor:
         sums = self._empty(2, len(self._shards))
         arguments = {"x": partials, "starts": starts, "sums": sums, "shards": len(self._shards)}
-        run(Launch("sum_partials", len(self._shards), arguments, {"STEP": STEP}))
+        run(launch("sum_partials", len(self._shards), arguments, {"STEP": STEP}))
         return sums
 
     def _plain_total(self, updated: frozenset[int], starts: Tensor, partials: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class TritonParameters:
         tiles = _tiles(counts, self._device)
         arguments = {"x": self._table, "tiles": tiles, "shards": len(self._shards), **arguments}
         constants = {"AT": _AT, **constants, "BLOCKS": BLOCKS, "ALIGNED": kind.is_aligned}
-        run(Launch(kernel, len(tiles), arguments, constants))
+        run(launch(kernel, len(tiles), arguments, constants))
 
     def _used_kinds(self) -> Iterable[Kind]:
         return dict.fromkeys(kind for kind, shard in zip(self._kinds, self._shards, strict=True) if shard.size)
@@ -187,6 +187,12 @@ def _tiles_of(shard: ParameterShard, by_rows: bool) -> int:
         return 0
     blocks = shard.size // shard.row * -(-shard.row // BLOCK) if by_rows else -(-shard.size // BLOCK)
     return -(-blocks // BLOCKS)
+
+
+@lru_cache(maxsize=64)  # gradients of later steps mostly lie where those of earlier ones lay: nothing is copied then
+def _table(fields: bytes, device: torch.device) -> Tensor:
+    """Returns the fields of all shards on a device, int64 [P, fields], which nothing writes to."""
+    return indices_on(device, array("q", fields)).view(-1, len(ParameterShard._fields))
 
 
 @lru_cache(maxsize=4096)  # more than there are groups of parameters and kinds: a miss waits for the device

@@ -7,8 +7,11 @@ Triton's interpreter, on tensors of CPUs, as tests do.
 import importlib.util
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from inspect import signature
+from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +21,8 @@ from torch import Tensor
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.layout import block_shape, empty_laid_out
-from lightning_lowbit.kernels.memory import together
+from lightning_lowbit.kernels.memory import traits
+from lightning_lowbit.kernels.numbers import CastNumbers
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.call import CastCall, has_factor
 from lightning_lowbit.quant.cast import Cast
@@ -26,6 +30,7 @@ from lightning_lowbit.quant.operand import Operand, empty_operand
 from lightning_lowbit.quant.packed import Packed, empty_packed, per_byte
 from lightning_lowbit.quant.transforms import SIZES, rotated_shape
 
+_HERE = nullcontext()
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _NARROWING = {"DTYPE", "DTYPE_ROW", "ROTATION"}  # constants of kernels that round to a dtype
 _OUTPUTS = (*_INPUTS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -135,21 +140,41 @@ def pack(x: Tensor, call: CastCall) -> Packed:
 
 def lays_out(cast: Cast, x: Tensor, block: int, dim: int) -> bool:
     """Returns whether :func:`lay_out` serves a matrix: blocks of 16 or 32, or several of them, in powers of two."""
-    if obstacle(x.device) is not None or lacks(cast) is not None or is_rare(cast):
-        return False
-    if cast.scale.format not in ("e4m3", "e8m0"):
+    if obstacle(x.device) is not None or x.dtype not in _INPUTS or not 0 < x.numel() < 2**31:
         return False
     sides = block_shape(cast, dim)
+    if block == 128:  # for blocks and tiles of FP8
+        is_fp8 = cast.element == "e4m3" and cast.scale.format == "fp32" and cast.scale.statistic == "absmax"
+        return is_fp8 and not cast.round_to_bfloat16 and sides in ((1, 128), (128, 128))
+    if lacks(cast) is not None or is_rare(cast) or cast.scale.format not in ("e4m3", "e8m0"):
+        return False
     even = sides == launches.padded_sides(sides) and max(sides) <= 128 and sides[1] % block == 0
     if cast.scale.four_over_six is not None and 1 not in sides and dim == 0:
         return False  # it sums errors over the rows of a tile before its columns
-    return even and block in (16, 32) and x.dtype in _INPUTS and 0 < x.numel() < 2**31
+    return even and block in (16, 32)
 
 
 def lay_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
     """Does :func:`lightning_lowbit.kernels.layout.make_laid_out` in one launch, and one for an amax."""
     laid_out = empty_laid_out(x, call)
     run(launches.layout_launch(x, call, _amax(x, call), *laid_out))
+    return laid_out
+
+
+def lays_out_both(row: CastCall, column: CastCall, x: Tensor) -> bool:
+    """Returns whether :func:`lay_out_both` makes a pair of operands: alike but for their rounding, in blocks of a row
+    that the GEMM takes as they are."""
+    calls, alike = (row, column), row.cast.element == column.cast.element and row.block == column.block
+    served = (lays_out(call.cast, x, call.block, dim) for call, dim in zip(calls, (1, 0), strict=True))
+    plain = (call.cast.scale.block == call.block and call.cast.scale.four_over_six is None for call in calls)
+    return alike and all(plain) and all(served)
+
+
+def lay_out_both(x: Tensor, row: CastCall, column: CastCall) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Does :func:`lay_out` along rows (dim 1) and along columns (dim 0) in one launch, and one for an amax."""
+    needs_amax = row if row.cast.scale.needs_amax else column
+    laid_out = empty_laid_out(x, row), empty_laid_out(x, column)
+    run(launches.layouts_launch(x, (row, column), _amax(x, needs_amax), laid_out))
     return laid_out
 
 
@@ -162,8 +187,11 @@ def unpack(data: Tensor, factor: Tensor, call: CastCall, shape: torch.Size, sour
 
 def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
     """Returns max|x| of a matrix, or of the rotated one: 0-d float32, 0 if empty, not finite if ``x`` is not."""
+    if rotation is None and x.numel() > 0:
+        return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
     amax = torch.zeros((), dtype=torch.float32, device=x.device)
-    run(launches.amax_launch(x, amax, rotation, dim))
+    if rotation is not None:
+        run(launches.amax_launch(x, amax, rotation, dim))
     return amax
 
 
@@ -223,7 +251,7 @@ def obstacle(device: torch.device) -> str | None:
     if capability < (8, 0):
         return f"GPUs before sm_80, such as sm_{capability[0]}{capability[1]}"
     try:
-        amax_of(torch.ones(1, 1, dtype=torch.float32, device=device))
+        run(launches.sums_launch(torch.ones(1, 1, device=device), torch.empty(launches.SUMS, device=device).double()))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of the compiler, the linker or the driver: each has its own class
@@ -257,15 +285,24 @@ def _kernels() -> tuple[ModuleType, dict[torch.dtype, Any], bool]:
     return kernels, names, triton.knobs.runtime.interpret
 
 
-def compiled_for(launch: Launch) -> dict[str, Any]:
-    """Returns the constants of a launch as its kernel takes them."""
+def compiled_for(launch: Launch, capability: int) -> dict[str, Any]:
+    """Returns the constants of a launch as its kernel takes them on GPUs of a compute capability, such as 90."""
     _, names, interpreted = _kernels()
     constants = {
         name: names[value] if isinstance(value, torch.dtype) else value for name, value in launch.constants.items()
     }
     if not _NARROWING.isdisjoint(constants):
         constants["INTERPRETED"] = interpreted
+    for name, value in constants.items():
+        if isinstance(value, CastNumbers):
+            constants[name] = value._replace(capability=0 if interpreted else capability)
     return constants
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
 
 
 def options_of(launch: Launch) -> dict[str, Any]:
@@ -274,8 +311,39 @@ def options_of(launch: Launch) -> dict[str, Any]:
 
 
 def run(launch: Launch) -> None:
-    kernel = getattr(_kernels()[0], launch.kernel)
-    device = launch.arguments["x"].device
-    together((value for value in launch.arguments.values() if isinstance(value, Tensor)), device)
-    with torch.cuda.device_of(launch.arguments["x"]):  # type: ignore[no-untyped-call]
-        kernel[(launch.programs,)](**launch.arguments, **compiled_for(launch), **options_of(launch))
+    """Launches a kernel. Triton's launcher compiles it, and binds the arguments of the first launch; later launches of
+    a form with the same traits call what it has compiled, which takes the host a quarter of the time."""
+    form, device = launch.form, launch.arguments["x"].device
+    values = tuple(launch.arguments.values())
+    kind = (device.index, *launch.arguments, *traits(values, device))
+    launcher = form.launchers.get(kind)
+    with _on(device):
+        if launcher is not None:
+            launcher(launch.programs, values)
+            return
+        kernel, constants = getattr(_kernels()[0], form.kernel), compiled_for(launch, _capability(device))
+        compiled = kernel[(launch.programs,)](**launch.arguments, **constants, **options_of(launch))
+        if hasattr(compiled, "packed_metadata"):  # not in the interpreter
+            form.launchers[kind] = _launcher(compiled, kernel.fn, [*launch.arguments], constants)
+
+
+def _launcher(
+    compiled: Any, kernel: Callable[..., None], names: list[str], constants: dict[str, Any]
+) -> Callable[[int, tuple[Any, ...]], None]:
+    """Returns a function of the number of programs and of values of ``names``, which launches a compiled kernel."""
+    parameters = signature(kernel).parameters
+    others = {name: constants.get(name, parameters[name].default) for name in parameters if name not in names}
+    places = {name: place for place, name in enumerate([*names, *others])}
+    in_order, every = itemgetter(*(places[name] for name in parameters)), tuple(others.values())
+
+    def launch(programs: int, values: tuple[Any, ...]) -> None:
+        compiled[(programs, 1, 1)](*in_order(values + every))
+
+    return launch
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one, which it mostly is already."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)

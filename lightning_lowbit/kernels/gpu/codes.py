@@ -6,6 +6,7 @@ A program takes ``[blocks, rows of a block, blocks, columns of a block]``, of wh
 import triton
 import triton.language as tl
 
+from lightning_lowbit.kernels.gpu.conversions import e4m3_codes
 from lightning_lowbit.kernels.gpu.device import bits_of, float_of, magnitude_bits, stored
 from lightning_lowbit.kernels.gpu.scales import block_scales, round_elements, stored_scales, tensor_scales
 from lightning_lowbit.kernels.gpu.tiles import block_places, load_elements, random_at, tile_places
@@ -24,11 +25,13 @@ def _code_of_magnitude(value, GRID: tl.constexpr):
 
 
 @triton.jit
-def _code_of_scale(scale, CAST: tl.constexpr):
+def code_of_scale(scale, CAST: tl.constexpr):
     """Scales of one byte."""
     STORAGE: tl.constexpr = CAST.storage
     if CAST.scale == "e8m0":
         return (bits_of(scale) >> 23) & 0xFF
+    elif CAST.capability >= 89 and STORAGE.max == 448.0:
+        return e4m3_codes(scale)
     else:
         return _code_of_magnitude(scale, STORAGE)
 
@@ -42,7 +45,7 @@ def _magnitude_of_code(code, GRID: tl.constexpr):
 
 
 @triton.jit
-def _code_of(value, GRID: tl.constexpr, CODING: tl.constexpr, BITS: tl.constexpr):
+def code_of(value, GRID: tl.constexpr, CODING: tl.constexpr, BITS: tl.constexpr):
     if CODING == "sign-magnitude":  # a product with a power of two leaves the format's exponent in that of float32
         bits = bits_of(value * 2.0 ** (-126 - GRID.min_exponent))
         code = (bits >> (23 - GRID.mantissa_bits)) & ((1 << (BITS - 1)) - 1)
@@ -72,7 +75,7 @@ def value_of(code, GRID: tl.constexpr, CODING: tl.constexpr, BITS: tl.constexpr)
 
 
 @triton.jit
-def _joined(codes, BITS: tl.constexpr, SIDES: tl.constexpr):
+def joined_codes(codes, BITS: tl.constexpr, SIDES: tl.constexpr):
     """Bytes of neighboring columns: half or a quarter as many; ``SIDES`` is the shape of ``codes``."""
     rows: tl.constexpr = SIDES[0] * SIDES[1]
     columns: tl.constexpr = SIDES[2] * SIDES[3]
@@ -119,7 +122,7 @@ def pack_blocks(
     random = random_at(row, column, key, offset, width, CAST)
     rounded = round_elements(elements, 1.0, by, zeros, random, CAST)
     shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
-    joined = _joined(_code_of(rounded, ELEMENTS, CODING, BITS), BITS, shape)
+    joined = joined_codes(code_of(rounded, ELEMENTS, CODING, BITS), BITS, shape)
     count: tl.constexpr = 8 // BITS
     wide: tl.constexpr = SIDES[1] * BLOCKS[1] // count
     byte_row = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0] * SIDES[0])[:, None]
@@ -137,75 +140,7 @@ def pack_blocks(
             part = (bits_of(stored_scale) >> (8 * number)) & 0xFF
             tl.store(scales_at + place * 4 + number, part.to(tl.uint8), mask=is_block)
     else:
-        tl.store(scales_at + place, _code_of_scale(stored_scale, CAST).to(tl.uint8), mask=is_block)
-
-
-@triton.jit
-def lay_out_blocks(
-    x,
-    codes,
-    scales_at,
-    factor,
-    amax,
-    key,
-    offset,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    CAST: tl.constexpr,
-    CODING: tl.constexpr,
-    BITS: tl.constexpr,
-    SIDES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    DIM: tl.constexpr,
-    SCALED: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Writes codes and scales as kernels/layout.py has them, with the contraction axis in the columns.
-
-    Sizes, strides and ``SIDES`` are those of the matrix, or with ``DIM`` 0 of its transpose. A scale is of ``SCALED``
-    elements; codes are zero up to multiples of ``PADDED``. Programs cover whole tiles of scales.
-    """
-    ELEMENTS: tl.constexpr = CAST.elements
-    across = tl.cdiv(columns, 4 * SCALED)
-    down, right, row, column = block_places(across * (4 * SCALED), SIDES, SIDES, BLOCKS)
-    mask = (row < rows) & (column < columns)
-    elements = load_elements(x, row, column, row_stride, column_stride, mask)
-
-    encode, decode = tensor_scales(amax, CAST)
-    if tl.program_id(0) == 0:
-        tl.store(factor, decode)
-    scales, by, zeros = block_scales(elements, mask, encode, decode, 0, key, CAST)
-    if DIM == 1:
-        width = tl.cdiv(columns, SIDES[1]) * SIDES[1]
-        random = random_at(row, column, key, offset, width, CAST)
-    else:
-        width = tl.cdiv(rows, SIDES[0]) * SIDES[0]
-        random = random_at(column, row, key, offset, width, CAST)
-    rounded = round_elements(elements, 1.0, by, zeros, random, CAST)
-    shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
-    code = tl.where(mask, _code_of(rounded, ELEMENTS, CODING, BITS), 0)
-    joined = _joined(code, BITS, shape)
-    count: tl.constexpr = 8 // BITS
-    wide: tl.constexpr = SIDES[1] * BLOCKS[1] // count
-    all_bytes = tl.cdiv(columns, PADDED[1]) * PADDED[1] // count
-    byte_row = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0] * SIDES[0])[:, None]
-    byte = right * wide + tl.arange(0, wide)[None, :]
-    is_byte = (byte_row < tl.cdiv(rows, PADDED[0]) * PADDED[0]) & (byte < all_bytes)
-    tl.store(codes + (byte_row.to(tl.int64) * all_bytes + byte), joined.to(tl.uint8), mask=is_byte)
-
-    code = _code_of_scale(stored_scales(scales, CAST), CAST)
-    per_block: tl.constexpr = SIDES[1] // SCALED
-    first = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * per_block
-    line = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0])[:, None, None, None] * SIDES[0]
-    line += tl.arange(0, SIDES[0])[None, :, None, None]
-    block = first + tl.arange(0, per_block)[None, None, None, :]
-    code = tl.where((line < rows) & (block * SCALED < columns), code, 0)
-    tile = (line // 128).to(tl.int64) * across + block // 4
-    place = tile * 512 + (line % 32 * 16 + line % 128 // 32 * 4 + block % 4)
-    is_place = (line < tl.cdiv(rows, 128) * 128) & (block < across * 4)
-    tl.store(scales_at + place, code.to(tl.uint8), mask=is_place)
+        tl.store(scales_at + place, code_of_scale(stored_scale, CAST).to(tl.uint8), mask=is_block)
 
 
 @triton.jit

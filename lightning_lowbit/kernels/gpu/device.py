@@ -53,30 +53,39 @@ def widen(x):
 
 
 @triton.jit
-def _binade(value, GRID: tl.constexpr):
-    """Bits of the largest power of two that is at most |value|, but no less than 2^min_exponent."""
-    return tl.maximum(bits_of(value) & _INFINITY_BITS, (GRID.min_exponent + 127) << 23)
+def _power(value, GRID: tl.constexpr):
+    """The largest power of two that is at most |value|, but no less than 2^min_exponent."""
+    return float_of(tl.maximum(bits_of(value) & _INFINITY_BITS, (GRID.min_exponent + 127) << 23))
 
 
 @triton.jit
 def grid_step(value, GRID: tl.constexpr):
-    return float_of(_binade(value, GRID) - (GRID.mantissa_bits << 23))
+    return _power(value, GRID) * 2.0 ** (-GRID.mantissa_bits)
 
 
 @triton.jit
 def _to_multiple(value, near, GRID: tl.constexpr):
-    """Rounds ``value`` to the nearest multiple of the step at ``near``."""
+    """Rounds ``value`` to the nearest multiple of the step at ``near``. The fused products are exact."""
     if GRID.is_uniform:
         magic = 1.5 * 2.0 ** (23 + GRID.min_exponent - GRID.mantissa_bits)
         return (value + magic) - magic
     else:
-        magic = float_of((_binade(near, GRID) + ((23 - GRID.mantissa_bits) << 23)) | 0x400000)
-        return (value + magic) - magic
+        power, magic = _power(near, GRID), 1.5 * 2.0 ** (23 - GRID.mantissa_bits)
+        return tl.fma(power, -magic, tl.fma(power, magic, value))
 
 
 @triton.jit
-def round_nearest(value, GRID: tl.constexpr):
-    value = at_least(at_most(value, GRID.max), -GRID.max)
+def _clamped(value, GRID: tl.constexpr, KEEPS_NAN: tl.constexpr):
+    """Clamps to the range of a grid. Where a scale is NaN anyway, NaN may become a number, in half the instructions."""
+    if KEEPS_NAN:
+        return at_least(at_most(value, GRID.max), -GRID.max)
+    else:
+        return tl.maximum(tl.minimum(value, GRID.max), -GRID.max)
+
+
+@triton.jit
+def round_nearest(value, GRID: tl.constexpr, KEEPS_NAN: tl.constexpr = True):
+    value = _clamped(value, GRID, KEEPS_NAN)
     near = value
     if GRID.mantissa_bits == 0:  # the even code is not the even multiple: see quant/rounding.py
         above = ((bits_of(value) >> 23) & 0xFF) - (GRID.min_exponent + 127)
@@ -93,16 +102,35 @@ def round_up(value, GRID: tl.constexpr):
 
 
 @triton.jit
-def round_stochastic(value, random, GRID: tl.constexpr):
-    """Rounds to one of two neighbors, by ``random`` numbers of 16 bits (uint32)."""
-    value = at_least(at_most(value, GRID.max), -GRID.max)
-    # A draw, `uniform - 1/2` of quant/rounding.py: the random bits are the leading ones of a float in [1, 2).
-    draw = float_of((random << 7) | 0x3F800000) - (1.5 - 2.0**-17)
-    if GRID.is_uniform:
-        step = tl.full(value.shape, 2.0 ** (GRID.min_exponent - GRID.mantissa_bits), tl.float32)
-    else:
-        step = grid_step(value, GRID)
-    return _to_multiple(tl.fma(draw, step, value), value, GRID)  # the product is exact
+def round_stochastic(value, drawn, GRID: tl.constexpr, KEEPS_NAN: tl.constexpr = True):
+    """Rounds to one of two neighbors, by floats of random bits (:func:`drawn_of`)."""
+    value = _clamped(value, GRID, KEEPS_NAN)
+    # A draw, `uniform - 1/2` of quant/rounding.py, in steps of the grid at 1. Differences and products are exact.
+    least: tl.constexpr = 2.0 ** (-1 - GRID.mantissa_bits)
+    draw = drawn - (256 * least + least) + least / 65536
+    power = tl.full(value.shape, 2.0**GRID.min_exponent, tl.float32) if GRID.is_uniform else _power(value, GRID)
+    return _to_multiple(tl.fma(draw, power, value), value, GRID)
+
+
+@triton.jit
+def drawn_of(word, is_upper, GRID: tl.constexpr, CAPABILITY: tl.constexpr):
+    """Makes floats of the upper or lower 16 bits of words: they are the last ones of a float in [2^k, 2^(k + 1)), whose
+    last place is the unit of draws in steps of the grid at 1."""
+    BASE: tl.constexpr = (134 - GRID.mantissa_bits) << 23
+    if CAPABILITY == 0:
+        return float_of((tl.where(is_upper, word >> 16, word & 0xFFFF) | BASE).to(tl.int32, bitcast=True))
+    else:  # compilers take two or three instructions
+        selector = tl.where(is_upper, 0x7632, 0x7610)
+        word, selector = tl.broadcast(word, selector)
+        bits = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [word, tl.full(word.shape, BASE, tl.int32), selector],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        return float_of(bits)
 
 
 @triton.jit
@@ -117,14 +145,19 @@ def random_bits(index, low, high):
 
 
 @triton.jit
-def random_of(index, low, high):
-    """Computes 16 random bits of an index (uint32) by a key, as ``uniform`` of quant/rounding.py."""
-    return random_bits(index, low, high) >> 16
+def random_of(index, low, high, GRID: tl.constexpr, CAPABILITY: tl.constexpr):
+    """Computes random bits of an index (uint32) by a key, as ``uniform`` of quant/rounding.py, for
+    :func:`round_stochastic`."""
+    word = random_bits(index, low, high)
+    return drawn_of(word, word == word, GRID, CAPABILITY)
 
 
 @triton.jit
-def random_of_fours(row, column, stride, first, low, high, FOURS: tl.constexpr):
-    """Computes 16 random bits of the index ``row * stride + column + first``, as ``uniform_by_fours``.
+def random_of_fours(
+    row, column, stride, first, low, high, FOURS: tl.constexpr, GRID: tl.constexpr, CAPABILITY: tl.constexpr
+):
+    """Computes random bits of the index ``row * stride + column + first``, as ``uniform_by_fours``, for
+    :func:`round_stochastic`.
 
     With ``FOURS``, stride and first index are multiples of four. Compilers then see that neighbors share a hash.
     """
@@ -138,8 +171,7 @@ def random_of_fours(row, column, stride, first, low, high, FOURS: tl.constexpr):
     word = random_bits(four, low, high)
     other = word * 0x2C1B3C6D
     other = other ^ (other >> 16)
-    word = tl.where(place < 2, word, other)
-    return tl.where((place & 1) == 0, word & 0xFFFF, word >> 16)
+    return drawn_of(tl.where(place < 2, word, other), (place & 1) == 1, GRID, CAPABILITY)
 
 
 @triton.jit

@@ -7,10 +7,11 @@ A program takes a tile of a matrix, or some blocks in a tile whose sides are pow
 import triton
 import triton.language as tl
 
-from lightning_lowbit.kernels.gpu.codes import lay_out_blocks as lay_out_blocks
 from lightning_lowbit.kernels.gpu.codes import pack_blocks as pack_blocks
 from lightning_lowbit.kernels.gpu.codes import unpack_blocks as unpack_blocks
 from lightning_lowbit.kernels.gpu.device import float_of, magnitude_bits, stored, widen
+from lightning_lowbit.kernels.gpu.layouts import lay_out_blocks as lay_out_blocks
+from lightning_lowbit.kernels.gpu.layouts import lay_out_both as lay_out_both
 from lightning_lowbit.kernels.gpu.passes import measure_shards as measure_shards
 from lightning_lowbit.kernels.gpu.passes import pass_over_shards as pass_over_shards
 from lightning_lowbit.kernels.gpu.passes import sum_partials as sum_partials
@@ -223,26 +224,23 @@ def measure(
     ROTATION: tl.constexpr = None,
     INTERPRETED: tl.constexpr = False,
 ):
-    """Writes the amax (its bits, by an atomic maximum), with ``signs`` that of the rotated matrix; or the partial sums
-    of magnitudes, one per program."""
+    """Writes the amax of the rotated matrix (its bits, by an atomic maximum); or without ``signs`` the partial sums of
+    magnitudes, one per program."""
     across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
     peaks = tl.zeros(TILE, tl.int32)
     total = tl.zeros(TILE, tl.float64)
     for tile in range(tl.program_id(0), tl.cdiv(rows, TILE[0]) * across, tl.num_programs(0)):
         row, column, mask = tile_places(tile, rows, columns, TILE)
         if signs is None:
-            elements = load_elements(x, row, column, row_stride, column_stride, mask)
+            total += tl.abs(load_elements(x, row, column, row_stride, column_stride, mask)).to(tl.float64)
         else:
             mask = (row < source_rows) & (column < source_columns)
             elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION, INTERPRETED)
-        if sums is None:
             peaks = tl.maximum(peaks, magnitude_bits(elements))
-        else:
-            total += tl.abs(elements).to(tl.float64)
-    if sums is None:
-        tl.atomic_max(amax, tl.max(peaks))
-    else:
+    if signs is None:
         tl.store(sums + tl.program_id(0), tl.sum(total))
+    else:
+        tl.atomic_max(amax, tl.max(peaks))
 
 
 @triton.jit

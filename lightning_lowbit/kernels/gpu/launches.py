@@ -4,7 +4,7 @@ A program has some 32 elements per thread, in a tile that is wide along the axis
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,14 +25,45 @@ LARGEST_BLOCK = 1024  # elements: a block lies in the registers of one program
 SUMS = 256  # programs that measure a mean
 
 
-class Launch(NamedTuple):
-    """One launch: ``arguments`` are tensors and numbers, ``constants`` are compiled into the kernel."""
+class Form:
+    """The form in which a kernel is compiled: its name, the constants in it, and how many warps a program has.
 
-    kernel: str
+    ``launchers`` are what Triton has compiled in this form, by the traits of the arguments.
+    """
+
+    def __init__(self, kernel: str, constants: dict[str, Any], warps: int = 4) -> None:
+        self.kernel, self.constants, self.warps = kernel, constants, warps
+        self.launchers: dict[tuple[object, ...], Callable[..., Any]] = {}
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel: ``arguments`` are tensors and numbers, in an order that its form decides."""
+
+    form: Form
     programs: int
     arguments: dict[str, Any]
-    constants: dict[str, Any]
-    warps: int = 4
+
+    @property
+    def kernel(self) -> str:
+        return self.form.kernel
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return self.form.constants
+
+    @property
+    def warps(self) -> int:
+        return self.form.warps
+
+
+def launch(kernel: str, programs: int, arguments: dict[str, Any], constants: dict[str, Any], warps: int = 4) -> Launch:
+    """Returns a launch; those with equal constants share a form."""
+    return Launch(_form(kernel, warps, tuple(constants.items())), programs, arguments)
+
+
+@cache
+def _form(kernel: str, warps: int, constants: tuple[tuple[str, Any], ...]) -> Form:
+    return Form(kernel, dict(constants), warps)
 
 
 def cast_launch(
@@ -49,7 +80,7 @@ def cast_launch(
     """
     cast, dim, rotation = call.cast, call.dim, call.rotation
     group = 0 if rotation is None else len(rotation)
-    form = _cast_form(cast.spec, dim, x.dtype, values.dtype, is_transposed(x), group, call.in_fours(x))
+    form, size = _cast_form(cast.spec, dim, x.dtype, values.dtype, is_transposed(x), group, call.in_fours(x))
     amaxes = x.shape[1 - dim % 2] if cast.scale.two_level == "row" else 1
     arguments = {
         "x": x,
@@ -58,37 +89,28 @@ def cast_launch(
         **_outside(x, call, amax, amaxes),
         **_layout(x, rotation, dim),
     }
-    counts = _counts(values, form.size)
+    counts = _counts(values, size)
     if form.kernel == "cast_tensor":
         arguments["sums"] = sums
     programs = counts[0] * counts[1] if form.kernel != "cast_rows" else counts[1 - form.constants["AXIS"]]
-    return Launch(form.kernel, max(programs, 1), arguments, form.constants, form.warps)
-
-
-class _Form(NamedTuple):
-    """The common part of launches of a cast; ``size`` are rows and columns of a program."""
-
-    kernel: str
-    size: tuple[int, int]
-    constants: dict[str, Any]
-    warps: int = 4
+    return Launch(form, max(programs, 1), arguments)
 
 
 @cache
 def _cast_form(
     spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, transposed: bool, group: int, fours: bool
-) -> _Form:
-    """Returns the form of a cast from the dtype ``source`` to ``dtype``, rotated in groups unless their size is 0.
-    ``fours`` is :meth:`CastCall.in_fours`."""
+) -> tuple[Form, tuple[int, int]]:
+    """Returns the form of a cast from the dtype ``source`` to ``dtype``, rotated in groups unless their size is 0, and
+    the rows and columns of a program. ``fours`` is :meth:`CastCall.in_fours`."""
     cast = Cast.from_spec(spec)
     tile, constants = tile_of(cast, dim, 2), {"CAST": cast_numbers(cast, fours), "DTYPE": dtype}
     if tile == (ALL, ALL):
         size = _tile(transposed)
-        return _Form("cast_tensor", size, {**constants, "TILE": size, "SUMS": SUMS})
+        return Form("cast_tensor", {**constants, "TILE": size, "SUMS": SUMS}), size
     if ALL in tile:
         axis = tile.index(ALL)
         size = ((32, 64) if transposed else (4, 512)) if axis == 1 else ((512, 4) if transposed else (64, 32))
-        return _Form("cast_rows", size, {**constants, "AXIS": axis, "TILE": size})
+        return Form("cast_rows", {**constants, "AXIS": axis, "TILE": size}), size
     padded, is_light = padded_sides(tile), cast.rounding == "nearest" and cast.scale.four_over_six is None
     rows, columns, warps = _block_tile(transposed, padded, is_light and not group)
     if corrected := cast.scale.correction:  # whole groups in a program
@@ -99,7 +121,7 @@ def _cast_form(
     blocks = rows // padded[0], columns // padded[1]
     through = source if is_rounded(source, cast) else dtype
     constants |= {"THROUGH": through, "SIDES": tile, "PADDED": padded, "BLOCKS": blocks}
-    return _Form("cast_blocks", (tile[0] * blocks[0], tile[1] * blocks[1]), constants, warps)
+    return Form("cast_blocks", constants, warps), (tile[0] * blocks[0], tile[1] * blocks[1])
 
 
 def both_launch(x: Tensor, calls: tuple[CastCall, CastCall], amax: Tensor | None, operands: Sequence[Tensor]) -> Launch:
@@ -116,7 +138,7 @@ def both_launch(x: Tensor, calls: tuple[CastCall, CastCall], amax: Tensor | None
         numbers = {"CAST": cast_numbers(call.cast, call.in_fours(x)), "DTYPE": values.dtype, "THROUGH": through}
         constants |= {f"{key}_{name.upper()}": value for key, value in numbers.items()}
     warps = min(size[0] * size[1] // 1024, 8)  # one warp reduces along columns without shared memory
-    return Launch("cast_both", _programs(x, size), {**arguments, **_layout(x)}, constants, warps)
+    return launch("cast_both", _programs(x, size), {**arguments, **_layout(x)}, constants, warps)
 
 
 def pack_launch(x: Tensor, call: CastCall, amax: Tensor | None, data: Tensor, factor: Tensor) -> Launch:
@@ -135,32 +157,67 @@ def pack_launch(x: Tensor, call: CastCall, amax: Tensor | None, data: Tensor, fa
     }
     constants = {**_coding(cast, call.in_fours(x)), "SIDES": sides}
     constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
-    return Launch("pack_blocks", _programs(x, (rows, columns)), arguments, constants, warps)
+    return launch("pack_blocks", _programs(x, (rows, columns)), arguments, constants, warps)
 
 
 def layout_launch(
     x: Tensor, call: CastCall, amax: Tensor | None, codes: Tensor, scales: Tensor, factor: Tensor
 ) -> Launch:
     """Writes codes, scales and the scale of the matrix as :mod:`lightning_lowbit.kernels.layout` has them."""
-    cast, dim, block = call.cast, call.dim, call.block
-    sides, matrix = block_shape(cast, dim), x if dim == 1 else x.t()
-    rows, columns, warps = _block_tile(is_transposed(matrix), sides, is_light=False)
-    if is_transposed(matrix) and sides[0] <= 64 and sides[1] <= 32:  # blocks of a row lie in one thread
-        is_heavy = cast.rounding == "stochastic" or cast.scale.four_over_six is not None
-        rows, columns, warps = 64, 32, 2 if is_heavy else 1
+    matrix = x if call.dim == 1 else x.t()
+    form, size = _layout_form(call.cast.spec, call.dim, call.block, is_transposed(matrix), call.in_fours(x))
     arguments = {
         "x": x,
         "codes": as_bytes(codes),
-        "scales_at": scales.view(torch.uint8),
+        "scales_at": _raw(scales),
         "factor": factor,
         **_outside(x, call, amax),
         **_layout(matrix),
     }
-    constants = {**_coding(cast, call.in_fours(x)), "SIDES": sides}
-    constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
-    constants |= {"DIM": dim, "SCALED": block, "PADDED": multiples()}
-    programs = -(-round_up(matrix.shape[0], 128) // rows) * -(-round_up(matrix.shape[1], 4 * block) // columns)
-    return Launch("lay_out_blocks", programs, arguments, constants, warps)
+    rows, columns = round_up(matrix.shape[0], 128), round_up(matrix.shape[1], 4 * call.block)
+    return Launch(form, -(-rows // size[0]) * -(-columns // size[1]), arguments)
+
+
+@cache
+def _layout_form(spec: str, dim: int, block: int, transposed: bool, fours: bool) -> tuple[Form, tuple[int, int]]:
+    """Returns the form of a layout, and the rows and columns of a program, with the contraction axis in the columns.
+    ``transposed`` and ``fours`` are :func:`is_transposed` of such a matrix and :meth:`CastCall.in_fours`."""
+    cast = Cast.from_spec(spec)
+    sides = block_shape(cast, dim)
+    rows, columns, warps = _block_tile(transposed, sides, is_light=False)
+    if sides[0] == 1 and sides[1] <= 32 and cast.scale.four_over_six is None:  # a thread has whole blocks
+        rows, columns, warps = (64, 64, 1) if transposed else (8, 256, 1)
+    constants = {**_coding(cast, fours), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
+    if block == 128:  # which GEMMs take as it is
+        rows, columns, warps = (128, 128, 8) if sides[0] == 128 else (64, 128, 4)
+        constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
+    padded = multiples() if block < 128 else (1, 1)
+    constants |= {"DIM": dim, "SCALED": block, "PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
+    return Form("lay_out_blocks", constants, warps), (rows, columns)
+
+
+def layouts_launch(
+    x: Tensor, calls: tuple[CastCall, CastCall], amax: Tensor | None, operands: Sequence[Sequence[Tensor]]
+) -> Launch:
+    """Writes what :func:`layout_launch` does for blocks along rows and along columns."""
+    specs, fours = (tuple(call.cast.spec for call in calls), tuple(call.in_fours(x) for call in calls))
+    form = _layouts_form(specs, calls[0].block, is_transposed(x), fours)
+    arguments: dict[str, Any] = {"x": x}
+    for name, call, (codes, scales, factor) in zip(("row", "column"), calls, operands, strict=True):
+        outside = _outside(x, call, amax)
+        arguments |= {f"codes_{name}": as_bytes(codes), f"scales_{name}": _raw(scales)}
+        arguments |= {f"factor_{name}": factor, f"amax_{name}": outside["amax"], f"key_{name}": outside["key"]}
+    squares = [round_up(size, 128) // side for size, side in zip(x.shape, form.constants["TILE"], strict=True)]
+    return Launch(form, squares[0] * squares[1], {**arguments, **_layout(x)})
+
+
+@cache
+def _layouts_form(specs: tuple[str, ...], block: int, transposed: bool, fours: tuple[bool, ...]) -> Form:
+    row, column = (_coding(Cast.from_spec(spec), four) for spec, four in zip(specs, fours, strict=True))
+    tile, padded, warps = ((64, 64), multiples(), 1) if block < 128 else ((128, 128), (1, 1), 8)
+    constants = {"CAST_ROW": row.pop("CAST"), "CAST_COLUMN": column["CAST"], **row, "SIZE": block, "TILE": tile}
+    constants |= {"SCALED": block, "PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
+    return Form("lay_out_both", constants, warps)
 
 
 def unpack_launch(data: Tensor, cast: Cast, dim: int, source: torch.dtype, values: Tensor) -> Launch:
@@ -172,7 +229,7 @@ def unpack_launch(data: Tensor, cast: Cast, dim: int, source: torch.dtype, value
     arguments |= {"rows": rows, "columns": columns}
     constants = {**_coding(cast), "CAST": cast_numbers(cast), "SIDES": tile_of(cast, dim, 2)}
     constants |= {"TILE": size, "THROUGH": through, "DTYPE": values.dtype}
-    return Launch("unpack_blocks", _programs(values, size), arguments, constants)
+    return launch("unpack_blocks", _programs(values, size), arguments, constants)
 
 
 def _outside(x: Tensor, call: CastCall, amax: Tensor | None, amaxes: int = 1) -> dict[str, Tensor | None]:
@@ -198,22 +255,20 @@ def packed_codes(shape: torch.Size, cast: Cast) -> int:
     return shape[0] * shape[1] // per_byte(cast.format)
 
 
-def amax_launch(x: Tensor, amax: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Launch:
-    """Raises ``amax`` (float32, 0-d, 0 before) to max|x|, or to that of the rotated matrix."""
-    size = _tile(is_transposed(x))
+def amax_launch(x: Tensor, amax: Tensor, rotation: Tensor, dim: int) -> Launch:
+    """Raises ``amax`` (float32, 0-d, 0 before) to max|x| of the rotated matrix."""
     arguments = {"x": x, "amax": amax.view(torch.int32), "sums": None, **_layout(x, rotation, dim)}
-    if rotation is None:
-        return Launch("measure", min(_programs(x, size), 1024), arguments, {"TILE": size})
-    size = _whole_groups(*size, len(rotation), dim)
+    size = _whole_groups(*_tile(is_transposed(x)), len(rotation), dim)
     programs = -(-arguments["rows"] // size[0]) * -(-arguments["columns"] // size[1])
-    return Launch("measure", min(programs, 1024), arguments, {"TILE": size, "ROTATION": _rotation(len(rotation), dim)})
+    constants = {"TILE": size, "ROTATION": _rotation(len(rotation), dim)}
+    return launch("measure", min(programs, 1024), arguments, constants)
 
 
 def rotation_launch(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> Launch:
     size = _whole_groups(*_tile(is_transposed(x)), len(rotation), dim)
     arguments = {"x": x, "values": values, **_layout(x, rotation, dim)}
     constants = {"TILE": size, "ROTATION": _rotation(len(rotation), dim)}
-    return Launch("rotate", _programs(values, size), arguments, constants)
+    return launch("rotate", _programs(values, size), arguments, constants)
 
 
 def _rotation(size: int, dim: int) -> tuple[int, int, float, float]:
@@ -232,7 +287,7 @@ def _whole_groups(rows: int, columns: int, size: int, dim: int) -> tuple[int, in
 def sums_launch(x: Tensor, sums: Tensor) -> Launch:
     """Writes sums of magnitudes, float64 ``[SUMS]``."""
     arguments = {"x": x, "amax": None, "sums": sums, **_layout(x)}
-    return Launch("measure", SUMS, arguments, {"TILE": _tile(is_transposed(x))})
+    return launch("measure", SUMS, arguments, {"TILE": _tile(is_transposed(x))})
 
 
 def delay_launch(
@@ -241,7 +296,7 @@ def delay_launch(
     """Raises ``staged`` ``[6]`` at ``places`` to ``amax``, and writes the amax that scales an operand: float32."""
     constants = {"PLACES": sum(1 << place for place in places)}
     arguments = {"x": amax, "in_force": in_force, "staged": staged, "result": result}
-    return Launch("delay", 1, arguments, constants, 1)
+    return launch("delay", 1, arguments, constants, 1)
 
 
 def scale_and_round_launch(product: Tensor, factors: list[Tensor], bias: Tensor | None, result: Tensor) -> Launch:
@@ -256,9 +311,8 @@ def scale_and_round_launch(product: Tensor, factors: list[Tensor], bias: Tensor 
         if (tensor := arguments[name]) is not None:
             checked("a factor or bias", tensor, tensor.dtype, sizes[axes], product.device)
     constants = {"SPREAD": spread, "TILE": size, "DTYPE": result.dtype}
-    return Launch(
-        "scale_and_round", _programs(product, size), {**arguments, "result": result, **_layout(product)}, constants
-    )
+    arguments |= {"result": result, **_layout(product)}
+    return launch("scale_and_round", _programs(product, size), arguments, constants)
 
 
 def block_size(cast: Cast) -> int:
@@ -278,6 +332,10 @@ def padded_sides(tile: Tile) -> Tile:
 def as_bytes(tensor: Tensor) -> Tensor:
     """FP8 as bytes, which the kernels write."""
     return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else tensor
+
+
+def _raw(scales: Tensor) -> Tensor:
+    return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
 
 
 def _power_of_two(size: int) -> int:

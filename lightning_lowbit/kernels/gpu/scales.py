@@ -7,6 +7,7 @@ function takes none of its fields as an argument, which Triton 3.6 does not comp
 import triton
 import triton.language as tl
 
+from lightning_lowbit.kernels.gpu.conversions import e4m3_rounded
 from lightning_lowbit.kernels.gpu.device import (
     at_least,
     at_most,
@@ -50,6 +51,8 @@ def _round_scale(wanted, CAST: tl.constexpr):
     STORAGE: tl.constexpr = CAST.storage
     if CAST.up:
         return round_up(wanted, STORAGE)
+    elif CAST.capability >= 89 and STORAGE.max == 448.0:
+        return e4m3_rounded(wanted)
     else:
         return round_nearest(wanted, STORAGE)
 
@@ -78,8 +81,9 @@ def _wanted(amount, encode, CAST: tl.constexpr):
 def drawn_scales(amount, encode, index, key, CAST: tl.constexpr):
     """Computes s with stochastic rounding. ``index`` is that of the first element of a block, for its random bits."""
     STORAGE: tl.constexpr = CAST.storage
+    CAPABILITY: tl.constexpr = CAST.capability
     low, high = _scale_key(key)
-    scales = round_stochastic(_wanted(amount, encode, CAST), random_of(index, low, high), STORAGE)
+    scales = round_stochastic(_wanted(amount, encode, CAST), random_of(index, low, high, STORAGE, CAPABILITY), STORAGE)
     return tl.where(magnitude_bits(amount) < _INFINITY_BITS, scales, float("nan"))
 
 
@@ -171,7 +175,7 @@ def _sum_in_halves(values):
 @triton.jit
 def _error(elements, scales, encode, decode, CAST: tl.constexpr):
     ELEMENTS: tl.constexpr = CAST.elements
-    difference = round_nearest(elements * encode, ELEMENTS) * (scales * decode) - elements
+    difference = round_nearest(elements * encode, ELEMENTS, False) * (scales * decode) - elements
     if CAST.four_over_six == "mse":
         return difference * difference
     else:
@@ -182,7 +186,8 @@ def _error(elements, scales, encode, decode, CAST: tl.constexpr):
 def block_scales(elements, mask, encode, decode, index, key, CAST: tl.constexpr):
     """Computes scales of blocks along axes 1 and 3 of four, factors of elements, and zero points. ``elements`` are 0
     outside of ``mask``. Stochastic scales need ``index`` and ``key``, as :func:`drawn_scales`."""
-    peaks = tl.max(tl.max(magnitude_bits(elements), 3, keep_dims=True), 1, keep_dims=True)
+    doubled = bits_of(elements).to(tl.uint32, bitcast=True) << 1  # without a sign; NaN is the largest
+    peaks = (tl.max(tl.max(doubled, 3, keep_dims=True), 1, keep_dims=True) >> 1).to(tl.int32, bitcast=True)
     amax = float_of(peaks)
     zeros = 0.0
     if CAST.four_over_six != "":
@@ -225,12 +230,13 @@ def _corrected(elements, scales, factor, index, key, CAST: tl.constexpr):
     """Scales for decoding, with which the errors of ``CAST.group`` blocks cancel."""
     ELEMENTS: tl.constexpr = CAST.elements
     STORAGE: tl.constexpr = CAST.storage
+    CAPABILITY: tl.constexpr = CAST.capability
     y, square = elements * factor, scales * scales
     norm = _group_sums(_sum_in_halves(y * y * square), elements.shape[3] > 1, CAST)
     product = _group_sums(_sum_in_halves(y * round_nearest(y, ELEMENTS) * square), elements.shape[3] > 1, CAST)
     wanted = scales * tl.where(product == 0, 1.0, tl.div_rn(norm, product))
     low, high = _scale_key(key)
-    return round_stochastic(wanted, random_of(index, low, high), STORAGE)
+    return round_stochastic(wanted, random_of(index, low, high, STORAGE, CAPABILITY), STORAGE)
 
 
 @triton.jit
@@ -258,7 +264,11 @@ def round_elements(x, scales, factor, zeros, random, CAST: tl.constexpr):
     values = x * factor
     if CAST.statistic == "minmax":
         values = at_most(at_least(values, -zeros), CAST.elements.max - zeros)
-    codes = round_stochastic(values, random, ELEMENTS) if CAST.stochastic else round_nearest(values, ELEMENTS)
+    KEEPS_NAN: tl.constexpr = not CAST.per_block
+    if CAST.stochastic:
+        codes = round_stochastic(values, random, ELEMENTS, KEEPS_NAN)
+    else:
+        codes = round_nearest(values, ELEMENTS, KEEPS_NAN)
     if CAST.scaled:
         return codes * stored_scales(scales, CAST)
     else:

@@ -24,11 +24,18 @@ def block_places(columns, SIDES: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.
     across = tl.maximum(tl.cdiv(columns, SIDES[1] * BLOCKS[1]), 1)
     down = tl.program_id(0) // across
     right = tl.program_id(0) % across
+    row, column = places_of(down, right, SIDES, PADDED, BLOCKS)
+    return down, right, row, column
+
+
+@triton.jit
+def places_of(down, right, SIDES: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr):
+    """Computes rows and columns of the blocks of a program."""
     row = (down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]) * SIDES[0]
     column = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * SIDES[1]
     row += tl.arange(0, PADDED[0])[None, :, None, None]
     column += tl.arange(0, PADDED[1])[None, None, None, :]
-    return down, right, row, column
+    return row, column
 
 
 @triton.jit
@@ -87,10 +94,14 @@ def _add_and_subtract(values, APART: tl.constexpr, END: tl.constexpr):
 @triton.jit
 def random_at(row, column, key, offset, width, CAST: tl.constexpr):
     """Computes the random bits of elements at places of a matrix with ``width`` indices per row; 0 without any."""
+    ELEMENTS: tl.constexpr = CAST.elements
+    FOURS: tl.constexpr = CAST.fours
+    CAPABILITY: tl.constexpr = CAST.capability
     if CAST.stochastic:
         low, high = key_halves(key)
         stride, first = place_of(offset, width)
-        return random_of_fours(row.to(tl.uint32), column.to(tl.uint32), stride, first, low, high, CAST.fours)
+        row, column = row.to(tl.uint32), column.to(tl.uint32)
+        return random_of_fours(row, column, stride, first, low, high, FOURS, ELEMENTS, CAPABILITY)
     else:
         return 0
 

@@ -16,7 +16,7 @@ from lightning_lowbit.kernels.operands import reads_once
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.operands import OperandHow, OperandInput, Pass, common_amax
 from lightning_lowbit.nn.core.window import Window, is_pixelwise
-from lightning_lowbit.nn.native.operand import AnyOperand, unpacked_native_operand, values_of
+from lightning_lowbit.nn.native.operand import AnyOperand, block_operands, unpacked_native_operand, values_of
 from lightning_lowbit.quant import Operand
 
 # Of a side: values and a factor; the amax of the tensor; the tensor itself, where gradients need it; its shape.
@@ -210,7 +210,8 @@ class Gradient:
 
     def __init__(self, dgrad: OperandHow, wgrad: OperandHow, is_cast_twice: bool) -> None:
         self.dgrad, self.wgrad = dgrad, wgrad
-        self.is_cast_twice = is_cast_twice and dgrad.cut is None and dgrad.kind is None and wgrad.kind is None
+        is_alike = dgrad.kind == wgrad.kind and dgrad.kind != "cpu"
+        self.is_cast_twice = is_cast_twice and dgrad.cut is None and is_alike
 
     def backward(self, g: Tensor, needs_x: bool, needs_w: bool, pass_: Pass) -> tuple[OperandInput, OperandInput]:
         """Returns the inputs of both operands: ``g``, or the operands, where a kernel makes them in one read."""
@@ -223,9 +224,10 @@ class Gradient:
         row, column = self.dgrad, self.wgrad
         assert row.cast is not None and column.cast is not None
         keys = row.key(pass_), column.key(pass_)
+        if row.kind is not None:
+            codes = block_operands(g, (row.cast, column.cast), row.kind, keys, amax)
+            return OperandInput(codes[0], is_operand=True), OperandInput(codes[1], is_operand=True)
         pair = quantize_both(g, (row.cast, column.cast), keys, amax, (row.dtype, column.dtype))
-        if pair is None:
-            return source, source
         left, right = (OperandInput(values, None, factor, is_operand=True) for values, factor in pair)
         return left, right
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.formats import ELEMENT_FORMATS
-from lightning_lowbit.kernels import Packed, amax_of, lay_out_operand, lay_out_packed, rotate
+from lightning_lowbit.kernels import Packed, amax_of, lay_out_both, lay_out_operand, lay_out_packed, rotate
 from lightning_lowbit.kernels.gemms import CodeOperand, code_operand, packed_operand, stack_operand
 from lightning_lowbit.kernels.layout import repeated, taken_apart
 from lightning_lowbit.nn.native.table import NATIVE
@@ -110,6 +110,21 @@ def block_operand(
     assert block is not None
     values, scales, factor = lay_out_operand(x, cast, block, dim, key, amax, shard)
     return BlockOperand(values, scales, factor if has_factor(cast) else None, kind, (x.shape[1 - dim], x.shape[dim]))
+
+
+def block_operands(
+    x: Tensor, casts: tuple[Cast, Cast], kind: str, keys: tuple[Tensor | None, Tensor | None], amax: Tensor | None
+) -> tuple[BlockOperand, BlockOperand]:
+    """Makes :func:`block_operand` along rows (dim 1) and along columns (dim 0) of a matrix, from one read on GPUs."""
+    block = NATIVE[kind].block
+    assert block is not None
+    row, column = (
+        BlockOperand(values, scales, factor if has_factor(cast) else None, kind, (x.shape[1 - dim], x.shape[dim]))
+        for (values, scales, factor), cast, dim in zip(
+            lay_out_both(x, casts, block, keys, amax), casts, (1, 0), strict=True
+        )
+    )
+    return row, column
 
 
 def unpacked_native_operand(

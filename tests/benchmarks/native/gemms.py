@@ -4,25 +4,14 @@
 
 A linear layer's pass and gradients have three GEMMs and six casts. A GEMM takes the larger of FLOPs over the peak and
 bytes over the bandwidth of a data sheet; a cast takes the largest bound of its kernel, as in
-:mod:`tests.benchmarks.kernels`; for blocks of 128, whose native operands plain code makes, the bytes that this reads
-and writes over the bandwidth. Latencies, launches and everything else are left out.
+:mod:`tests.benchmarks.kernels`; one kernel makes both native operands of the gradient. Latencies, launches and
+everything else are left out.
 """
 
-from typing import Any
-from unittest.mock import patch
-
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from lightning_lowbit import Cast, LinearCasts
-from lightning_lowbit.compilation import backend
-from lightning_lowbit.kernels import layout
+from lightning_lowbit import LinearCasts
 from lightning_lowbit.metrics.devices import PEAKS
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, OPERANDS
-from lightning_lowbit.nn.native.operand import block_operand
 from lightning_lowbit.nn.native.table import NATIVE
-from lightning_lowbit.quant import scaling
 from tests.benchmarks import kernels
 
 TOKENS, INPUTS, OUTPUTS = 8192, 4096, 4096
@@ -34,54 +23,6 @@ KINDS = {
     "fp8-blockwise": ("H100", "float8", "float32"),
 }
 FLOAT32 = {"H100": 67e12, "B200": 80e12}
-
-
-class Bytes(TorchDispatchMode):
-    """Counts the bytes that operations read and write; views cost nothing, and compiled functions are one operation."""
-
-    COMPILED = ((scaling, "block_scales"), (layout, "_round_codes"), (layout, "_join_pairs"))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __enter__(self) -> Any:
-        self.patches = [patch.object(module, name, self._one(getattr(module, name))) for module, name in self.COMPILED]
-        for each in self.patches:
-            each.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        for each in self.patches:
-            each.stop()
-        return super().__exit__(*error)
-
-    def _one(self, function: Any) -> Any:
-        def call(*tensors: Any, **static: Any) -> Tensor:
-            before = self.count
-            out: Tensor = function(*tensors, **static)
-            there = [one for one in (*tensors, out) if isinstance(one, Tensor)]
-            self.count = before + sum(one.numel() * one.itemsize for one in there)
-            return out
-
-        return call
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = operation(*args, **(kwargs or {}))
-        given = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        made = [one for one in torch.utils._pytree.tree_leaves(out) if isinstance(one, Tensor)]
-        storages = {one.untyped_storage().data_ptr() for one in given}
-        if any(one.untyped_storage().data_ptr() not in storages for one in made):
-            self.count += sum(one.numel() * one.itemsize for one in (*given, *made))
-        return out
-
-
-def bytes_of_plain_code(cast: Cast, kind: str, dim: int) -> float:
-    """Bytes per element of an operand's way to a native GEMM that has no kernel."""
-    x, key = torch.randn(1024, 1024).bfloat16(), torch.tensor(1)
-    with Bytes() as counted, backend("eager"):
-        block_operand(x, cast, kind, dim, key)
-    return counted.count / x.numel()
 
 
 def gemms(device: str, arithmetic: str, bytes_per_element: float) -> float:
@@ -110,9 +51,11 @@ def main() -> None:
             block = NATIVE[kind].block
             assert block is not None
             seconds["emulated"] += size * kernels.least_seconds(kernels.launch_of(cast, dim), card)
-            if kind == "fp8-blockwise":
-                seconds["native"] += size * bytes_of_plain_code(cast, kind, dim) / card.bandwidth
-            else:
+            if operand == "dgrad_g":
+                other = casts.cast_of("wgrad_g")
+                assert other is not None
+                seconds["native"] += size * kernels.least_seconds(kernels.layouts_of((cast, other), block), card)
+            elif operand != "wgrad_g":
                 seconds["native"] += size * kernels.least_seconds(kernels.layout_of(cast, block, dim), card)
             seconds["least"] += size * (2 + cast.bits / 8) / card.bandwidth
             if cast.scale.needs_amax and tensor not in measured:

@@ -23,7 +23,7 @@ from lightning_lowbit.kernels import (
 from lightning_lowbit.kernels.cpu import adam, codes, products
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.gpu import launches
-from lightning_lowbit.kernels.memory import address, checked, together
+from lightning_lowbit.kernels.memory import address, checked, traits
 from lightning_lowbit.kernels.shards import Decision
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.quant.call import CastCall
@@ -83,7 +83,7 @@ def test_addresses_and_what_is_not_there():
 def test_a_launch_has_tensors_of_one_device():
     for tensor in (torch.ones(2, device="meta"), torch._neg_view(torch.ones(2))):
         with pytest.raises(ValueError, match="need resolved tensors on cpu"):
-            together([torch.ones(1), tensor], CPU)
+            traits([torch.ones(1), tensor], CPU)
 
 
 # --- packed bytes -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ import re
 from typing import Any
 
 import numpy as np
+import torch
+
+from tests.kernels.emulator.instructions import FP8, bfloat16, e2m1_of, fp8_of, inlined, integer_product, permute
 
 Array = np.ndarray[Any, Any]
 
@@ -24,9 +27,11 @@ _BINARY = {
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
-    "max": np.maximum,  # of floats with .NaN, which numpy does, too
+    "max": np.maximum,
     "min": np.minimum,
 }
+_OF_NUMBERS = {"max": np.fmax, "min": np.fmin}  # of floats without .NaN
+
 _COMPARED = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -64,7 +69,9 @@ class Kernel:
     """A kernel of PTX text with one entry."""
 
     def __init__(self, ptx):
-        body = ptx[ptx.index(".entry") :]
+        body = re.sub(
+            r"// begin inline asm(.*?)// end inline asm", inlined, ptx[ptx.index(".entry") :], flags=re.DOTALL
+        )
         body = re.sub(r"//[^\n]*|^\s*\.loc[^\n]*", "", body[: body.index("\n}")], flags=re.MULTILINE)
         self.threads = int(re.search(r"\.reqntid (\d+)", body)[1])
         self.parameters = re.findall(r"\.param \.\w+[^,)]* (\w+_param_\d+)", body)
@@ -136,13 +143,17 @@ class _Program:
         elif name == "mov":
             self.mov(target, sources[0], kind, active)
         elif name in ("mul", "mad", "fma") and kind[0] != "f":
-            result = self.integer_product(modifiers, value(0), value(1), kind)
+            result = integer_product(modifiers, value(0), value(1), kind)
             if name == "mad":
                 wide = {"16": "s32", "32": "s64"}[kind[1:]] if "wide" in modifiers else kind
                 result = result + self.value(sources[2], wide).astype(result.dtype)
             self.set(target, result, active)
         elif name in _BINARY:
-            self.set(target, _BINARY[name](value(0), value(1)), active)
+            of_numbers = kind[0] == "f" and "NaN" not in modifiers and name in _OF_NUMBERS
+            result = (_OF_NUMBERS if of_numbers else _BINARY)[name](value(0), value(1))
+            if "sat" in modifiers:
+                result = np.nan_to_num(result, nan=0.0).clip(0, 1).astype(dtype)
+            self.set(target, result, active)
         elif name == "fma":
             exact = value(0).astype(np.longdouble) * value(1) + value(2)
             self.set(target, exact.astype(dtype), active)
@@ -181,7 +192,7 @@ class _Program:
         elif name == "selp":
             self.set(target, np.where(self.value(sources[2], "pred"), value(0), value(1)), active)
         elif name == "prmt":
-            self.set(target, self.permute(*(self.value(self.known(source), "u32") for source in sources)), active)
+            self.set(target, permute(*(self.value(self.known(source), "u32") for source in sources)), active)
         elif name == "cvt":
             self.convert(modifiers, target, sources, active)
         elif name == "shfl":
@@ -248,8 +259,8 @@ class _Program:
             for number, part in enumerate(target.strip("{} ").split(",")):
                 self.set(part.strip(), halves[:, number], active)
         elif source.startswith("{"):
-            half = f"u{_TYPES[kind].itemsize * 4}"
             names = [part.strip() for part in source.strip("{} ").split(",")]
+            half = f"u{_TYPES[kind].itemsize * 8 // len(names)}"
             parts = [self.value(self.known(name), half) for name in names]
             self.set(target, np.stack(parts, 1).view(np.dtype(f"uint{_TYPES[kind].itemsize * 8}")).reshape(-1), active)
         else:
@@ -303,28 +314,19 @@ class _Program:
             if name == "ldmatrix":
                 self.set(register, value, active)
 
-    @staticmethod
-    def integer_product(modifiers, a, b, kind):
-        if "wide" in modifiers:
-            wide = np.dtype(f"{'u' if kind[0] == 'u' else ''}int{int(kind[1:]) * 2}")
-            return a.astype(wide) * b.astype(wide)
-        if "hi" in modifiers:
-            return ((a.astype(np.int64) * b.astype(np.int64)) >> 32).astype(a.dtype)
-        return a * b
-
-    @staticmethod
-    def permute(a, b, selector):
-        both, result = np.concatenate([a[:, None], b[:, None]], 1).view(np.uint8), np.zeros((len(a), 4), np.uint8)
-        for number in range(4):
-            chosen = selector >> np.uint32(4 * number) & np.uint32(15)
-            taken = both[np.arange(len(a)), chosen & np.uint32(7)]
-            result[:, number] = np.where(chosen < 8, taken, np.where(taken & 0x80, 0xFF, 0))
-        return result.view(np.uint32).reshape(-1)
-
     def convert(self, modifiers, target, sources, active):
         to, of = modifiers[-2:]
-        if to in ("bf16x2", "bf16"):
-            halves = [self.bfloat16(self.value(source, "f32")) for source in sources]
+        if to == "e2m1x2":
+            codes = [e2m1_of(self.value(source, "f32")) for source in sources]
+            result = codes[0] << np.uint8(4) | codes[1]
+        elif to in FP8:
+            codes = [fp8_of(self.value(source, "f32"), FP8[to]).astype(np.uint16) for source in sources]
+            result = codes[0] << np.uint16(8) | codes[1]
+        elif of in FP8:
+            codes = torch.from_numpy(np.array(self.value(sources[0], "u16")).view(np.uint8))
+            result = codes.view(FP8[of]).to(torch.float16).numpy().view(np.uint32)
+        elif to in ("bf16x2", "bf16"):
+            halves = [bfloat16(self.value(source, "f32")) for source in sources]
             result = halves[0] if to == "bf16" else halves[0].astype(np.uint32) << np.uint32(16) | halves[1]
         elif of == "bf16":
             result = self.value(sources[0], "u16").astype(np.uint32) << np.uint32(16)
@@ -338,9 +340,3 @@ class _Program:
                 values = np.nan_to_num(np.trunc(values), nan=0.0)
             result = values.astype(_TYPES[to])
         self.set(target, result, active)
-
-    @staticmethod
-    def bfloat16(values):
-        word = np.ascontiguousarray(values).view(np.uint32)
-        rounded = (word + np.uint32(0x7FFF) + (word >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-        return np.where(np.isnan(values), np.uint32(0x7FFF), rounded).astype(np.uint16)
