@@ -231,7 +231,8 @@ class CausalLM(RecipeModule):
                     self.model.generation_config = GenerationConfig.from_pretrained(settings.name_or_path)
         vars(self.model)["save_pretrained"] = SavePretrained(self.model)
         if gradient_checkpointing:
-            self.model.activation_checkpointing_enable()
+            former = "gradient_checkpointing_enable"  # its name before transformers 5.23
+            getattr(self.model, "activation_checkpointing_enable", getattr(self.model, former))()
         self.gather_dtype = gather_dtype
         self._is_spread = False
         # NaN replaces NaN, so that the mean shows it ("disable" does, too, but in torchmetrics 1.9 disables weights).

@@ -16,6 +16,7 @@ from tests.nn.native.stand_in import OF_GPUS, StandIn
 from tests.tables import each
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+rows_on_cpus = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 has no FP8 GEMM of rows on CPUs")
 
 
 @pytest.fixture
@@ -36,6 +37,7 @@ def gpu(monkeypatch):
     return make
 
 
+@rows_on_cpus
 def test_gpus_by_what_they_say(gpu):
     everywhere = {"fp8", "int8"}
     for capability, kinds in {
@@ -115,6 +117,7 @@ class Otherwise(TorchDispatchMode):
         return operator(*arguments, **(named or {}))
 
 
+@rows_on_cpus
 @each(
     "is_wrong",
     [
@@ -134,6 +137,7 @@ def test_each_way_of_an_fp8_gemm_is_tried(gpu, is_wrong):
     assert devices.native_obstacle(GPU, "fp8") is None
 
 
+@rows_on_cpus
 def test_gemms_of_rows_that_compute_something_else_are_not_believed(gpu):
     gpu((9, 0))
     with Otherwise(lambda call: call.get("bias") is not None, bias=None):
