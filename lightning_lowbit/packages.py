@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -70,11 +71,11 @@ def _requirements() -> list[str]:
 
 
 def is_installed(package: str) -> bool:
-    """Tells whether a package is installed, by its name on the index, without importing it."""
+    """Tells whether a package is there, by its name on the index or as a module of that name, without importing it."""
     try:
         metadata.distribution(package)
     except metadata.PackageNotFoundError:
-        return False
+        return find_spec(package.replace("-", "_")) is not None
     return True
 
 

@@ -28,10 +28,13 @@ def existing(name: str, kinds: str) -> Path:
 
     Raises:
         FileNotFoundError: there is none.
+        OSError: the system refuses the path.
     """
     path = Path(name).expanduser()
-    if not path.exists():
-        raise FileNotFoundError(f"There is no {name}. Give {kinds}.")
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"There is no {name}. Give {kinds}.") from None
     return path
 
 

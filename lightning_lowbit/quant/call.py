@@ -113,15 +113,18 @@ def _is_one(tensor: Tensor, device: torch.device) -> bool:
 def operand_dtype(dtype: torch.dtype, cast: Cast) -> torch.dtype:
     """Returns the dtype of an operand's values, given that of the tensor: the same if it holds them exactly, or if the
     cast has ``round_to_bfloat16``; else float32."""
-    return _operand_dtype(dtype, cast.spec)
+    return _dtype_of_values(dtype, cast) if torch.compiler.is_compiling() else _known_dtype(dtype, cast.spec)
 
 
-@cache
-def _operand_dtype(dtype: torch.dtype, spec: str) -> torch.dtype:
-    cast = Cast.from_spec(spec)
+def _dtype_of_values(dtype: torch.dtype, cast: Cast) -> torch.dtype:
     # float16 has the precision but not the range: codes * scales exceed 65504 for some scale formats.
     fits = cast.fits_bfloat16 and dtype != torch.float16
     return dtype if fits or is_rounded(dtype, cast) else torch.float32
+
+
+@cache
+def _known_dtype(dtype: torch.dtype, spec: str) -> torch.dtype:
+    return _dtype_of_values(dtype, Cast.from_spec(spec))
 
 
 def is_rounded(dtype: torch.dtype, cast: Cast) -> bool:

@@ -56,4 +56,4 @@ def test_examples_of_a_page_run_in_a_new_process(page, tmp_path):
 
 @each("page", EXAMPLES)
 def test_it_is_in_the_navigation(page):
-    assert f"- {page}\n" in (DOCS.parent / "mkdocs.yml").read_text(), f"add {page} to nav in mkdocs.yml"
+    assert f" {page}\n" in (DOCS.parent / "mkdocs.yml").read_text(), f"add {page} to nav in mkdocs.yml"

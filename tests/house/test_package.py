@@ -125,7 +125,7 @@ def test_no_text_installs_this_package_from_an_index():
     lines = [f"{path}: {found[0]}" for path in files for found in told.finditer(path.read_text())]
     assert not lines
     repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
-    assert f"git clone {repository} " in (ROOT / "docs" / "index.md").read_text()
+    assert f"git clone {repository}\n" in (ROOT / "docs" / "index.md").read_text()
 
 
 TEXTS = {".py", ".md", ".yaml", ".sh", ".html", ".css", ".json"}

@@ -10,6 +10,7 @@ from lightning_lowbit import (
     FP4Precision,
     FP8Precision,
     IntegerPrecision,
+    LinearCasts,
     LowBitPrecision,
     TernaryPrecision,
     convert,
@@ -92,7 +93,7 @@ def test_what_is_no_flag_is_refused():
     "make",
     [
         *LEAVING,
-        partial(FP4Precision, "fp8-delayed", smooth_swiglu="channel"),
+        partial(FP4Precision, LinearCasts.preset("fp8-delayed"), smooth_swiglu="channel"),
         partial(FP4Precision, "nvfp4", shared_amax=["gate_proj|up_proj"], save="codes"),
         partial(FP4Precision, "nvfp4", overrides={"up_proj": "mxfp8"}, compute_dtype="fp32"),
     ],

@@ -131,8 +131,9 @@ def multiply(x: Tensor, left: Any, right: Any, bias: Tensor | None, dtype: torch
     stack, products, shape = None, 1, [left.rows, right.rows]
     if left.ends is not None:
         products = len(left.ends)
-        stack = _Stack(ctypes.addressof(ends := (ctypes.c_int64 * products)(*left.ends)), products)
-        keep += stack, ends
+        places = (ctypes.c_int64 * products)(*left.ends)
+        stack = _Stack(ctypes.addressof(places), products)
+        keep += stack, places
         shape = shape if left.call.dim == 1 else [products, *shape]
     values = x.new_empty(shape, dtype=dtype)
     result = _Result(start(values), None, casts.INPUTS[dtype], 0)

@@ -177,8 +177,8 @@ class WeightGathers:
             # float64 holds an amax exactly, and a sum of magnitudes as `block_sum` does.
             local = torch.stack([gather.local_statistic() for gather in gathers])
             whole = local.new_empty(group.size() * len(local))
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in torch 2.11
-            gather(whole, local, group)
+            collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in torch 2.11
+            collect(whole, local, group)
             whole = whole.view(-1, len(local))
             for gather, amax, total in zip(gathers, whole.amax(0).unbind(), whole.sum(0).unbind(), strict=True):
                 gather.take(amax, total)

@@ -247,7 +247,9 @@ def test_peaks_are_dense_and_grow_as_bits_shrink():
         assert list(peaks.values()) == sorted(peaks.values()), chip
         for wide, narrow in (("bfloat16", "float8"), ("float8", "float4")):
             if narrow in peaks:
-                assert peaks[narrow] / peaks[wide] == pytest.approx(2, rel=0.02), f"{chip}: {narrow}"
+                # GeForce cards sum products of 8 bits in float32 at half of their speed, those of 4 bits at all of it.
+                factor = 4 if (chip, narrow) == ("RTX 5090", "float4") else 2
+                assert peaks[narrow] / peaks[wide] == pytest.approx(factor, rel=0.02), f"{chip}: {narrow}"
 
 
 def test_no_device_name_is_asked_for_on_other_devices(monkeypatch):
