@@ -11,8 +11,6 @@ Tiles are filled up with zeros, as are codes up to the multiples that GEMMs ask 
 row by row, and GEMMs of blocks of 128 take everything as it is.
 """
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -173,22 +171,12 @@ def _round_codes(
 
 def empty_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
     """Returns memory for codes, scales and the scale of a matrix in the layout of its GEMM."""
-    codes, scales = _memory(call.cast.spec, call.block, call.dim, *x.shape)
+    codes, scales = laid_out_shapes(call.cast, call.block, call.dim, x.shape[1 - call.dim], x.shape[call.dim])
     return (
-        x.new_empty(codes[0], dtype=codes[1]),
-        x.new_empty(scales[0], dtype=scales[1]),
+        x.new_empty(codes, dtype=call.cast.format.dtype or torch.uint8),
+        x.new_empty(scales, dtype=call.cast.scale.storage.dtype),
         x.new_empty((), dtype=torch.float32),
     )
-
-
-@lru_cache(maxsize=4096)
-def _memory(
-    spec: str, block: int, dim: int, *shape: int
-) -> tuple[tuple[list[int], torch.dtype], tuple[list[int], torch.dtype | None]]:
-    """Returns shapes and dtypes of codes and scales."""
-    cast = Cast.from_spec(spec)
-    codes, scales = laid_out_shapes(cast, block, dim, shape[1 - dim], shape[dim])
-    return (codes, cast.format.dtype or torch.uint8), (scales, cast.scale.storage.dtype)
 
 
 def make_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:

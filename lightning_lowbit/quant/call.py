@@ -1,6 +1,6 @@
 """The recipe for one operand of a GEMM, as one value that plain code and kernels take."""
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -70,7 +70,7 @@ class CastCall(NamedTuple):
             return True
         shape = self.shape(x)
         if self.shard is None:
-            return _width(self.cast.spec, self.dim, shape) % 4 == 0
+            return _width(self.cast, self.dim, shape) % 4 == 0
         _, columns, first = self.shard.place(shape, tile_of(self.cast, self.dim, 2))
         return columns % 4 == first % 4 == 0
 
@@ -91,10 +91,9 @@ class CastCall(NamedTuple):
         return not self.shard.splits(scale.correction or side if side > 1 else side)
 
 
-@lru_cache(maxsize=4096)
-def _width(spec: str, dim: int, shape: torch.Size) -> int:
+def _width(cast: Cast, dim: int, shape: torch.Size) -> int:
     """Returns the random bits per row of a matrix: its columns, filled up to whole blocks."""
-    tile = tile_of(Cast.from_spec(spec), dim, 2)
+    tile = tile_of(cast, dim, 2)
     return shape[1] if ALL in tile else shape[1] + -shape[1] % tile[1]
 
 

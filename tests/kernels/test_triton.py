@@ -105,7 +105,7 @@ def test_a_native_layer_launches_little(run, preset, launches):
 
 
 @pytest.mark.slow
-@each("preset", [("nvfp4",), ("mxfp8",)])
+@each("preset", ["nvfp4", "mxfp8"])
 def test_passes_after_a_warm_up_can_be_captured_in_a_graph(run, preset):
     """They read nothing on the host, pin no memory, and do the same with other data."""
     first, second = run(interpreted.recorded_passes, preset)

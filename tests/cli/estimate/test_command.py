@@ -74,7 +74,7 @@ def test_the_configuration_says_what_is_gathered(capsys):
                 *QUICK,
                 "--strategy=fsdp",
                 "--devices=4",
-                "--trainer.plugins.init_args.casts=fp8-current",
+                "--config=fp8_current",
                 *arguments,
                 "--json",
             )

@@ -75,7 +75,10 @@ def written():
         (["--data.init_args.tokenizer=./nowhere"], "The tokenizer './nowhere' cannot be loaded"),
         (["--ckpt_path=nowhere.ckpt"], "The checkpoint 'nowhere.ckpt' does not exist."),
         (["--ckpt_path=last"], "--ckpt_path last: there is no checkpoint (*.ckpt) below runs/tiny."),
-        (["--trainer.precision=16-mixed"], "Received both `precision=16-mixed` and `plugins="),
+        (
+            ["--trainer.precision=16-mixed"],
+            "--trainer.precision 16-mixed contradicts the plugin of the recipe",
+        ),
         (
             ["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwitch, init_args: {at: 2}}"],
             "0 or more and at most 1; got 2",

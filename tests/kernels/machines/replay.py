@@ -58,7 +58,7 @@ class Machine:
         numbers = [casts._Numbers.from_address(side.numbers) for side in sides]
         tensors = [tensor for x in (one.left, one.right) for tensor in (x.call.key, x.call.amax, x.call.rotation)]
         memory = [*keep, *numbers, *tensors, one.bias]
-        return self.call("lowbit_gemm", [*sides, result, threads], [values], memory)[0]
+        return self.call("lowbit_gemm", [*sides, result, None, threads], [values], memory)[0]
 
     def operand(self, x, call, threads):
         """The values and the factor of a contiguous matrix's cast."""
