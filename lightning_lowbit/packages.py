@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _NAME = "lightning_lowbit"
+_MODULES = {"scikit-learn": "sklearn"}  # of packages whose name on the index is another
 
 
 def install(*packages: str) -> str:
@@ -71,11 +73,12 @@ def _requirements() -> list[str]:
 
 
 def is_installed(package: str) -> bool:
-    """Tells whether a package is there, by its name on the index or as a module of that name, without importing it."""
+    """Tells whether a package is there, by its name on the index or by its module, without importing it."""
+    module = _MODULES.get(package, package.replace("-", "_"))
     try:
         metadata.distribution(package)
     except metadata.PackageNotFoundError:
-        return find_spec(package.replace("-", "_")) is not None
+        return sys.modules.get(module) is not None or (module not in sys.modules and find_spec(module) is not None)
     return True
 
 
