@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_lowbit.checks import nearest
-from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, missing, needs, recipes
+from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, needs, recipes
 from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path
 from lightning_lowbit.cli.options import check_run
 from lightning_lowbit.cli.search_path import current_folder_last
-from lightning_lowbit.packages import install
+from lightning_lowbit.packages import install, is_installed
 
 _USAGE = """\
 usage: lowbit COMMAND ...
@@ -173,15 +173,15 @@ def _list(arguments: Sequence[str]) -> None:
     argparse.ArgumentParser("lowbit ls", description=_list.__doc__, allow_abbrev=False).parse_args(arguments)
     titles = {"": "Recipes", OVERLAY: "Overlays, for a second --config", STUDY: "Studies, for `lowbit compare --study`"}
     for mark, title in titles.items():
-        group = {name: headline(path) + _needs(name, path) for name, path in recipes().items() if kind(path) == mark}
+        group = {name: headline(path) + _packages(path) for name, path in recipes().items() if kind(path) == mark}
         width = max(map(len, group), default=0)
         print("\n".join([f"{title}:", *(f"  {name:{width}}  {line}" for name, line in group.items())]))
 
 
-def _needs(name: str, path: Path) -> str:
+def _packages(path: Path) -> str:
     packages, _ = needs(path)
-    absent, _ = missing(name)
-    return f" [{' '.join(packages)}{': not installed' if absent else ''}]" if packages else ""
+    mark = "" if all(map(is_installed, packages)) else ": not installed"
+    return f" [{' '.join(packages)}{mark}]" if packages else ""
 
 
 def _copy(arguments: Sequence[str]) -> None:

@@ -16,7 +16,6 @@ import yaml
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.lists import options_with_lists, with_lists
 from lightning_lowbit.cli.mistakes import arguments_of
-from lightning_lowbit.packages import is_installed
 
 # Folders of configurations that change a recipe, and of those that run a recipe many times.
 OVERLAY, STUDY = "overlays", "studies"
@@ -37,12 +36,6 @@ def needs(path: Path) -> tuple[list[str], str]:
     """Returns packages that the line ``# needs A B, or --option`` of a configuration names, and that option, or ""."""
     match = re.search(r"^# needs ([^,\n]+)(?:, or --([\w.]+))?$", path.read_text(), re.MULTILINE)
     return (match[1].split(), match[2] or "") if match else ([], "")
-
-
-def missing(name: str) -> tuple[list[str], str]:
-    """Returns those packages that are not installed, and the option that does without them."""
-    packages, otherwise = needs(find_config(name))
-    return [package for package in packages if not is_installed(package)], otherwise
 
 
 def kind(path: Path) -> str:
@@ -146,9 +139,10 @@ def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return names, rest
 
 
-def check_recipe(names: Sequence[str], rest: Sequence[str]) -> None:
-    """Raises a ``ValueError`` if neither a configuration nor the other arguments, a command first, name a model."""
-    models = [read_recipe(name).get("model") for name in names]
+def check_recipe(names: Sequence[str], configs: Sequence[Mapping[str, Any]], rest: Sequence[str]) -> None:
+    """Raises a ``ValueError`` if neither configurations (the contents of ``names``, or these merged) nor the other
+    arguments, a command first, name a model."""
+    models = [config.get("model") for config in configs]
     named = any(isinstance(model, str) or (isinstance(model, Mapping) and "class_path" in model) for model in models)
     if named or any(re.match(_NEEDS_NO_RECIPE, argument) for argument in rest):
         return
@@ -162,8 +156,8 @@ def check_recipe(names: Sequence[str], rest: Sequence[str]) -> None:
 
 def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
     names, rest = split_configs(arguments)
-    check_recipe(names, rest)
     config = merge_all(names) if names else {}
+    check_recipe(names, [config], rest)
     rest = options_with_lists(rest, config)
     if not names:
         return rest

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lowbit.checks import near
-from lightning_lowbit.cli.configs import check_recipe, missing, read_recipe, recipes, split_configs
-from lightning_lowbit.packages import install
+from lightning_lowbit.cli.configs import check_recipe, find_config, needs, read_recipe, recipes, split_configs
+from lightning_lowbit.packages import install, is_installed
 
 # Options beside those of the Trainer's method, and its arguments that are objects.
 _OPTIONS = {"config", "c", "help", "h", "print_config", "seed_everything", "trainer", "model", "data"}
@@ -60,33 +60,38 @@ def check_run(command: str, arguments: Sequence[str]) -> None:
             package of a recipe is not installed.
     """
     names, rest = split_configs(arguments)
-    check_recipe(names, [command, *rest])
     configs = {name: read_recipe(name) for name in names}
-    options = dict(_options(rest))
-    for option in options:
-        _check_option(option, command)
+    check_recipe(names, [*configs.values()], [command, *rest])
+    options = check_options(command, rest)
     for name, config in configs.items():
         trainer = config.get("trainer")
         for key in trainer if isinstance(trainer, dict) else ():
             _check_option(f"trainer.{key}", command, f" in {name}")
     _check_precision(options, [*configs.values()])
     for name in names:
-        packages, otherwise = missing(name)
-        if packages and not (otherwise in options or any(_is_set(config, otherwise) for config in configs.values())):
+        packages, otherwise = needs(find_config(name))
+        absent = [package for package in packages if not is_installed(package)]
+        if absent and not (otherwise in options or any(_is_set(config, otherwise) for config in configs.values())):
             hint = f", or give --{otherwise}" if otherwise else ""
-            raise ValueError(f"{name} needs packages that are not installed: {install(*packages)}{hint}.")
+            raise ValueError(f"{name} needs packages that are not installed: {install(*absent)}{hint}.")
     check_checkpoint(options.get("ckpt_path"))
 
 
-def _options(arguments: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Returns names without hyphens, and values; None for an option without one."""
-    pairs = []
+def check_options(command: str, arguments: Sequence[str]) -> dict[str, str | None]:
+    """Returns options by names without hyphens; None for one without a value.
+
+    Raises:
+        ValueError: an option does not exist: one of Lightning's command line, or of its Trainer.
+    """
+    options = {}
     for i, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
         if option.startswith("--"):
-            after = None if argument is arguments[-1] else arguments[i + 1]
-            pairs.append((option[2:].removesuffix("+"), value if equals else after))
-    return pairs
+            after = arguments[i + 1] if i + 1 < len(arguments) else None
+            options[option[2:].removesuffix("+")] = value if equals else after
+    for option in options:
+        _check_option(option, command)
+    return options
 
 
 def _check_option(option: str, command: str, where: str = "") -> None:

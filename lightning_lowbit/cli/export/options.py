@@ -12,7 +12,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = _parser().parse_args(arguments)
     if options.format is not None and options.output is None:
         raise ValueError(f"--format {options.format} needs --output, the folder to make: --output my-{options.format}.")
-    existing(options.checkpoint, "a checkpoint (.ckpt) of a run with a plugin of lightning_lowbit")
+    options.checkpoint = existing(options.checkpoint, "a checkpoint (.ckpt) of a run with a plugin of lightning_lowbit")
     return options
 
 

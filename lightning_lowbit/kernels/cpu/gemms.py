@@ -166,9 +166,8 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
     numbers = casts.cpp_cast(call.cast.spec, dim, x.dtype, torch.float32)
     products = len(ends) if ends is not None else len(x) if x.dim() == 3 else None
     one = call if products is None else call.of_product(0)
-    if numbers is None or not casts.takes(
-        x if x.dim() == 2 else x[0], numbers, one
-    ):  # plain code casts it, or says why not
+    matrix = x if x.dim() == 2 else x[0]
+    if numbers is None or not casts.takes(matrix, numbers, one):  # plain code casts it, or says why not
         if products is not None:
             return None
         x = x if call.rotation is None else rotate(x, call.rotation, dim)

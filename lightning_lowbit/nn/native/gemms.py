@@ -109,8 +109,9 @@ def fp8_product(
     if not inside:
         inner_scales, added = [one, one], None
     elif any(scale.dim() for scale in scales):  # then the GEMM takes one per row and column
-        of_rows, of_columns = scales[0].expand(rows, 1).reshape(rows), scales[1].expand(1, columns).reshape(columns)
-        inner_scales = [of_rows.contiguous().unsqueeze(1), F.pad(of_columns, (0, -columns % 16))[None]]
+        row_scales, column_scales = scales[0].expand(rows, 1).reshape(rows), scales[1].expand(1, columns)
+        column_scales = F.pad(column_scales.reshape(columns), (0, -columns % 16))[None]
+        inner_scales = [row_scales.contiguous().unsqueeze(1), column_scales]
     with counted_as(rows, inner, columns):
         product = scaled_mm(
             left,

@@ -111,6 +111,7 @@ def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
         (["--peak=fp9=100"], "Unknown arithmetic in --peak 'fp9'."),
         (["--peak=fp8=fast"], "such as bf16=989,fp8=1979"),
         (["--memory=-1"], "--memory takes numbers above 0"),
+        (["--launch=0"], "--launch takes numbers above 0, such as 10, in microseconds"),
         (["--batch_size=0"], "give --batch_size"),
         (["--trainer.devices=auto"], "give --devices"),
         (["--trainer.strategy=deepspeed"], "say --strategy ddp or --strategy fsdp"),

@@ -8,6 +8,9 @@ from lightning_lowbit.checks import choose
 from lightning_lowbit.cli.lab.estimate.devices import DEVICES, GATHERS, STRATEGIES, Assumptions, Device
 from lightning_lowbit.cli.options import check_run
 
+_EXAMPLES = {"peak": "bf16=989,fp8=1979, in TFLOP/s", "launch": "10, in microseconds"}
+_SIZE = "80, in GB or GB/s"
+
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the options, with ``sheet`` (of the device), ``assumed``, and those of ``lowbit fit`` in ``rest``."""
@@ -57,13 +60,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _device(options: argparse.Namespace) -> Device:
-    if options.device not in DEVICES:
-        try:
-            choose("--device", options.device, DEVICES)
-        except ValueError as error:
-            sheet = "--peak bf16=165,fp8=330 --memory 24 --link 32 on top of the nearest one"
-            raise ValueError(f"{error} For another device, give {sheet}.") from None
-    device = DEVICES[options.device]
+    try:
+        device = DEVICES[choose("--device", options.device, DEVICES)]
+    except ValueError as error:
+        sheet = "--peak bf16=165,fp8=330 --memory 24 --link 32"
+        raise ValueError(f"{error} For another device, name the nearest one, and give its figures: {sheet}.") from None
     kinds = sorted({kind for known in DEVICES.values() for kind in known.peaks})
     peaks = dict(device.peaks)
     for item in filter(None, options.peak.split(",")):
@@ -80,6 +81,5 @@ def _positive(name: str, value: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        example = "bf16=989,fp8=1979, in TFLOP/s" if name == "peak" else "80, in GB or GB/s"
-        raise ValueError(f"--{name} takes numbers above 0, such as {example}; got {value!r}.")
+        raise ValueError(f"--{name} takes numbers above 0, such as {_EXAMPLES.get(name, _SIZE)}; got {value!r}.")
     return number

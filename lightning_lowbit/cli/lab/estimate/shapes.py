@@ -155,11 +155,9 @@ def describe(
         *_, rows, columns = _matrix(layer).shape
         kinds = {gemm: arithmetic(casts, gemm, _high(compute)) for gemm in GEMMS}
         packs = plugin is not None and plugin.save == "codes" and casts.traits.coded is not None
-        operands = sum(casts.cast_of(operand) is not None for operand in OPERANDS)
         saved = saved_bits(casts, "codes", plugin.compute_dtype) / 8 if plugin is not None and packs else None
-        linears.append(
-            Linear(name, rows, columns, kinds, block_of(name) is not None, saved, _rows(layer, network), operands)
-        )
+        counts = _rows(layer, network), sum(casts.cast_of(operand) is not None for operand in OPERANDS)
+        linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None, saved, *counts))
         matrices[id(layer.weight)] = _packed(layer, casts)
         if packs:
             recast.add(id(layer.weight))
