@@ -103,7 +103,7 @@ def traits(arguments: Iterable[Tensor | int | None], device: torch.device) -> tu
         if value is None:
             marks.append(None)
         elif isinstance(value, int):
-            marks.append(1 if value == 1 else (value & 15 == 0) + 2 * (value >> 31))
+            marks.append("one" if value == 1 else (value & 15 == 0) + 2 * (value >> 31))
         else:
             if value.device != device or value.is_neg():
                 raise Misfit(f"Kernels need resolved tensors on {device}, and got {described(value)}.")

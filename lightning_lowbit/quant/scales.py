@@ -30,6 +30,11 @@ def _divide(number: float, tensor: Tensor) -> Tensor:
     return torch.div(torch.full_like(tensor, number), tensor)
 
 
+def inverse(tensor: Tensor) -> Tensor:
+    """Returns 1 / x, rounded once: code that torch 2.11 generates for GPUs computes ``torch.reciprocal`` less exactly."""
+    return _divide(1.0, tensor)
+
+
 def _divide_by(tensor: Tensor, number: float) -> Tensor:
     return torch.div(tensor, torch.full_like(tensor, number))
 
@@ -147,7 +152,7 @@ def four_over_six_scales(blocks: Tensor, encode_scale: Tensor, cast: Cast, dims:
     amount = amax if cast.scale.factor == 1 else amax * cast.scale.factor
     wanted = _divide_by(amount, cast.format.max) * encode_scale
     six, four = _round_exmy(wanted, cast), _round_exmy(wanted * 1.5, cast)
-    gain = _excess_error(blocks, four, six, torch.reciprocal(encode_scale), cast=cast)
+    gain = _excess_error(blocks, four, six, inverse(encode_scale), cast=cast)
     scales = torch.where(_sum_in_halves(gain, dims) < 0, four, six)
     return torch.where(torch.isfinite(amax), scales, torch.nan)
 
@@ -208,8 +213,8 @@ def encode_factor(scales: Tensor, decode_scale: Tensor, cast: Cast) -> Tensor:
     """Returns e from the result of :func:`block_scales` (float32, any shape) and 1/S (0-d float32)."""
     if cast.scale.format == "fp32":
         return scales
-    return torch.reciprocal(scales * decode_scale).clamp(max=_FLOAT32_MAX)
+    return inverse(scales * decode_scale).clamp(max=_FLOAT32_MAX)
 
 
 def stored_scales(scales: Tensor, cast: Cast) -> Tensor:
-    return torch.reciprocal(scales) if cast.scale.format == "fp32" else scales
+    return inverse(scales) if cast.scale.format == "fp32" else scales

@@ -56,6 +56,7 @@ from lightning_lowbit.quant.scales import (
     corrected_scales,
     encode_factor,
     four_over_six_scales,
+    inverse,
     scales_of,
     stored_scales,
     tensor_encode_scale,
@@ -155,15 +156,15 @@ def make_scales(x: Tensor, call: CastCall, mean: Tensor | None = None) -> Scaled
     encode = decode = torch.ones((), device=x.device)
     if amax is not None and scale.two_level:
         encode = tensor_encode_scale(amax.float().reshape(()), cast)
-        decode = torch.reciprocal(encode)
+        decode = inverse(encode)
     elif scale.prescale != 1:  # applied after the scales are made, which would otherwise shrink, too
-        decode = torch.reciprocal(encode * scale.prescale)
+        decode = inverse(encode * scale.prescale)
 
     blocks, zeros, corrected = to_blocks(x, tile), None, None
     dims = block_dims(blocks, tile)
     if scale.two_level == "row":
         encode = tensor_encode_scale(row_amax(x, blocks, tile, shard), cast)
-        decode = torch.reciprocal(encode)
+        decode = inverse(encode)
     draws = None
     if call.key is not None and scale.rounding == "stochastic":
         draws = scale_draws(

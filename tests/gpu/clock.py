@@ -105,6 +105,7 @@ def gemm_rate(device, dtype=torch.bfloat16):
         b = b.t()
         took = seconds(lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16), device, calls=4)
     elif dtype == torch.int8:
+        b = b.t()
         took = seconds(lambda: torch._int_mm(a, b), device, calls=4)
     else:
         took = seconds(lambda: torch.mm(a, b), device, calls=4)

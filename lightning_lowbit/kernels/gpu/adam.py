@@ -76,9 +76,10 @@ class TritonParameters:
     """
 
     def __init__(self, shards: Sequence[ParameterShard], device: torch.device) -> None:
-        self._shards, self._device = shards, device
+        self._shards = shards
         fields = array("q", [field for shard in shards for field in shard])
         self._table = _table(fields.tobytes(), device)
+        self._device = self._table.device  # with an index
         self._kinds = [Kind.of(shard) for shard in shards]
 
     def measure(self, weights: bool = False) -> Tensor:

@@ -148,6 +148,8 @@ def lays_out(cast: Cast, x: Tensor, block: int, dim: int) -> bool:
         return is_fp8 and not cast.round_to_bfloat16 and sides in ((1, 128), (128, 128))
     if lacks(cast) is not None or is_rare(cast) or cast.scale.format not in ("e4m3", "e8m0"):
         return False
+    if cast.element not in ("e2m1", "e4m3"):  # those of GEMMs: codes of six bits have no layout
+        return False
     even = sides == launches.padded_sides(sides) and max(sides) <= 128 and sides[1] % block == 0
     if cast.scale.four_over_six is not None and 1 not in sides and dim == 0:
         return False  # it sums errors over the rows of a tile before its columns

@@ -146,7 +146,7 @@ def _emulated_matmul(
         return torch.addmm(_empty(left, right, left.dtype), left, right, alpha=alpha, beta=0).to(dtype)
     if left.dtype in (torch.float32, torch.float64) or left.is_cpu:
         product = torch.mm(left, right)  # the CPU has no GEMM that leaves its float32 result unrounded
-    elif multiplies_to_float32(left.device):
+    elif len(right) and multiplies_to_float32(left.device):
         product = torch.mm(left, right, out_dtype=torch.float32)
     else:
         product = torch.mm(left.float(), right.float())

@@ -102,6 +102,8 @@ def fp8_product(
     one = torch.ones((), device=left.device)
     scales = [one if factor is None else factor for factor in factors]
     rows, inner, columns = len(left), len(right), right.shape[1]
+    if 0 in (rows, inner, columns):
+        return finish(_no_product(left, right, torch.float32), scales, bias, dtype)
     # It reads rows of the left operand and columns of the right one, each contiguous.
     left, right = pad(left, 0, -inner % 16), pad(right.t(), -columns % 16, -inner % 16).t()
     inside = dtype == torch.bfloat16 and (bias is None or (bias.dtype == dtype and bias.dim() == 1))
@@ -131,13 +133,21 @@ def int8_product(
     """Multiplies int8 values ``[m, k]`` and ``[k, n]`` to int32; padded for GPUs: more than 16 rows, multiples of 8."""
     left, right = matrices
     rows, inner, columns = len(left), len(right), right.shape[1]
+    factors = [factor for factor in factors if factor is not None]
+    if 0 in (rows, inner, columns):
+        return finish(_no_product(left, right, torch.int32), factors, bias, dtype)
     if left.device.type == "cuda":
         left, right = pad(left, max(17 - rows, 0), -inner % 8), pad(right.t(), -columns % 8, -inner % 8).t()
     elif 1 in (rows, inner):  # CPUs read the strides of single rows, too, and may leave the result unwritten
         left, right = pad(left, 0, 0), pad(right, 0, 0)
     with counted_as(rows, inner, columns):
         product = int_mm(left, right)[:rows, :columns]
-    return finish(product, [factor for factor in factors if factor is not None], bias, dtype)
+    return finish(product, factors, bias, dtype)
+
+
+def _no_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the zeros of a product without elements, which GPUs refuse or leave unwritten."""
+    return left.new_zeros((len(left), right.shape[1]), dtype=dtype)
 
 
 def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,6 @@
 """What reaches C++ and Triton is compared with what they touch, and has the signs that torch reads."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -84,6 +85,18 @@ def test_a_launch_has_tensors_of_one_device():
     for tensor in (torch.ones(2, device="meta"), torch._neg_view(torch.ones(2))):
         with pytest.raises(ValueError, match="need resolved tensors on cpu"):
             traits([torch.ones(1), tensor], CPU)
+
+
+def test_arguments_for_which_triton_compiles_anew_have_other_traits():
+    """A kernel of a matrix with one row, where Triton has made the number a constant, must not run for 16 rows."""
+    specialize = pytest.importorskip("triton._C.libtriton").native_specialize_impl
+    integers = (0, 1, 2, 15, 16, 17, -1, -16, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**35)
+    tensors = [torch.ones(4, dtype=dtype)[first:] for dtype in (torch.float32, torch.uint8) for first in (0, 1)]
+    backend = pytest.importorskip("triton.backends.compiler").BaseBackend
+    for first, second in itertools.combinations([None, *integers, *tensors], 2):
+        forms = [specialize(backend, value, False, True, True) for value in (first, second)]
+        if forms[0] != forms[1]:
+            assert traits([first], CPU) != traits([second], CPU), (first, second)
 
 
 # --- packed bytes -----------------------------------------------------------------------------------------------------
