@@ -31,7 +31,7 @@ def _divide(number: float, tensor: Tensor) -> Tensor:
 
 
 def inverse(tensor: Tensor) -> Tensor:
-    """Returns 1 / x, rounded once: code that torch 2.11 generates for GPUs computes ``torch.reciprocal`` less exactly."""
+    """Returns 1 / x, rounded once; for GPUs torch 2.11 generates an approximate ``torch.reciprocal``."""
     return _divide(1.0, tensor)
 
 

@@ -88,11 +88,13 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launch_of(cast: Cast, dim: int, dtype: torch.dtype = torch.bfloat16, size: int = 0) -> Launch:
+def launch_of(
+    cast: Cast, dim: int, dtype: torch.dtype = torch.bfloat16, size: int = 0, target: torch.dtype | None = None
+) -> Launch:
     """The launch that casts a matrix of ``SHAPE`` whose amax is known, rotated in groups of ``size`` unless it is 0."""
     x, key, rows = meta(*SHAPE, dtype=dtype), meta(dtype=torch.int64), SHAPE[1 - dim :][: cast.scale.two_level == "row"]
     sums = meta(launches.SUMS, dtype=torch.float64) if cast.scale.statistic == "absmean" else None
-    call = CastCall(cast, dim, key, rotation=meta(size) if size else None)
+    call = CastCall(cast, dim, key, rotation=meta(size) if size else None, dtype=target)
     return launches.cast_launch(x, call, meta(*rows), sums, *gpu._filled(empty_operand(x, call)))
 
 
@@ -125,7 +127,10 @@ def every_launch(presets: list[str]) -> Iterator[tuple[str, Launch]]:
     """What a layer of these presets launches, by name."""
     for cast, dim in casts_of(presets):
         both = cast.scale.block == "row" or isinstance(cast.scale.block, int)
-        yield f"{cast}" + (f" along {('columns', 'rows')[dim]}" if both else ""), launch_of(cast, dim)
+        name = f"{cast}" + (f" along {('columns', 'rows')[dim]}" if both else "")
+        yield name, launch_of(cast, dim)
+        if not cast.scale.per_block and (target := cast.grid.gemm_dtype) is not None:
+            yield f"{name}, for native GEMMs", launch_of(cast, dim, target=target)
     yield from native_launches()
     x, product = meta(*SHAPE, dtype=torch.bfloat16), meta(*SHAPE)
     yield from rotated_launches(x)

@@ -1,6 +1,6 @@
 """Everything that a GPU can show, by one command.
 
-    python -m tests.gpu --out DIR [--budget 540] [--parts NAME ...] [--device cuda]
+    python -m tests.gpu --out DIR [--budget 540] [--parts NAME ...] [--only WORDS ...] [--device cuda]
 
 Runs in the root of a checkout, installed or not; needs torch, Triton, Lightning, transformers and pytest, and no
 network. This process never touches CUDA. Each part (:mod:`tests.gpu.table`) runs in processes of its own, with a time
@@ -57,7 +57,8 @@ class Worker:
         seconds = max(self.deadline - time.monotonic(), 0)
         command = [sys.executable, "-m", "tests.gpu.child", self.part.name, "--out", options.out, "--device", device]
         command += ["--share", self.share, "--shares", self.shares, "--seconds", seconds]
-        command += ["--small"] * (device == "cpu")
+        command += ["--small"] * (device == "cpu") + [f"--only={words}" for words in options.only]
+        self.started = time.monotonic()
         environment = {**os.environ, "TRITON_CACHE_DIR": str(options.cache)}
         environment.pop("TRITON_INTERPRET", None)
         if self.shares > 1:  # there are as many processes as cores already
@@ -80,8 +81,10 @@ class Worker:
             if waited <= self.patience and now <= self.deadline + GRACE:
                 return True
             self._end()
-            if not begun:
-                self._report({"(start)": time.time()}, False, "the process did not begin or end within its time")
+            if not begun and now - self.started > self.patience:
+                self._report({"(start)": time.time()}, False, "the process did not begin within its time")
+            elif not begun:
+                self._report({"(start)": time.time()}, None, "skipped: time")
             elif waited > self.patience:
                 self._report(begun, False, f"no end after {waited:.0f} s")
             else:
@@ -135,6 +138,7 @@ def parsed(arguments):
     parser.add_argument("--out", type=Path, required=True, help="a folder, which is made")
     parser.add_argument("--budget", type=float, default=540, help="seconds for all parts")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORDS", help="checks whose names hold one of these")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at once, at most; the number of cores")
     parser.add_argument("--patience", type=float, help="seconds for a check, in place of those of its part")

@@ -58,6 +58,7 @@ def main():
     parser.add_argument("--share", type=int)
     parser.add_argument("--shares", type=int)
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--only", action="append", default=[])
     options = parser.parse_args()
     start, log = time.monotonic(), Log(options.out, options.part, options.share)
     begun = names_begun(lines_of(log.path), options.part)
@@ -68,6 +69,8 @@ def main():
         warnings.simplefilter("default")
         module = importlib.import_module(f"tests.gpu.parts.{options.part}")
         checks = list(module.checks(Setting(options.device, options.small)))
+        if options.only:
+            checks = [check for check in checks if any(words in check.name for words in options.only)]
         names = Counter(check.name for check in checks)
         if names and max(names.values()) > 1:
             raise ValueError(f"names of checks repeat: {names.most_common(3)}")
