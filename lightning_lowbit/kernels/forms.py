@@ -114,6 +114,27 @@ def rotation_sample(form: tuple[int, int, torch.dtype], device: torch.device) ->
     return (x.to(dtype), signs, dim) if triton.obstacle(device) is None else None
 
 
+def signs_form(keys: Tensor, size: int) -> int | None:
+    """Returns the size of the groups whose signs are drawn by keys."""
+    return size if keys.dtype == torch.int64 and keys.numel() and keys.is_contiguous() else None
+
+
+def signs_sample(form: int, device: torch.device) -> tuple[Tensor, int] | None:
+    return (torch.tensor([_KEY, -1], device=device), form) if triton.obstacle(device) is None else None
+
+
+def bytes_form(x: Tensor, rows: int, columns: int) -> bool | None:
+    """Returns True for a matrix that must be copied; None where it need not, and for what has other elements."""
+    if x.is_contiguous() and not rows and not columns:
+        return None
+    return True if x.dim() == 2 and x.itemsize == 1 and 0 < x.numel() < 2**31 else None
+
+
+def bytes_sample(form: bool, device: torch.device) -> tuple[Tensor, int, int] | None:
+    x = torch.arange(40 * 150, device=device).view(40, 150).to(torch.uint8).t()
+    return (x, 10, 8) if triton.obstacle(device) is None else None
+
+
 def product_form(product: Tensor, *others: object) -> torch.dtype | None:
     """Returns the dtype of a product whose results are rounded."""
     return product.dtype if product.numel() and product.dtype in (torch.float32, torch.int32) else None

@@ -20,6 +20,8 @@ from lightning_lowbit.kernels.forms import (
     pair_sample,
     rotation_form,
     rotation_sample,
+    signs_form,
+    signs_sample,
 )
 from lightning_lowbit.kernels.gpu import casts as triton
 from lightning_lowbit.kernels.memory import resolved
@@ -29,6 +31,7 @@ from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand, empty_operand, make_operand
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.shard import amax_of as plain_amax
+from lightning_lowbit.quant.transforms import Hadamard
 from lightning_lowbit.quant.transforms import rotate as plain_rotate
 
 _SMALL = 2**16  # elements, of which one core measures the amax in 10 µs
@@ -58,6 +61,13 @@ CAST_BOTH = Operation(
 )
 AMAX = Operation("amaxes", _plain_amax, cpp.amax_of, triton.amax_of, rotation_form, rotation_sample)
 ROTATE = Operation("rotations", plain_rotate, cpp.rotate, triton.rotate, rotation_form, rotation_sample)
+SIGNS = Operation(
+    "signs of rotations",
+    lambda keys, size: Hadamard(size, "keyed").diagonals(keys, keys.device),
+    triton=triton.draw_signs,
+    form=signs_form,
+    sample=signs_sample,
+)
 
 
 def quantize_operand(
@@ -156,6 +166,14 @@ def measures_again(x: Tensor) -> bool:
 def reads_once(x: Tensor) -> bool:
     """Returns whether kernels can make two operands of a tensor from one read, as on GPUs."""
     return not is_compiling() and type(x) is Tensor and kernels_for(x) == "triton"
+
+
+def signs_of(transform: Hadamard, keys: Tensor | None, device: torch.device) -> Tensor:
+    """Returns the signs of a rotation, as :meth:`~lightning_lowbit.quant.Hadamard.diagonals`, by the fastest code."""
+    if keys is None or transform.signs == "fixed" or is_compiling():
+        return transform.diagonals(keys, device)
+    signs: Tensor = run(SIGNS, keys, transform.size)
+    return signs
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:

@@ -1,5 +1,5 @@
-"""Kernels around the casts of a layer: amaxes of delayed scaling before them, factors, bias and rounding of a GEMM's
-result after them, and sums over patches of images."""
+"""Kernels around the casts of a layer: amaxes of delayed scaling before them, operands in the order of GEMMs, factors,
+bias and rounding of a GEMM's result after them, and sums over patches of images."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.compilation import compiled
+from lightning_lowbit.kernels import layout
 from lightning_lowbit.kernels.cpu import casts as cpp_casts
 from lightning_lowbit.kernels.cpu import products as cpp
-from lightning_lowbit.kernels.forms import amax_sample, product_form, product_sample
+from lightning_lowbit.kernels.forms import amax_sample, bytes_form, bytes_sample, product_form, product_sample
 from lightning_lowbit.kernels.gpu import casts as triton
 from lightning_lowbit.kernels.memory import resolved
 from lightning_lowbit.kernels.ops import Operation, run
@@ -51,6 +52,7 @@ SCALE_AND_ROUND = Operation(
 DELAY = Operation(
     "delayed scaling", lambda *arguments: None, cpp_casts.delayed_amax, triton.delayed_amax, sample=amax_sample
 )
+PAD = Operation("copies for GEMMs", layout.pad, triton=triton.pad_bytes, form=bytes_form, sample=bytes_sample)
 ADD_PATCHES = Operation("sums over patches", _no_plain_code, cpp.add_patches)
 
 
@@ -63,6 +65,12 @@ def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None,
         bias: a tensor that broadcasts to ``[m, n]``, or None.
     """
     result: Tensor = run(SCALE_AND_ROUND, product, [resolved(factor) for factor in factors], resolved(bias), dtype)
+    return result
+
+
+def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """Returns a contiguous matrix of one-byte elements, with zeros below and to the right, by the fastest code."""
+    result: Tensor = run(PAD, matrix, rows, columns)
     return result
 
 

@@ -42,6 +42,22 @@ def _timed(function, device, calls):
     return start.elapsed_time(end) * 1e-3
 
 
+def captured(function, device):
+    """A replay of a call, captured in a CUDA graph after three calls, and what the call returned; without a GPU the
+    function itself."""
+    if device != "cuda":
+        return function, function()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        result = function()
+    return graph.replay, result
+
+
 def host_seconds(function, device, calls=20, rounds=5):
     """The median time that the host takes to enqueue a call, onto an empty queue."""
     if device != "cuda":

@@ -18,7 +18,7 @@ REASONS = {
     "cli/test_paths.py": "errors of libraries in Rust come from full and broken disks",
     "docs/test_examples.py": "the command keeps no callback to look at",
     "export/test_export.py": "how often weights are read shows in no result; clients that compute something else",
-    "kernels/interpreted.py": "launches are counted",
+    "kernels/passes.py": "launches are counted",
     "kernels/steps.py": "other ranks and a GPU are played by this process",
     "kernels/test_casts.py": "kernels that are wrong, and kernels that must not be called",
     "kernels/test_failures.py": "compilers, loaders and drivers fail",

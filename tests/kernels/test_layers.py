@@ -20,6 +20,7 @@ from lightning_lowbit.kernels.cpu import products as products_in_cpp
 from lightning_lowbit.kernels.products import scale_and_round
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
 from lightning_lowbit.nn.core.watch import stage_and_choose
+from tests.kernels import passes
 from tests.tables import each
 
 ROOT = Path(__file__).parents[2]
@@ -172,3 +173,32 @@ def test_amaxes_that_are_not_float32_take_plain_code():
     own, in_force, staged = (tensor.bfloat16() for tensor in (torch.tensor(2.5), IN_FORCE, STAGED))
     with backend("cpp"):
         assert delayed_amax(own, in_force, staged, [0]) is None
+
+
+# --- Triton's kernels in its interpreter -------------------------------------------------------------------------------
+
+
+@each("preset, launches", [("nvfp4", 14), ("nvfp4-4over6", 14), ("mxfp8", 10), ("mxfp4", 13)])
+def test_a_native_layer_launches_little(run, preset, launches):
+    """Five casts, of which one makes both operands of the gradient; amaxes of three tensors, and a copy of keys; three
+    GEMMs, and a bias with its gradient."""
+    assert run(passes.native_layer, preset) == ([], launches)
+
+
+@pytest.mark.slow
+@each("preset", ["nvfp4", "mxfp8"])
+def test_passes_after_a_warm_up_can_be_captured_in_a_graph(run, preset):
+    """They read nothing on the host, pin no memory, and do the same with other data."""
+    first, second = run(passes.recorded_passes, preset)
+    assert first == second
+    assert sum("lay_out" in event for event in first) > 30
+    waits = ("_local_scalar_dense", "item", "pin_memory", "nonzero", "unique", "masked_select", "is_nonzero", "equal")
+    assert [event for event in first if any(event.startswith(f"({name}") for name in waits)] == []
+
+
+def test_a_backward_pass_reads_the_gradient_once_for_both_of_its_casts(run):
+    """Not where one of them is rotated; the layer of that preset takes its weight from the forward pass."""
+    for preset, casts in (("nvfp4", (1, 2)), ("mxfp8", (1, 2)), ("nvfp4-nvidia", (0, 3))):
+        differences, launched = run(passes.emulated_layer, preset)
+        assert differences == []
+        assert (launched.get("cast_both", 0), launched["cast_blocks"]) == casts, preset

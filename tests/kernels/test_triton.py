@@ -20,7 +20,6 @@ from tests.kernels import interpreted
 from tests.kernels.interpreted import Case
 from tests.kernels.test_layers import DELAYED
 from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
-from tests.tables import each
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NANOS = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-39, 3.4e38, 6e4, 6.0, -2.5, 0.5)
@@ -95,32 +94,6 @@ def test_operands_of_native_gemms(run):
     cases += [(Case(cast, dim, x.to(DTYPES[dim])), 128) for cast in (fp8, tiles) for dim in (0, 1)]
     assert len(cases) > 24
     assert run(interpreted.differences_of_layout, cases) == []
-
-
-@each("preset, launches", [("nvfp4", 14), ("nvfp4-4over6", 14), ("mxfp8", 10), ("mxfp4", 13)])
-def test_a_native_layer_launches_little(run, preset, launches):
-    """Five casts, of which one makes both operands of the gradient; amaxes of three tensors, and a copy of keys; three
-    GEMMs, and a bias with its gradient."""
-    assert run(interpreted.native_layer, preset) == ([], launches)
-
-
-@pytest.mark.slow
-@each("preset", ["nvfp4", "mxfp8"])
-def test_passes_after_a_warm_up_can_be_captured_in_a_graph(run, preset):
-    """They read nothing on the host, pin no memory, and do the same with other data."""
-    first, second = run(interpreted.recorded_passes, preset)
-    assert first == second
-    assert sum("lay_out" in event for event in first) > 30
-    waits = ("_local_scalar_dense", "item", "pin_memory", "nonzero", "unique", "masked_select", "is_nonzero", "equal")
-    assert [event for event in first if any(event.startswith(f"({name}") for name in waits)] == []
-
-
-def test_a_backward_pass_reads_the_gradient_once_for_both_of_its_casts(run):
-    """Not where one of them is rotated; the layer of that preset takes its weight from the forward pass."""
-    for preset, casts in (("nvfp4", (1, 2)), ("mxfp8", (1, 2)), ("nvfp4-nvidia", (0, 3))):
-        differences, launched = run(interpreted.emulated_layer, preset)
-        assert differences == []
-        assert (launched.get("cast_both", 0), launched["cast_blocks"]) == casts, preset
 
 
 def test_memory_in_any_order(run):
@@ -240,6 +213,19 @@ def test_the_largest_magnitude(run):
 
 def test_amaxes_of_delayed_scaling(run):
     assert run(interpreted.differences_of_delay, DELAYED) == []
+
+
+def test_bytes_in_the_order_of_gemms(run):
+    """Copies of codes, transposed or with zeros around them, for GEMMs that read rows."""
+    codes = torch.arange(70 * 150).view(70, 150).to(torch.uint8)
+    cases = [(x, *more) for x in (codes.t(), codes[:, :33], codes[:1].t()) for more in ((0, 0), (10, 2))]
+    cases += [(codes.view(torch.int8).t(), 0, 4), (codes.clamp(max=100).view(torch.float8_e4m3fn).t(), 3, 0)]
+    assert run(interpreted.differences_of_bytes, cases) == []
+
+
+def test_signs_that_keys_draw(run):
+    keys = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 0x5DEECE66D])
+    assert run(interpreted.differences_of_signs, keys) == []
 
 
 def test_factors_and_bias_behind_gemms(run):

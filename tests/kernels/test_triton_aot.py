@@ -41,7 +41,8 @@ def test_kernels_of_all_presets_compile_and_nothing_spills(arch):
     for name, launch in kernels.every_launch(ALL):
         if "native" in name and arch < 90:  # whose GEMMs are newer
             continue
-        code, most = kernels.resources_of(launch, arch), 255 if "native" in name else 168
+        alone = "native" in name or "corrected" in name  # a warp has whole blocks
+        code, most = kernels.resources_of(launch, arch), 255 if alone else 168
         assert code.spilled == 0 and code.registers <= most, f"{name}: {code}"
 
 

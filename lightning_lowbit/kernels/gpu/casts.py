@@ -224,6 +224,19 @@ def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor:
     return values
 
 
+def pad_bytes(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Does :func:`lightning_lowbit.kernels.layout.pad` in one launch."""
+    result = x.new_empty((x.shape[0] + rows, x.shape[1] + columns))
+    run(launches.bytes_launch(x, result))
+    return result
+
+
+def draw_signs(keys: Tensor, size: int) -> Tensor:
+    signs = torch.empty((*keys.shape, size), dtype=torch.float32, device=keys.device)
+    run(launches.signs_launch(keys, signs))
+    return signs
+
+
 def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor:
     result = torch.empty_like(amax)
     run(launches.delay_launch(amax, in_force[places[0]], staged, places, result))

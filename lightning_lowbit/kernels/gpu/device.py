@@ -182,6 +182,16 @@ def key_halves(key):
 
 
 @triton.jit
+def mixed_halves(key, SALT: tl.constexpr):
+    """Loads a key (pointer to an int64), and computes the halves of another one: ``mix_key`` of quant/rounding.py."""
+    word = (tl.load(key).to(tl.uint64, bitcast=True) ^ SALT) + 0x9E3779B97F4A7C15
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
+    word = word ^ (word >> 31)
+    return word.to(tl.uint32), (word >> 32).to(tl.uint32)
+
+
+@triton.jit
 def place_of(offset, columns):
     """Loads the columns of the global matrix and the global index of the first element, uint32."""
     if offset is None:

@@ -36,6 +36,8 @@ from lightning_lowbit.kernels.gpu.tiles import (
     random_at,
     tile_places,
 )
+from lightning_lowbit.kernels.gpu.tiles import draw_signs as draw_signs
+from lightning_lowbit.kernels.gpu.tiles import pad_bytes as pad_bytes
 from lightning_lowbit.kernels.gpu.tiles import rotate as rotate
 
 

@@ -1,6 +1,8 @@
 """Launches of the kernels: name, number of programs and arguments, made without a GPU or Triton.
 
-A program has some 32 elements per thread, in a tile that is wide along the axis on which memory is contiguous.
+A program has some 32 elements per thread, in a tile that is wide along the axis on which memory is contiguous. Sizes
+and warps are the fastest of those that were tried on an H200 (docs/results/gpu.md). Along columns one warp is: several
+exchange elements through shared memory.
 """
 
 import math
@@ -22,7 +24,7 @@ from lightning_lowbit.quant.scaling import rounding_key
 from lightning_lowbit.quant.transforms import rotated_shape, rotation_factors
 
 LARGEST_BLOCK = 1024  # elements: a block lies in the registers of one program
-SUMS = 256  # programs that measure a mean
+SUMS = 512  # programs that measure a mean
 
 
 class Form:
@@ -109,12 +111,15 @@ def _cast_form(
         return Form("cast_tensor", {**constants, "TILE": size, "SUMS": SUMS}), size
     if ALL in tile:
         axis = tile.index(ALL)
-        size = ((32, 64) if transposed else (4, 512)) if axis == 1 else ((512, 4) if transposed else (64, 32))
-        return Form("cast_rows", {**constants, "AXIS": axis, "TILE": size}), size
-    padded, is_light = padded_sides(tile), cast.rounding == "nearest" and cast.scale.four_over_six is None
-    rows, columns, warps = _block_tile(transposed, padded, is_light and not group)
+        lines, step, warps = 1, 1024, 4
+        if transposed == (axis == 1):  # across memory: 32 KiB in flight
+            lines, step, warps = (32, 256, 8) if source == torch.float32 else (32, 512, 16)
+        size = (lines, step) if axis == 1 else (step, lines)
+        return Form("cast_rows", {**constants, "AXIS": axis, "TILE": size}, warps), size
+    padded = padded_sides(tile)
+    rows, columns, warps = _block_tile(transposed, padded, is_light=not group and cast.scale.four_over_six is None)
     if corrected := cast.scale.correction:  # whole groups in a program
-        rows, columns, warps = (corrected, 2048 // corrected, 4) if tile[1] == 1 else (2048 // corrected, corrected, 4)
+        rows, columns, warps = (corrected, 1024 // corrected, 1) if tile[1] == 1 else (2048 // corrected, corrected, 2)
     if group:
         rows, columns = _whole_groups(rows, columns, group, dim)
         constants["ROTATION"] = _rotation(group, dim)
@@ -146,7 +151,7 @@ def pack_launch(x: Tensor, call: CastCall, amax: Tensor | None, data: Tensor, fa
     cast, dim = call.cast, call.dim
     checked("codes and scales", data, torch.uint8, packed_bytes(x.shape[0], x.shape[1], cast, dim), x.device)
     sides = tile_of(cast, dim, 2)
-    rows, columns, warps = _block_tile(is_transposed(x), sides, is_light=False)
+    rows, columns, warps = _block_tile(is_transposed(x), sides, is_light=cast.scale.four_over_six is None)
     arguments = {
         "x": x,
         "codes": data,
@@ -189,7 +194,7 @@ def _layout_form(spec: str, dim: int, block: int, transposed: bool, fours: bool)
         rows, columns, warps = (64, 64, 1) if transposed else (8, 256, 1)
     constants = {**_coding(cast, fours), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
     if block == 128:  # which GEMMs take as it is
-        rows, columns, warps = (128, 128, 8) if sides[0] == 128 else (64, 128, 4)
+        rows, columns, warps = (128, 128, 4 if transposed else 8) if sides[0] == 128 else (64, 128, 4)
         constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
     padded = multiples() if block < 128 else (1, 1)
     constants |= {"DIM": dim, "SCALED": block, "PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
@@ -214,7 +219,7 @@ def layouts_launch(
 @cache
 def _layouts_form(specs: tuple[str, ...], block: int, transposed: bool, fours: tuple[bool, ...]) -> Form:
     row, column = (_coding(Cast.from_spec(spec), four) for spec, four in zip(specs, fours, strict=True))
-    tile, padded, warps = ((64, 64), multiples(), 1) if block < 128 else ((128, 128), (1, 1), 8)
+    tile, padded, warps = ((64, 64), multiples(), 1) if block < 128 else ((128, 128), (1, 1), 4)
     constants = {"CAST_ROW": row.pop("CAST"), "CAST_COLUMN": column["CAST"], **row, "SIZE": block, "TILE": tile}
     constants |= {"SCALED": block, "PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
     return Form("lay_out_both", constants, warps)
@@ -258,21 +263,29 @@ def packed_codes(shape: torch.Size, cast: Cast) -> int:
 def amax_launch(x: Tensor, amax: Tensor, rotation: Tensor, dim: int) -> Launch:
     """Raises ``amax`` (float32, 0-d, 0 before) to max|x| of the rotated matrix."""
     arguments = {"x": x, "amax": amax.view(torch.int32), "sums": None, **_layout(x, rotation, dim)}
-    size = _whole_groups(*_tile(is_transposed(x)), len(rotation), dim)
-    programs = -(-arguments["rows"] // size[0]) * -(-arguments["columns"] // size[1])
-    constants = {"TILE": size, "ROTATION": _rotation(len(rotation), dim)}
-    return launch("measure", min(programs, 1024), arguments, constants)
+    rows, columns, warps = _rotated_tile(x, len(rotation), dim)
+    programs = -(-arguments["rows"] // rows) * -(-arguments["columns"] // columns)
+    constants = {"TILE": (rows, columns), "ROTATION": _rotation(len(rotation), dim)}
+    return launch("measure", min(programs, 4096), arguments, constants, warps)
 
 
 def rotation_launch(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> Launch:
-    size = _whole_groups(*_tile(is_transposed(x)), len(rotation), dim)
+    rows, columns, warps = _rotated_tile(x, len(rotation), dim)
     arguments = {"x": x, "values": values, **_layout(x, rotation, dim)}
-    constants = {"TILE": size, "ROTATION": _rotation(len(rotation), dim)}
-    return launch("rotate", _programs(values, size), arguments, constants)
+    constants = {"TILE": (rows, columns), "ROTATION": _rotation(len(rotation), dim)}
+    return launch("rotate", _programs(values, (rows, columns)), arguments, constants, warps)
 
 
 def _rotation(size: int, dim: int) -> tuple[int, int, float, float]:
     return (dim, size, *rotation_factors(size))
+
+
+def _rotated_tile(x: Tensor, size: int, dim: int) -> tuple[int, int, int]:
+    """Returns rows, columns and warps of a program that rotates groups of a size and does nothing else."""
+    if dim == int(not is_transposed(x)):  # along memory
+        rows, columns = _whole_groups(*((256, 8) if dim == 0 else (8, 256)), size, dim)
+        return rows, columns, 2
+    return (size, 2048 // size, 1) if dim == 0 else (2048 // size, size, 1)
 
 
 def _whole_groups(rows: int, columns: int, size: int, dim: int) -> tuple[int, int]:
@@ -284,10 +297,24 @@ def _whole_groups(rows: int, columns: int, size: int, dim: int) -> tuple[int, in
     return sides[0], sides[1]
 
 
+def bytes_launch(x: Tensor, result: Tensor) -> Launch:
+    """Copies a matrix of one-byte elements of any strides into a larger contiguous one, with zeros around it."""
+    size = (128, 128) if is_transposed(x) else (16, 512)
+    arguments = {"x": x.view(torch.uint8), "result": result.view(torch.uint8), **_layout(x)}
+    arguments |= {"height": result.shape[0], "width": result.shape[1]}
+    return launch("pad_bytes", _programs(result, size), arguments, {"TILE": size})
+
+
+def signs_launch(keys: Tensor, signs: Tensor) -> Launch:
+    """Writes signs, float32 ``[..., size]``, drawn by each of the keys."""
+    arguments = {"x": checked("keys", keys, torch.int64, keys.numel(), keys.device), "signs": signs}
+    return launch("draw_signs", keys.numel(), arguments, {"SIZE": signs.shape[-1]}, 1)
+
+
 def sums_launch(x: Tensor, sums: Tensor) -> Launch:
     """Writes sums of magnitudes, float64 ``[SUMS]``."""
     arguments = {"x": x, "amax": None, "sums": sums, **_layout(x)}
-    return launch("measure", SUMS, arguments, {"TILE": _tile(is_transposed(x))})
+    return launch("measure", SUMS, arguments, {"TILE": (64, 64) if is_transposed(x) else (4, 1024)})
 
 
 def delay_launch(
@@ -344,7 +371,7 @@ def _power_of_two(size: int) -> int:
 
 def _tile(transposed: bool) -> tuple[int, int]:
     """Rows and columns of a program."""
-    return (64, 64) if transposed else (16, 256)
+    return (64, 64) if transposed else (8, 512)
 
 
 def _block_tile(transposed: bool, block: Tile, is_light: bool) -> tuple[int, int, int]:
@@ -353,7 +380,7 @@ def _block_tile(transposed: bool, block: Tile, is_light: bool) -> tuple[int, int
         return block[0], (2048 if is_light else 1024) // block[0], 1  # one warp: columns need no shared memory
     rows, columns = _tile(transposed)
     if block[0] > rows:
-        return block[0], max(4096 // block[0], block[1], 8), 4
+        return block[0], max(4096 // block[0], block[1], 8), 2 if block[1] == 1 else 4
     if block[1] > columns:
         return max(4096 // block[1], block[0], 8 if transposed else 1), block[1], 4
     return rows, columns, 4

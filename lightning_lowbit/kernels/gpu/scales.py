@@ -14,6 +14,7 @@ from lightning_lowbit.kernels.gpu.device import (
     bits_of,
     float_of,
     magnitude_bits,
+    mixed_halves,
     random_of,
     round_nearest,
     round_stochastic,
@@ -89,12 +90,8 @@ def drawn_scales(amount, encode, index, key, CAST: tl.constexpr):
 
 @triton.jit
 def _scale_key(key):
-    """Computes the halves of the key of scales, from a pointer to the key of elements: mix_key of quant/rounding.py."""
-    word = (tl.load(key).to(tl.uint64, bitcast=True) ^ 0x5363616C) + 0x9E3779B97F4A7C15
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
-    word = word ^ (word >> 31)
-    return word.to(tl.uint32), (word >> 32).to(tl.uint32)
+    """Computes the halves of the key of scales, from a pointer to the key of elements."""
+    return mixed_halves(key, 0x5363616C)
 
 
 @triton.jit

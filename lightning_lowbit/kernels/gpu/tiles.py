@@ -6,7 +6,17 @@ Blocks are ``[blocks, rows of a block, blocks, columns of a block]``. Places out
 import triton
 import triton.language as tl
 
-from lightning_lowbit.kernels.gpu.device import bits_of, float_of, key_halves, narrow, place_of, random_of_fours, widen
+from lightning_lowbit.kernels.gpu.device import (
+    bits_of,
+    float_of,
+    key_halves,
+    mixed_halves,
+    narrow,
+    place_of,
+    random_bits,
+    random_of_fours,
+    widen,
+)
 
 
 @triton.jit
@@ -104,6 +114,24 @@ def random_at(row, column, key, offset, width, CAST: tl.constexpr):
         return random_of_fours(row, column, stride, first, low, high, FOURS, ELEMENTS, CAPABILITY)
     else:
         return 0
+
+
+@triton.jit
+def pad_bytes(x, result, rows, columns, row_stride, column_stride, height, width, TILE: tl.constexpr):
+    """Copies a matrix of bytes into one of ``height`` and ``width``, with zeros below and to the right."""
+    row, column, is_place = tile_places(tl.program_id(0), height, width, TILE)
+    at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    values = tl.load(x + at, mask=(row < rows) & (column < columns), other=0)
+    tl.store(result + (row.to(tl.int64) * width + column), values, mask=is_place)
+
+
+@triton.jit
+def draw_signs(x, signs, SIZE: tl.constexpr):
+    """Writes the signs of a rotation that a key of ``x`` draws, for each of them: those of quant/transforms.py."""
+    low, high = mixed_halves(x + tl.program_id(0), 0x48616461)
+    place = tl.arange(0, SIZE)
+    drawn = tl.where((random_bits(place.to(tl.uint32), low, high) >> 31) == 0, -1.0, 1.0)
+    tl.store(signs + tl.program_id(0) * SIZE + place, drawn)
 
 
 @triton.jit

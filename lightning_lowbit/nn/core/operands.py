@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_lowbit.kernels import amax_of, quantize_operand, rotate
 from lightning_lowbit.kernels.gemms import split_rows
-from lightning_lowbit.kernels.operands import measures_again
+from lightning_lowbit.kernels.operands import measures_again, signs_of
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.core.calls import keys_of_product, keys_of_products
@@ -268,7 +268,7 @@ class OperandHow:
         """Returns the signs of the rotation of its GEMM, from the key of the second operand, so that both agree."""
         assert self.transform is not None
         key = None if pass_.keys is None else pass_.keys[self.signs_index]
-        return (self.transform.diagonal if pass_.ends is None else self.transform.diagonals)(key, device)
+        return signs_of(self.transform, key if key is None or pass_.ends is not None else key.reshape(()), device)
 
     def with_rotation(self, source: OperandInput, signs: Tensor) -> OperandInput:
         """Returns the input with signs to rotate groups along the contraction axis. No process cuts a group."""

@@ -14,8 +14,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from lightning_lowbit._torch import int_mm, scaled_mm
 from lightning_lowbit.compilation import counted_as
-from lightning_lowbit.kernels.layout import outer_major, pad, repeated, round_up
-from lightning_lowbit.kernels.products import scale_and_round
+from lightning_lowbit.kernels.layout import outer_major, repeated, round_up
+from lightning_lowbit.kernels.products import pad, scale_and_round
 from lightning_lowbit.nn.native.operand import BlockOperand, has_tiles
 from lightning_lowbit.nn.native.table import NATIVE
 
@@ -128,12 +128,12 @@ def fp8_product(
 
 
 def int8_product(
-    matrices: tuple[Tensor, Tensor], factors: Sequence[Tensor | None], bias: Tensor | None, dtype: torch.dtype
+    matrices: tuple[Tensor, Tensor], scales: Sequence[Tensor | None], bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Multiplies int8 values ``[m, k]`` and ``[k, n]`` to int32; padded for GPUs: more than 16 rows, multiples of 8."""
     left, right = matrices
     rows, inner, columns = len(left), len(right), right.shape[1]
-    factors = [factor for factor in factors if factor is not None]
+    factors = [scale for scale in scales if scale is not None]
     if 0 in (rows, inner, columns):
         return finish(_no_product(left, right, torch.int32), factors, bias, dtype)
     if left.device.type == "cuda":

@@ -108,6 +108,8 @@ def others_agree(device):
         "delayed scaling": (products.DELAY, (one,)),
         "amaxes": (operands.AMAX, (x, None, 1)),
         "rotations": (operands.ROTATE, (x, Hadamard(16).diagonal(None, device), 1)),
+        "copies for GEMMs": (products.PAD, (torch.ones(40, 64, dtype=torch.int8, device=device).t(), 0, 8)),
+        "signs": (operands.SIGNS, (torch.ones(3, dtype=torch.int64, device=device), 16)),
     }
     refused = [name for name, (row, arguments) in asked.items() if not accepted(lambda: _serves(row, *arguments))]  # noqa: B023
     if refused:

@@ -11,6 +11,7 @@ from lightning_lowbit import convert
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.nn import AmaxHistories, LayerKeys
 from lightning_lowbit.optim import LowBitAdamW
+from tests.gpu import clock
 from tests.gpu.table import Check, Skipped, Wrong
 
 PRESETS = ("nvfp4", "fp8-current", "fp8-row", "mxfp8", "ternary")
@@ -60,18 +61,10 @@ def graph(name, setting):
     model, x, other = _model(name, setting), _input(setting), _input(setting)
     with torch.no_grad():
         other.mul_(-0.5)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            _passes(model, x)
-    torch.cuda.current_stream().wait_stream(stream)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        y = _passes(model, x)
+    replay, y = clock.captured(partial(_passes, model, x), setting.device)
     with torch.no_grad():
         x.copy_(other)
-    captured.replay()
+    replay()
     torch.cuda.synchronize()
     results = [y, x.grad, *(parameter.grad for parameter in model.parameters())]
     replayed = [tensor.detach().clone() for tensor in results]

@@ -13,6 +13,7 @@ OF_CASES = {
     interpreted.differences,
     interpreted.differences_of_amax,
     interpreted.differences_of_both,
+    interpreted.differences_of_bytes,
     interpreted.differences_of_delay,
     interpreted.differences_of_finish,
     interpreted.differences_of_layout,
@@ -20,7 +21,7 @@ OF_CASES = {
     interpreted.differences_of_rotation,
     steps.differences,
 }
-OF_TESTS = {interpreted.shard, steps.sample_is_near}
+OF_TESTS = {interpreted.shard, interpreted.differences_of_signs, steps.sample_is_near}
 LAST = ("test_random_casts", "test_factors_and_bias")  # if time is left
 SMALL = ("test_elements_in_the_dtypes_of_native_gemms", "test_no_elements", "test_the_largest_magnitude")
 PIECE = 8  # cases of a check: each may compile a kernel, for a second or two
