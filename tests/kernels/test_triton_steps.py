@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, kernels
 from tests.kernels import steps
-from tests.kernels.interpreted import Launches
+from tests.kernels.passes import Launches
 from tests.optim.parameters import NoHostSync, set_gradients
 
 OPTIMIZERS = {
