@@ -175,7 +175,7 @@ def test_amaxes_that_are_not_float32_take_plain_code():
         assert delayed_amax(own, in_force, staged, [0]) is None
 
 
-# --- Triton's kernels in its interpreter -------------------------------------------------------------------------------
+# --- Triton's kernels in its interpreter ------------------------------------------------------------------------------
 
 
 @each("preset, launches", [("nvfp4", 14), ("nvfp4-4over6", 14), ("mxfp8", 10), ("mxfp4", 13)])
