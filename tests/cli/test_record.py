@@ -207,17 +207,20 @@ def is_excerpt(table, whole, baseline="none"):
     return table.items() <= whole.items() and whole.keys() - table.keys() <= spared
 
 
-def verdict_of_all(table):
-    """The sentence that may stand for a table of claims if all have one verdict."""
-    verdicts = table.get("verdict", [])
-    return f"All {len(verdicts)} claims have *{verdicts[0]}*" if len(set(verdicts)) == 1 else ""
+def verdicts_in_words(table):
+    """The sentence that may stand for a table of claims if all, or all but one, have one verdict."""
+    verdicts = dict(zip(table.get("claim", []), table.get("verdict", []), strict=True))
+    usual = max(sorted({*verdicts.values()}), key=[*verdicts.values()].count, default="")
+    others = [f", but {claim.partition(' against ')[0]}: *{of}*" for claim, of in verdicts.items() if of != usual]
+    return f"All {len(verdicts)} claims have *{usual}*{''.join(others)}" if verdicts and len(others) < 2 else ""
 
 
 def test_one_verdict_of_all_claims_may_be_a_sentence():
-    claims = columns("| claim | verdict |\n|---|---|\n| a against b | shown |\n| c against b | shown |\n")
-    assert verdict_of_all(claims) == "All 2 claims have *shown*"
-    assert not verdict_of_all(claims | {"verdict": ["shown", "no power"]}), "which claim has which?"
-    assert not verdict_of_all(columns("| run | loss |\n|---|---|\n| a | 1.0 |\n")), "no claims"
+    claims = {"claim": ["a against b", "c against b", "d against b"], "verdict": ["no power", "shown", "no power"]}
+    assert verdicts_in_words(claims) == "All 3 claims have *no power*, but c: *shown*"
+    assert verdicts_in_words(claims | {"verdict": ["shown"] * 3}) == "All 3 claims have *shown*"
+    assert not verdicts_in_words(claims | {"verdict": ["shown", "no power", "not shown"]}), "a table says more"
+    assert not verdicts_in_words(columns("| run | loss |\n|---|---|\n| a | 1.0 |\n")), "no claims"
 
 
 def test_an_excerpt_has_all_rows_and_no_other_numbers():
@@ -242,7 +245,7 @@ def test_a_page_of_the_results_has_the_table_of_a_record(path):
     shown = [columns(part) for text in texts for part in TABLE.findall(text)]
     for part in table.split("\n\n"):
         whole = columns(part)
-        sentence = verdict_of_all(whole)
+        sentence = verdicts_in_words(whole)
         assert any(is_excerpt(excerpt, whole, record.baseline) for excerpt in shown) or any(
             sentence and sentence in " ".join(text.split()) for text in texts
         ), f"of {path.name}, no page has the rows\n{part}\nor says {sentence!r}"
