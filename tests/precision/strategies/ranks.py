@@ -210,11 +210,14 @@ RUNS = {
 def table():
     """What docs/guides/distributed.md says is supported: what is tested."""
     tested = {(name, precision) for name, precision, _ in (*cases(STRATEGIES), *cases(ON_FOUR))}
-    lines = ["| strategy | precisions |", "|---|---|"]
+    options = {}
     for name in (*STRATEGIES, *ON_FOUR):
         precisions = [precision for precision in PRECISIONS if (name, precision) in tested]
-        lines.append(f"| {name} | {'all' if precisions == list(PRECISIONS) else ', '.join(precisions)} |")
-    return "\n".join(lines) + "\n"
+        alone = "" if precisions == list(PRECISIONS) else f" ({', '.join(precisions)} alone)"
+        strategy, _, option = name.partition(", ")
+        options.setdefault(strategy, []).append(f"{option or 'none'}{alone}")
+    lines = [f"| {strategy} | {', '.join(names)} |" for strategy, names in options.items()]
+    return "\n".join(["| strategy | options |", "|---|---|", *lines, ""])
 
 
 def work():
