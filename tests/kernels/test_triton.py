@@ -15,6 +15,7 @@ from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.nn import OPERANDS, PRESETS
 from lightning_lowbit.quant import quantize_operand
+from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.shard import Shard
 from tests.kernels import interpreted
 from tests.kernels.interpreted import Case
@@ -80,7 +81,7 @@ def test_operands_of_native_gemms(run):
         block = kinds.get((cast.element, cast.scale.format))
         if block is None or gpu.is_rare(cast) or not cast.scale.per_block or cast.round_to_bfloat16:
             continue
-        shapes = ((33, 47), (1, 1), (130, 70), (20, 256))
+        shapes = ((33, 47), (1, 1) if cast.element == "e2m1" else (2, 3), (130, 70), (20, 256))
         for dim in (0, 1) if cast.scale.four_over_six is None or isinstance(cast.scale.block, int) else (1,):
             x = torch.randn(shapes[(number + dim) % 4], generator=draw) * 4 ** (number % 5 - 2)
             amax = 2.0 if cast.scale.needs_amax and number % 3 == 0 else None
@@ -213,6 +214,15 @@ def test_the_largest_magnitude(run):
 
 def test_amaxes_of_delayed_scaling(run):
     assert run(interpreted.differences_of_delay, DELAYED) == []
+
+
+def test_a_contraction_of_one_code_in_e4m3_is_left_to_plain_code():
+    mxfp8 = Cast("e4m3", Scale("e8m0", 32))
+    for dim in (0, 1):
+        row, column = (CastCall(mxfp8, axis, block=32) for axis in (1, 0))
+        x = torch.ones(1, 40) if dim == 0 else torch.ones(40, 1)
+        assert gpu.lay_out(x, row if dim else column) is None
+        assert gpu.lay_out_both(x, row, column) is None
 
 
 def test_bytes_in_the_order_of_gemms(run):

@@ -156,8 +156,11 @@ def lays_out(cast: Cast, x: Tensor, block: int, dim: int) -> bool:
     return even and block in (16, 32)
 
 
-def lay_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Does :func:`lightning_lowbit.kernels.layout.make_laid_out` in one launch, and one for an amax."""
+def lay_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Does :func:`lightning_lowbit.kernels.layout.make_laid_out` in one launch, and one for an amax; None for codes in
+    E4M3 of a contraction of one element: on an H200, Triton 3.6 wrote other bytes than zeros around them."""
+    if x.shape[call.dim] == 1 and call.cast.element == "e4m3":
+        return None
     laid_out = empty_laid_out(x, call)
     run(launches.layout_launch(x, call, _amax(x, call), *laid_out))
     return laid_out
@@ -172,8 +175,11 @@ def lays_out_both(row: CastCall, column: CastCall, x: Tensor) -> bool:
     return alike and all(plain) and all(served)
 
 
-def lay_out_both(x: Tensor, row: CastCall, column: CastCall) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Does :func:`lay_out` along rows (dim 1) and along columns (dim 0) in one launch, and one for an amax."""
+def lay_out_both(x: Tensor, row: CastCall, column: CastCall) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
+    """Does :func:`lay_out` along rows (dim 1) and along columns (dim 0) in one launch, and one for an amax; None where
+    it does not do one of them."""
+    if 1 in x.shape and row.cast.element == "e4m3":
+        return None
     needs_amax = row if row.cast.scale.needs_amax else column
     laid_out = empty_laid_out(x, row), empty_laid_out(x, column)
     run(launches.layouts_launch(x, (row, column), _amax(x, needs_amax), laid_out))
