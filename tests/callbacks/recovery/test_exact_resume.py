@@ -74,10 +74,10 @@ def run(model, ckpt_path=None, **limit):
 def test_a_run_continued_at_another_place_gets_a_warning(first, then, reason, tmp_path):
     model, whole = Places(), Places()
     run(model, **first).save_checkpoint(tmp_path / "last.ckpt")
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         run(model, tmp_path / "last.ckpt", **then)
     run(whole, **then)
     assert (model.seen == whole.seen) == (reason is None)
-    messages = [str(warning.message) for warning in caught if "its epoch had ended" in str(warning.message)]
+    messages = [str(warning.message) for warning in records if "its epoch had ended" in str(warning.message)]
     assert len(messages) == (reason is not None) and all(reason in message for message in messages)
