@@ -12,11 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_lowbit.checks import near, nearest
+from lightning_lowbit.cli.arguments import check_classes
 from lightning_lowbit.cli.configs import check_recipe, find_config, needs, read_recipe, recipes, split_configs
-from lightning_lowbit.cli.sources import argument_names, class_arguments, find_class, missing_class
+from lightning_lowbit.cli.sources import argument_names, find_class
 from lightning_lowbit.packages import install, is_installed
 
 # Options beside those of the Trainer's method, and its arguments that are objects.
@@ -70,12 +69,7 @@ def check_run(command: str, arguments: Sequence[str]) -> None:
         trainer = config.get("trainer")
         for key in trainer if isinstance(trainer, dict) else ():
             _check_option(f"trainer.{key}", command, f" in {name}")
-    classes: dict[str, str] = {}  # paths of classes by option, as far as the arguments are read
-    for name, config in configs.items():
-        for key, value in config.items():
-            _check_class(key, value, classes, f" in {name}")
-    for option, text in options.items():
-        _check_class_option(option, text, classes)
+    check_classes(configs, options)
     _check_precision(options, [*configs.values()])
     for name in names:
         packages, otherwise = needs(find_config(name))
@@ -130,53 +124,6 @@ def _check_option(option: str, command: str, where: str = "") -> None:
     name = name.partition(".")[0]
     if head == "trainer" and name and name != "help" and name not in known["__init__"]:
         _refuse(option, f"trainer.{name}", [f"trainer.{known_name}" for known_name in sorted(known["__init__"])], where)
-
-
-def _check_class(option: str, value: Any, classes: dict[str, str], where: str) -> None:
-    """Checks names of a class and of its arguments in the value of an option, and notes the class."""
-    if isinstance(value, list):
-        for item in value:  # options after a list are of its last item
-            _check_class(option, item, classes, where)
-        return
-    path = value.get("class_path", classes.get(option)) if isinstance(value, Mapping) else value
-    if path != classes.get(option):
-        for name in [name for name in classes if f"{name}.".startswith(f"{option}.")]:
-            del classes[name]
-    if isinstance(path, str) and "." in path:
-        classes[option] = path
-        module, _, name = path.rpartition(".")
-        if name[:1].isupper() and (names := missing_class(path)) is not None:
-            raise ValueError(f"--{option}{where}: {module} has no {name}.{nearest(name, names)}")
-    for key, item in value.items() if isinstance(value, Mapping) else ():
-        if key == "init_args" and isinstance(item, Mapping):
-            for argument in item:
-                _check_argument(classes.get(option), f"{option}.{key}.{argument}", argument, where)
-        _check_class(f"{option}.{key}", item, classes, where)
-
-
-def _check_class_option(option: str, text: str | None, classes: dict[str, str]) -> None:
-    place, *parts = option.split(".")
-    for part in parts:
-        if part in ("dict_kwargs", "help"):
-            return
-        if part in ("class_path", "init_args"):
-            continue
-        is_argument = place in classes
-        _check_argument(classes.get(place), option, part, "")
-        place = f"{place}.init_args.{part}" if is_argument else f"{place}.{part}"
-    try:
-        value = None if text is None else yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
-    key = parts[-1] if parts else ""
-    _check_class(place, {key: value} if key in ("class_path", "init_args") else value, classes, "")
-
-
-def _check_argument(path: str | None, option: str, name: str, where: str) -> None:
-    known = None if path is None else class_arguments(path)
-    if path is not None and known is not None and name not in known:
-        takes = f"{path.rpartition('.')[2]} takes {', '.join(sorted(known)) or 'none'}."
-        raise ValueError(f"There is no option --{option}{where}.{nearest(name, sorted(known))} {takes}")
 
 
 def _check_precision(options: Mapping[str, str | None], configs: Sequence[Mapping[str, Any]]) -> None:

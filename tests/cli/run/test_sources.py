@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 
 import lightning.pytorch.callbacks
+import pytest
 import torch
 
 import lightning_lowbit
 from lightning_lowbit import cli
+from lightning_lowbit.cli import options
 from lightning_lowbit.cli.configs import recipes
 from lightning_lowbit.cli.lists import class_at
 from lightning_lowbit.cli.sources import class_arguments, missing_class
@@ -123,3 +125,11 @@ def test_a_name_that_a_class_does_not_take_is_answered_with_those_it_takes(argum
     Path("mine.yaml").write_text("model: {init_args: {networ: x}}")
     assert cli.main(["fit", "--config=quickstart", *arguments]) == 2
     assert line in capsys.readouterr().err
+
+
+def test_arguments_may_come_before_the_class_that_takes_them():
+    Path("size.yaml").write_text("model: {init_args: {beta: 0.5}}")
+    Path("other.yaml").write_text("model: {class_path: lightning_lowbit.recipes.preferences.PreferenceLM}")
+    options.check_run("fit", ["--config=quickstart", "--config=size.yaml", "--config=other.yaml"])
+    with pytest.raises(ValueError, match="There is no option --model.init_args.beta in size.yaml. CausalLM takes"):
+        options.check_run("fit", ["--config=quickstart", "--config=size.yaml"])
