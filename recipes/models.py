@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -137,6 +137,13 @@ class RecipeModule(LightningModule):
             # Not `torch.manual_seed`, which would seed the generators of all accelerators, too.
             torch.default_generator.manual_seed(global_seed() if seed is None else seed)
             yield
+
+    def setup(self, stage: str) -> None:
+        """Empties all metrics: ``Trainer.validate`` leaves tensors of inference mode in them, which ``Trainer.fit``
+        cannot update, and an interrupted run leaves half an epoch."""
+        for module in self.modules():
+            if isinstance(module, Metric):
+                module.reset()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores the casts of the training if no plugin does: without a Trainer, or in evaluation."""

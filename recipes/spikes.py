@@ -25,6 +25,7 @@ class GradientSpikes(Callback):
     Steps and elements depend only on the seed and the step: they are the same for every optimizer, after a resume, and
     sharded or not (except under FSDP1, which cuts flattened parameters). Each of several optimizers has its own steps.
     Logs ``gradient_spike``: 1 in such a step, else 0; of several optimizer steps in a training step, that of the last.
+    It goes before all other callbacks of the Trainer, so that monitors see the spikes wherever they are listed.
 
     Args:
         probability: of a spike in a step.
@@ -47,6 +48,12 @@ class GradientSpikes(Callback):
         if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**32):
             raise ValueError(f"seed is an integer from 0 to 2^32 - 1, or None; got {seed!r}.")
         self.probability, self.factor, self.share, self.seed = probability, factor, share, seed
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Sorts the Trainer's callbacks: those that multiply gradients, then the others."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        # A new list: Lightning goes through the old one now.
+        trainer.callbacks = sorted(callbacks, key=lambda callback: not isinstance(callback, GradientSpikes))  # type: ignore[attr-defined]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         seed = torch.tensor(global_seed() if self.seed is None else self.seed)

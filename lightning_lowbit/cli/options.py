@@ -1,19 +1,21 @@
 """Checks of a command line before torch is imported, so that mistakes are answered at once.
 
 The parser of a run checks everything, and takes seconds to import. This module checks files, recipes, packages, and
-options of Lightning's Trainer, whose names it reads from the source of the installed version.
+options of Lightning's Trainer and of the classes that are named, which it reads from the sources of what is installed.
 """
 
+import argparse
 import ast
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_lowbit.checks import near
+from lightning_lowbit.checks import near, nearest
+from lightning_lowbit.cli.arguments import check_classes
 from lightning_lowbit.cli.configs import check_recipe, find_config, needs, read_recipe, recipes, split_configs
+from lightning_lowbit.cli.sources import argument_names, find_class
 from lightning_lowbit.packages import install, is_installed
 
 # Options beside those of the Trainer's method, and its arguments that are objects.
@@ -56,8 +58,8 @@ def check_run(command: str, arguments: Sequence[str]) -> None:
 
     Raises:
         FileNotFoundError: there is no such recipe or checkpoint.
-        ValueError: nothing names a model, a configuration is no YAML, an option of the Trainer does not exist, or a
-            package of a recipe is not installed.
+        ValueError: nothing names a model, a configuration is no YAML, an option of the Trainer or of a class does not
+            exist, or a package of a recipe is not installed.
     """
     names, rest = split_configs(arguments)
     configs = {name: read_recipe(name) for name in names}
@@ -67,6 +69,7 @@ def check_run(command: str, arguments: Sequence[str]) -> None:
         trainer = config.get("trainer")
         for key in trainer if isinstance(trainer, dict) else ():
             _check_option(f"trainer.{key}", command, f" in {name}")
+    check_classes(configs, options)
     _check_precision(options, [*configs.values()])
     for name in names:
         packages, otherwise = needs(find_config(name))
@@ -94,12 +97,29 @@ def check_options(command: str, arguments: Sequence[str]) -> dict[str, str | Non
     return options
 
 
+def refuse_unknown(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raises a ``ValueError`` for an option that neither ``lowbit fit`` has nor a command's own parser."""
+    known = _first_names("fit")
+    for argument in arguments:
+        name = re.split(r"[.=+]", argument.removeprefix("--"), maxsplit=1)[0]
+        if argument.startswith("--") and known and name not in known:
+            others = [*vars(parser.parse_args([])), *sorted(known)]
+            raise ValueError(
+                f"unrecognized arguments: {argument}.{nearest(name, others)} `{parser.prog} --help` lists all."
+            )
+
+
+def _first_names(command: str) -> set[str]:
+    known = trainer_arguments()
+    return _OPTIONS | (known[command] - _OBJECTS) if known else set()
+
+
 def _check_option(option: str, command: str, where: str = "") -> None:
     head, _, name = option.partition(".")
     known = trainer_arguments()
     if not known:
         return
-    if head not in (tops := _OPTIONS | (known[command] - _OBJECTS)):
+    if head not in (tops := _first_names(command)):
         _refuse(option, head, sorted(tops), where)
     name = name.partition(".")[0]
     if head == "trainer" and name and name != "help" and name not in known["__init__"]:
@@ -139,19 +159,10 @@ def _is_set(config: Any, option: str) -> bool:
 @cache
 def trainer_arguments() -> dict[str, set[str]]:
     """Reads the arguments of the Trainer's methods by name; empty if its source is not where it is expected."""
-    for package, folder in (("lightning", "pytorch"), ("pytorch_lightning", "")):
-        spec = find_spec(package)  # imports nothing
-        path = Path(spec.origin).parent / folder / "trainer" / "trainer.py" if spec and spec.origin else None
-        if path is None or not path.exists():
-            continue
-        classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
-        methods = {
-            method.name: {argument.arg for argument in (*method.args.args, *method.args.kwonlyargs)}
-            for node in classes
-            if node.name == "Trainer"
-            for method in node.body
-            if isinstance(method, ast.FunctionDef)
-        }
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        trainer = find_class(f"{package}.trainer.trainer.Trainer")
+        body = () if trainer is None else trainer.node.body
+        methods = {method.name: {*argument_names(method)} for method in body if isinstance(method, ast.FunctionDef)}
         if {"__init__", "fit", "validate", "test", "predict"} <= methods.keys():
             return methods
     return {}

@@ -93,6 +93,8 @@ def test_lists_help_and_mistakes_do_not_wait_for_torch():
         for command in (
             "ls", "--help", "cp quickstart mine.yaml", "nonsense", "ls --help", "fit", "fit --config quikstart",
             "fit --config quickstart --trainer.max_step 5", "fit --config quickstart --ckpt_path nowhere.ckpt",
+            "fit --config quickstart --model.optimizer.lrr 1", "compare --config quickstart --trainer.max_step 5",
+            "fit --config quickstart --model lightning_lowbit.Nothing", "compare --config quickstart --dryrun",
             "fit --config quickstart --trainer.precision nvfp4", "estimate --config quickstart --device h10",
             "compare --from nowhere.json", "compare --config quickstart --vary nvfp5", "inspect nowhere --casts nvfp4",
             "export nowhere.ckpt", "export nowhere.ckpt --format int44", "evaluate nowhere.ckpt --tasks one",
@@ -210,7 +212,7 @@ def test_every_command_of_lightning_is_known():
             "change one, on top of it. `lowbit ls` lists recipes.",
         ),
         (["estimate", "--config", "bf16"], "--config quickstart --config bf16`: bf16 changes one, on top of it."),
-        (["compare", "--config", "bf16"], "Give a recipe, e.g. `lowbit fit --config quickstart`: nothing names a"),
+        (["compare", "--config", "bf16"], "--config quickstart --config bf16`: bf16 changes one, on top of it."),
     ],
 )  # fmt: skip
 def test_without_a_recipe_it_says_how_to_begin(arguments, line, capsys):

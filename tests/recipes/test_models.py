@@ -12,8 +12,12 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import WeightDecaySwitch
 from lightning_lowbit.recipes.models import NETWORKS, CausalLM, network_config
+from lightning_lowbit.recipes.preferences import PreferenceLM
 from lightning_lowbit.recipes.schedules import TwoStageLinear, WarmupCosine, WarmupSchedule
+from lightning_lowbit.recipes.series.forecaster import Forecaster
+from lightning_lowbit.recipes.vision import ImageClassifier
 from tests.lightning_imports import QUIET, quiet_trainer
+from tests.tables import each
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY = {"config": SIZE}
@@ -200,6 +204,31 @@ def test_a_loss_that_is_no_number_shows():
     torch.nn.init.constant_(model.model.lm_head.weight, math.nan)
     (metrics,) = trainer().validate(model, DataLoader(batches(1), batch_size=None), verbose=False)
     assert math.isnan(metrics["val_loss"]) and math.isnan(metrics["val_perplexity"])
+
+
+@each(
+    "make, batch",
+    [
+        (lambda: CausalLM(**TINY), batches(1)[0]),
+        (lambda: PreferenceLM(**TINY), batches(1)[0]),
+        (lambda: ImageClassifier(), [torch.zeros(2, 1, 8, 8), torch.tensor([0, 1])]),
+        (lambda: Forecaster(24, 4, {"num_hidden_layers": 1}), torch.arange(56.0).reshape(2, 28, 1)),
+    ],
+)
+def test_a_validated_module_trains_and_is_validated_again(make, batch):
+    module, loader = make(), DataLoader([batch], batch_size=None)
+    trainer().validate(module, loader, verbose=False)
+    run = trainer(max_steps=1)
+    run.fit(module, loader, loader)
+    (metrics,) = trainer().validate(module, loader, verbose=False)
+    assert metrics["val_loss"] == pytest.approx(run.callback_metrics["val_loss"].item(), rel=1e-6)
+
+
+def test_validation_leaves_out_what_an_interrupted_run_left():
+    model, loader = CausalLM(**TINY), DataLoader(batches(1), batch_size=None)
+    model.val_loss.update(torch.tensor(1e9))
+    (metrics,) = trainer().validate(model, loader, verbose=False)
+    assert metrics["val_loss"] == pytest.approx(model._loss(batches(1)[0]).item(), rel=1e-6)
 
 
 class GradientNorms(CausalLM):

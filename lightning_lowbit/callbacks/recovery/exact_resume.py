@@ -6,10 +6,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_lowbit._lightning import LightningModule, Trainer
+from lightning_lowbit._lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.nn.state.keys import hash_numbers
 from lightning_lowbit.precision.run_settings import global_seed
+
+_AFTER_THE_EPOCH = (
+    "The checkpoint was saved when its epoch had ended: at its end, or by Trainer.save_checkpoint after fit. "
+    "Lightning {which}, so the run may differ from an uninterrupted one. Resume from a checkpoint of a step "
+    "(CrashSafeCheckpoint with every_n_train_steps){or_else}."
+)
 
 
 class ExactResume(LowBitCallback):
@@ -20,7 +26,8 @@ class ExactResume(LowBitCallback):
 
     The order of data is up to the loader: a plain ``DataLoader`` restarts its epoch after a resume. Use one with
     ``state_dict`` and ``load_state_dict``. A checkpoint from the middle of gradient accumulation lacks the accumulated
-    gradients: resume from the end of an optimizer step.
+    gradients: resume from the end of an optimizer step. One from the end of an epoch, or saved after ``Trainer.fit``,
+    resumes exactly if the epoch is whole and ``max_epochs`` alone is set; else there is a warning.
 
     Args:
         seed: any integer; None takes the seed of ``seed_everything``, or 0.
@@ -31,6 +38,19 @@ class ExactResume(LowBitCallback):
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = global_seed() if seed is None else seed
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Warns if Lightning takes the place in the run for another one."""
+        loop = checkpoint.get("loops", {}).get("fit_loop")
+        if trainer.state.fn != "fit" or loop is None:
+            return
+        epochs, is_whole = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]["is_last_batch"]
+        has_ended = epochs["processed"] == epochs["ready"] > 0
+        if has_ended and not is_whole:
+            rank_zero_warn(_AFTER_THE_EPOCH.format(which="leaves out the rest of that epoch", or_else=""))
+        elif has_ended and trainer.max_steps != -1:
+            which = "counts batches on from that epoch if max_steps is set"
+            rank_zero_warn(_AFTER_THE_EPOCH.format(which=which, or_else=", or set max_epochs alone"))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         seed = hash_numbers(self.seed, trainer.global_step, batch_idx, trainer.global_rank) % 2**64

@@ -1,12 +1,14 @@
 """Random numbers as a function of the place in the run."""
 
 import random
+import warnings
 
 import numpy as np
 import torch
 
 from lightning_lowbit import ExactResume
 from tests.lightning_imports import BoringModel, quiet_trainer
+from tests.tables import each
 
 
 class Draws(BoringModel):
@@ -39,3 +41,43 @@ def test_draws_depend_on_the_place_and_the_seed_alone(monkeypatch):
     assert not set(draws(seed=1)) & set(first)
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
     assert draws() == draws(seed=1)
+
+
+class Places(BoringModel):
+    """Notes where in the run each batch is."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.trainer.current_epoch, batch_idx, self.trainer.global_step))
+        return super().training_step(batch, batch_idx)
+
+
+def run(model, ckpt_path=None, **limit):
+    """A run of six batches an epoch."""
+    trainer = quiet_trainer(callbacks=[ExactResume()], limit_train_batches=6, limit_val_batches=0, **limit)
+    trainer.fit(model, ckpt_path=ckpt_path)
+    return trainer
+
+
+@each(
+    "first, then, reason",
+    [
+        ({"max_steps": 4}, {"max_steps": 8}, "leaves out the rest of that epoch"),
+        ({"max_steps": 4}, {"max_epochs": 2}, "leaves out the rest of that epoch"),
+        ({"max_epochs": 1}, {"max_steps": 8}, "counts batches on from that epoch"),
+        ({"max_epochs": 1}, {"max_epochs": 2}, None),
+    ],
+)
+def test_a_run_continued_at_another_place_gets_a_warning(first, then, reason, tmp_path):
+    model, whole = Places(), Places()
+    run(model, **first).save_checkpoint(tmp_path / "last.ckpt")
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        run(model, tmp_path / "last.ckpt", **then)
+    run(whole, **then)
+    assert (model.seen == whole.seen) == (reason is None)
+    messages = [str(warning.message) for warning in records if "its epoch had ended" in str(warning.message)]
+    assert len(messages) == (reason is not None) and all(reason in message for message in messages)

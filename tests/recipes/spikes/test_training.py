@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
+from lightning_lowbit import GradientNormMonitor
 from lightning_lowbit.recipes.spikes import CorruptBatches, GradientSpikes
 from tests.lightning_imports import quiet_trainer
 from tests.recipes.spikes.runs import SLOPE, Slope, fit, sgd, spiked
@@ -33,6 +34,18 @@ def test_clipping_sees_the_spike():
     is_spiked = [gradients[0].max() > 1 for gradients in module.seen.values()]
     assert norms == pytest.approx([1.0 if spike else quiet for spike in is_spiked], rel=1e-5)
     assert 0 < sum(is_spiked) < 20
+
+
+def test_monitors_see_the_spike_wherever_they_are_listed():
+    spikes = [step for step, is_spike in enumerate(spiked(GradientSpikes(0.1, seed=0), 40), 1) if is_spike]
+    for is_first in (True, False):
+        monitor = GradientNormMonitor(every_n_steps=1)
+        callbacks = [GradientSpikes(0.1, seed=0), monitor] if is_first else [monitor, GradientSpikes(0.1, seed=0)]
+        run = quiet_trainer(max_steps=40, callbacks=callbacks)
+        with pytest.warns(UserWarning, match="where its running mean is"):
+            run.fit(Slope(), DataLoader(range(1000)))
+        seen = [row["step"] for row in monitor.report_data(run)["gradient_norm"]["spikes"]]
+        assert seen == [step for step in spikes if step > 10]  # ten norms make the first mean
 
 
 def test_an_accumulated_gradient_is_multiplied_once():

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from lightning_lowbit.checks import integer
 from lightning_lowbit.cli.configs import find_config
-from lightning_lowbit.cli.options import existing
+from lightning_lowbit.cli.options import check_options, check_run, existing, refuse_unknown
 
 _T = TypeVar("_T")
 
@@ -23,6 +23,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             names = " and ".join(others)
             raise ValueError(f"A study has its own recipe and rows: leave out {names}, or change a copy (`lowbit cp`).")
         find_config(options.study, "--study")
+        refuse_unknown(rest, _parser())
+        check_options("fit", rest)
     else:
         _check_recipe(options, rest)
     options.rest, options.arguments = rest, list(arguments)
@@ -41,9 +43,13 @@ def _check_recipe(options: argparse.Namespace, rest: Sequence[str]) -> None:
         raise ValueError("--config names the recipe to run, or --study a study; see `lowbit ls`. Give one of them.")
     if options.lr and any("optimizer" in argument and ".lr" in argument for argument in rest):
         raise ValueError("--lr and an argument that sets the optimizer's lr contradict each other: leave one out.")
-    overlays = [name for item in options.vary for text in item for name in text.split("+") if name != "none"]
-    for name in (*options.config, *overlays):
-        find_config(name)
+    refuse_unknown(rest, _parser())
+    first = [items[:1] for items in options.vary]
+    # Not all combinations: each overlay once, with the first ones of the other lists.
+    rows = [[*first[:i], [text], *first[i + 1 :]] for i, items in enumerate(options.vary) for text in items]
+    for row in rows or [[]]:
+        overlays = [name for items in row for text in items for name in text.split("+") if name != "none"]
+        check_run("fit", [*(f"--config={name}" for name in (*options.config, *overlays)), *rest])
 
 
 def _parser() -> argparse.ArgumentParser:

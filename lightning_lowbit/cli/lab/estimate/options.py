@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightning_lowbit.checks import choose
 from lightning_lowbit.cli.lab.estimate.devices import DEVICES, GATHERS, STRATEGIES, Assumptions, Device
-from lightning_lowbit.cli.options import check_run
+from lightning_lowbit.cli.options import check_run, refuse_unknown
 
 _EXAMPLES = {"peak": "bf16=989,fp8=1979, in TFLOP/s", "launch": "10, in microseconds"}
 _SIZE = "80, in GB or GB/s"
@@ -15,6 +15,7 @@ _SIZE = "80, in GB or GB/s"
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the options, with ``sheet`` (of the device), ``assumed``, and those of ``lowbit fit`` in ``rest``."""
     options, rest = _parser().parse_known_args(arguments)
+    refuse_unknown(rest, _parser())
     check_run("fit", rest)
     options.sheet, options.rest = _device(options), rest
     launch = _positive("launch", options.launch) / 1e6

@@ -1,0 +1,174 @@
+"""Classes as their sources define them: names and arguments, without importing what they are made of.
+
+A name is followed from module to module by the import statements, and ``**kwargs`` to the base classes that get them.
+What the sources leave open (a decorator, a class that another function makes) is no mistake: the answer is None.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+_PACKAGE = "lightning_lowbit"
+
+
+class Module(NamedTuple):
+    """A module's source.
+
+    Attributes:
+        name: with its packages.
+        package: that relative imports begin at.
+        tree: of the source.
+    """
+
+    name: str
+    package: str
+    tree: ast.Module
+
+
+class Class(NamedTuple):
+    """A class's definition, and the module that holds it."""
+
+    node: ast.ClassDef
+    module: Module
+
+
+@cache
+def read_module(name: str) -> Module | None:
+    """Reads the source of a module; None if there is none, or Python cannot read it."""
+    path = _find(name)
+    if path is None:
+        return None
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    return Module(name, name if path.name == "__init__.py" else name.rpartition(".")[0], tree)
+
+
+def _find(name: str) -> Path | None:
+    """Finds a module's file. ``find_spec`` of a whole name would import its packages, and with them torch."""
+    root, *parts = name.split(".")
+    try:
+        spec = find_spec(root)
+    except (ImportError, ValueError):
+        return None
+    full = root
+    for part in parts:
+        places = None if spec is None else spec.submodule_search_locations
+        full = f"{full}.{part}"
+        specs = (finder.find_spec(full, places) for finder in sys.meta_path) if places else iter(())
+        spec = next((spec for spec in specs if spec is not None), None)
+    is_source = spec is not None and spec.origin is not None and spec.origin.endswith(".py")
+    return Path(spec.origin) if is_source else None  # type: ignore[union-attr, arg-type]
+
+
+def find_class(path: str) -> Class | None:
+    """Finds the definition of ``package.module.Class``."""
+    return _follow(path, frozenset())
+
+
+def _follow(path: str, passed: frozenset[str]) -> Class | None:
+    name, _, attribute = path.rpartition(".")
+    module = read_module(name) if name else None
+    return None if module is None else _resolve(attribute, module, passed)
+
+
+def _resolve(dotted: str, module: Module, passed: frozenset[str] = frozenset()) -> Class | None:
+    """Finds what a module knows by a name; ``passed`` are names on the way, which may lead in a circle."""
+    if (place := f"{module.name}.{dotted}") in passed:
+        return None
+    passed |= {place}
+    head, _, rest = dotted.partition(".")
+    for node in module.tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == head and not rest:
+            return Class(node, module)
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [dotted]:
+            return _resolve(ast.unparse(node.value), module, passed)
+    for origin, names in _imports(module):
+        for alias in names:
+            if alias.name == "*" or (alias.asname or alias.name) == head:
+                target = ".".join(filter(None, [origin, head if alias.name == "*" else alias.name, rest]))
+                if (definition := _follow(target, passed)) is not None:
+                    return definition
+    return None
+
+
+def _imports(module: Module) -> Iterator[tuple[str, list[ast.alias]]]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):  # `import a.b` binds a
+            yield "", [alias if alias.asname else ast.alias(alias.name.partition(".")[0]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = module.package.split(".")[: len(module.package.split(".")) - node.level + 1] if node.level else []
+            yield ".".join([*above, *filter(None, [node.module])]), node.names
+
+
+@cache
+def class_arguments(path: str) -> frozenset[str] | None:
+    """Returns the names of all arguments of a class; None if the sources do not tell them."""
+    definition = find_class(path)
+    return None if definition is None else _arguments(definition)
+
+
+def _arguments(definition: Class, below: tuple[ast.ClassDef, ...] = ()) -> frozenset[str] | None:
+    node, module = definition
+    if node in below:  # a class that derives from itself
+        return None
+    methods = [item for item in ast.walk(node) if getattr(item, "name", getattr(item, "id", None)) == "__init__"]
+    if node.decorator_list or node.keywords or any(method not in node.body for method in methods):
+        return None
+    names: frozenset[str] = frozenset()
+    if methods:
+        method = methods[-1]
+        if not isinstance(method, ast.FunctionDef) or method.decorator_list:
+            return None
+        names = argument_names(method) - {"self"}
+        if method.args.kwarg is None:
+            return names
+        if not _passes_on(method, method.args.kwarg.arg):
+            return None
+    for base in node.bases:
+        dotted = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
+        if dotted in ("Generic", "object"):
+            continue
+        inherited = None if (parent := _resolve(dotted, module)) is None else _arguments(parent, (*below, node))
+        if inherited is None:
+            return None
+        names |= inherited
+    return names
+
+
+def argument_names(method: ast.FunctionDef) -> frozenset[str]:
+    arguments = method.args
+    return frozenset(item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+
+
+def _passes_on(method: ast.FunctionDef, kwargs: str) -> bool:
+    """Tells whether ``**kwargs`` go to the base class whole."""
+    calls = [node for node in ast.walk(method) if isinstance(node, ast.Call)]
+    forwards = [call for call in calls if ast.unparse(call.func) == "super().__init__"]
+    passed = [word for call in forwards for word in call.keywords if word.arg is None]
+    uses = [node for node in ast.walk(method) if isinstance(node, ast.Name) and node.id == kwargs]
+    return len(uses) == len(passed) == 1 and passed[0].value is uses[0]
+
+
+def missing_class(path: str) -> list[str] | None:
+    """Returns the names that a module of this package has, if it lacks the one of a path; else None."""
+    name, _, attribute = path.rpartition(".")
+    module = read_module(name) if name.partition(".")[0] == _PACKAGE else None
+    if module is None:
+        return None
+    names: set[str] = set()
+    for node in module.tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            if ast.unparse(node.targets[0]) == "__all__":
+                names |= set(ast.literal_eval(node.value))
+    names |= {alias.asname or alias.name for _, aliases in _imports(module) for alias in aliases}
+    is_open = "*" in names and "__all__" not in names
+    return None if is_open or attribute in names else sorted(names - {"*"})
