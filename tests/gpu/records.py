@@ -96,8 +96,9 @@ def replace(path, text):
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def tables_of(records, parts):
-    """Markdown: counts, what is wrong, what was not judged, and a table of the values of each part."""
+def tables_of(records, parts, counted=()):
+    """Markdown: counts, what is wrong, what was not judged, and a table of the values of each part, without those that
+    are ``counted`` alone."""
     counts = [[part, *_counted(records, part)] for part in parts if any(record["part"] == part for record in records)]
     blocks = [_table(["part", "right", "wrong", "skipped", "measured", "seconds of checks"], counts)]
     wrong = [record for record in records if record["ok"] is False]
@@ -107,7 +108,7 @@ def tables_of(records, parts):
     if skipped:
         blocks.append("## What was not checked\n\n" + "\n".join(_line(record) for record in skipped))
     for part in parts:
-        if text := _values(part, [record for record in records if record["part"] == part]):
+        if part not in counted and (text := _values(part, [record for record in records if record["part"] == part])):
             blocks.append(text)
     return "\n\n".join(blocks) + "\n"
 

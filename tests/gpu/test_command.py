@@ -28,7 +28,8 @@ def test_the_page_is_what_the_command_draws():
 
 
 def test_the_page_says_what_each_part_does():
-    rows = [line.split(" | ")[0] for line in page.PAGE.read_text().splitlines() if line.startswith("| ")]
+    text, _, _ = page.PAGE.read_text().partition("## Results")
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
     assert [row.removeprefix("| ") for row in rows if row.removeprefix("| ") in PARTS] == list(PARTS)
 
 
@@ -36,14 +37,14 @@ def test_the_page_draws_what_a_run_has_measured_and_what_is_wrong(tmp_path):
     log = records.Log(tmp_path, "environment")
     log.end("versions", None, {"torch": "2.13", "triton": "3.7", "Python": "3.12"})
     log.end("GPU", None, {"name": "H100"})
-    log = records.Log(tmp_path, "casts")
+    log = records.Log(tmp_path, "steps")
     for number in (1.5, float("inf")):
-        log.end(f"cast {number}", None, {"us": number, "share": 0.5})
-    log.end("cast_rows", False, why="no | end")
+        log.end(f"step {number}", None, {"ms": number, "share": 0.5})
+    log.end("optimizer", False, why="no | end")
     text = page.page(log.path)
     assert "Run on H100, Python 3.12, torch 2.13, Triton 3.7: 0 checks right, 1 wrong." in text
-    assert "| cast 1.5 | 1.5 | 0.5 |\n| cast inf | inf | 0.5 |" in text
-    assert "- casts, `cast_rows`: no \\| end" in text
+    assert "| step 1.5 | 1.5 | 0.5 |\n| step inf | inf | 0.5 |" in text
+    assert "- steps, `optimizer`: no \\| end" in text
 
 
 def test_lines_that_were_cut_are_left_out(tmp_path):
