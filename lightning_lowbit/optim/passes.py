@@ -9,7 +9,7 @@ Between them the rules do arithmetic on one number per parameter. Tensors are ha
 of temporaries. Nothing here waits for a device: scalars are 0-d tensors.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -122,11 +122,24 @@ class Passes:
         self.batch = batch
 
     def load_scalars(self) -> Numbers:
-        return {name: torch.stack([m.state[name] for m in self.batch.members]) for name in self.batch.scalars}
+        """Loads the scalars of the states, each as [P], by one operation for all of a dtype."""
+        numbers: Numbers = {}
+        for names in self._alike(self.batch.members[0].state):
+            rows = torch.stack([member.state[name] for name in names for member in self.batch.members])
+            numbers |= zip(names, rows.view(len(names), -1), strict=True)
+        return numbers
 
     def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:
-        for name, values in scalars.items():
-            foreach_copy_([member.state[name] for member in self.batch.members], list(values.unbind()))
+        for names in self._alike(scalars):
+            targets = [member.state[name] for name in names for member in self.batch.members]
+            foreach_copy_(targets, [value for name in names for value in scalars[name].unbind()])
+
+    def _alike(self, scalars: Mapping[str, Tensor]) -> Iterable[list[str]]:
+        """Returns the names of scalars in groups of one dtype."""
+        groups: dict[torch.dtype, list[str]] = {}
+        for name in self.batch.scalars:
+            groups.setdefault(scalars[name].dtype, []).append(name)
+        return groups.values()
 
     def measure(self, weights: bool = False) -> Tensor:
         """Measures max|g| of the shards, −1 without a gradient; or max|p|; [P]."""

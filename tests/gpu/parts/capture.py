@@ -93,7 +93,7 @@ def waits(name, setting):
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
     places = Counter(f"{warning.filename.rpartition('/')[2]}:{warning.lineno}" for warning in waits)
     return {"waits": places.total(), "places": dict(places)}
 
