@@ -99,32 +99,37 @@ def fp8_product(
     sums in the tensor cores.
     """
     left, right = matrices
-    one = torch.ones((), device=left.device)
-    scales = [one if factor is None else factor for factor in factors]
+    scales = [factor for factor in factors if factor is not None]
     rows, inner, columns = len(left), len(right), right.shape[1]
     if 0 in (rows, inner, columns):
         return finish(_no_product(left, right, torch.float32), scales, bias, dtype)
     # It reads rows of the left operand and columns of the right one, each contiguous.
     left, right = pad(left, 0, -inner % 16), pad(right.t(), -columns % 16, -inner % 16).t()
     inside = dtype == torch.bfloat16 and (bias is None or (bias.dtype == dtype and bias.dim() == 1))
-    inner_scales, added = scales, bias
-    if not inside:
-        inner_scales, added = [one, one], None
-    elif any(scale.dim() for scale in scales):  # then the GEMM takes one per row and column
-        row_scales, column_scales = scales[0].expand(rows, 1).reshape(rows), scales[1].expand(1, columns)
-        column_scales = F.pad(column_scales.reshape(columns), (0, -columns % 16))[None]
-        inner_scales = [row_scales.contiguous().unsqueeze(1), column_scales]
+    row_scales, column_scales = (
+        factor if inside and factor is not None else torch.ones((), device=left.device) for factor in factors
+    )
+    if row_scales.dim() or column_scales.dim():  # then the GEMM takes one per row and column
+        row_scales = row_scales.expand(rows, 1).reshape(rows).contiguous().unsqueeze(1)
+        column_scales = _filled(column_scales.expand(1, columns).reshape(columns))[None]
     with counted_as(rows, inner, columns):
         product = scaled_mm(
             left,
             right,
-            scale_a=inner_scales[0],
-            scale_b=inner_scales[1],
-            bias=None if added is None else F.pad(added, (0, -columns % 16)),
+            scale_a=row_scales,
+            scale_b=column_scales,
+            bias=_filled(bias) if inside and bias is not None else None,
             out_dtype=dtype if inside else torch.float32,
             use_fast_accum=fast,
         )[:, :columns]
     return product.contiguous() if inside else finish(product, scales, bias, dtype)
+
+
+def _filled(vector: Tensor) -> Tensor:
+    """Returns a vector at an address of a multiple of 16, filled up with zeros to a multiple of 16 elements."""
+    if len(vector) % 16 or not vector.is_contiguous() or vector.data_ptr() % 16:
+        return F.pad(vector, (0, -len(vector) % 16))
+    return vector
 
 
 def int8_product(
