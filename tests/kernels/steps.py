@@ -74,8 +74,8 @@ def differences_after_a_failure(options, dtype, number):
 def differences(cases, make=ClippedAdam, idle=None):
     """Where three steps, the second of which is skipped, end elsewhere than in plain torch: beyond 1e-6 of the largest
     element, 2e-6 of squares, or a place of 16 bits. Of FP8 codes one in a thousand may lie on the other side of a draw,
-    and its parameter be moved by another moment. After a launch that fails plain torch would be compared with itself: it
-    is a difference."""
+    and its parameter be moved by another moment. After a launch that fails plain torch would be compared with itself:
+    that is a difference."""
     texts = _differences(cases, make, idle)
     return [*texts, "plain torch has taken a step of the kernels"] if kernels._left else texts
 
