@@ -176,8 +176,9 @@ def _generate(
     def specialized(*tensors: Tensor | None) -> Tensor:
         return function(*tensors, **constants)
 
-    # Dynamo counts recompilations per code object, and silently runs eager code after eight: each graph has its own.
-    specialized.__code__ = specialized.__code__.replace()
+    # Dynamo counts recompilations per code object, and silently runs eager code after eight: each graph has its own. It
+    # makes variables of numbers that differ between codes of one name, with which torch 2.11 cannot shift.
+    specialized.__code__ = specialized.__code__.replace(co_name=f"specialized_{_generate.cache_info().misses}")
     chosen = torch.compile(specialized, options=inductor_options(device_type))
 
     def run(blocks: Tensor, *tensors: Tensor | None) -> Tensor:

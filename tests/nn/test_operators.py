@@ -15,7 +15,7 @@ from lightning_lowbit import Cast, Scale
 from lightning_lowbit.kernels import pack_operand
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.transforms import rotated_shape
-from tests.nn.native.stand_in import StandIn
+from tests.nn.native.stand_in import NO_ROWS, StandIn
 
 KEY, SIGNS = torch.tensor(12345), torch.ones(16)
 BLOCKS = Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic").spec
@@ -229,6 +229,8 @@ def test_every_operator_is_checked():
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_the_compiler_is_told_the_truth(name, layout, dtype):
     """Shapes, dtypes and strides; and that nothing is changed or aliased. Of dynamic shapes it takes longer."""
+    if NO_ROWS is not None and (name, dtype) == ("_fp8_matmul", torch.bfloat16):
+        pytest.skip(NO_ROWS)
     x = LAYOUTS[layout](torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(dtype))
     operator = getattr(torch.ops.lightning_lowbit, name).default
     for arguments in ARGUMENTS[name](x):

@@ -97,7 +97,8 @@ def pass_over_shards(
     numbers += row
     limit, ratio = tl.load(numbers + ROW.limit * shards), tl.load(numbers + ROW.ratio * shards)
     if PASS != "write":
-        is_taken = bits_of(tl.load(numbers + ROW.taken * shards)) != 0
+        taken = bits_of(tl.load(numbers + ROW.taken * shards))
+        is_taken = tl.zeros_like(block) + taken != 0  # a block: of one number, Triton 3.9's interpreter makes no mask
         mask, is_block = mask & is_taken, is_block & is_taken
     if GRADIENT is None:
         g = tl.zeros(element.shape, tl.float32)

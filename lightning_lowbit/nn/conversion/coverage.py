@@ -261,14 +261,27 @@ def _by_shapes(formula: Callable[..., int]) -> Any:
     return shape_wrapper(lambda *shapes, out_shape=None, **_: formula(*shapes))  # type: ignore[no-untyped-call]
 
 
+def _with_heads_of(q: Any, *keys_and_values: Any) -> list[Any]:
+    # Query heads that share keys and values multiply them each; torch 2.11 counts as many heads of both alone.
+    return [torch.Size((*shape[:-3], q[-3], *shape[-2:])) for shape in keys_and_values]
+
+
+def _sdpa(q: Any, k: Any, v: Any, *_: Any) -> int:
+    return sdpa_flop_count(q, *_with_heads_of(q, k, v))  # type: ignore[no-untyped-call]
+
+
 def _sdpa_backward(g: Any, q: Any, k: Any, v: Any, *_: Any) -> int:
-    return sdpa_backward_flop_count(g, q, k, v)  # type: ignore[no-untyped-call]
+    return sdpa_backward_flop_count(g, q, *_with_heads_of(q, k, v))  # type: ignore[no-untyped-call]
 
 
 _aten: Any = torch.ops.aten
+_FUSED_ATTENTION = [
+    f"_scaled_dot_product_{kind}"
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+]
 _LACKING: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: sdpa_flop_count(q, k, v),  # type: ignore[no-untyped-call]
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
+    **dict.fromkeys((getattr(_aten, name) for name in _FUSED_ATTENTION), _sdpa),
+    **dict.fromkeys((getattr(_aten, f"{name}_backward") for name in _FUSED_ATTENTION), _sdpa_backward),
     _aten._native_multi_head_attention: _multihead,
     _aten._transformer_encoder_layer_fwd: _encoder_layer,
     _aten._grouped_mm: _grouped,

@@ -5,7 +5,7 @@ out_features (column)       whole        rows         columns         its column
 in_features (row)           columns      columns      whole           a term of the sum         its columns
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,10 +62,10 @@ def tensor_parallel(
         return [placement if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)]
 
     local = x.redistribute(mesh, placed(Cut(last) if is_cut_by_columns else Replicate()))
-    local_bias = None if bias is None or is_cut_by_columns else bias.to_local(grad_placements=bias.placements)
+    local_bias = None if bias is None or is_cut_by_columns else _local(bias, bias.placements)
     y = multiply(
-        local.to_local(grad_placements=placed(Cut(last) if is_cut_by_columns else Partial())),
-        weight.to_local(grad_placements=weight.placements),
+        _local(local, placed(Cut(last) if is_cut_by_columns else Partial())),
+        _local(weight, weight.placements),
         local_bias,
         WHOLE if mesh_dim is None else _shards(weight, mesh_dim),
     )
@@ -75,6 +75,35 @@ def tensor_parallel(
     spread = DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=stride)
     # Only one term of the pending sum may have the bias; DTensor sees to that.
     return spread if bias is None or not is_cut_by_columns else spread + bias.to(y.dtype)
+
+
+def _local(spread: DTensor, placements: Sequence[Placement]) -> Tensor:
+    """Returns this process's shard, whose gradient has the placements."""
+    shard: Tensor = _Local.apply(spread, placements)  # type: ignore[no-untyped-call]
+    return shard
+
+
+class _Local(torch.autograd.Function):
+    """``DTensor.to_local``, also for shards of different sizes.
+
+    It takes the strides of a gradient from the shard, so that they differ among processes. Where gradients are
+    accumulated, torch 2.11 then gathers those whose strides are not the weight's: only some processes take part, and
+    wait for the others.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, spread: DTensor, placements: Sequence[Placement]) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.whole = spread.device_mesh, placements, (spread.shape, spread.stride())
+        ctx.set_materialize_grads(False)
+        shard = spread.to_local()
+        return shard.view_as(shard)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[DTensor | None, None]:
+        if g is None:
+            return None, None
+        shape, stride = ctx.whole
+        return DTensor.from_local(g, ctx.mesh, ctx.placements, run_check=False, shape=shape, stride=stride), None
 
 
 def _shards(weight: DTensor, mesh_dim: int) -> Shards:

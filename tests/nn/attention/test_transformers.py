@@ -10,6 +10,7 @@ from lightning_lowbit.nn import GemmCounter, LayerKeys
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),  # since transformers 5.24
 ]
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -48,6 +48,8 @@ def tiny(name):
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, vocab_size=64, pad_token_id=0, **MODELS[name])
     model = AutoModelForCausalLM.from_config(config).float().eval()
+    if name == "dbrx" and model.transformer.blocks[0].ffn.router.layer.in_features != model.config.d_model:
+        pytest.skip("DBRX does not run in transformers before 5.15")
     for parameter, values in model.named_parameters():
         if "experts" in parameter:  # left empty
             nn.init.normal_(values, std=0.1)

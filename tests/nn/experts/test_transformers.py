@@ -140,6 +140,7 @@ def same(found, expected):
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.fast("olmoe")
 @pytest.mark.parametrize("name", ["olmoe", "gpt_oss", "llama4_text", "jetmoe"])
 def test_copies_codes_and_recomputed_activations_give_the_same_gradients(name):
@@ -149,7 +150,7 @@ def test_copies_codes_and_recomputed_activations_give_the_same_gradients(name):
     assert same(gradients(pickle.loads(pickle.dumps(model))), expected)
     assert same(gradients(convert(model, "nvfp4", save="codes")), expected)
     if model.supports_gradient_checkpointing:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
     assert same(gradients(model), expected)
 
 

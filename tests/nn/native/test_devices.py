@@ -12,11 +12,11 @@ from lightning_lowbit import convert
 from lightning_lowbit.nn.layers.native import obstacle_of
 from lightning_lowbit.nn.native import devices
 from lightning_lowbit.nn.native.table import NATIVE
-from tests.nn.native.stand_in import OF_GPUS, StandIn
+from tests.nn.native.stand_in import NO_ROWS, OF_GPUS, StandIn
 from tests.tables import each
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-rows_on_cpus = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 has no FP8 GEMM of rows on CPUs")
+rows_on_cpus = pytest.mark.skipif(NO_ROWS is not None, reason=str(NO_ROWS))
 
 
 @pytest.fixture

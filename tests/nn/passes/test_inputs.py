@@ -48,7 +48,7 @@ LINEAR_ONLY = {
     "ensemble": ensemble,
 }
 
-OF_TORCH = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # forward_ad compiles by it, too
+OF_TORCH = pytest.mark.filterwarnings("ignore:.torch.jit")  # deprecated; forward_ad compiles by it, too
 
 
 @OF_TORCH

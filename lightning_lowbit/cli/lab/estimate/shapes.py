@@ -270,7 +270,8 @@ def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             try:
-                optimizer.step()
+                with torch.device("cpu"):  # for the count of steps, which optimizers of torch 2.11 create here and read
+                    optimizer.step()
             except (RuntimeError, NotImplementedError) as error:
                 raise ValueError(
                     f"{type(optimizer).__name__} reads numbers in its step, so its state cannot be counted here "
