@@ -23,9 +23,7 @@ def page(results):
     records, template = records_of(results), Path(__file__).with_name("page.md").read_text()
     if not records:
         return template.replace("{state}", NOT_RUN).replace("{runs}\n\n", "")
-    tables = tables_of(records, list(PARTS), counted=COUNTED).replace(
-        "\n## ", "\n### "
-    )  # one level lower
+    tables = tables_of(records, list(PARTS), counted=COUNTED).replace("\n## ", "\n### ")  # one level lower
     runs = RUNS.read_text() if Path(results) == RUN else ""
     template = template.replace("{state}", state(records)).replace("{runs}\n\n", f"{runs}\n" if runs else "")
     return f"{template}\n## Results\n\n{tables}"
