@@ -226,7 +226,10 @@ def refuse_in_capture(what: str) -> None:
 def _can_compile(device_type: str) -> bool:
     """Returns whether code can be generated here; warns once where it cannot."""
     refuse_in_capture("torch.compile")
-    inform(f"lightning_lowbit compiles its casts for {device_type!r}: the first steps take some seconds longer.")
+    inform(
+        f"lightning_lowbit compiles what has no kernel, such as a monitor's statistics, for {device_type!r}: the first "
+        "steps take some seconds longer."
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # importing the compiler warns, which is an error in some programs

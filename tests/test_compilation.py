@@ -68,7 +68,8 @@ def test_the_first_compilation_is_announced_once_on_stderr(capfd, monkeypatch, n
             quantize(torch.randn(shape), Cast())
     assert capfd.readouterr() == (
         "",
-        "lightning_lowbit compiles its casts for 'cpu': the first steps take some seconds longer.\n",
+        "lightning_lowbit compiles what has no kernel, such as a monitor's statistics, for 'cpu': the first steps take "
+        "some seconds longer.\n",
     )
 
 

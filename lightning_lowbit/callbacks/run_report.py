@@ -24,6 +24,7 @@ from lightning_lowbit._lightning import (
     is_logging_step,
     is_mid_step,
     logged_metrics,
+    rank_zero_info,
     rank_zero_warn,
 )
 from lightning_lowbit.atomic_files import replace_file
@@ -250,3 +251,4 @@ class RunReport(LowBitCallback):
         page = render_run(run, sections, exception, contents.configuration_of(self._folder, trainer, pl_module))
         replace_file(folder / self.filename, page)
         send_results(trainer, run, folder / self.filename)
+        rank_zero_info(f"Report: {folder / self.filename}")

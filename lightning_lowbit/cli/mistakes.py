@@ -89,7 +89,8 @@ def suggest(message: str, keys: Collection[str]) -> str:
     if named:
         keys = arguments_of(named[-1]) or set()
     close = near(unknown[1], sorted(keys)) or difflib.get_close_matches(unknown[1].split(".")[0], keys)
-    return f"Did you mean {close[0]!r}?" if close else "`lowbit fit --help all` lists what is possible."
+    hyphens = "--" if message.startswith("unrecognized") and not named else ""
+    return f"Did you mean {hyphens + close[0]!r}?" if close else "`lowbit fit --help all` lists what is possible."
 
 
 def hidden(message: str) -> str:

@@ -62,9 +62,9 @@ def check_run(command: str, arguments: Sequence[str]) -> None:
             exist, or a package of a recipe is not installed.
     """
     names, rest = split_configs(arguments)
+    options = check_options(command, rest)
     configs = {name: read_recipe(name) for name in names}
     check_recipe(names, [*configs.values()], [command, *rest])
-    options = check_options(command, rest)
     for name, config in configs.items():
         trainer = config.get("trainer")
         for key in trainer if isinstance(trainer, dict) else ():
@@ -146,7 +146,11 @@ def _check_precision(options: Mapping[str, str | None], configs: Sequence[Mappin
 
 def _refuse(option: str, part: str, known: Sequence[str], where: str) -> None:
     close = near(part, known)
-    hint = f"Did you mean {close[0] + option.removeprefix(part)!r}?" if close else "`lowbit fit --help` lists some."
+    hint = (
+        f"Did you mean {('' if where else '--') + close[0] + option.removeprefix(part)!r}?"
+        if close
+        else "`lowbit fit --help` lists some."
+    )
     raise ValueError(f"There is no option --{option}{where}. {hint}")
 
 

@@ -58,7 +58,10 @@ def common_obstacle(layer: QuantizedLayer, stacks: bool = False) -> str | None:
     """Returns why the codes of a layer's weight cannot stand for its forward pass, in words; None if they can.
     ``stacks`` of matrices are refused unless the format holds them."""
     if isinstance(layer, Projection):
-        return "it is a projection of nn.MultiheadAttention, which engines do not have in few bits"
+        return (
+            "it is a projection of nn.MultiheadAttention, which engines do not have in few bits: train with "
+            "skip=['in_proj']"
+        )
     return obstacle(layer.casts, TAKES | {"stack"} if stacks else TAKES, layer)
 
 

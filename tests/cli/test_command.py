@@ -141,10 +141,10 @@ def test_what_the_short_help_names_is_taken(capsys):
 @each(
     "option, meant",
     [
-        ("--trainer.max_step=5", "trainer.max_steps"),
-        ("--traine.max_steps=5", "trainer.max_steps"),
-        ("--seed=1", "seed_everything"),
-        ("--ckpt=last", "ckpt_path"),
+        ("--trainer.max_step=5", "--trainer.max_steps"),
+        ("--traine.max_steps=5", "--trainer.max_steps"),
+        ("--seed=1", "--seed_everything"),
+        ("--ckpt=last", "--ckpt_path"),
         ("--data.init_args.batch=2", "batch_size"),
         ("--trainer.plugins.init_args.cast=mxfp4", "casts"),
     ],

@@ -126,7 +126,7 @@ def test_a_run_killed_in_its_last_validation_begins_afresh(capsys):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--trainer.max_stepz=3"], "Did you mean 'trainer.max_steps'?"),
+        (["--trainer.max_stepz=3"], "Did you mean '--trainer.max_steps'?"),
         (["--dryrun"], "unrecognized arguments: --dryrun"),
         (["--seeds=,"], "The study has no run"),
         (["--jobs=0"], "--jobs is the number of runs at a time, 1 or more; got 0"),

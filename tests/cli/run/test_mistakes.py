@@ -57,7 +57,7 @@ def written():
         (["--model.init_args.optimizer.init_args.weight_decai=1"], "Did you mean 'weight_decay'?"),
         (["--trainer.plugins=lightning_lowbit.FP44Precision"], "Did you mean 'FP4Precision'?"),
         (["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwich}"], "Did you mean 'QAFSwitch'?"),
-        (["--trainer.max_stepz=3"], "Did you mean 'trainer.max_steps'?"),
+        (["--trainer.max_stepz=3"], "Did you mean '--trainer.max_steps'?"),
         (["--model.init_args.nettwork=gpt2"], "Did you mean 'network'?"),
         (["--model.init_args.network=lama-60m"], "Did you mean 'llama-60m'?"),
         (["--model.init_args.config.hidden_sise=32"], "Did you mean 'hidden_size'?"),
