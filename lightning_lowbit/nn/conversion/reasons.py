@@ -32,7 +32,7 @@ PRODUCTS = Reason("products of activations with each other, as in attention", "a
 LAZY = Reason("no weight yet", "run one batch before the Trainer starts")
 _LEFT_OUT = Reason("left out by skip or only")
 _NOT_CONVERTED = Reason("not converted", "a LowBitPrecision among the plugins of the Trainer converts layers")
-_HIGH_PRECISION = Reason("its casts are those of high precision")
+_HIGH_PRECISION = Reason("its casts are those of high precision, by skip, only or overrides")
 _FUNCTIONAL = Reason("computed outside of modules", "call an nn.Linear there")
 _PRODUCT = Reason(
     "products of activations, as in attention, or with weights of other modules", "attention= quantizes attention's"
@@ -70,6 +70,8 @@ class Reasons:
             return _FUNCTIONAL
         if gemm:
             return Reason(f"its casts leave {gemm.rstrip(')')} in high precision")
+        if isinstance(module, CompositeLayer):  # its own products; those with weights are its parts'
+            return _PRODUCT
         return self.module_reason(module_name, module) or _PRODUCT
 
     def module_reason(self, name: str, module: nn.Module) -> Reason | None:
