@@ -5,7 +5,6 @@ What the sources leave open (a decorator, a class that another function makes) i
 """
 
 import ast
-import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -56,14 +55,19 @@ def _find(name: str) -> Path | None:
         spec = find_spec(root)
     except (ImportError, ValueError):
         return None
-    full = root
-    for part in parts:
-        places = None if spec is None else spec.submodule_search_locations
-        full = f"{full}.{part}"
-        specs = (finder.find_spec(full, places) for finder in sys.meta_path) if places else iter(())
-        spec = next((spec for spec in specs if spec is not None), None)
-    is_source = spec is not None and spec.origin is not None and spec.origin.endswith(".py")
-    return Path(spec.origin) if is_source else None  # type: ignore[union-attr, arg-type]
+    if spec is None:
+        return None
+    path = None if spec.origin is None else Path(spec.origin)
+    places = [Path(place) for place in spec.submodule_search_locations or ()]
+    for part in parts:  # by files: Python's own finders look for the packages above in those that are imported
+        folders = [place / part for place in places]
+        files = [file for folder in folders for file in (folder / "__init__.py", folder.with_name(f"{part}.py"))]
+        path = next((file for file in files if file.is_file()), None)
+        if path is None:
+            places = [folder for folder in folders if folder.is_dir()]
+        else:
+            places = [path.parent] if path.name == "__init__.py" else []
+    return path if path is not None and path.suffix == ".py" else None
 
 
 def find_class(path: str) -> Class | None:

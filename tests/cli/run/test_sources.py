@@ -45,6 +45,15 @@ def test_classes_of_this_package_in_recipes_are_read_whole():
         assert not path.startswith("lightning_lowbit") or class_arguments(path) is not None, path
 
 
+def test_packages_need_no_init_file(tmp_path, monkeypatch):
+    folder = tmp_path / "space" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "mine.py").write_text("class Mine:\n    def __init__(self, size): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert class_arguments("space.inner.mine.Mine") == {"size"}
+    assert class_arguments("space.inner.other.Mine") is class_arguments("space.inner.mine.deeper.Mine") is None
+
+
 def test_no_class_is_missing_that_is_there():
     for path in IN_RECIPES | OTHERS:
         assert missing_class(path) is None, path
