@@ -5,8 +5,10 @@ What the sources leave open (a decorator, a class that another function makes) i
 """
 
 import ast
+import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -55,19 +57,20 @@ def _find(name: str) -> Path | None:
         spec = find_spec(root)
     except (ImportError, ValueError):
         return None
-    if spec is None:
-        return None
-    path = None if spec.origin is None else Path(spec.origin)
-    places = [Path(place) for place in spec.submodule_search_locations or ()]
-    for part in parts:  # by files: Python's own finders look for the packages above in those that are imported
-        folders = [place / part for place in places]
-        files = [file for folder in folders for file in (folder / "__init__.py", folder.with_name(f"{part}.py"))]
-        path = next((file for file in files if file.is_file()), None)
-        if path is None:
-            places = [folder for folder in folders if folder.is_dir()]
-        else:
-            places = [path.parent] if path.name == "__init__.py" else []
-    return path if path is not None and path.suffix == ".py" else None
+    full, (origin, places) = root, _located(spec)
+    for part in parts:
+        full = f"{full}.{part}"
+        try:
+            specs = (finder.find_spec(full, places) for finder in sys.meta_path)
+            origin, places = _located(next(filter(None, specs), None))
+        except KeyError:  # of a folder without an __init__ file, whose parent is not imported
+            origin, places = None, [str(Path(place, part)) for place in places]
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _located(spec: ModuleSpec | None) -> tuple[str | None, list[str]]:
+    """Returns the file of a module, and the folders in which those below it are."""
+    return (None, []) if spec is None else (spec.origin, [*(spec.submodule_search_locations or ())])
 
 
 def find_class(path: str) -> Class | None:
