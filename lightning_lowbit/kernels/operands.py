@@ -170,7 +170,7 @@ def reads_once(x: Tensor) -> bool:
 
 def signs_of(transform: Hadamard, keys: Tensor | None, device: torch.device) -> Tensor:
     """Returns the signs of a rotation, as :meth:`~lightning_lowbit.quant.Hadamard.diagonals`, by the fastest code."""
-    if keys is None or transform.signs == "fixed" or is_compiling():
+    if keys is None or transform.signs == "fixed" or keys.device != device or is_compiling():
         return transform.diagonals(keys, device)
     signs: Tensor = run(SIGNS, keys, transform.size)
     return signs

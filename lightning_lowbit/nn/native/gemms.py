@@ -158,5 +158,5 @@ def _no_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Multiplies factors into a product, adds the bias, and rounds once to ``dtype``."""
     if not factors and bias is None:
-        return product.to(dtype)
+        return product.to(dtype).contiguous()
     return scale_and_round(product, factors, bias, dtype)
