@@ -111,22 +111,22 @@ def fp8_product(
     )
     if row_scales.dim() or column_scales.dim():  # then the GEMM takes one per row and column
         row_scales = row_scales.expand(rows, 1).reshape(rows).contiguous().unsqueeze(1)
-        column_scales = _filled(column_scales.expand(1, columns).reshape(columns))[None]
+        column_scales = _pad_vector(column_scales.expand(1, columns).reshape(columns))[None]
     with counted_as(rows, inner, columns):
         product = scaled_mm(
             left,
             right,
             scale_a=row_scales,
             scale_b=column_scales,
-            bias=_filled(bias) if inside and bias is not None else None,
+            bias=_pad_vector(bias) if inside and bias is not None else None,
             out_dtype=dtype if inside else torch.float32,
             use_fast_accum=fast,
         )[:, :columns]
     return product.contiguous() if inside else finish(product, scales, bias, dtype)
 
 
-def _filled(vector: Tensor) -> Tensor:
-    """Returns a vector at an address of a multiple of 16, filled up with zeros to a multiple of 16 elements."""
+def _pad_vector(vector: Tensor) -> Tensor:
+    """Returns a vector as GEMMs read it: contiguous, at a multiple of 16 bytes, with zeros up to one of 16 elements."""
     if len(vector) % 16 or not vector.is_contiguous() or vector.data_ptr() % 16:
         return F.pad(vector, (0, -len(vector) % 16))
     return vector

@@ -38,6 +38,19 @@ def test_native_against_float64(native_calls, elements, blocks, dtype, bias):
         check(found, a, b, offset, dtype, ulps=0.5, scaled_before_rounding=True)
 
 
+def test_the_gemm_reads_biases_and_scales_from_aligned_memory(native_calls):
+    """Views at odd addresses and with gaps are copied, vectors that fit are not."""
+    bias = torch.randn(48).bfloat16()
+    a, b = native_pair(("e4m3", "e4m3"), ("row", "row"))
+    for offset in (bias[:16], bias[1:17], bias[::3]):
+        found = matmul(a, b, offset, torch.bfloat16)
+        read = native_calls[-1]["bias"]
+        assert read.data_ptr() % 16 == 0 and read.is_contiguous() and torch.equal(read, offset)
+        assert (read.data_ptr() == offset.data_ptr()) == (offset.data_ptr() % 16 == 0 and offset.is_contiguous())
+        assert native_calls[-1]["scale_b"].is_contiguous()
+        check(found, a, b, offset, torch.bfloat16, ulps=0.5, scaled_before_rounding=True)
+
+
 @each("dtype", [torch.bfloat16, torch.float32])
 @each("blocks", PAIRS_OF_BLOCKS)
 def test_native_is_the_emulated_gemm(blocks, dtype):
