@@ -6,7 +6,8 @@ Runs in the root of a checkout, installed or not; needs torch, Triton, Lightning
 network. This process never touches CUDA. Each part (:mod:`tests.gpu.table`) runs in processes of its own, with a time
 limit; a check that ends its process, or does not end, is reported, and the rest goes on. DIR gets ``results.jsonl``,
 line by line, and after each part ``summary.json`` and ``tables.md``; ``output.log`` holds what the processes print. The
-exit status is the number of parts in which something is wrong.
+exit status is the number of parts in which something is wrong. ``python -m tests.gpu.page DIR/results.jsonl`` draws
+what a reader chooses by.
 
 ``--device cpu`` rehearses the command: kernels run in Triton's interpreter, sizes are small, and checks that need CUDA
 are skipped. ``LOWBIT_GPU_PLANT`` plants a fault that must be reported (:mod:`tests.gpu.plants`).

@@ -96,24 +96,23 @@ def replace(path, text):
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def tables_of(records, parts, counted=()):
-    """Markdown: counts, what is wrong, what was not judged, and a table of the values of each part, without those that
-    are ``counted`` alone."""
-    counts = [[part, *_counted(records, part)] for part in parts if any(record["part"] == part for record in records)]
-    blocks = [_table(["part", "right", "wrong", "skipped", "measured", "seconds of checks"], counts)]
+def tables_of(records, parts):
+    """Markdown: counts, what is wrong, what was not judged, and a table of the values of each part."""
+    counts = [[part, *counts_of(records, part)] for part in parts if any(record["part"] == part for record in records)]
+    blocks = [table(["part", "right", "wrong", "skipped", "measured", "seconds of checks"], counts)]
     wrong = [record for record in records if record["ok"] is False]
     if wrong:
-        blocks.append("## What is wrong\n\n" + "\n".join(_line(record) for record in wrong))
+        blocks.append("## What is wrong\n\n" + "\n".join(line(record) for record in wrong))
     skipped = [record for record in records if record["ok"] is None and record["value"] is None]
     if skipped:
-        blocks.append("## What was not checked\n\n" + "\n".join(_line(record) for record in skipped))
+        blocks.append("## What was not checked\n\n" + "\n".join(line(record) for record in skipped))
     for part in parts:
-        if part not in counted and (text := _values(part, [record for record in records if record["part"] == part])):
+        if text := _values(part, [record for record in records if record["part"] == part]):
             blocks.append(text)
     return "\n\n".join(blocks) + "\n"
 
 
-def _counted(records, part):
+def counts_of(records, part):
     of_part = [record for record in records if record["part"] == part]
     right, wrong = (sum(record["ok"] is ok for record in of_part) for ok in (True, False))
     skipped = sum(record["ok"] is None and record["value"] is None for record in of_part)
@@ -121,7 +120,7 @@ def _counted(records, part):
     return right, wrong, skipped, len(of_part) - right - wrong - skipped, f"{seconds:.0f}"
 
 
-def _line(record):
+def line(record):
     why = " ".join(record["why"].split())[:600].replace("|", "\\|")
     return f"- {record['part']}, `{record['name']}`: {why}"
 
@@ -136,10 +135,10 @@ def _values(part, records):
     for columns, rows in groups.items():
         if len(rows) == 1:
             cells = [[key, _text(value)] for key, value in rows[0]["value"].items()]
-            blocks.append(_table([rows[0]["name"], ""], cells))
+            blocks.append(table([rows[0]["name"], ""], cells))
         else:
             cells = [[row["name"], *(_text(row["value"][column]) for column in columns)] for row in rows]
-            blocks.append(_table(["", *columns], cells))
+            blocks.append(table(["", *columns], cells))
     return "\n\n".join(blocks)
 
 
@@ -151,6 +150,6 @@ def _text(value):
     return (json.dumps(value) if isinstance(value, dict | list) else str(value)).replace("|", "\\|")
 
 
-def _table(head, rows):
+def table(head, rows):
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -35,6 +35,7 @@ class Part:
     """A module of ``tests.gpu.parts``, whose ``checks(setting)`` gives its checks.
 
     Attributes:
+        right: what is right, or what is measured, in words.
         seconds: its share of the time; what is not used is left to the next ones.
         patience: seconds after which a check that has not ended is ended.
         processes: that share its checks, at most; no more than there are cores.
@@ -42,6 +43,7 @@ class Part:
     """
 
     name: str
+    right: str
     seconds: int
     patience: int
     processes: int = 1
@@ -52,15 +54,15 @@ class Part:
 PARTS = {
     part.name: part
     for part in (
-        Part("environment", 25, 20),
-        Part("compile", 45, 40, 16),
-        Part("kernels", 95, 60, 16, interpreted=True),
-        Part("agreement", 70, 50, 16, interpreted=True),
-        Part("native", 40, 30, 6),
-        Part("training", 90, 60, 8),
-        Part("casts", 35, 15, interpreted=True),
-        Part("layers", 55, 25),
-        Part("steps", 60, 50),
-        Part("capture", 25, 25),
+        Part("environment", "kernels run; copies reach 60 % of the data sheet", 25, 20),
+        Part("compile", "kernels of presets and optimizers compile, and spill no register", 45, 40, 16),
+        Part("kernels", "`tests/kernels`: the bits of plain code on the CPU", 95, 60, 16, interpreted=True),
+        Part("agreement", "large matrices, and plain code on the GPU: the same bits", 70, 50, 16, interpreted=True),
+        Part("native", "native GEMMs: exact sums to the bit, others within two roundings", 40, 30, 6),
+        Part("training", "40 steps in every preset: the loss falls by 30 %, close to bf16's", 90, 60, 8),
+        Part("casts", "times of kernels", 35, 15, interpreted=True),
+        Part("layers", "times of a layer beside `nn.Linear`", 55, 25),
+        Part("steps", "times of optimizers and training steps", 60, 50),
+        Part("capture", "replays of CUDA graphs give the bits of direct passes", 25, 25),
     )
 }

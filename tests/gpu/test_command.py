@@ -27,24 +27,29 @@ def test_the_page_is_what_the_command_draws():
     assert page.PAGE.read_text() == drawn, "python -m tests.gpu.page > docs/results/gpu.md"
 
 
-def test_the_page_says_what_each_part_does():
-    text, _, _ = page.PAGE.read_text().partition("## Results")
-    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
-    assert [row.removeprefix("| ") for row in rows if row.removeprefix("| ") in PARTS] == list(PARTS)
-
-
 def test_the_page_draws_what_a_run_has_measured_and_what_is_wrong(tmp_path):
     log = records.Log(tmp_path, "environment")
     log.end("versions", None, {"torch": "2.13", "triton": "3.7", "Python": "3.12"})
     log.end("GPU", None, {"name": "H100"})
+    log = records.Log(tmp_path, "layers")
+    log.end("2048: nvfp4", None, {"its speed by nn.Linear": 0.5, "speed by nn.Linear": 0.7})
+    log.end("4096: nvfp4", None, {"its speed by nn.Linear": 0.125, "speed by nn.Linear": 1, "peak by nn.Linear": 2.0})
     log = records.Log(tmp_path, "steps")
-    for number in (1.5, float("inf")):
-        log.end(f"step {number}", None, {"ms": number, "share": 0.5})
-    log.end("optimizer", False, why="no | end")
+    for way, seconds in (("a", 1.5), ("a, in a CUDA graph", float("inf"))):
+        log.end(f"{way}: mxfp8", None, {"ms": seconds, "tokens/s": 5, "launches": 3})
+    log.end("optimizer: SPAM", None, {"ms": 3.0, "launches": 110, "state bytes per weight": 8.0})
+    log.end("optimizer: AdamW", False, why="no | end")
     text = page.page(log.path)
     assert "Run on H100, Python 3.12, torch 2.13, Triton 3.7: 0 checks right, 1 wrong." in text
-    assert "| step 1.5 | 1.5 | 0.5 |\n| step inf | inf | 0.5 |" in text
-    assert "- steps, `optimizer`: no \\| end" in text
+    assert "| `nvfp4` | 0.50 | 0.12 |  | 1.00 | 2.0 |\n" in text
+    assert "|  | a | a, in a CUDA graph |\n| --- | --- | --- |\n| `mxfp8` | 1.5 | inf |\n" in text
+    assert "| SPAM | 3.0 | 110 | 8.00 |\n" in text
+    assert "- steps, `optimizer: AdamW`: no \\| end" in text
+
+
+def test_the_page_says_that_nothing_has_run(tmp_path):
+    text = page.page(tmp_path / "none")
+    assert page.NOT_RUN in text and "|" not in text
 
 
 def test_lines_that_were_cut_are_left_out(tmp_path):
