@@ -17,7 +17,7 @@ PAGE, RUN = RESULTS / "gpu.md", RESULTS / "gpu.jsonl"
 RUNS = Path(__file__).with_name("runs.md")  # in words: when and how the page's run was made
 NOT_RUN = "**Not run**: no machine with a GPU has run this command yet, and nothing here is measured."
 WIDTHS = (2048, 4096, 8192)  # at 1024 nn.Linear itself varies twofold
-# The presets that differ; the others take what one of these takes.
+# What a reader chooses among first; the lines have all presets.
 LAYERS = ("nvfp4", "nvfp4-nvidia", "mxfp4", "mxfp8", "fp8-delayed", "fp8-current", "fp8-row", "fp8-blockwise")
 LAYERS += ("int8", "int4", "ternary")
 
