@@ -122,7 +122,7 @@ void round_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers
     rounds[style](strip, scales, numbers, output);
 }
 
-// Writes a strip, of tiles with a stride between their scales.
+// Writes a strip: to panels all tiles that lie over each other, else one.
 template <class In, class Out>
 void write_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, const Output &output) {
     if constexpr (std::is_same<Out, Panels>::value) {

@@ -85,12 +85,13 @@ template <class In>
 void put_panel_scales(const Strip<In> &strip, const Scales &scales, const Panels &panels) {
     const int64_t width = scales.columns_per_entry;
     if (panels.dim == 0) {
-        for (int64_t row = 0; row < strip.rows; row += panels.block)
+        for (int64_t row = 0; row < strip.rows; row += panels.block) {
+            const float *entries = scales.stored + scales.place(row);
             for (int64_t at = 0; at < strip.columns; at += kLanes) {
-                const float *entries = scales.stored + scales.place(row);
                 F32 stored = width == 1 ? load(entries + at) : all(entries[at / width]);
                 memcpy(panels.scale(strip.column + at, (strip.row + row) / panels.block), &stored, sizeof stored);
             }
+        }
         return;
     }
     for (int64_t row = 0; row < strip.rows; row++) {
