@@ -74,8 +74,8 @@ inline F32 round_up(F32 value, const Grid &grid) {
 inline F32 to_grid(F32 value, const Grid &grid, U32 random) {
     U32 power = binade(value, grid);
     F32 draw = __builtin_convertvector((I32)random, F32) - 32767.5f;
-    F32 noise = draw * from_bits(power - (uint32_t(grid.mantissa_bits + 16) << 23));
-    return to_multiple(value + noise, power, grid);
+    F32 unit = from_bits(power - (uint32_t(grid.mantissa_bits + 16) << 23));
+    return to_multiple(multiply_add(draw, unit, value), power, grid);  // the product is exact
 }
 
 inline F32 round_stochastic(F32 value, const Grid &grid, U32 random) {
