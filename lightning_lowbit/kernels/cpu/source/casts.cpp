@@ -19,7 +19,6 @@ struct Output {
     int32_t all_columns, first;  // random bits belong to element `row * all_columns + column + first`
     Codes codes;                 // of dtype 3
     Panels panels;               // of dtype 4
-    Lines lines;                 // on their way to panels
 };
 
 namespace {
@@ -123,12 +122,13 @@ void round_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers
     rounds[style](strip, scales, numbers, output);
 }
 
+// Writes a strip: to panels all tiles that lie over each other, else one.
 template <class In, class Out>
 void write_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, const Output &output) {
     if constexpr (std::is_same<Out, Panels>::value) {
         std::optional<RandomRows<In>> random_rows;
         if (numbers.stochastic) random_rows.emplace(strip, *output.key, output.all_columns, output.first, kWords);
-        cast_to_panels(strip, scales, numbers, random_rows ? &*random_rows : nullptr, output.lines, output.panels);
+        cast_to_panels(strip, scales, numbers, random_rows ? &*random_rows : nullptr, output.panels);
     } else {
         round_tiles<In, Out>(strip, scales, numbers, output);
     }
@@ -139,22 +139,22 @@ void cast_strip(const Strip<In> &strip, const CastNumbers &numbers, const Output
                 const Draws &draws,
                 const Scales *of_tensor) {
     if (of_tensor) return write_tiles<In, Out>(strip, *of_tensor, numbers, output);
-    int64_t width = numbers.tile_columns ? numbers.tile_columns : (strip.columns + kLanes - 1) / kLanes * kLanes;
-    int64_t height = numbers.correction ? numbers.tile_rows : strip.rows, count = (strip.rows + height - 1) / height;
-    int64_t stride = strip.columns + width + kLanes;
+    const Tiles tiles(strip, numbers);
+    const int64_t width = tiles.columns, count = tiles.count, stride = tiles.stride;
     float *encode = buffer<float>(count * stride, 0), *stored = buffer<float>(count * stride, 1);
-    for (int64_t i = 0; i < count; i++)
-        scales_of_tiles(strip.part(i * height, height), width, numbers, levels, draws, encode + i * stride,
-                        stored + i * stride);
-    if (numbers.correction) correct(strip, count, width, numbers, draws, encode, stored, stride);
+    scales_of_tiles(strip, tiles, numbers, levels, draws, encode, stored);
+    if (numbers.correction) correct(strip, tiles, numbers, draws, encode, stored);
+    for (int64_t i = 0; i < count; i++) spread(encode + i * stride, stored + i * stride, strip.columns, width);
+    const Scales scales = {encode, stored, width % kLanes ? 1 : width, tiles.rows, stride};
+    if (std::is_same<Out, Panels>::value) write_tiles<In, Out>(strip, scales, numbers, output);
     for (int64_t i = 0; i < count; i++) {
-        Strip<In> part = strip.part(i * height, height);
-        Scales scales = spread(encode + i * stride, stored + i * stride, part.columns, width);
-        write_tiles<In, Out>(part, scales, numbers, output);
-        if (std::is_same<Out, Codes>::value) put_scales(part, scales, numbers, output.codes);
+        const Strip<In> part = strip.part(i * tiles.rows, tiles.rows);
+        const Scales of_part = {encode + i * stride, stored + i * stride, scales.columns_per_entry};
+        if (!std::is_same<Out, Panels>::value) write_tiles<In, Out>(part, of_part, numbers, output);
+        if (std::is_same<Out, Codes>::value) put_scales(part, of_part, numbers, output.codes);
         if (std::is_same<Out, Codes>::value || numbers.per_block) continue;
         for (int64_t at = 0; at < (numbers.tile_rows == 0 ? part.columns : 1); at++)
-            output.factor[numbers.tile_rows == 0 ? part.column + at : part.row] = scales.stored[at] * levels.decode[0];
+            output.factor[numbers.tile_rows == 0 ? part.column + at : part.row] = of_part.stored[at] * levels.decode[0];
     }
 }
 
@@ -201,17 +201,14 @@ void cast_all(const Matrix<In> &x, const float *amax, const CastNumbers &numbers
     int64_t step = is_tensor ? 1 : numbers.tile_rows ? numbers.tile_rows : rows;
     if (numbers.correction) (numbers.tile_columns == 1 ? step : side) = numbers.correction;
     bool is_long = step == 1 && (is_tensor || numbers.tile_columns) && columns % side == 0 && numbers.two_level != kOfRows;
-    const bool by_lines = output.dtype == 4 && output.panels.dim == 1;
-    if (output.dtype == 4 && is_tensor) step = kGroup;
     if (is_long && output.dtype != 4 && !x.is_rotated() && output.all_columns == columns && output.first == 0) columns *= rows, rows = 1;
+    if (output.dtype == 4) step = std::lcm(step, kRows);
     int64_t height = step, whole = side;
     if (x.is_rotated() && x.rotation.dim) whole = std::lcm(side, x.rotation.size);
     if (x.is_rotated() && !x.rotation.dim) height = std::lcm(step, x.rotation.size);
-    if (by_lines) height = std::lcm(height, kRows);
-    int64_t panel = height > 64 ? 64 : height == 1 && !x.is_rotated() ? kRow : by_lines && !x.is_rotated() ? 2 * kPanel : kPanel;
+    int64_t panel = height > 64 ? 64 : height == 1 && !x.is_rotated() ? kRow : kPanel;
     int64_t width = (panel + whole - 1) / whole * whole;
     if (height == 1 && x.is_rotated()) height = 8;
-    output.lines = {height, width + 2 * kGroup};
     int64_t down = (rows + height - 1) / height, across = (columns + width - 1) / width;
     auto cast = output.dtype == 0   ? cast_strip<In, float>
                 : output.dtype == 1 ? cast_strip<In, BF16>
@@ -228,10 +225,10 @@ void cast_all(const Matrix<In> &x, const float *amax, const CastNumbers &numbers
             Strip<In> strip = {values + (row - top) * stride, stride, row + step < bottom ? step : bottom - row, there,
                                row, left, columns};
             int64_t place = numbers.two_level != kOfRows ? 0 : by_column ? left : row;
-            Levels levels = {encodes.data() + place, decodes.data() + place, by_column};
+            Levels levels = {encodes.data() + place, decodes.data() + place, by_column,
+                             numbers.two_level == kOfRows && !by_column};
             cast(strip, numbers, output, levels, draws, is_tensor ? &of_tensor : nullptr);
         }
-        if (by_lines) put_lines(output.lines, top, left, bottom - top, there, output.panels);
     }
 }
 
@@ -257,7 +254,7 @@ EXPORT void lowbit_cast(const void *x, int64_t rows, int64_t columns, const Cast
         int64_t padded = (matrix.columns + width - 1) / width * width;
         int32_t dtype = panels ? 4 : codes ? 3 : numbers->output;
         Output output = {values, factor, key, dtype, place ? place[0] : int32_t(padded),
-                         place ? place[1] : 0, codes ? *codes : Codes{}, panels ? *panels : Panels{}, Lines{}};
+                         place ? place[1] : 0, codes ? *codes : Codes{}, panels ? *panels : Panels{}};
         cast_all(matrix, amax, *numbers, output, threads);
     });
 }

@@ -61,7 +61,7 @@ void unpack(const uint8_t *source, int64_t rows, int64_t columns, const Codes &c
 // The codes of four neighbors along k of each row of panels, from `at` on; zeros behind the last.
 void put_words(const uint8_t *source, int64_t at, int64_t columns, const Codes &codes, const Grid &grid,
                const Panels &panels) {
-    const Units units(grid, panels.offset);
+    const Units units(grid);
     const bool across = panels.dim == 0;  // `at` is an element of k, else a row
     std::vector<int8_t> lines((across ? kWords : 1) * (columns + kGroup), 0);
     for (int64_t i = 0; i < (across ? kWords : 1) && (!across || at + i < panels.inner); i++)
@@ -69,7 +69,7 @@ void put_words(const uint8_t *source, int64_t at, int64_t columns, const Codes &
             int count = int(columns - column < kLanes ? columns - column : kLanes);
             U32 code = take_codes(codes, source, (at + i) * columns + column, count);
             int8_t *line = lines.data() + i * (columns + kGroup) + column;
-            store_codes((uint8_t *)line, (U32)units.of(value_of(code, grid, codes)), count);
+            store_codes((uint8_t *)line, (U32)(units.of(value_of(code, grid, codes)) + panels.offset), count);
         }
     if (across)
         for (int64_t row = 0; row < columns; row++)

@@ -30,8 +30,6 @@ constexpr Instructions kInstructions = kNEON;
 constexpr Instructions kInstructions = kLoops;
 #endif
 
-typedef int8_t S8 __attribute__((vector_size(4 * kLanes)));
-
 inline S8 repeat_word(const int8_t *source) { return (S8)all_integers(read<int32_t>(source)); }
 
 // a * b + c, rounded once on all CPUs.

@@ -28,6 +28,7 @@ constexpr int32_t kSmallestSquare = (127 - 16) << 23;
 
 inline I32 smaller(I32 left, I32 right) { return left < right ? left : right; }
 inline I32 larger(I32 left, I32 right) { return left > right ? left : right; }
+inline U16x2 larger(U16x2 left, U16x2 right) { return left > right ? left : right; }
 
 // What finite codes stand for. Read as a float with its exponent moved, a code is right where it is a normal number; below,
 // right is twice that less the smallest normal one, which is more above. (Arithmetic on numbers below the normal ones of

@@ -27,6 +27,7 @@ typedef int32_t I32 __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U32 __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
 typedef uint16_t U16x2 __attribute__((vector_size(4 * kLanes)));
+typedef int8_t S8 __attribute__((vector_size(4 * kLanes)));
 
 // A bfloat16: the upper half of a float.
 struct BF16 {
@@ -129,6 +130,27 @@ template <int kApart, size_t... kAt>
 inline F32 swap_lanes(F32 value, std::index_sequence<kAt...>) {
     return __builtin_shufflevector(value, value, (int(kAt) ^ kApart)...);
 }
+
+// Four vectors of small whole numbers as bytes: four lanes of the first, of the second, of the third and of the fourth, then
+// the next four lanes of each. Transposed, each of these squares has the four of a lane side by side.
+inline S8 as_bytes(const I32 (&v)[4]) {
+#if defined(__AVX512BW__)
+    return (S8)_mm512_packs_epi16(_mm512_packs_epi32((__m512i)v[0], (__m512i)v[1]),
+                                  _mm512_packs_epi32((__m512i)v[2], (__m512i)v[3]));
+#elif defined(__AVX2__)
+    return (S8)_mm256_packs_epi16(_mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]),
+                                  _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]));
+#else
+    S8 bytes;
+    for (int i = 0; i < 4 * kLanes; i++) bytes[i] = int8_t(v[i / 4 % 4][i / 16 * 4 + i % 4]);
+    return bytes;
+#endif
+}
+template <size_t... kAt>
+inline S8 transposed(S8 squares, std::index_sequence<kAt...>) {
+    return __builtin_shufflevector(squares, squares, (int(kAt) / 16 * 16 + int(kAt) % 4 * 4 + int(kAt) / 4 % 4)...);
+}
+inline S8 transposed(S8 squares) { return transposed(squares, std::make_index_sequence<4 * kLanes>()); }
 
 // The largest of all lanes.
 template <int kApart = kLanes / 2>

@@ -1,6 +1,7 @@
 // The largest magnitudes of columns, of neighboring blocks and of a matrix, and the mean magnitude.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "floats.h"
@@ -15,7 +16,7 @@ inline I32 larger_of_pairs(I32 a, I32 b) { return larger(every<0, 2>(a, b, Lanes
 inline U16x2 larger_of_pairs(U16x2 a, U16x2 b) {
     using Halves = std::make_index_sequence<2 * kLanes>;
     U16x2 even = every<0, 2>(a, b, Halves()), odd = every<1, 2>(a, b, Halves());
-    return even > odd ? even : odd;
+    return larger(even, odd);
 }
 
 // Lane i has the largest lane of vector i, of as many as there are lanes.
@@ -44,19 +45,49 @@ inline I32 peak_of_column(const In *x, int64_t stride, int64_t rows, int count) 
     return peak;
 }
 
-// The bits of the largest magnitude of neighbors.
+// The same of all columns, row by row, as memory has them; of bfloat16 the upper bits are enough.
+template <class In>
+void largest_of_columns(const In *x, int64_t stride, int64_t rows, int64_t columns, int32_t *peaks) {
+    if constexpr (std::is_same<In, BF16>::value) {
+        int64_t at = 0;
+        for (; at + 2 * kLanes <= columns; at += 2 * kLanes) memset(peaks + at, 0, sizeof(U16x2));
+        const int64_t whole = at;
+        for (int64_t row = 0; row < rows; row += 4)
+            for (at = 0; at < whole; at += 2 * kLanes) {
+                U16x2 peak = read<U16x2>(peaks + at);
+                for (int64_t i = row; i < row + 4 && i < rows; i++) peak = larger(peak, read<U16x2>(x + i * stride + at) & 0x7fff);
+                memcpy(peaks + at, &peak, sizeof peak);
+            }
+        for (at = 0; at < whole; at += 2 * kLanes)
+            for (int half = 1; half >= 0; half--) {
+                U32 peak = lengthen(read<U16>((uint16_t *)(peaks + at) + half * kLanes)) << 16;
+                memcpy(peaks + at + half * kLanes, &peak, sizeof peak);
+            }
+        x += whole, peaks += whole, columns -= whole;
+    }
+    for (int64_t at = 0; at < columns; at += kLanes) {
+        I32 peak = peak_of_column(x + at, stride, rows, int(columns - at < kLanes ? columns - at : kLanes));
+        memcpy(peaks + at, &peak, sizeof peak);
+    }
+}
+
+// The bits of the largest magnitude of neighbors; vectors of bfloat16 are compared in 16 bits.
 template <class In>
 int32_t peak_of(const In *x, int64_t count) {
-    I32 peaks[4] = {};
+    constexpr bool kIsShort = std::is_same<In, BF16>::value;
+    using Vector = std::conditional_t<kIsShort, U16x2, I32>;
+    constexpr int kCount = sizeof(Vector) / sizeof(In);
+    Vector peaks[4] = {};
     int64_t at = 0;
-    for (; at + 4 * kLanes <= count; at += 4 * kLanes)
-        for (int i = 0; i < 4; i++) peaks[i] = larger(peaks[i], (I32)magnitude(load(x + at + i * kLanes)));
+    for (; at + 4 * kCount <= count; at += 4 * kCount)
+        for (int i = 0; i < 4; i++)
+            peaks[i] = larger(peaks[i], read<Vector>(x + at + i * kCount) & (kIsShort ? 0x7fff : 0x7fffffff));
+    Vector most = larger(larger(peaks[0], peaks[1]), larger(peaks[2], peaks[3]));
+    I32 peak = (I32)most;
+    if (kIsShort) peak = larger((I32)((U32)most << 16), (I32)((U32)most & 0xffff0000u));
     for (; at < count; at += kLanes)
-        peaks[0] = larger(peaks[0], (I32)magnitude(load(x + at, int(count - at < kLanes ? count - at : kLanes))));
-    I32 peak = larger(larger(peaks[0], peaks[1]), larger(peaks[2], peaks[3]));
-    int32_t largest = 0;
-    for (int lane = 0; lane < kLanes; lane++) largest = peak[lane] > largest ? peak[lane] : largest;
-    return largest;
+        peak = larger(peak, (I32)magnitude(load(x + at, int(count - at < kLanes ? count - at : kLanes))));
+    return largest(peak);
 }
 
 template <class In>

@@ -55,10 +55,13 @@ inline F32 to_multiple(F32 value, U32 binade, const Grid &grid) {
 
 inline F32 clamp(F32 value, float limit) { return at_most(at_least(value, -limit), limit); }
 
-inline F32 round_nearest(F32 value, const Grid &grid) {
-    value = clamp(value, grid.max);
-    return to_multiple(value, binade(value, grid), grid);
-}
+// The same, but NaN becomes the limit: codes have none, and the scale shows it.
+inline F32 clamp_numbers(F32 value, float limit) { return at_least(value < limit ? value : all(limit), -limit); }
+
+// Of values that the grid spans.
+inline F32 to_grid(F32 value, const Grid &grid) { return to_multiple(value, binade(value, grid), grid); }
+
+inline F32 round_nearest(F32 value, const Grid &grid) { return to_grid(clamp(value, grid.max), grid); }
 
 inline F32 round_up(F32 value, const Grid &grid) {
     F32 nearest = round_nearest(value, grid);
@@ -68,12 +71,15 @@ inline F32 round_up(F32 value, const Grid &grid) {
 }
 
 // With random numbers r of 16 bits: the value plus (r + 1/2 - 2^15) * 2^-16 steps, rounded to nearest.
-inline F32 round_stochastic(F32 value, const Grid &grid, U32 random) {
-    value = clamp(value, grid.max);
+inline F32 to_grid(F32 value, const Grid &grid, U32 random) {
     U32 power = binade(value, grid);
     F32 draw = __builtin_convertvector((I32)random, F32) - 32767.5f;
-    F32 noise = draw * from_bits(power - (uint32_t(grid.mantissa_bits + 16) << 23));
-    return to_multiple(value + noise, power, grid);
+    F32 unit = from_bits(power - (uint32_t(grid.mantissa_bits + 16) << 23));
+    return to_multiple(multiply_add(draw, unit, value), power, grid);  // the product is exact
+}
+
+inline F32 round_stochastic(F32 value, const Grid &grid, U32 random) {
+    return to_grid(clamp(value, grid.max), grid, random);
 }
 
 // 2^exponent for exponents from -127 to 127.
@@ -146,12 +152,10 @@ inline Level level_of(F32 amax, const CastNumbers &numbers) {
 // Elements on a grid as whole numbers of its smallest step.
 struct Units {
     float per_one;
-    int32_t offset;  // added to them
 
-    Units(const Grid &grid, int32_t offset) : offset(offset) {
+    explicit Units(const Grid &grid) {
         int32_t word = (127 + grid.mantissa_bits - grid.min_exponent) << 23;
         memcpy(&per_one, &word, sizeof word);
     }
-    // Of NaN, which the scale carries, the lowest byte is that of 0.
-    I32 of(F32 value) const { return __builtin_convertvector(value * per_one, I32) + offset; }
+    I32 of(F32 value) const { return __builtin_convertvector(value * per_one, I32); }
 };

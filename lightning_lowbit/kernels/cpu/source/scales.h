@@ -24,10 +24,16 @@ struct Strip {
     }
 };
 
-// The second level of a strip: of all its columns, or one for each.
+// The second level of a strip: of all its elements, or one for each column or row.
 struct Levels {
     const float *encode, *decode;
-    bool per_column;
+    bool per_column, per_row;
+
+    // Of the part of a strip that begins `top` rows below.
+    Levels part(int64_t top) const {
+        const int64_t place = per_row ? top : 0;
+        return {encode + place, decode + place, per_column, per_row};
+    }
 
     Level at(int64_t column) const {
         if (per_column) return {load(encode + column), load(decode + column)};
@@ -54,20 +60,21 @@ inline uint64_t key_of_scales(uint64_t key) {
     return key ^ (key >> 31);
 }
 
-// Entries of blocks in `columns_per_entry` columns each: what elements are multiplied by, and what they decode with.
+// Entries of blocks in `columns_per_entry` columns each: what elements are multiplied by, and what they decode with. Those of
+// the next `rows_per_entry` rows begin `stride` further.
 struct Scales {
     float *encode, *stored;
     int64_t columns_per_entry;  // a multiple of kLanes, or 1
+    int64_t rows_per_entry = 1, stride = 0;
+
+    int64_t place(int64_t row) const { return stride ? row / rows_per_entry * stride : 0; }
 };
 
 // The largest magnitude of each tile of a strip.
 template <class In>
 void block_peaks(const Strip<In> &strip, int64_t width, int32_t *peaks) {
     if (width == 1) {
-        for (int64_t at = 0; at < strip.columns; at += kLanes) {
-            I32 peak = peak_of_column(strip.x + at, strip.stride, strip.rows, strip.count(at));
-            memcpy(peaks + at, &peak, sizeof peak);
-        }
+        largest_of_columns(strip.x, strip.stride, strip.rows, strip.columns, peaks);
     } else if (width % kLanes == 0) {
         int64_t blocks = (strip.columns + width - 1) / width;
         for (int64_t block = 0; block < blocks; block += kLanes) {
@@ -160,43 +167,61 @@ void choose_four(const Strip<In> &strip, int64_t width, const CastNumbers &numbe
         if (gains[block] < 0.0f) six[block] = four[block];
 }
 
+// Tiles of a strip: `count` over each other, of so many rows and columns. Entries of those next to each other lie together,
+// those of the next ones `stride` further.
+struct Tiles {
+    int64_t rows, columns, count, across, stride;
+
+    template <class In>
+    Tiles(const Strip<In> &strip, const CastNumbers &numbers)
+        : rows(numbers.tile_rows ? numbers.tile_rows : strip.rows),
+          columns(numbers.tile_columns ? numbers.tile_columns : (strip.columns + 15) / 16 * 16),
+          count((strip.rows + rows - 1) / rows), across((strip.columns + columns - 1) / columns),
+          stride(((columns % kLanes ? strip.columns : across) + 15) / 16 * 16) {}
+};
+
 // Entries of the tiles of a strip, one for each, in `encode` and `stored`.
 template <class In>
-void scales_of_tiles(const Strip<In> &strip, int64_t width, const CastNumbers &numbers, const Levels &levels,
-                     const Draws &draws,
-                     float *encode, float *stored) {
-    int64_t blocks = (strip.columns + width - 1) / width;
-    int32_t *peaks = buffer<int32_t>(blocks, 0);
-    float *four = encode;
-    block_peaks(strip, width, peaks);
-    for (int64_t at = 0; at < blocks; at += kLanes) {
-        F32 of_blocks = load((const float *)peaks + at), encode_scale = levels.at(at).encode;
-        if (numbers.four_over_six) {
-            F32 wanted = of_blocks * numbers.factor / numbers.element.max * encode_scale;
-            store(stored + at, select_nan(of_blocks, scale_exmy(wanted, numbers)));
-            store(four + at, select_nan(of_blocks, scale_exmy(wanted * 1.5f, numbers)));
-        } else if (numbers.stochastic_scales && !numbers.correction) {
-            U32 random = draws.at(strip.row, strip.column + at * width, width);
-            store(stored + at, scales_of(of_blocks, encode_scale, numbers, &random));
-        } else {
-            store(stored + at, scales_of(of_blocks, encode_scale, numbers, nullptr));
+void scales_of_tiles(const Strip<In> &strip, const Tiles &tiles, const CastNumbers numbers, const Levels &levels,
+                     const Draws &draws, float *encode, float *stored) {
+    const int64_t width = tiles.columns;
+    int32_t *peaks = buffer<int32_t>(tiles.count * tiles.stride, 0);
+    for (int64_t i = 0; i < tiles.count; i++)
+        block_peaks(strip.part(i * tiles.rows, tiles.rows), width, peaks + i * tiles.stride);
+    for (int64_t i = 0; i < tiles.count; i++) {
+        const Levels of_part = levels.part(i * tiles.rows);
+        float *six = stored + i * tiles.stride, *four = encode + i * tiles.stride;
+        for (int64_t at = 0; at < tiles.across; at += kLanes) {
+            F32 of_blocks = load((const float *)peaks + i * tiles.stride + at), encode_scale = of_part.at(at).encode;
+            if (numbers.four_over_six) {
+                F32 wanted = of_blocks * numbers.factor / numbers.element.max * encode_scale;
+                store(six + at, select_nan(of_blocks, scale_exmy(wanted, numbers)));
+                store(four + at, select_nan(of_blocks, scale_exmy(wanted * 1.5f, numbers)));
+            } else if (numbers.stochastic_scales && !numbers.correction) {
+                U32 random = draws.at(strip.row + i * tiles.rows, strip.column + at * width, width);
+                store(six + at, scales_of(of_blocks, encode_scale, numbers, &random));
+            } else {
+                store(six + at, scales_of(of_blocks, encode_scale, numbers, nullptr));
+            }
         }
-    }
-    if (numbers.four_over_six) choose_four(strip, width, numbers, levels, stored, four);
-    for (int64_t at = 0; at < blocks; at += kLanes) {
-        F32 of_blocks = load(stored + at);
-        if (numbers.correction) of_blocks = of_blocks == 0.0f ? all(1.0f) : of_blocks;
-        store(encode + at, encode_factor(of_blocks, levels.at(at), numbers));
-        store(stored + at, stored_scale(of_blocks, numbers));
+        if (numbers.four_over_six)
+            choose_four(strip.part(i * tiles.rows, tiles.rows), width, numbers, of_part, six, four);
+        for (int64_t at = 0; at < tiles.across; at += kLanes) {
+            F32 of_blocks = load(six + at);
+            if (numbers.correction) of_blocks = of_blocks == 0.0f ? all(1.0f) : of_blocks;
+            store(four + at, encode_factor(of_blocks, of_part.at(at), numbers));
+            store(six + at, stored_scale(of_blocks, numbers));
+        }
     }
 }
 
-// Corrects what elements decode with, so that the errors of a group of blocks cancel: of neighbors, or of `count` tiles
-// over each other where they are one column wide. The entries of these begin `stride` apart.
+// Corrects what elements decode with, so that the errors of a group of blocks cancel: of neighbors, or of all tiles over each
+// other where they are one column wide.
 template <class In>
-void correct(const Strip<In> &strip, int64_t count, int64_t width, const CastNumbers &numbers, const Draws &draws,
-             const float *encode, float *stored, int64_t stride) {
-    int64_t blocks = (strip.columns + width - 1) / width, along = width == 1 ? 1 : numbers.correction / width;
+void correct(const Strip<In> &strip, const Tiles &tiles, const CastNumbers &numbers, const Draws &draws,
+             const float *encode, float *stored) {
+    const int64_t count = tiles.count, width = tiles.columns, blocks = tiles.across, stride = tiles.stride;
+    const int64_t along = width == 1 ? 1 : numbers.correction / width;
     float *norms = buffer<float>(count * stride, 3), *products = buffer<float>(count * stride, 4);
     for (int64_t i = 0; i < count; i++) {
         const float *of_encode = encode + i * stride, *of_stored = stored + i * stride;
@@ -206,37 +231,39 @@ void correct(const Strip<In> &strip, int64_t count, int64_t width, const CastNum
                 return y * (coded ? round_nearest(y, numbers.element) : y) * (scales * scales);
             };
         };
-        Strip<In> part = strip.part(i * numbers.tile_rows, numbers.tile_rows);
+        Strip<In> part = strip.part(i * tiles.rows, tiles.rows);
         sum_tiles(part, width, norms + i * stride, terms(false));
         sum_tiles(part, width, products + i * stride, terms(true));
     }
     for (float *sums : {norms, products}) {
-        if (count > 1) add_halves(sums, stride, count, blocks);
-        for (int64_t at = 0; along > 1 && at < blocks; at += along) {
-            int64_t end = at + along < blocks ? at + along : blocks;
-            add_halves(sums + at, 1, end - at, 1);
-            for (int64_t block = at + 1; block < end; block++) sums[block] = sums[at];
-        }
+        if (width == 1) add_halves(sums, stride, count, blocks);
+        for (int64_t i = 0; along > 1 && i < count; i++)
+            for (int64_t at = 0; at < blocks; at += along) {
+                float *group = sums + i * stride + at;
+                const int64_t size = along < blocks - at ? along : blocks - at;
+                add_halves(group, 1, size, 1);
+                for (int64_t block = 1; block < size; block++) group[block] = *group;
+            }
     }
     for (int64_t i = 0; i < count; i++) {
         for (int64_t at = 0; at < blocks; at += kLanes) {
-            F32 product = load(products + at);
-            F32 factor = product == 0.0f ? all(1.0f) : load(norms + at) / product;
-            U32 random = draws.at(strip.row + i * numbers.tile_rows, strip.column + at * width, width);
+            const int64_t group = (width == 1 ? 0 : i * stride) + at;
+            F32 product = load(products + group);
+            F32 factor = product == 0.0f ? all(1.0f) : load(norms + group) / product;
+            U32 random = draws.at(strip.row + i * tiles.rows, strip.column + at * width, width);
             F32 wanted = load(stored + i * stride + at) * factor;
             store(stored + i * stride + at, round_stochastic(wanted, numbers.scale, random));
         }
     }
 }
 
-// Entries of tiles as entries of columns, unless tiles are as wide as vectors, or one column.
-inline Scales spread(float *encode, float *stored, int64_t columns, int64_t width) {
-    if (width == 1 || width % kLanes == 0) return {encode, stored, width};
+// Makes entries of tiles those of columns, unless tiles are as wide as vectors, or one column.
+inline void spread(float *encode, float *stored, int64_t columns, int64_t width) {
+    if (width == 1 || width % kLanes == 0) return;
     for (int64_t column = columns - 1; column >= 0; column--) {
         encode[column] = encode[column / width];
         stored[column] = stored[column / width];
     }
-    return {encode, stored, 1};
 }
 
 }  // namespace
