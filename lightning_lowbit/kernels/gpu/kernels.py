@@ -33,6 +33,7 @@ from lightning_lowbit.kernels.gpu.tiles import (
     first_index,
     load_elements,
     load_rotated,
+    product_of,
     random_at,
     tile_places,
 )
@@ -64,9 +65,12 @@ def cast_blocks(
     source_rows=None,
     source_columns=None,
     ROTATION: tl.constexpr = None,
+    program=None,
 ):
     """Casts blocks of ``SIDES``, of which a program has ``BLOCKS``; with ``signs`` those of the rotated matrix."""
-    down, right, row, column = block_places(columns, SIDES, PADDED, BLOCKS)
+    if program is None:
+        program = tl.program_id(0)
+    down, right, row, column = block_places(program, columns, SIDES, PADDED, BLOCKS)
     is_row, is_column = row < rows, column < columns
     if SIDES[0] != PADDED[0]:
         is_row &= tl.arange(0, PADDED[0])[None, :, None, None] < SIDES[0]
@@ -89,7 +93,7 @@ def cast_blocks(
         tl.store(factor + line, decode, mask=line < tl.where(down == 0, columns, 0))
     else:
         encode, decode = tensor_scales(amax, CAST)
-        if tl.program_id(0) == 0:
+        if program == 0:
             tl.store(factor, decode)
     width = tl.cdiv(columns, SIDES[1]) * SIDES[1]
     index = first_index(down, right, offset, width, SIDES, BLOCKS)
@@ -117,13 +121,16 @@ def cast_rows(
     AXIS: tl.constexpr,
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    program=None,
 ):
     """Casts rows (``AXIS`` 1) or columns (0): two loops along them, the second of which reads the cache."""
+    if program is None:
+        program = tl.program_id(0)
     LINES: tl.constexpr = TILE[1 - AXIS]
     STEP: tl.constexpr = TILE[AXIS]
     lines, length = (rows, columns) if AXIS == 1 else (columns, rows)
     line_stride, step_stride = (row_stride, column_stride) if AXIS == 1 else (column_stride, row_stride)
-    line = tl.expand_dims(tl.program_id(0) * LINES + tl.arange(0, LINES), AXIS)
+    line = tl.expand_dims(program * LINES + tl.arange(0, LINES), AXIS)
     is_line = line < lines
     steps = tl.expand_dims(tl.arange(0, STEP), 1 - AXIS)
     begin = x + line.to(tl.int64) * line_stride
@@ -188,9 +195,12 @@ def cast_tensor(
     TILE: tl.constexpr,
     SUMS: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    program=None,
 ):
     """Casts with one scale of the whole matrix, from its amax or from ``SUMS`` partial sums of its magnitudes."""
-    row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
+    if program is None:
+        program = tl.program_id(0)
+    row, column, mask = tile_places(program, rows, columns, TILE)
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
 
     encode, decode = tensor_scales(amax, CAST)
@@ -201,13 +211,163 @@ def cast_tensor(
     else:
         amount = tl.load(amax)
     scales = scales_of(amount, encode, CAST)
-    if tl.program_id(0) == 0:
+    if program == 0:
         tl.store(factor, stored_scales(scales, CAST) * decode)
     by = encode_factor(scales, decode, CAST)
     random = random_at(row, column, key, offset, columns, CAST)
     result = round_elements(elements, scales, by, 0.0, random, CAST)
     result = stored(result, DTYPE, DTYPE, INTERPRETED)
     tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
+
+
+@triton.jit
+def cast_stack(
+    x,
+    values,
+    factor,
+    amax,
+    key,
+    ends,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    product_stride,
+    signs,
+    KERNEL: tl.constexpr,
+    PROGRAM: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    CAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    THROUGH: tl.constexpr = None,
+    SIDES: tl.constexpr = None,
+    PADDED: tl.constexpr = None,
+    BLOCKS: tl.constexpr = None,
+    AXIS: tl.constexpr = None,
+    TILE: tl.constexpr = None,
+    SUMS: tl.constexpr = None,
+    ROTATION: tl.constexpr = None,
+    SIGNS: tl.constexpr = 0,
+):
+    """Casts the matrices of a stack, each as ``KERNEL`` does; a program has ``PROGRAM`` rows and columns.
+
+    Args:
+        x: matrices of ``rows``, ``product_stride`` apart; with ``ends`` the rows of all of them in one.
+        factor: one number for each product, row, or column of a product.
+        amax, key: one for each product.
+        ends: int32 ``[PRODUCTS]``, a power of two, of which the last ones may have no rows; None for matrices.
+        signs: of the rotation, ``SIGNS`` for each product; 0 for those that all share.
+    """
+    GROUP: tl.constexpr = ROTATION[1] if ROTATION is not None and ROTATION[0] == 0 else 1
+    WIDTH: tl.constexpr = ROTATION[1] if ROTATION is not None and ROTATION[0] == 1 else 1
+    width = tl.cdiv(columns, WIDTH) * WIDTH
+    across = tl.maximum(tl.cdiv(width, PROGRAM[1]), 1)
+    number, start, line, source_rows, height, program = product_of(ends, rows, across, PROGRAM[0], GROUP, PRODUCTS)
+    x += number.to(tl.int64) * product_stride if ends is None else start.to(tl.int64) * row_stride
+    values += line.to(tl.int64) * width
+    amax = amax if amax is None else amax + number
+    key = key if key is None else key + number
+    signs = signs if signs is None else signs + number * SIGNS
+    if KERNEL == "cast_blocks":
+        cast_blocks(
+            x,
+            values,
+            factor + number,
+            amax,
+            key,
+            None,
+            height,
+            width,
+            row_stride,
+            column_stride,
+            CAST,
+            DTYPE,
+            THROUGH,
+            SIDES,
+            PADDED,
+            BLOCKS,
+            INTERPRETED,
+            signs,
+            source_rows,
+            columns,
+            ROTATION,
+            program,
+        )
+    elif KERNEL == "cast_rows":
+        factor += line if AXIS == 1 else number * columns
+        cast_rows(
+            x,
+            values,
+            factor,
+            amax,
+            key,
+            None,
+            height,
+            width,
+            row_stride,
+            column_stride,
+            CAST,
+            DTYPE,
+            AXIS,
+            TILE,
+            INTERPRETED,
+            program,
+        )
+    else:
+        cast_tensor(
+            x,
+            values,
+            factor + number,
+            amax,
+            key,
+            None,
+            height,
+            width,
+            row_stride,
+            column_stride,
+            None,
+            CAST,
+            DTYPE,
+            TILE,
+            SUMS,
+            INTERPRETED,
+            program,
+        )
+
+
+@triton.jit
+def measure_stack(
+    x,
+    amax,
+    ends,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    product_stride,
+    signs,
+    TILE: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    ROTATION: tl.constexpr = None,
+    SIGNS: tl.constexpr = 0,
+    INTERPRETED: tl.constexpr = False,
+):
+    """Raises the bits of an amax for each product of a stack, with the arguments of :func:`cast_stack`."""
+    GROUP: tl.constexpr = ROTATION[1] if ROTATION is not None and ROTATION[0] == 0 else 1
+    WIDTH: tl.constexpr = ROTATION[1] if ROTATION is not None and ROTATION[0] == 1 else 1
+    width = tl.cdiv(columns, WIDTH) * WIDTH
+    across = tl.maximum(tl.cdiv(width, TILE[1]), 1)
+    number, start, _, source_rows, height, program = product_of(ends, rows, across, TILE[0], GROUP, PRODUCTS)
+    x += number.to(tl.int64) * product_stride if ends is None else start.to(tl.int64) * row_stride
+    row, column, _ = tile_places(program, height, width, TILE)
+    mask = (row < source_rows) & (column < columns)
+    if signs is None:
+        elements = load_elements(x, row, column, row_stride, column_stride, mask)
+    else:
+        signs += number * SIGNS
+        elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION, INTERPRETED)
+    tl.atomic_max(amax + number, tl.max(magnitude_bits(elements)))
 
 
 @triton.jit
