@@ -47,11 +47,11 @@ def plain_stack(x: Tensor, call: CastCall, ends: Ends) -> StackOperand:
     operands = []
     for index, (matrix, _) in enumerate(stack.products()):
         alone = call.of_product(index)
-        operands.append(run(CAST, matrix, alone) if matrix.numel() else _nothing(matrix, alone))
+        operands.append(run(CAST, matrix, alone) if matrix.numel() else empty_product(matrix, alone))
     return joined(operands, call.dim, ends is not None)
 
 
-def _nothing(matrix: Tensor, call: CastCall) -> Operand:
+def empty_product(matrix: Tensor, call: CastCall) -> Operand:
     """Returns the operand of a matrix without elements, with factors of 1."""
     values, factor = empty_operand(matrix, call)
     return Operand(values, None if factor is None else factor.fill_(1))

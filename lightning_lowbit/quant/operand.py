@@ -65,14 +65,9 @@ class StackOperand(NamedTuple):
         factor = self.factor
         return StackOperand(self.values.mT, factor if factor is None or factor.dim() == 1 else factor.mT, self.ends)
 
-    def folded(self, dtype: torch.dtype) -> "StackOperand":
-        """Returns the operands in ``dtype`` without factors of rows or columns, which the values then hold."""
-        if self.factor is None or self.factor.dim() == 1:
-            return self
-        if self.factor.dim() == self.values.dim():
-            return StackOperand((self.values.float() * self.factor).to(dtype), None, self.ends)
-        products = [Operand((values.float() * factor).to(dtype)) for values, factor in self.products()]
-        return StackOperand(torch.cat([values for values, _ in products]), None, self.ends)
+    def decoded(self, dtype: torch.dtype) -> Operand:
+        """Returns the values and the factor as they are: their dtype is that of the pass."""
+        return Operand(self.values, self.factor)
 
     def products(self) -> list[Operand]:
         """Returns the operand of each product."""
