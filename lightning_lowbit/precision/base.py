@@ -32,6 +32,7 @@ from lightning_lowbit.nn.attention.products import casts_of_attention, check_att
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import CastsLike, Selection, casts_by_pattern, check_backend, plan_by_name
+from lightning_lowbit.nn.conversion.grouping import check_grouped
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.nn.layers.layer import clean_name
@@ -80,6 +81,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
         backend: ``"auto"`` runs GEMMs of FP8, integers, NVFP4, MXFP4 and MXFP8 natively where the hardware can, and
             emulates all others. ``"native"`` raises instead of emulating. ``"emulated"`` emulates all.
+        grouped: ``"native"`` multiplies the experts of a stack by one bf16 GEMM, see ``convert``; ``"auto"`` one after
+            the other, or on CPUs as ``backend`` has it.
         save: ``"inputs"`` keeps the input of layers for the backward pass; ``"codes"`` keeps codes and scales of its
             quantized operand (4.5 bits in NVFP4), with the same gradients.
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
@@ -106,6 +109,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
     seed: int = _delegated("_layers", "seed")
     exact: bool = _delegated("_layers", "exact")
     backend: str = _delegated("_layers", "backend")
+    grouped: str = _delegated("_layers", "grouped")
     save: str = _delegated("_layers", "save")
     smooth_swiglu: str | None = _delegated("_layers", "smooth_swiglu")
     shared_amax: Iterable[str] = _delegated("_layers", "shared_amax")
@@ -144,6 +148,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         casts_of_checkpoint: bool = True,
         attention: CastsLike | None = None,
         quantize_output: bool | None = None,
+        grouped: str = "auto",
     ) -> None:
         compute = ComputeDtype(compute_dtype)
         self._layers = RunLayers(
@@ -154,6 +159,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
             smooth_swiglu=smooth_swiglu,
             shared_amax=as_list(shared_amax),
             quantize_before_gather=flag("quantize_before_gather", quantize_before_gather),
+            grouped=grouped,
         )
         self._state = RunState(self._layers, compute)
         self.fresh_histories = flag("fresh_histories", fresh_histories)
@@ -169,6 +175,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
         check_backend({"": self.casts, **self.overrides}, backend, exact)
+        check_grouped(grouped, exact, backend)
         check_save({}, save)
         self.coverage_line = CoverageLine()
         self.overridden: list[str] = []  # options of this run that the checkpoint overrides
@@ -191,7 +198,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
             checkpoint: a path to a file or a folder of shards, or the result of ``torch.load``.
             weights_only: as in ``torch.load``.
             **changes: arguments of :class:`LowBitPrecision` that do not change the results: ``scaler``,
-                ``seed``, ``exact``, ``backend``, ``save``, ``fresh_histories``, ``quantize_before_gather``,
+                ``seed``, ``exact``, ``backend``, ``grouped``, ``save``, ``fresh_histories``, ``quantize_before_gather``,
                 ``casts_of_checkpoint``.
 
         Raises:

@@ -17,6 +17,7 @@ from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
 from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts.linear_casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, check_blend, convert_layers, set_phase
+from lightning_lowbit.nn.conversion.grouping import check_casts_of_stacks, check_stacks
 from lightning_lowbit.nn.conversion.inventory import Inventory, described
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import watch_up_projections
@@ -62,10 +63,11 @@ class RunLayers:
         smooth_swiglu: str | None = None,
         shared_amax: Iterable[str] = (),
         quantize_before_gather: bool = False,
+        grouped: str = "auto",
     ) -> None:
         self.seed, self.exact, self.backend, self.save = seed, exact, backend, save
         self.smooth_swiglu, self.shared_amax = smooth_swiglu, shared_amax
-        self.quantize_before_gather = quantize_before_gather
+        self.quantize_before_gather, self.grouped = quantize_before_gather, grouped
         self.device = torch.device("cpu")
         self.blend, self.is_blending = torch.ones(()), False
         self.histories: AmaxHistories | None = None
@@ -131,6 +133,7 @@ class RunLayers:
         ``dtype`` is that of everything that is not quantized. A ``ValueError`` leaves the model as it is.
         """
         check_backend(planned, self.backend, self.exact, self.device)
+        check_stacks(model, planned, self.grouped, self.device, dtype)
         check_save(planned, self.save)
         autocast_dtype = None if dtype == torch.float32 else dtype
         self._dtypes = {dtype, *(parameter.dtype for parameter in model.parameters())}
@@ -138,7 +141,7 @@ class RunLayers:
             from lightning_lowbit.nn.sharded.gather import WeightGathers, check_gathers  # imports parts of FSDP2
 
             check_gathers(model, planned, autocast_dtype)
-        convert_layers(model, planned, self.exact, self.backend, self.save)
+        convert_layers(model, planned, self.exact, self.backend, self.save, self.grouped)
         self._keys = LayerKeys(model, self.seed)
         self.planned = {clean_name(name): casts for name, casts in planned.items()}
         self._change_casts(self.planned | {n: c for n, c in self.changed.items() if n in self.planned}, model)
@@ -226,6 +229,8 @@ class RunLayers:
             if self._layers[name].kind == "attention":
                 check_attention(name, changed)
         check_backend(changes, self.backend, self.exact, self.device)
+        if self.grouped == "native":
+            check_casts_of_stacks({n: c for n, c in changes.items() if self._layers[n].kind == "experts"})
         check_save({name: casts for name, casts in changes.items() if casts.surrogate}, self.save)
         if self.shared_amax:
             groups({**self.casts_of(".*"), **changes}, self.shared_amax)  # raises if they could not share an amax

@@ -105,11 +105,19 @@ def grouped_obstacle(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None  # a loop of torch's own
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"torch has none for {device.type!r}{' of AMD' if torch.version.hip else ''} that was tried"
+        return f"torch has no grouped GEMM for {device.type!r}{' of AMD' * (torch.version.hip is not None)} that was tried"
     major, minor = torch.cuda.get_device_capability(device)
     if major in _CAPABILITIES:
         return None
-    return f"torch has none for {torch.cuda.get_device_name(device)}, of compute capability {major}.{minor}"
+    name = torch.cuda.get_device_name(device)
+    return f"torch has no grouped GEMM for {name}, of compute capability {major}.{minor}, but a loop"
+
+
+def dtype_obstacle(dtype: torch.dtype | None) -> str | None:
+    """Returns why no grouped GEMM serves passes in a dtype, in words; None if one does, and for None."""
+    if dtype in (None, torch.bfloat16):
+        return None
+    return f"grouped GEMMs multiply in bfloat16, and layers compute in {dtype}: train in bf16"
 
 
 @cache
