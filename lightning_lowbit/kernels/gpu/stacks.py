@@ -45,7 +45,9 @@ def make_stack(x: Tensor, call: CastCall, ends: Ends) -> StackOperand:
         amaxes = amaxes_of(x, call, ends) if call.amax is None else call.amax.float().expand(products).contiguous()
     shape = (products, rows[0], width) if ends is None else (sum(rows), width)
     values = x.new_empty(shape, dtype=call.values_dtype(x.dtype))
-    factor = torch.ones(_factor_shape(shape, products, call), dtype=torch.float32, device=x.device)
+    # No program writes the factor of a product without rows.
+    fill = torch.empty if all(rows) else torch.ones
+    factor = fill(_factor_shape(shape, products, call), dtype=torch.float32, device=x.device)
     casts.run(_cast_launch(x, call, ends, amaxes, values, factor))
     return StackOperand(
         values, factor if has_factor(call.cast) else None, None if ends is None else tuple(accumulate(rows))

@@ -55,6 +55,6 @@ def check_casts_of_stacks(stacks: Mapping[str, LinearCasts]) -> None:
     for name, casts in stacks.items():
         if (reason := grouping_obstacle(casts)) is not None:
             raise ValueError(
-                f"grouped='native', but in {clean_name(name)}, {reason}, leave the stack out by skip, or leave grouped "
-                "out."
+                f"grouped='native' does not serve the casts of {clean_name(name) or 'the stack'}: {reason}, leave the "
+                "stack out by skip, or leave grouped out."
             )

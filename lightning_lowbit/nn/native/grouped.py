@@ -55,15 +55,19 @@ def _products(left: StackOperand, right: StackOperand, dtype: torch.dtype) -> Te
     ends, m, n = left.ends, len(left.values), right.values.shape[1]
     assert ends is not None and right.ends == ends
     product = _grouped_mm(_padded(left.values.t(), 1).t(), _padded(right.values, 1), ends)[:, :m, :n]
-    result = product if left.factor is None and right.factor is None else product.float()
-    for factor in (left.factor, right.factor):
-        if factor is not None:
-            result = result * (factor if factor.dim() == 3 else factor[:, None, None])
-    result = result.to(dtype)
+    factors = [_spread(factor, m, n) for factor in (left.factor, right.factor) if factor is not None]
+    result = finish(product.flatten(0, 1), factors, None, dtype).view(-1, m, n)
     if any(start == end for start, end in pairwise((0, *ends))):  # GEMMs may leave those unwritten
         offsets = ends_on(result.device, ends)[: len(ends)]
         result = result.masked_fill((offsets.diff(prepend=offsets.new_zeros(1)) == 0)[:, None, None], 0.0)
-    return result.contiguous()
+    return result
+
+
+def _spread(factor: Tensor, m: int, n: int) -> Tensor:
+    """Returns factors of products for their rows, one below the other: ``[products · m, 1]``, or of each element."""
+    if factor.dim() == 1:
+        factor = factor[:, None, None].expand(-1, m, 1)
+    return (factor if factor.shape[2] == 1 else factor.expand(-1, m, n)).reshape(len(factor) * m, -1)
 
 
 def _grouped_mm(left: Tensor, right: Tensor, ends: tuple[int, ...]) -> Tensor:
