@@ -93,9 +93,7 @@ def stack_form(x: Tensor, call: CastCall, ends: Ends) -> StackForm | None:
         if not casts.are_signs(alone.rotation, matrix, call.dim):
             return None
         group = len(alone.rotation)
-    form = CastForm(
-        call.cast.spec, call.dim, x.dtype, call.values_dtype(x.dtype), group, 0, alone.in_fours(matrix)
-    )
+    form = CastForm(call.cast.spec, call.dim, x.dtype, call.values_dtype(x.dtype), group, 0, alone.in_fours(matrix))
     return StackForm(form, ends is not None, call.rotation is not None and call.rotation.dim() == 2)
 
 

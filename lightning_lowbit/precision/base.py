@@ -32,7 +32,6 @@ from lightning_lowbit.nn.attention.products import casts_of_attention, check_att
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import CastsLike, Selection, casts_by_pattern, check_backend, plan_by_name
-from lightning_lowbit.nn.conversion.grouping import check_grouped
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.nn.layers.layer import clean_name
@@ -165,8 +164,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self.fresh_histories = flag("fresh_histories", fresh_histories)
         self.casts_of_checkpoint = flag("casts_of_checkpoint", casts_of_checkpoint)
         FSDPPrecision.__init__(self, "bf16-mixed")  # "16-mixed" would create a scaler, which needs CUDA
-        self.precision = compute.precision
-        self.scaler = scaler
+        self.precision, self.scaler = compute.precision, scaler
         self.casts = LinearCasts.of(casts)
         self.overrides = casts_by_pattern(overrides)
         self.skip, self.only = as_list(skip), None if only is None else as_list(only)
@@ -174,16 +172,14 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self.quantize_output = None if quantize_output is None else flag("quantize_output", quantize_output)
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
-        check_backend({"": self.casts, **self.overrides}, backend, exact)
-        check_grouped(grouped, exact, backend)
+        check_backend({"": self.casts, **self.overrides}, backend, exact, grouped=grouped)
         check_save({}, save)
         self.coverage_line = CoverageLine()
         self.overridden: list[str] = []  # options of this run that the checkpoint overrides
         self._asked = asked_options([], [])
         self._origin: Origin | None = None
         self._root: nn.Module | None = None
-        self._is_sharded, self._rank = False, 0
-        self._epoch = -1  # the last one in which layers were looked at
+        self._is_sharded, self._rank, self._epoch = False, 0, -1  # the last epoch in which layers were looked at
         if both_are_imported():
             say_once(f"{goes_with(self)}.")
 
@@ -198,8 +194,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
             checkpoint: a path to a file or a folder of shards, or the result of ``torch.load``.
             weights_only: as in ``torch.load``.
             **changes: arguments of :class:`LowBitPrecision` that do not change the results: ``scaler``,
-                ``seed``, ``exact``, ``backend``, ``grouped``, ``save``, ``fresh_histories``, ``quantize_before_gather``,
-                ``casts_of_checkpoint``.
+                ``seed``, ``exact``, ``backend``, ``grouped``, ``save``, ``fresh_histories``,
+                ``quantize_before_gather``, ``casts_of_checkpoint``.
 
         Raises:
             ValueError: the checkpoint has no record of its training or is damaged, or ``changes`` has another argument.

@@ -17,7 +17,6 @@ from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
 from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts.linear_casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, check_blend, convert_layers, set_phase
-from lightning_lowbit.nn.conversion.grouping import check_casts_of_stacks, check_stacks
 from lightning_lowbit.nn.conversion.inventory import Inventory, described
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import watch_up_projections
@@ -133,8 +132,6 @@ class RunLayers:
         ``dtype`` is that of everything that is not quantized. A ``ValueError`` leaves the model as it is.
         """
         check_backend(planned, self.backend, self.exact, self.device)
-        check_stacks(model, planned, self.grouped, self.device, dtype)
-        check_save(planned, self.save)
         autocast_dtype = None if dtype == torch.float32 else dtype
         self._dtypes = {dtype, *(parameter.dtype for parameter in model.parameters())}
         if self.quantize_before_gather:
@@ -229,8 +226,6 @@ class RunLayers:
             if self._layers[name].kind == "attention":
                 check_attention(name, changed)
         check_backend(changes, self.backend, self.exact, self.device)
-        if self.grouped == "native":
-            check_casts_of_stacks({n: c for n, c in changes.items() if self._layers[n].kind == "experts"})
         check_save({name: casts for name, casts in changes.items() if casts.surrogate}, self.save)
         if self.shared_amax:
             groups({**self.casts_of(".*"), **changes}, self.shared_amax)  # raises if they could not share an amax

@@ -15,7 +15,10 @@ from lightning_lowbit.kernels.gpu.layouts import lay_out_both as lay_out_both
 from lightning_lowbit.kernels.gpu.passes import measure_shards as measure_shards
 from lightning_lowbit.kernels.gpu.passes import pass_over_shards as pass_over_shards
 from lightning_lowbit.kernels.gpu.passes import sum_partials as sum_partials
+from lightning_lowbit.kernels.gpu.products import cast_both as cast_both
 from lightning_lowbit.kernels.gpu.products import delay as delay
+from lightning_lowbit.kernels.gpu.products import measure as measure
+from lightning_lowbit.kernels.gpu.products import measure_stack as measure_stack
 from lightning_lowbit.kernels.gpu.products import scale_and_round as scale_and_round
 from lightning_lowbit.kernels.gpu.scales import (
     block_scales,
@@ -68,8 +71,7 @@ def cast_blocks(
     program=None,
 ):
     """Casts blocks of ``SIDES``, of which a program has ``BLOCKS``; with ``signs`` those of the rotated matrix."""
-    if program is None:
-        program = tl.program_id(0)
+    program = tl.program_id(0) if program is None else program
     down, right, row, column = block_places(program, columns, SIDES, PADDED, BLOCKS)
     is_row, is_column = row < rows, column < columns
     if SIDES[0] != PADDED[0]:
@@ -124,8 +126,7 @@ def cast_rows(
     program=None,
 ):
     """Casts rows (``AXIS`` 1) or columns (0): two loops along them, the second of which reads the cache."""
-    if program is None:
-        program = tl.program_id(0)
+    program = tl.program_id(0) if program is None else program
     LINES: tl.constexpr = TILE[1 - AXIS]
     STEP: tl.constexpr = TILE[AXIS]
     lines, length = (rows, columns) if AXIS == 1 else (columns, rows)
@@ -198,8 +199,7 @@ def cast_tensor(
     program=None,
 ):
     """Casts with one scale of the whole matrix, from its amax or from ``SUMS`` partial sums of its magnitudes."""
-    if program is None:
-        program = tl.program_id(0)
+    program = tl.program_id(0) if program is None else program
     row, column, mask = tile_places(program, rows, columns, TILE)
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
 
@@ -259,11 +259,7 @@ def cast_stack(
         ends: int32 ``[PRODUCTS]``, a power of two, of which the last ones may have no rows; None for matrices.
         signs: of the rotation, ``SIGNS`` for each product; 0 for those that all share.
     """
-    GROUP: tl.constexpr = ROTATION[1] if ROTATION is not None and ROTATION[0] == 0 else 1
-    WIDTH: tl.constexpr = ROTATION[1] if ROTATION is not None and ROTATION[0] == 1 else 1
-    width = tl.cdiv(columns, WIDTH) * WIDTH
-    across = tl.maximum(tl.cdiv(width, PROGRAM[1]), 1)
-    number, start, line, source_rows, height, program = product_of(ends, rows, across, PROGRAM[0], GROUP, PRODUCTS)
+    number, start, line, length, height, width, program = product_of(ends, rows, columns, PROGRAM, ROTATION, PRODUCTS)
     x += number.to(tl.int64) * product_stride if ends is None else start.to(tl.int64) * row_stride
     values += line.to(tl.int64) * width
     amax = amax if amax is None else amax + number
@@ -289,7 +285,7 @@ def cast_stack(
             BLOCKS,
             INTERPRETED,
             signs,
-            source_rows,
+            length,
             columns,
             ROTATION,
             program,
@@ -334,129 +330,3 @@ def cast_stack(
             INTERPRETED,
             program,
         )
-
-
-@triton.jit
-def measure_stack(
-    x,
-    amax,
-    ends,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    product_stride,
-    signs,
-    TILE: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    ROTATION: tl.constexpr = None,
-    SIGNS: tl.constexpr = 0,
-    INTERPRETED: tl.constexpr = False,
-):
-    """Raises the bits of an amax for each product of a stack, with the arguments of :func:`cast_stack`."""
-    GROUP: tl.constexpr = ROTATION[1] if ROTATION is not None and ROTATION[0] == 0 else 1
-    WIDTH: tl.constexpr = ROTATION[1] if ROTATION is not None and ROTATION[0] == 1 else 1
-    width = tl.cdiv(columns, WIDTH) * WIDTH
-    across = tl.maximum(tl.cdiv(width, TILE[1]), 1)
-    number, start, _, source_rows, height, program = product_of(ends, rows, across, TILE[0], GROUP, PRODUCTS)
-    x += number.to(tl.int64) * product_stride if ends is None else start.to(tl.int64) * row_stride
-    row, column, _ = tile_places(program, height, width, TILE)
-    mask = (row < source_rows) & (column < columns)
-    if signs is None:
-        elements = load_elements(x, row, column, row_stride, column_stride, mask)
-    else:
-        signs += number * SIGNS
-        elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION, INTERPRETED)
-    tl.atomic_max(amax + number, tl.max(magnitude_bits(elements)))
-
-
-@triton.jit
-def measure(
-    x,
-    amax,
-    sums,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    TILE: tl.constexpr,
-    signs=None,
-    source_rows=None,
-    source_columns=None,
-    ROTATION: tl.constexpr = None,
-    INTERPRETED: tl.constexpr = False,
-):
-    """Writes the amax of the rotated matrix (its bits, by an atomic maximum); or without ``signs`` the partial sums of
-    magnitudes, one per program."""
-    across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
-    peaks = tl.zeros(TILE, tl.int32)
-    total = tl.zeros(TILE, tl.float64)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, TILE[0]) * across, tl.num_programs(0)):
-        row, column, mask = tile_places(tile, rows, columns, TILE)
-        if signs is None:
-            total += tl.abs(load_elements(x, row, column, row_stride, column_stride, mask)).to(tl.float64)
-        else:
-            mask = (row < source_rows) & (column < source_columns)
-            elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION, INTERPRETED)
-            peaks = tl.maximum(peaks, magnitude_bits(elements))
-    if signs is None:
-        tl.store(sums + tl.program_id(0), tl.sum(total))
-    else:
-        tl.atomic_max(amax, tl.max(peaks))
-
-
-@triton.jit
-def cast_both(
-    x,
-    values_row,
-    values_column,
-    factor_row,
-    factor_column,
-    amax_row,
-    amax_column,
-    key_row,
-    key_column,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    CAST_ROW: tl.constexpr,
-    CAST_COLUMN: tl.constexpr,
-    DTYPE_ROW: tl.constexpr,
-    DTYPE_COLUMN: tl.constexpr,
-    THROUGH_ROW: tl.constexpr,
-    THROUGH_COLUMN: tl.constexpr,
-    SIDES: tl.constexpr,
-    TILE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Casts in blocks of 1 x ``SIDES[0]`` and of ``SIDES[1]`` x 1, from one read."""
-    row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
-    elements = load_elements(x, row, column, row_stride, column_stride, mask)
-    target = row.to(tl.int64) * columns + column
-
-    along: tl.constexpr = (TILE[0], 1, TILE[1] // SIDES[0], SIDES[0])
-    stride = tl.cdiv(columns, SIDES[0]) * SIDES[0]
-    result = _cast_tile(elements, mask, row, column, stride, factor_row, amax_row, key_row, CAST_ROW, along)
-    result = stored(result, THROUGH_ROW, DTYPE_ROW, INTERPRETED)
-    tl.store(values_row + target, result, mask=mask)
-
-    down: tl.constexpr = (TILE[0] // SIDES[1], SIDES[1], TILE[1], 1)
-    result = _cast_tile(elements, mask, row, column, columns, factor_column, amax_column, key_column, CAST_COLUMN, down)
-    result = stored(result, THROUGH_COLUMN, DTYPE_COLUMN, INTERPRETED)
-    tl.store(values_column + target, result, mask=mask)
-
-
-@triton.jit
-def _cast_tile(elements, mask, row, column, stride, factor, amax, key, CAST: tl.constexpr, SHAPE: tl.constexpr):
-    """Casts a tile ``[rows, columns]`` in blocks along axes 1 and 3 of ``SHAPE``."""
-    encode, decode = tensor_scales(amax, CAST)
-    if tl.program_id(0) == 0:
-        tl.store(factor, decode)
-    blocks = tl.reshape(elements, SHAPE)
-    scales, by, zeros = block_scales(blocks, tl.reshape(mask, SHAPE), encode, decode, 0, key, CAST)
-    random = random_at(row, column, key, None, stride, CAST)
-    if CAST.stochastic:
-        random = tl.reshape(random, SHAPE)
-    result = round_elements(blocks, scales, by, zeros, random, CAST)
-    return tl.reshape(result, elements.shape)

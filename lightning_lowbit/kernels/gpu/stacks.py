@@ -105,9 +105,7 @@ def _casting_form(
 
 
 @cache
-def _measuring_form(
-    transposed: bool, dim: int, group: int, signs: int, products: int
-) -> tuple[Form, tuple[int, int]]:
+def _measuring_form(transposed: bool, dim: int, group: int, signs: int, products: int) -> tuple[Form, tuple[int, int]]:
     rows, columns, warps = (64, 64, 4) if transposed else (8, 512, 4)
     constants: dict[str, Any] = {"PRODUCTS": products, "SIGNS": signs}
     if group:

@@ -29,28 +29,32 @@ def tile_places(tile, rows, columns, TILE: tl.constexpr):
 
 
 @triton.jit
-def product_of(ends, rows, across, HEIGHT: tl.constexpr, GROUP: tl.constexpr, PRODUCTS: tl.constexpr):
-    """Finds the product of a stack on which the program works.
+def product_of(ends, rows, columns, SIZE: tl.constexpr, ROTATION: tl.constexpr, PRODUCTS: tl.constexpr):
+    """Finds the product of a stack on which the program works, which has ``SIZE`` rows and columns of it.
 
-    A product has ``across`` programs for each ``HEIGHT`` of its rows, of which a rotation makes whole groups of
-    ``GROUP``. ``ends``, int32 ``[PRODUCTS]``, are where their rows end; None for matrices of ``rows``.
+    A rotation makes whole groups of its rows or columns. ``ends``, int32 ``[PRODUCTS]``, are where rows of products
+    end; None for matrices of ``rows``.
 
     Returns:
-        its number, its first row in memory and that of its result, its rows there and in the result, and the program's
-        place among those of the product.
+        its number, its first row in memory and that of its result, its rows there and in the result, the columns of the
+        result, and the program's place among those of the product.
     """
+    GROUP: tl.constexpr = ROTATION[1] if ROTATION is not None and ROTATION[0] == 0 else 1
+    WIDE: tl.constexpr = ROTATION[1] if ROTATION is not None and ROTATION[0] == 1 else 1
+    width = tl.cdiv(columns, WIDE) * WIDE
+    across = tl.maximum(tl.cdiv(width, SIZE[1]), 1)
     program = tl.program_id(0)
     if ends is None:
         result_rows = tl.cdiv(rows, GROUP) * GROUP
-        programs = tl.cdiv(result_rows, HEIGHT) * across
+        programs = tl.cdiv(result_rows, SIZE[0]) * across
         number = program // programs
-        return number, number * rows, number * result_rows, rows, result_rows, program % programs
+        return number, number * rows, number * result_rows, rows, result_rows, width, program % programs
     else:
         place = tl.arange(0, PRODUCTS)
         end = tl.load(ends + place)
         begin = tl.load(ends + (place - 1), mask=place > 0, other=0)
         sizes = tl.cdiv(end - begin, GROUP) * GROUP
-        counts = tl.cdiv(sizes, HEIGHT) * across
+        counts = tl.cdiv(sizes, SIZE[0]) * across
         last = tl.cumsum(counts, 0)
         number = tl.sum((last <= program).to(tl.int32), 0)
         is_own = place == number
@@ -59,7 +63,7 @@ def product_of(ends, rows, across, HEIGHT: tl.constexpr, GROUP: tl.constexpr, PR
         result_rows = tl.sum(tl.where(is_own, sizes, 0), 0)
         result_start = tl.sum(tl.where(is_own, tl.cumsum(sizes, 0) - sizes, 0), 0)
         before = tl.sum(tl.where(is_own, last - counts, 0), 0)
-        return number, start, result_start, source_rows, result_rows, program - before
+        return number, start, result_start, source_rows, result_rows, width, program - before
 
 
 @triton.jit

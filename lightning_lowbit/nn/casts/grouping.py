@@ -22,7 +22,9 @@ def grouping_obstacle(casts: LinearCasts) -> str | None:
                 f"elements times scales of {name} are not exact in bfloat16, in which grouped GEMMs multiply: give the "
                 "casts round_to_bfloat16 (every: {round_to_bfloat16: true} beside a preset), or other casts"
             )
-    rotated = [name for gemm in casts.hadamard for name in OPERANDS_OF[gemm] if not isinstance(getattr(casts, name), Cast)]
+    rotated = [
+        name for gemm in casts.hadamard for name in OPERANDS_OF[gemm] if not isinstance(getattr(casts, name), Cast)
+    ]
     for what, others in (
         ("rotated operands in high precision", rotated),
         ("delayed scaling", casts.traits.delayed),

@@ -80,10 +80,7 @@ def convert(
         >>> convert(model, "nvfp4", skip=["lm_head"], overrides={"layers.0": "fp8-current"})
     """
     planned = plan(model, casts, skip, only, overrides, smooth_swiglu, attention)
-    check_backend(planned, backend, exact)
-    check_grouped(grouped, exact, backend)
-    check_stacks(model, planned, grouped)
-    check_save(planned, save)
+    check_backend(planned, backend, exact, grouped=grouped)
     return convert_layers(model, planned, exact, backend, save, grouped)
 
 
@@ -96,6 +93,8 @@ def convert_layers(
     grouped: str = "auto",
 ) -> _Model:
     """Converts the layers of ``planned`` (casts by name in the model) in place; the others go to high precision."""
+    check_stacks(model, planned, grouped)
+    check_save(planned, save)
     readers, before = Readers() if save == "codes" else None, quantized_layers(model)
     for name, former in before.items():
         former.check_casts(planned.get(name, LinearCasts()))  # raises before anything has changed
@@ -289,10 +288,16 @@ def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str
 
 
 def check_backend(
-    planned: Mapping[str, LinearCasts], backend: str, exact: bool = False, device: torch.device | None = None
+    planned: Mapping[str, LinearCasts],
+    backend: str,
+    exact: bool = False,
+    device: torch.device | None = None,
+    grouped: str = "auto",
 ) -> None:
-    """Raises a ``ValueError`` for an unknown backend, or one that the casts of a layer or the device do not support."""
+    """Raises a ``ValueError`` for an unknown backend, or one that the casts of a layer, the device or other settings do
+    not support."""
     choose("backend", backend, BACKENDS)
+    check_grouped(grouped, exact, backend)
     if backend != "native":
         return
     if exact:

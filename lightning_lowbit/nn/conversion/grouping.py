@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from lightning_lowbit.checks import choose
@@ -10,7 +9,6 @@ from lightning_lowbit.nn.casts.grouping import grouping_obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.classes import convertible, kind_of
 from lightning_lowbit.nn.layers.layer import clean_name
-from lightning_lowbit.nn.native.grouped import dtype_obstacle, grouped_obstacle
 
 # How the products of a stack are multiplied: as the backend has it, or by one GEMM for all of them.
 GROUPED = ("auto", "native")
@@ -27,15 +25,9 @@ def check_grouped(grouped: str, exact: bool, backend: str) -> None:
             )
 
 
-def check_stacks(
-    model: nn.Module,
-    planned: Mapping[str, LinearCasts],
-    grouped: str,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
+def check_stacks(model: nn.Module, planned: Mapping[str, LinearCasts], grouped: str) -> None:
     """Raises a ``ValueError`` where ``grouped="native"`` cannot be honored: there is no stack among the layers of
-    ``planned``, or grouped GEMMs do not serve the casts of one, the device or the dtype of the computation."""
+    ``planned``, or grouped GEMMs do not serve the casts of one."""
     if grouped == "auto":
         return
     modules = convertible(model)
@@ -44,14 +36,6 @@ def check_stacks(
         raise ValueError(
             "grouped='native' is for stacks of experts, and none is among the layers to convert. Leave it out."
         )
-    check_casts_of_stacks(stacks)
-    reason = (None if device is None else grouped_obstacle(device)) or dtype_obstacle(dtype)
-    if reason is not None:
-        raise ValueError(f"grouped='native', but {reason}, or leave grouped out.")
-
-
-def check_casts_of_stacks(stacks: Mapping[str, LinearCasts]) -> None:
-    """Raises a ``ValueError`` that names a stack whose casts no grouped GEMM serves."""
     for name, casts in stacks.items():
         if (reason := grouping_obstacle(casts)) is not None:
             raise ValueError(

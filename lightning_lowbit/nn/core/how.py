@@ -51,7 +51,9 @@ class How:
     ) -> None:
         self.casts, self.dtype, self.layer, self.window, self.frozen = casts, dtype, layer, window, frozen
         traits = casts.traits
-        operands = {name: OperandHow(name, casts, dtype, device, exact, native, shards, is_grouped) for name in OPERANDS}
+        operands = {
+            name: OperandHow(name, casts, dtype, device, exact, native, shards, is_grouped) for name in OPERANDS
+        }
         for operand in operands.values():
             operand.scaling = operands[operand.scaled_as]
         self.operands = operands

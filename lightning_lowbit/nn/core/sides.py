@@ -257,7 +257,9 @@ def _packed(how: OperandHow, source: OperandInput, pass_: Pass) -> Packed:
     if how.transform is not None:
         source = how.with_rotation(source, how.signs(pass_, source.values.device))
     sums = pass_.operand_sums
-    call = CastCall(how.cast, how.dim, how.key(pass_), how.scaling_amax(source, pass_), None, how.shard, source.rotation)
+    call = CastCall(
+        how.cast, how.dim, how.key(pass_), how.scaling_amax(source, pass_), None, how.shard, source.rotation
+    )
     if pass_.ends is None:
         return _packed_one(how, source.values, call, sums)
     matrices = enumerate(StackOperand(source.values, None, pass_.ends).products())
@@ -294,9 +296,11 @@ def _unpacked_stack(how: OperandHow, packed: Packed, columns: int, ends: tuple[i
     assert cast is not None
     shapes = [torch.Size((end - start, columns)) for start, end in pairwise((0, *ends))]
     factors = [shape[1 - how.dim] if cast.scale.two_level == "row" else 1 for shape in shapes]
-    bytes_of = torch.split(packed.data, [packed_bytes(*shape, cast, how.dim) for shape in shapes])
+    sizes = [packed_bytes(shape[0], shape[1], cast, how.dim) for shape in shapes]
     products = []
-    for shape, data, factor in zip(shapes, bytes_of, torch.split(packed.factor, factors), strict=True):
+    for shape, data, factor in zip(
+        shapes, torch.split(packed.data, sizes), torch.split(packed.factor, factors), strict=True
+    ):
         if not shape.numel():
             call = CastCall(cast, how.dim, dtype=how.dtype or operand_dtype(how.compute_dtype, cast))
             products.append(empty_product(data.new_empty(shape), call))
@@ -304,5 +308,5 @@ def _unpacked_stack(how: OperandHow, packed: Packed, columns: int, ends: tuple[i
         factor = factor.reshape(factor_shape(shape, cast, how.dim) if cast.scale.two_level == "row" else ())
         one = unpack_operand(Packed(data, factor), cast, how.dim, shape, how.compute_dtype, how.dtype)
         products.append(one)
-    values, factor, _ = joined(products, how.dim, is_grouped=True)
-    return OperandInput(values, None, factor, is_operand=True)
+    stack = joined(products, how.dim, is_grouped=True)
+    return OperandInput(stack.values, None, stack.factor, is_operand=True)

@@ -1,4 +1,4 @@
-"""Products of a whole stack by torch's grouped GEMM, ``torch.nn.functional.grouped_mm``, instead of one after the other.
+"""Products of a whole stack by one GEMM, ``torch.nn.functional.grouped_mm``, instead of one after the other.
 
     Y[rows of e] = X[rows of e] · W[e]          rows of one matrix, by a stack of matrices
     Y[e] = X[rows of e]ᵀ · G[rows of e]         the rows of two matrices
@@ -109,7 +109,7 @@ def grouped_obstacle(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None  # a loop of torch's own
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"torch has no grouped GEMM for {device.type!r}{' of AMD' * (torch.version.hip is not None)} that was tried"
+        return f"torch's grouped GEMM was not tried on {'AMD GPUs' if torch.version.hip else repr(device.type)}"
     major, minor = torch.cuda.get_device_capability(device)
     if major in _CAPABILITIES:
         return None
