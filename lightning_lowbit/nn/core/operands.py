@@ -275,14 +275,21 @@ class OperandHow:
             return StackOperand(source.values, source.factor, None if ends is None else self.ends_of_operand(ends))
         call = CastCall(self.cast, self.dim, self.key(pass_), source.amax, self.dtype, None, source.rotation)
         operand = quantize_stack(source.values, call, ends)
-        if (sums := pass_.operand_sums) is not None:
-            sources = StackOperand(source.values, None, ends).products()
-            for index, ((x, _), quantized) in enumerate(zip(sources, operand.products(), strict=True)):
-                if x.numel():
-                    rotation = call.of_product(index).rotation
-                    x = x if rotation is None else rotate(x, rotation, self.dim)
-                    self.record(sums, x, quantized, source.amax)
+        if pass_.operand_sums is not None:
+            self._record_stack(pass_, StackOperand(source.values, None, ends), operand, call)
         return operand
+
+    def _record_stack(self, pass_: Pass, source: StackOperand, operand: StackOperand, call: CastCall) -> None:
+        """Adds statistics of the operands of products with rows."""
+        assert pass_.ends is not None and pass_.operand_sums is not None
+        rows = pairwise((0, *pass_.ends))
+        for index, ((x, _), quantized, (start, end)) in enumerate(
+            zip(source.products(), operand.products(), rows, strict=True)
+        ):
+            if start < end:
+                rotation = call.of_product(index).rotation
+                x = x if rotation is None else rotate(x, rotation, self.dim)
+                self.record(pass_.operand_sums, x, quantized, call.amax)
 
     def ends_of_operand(self, ends: tuple[int, ...]) -> tuple[int, ...]:
         """Returns where the rows of operands end: a rotation along rows pads those of each product."""
