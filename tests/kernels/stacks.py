@@ -14,7 +14,6 @@ from lightning_lowbit.kernels.stacks import CAST_STACK, StackForm, plain_stack, 
 from lightning_lowbit.nn import GroupedLinear, LayerKeys
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, OPERANDS
 from lightning_lowbit.quant.call import operand_dtype
-from tests.kernels.passes import Launches
 
 np.seterr(all="ignore")  # divisions by zero are meant
 CPU = torch.device("cpu")
@@ -56,6 +55,8 @@ def differences(presets):
 
 def launches(preset, experts):
     """The launches of both passes of a grouped layer with so many experts: operations of torch and kernels."""
+    from tests.kernels.passes import Launches  # imports transformers
+
     torch.manual_seed(0)
     layer, count = GroupedLinear(experts, 32, 48, bias=False).bfloat16(), Launches()
     LayerKeys(convert(layer, preset, grouped="native")).fill_(0)

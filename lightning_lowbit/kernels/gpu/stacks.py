@@ -48,7 +48,7 @@ def make_stack(x: Tensor, call: CastCall, ends: Ends) -> StackOperand:
     # No program writes the factor of a product without rows.
     fill = torch.empty if all(rows) else torch.ones
     factor = fill(_factor_shape(shape, products, call), dtype=torch.float32, device=x.device)
-    casts.run(_cast_launch(x, call, ends, amaxes, values, factor))
+    casts.run(cast_launch(x, call, ends, amaxes, values, factor))
     return StackOperand(
         values, factor if has_factor(call.cast) else None, None if ends is None else tuple(accumulate(rows))
     )
@@ -58,17 +58,20 @@ def amaxes_of(x: Tensor, call: CastCall, ends: Ends) -> Tensor:
     """Returns max|x| of each product, rotated or not: float32 ``[products]``."""
     if ends is None and call.rotation is None:
         return torch.linalg.vector_norm(x, torch.inf, (1, 2), dtype=torch.float32)
-    rows = call.product_rows(x, ends)
-    amaxes = torch.zeros(len(rows), dtype=torch.float32, device=x.device)
-    form, size = _measuring_form(launches.is_transposed(_matrix(x)), *_rotation(call), _products(ends))
-    arguments = {"x": x, "amax": amaxes.view(torch.int32), **_stack(x, call, ends)}
-    casts.run(Launch(form, _programs(rows, _width(x, call), size), arguments))
+    amaxes = torch.zeros(len(x) if ends is None else len(ends), dtype=torch.float32, device=x.device)
+    casts.run(amax_launch(x, call, ends, amaxes))
     return amaxes
 
 
-def _cast_launch(
-    x: Tensor, call: CastCall, ends: Ends, amaxes: Tensor | None, values: Tensor, factor: Tensor
-) -> Launch:
+def amax_launch(x: Tensor, call: CastCall, ends: Ends, amaxes: Tensor) -> Launch:
+    """Raises ``amaxes`` (0 before) to max|x| of each product."""
+    form, size = _measuring_form(launches.is_transposed(_matrix(x)), *_rotation(call), _products(ends))
+    arguments = {"x": x, "amax": amaxes.view(torch.int32), **_stack(x, call, ends)}
+    return Launch(form, _programs(call.product_rows(x, ends), _width(x, call), size), arguments)
+
+
+def cast_launch(x: Tensor, call: CastCall, ends: Ends, amaxes: Tensor | None, values: Tensor, factor: Tensor) -> Launch:
+    """Writes the operands ``values`` and their ``factor``; ``amaxes`` are None where they are not needed."""
     rows, device = call.product_rows(x, ends), x.device
     fours = call._replace(rotation=None).in_fours(values.flatten(0, -2))
     turned, dtypes = launches.is_transposed(_matrix(x)), (x.dtype, values.dtype)

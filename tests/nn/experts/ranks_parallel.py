@@ -32,6 +32,7 @@ RUNS = {
     "batches of their own": {"plan": OWN_BATCHES},
     "batches of their own, converted first, codes": {"plan": OWN_BATCHES, "early": True, "save": "codes"},
     "delayed scaling": {"plan": OWN_BATCHES, "casts": "fp8-delayed"},
+    "grouped GEMMs": {"plan": ONE_BATCH, "grouped": "native"},
 }
 
 
@@ -41,12 +42,12 @@ def spread(model, plan):
     return type(model).maybe_distribute_model(model, config, mesh)
 
 
-def train(plan, casts="nvfp4", early=False, only=ONLY, save="inputs"):
+def train(plan, casts="nvfp4", early=False, only=ONLY, save="inputs", grouped="auto"):
     """Losses and weights of a run, of one process without a plan."""
     model = tiny("olmoe", eos_token_id=None)
     for at in (True, False):
         if at == early:
-            convert(model, casts, only=only, save=save)
+            convert(model, casts, only=only, save=save, grouped=grouped)
         if at and plan is not None:
             model = spread(model, plan)
     keys, histories, losses = LayerKeys(model), AmaxHistories(model), []
@@ -54,7 +55,8 @@ def train(plan, casts="nvfp4", early=False, only=ONLY, save="inputs"):
     own = slice(dist.get_rank(), dist.get_rank() + 1) if plan is not None and "fsdp_size" in plan else slice(None)
     for step in range(STEPS):
         keys.fill_(step)
-        loss = model(input_ids=TOKENS[own], use_cache=False).logits.square().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=grouped == "native"):
+            loss = model(input_ids=TOKENS[own], use_cache=False).logits.float().square().mean()
         loss.backward()
         histories.advance_(None if plan is None else partial(dist.all_reduce, op=dist.ReduceOp.MAX))
         optimizer.step()
