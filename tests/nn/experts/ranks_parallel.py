@@ -32,7 +32,6 @@ RUNS = {
     "batches of their own": {"plan": OWN_BATCHES},
     "batches of their own, converted first, codes": {"plan": OWN_BATCHES, "early": True, "save": "codes"},
     "delayed scaling": {"plan": OWN_BATCHES, "casts": "fp8-delayed"},
-    "grouped GEMMs": {"plan": ONE_BATCH, "grouped": "native"},
 }
 
 
@@ -42,12 +41,12 @@ def spread(model, plan):
     return type(model).maybe_distribute_model(model, config, mesh)
 
 
-def train(plan, casts="nvfp4", early=False, only=ONLY, save="inputs", grouped="auto"):
+def train(plan, casts="nvfp4", early=False, only=ONLY, save="inputs"):
     """Losses and weights of a run, of one process without a plan."""
     model = tiny("olmoe", eos_token_id=None)
     for at in (True, False):
         if at == early:
-            convert(model, casts, only=only, save=save, grouped=grouped)
+            convert(model, casts, only=only, save=save)
         if at and plan is not None:
             model = spread(model, plan)
     keys, histories, losses = LayerKeys(model), AmaxHistories(model), []
@@ -55,8 +54,7 @@ def train(plan, casts="nvfp4", early=False, only=ONLY, save="inputs", grouped="a
     own = slice(dist.get_rank(), dist.get_rank() + 1) if plan is not None and "fsdp_size" in plan else slice(None)
     for step in range(STEPS):
         keys.fill_(step)
-        with torch.autocast("cpu", torch.bfloat16, enabled=grouped == "native"):
-            loss = model(input_ids=TOKENS[own], use_cache=False).logits.float().square().mean()
+        loss = model(input_ids=TOKENS[own], use_cache=False).logits.square().mean()
         loss.backward()
         histories.advance_(None if plan is None else partial(dist.all_reduce, op=dist.ReduceOp.MAX))
         optimizer.step()
@@ -133,24 +131,27 @@ def refusal():
     return ""
 
 
-def stack():
+def stack(grouped):
     """A stack of which each process holds some experts computes what these do of the whole one."""
-    (layer, _), (x, g) = converted("nvfp4"), inputs()
-    expected = run_stack(converted("nvfp4")[0], x, g)
+    is_bf16, (x, g) = grouped == "native", inputs()
+    layer, whole_layer = (converted("nvfp4")[0] for _ in range(2))
+    layer.lowbit.grouped = whole_layer.lowbit.grouped = grouped
+    expected = run_stack(whole_layer, x, g, autocast=is_bf16)
     mesh, step = init_device_mesh("cpu", (RANKS,)), -(-EXPERTS // RANKS)
     first, last = step * dist.get_rank(), min(step * (dist.get_rank() + 1), EXPERTS)
     for name in ("weight", "bias"):
         setattr(layer, name, nn.Parameter(distribute_tensor(getattr(layer, name).detach(), mesh, [Shard(0)])))
     start, *ends = [0, *ENDS][first : last + 1]
     rows = slice(start, ends[-1])
-    found = run_stack(layer, x[rows], g[rows], [end - start for end in ends])
+    found = run_stack(layer, x[rows], g[rows], [end - start for end in ends], autocast=is_bf16)
     own = {name: found[name].to_local() for name in ("weight", "bias")} | {name: found[name] for name in "yx"}
     identical(own, {name: expected[name][slice(first, last) if name in ("weight", "bias") else rows] for name in own})
 
 
 def work():
     os.environ["RANK"] = str(dist.get_rank())  # transformers asks for it
-    stack()
+    for grouped in ("auto", "native"):
+        stack(grouped)
     runs = {}
     for name, kwargs in RUNS.items():
         runs[name] = train(**{**kwargs, "plan": None}), train(**kwargs)
