@@ -83,5 +83,5 @@ class QuantizedGemms(torch.autograd.Function):
                     pass_.add_gradients_(dw, g.to(how.dtype), how.x.matrix(x[3]))
                 dw = how.w.gradient(dw, w, pass_).to(w_dtype)
             if needs_bias:
-                db = pass_.sum_of_rows(g).to(bias_dtype)  # of the unquantized gradient
+                db = how.g.sum_of_rows(g, pass_).to(bias_dtype)  # of the unquantized gradient
         return dx, dw, db, None, None

@@ -18,6 +18,7 @@ from lightning_lowbit.kernels.stacks import empty_product, joined
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.operands import OperandHow, OperandInput, Pass, common_amax
 from lightning_lowbit.nn.core.window import Window, is_pixelwise
+from lightning_lowbit.nn.native.grouped import sums_of_rows
 from lightning_lowbit.nn.native.operand import AnyOperand, block_operands, unpacked_native_operand, values_of
 from lightning_lowbit.quant import Operand
 from lightning_lowbit.quant.call import CastCall, factor_shape, operand_dtype
@@ -237,6 +238,12 @@ class Gradient:
         pair = quantize_both(g, (row.cast, column.cast), keys, amax, (row.dtype, column.dtype))
         left, right = (OperandInput(values, None, factor, is_operand=True) for values, factor in pair)
         return left, right
+
+    def sum_of_rows(self, g: Tensor, pass_: Pass) -> Tensor:
+        """Returns the sum of the rows of ``g``, of a stack ``[products, columns]``."""
+        if pass_.ends is not None and self.wgrad.is_grouped and g.dtype == torch.bfloat16:
+            return sums_of_rows(g, pass_.ends)
+        return pass_.sum_of_rows(g)
 
     def reused(self, source: OperandInput, operand: AnyOperand) -> OperandInput:
         """Returns the input of wgrad's operand: ``source``, or the operand of dgrad where wgrad takes the same."""

@@ -70,6 +70,12 @@ def _spread(factor: Tensor, m: int, n: int) -> Tensor:
     return (factor if factor.shape[2] == 1 else factor.expand(-1, m, n)).reshape(len(factor) * m, -1)
 
 
+def sums_of_rows(g: Tensor, ends: tuple[int, ...]) -> Tensor:
+    """Returns the sums of the rows of each product: ``[products, columns]``, by a GEMM with ones, rounded once."""
+    ones = StackOperand(g.new_ones(len(g), _ALIGNED), None, ends)
+    return _products(ones.t(), StackOperand(g, None, ends), g.dtype)[:, 0]
+
+
 def _grouped_mm(left: Tensor, right: Tensor, ends: tuple[int, ...]) -> Tensor:
     return F.grouped_mm(left, right, offs=ends_on(left.device, ends)[: len(ends)])
 
