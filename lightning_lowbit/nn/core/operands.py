@@ -270,12 +270,15 @@ class OperandHow:
 
     def _stack_operand(self, source: OperandInput, pass_: Pass) -> StackOperand:
         """Makes the operands of all products of a stack for a grouped GEMM."""
-        ends = pass_.ends if source.values.dim() == 2 else None
+        ends, sums = pass_.ends if source.values.dim() == 2 else None, pass_.operand_sums
         if source.is_operand or self.cast is None:
+            if source.is_operand and sums is not None and self.reused is not None:
+                sums[self.index].copy_(sums[self.reused])
             return StackOperand(source.values, source.factor, None if ends is None else self.ends_of_operand(ends))
-        call = CastCall(self.cast, self.dim, self.key(pass_), source.amax, self.dtype, None, source.rotation)
+        amax = self.scaling_amax(source, pass_)
+        call = CastCall(self.cast, self.dim, self.key(pass_), amax, self.dtype, None, source.rotation)
         operand = quantize_stack(source.values, call, ends)
-        if pass_.operand_sums is not None:
+        if sums is not None:
             self._record_stack(pass_, StackOperand(source.values, None, ends), operand, call)
         return operand
 

@@ -236,8 +236,9 @@ class GroupedLayer(QuantizedLayer):
         with no_autocast(x.device.type):
             pass_ = self._pass(dtype, keys, None)
             how = self._how(dtype, x.device, saves_codes=self._saves_codes(x, dtype, None, pass_))
-            is_measured = pass_.watch is not None and (is_observed() or not how.is_grouped)
-            multiply = _together if how.takes_stacks and not is_measured else _one_by_one
+            takes_watch = how.is_grouped and not is_observed()
+            is_one_call = how.takes_stacks and (pass_.watch is None or takes_watch) and weight.numel() > 0
+            multiply = _together if is_one_call else _one_by_one
             results = multiply(x, weight, bias, how, pass_._replace(number=first, ends=ends))
             if rest := len(x) - ends[-1]:
                 results.append(results[0].new_zeros(rest, weight.shape[1]))
