@@ -13,7 +13,7 @@ from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.stacks import CAST_STACK, StackForm, plain_stack, stack_sample
 from lightning_lowbit.nn import GroupedLinear, LayerKeys
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, OPERANDS
-from lightning_lowbit.quant.call import operand_dtype
+from lightning_lowbit.quant.call import CastCall, operand_dtype
 
 np.seterr(all="ignore")  # divisions by zero are meant
 CPU = torch.device("cpu")
@@ -34,13 +34,27 @@ def forms(presets):
     return distinct
 
 
+def many(cast, dim):
+    """Arguments for 200 products, some without rows: more than a program has threads."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 5, (200,), generator=generator) * torch.randint(0, 9, (200,), generator=generator)
+    x, keys = torch.randn(int(rows.sum()), 40, generator=generator).bfloat16(), torch.arange(200) * 7919
+    return x, CastCall(cast, dim, keys if cast.draws else None), tuple(rows.cumsum(0).tolist())
+
+
 def differences(presets):
     """What differs, in words, and how many forms have a kernel."""
-    texts, count = [], 0
-    for form, name in forms(presets).items():
-        if (arguments := stack_sample(form, CPU)) is None:
-            continue
-        count += 1
+    cases = {name: stack_sample(form, CPU) for form, name in forms(presets).items()}
+    return differences_of({name: arguments for name, arguments in cases.items() if arguments is not None})
+
+
+def differences_of_many(casts):
+    return differences_of({f"{cast} along {dim}": many(cast, dim) for cast in casts for dim in (0, 1)})
+
+
+def differences_of(cases):
+    texts = []
+    for name, arguments in cases.items():
         with torch.no_grad(), compilation.backend("eager"):
             expected = plain_stack(*arguments)
         operand = CAST_STACK.triton(*arguments)
@@ -50,7 +64,7 @@ def differences(presets):
                 texts.append(f"{what} of {name}")
         if expected.ends != operand.ends:
             texts.append(f"ends of {name}")
-    return texts, count
+    return texts, len(cases)
 
 
 def launches(preset, experts):
