@@ -5,8 +5,8 @@
 Each expert is quantized as if it were a linear layer of its own: its rows have their own scales and random bits, from
 keys of its own (:func:`lightning_lowbit.nn.core.calls.keys_of_product`). So its results do not depend on the rows of
 other experts, and an expert without rows has gradients of zero. Where all GEMMs are those of codes on CPUs, each is one
-call for all experts; elsewhere experts come one after the other. Both give the same bits. With ``grouped="native"`` each
-is one of :mod:`lightning_lowbit.nn.native.grouped`, of the same operands, with another rounding of results.
+call for all experts; elsewhere experts come one after the other. Both give the same bits. With ``grouped="native"``
+each is one of :mod:`lightning_lowbit.nn.native.grouped`, of the same operands, with another rounding of results.
 
 Where groups end must be known on the host, which waits for it once per layer. ``torch.compile`` breaks its graph at
 these layers, which run eagerly.

@@ -192,20 +192,16 @@ class _Program:
         elif name == "selp":
             self.set(target, np.where(self.value(sources[2], "pred"), value(0), value(1)), active)
         elif name == "popc":
-            bits = np.unpackbits(np.ascontiguousarray(self.value(sources[0], "u32")).view(np.uint8))
-            self.set(target, bits.reshape(-1, 32).sum(1).astype(np.uint32), active)
+            self.set(target, np.bitwise_count(self.value(sources[0], "u32")).astype(np.uint32), active)
         elif name == "prmt":
             self.set(target, permute(*(self.value(self.known(source), "u32") for source in sources)), active)
         elif name == "cvt":
             self.convert(modifiers, target, sources, active)
         elif name == "shfl":
             own, other = np.arange(len(self.all)), self.value(sources[1], "u32").astype(np.int64)
-            if "up" in modifiers:  # the first lanes keep their own
-                lanes = np.where(own % 32 >= other, own - other, own)
-            else:
-                assert "bfly" in modifiers or "idx" in modifiers
-                lanes = own ^ other if "bfly" in modifiers else own - own % 32 + other % 32
-            self.set(target, value(0)[lanes], active)
+            lanes = {"bfly": own ^ other, "idx": own - own % 32 + other % 32}
+            lanes["up"] = np.where(own % 32 >= other, own - other, own)  # the first ones keep their own
+            self.set(target, value(0)[next(lanes[kind] for kind in modifiers if kind in lanes)], active)
         elif name == "redux":
             warps = value(0).reshape(-1, 32)
             largest = {"max": np.max, "min": np.min, "add": np.sum}[modifiers[1]](warps, 1, keepdims=True)
