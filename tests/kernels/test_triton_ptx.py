@@ -15,10 +15,11 @@ from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.nn import OPERANDS, PRESETS
 from lightning_lowbit.optim.adam import ClippedAdam
 from tests.benchmarks.kernels import compile_for
-from tests.kernels import interpreted, stacks, steps
+from tests.kernels import interpreted, steps
 from tests.kernels.emulator.instructions import e2m1_of
 from tests.kernels.emulator.ptx import Kernel, Memory
 from tests.kernels.interpreted import Case
+from tests.kernels.stacks import operands
 from tests.optim.parameters import make_parameters, set_gradients
 from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
 
@@ -108,10 +109,10 @@ def test_other_architectures(monkeypatch, arch):
 
 
 def test_operands_of_stacks():
-    texts, count = stacks.differences(("nvfp4", "nvfp4-nvidia", "mxfp8", "fp8-row"))
+    texts, count = operands.differences(("nvfp4", "nvfp4-nvidia", "mxfp8", "fp8-row"))
     assert texts == [] and count > 15
     stochastic = NVFP4.replace(rounding="stochastic")
-    assert stacks.differences_of_many((stochastic, Cast("e4m3", Scale("fp32", "row")))) == ([], 4)
+    assert operands.differences_of_many((stochastic, Cast("e4m3", Scale("fp32", "row")))) == ([], 4)
 
 
 def test_odd_shapes_strides_and_dtypes():
