@@ -10,6 +10,7 @@ them it is the emulation's up to the order of sums.
 
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from itertools import pairwise
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit.compilation import refuse_in_capture
+from lightning_lowbit.compilation import counted_as, is_within_cast, refuse_in_capture, within_cast
 from lightning_lowbit.kernels.memory import ends_on
 from lightning_lowbit.nn.native.gemms import finish
 from lightning_lowbit.quant.operand import StackOperand
@@ -41,8 +42,9 @@ def grouped_product(left: StackOperand, right: StackOperand, bias: Tensor | None
     assert left.ends is not None
     if right.ends is not None:
         return _products(left, right, dtype)
-    (rows, _), n = left.values.shape, right.values.shape[2]
-    product = _grouped_mm(_padded(left.values, 1), _padded(right.values, 1, 2), left.ends)[:rows, :n]
+    (rows, inner), n = left.values.shape, right.values.shape[2]
+    with _counted_as(rows, inner, n):
+        product = _grouped_mm(_padded(left.values, 1), _padded(right.values, 1, 2), left.ends)[:rows, :n]
     factors = []
     for factor in (left.factor, right.factor):
         if factor is not None:
@@ -52,9 +54,10 @@ def grouped_product(left: StackOperand, right: StackOperand, bias: Tensor | None
 
 
 def _products(left: StackOperand, right: StackOperand, dtype: torch.dtype) -> Tensor:
-    ends, m, n = left.ends, len(left.values), right.values.shape[1]
+    ends, (m, rows), n = left.ends, left.values.shape, right.values.shape[1]
     assert ends is not None and right.ends == ends
-    product = _grouped_mm(_padded(left.values.t(), 1).t(), _padded(right.values, 1), ends)[:, :m, :n]
+    with _counted_as(m, rows, n):
+        product = _grouped_mm(_padded(left.values.t(), 1).t(), _padded(right.values, 1), ends)[:, :m, :n]
     factors = [_spread(factor, m, n) for factor in (left.factor, right.factor) if factor is not None]
     result = finish(product.flatten(0, 1), factors, None, dtype).view(-1, m, n)
     if any(start == end for start, end in pairwise((0, *ends))):  # GEMMs may leave those unwritten
@@ -73,7 +76,12 @@ def _spread(factor: Tensor, m: int, n: int) -> Tensor:
 def sums_of_rows(g: Tensor, ends: tuple[int, ...]) -> Tensor:
     """Returns the sums of the rows of each product: ``[products, columns]``, by a GEMM with ones, rounded once."""
     ones = StackOperand(g.new_ones(len(g), _ALIGNED), None, ends)
-    return _products(ones.t(), StackOperand(g, None, ends), g.dtype)[:, 0]
+    with within_cast():  # it is no product of the layer
+        return _products(ones.t(), StackOperand(g, None, ends), g.dtype)[:, 0]
+
+
+def _counted_as(*shape: int) -> AbstractContextManager[None]:
+    return nullcontext() if is_within_cast() else counted_as(*shape)
 
 
 def _grouped_mm(left: Tensor, right: Tensor, ends: tuple[int, ...]) -> Tensor:
@@ -161,7 +169,7 @@ def _trials(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     (x_there, g_there), w_there = ((StackOperand(one.to(device), None, ends)) for one in (x, g)), w.to(device)
     stack = StackOperand(w_there)
     rows = [slice(start, end) for start, end in pairwise((0, *ends))]
-    with torch.no_grad():
+    with torch.no_grad(), within_cast():
         yield (
             grouped_product(x_there, stack.t(), None, torch.bfloat16).float().cpu(),
             torch.cat([x[part].float() @ w[i].float().t() for i, part in enumerate(rows)]),

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, LowBitPrecision, convert
 from lightning_lowbit.callbacks.layer_table import native_notes
-from lightning_lowbit.nn import GroupedLinear, LayerKeys, set_blend
+from lightning_lowbit.nn import GemmCounter, GroupedLinear, LayerKeys, set_blend
 from lightning_lowbit.nn.core.watch import Watch
 from lightning_lowbit.nn.native.grouped import has_grouped_gemm
 from tests.nn.experts.models import logits, tiny
@@ -198,6 +198,18 @@ def test_measurements_are_those_of_experts_one_by_one():
         both(casts, change=measured)
         torch.testing.assert_close(sums[0].sums, sums[1].sums, rtol=1e-4, atol=1e-4)
         assert sums[1].sums.any()
+
+
+def test_flops_are_those_of_the_loop():
+    counts = []
+    for grouped in ("auto", "native"):
+        has_grouped_gemm.cache_clear()  # its trial counts for nothing
+        model = convert(tiny("gpt_oss", intermediate_size=36), "mxfp8", only=["experts"], grouped=grouped)
+        LayerKeys(model).fill_(0)
+        with GemmCounter(model) as counter, torch.autocast("cpu", torch.bfloat16):
+            logits(model).float().square().mean().backward()
+        counts.append({key: flops for key, flops in counter.gemms.items() if "experts" in key[0]})
+    assert counts[0] == counts[1] and len(counts[0]) == 12
 
 
 def test_annealed_experts_come_one_after_the_other():
