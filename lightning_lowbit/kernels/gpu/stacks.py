@@ -101,9 +101,14 @@ def _casting_form(
 ) -> tuple[Form, tuple[int, int]]:
     """Returns the form of a cast, from one dtype to another, and the rows and columns of a program."""
     form, size = launches.form_of_cast(spec, dim, *dtypes, transposed, group, fours)
+    constants: dict[str, Any] = {}
+    if form.kernel == "cast_blocks" and form.constants["SIDES"][0] > 1 and not group:  # or registers spill on sm_100
+        down, across = form.constants["BLOCKS"]
+        constants["BLOCKS"] = (down, max(across // 2, 1))
+        size = (size[0], form.constants["SIDES"][1] * constants["BLOCKS"][1])
     if form.kernel == "cast_rows":
         size = (size[0], _ALL) if form.constants["AXIS"] == 1 else (_ALL, size[1])
-    constants = {"KERNEL": form.kernel, "PROGRAM": size, "PRODUCTS": products, "SIGNS": signs}
+    constants |= {"KERNEL": form.kernel, "PROGRAM": size, "PRODUCTS": products, "SIGNS": signs}
     return Form("cast_stack", form.constants | constants, form.warps), size
 
 
