@@ -107,6 +107,8 @@ def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool 
     state = state_of(checkpoint)
     if state is None or state.get("trained") is None:
         return {}  # the plugin warns about it
-    same: dict[str, Any] = {} if configured is None else {"exact": configured.exact, "backend": configured.backend}
+    same: dict[str, Any] = {}
+    if configured is not None:
+        same = {name: getattr(configured, name) for name in ("exact", "backend", "grouped")}
     plugin = LowBitPrecision.from_checkpoint(checkpoint, **same)
     return {"plugins": [*(other for other in plugins if other is not configured), plugin], "precision": None}

@@ -16,6 +16,7 @@ from lightning_lowbit.quant.packed import pack, per_byte
 from lightning_lowbit.quant.transforms import Hadamard
 
 _KEY = 0x5DEECE66D
+_PRODUCTS = (torch.float32, torch.bfloat16, torch.int32)
 
 
 class CastForm(NamedTuple):
@@ -137,7 +138,7 @@ def bytes_sample(form: bool, device: torch.device) -> tuple[Tensor, int, int] | 
 
 def product_form(product: Tensor, *others: object) -> torch.dtype | None:
     """Returns the dtype of a product whose results are rounded."""
-    return product.dtype if product.numel() and product.dtype in (torch.float32, torch.int32) else None
+    return product.dtype if product.numel() and product.dtype in _PRODUCTS else None
 
 
 def product_sample(form: torch.dtype, device: torch.device) -> tuple[Any, ...] | None:

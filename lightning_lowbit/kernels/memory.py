@@ -6,6 +6,7 @@ numbers as they are stored, where torch may read their negatives (`Tensor.is_neg
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from operator import is_
 from typing import TypeVar
 
@@ -90,6 +91,15 @@ def checked(name: str, tensor: _T, dtype: torch.dtype, elements: int, device: to
         f"{described(tensor)}{', a view with another layout or sign' if is_view else ''}. Give what fits the other "
         "arguments."
     )
+
+
+@lru_cache(maxsize=16)  # both passes of the layers of a module have the same ones
+def ends_on(device: torch.device, ends: tuple[int, ...]) -> Tensor:
+    """Returns where the rows of each product of a stack end, int32, filled up to a power of two by the last one. The
+    host does not wait for a GPU."""
+    length = 1 << max(len(ends) - 1, 0).bit_length()
+    numbers = torch.tensor([*ends, *ends[-1:] * (length - len(ends))], dtype=torch.int32, device="cpu")
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def traits(arguments: Iterable[Tensor | int | None], device: torch.device) -> tuple[object, ...]:

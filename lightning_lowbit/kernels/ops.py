@@ -191,10 +191,10 @@ def _warn(language: str, name: str, fault: str, device: torch.device) -> None:
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a result, in their order."""
+    """Yields the tensors of a result, in their order; it may hold numbers, too."""
     if isinstance(result, Tensor):
         yield result
-    elif result is not None:
+    elif result is not None and not isinstance(result, int):
         for part in result:
             yield from _tensors(part)
 

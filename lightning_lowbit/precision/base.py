@@ -80,6 +80,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
         backend: ``"auto"`` runs GEMMs of FP8, integers, NVFP4, MXFP4 and MXFP8 natively where the hardware can, and
             emulates all others. ``"native"`` raises instead of emulating. ``"emulated"`` emulates all.
+        grouped: ``"native"`` multiplies the experts of a stack by one bf16 GEMM, see ``convert``; ``"auto"`` one after
+            the other, or on CPUs as ``backend`` has it.
         save: ``"inputs"`` keeps the input of layers for the backward pass; ``"codes"`` keeps codes and scales of its
             quantized operand (4.5 bits in NVFP4), with the same gradients.
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
@@ -106,6 +108,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
     seed: int = _delegated("_layers", "seed")
     exact: bool = _delegated("_layers", "exact")
     backend: str = _delegated("_layers", "backend")
+    grouped: str = _delegated("_layers", "grouped")
     save: str = _delegated("_layers", "save")
     smooth_swiglu: str | None = _delegated("_layers", "smooth_swiglu")
     shared_amax: Iterable[str] = _delegated("_layers", "shared_amax")
@@ -144,6 +147,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         casts_of_checkpoint: bool = True,
         attention: CastsLike | None = None,
         quantize_output: bool | None = None,
+        grouped: str = "auto",
     ) -> None:
         compute = ComputeDtype(compute_dtype)
         self._layers = RunLayers(
@@ -154,13 +158,13 @@ class LowBitPrecision(Shown, FSDPPrecision):
             smooth_swiglu=smooth_swiglu,
             shared_amax=as_list(shared_amax),
             quantize_before_gather=flag("quantize_before_gather", quantize_before_gather),
+            grouped=grouped,
         )
         self._state = RunState(self._layers, compute)
         self.fresh_histories = flag("fresh_histories", fresh_histories)
         self.casts_of_checkpoint = flag("casts_of_checkpoint", casts_of_checkpoint)
         FSDPPrecision.__init__(self, "bf16-mixed")  # "16-mixed" would create a scaler, which needs CUDA
-        self.precision = compute.precision
-        self.scaler = scaler
+        self.precision, self.scaler = compute.precision, scaler
         self.casts = LinearCasts.of(casts)
         self.overrides = casts_by_pattern(overrides)
         self.skip, self.only = as_list(skip), None if only is None else as_list(only)
@@ -168,15 +172,14 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self.quantize_output = None if quantize_output is None else flag("quantize_output", quantize_output)
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
-        check_backend({"": self.casts, **self.overrides}, backend, exact)
+        check_backend({"": self.casts, **self.overrides}, backend, exact, grouped=grouped)
         check_save({}, save)
         self.coverage_line = CoverageLine()
         self.overridden: list[str] = []  # options of this run that the checkpoint overrides
         self._asked = asked_options([], [])
         self._origin: Origin | None = None
         self._root: nn.Module | None = None
-        self._is_sharded, self._rank = False, 0
-        self._epoch = -1  # the last one in which layers were looked at
+        self._is_sharded, self._rank, self._epoch = False, 0, -1  # the last epoch in which layers were looked at
         if both_are_imported():
             say_once(f"{goes_with(self)}.")
 
@@ -191,8 +194,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
             checkpoint: a path to a file or a folder of shards, or the result of ``torch.load``.
             weights_only: as in ``torch.load``.
             **changes: arguments of :class:`LowBitPrecision` that do not change the results: ``scaler``,
-                ``seed``, ``exact``, ``backend``, ``save``, ``fresh_histories``, ``quantize_before_gather``,
-                ``casts_of_checkpoint``.
+                ``seed``, ``exact``, ``backend``, ``grouped``, ``save``, ``fresh_histories``,
+                ``quantize_before_gather``, ``casts_of_checkpoint``.
 
         Raises:
             ValueError: the checkpoint has no record of its training or is damaged, or ``changes`` has another argument.

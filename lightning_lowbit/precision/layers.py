@@ -62,10 +62,11 @@ class RunLayers:
         smooth_swiglu: str | None = None,
         shared_amax: Iterable[str] = (),
         quantize_before_gather: bool = False,
+        grouped: str = "auto",
     ) -> None:
         self.seed, self.exact, self.backend, self.save = seed, exact, backend, save
         self.smooth_swiglu, self.shared_amax = smooth_swiglu, shared_amax
-        self.quantize_before_gather = quantize_before_gather
+        self.quantize_before_gather, self.grouped = quantize_before_gather, grouped
         self.device = torch.device("cpu")
         self.blend, self.is_blending = torch.ones(()), False
         self.histories: AmaxHistories | None = None
@@ -131,14 +132,13 @@ class RunLayers:
         ``dtype`` is that of everything that is not quantized. A ``ValueError`` leaves the model as it is.
         """
         check_backend(planned, self.backend, self.exact, self.device)
-        check_save(planned, self.save)
         autocast_dtype = None if dtype == torch.float32 else dtype
         self._dtypes = {dtype, *(parameter.dtype for parameter in model.parameters())}
         if self.quantize_before_gather:
             from lightning_lowbit.nn.sharded.gather import WeightGathers, check_gathers  # imports parts of FSDP2
 
             check_gathers(model, planned, autocast_dtype)
-        convert_layers(model, planned, self.exact, self.backend, self.save)
+        convert_layers(model, planned, self.exact, self.backend, self.save, self.grouped)
         self._keys = LayerKeys(model, self.seed)
         self.planned = {clean_name(name): casts for name, casts in planned.items()}
         self._change_casts(self.planned | {n: c for n, c in self.changed.items() if n in self.planned}, model)

@@ -159,6 +159,7 @@ class RunState:
             None if self.scaler is None else type(self.scaler).__name__,
             {names[name]: layers.planned[name] for name in started},
             (*sorted(self.outputs.left),),
+            layers.grouped,
         )
 
     def save(self, checkpoint: dict[str, Any]) -> None:

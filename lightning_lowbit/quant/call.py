@@ -1,6 +1,7 @@
 """The recipe for one operand of a GEMM, as one value that plain code and kernels take."""
 
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,13 @@ class CastCall(NamedTuple):
         if x.dim() == 3:
             return torch.Size([len(x), *call.shape(x[0])])
         return call.shape(x) if self.dim == 1 else x.shape
+
+    def product_rows(self, x: Tensor, ends: tuple[int, ...] | None) -> list[int]:
+        """Returns the rows of the operand of each product of a stack: matrices, or rows of ``x`` that end at ``ends``.
+        A rotation along rows pads them to whole groups."""
+        rows = [x.shape[1]] * len(x) if ends is None else [end - start for start, end in pairwise((0, *ends))]
+        group = 1 if self.rotation is None or self.dim == 1 else self.rotation.shape[-1]
+        return [-(-count // group) * group for count in rows]
 
     def offset(self, x: Tensor) -> Tensor | None:
         """:meth:`Shard.offset` of the operand of ``x``; None for a whole matrix, or without random bits."""

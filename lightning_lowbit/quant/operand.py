@@ -9,6 +9,8 @@ The derivative of rounding is zero almost everywhere. The gradient of an operand
               of a smooth step, steep in the middle, flat at the levels (arXiv 2501.17116, section 3.1; k = 5)
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -42,6 +44,45 @@ class Operand(NamedTuple):
     def t(self) -> "Operand":
         factor = self.factor
         return Operand(self.values.t(), factor if factor is None or factor.dim() == 0 else factor.t())
+
+
+class StackOperand(NamedTuple):
+    """The operands of all products of a stack, such as those of experts.
+
+    Attributes:
+        values: matrices ``[products, rows, columns]``; with ``ends`` the rows of all of them, ``[rows, columns]``.
+        factor: as of an :class:`Operand` for each product, float32 ``[products]``, ``[products, rows, 1]`` or
+            ``[products, 1, columns]``; with ``ends`` one number for each row ``[rows, 1]``. None for 1.
+        ends: where the rows of each product end; None for matrices.
+    """
+
+    values: Tensor
+    factor: Tensor | None = None
+    ends: tuple[int, ...] | None = None
+
+    def t(self) -> "StackOperand":
+        """Returns the operands of the transposed matrices."""
+        factor = self.factor
+        return StackOperand(self.values.mT, factor if factor is None or factor.dim() == 1 else factor.mT, self.ends)
+
+    def decoded(self, dtype: torch.dtype) -> Operand:
+        """Returns the values and the factor as they are: their dtype is that of the pass."""
+        return Operand(self.values, self.factor)
+
+    def products(self) -> list[Operand]:
+        """Returns the operand of each product."""
+        values, factor = self.values, self.factor
+        if self.ends is None:
+            matrices = values.unbind()
+        else:
+            sizes = [end - start for start, end in pairwise((0, *self.ends))]
+            matrices = torch.split(values, sizes)
+        factors: Sequence[Tensor | None] = [None] * len(matrices)
+        if factor is not None and self.ends is not None and factor.dim() == 2:
+            factors = torch.split(factor, sizes)
+        elif factor is not None:
+            factors = factor.unbind()
+        return [Operand(*pair) for pair in zip(matrices, factors, strict=True)]
 
 
 def quantize_operand(

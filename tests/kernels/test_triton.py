@@ -19,6 +19,7 @@ from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.shard import Shard
 from tests.kernels import interpreted
 from tests.kernels.interpreted import Case
+from tests.kernels.stacks import operands
 from tests.kernels.test_layers import DELAYED
 from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
 
@@ -200,6 +201,10 @@ def test_two_operands_from_one_read(run):
         for shape in ((19, 70), (64, 128), (1, 5), (0, 7))
     ]
     assert run(interpreted.differences_of_both, cases) == []
+
+
+def test_operands_of_all_products_of_a_stack(run):
+    assert run(operands.differences, ("mxfp8",)) == ([], 4)
 
 
 def test_the_largest_magnitude(run):

@@ -9,7 +9,7 @@ import torch
 
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.kernels.gpu import casts as gpu
-from lightning_lowbit.kernels.gpu import launches
+from lightning_lowbit.kernels.gpu import launches, stacks
 from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.operand import empty_operand
@@ -74,10 +74,36 @@ def other_launches():
                 key, place = meta(dtype=torch.int64), Shard("group", 0, 0, len(x), 2 * len(x))
                 call = CastCall(cast, dim, key, None, torch.float32, place)
                 yield cast, launches.cast_launch(x, call, meta(), None, *gpu._filled(empty_operand(x, call)))
+    yield from stack_launches()
     for element, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2), ("int8", torch.int8)):
         cast, x = Cast(element, Scale("fp32", "row")), meta(512, 256)
         call = CastCall(cast, 1, dtype=dtype)
         yield cast, launches.cast_launch(x, call, None, None, *gpu._filled(empty_operand(x, call)))
+
+
+def stack_launches():
+    """Operands of all products of a stack, and their amaxes: grouped rows, and matrices of weights."""
+    ends = tuple(range(16, 528, 16))
+    for cast, dim, size in (
+        (NVFP4, 0, 0),
+        (STOCHASTIC, 1, 0),
+        (STOCHASTIC, 0, 16),
+        (NVFP4_TILES, 1, 0),
+        (Cast("e4m3", Scale("e8m0", 32)), 0, 0),
+        (Cast("e4m3", Scale("fp32", "row")), 1, 0),
+        (Cast("e4m3", Scale("fp32", "row")), 0, 0),
+        (Cast("e4m3", Scale("fp32", "tensor")), 1, 0),
+    ):
+        for x, places in (
+            (meta(512, 256, dtype=torch.bfloat16), ends),
+            (meta(32, 64, 256, dtype=torch.bfloat16), None),
+        ):
+            call = CastCall(cast, dim, meta(32, dtype=torch.int64), rotation=meta(32, size) if size else None)
+            values = meta(*x.shape, dtype=torch.bfloat16)
+            factor = meta(sum(x.shape) * 256)
+            yield cast, stacks.cast_launch(x, call, places, meta(32) if cast.scale.needs_amax else None, values, factor)
+            if cast.scale.needs_amax:
+                yield cast, stacks.amax_launch(x, call, places, meta(32))
 
 
 @pytest.mark.parametrize("arch", kernels.ARCHITECTURES)

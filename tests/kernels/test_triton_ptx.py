@@ -19,6 +19,7 @@ from tests.kernels import interpreted, steps
 from tests.kernels.emulator.instructions import e2m1_of
 from tests.kernels.emulator.ptx import Kernel, Memory
 from tests.kernels.interpreted import Case
+from tests.kernels.stacks import operands
 from tests.optim.parameters import make_parameters, set_gradients
 from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
 
@@ -105,6 +106,13 @@ def test_other_architectures(monkeypatch, arch):
     for cast in (NVFP4.replace(rounding="stochastic"), Cast("e4m3", Scale("fp32", "row"))):
         for dim in (0, 1):
             assert interpreted.differences([Case(cast, dim, sample(48, 272))]) == []
+
+
+def test_operands_of_stacks():
+    texts, count = operands.differences(("nvfp4", "nvfp4-nvidia", "mxfp8", "fp8-row"))
+    assert texts == [] and count > 15
+    stochastic = NVFP4.replace(rounding="stochastic")
+    assert operands.differences_of_many((stochastic, Cast("e4m3", Scale("fp32", "row")))) == ([], 4)
 
 
 def test_odd_shapes_strides_and_dtypes():

@@ -110,7 +110,7 @@ def pack_blocks(
 ):
     """Packs blocks of ``SIDES``, powers of two, of which a program has ``BLOCKS``."""
     ELEMENTS: tl.constexpr = CAST.elements
-    down, right, row, column = block_places(columns, SIDES, SIDES, BLOCKS)
+    down, right, row, column = block_places(tl.program_id(0), columns, SIDES, SIDES, BLOCKS)
     mask = (row < rows) & (column < columns)
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
 

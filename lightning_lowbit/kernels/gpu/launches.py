@@ -82,7 +82,7 @@ def cast_launch(
     """
     cast, dim, rotation = call.cast, call.dim, call.rotation
     group = 0 if rotation is None else len(rotation)
-    form, size = _cast_form(cast.spec, dim, x.dtype, values.dtype, is_transposed(x), group, call.in_fours(x))
+    form, size = form_of_cast(cast.spec, dim, x.dtype, values.dtype, is_transposed(x), group, call.in_fours(x))
     amaxes = x.shape[1 - dim % 2] if cast.scale.two_level == "row" else 1
     arguments = {
         "x": x,
@@ -99,7 +99,7 @@ def cast_launch(
 
 
 @cache
-def _cast_form(
+def form_of_cast(
     spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, transposed: bool, group: int, fours: bool
 ) -> tuple[Form, tuple[int, int]]:
     """Returns the form of a cast from the dtype ``source`` to ``dtype``, rotated in groups unless their size is 0, and
@@ -122,7 +122,7 @@ def _cast_form(
         rows, columns, warps = (corrected, 1024 // corrected, 1) if tile[1] == 1 else (2048 // corrected, corrected, 2)
     if group:
         rows, columns = _whole_groups(rows, columns, group, dim)
-        constants["ROTATION"] = _rotation(group, dim)
+        constants["ROTATION"] = constants_of_rotation(group, dim)
     blocks = rows // padded[0], columns // padded[1]
     through = source if is_rounded(source, cast) else dtype
     constants |= {"THROUGH": through, "SIDES": tile, "PADDED": padded, "BLOCKS": blocks}
@@ -263,26 +263,26 @@ def packed_codes(shape: torch.Size, cast: Cast) -> int:
 def amax_launch(x: Tensor, amax: Tensor, rotation: Tensor, dim: int) -> Launch:
     """Raises ``amax`` (float32, 0-d, 0 before) to max|x| of the rotated matrix."""
     arguments = {"x": x, "amax": amax.view(torch.int32), "sums": None, **_layout(x, rotation, dim)}
-    rows, columns, warps = _rotated_tile(x, len(rotation), dim)
+    rows, columns, warps = rotated_tile(is_transposed(x), len(rotation), dim)
     programs = -(-arguments["rows"] // rows) * -(-arguments["columns"] // columns)
-    constants = {"TILE": (rows, columns), "ROTATION": _rotation(len(rotation), dim)}
+    constants = {"TILE": (rows, columns), "ROTATION": constants_of_rotation(len(rotation), dim)}
     return launch("measure", min(programs, 4096), arguments, constants, warps)
 
 
 def rotation_launch(x: Tensor, rotation: Tensor, dim: int, values: Tensor) -> Launch:
-    rows, columns, warps = _rotated_tile(x, len(rotation), dim)
+    rows, columns, warps = rotated_tile(is_transposed(x), len(rotation), dim)
     arguments = {"x": x, "values": values, **_layout(x, rotation, dim)}
-    constants = {"TILE": (rows, columns), "ROTATION": _rotation(len(rotation), dim)}
+    constants = {"TILE": (rows, columns), "ROTATION": constants_of_rotation(len(rotation), dim)}
     return launch("rotate", _programs(values, (rows, columns)), arguments, constants, warps)
 
 
-def _rotation(size: int, dim: int) -> tuple[int, int, float, float]:
+def constants_of_rotation(size: int, dim: int) -> tuple[int, int, float, float]:
     return (dim, size, *rotation_factors(size))
 
 
-def _rotated_tile(x: Tensor, size: int, dim: int) -> tuple[int, int, int]:
+def rotated_tile(transposed: bool, size: int, dim: int) -> tuple[int, int, int]:
     """Returns rows, columns and warps of a program that rotates groups of a size and does nothing else."""
-    if dim == int(not is_transposed(x)):  # along memory
+    if dim == int(not transposed):  # along memory
         rows, columns = _whole_groups(*((256, 8) if dim == 0 else (8, 256)), size, dim)
         return rows, columns, 2
     return (size, 2048 // size, 1) if dim == 0 else (2048 // size, size, 1)

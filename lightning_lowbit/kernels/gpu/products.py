@@ -1,10 +1,11 @@
-"""Kernels around the casts: amaxes of delayed scaling before them, factors and bias of a GEMM's result after them."""
+"""Kernels around the casts: amaxes and means before them, pairs of casts, factors and bias of a GEMM's result after."""
 
 import triton
 import triton.language as tl
 
-from lightning_lowbit.kernels.gpu.device import stored, widen
-from lightning_lowbit.kernels.gpu.tiles import load_elements, tile_places
+from lightning_lowbit.kernels.gpu.device import magnitude_bits, stored, widen
+from lightning_lowbit.kernels.gpu.scales import block_scales, round_elements, tensor_scales
+from lightning_lowbit.kernels.gpu.tiles import load_elements, load_rotated, product_of, random_at, tile_places
 
 
 @triton.jit
@@ -63,3 +64,125 @@ def _spread(tensor, row, column, rows, columns, AXES: tl.constexpr):
     else:
         at = row.to(tl.int64) * columns + column
         return widen(tl.load(tensor + at, mask=(row < rows) & (column < columns), other=0.0))
+
+
+@triton.jit
+def measure_stack(
+    x,
+    amax,
+    ends,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    product_stride,
+    signs,
+    TILE: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    ROTATION: tl.constexpr = None,
+    SIGNS: tl.constexpr = 0,
+    INTERPRETED: tl.constexpr = False,
+):
+    """Raises the bits of an amax for each product of a stack, with the arguments of :func:`cast_stack`."""
+    number, start, _, source_rows, height, width, program = product_of(ends, rows, columns, TILE, ROTATION, PRODUCTS)
+    x += number.to(tl.int64) * product_stride if ends is None else start.to(tl.int64) * row_stride
+    row, column, _ = tile_places(program, height, width, TILE)
+    mask = (row < source_rows) & (column < columns)
+    if signs is None:
+        elements = load_elements(x, row, column, row_stride, column_stride, mask)
+    else:
+        signs += number * SIGNS
+        elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION, INTERPRETED)
+    tl.atomic_max(amax + number, tl.max(magnitude_bits(elements)))
+
+
+@triton.jit
+def measure(
+    x,
+    amax,
+    sums,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    TILE: tl.constexpr,
+    signs=None,
+    source_rows=None,
+    source_columns=None,
+    ROTATION: tl.constexpr = None,
+    INTERPRETED: tl.constexpr = False,
+):
+    """Writes the amax of the rotated matrix (its bits, by an atomic maximum); or without ``signs`` the partial sums of
+    magnitudes, one per program."""
+    across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
+    peaks = tl.zeros(TILE, tl.int32)
+    total = tl.zeros(TILE, tl.float64)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, TILE[0]) * across, tl.num_programs(0)):
+        row, column, mask = tile_places(tile, rows, columns, TILE)
+        if signs is None:
+            total += tl.abs(load_elements(x, row, column, row_stride, column_stride, mask)).to(tl.float64)
+        else:
+            mask = (row < source_rows) & (column < source_columns)
+            elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION, INTERPRETED)
+            peaks = tl.maximum(peaks, magnitude_bits(elements))
+    if signs is None:
+        tl.store(sums + tl.program_id(0), tl.sum(total))
+    else:
+        tl.atomic_max(amax, tl.max(peaks))
+
+
+@triton.jit
+def cast_both(
+    x,
+    values_row,
+    values_column,
+    factor_row,
+    factor_column,
+    amax_row,
+    amax_column,
+    key_row,
+    key_column,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    CAST_ROW: tl.constexpr,
+    CAST_COLUMN: tl.constexpr,
+    DTYPE_ROW: tl.constexpr,
+    DTYPE_COLUMN: tl.constexpr,
+    THROUGH_ROW: tl.constexpr,
+    THROUGH_COLUMN: tl.constexpr,
+    SIDES: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Casts in blocks of 1 x ``SIDES[0]`` and of ``SIDES[1]`` x 1, from one read."""
+    row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
+    elements = load_elements(x, row, column, row_stride, column_stride, mask)
+    target = row.to(tl.int64) * columns + column
+
+    along: tl.constexpr = (TILE[0], 1, TILE[1] // SIDES[0], SIDES[0])
+    stride = tl.cdiv(columns, SIDES[0]) * SIDES[0]
+    result = _cast_tile(elements, mask, row, column, stride, factor_row, amax_row, key_row, CAST_ROW, along)
+    result = stored(result, THROUGH_ROW, DTYPE_ROW, INTERPRETED)
+    tl.store(values_row + target, result, mask=mask)
+
+    down: tl.constexpr = (TILE[0] // SIDES[1], SIDES[1], TILE[1], 1)
+    result = _cast_tile(elements, mask, row, column, columns, factor_column, amax_column, key_column, CAST_COLUMN, down)
+    result = stored(result, THROUGH_COLUMN, DTYPE_COLUMN, INTERPRETED)
+    tl.store(values_column + target, result, mask=mask)
+
+
+@triton.jit
+def _cast_tile(elements, mask, row, column, stride, factor, amax, key, CAST: tl.constexpr, SHAPE: tl.constexpr):
+    """Casts a tile ``[rows, columns]`` in blocks along axes 1 and 3 of ``SHAPE``."""
+    encode, decode = tensor_scales(amax, CAST)
+    if tl.program_id(0) == 0:
+        tl.store(factor, decode)
+    blocks = tl.reshape(elements, SHAPE)
+    scales, by, zeros = block_scales(blocks, tl.reshape(mask, SHAPE), encode, decode, 0, key, CAST)
+    random = random_at(row, column, key, None, stride, CAST)
+    if CAST.stochastic:
+        random = tl.reshape(random, SHAPE)
+    result = round_elements(blocks, scales, by, zeros, random, CAST)
+    return tl.reshape(result, elements.shape)

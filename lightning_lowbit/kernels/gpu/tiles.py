@@ -29,11 +29,49 @@ def tile_places(tile, rows, columns, TILE: tl.constexpr):
 
 
 @triton.jit
-def block_places(columns, SIDES: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr):
-    """Computes the program's place among all, and rows and columns of its ``BLOCKS`` of ``SIDES``, in ``PADDED``."""
+def product_of(ends, rows, columns, SIZE: tl.constexpr, ROTATION: tl.constexpr, PRODUCTS: tl.constexpr):
+    """Finds the product of a stack on which the program works, which has ``SIZE`` rows and columns of it.
+
+    A rotation makes whole groups of its rows or columns. ``ends``, int32 ``[PRODUCTS]``, are where rows of products
+    end; None for matrices of ``rows``.
+
+    Returns:
+        its number, its first row in memory and that of its result, its rows there and in the result, the columns of the
+        result, and the program's place among those of the product.
+    """
+    GROUP: tl.constexpr = ROTATION[1] if ROTATION is not None and ROTATION[0] == 0 else 1
+    WIDE: tl.constexpr = ROTATION[1] if ROTATION is not None and ROTATION[0] == 1 else 1
+    width = tl.cdiv(columns, WIDE) * WIDE
+    across = tl.maximum(tl.cdiv(width, SIZE[1]), 1)
+    program = tl.program_id(0)
+    if ends is None:
+        result_rows = tl.cdiv(rows, GROUP) * GROUP
+        programs = tl.cdiv(result_rows, SIZE[0]) * across
+        number = program // programs
+        return number, number * rows, number * result_rows, rows, result_rows, width, program % programs
+    else:
+        place = tl.arange(0, PRODUCTS)
+        end = tl.load(ends + place)
+        begin = tl.load(ends + (place - 1), mask=place > 0, other=0)
+        sizes = tl.cdiv(end - begin, GROUP) * GROUP
+        counts = tl.cdiv(sizes, SIZE[0]) * across
+        last = tl.cumsum(counts, 0)
+        number = tl.sum((last <= program).to(tl.int32), 0)
+        is_own = place == number
+        start = tl.sum(tl.where(is_own, begin, 0), 0)
+        source_rows = tl.sum(tl.where(is_own, end - begin, 0), 0)
+        result_rows = tl.sum(tl.where(is_own, sizes, 0), 0)
+        result_start = tl.sum(tl.where(is_own, tl.cumsum(sizes, 0) - sizes, 0), 0)
+        before = tl.sum(tl.where(is_own, last - counts, 0), 0)
+        return number, start, result_start, source_rows, result_rows, width, program - before
+
+
+@triton.jit
+def block_places(program, columns, SIDES: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr):
+    """Computes a program's place among all, and rows and columns of its ``BLOCKS`` of ``SIDES``, in ``PADDED``."""
     across = tl.maximum(tl.cdiv(columns, SIDES[1] * BLOCKS[1]), 1)
-    down = tl.program_id(0) // across
-    right = tl.program_id(0) % across
+    down = program // across
+    right = program % across
     row, column = places_of(down, right, SIDES, PADDED, BLOCKS)
     return down, right, row, column
 

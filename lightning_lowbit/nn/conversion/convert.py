@@ -14,6 +14,7 @@ from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS_OF
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.defaults import default_reasons, drop_named, mark_outputs, output_layers
+from lightning_lowbit.nn.conversion.grouping import check_grouped, check_stacks
 from lightning_lowbit.nn.conversion.patterns import Names
 from lightning_lowbit.nn.conversion.patterns import select as select
 from lightning_lowbit.nn.conversion.reasons import LAZY, class_reason
@@ -40,6 +41,7 @@ def convert(
     smooth_swiglu: str | None = None,
     save: str = "inputs",
     attention: CastsLike | None = None,
+    grouped: str = "auto",
 ) -> _Model:
     """Quantizes the matrix products of a model's layers in place, and returns the model.
 
@@ -65,19 +67,21 @@ def convert(
         attention: casts of attention's two products, Q · Kᵀ and P · V, named ``qk`` and ``pv`` in each module that
             calls ``F.scaled_dot_product_attention``; None leaves them in high precision. ``skip``, ``only`` and
             ``overrides`` hold for them, too. See :mod:`lightning_lowbit.nn.attention`.
+        grouped: ``"native"`` multiplies all experts of a stack by one bf16 GEMM of torch's, which rounds once more
+            where there are scales of tensors or rows, or a bias (:mod:`lightning_lowbit.nn.native.grouped`); ``"auto"``
+            one expert after the other, or on CPUs as ``backend`` has it.
 
     Raises:
         ValueError: a pattern matches no layer, or no layer is left to convert; an unknown backend, or a native one that
             the casts do not have; no SwiGLU to smooth; codes that the casts do not have; no attention, or casts that it
-            cannot have. The model is then unchanged.
+            cannot have; no stack for grouped GEMMs, or one that they do not serve. The model is then unchanged.
 
     Examples:
         >>> convert(model, "nvfp4", skip=["lm_head"], overrides={"layers.0": "fp8-current"})
     """
     planned = plan(model, casts, skip, only, overrides, smooth_swiglu, attention)
-    check_backend(planned, backend, exact)
-    check_save(planned, save)
-    return convert_layers(model, planned, exact, backend, save)
+    check_backend(planned, backend, exact, grouped=grouped)
+    return convert_layers(model, planned, exact, backend, save, grouped)
 
 
 def convert_layers(
@@ -86,8 +90,11 @@ def convert_layers(
     exact: bool = False,
     backend: str = "auto",
     save: str = "inputs",
+    grouped: str = "auto",
 ) -> _Model:
     """Converts the layers of ``planned`` (casts by name in the model) in place; the others go to high precision."""
+    check_stacks(model, planned, grouped)
+    check_save(planned, save)
     readers, before = Readers() if save == "codes" else None, quantized_layers(model)
     for name, former in before.items():
         former.check_casts(planned.get(name, LinearCasts()))  # raises before anything has changed
@@ -100,6 +107,7 @@ def convert_layers(
         layer = convert_attention(model, name) if is_attention(name) else convert_layer(model, name)
         layer.set_casts(layer_casts)
         state = layer.lowbit
+        state.grouped = grouped
         state.exact, state.backend, state.save, state.readers, state.keeps_input = exact, backend, save, readers, False
     _prepare(model)
     return model
@@ -280,10 +288,16 @@ def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str
 
 
 def check_backend(
-    planned: Mapping[str, LinearCasts], backend: str, exact: bool = False, device: torch.device | None = None
+    planned: Mapping[str, LinearCasts],
+    backend: str,
+    exact: bool = False,
+    device: torch.device | None = None,
+    grouped: str = "auto",
 ) -> None:
-    """Raises a ``ValueError`` for an unknown backend, or one that the casts of a layer or the device do not support."""
+    """Raises a ``ValueError`` for an unknown backend, or one that the casts of a layer, the device or other settings do
+    not support."""
     choose("backend", backend, BACKENDS)
+    check_grouped(grouped, exact, backend)
     if backend != "native":
         return
     if exact:

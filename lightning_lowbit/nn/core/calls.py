@@ -100,12 +100,12 @@ def keys_of_product(keys: Tensor, number: int) -> Tensor:
 
 def keys_of_products(keys: Tensor, first: int, count: int) -> Tensor:
     """Returns :func:`keys_of_product` of so many products from a first one on, int64 ``[6, count]``."""
-    return keys[:, None] ^ _hashes_of_products(first, count).to(keys.device)
+    return keys[:, None] ^ _hashes_of_products(first, count, keys.device)
 
 
-@cache
-def _hashes_of_products(first: int, count: int) -> Tensor:
-    return torch.tensor([_hash_of_product(first + i) for i in range(count)], dtype=torch.int64, device="cpu")
+@cache  # a copy to a GPU waits for it
+def _hashes_of_products(first: int, count: int, device: torch.device) -> Tensor:
+    return torch.tensor([_hash_of_product(first + i) for i in range(count)], dtype=torch.int64, device=device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -9,7 +9,6 @@ from lightning_lowbit.nn.core.derivatives import first_derivative, mark
 from lightning_lowbit.nn.core.gemm import matmul, no_autocast
 from lightning_lowbit.nn.core.how import How
 from lightning_lowbit.nn.core.operands import Pass
-from lightning_lowbit.nn.core.watch import add_gradients_
 
 _NOTHING = (None, None)
 
@@ -81,8 +80,8 @@ class QuantizedGemms(torch.autograd.Function):
                 qg, qx, offset = how.wgrad.operands(source_g_again, source_x, pass_)
                 dw = matmul(qg.t(), qx, offset, how.dtype)
                 if pass_.gradient_sums is not None:
-                    add_gradients_(pass_.gradient_sums, dw, torch.mm(g.to(how.dtype).t(), how.x.matrix(x[3])))
+                    pass_.add_gradients_(dw, g.to(how.dtype), how.x.matrix(x[3]))
                 dw = how.w.gradient(dw, w, pass_).to(w_dtype)
             if needs_bias:
-                db = pass_.sum_of_rows(g).to(bias_dtype)  # of the unquantized gradient
+                db = how.g.sum_of_rows(g, pass_).to(bias_dtype)  # of the unquantized gradient
         return dx, dw, db, None, None

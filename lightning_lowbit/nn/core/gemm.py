@@ -21,7 +21,9 @@ from lightning_lowbit.compilation import opaque, within_cast
 from lightning_lowbit.kernels.gemms import CodeOperand, multiply
 from lightning_lowbit.nn.native.devices import native_obstacle as native_obstacle
 from lightning_lowbit.nn.native.gemms import block_product, finish, fp8_product, int8_product, results
+from lightning_lowbit.nn.native.grouped import grouped_product
 from lightning_lowbit.nn.native.operand import AnyOperand, BlockOperand, values_of
+from lightning_lowbit.quant.operand import StackOperand
 from lightning_lowbit.units import lacks_units
 
 _TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -67,7 +69,7 @@ def matmul(
     scales, else in ``dtype``, or in float32 on CPUs without instructions for it.
 
     Args:
-        a: ``[m, k]``, its factor 0-d or ``[m, 1]``; or codes and scales, or what a CPU makes them of, perhaps a stack.
+        a: ``[m, k]``, its factor 0-d or ``[m, 1]``; or codes and scales, or what a CPU makes them of; perhaps a stack.
         b: ``[k, n]``, its factor 0-d or ``[1, n]``; or codes and scales ``[n, k]`` where those of ``a`` are.
         bias: in ``dtype`` or float32, any shape that broadcasts to ``[m, n]``; or None.
         fast_accumulation: for native FP8 GEMMs: keeps sums in the tensor cores, faster and less exact.
@@ -77,6 +79,8 @@ def matmul(
     if isinstance(a, BlockOperand) and isinstance(b, BlockOperand):
         operands = (a.values, a.scales, a.factor, b.values, b.scales, b.factor)
         return _block_matmul(*operands, bias, dtype, a.kind, a.size[0], b.size[0], a.size[1])
+    if isinstance(a, StackOperand) and isinstance(b, StackOperand):
+        return grouped_product(a, b, bias, dtype)
     a, b = values_of(a), values_of(b)
     left, right = a.values, b.values
     if left.dtype in _ONE_BYTE or right.dtype in _ONE_BYTE:

@@ -30,6 +30,7 @@ class How:
         saves_codes: saves x as codes and scales, where the casts have such an operand.
         native: the GEMMs that the device computes natively, with their kinds.
         recasts: saves the parameter itself for the backward pass, and quantizes it again there.
+        is_grouped: takes stacks of products, each of whose GEMMs is a grouped one.
     """
 
     def __init__(
@@ -46,10 +47,13 @@ class How:
         saves_codes: bool = False,
         native: Mapping[str, str] = MappingProxyType({}),
         recasts: bool = False,
+        is_grouped: bool = False,
     ) -> None:
         self.casts, self.dtype, self.layer, self.window, self.frozen = casts, dtype, layer, window, frozen
         traits = casts.traits
-        operands = {name: OperandHow(name, casts, dtype, device, exact, native, shards) for name in OPERANDS}
+        operands = {
+            name: OperandHow(name, casts, dtype, device, exact, native, shards, is_grouped) for name in OPERANDS
+        }
         for operand in operands.values():
             operand.scaling = operands[operand.scaled_as]
         self.operands = operands
@@ -73,4 +77,7 @@ class How:
             self.w = Recast(*w)
         self.g = Gradient(self.dgrad.left, self.wgrad.left, traits.casts_g_twice)
         #: Whether one pass computes a stack of products, each of whose GEMMs is one call.
-        self.takes_stacks = type(self.x) is Matrix and all(operand.takes_stacks for operand in operands.values())
+        self.takes_stacks = all(operand.takes_stacks for operand in operands.values()) and (
+            type(self.x) is Matrix or (is_grouped and type(self.x) is Codes)
+        )
+        self.is_grouped = is_grouped

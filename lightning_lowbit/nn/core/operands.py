@@ -5,6 +5,7 @@ A :class:`Pass` holds the rest, and an :class:`OperandInput` is the tensor that 
 """
 
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,15 +15,18 @@ from torch import Tensor
 from lightning_lowbit.kernels import amax_of, quantize_operand, rotate
 from lightning_lowbit.kernels.gemms import split_rows
 from lightning_lowbit.kernels.operands import measures_again, signs_of
+from lightning_lowbit.kernels.stacks import quantize_stack
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.core.calls import keys_of_product, keys_of_products
 from lightning_lowbit.nn.core.gemm import mean_times
 from lightning_lowbit.nn.core.parallel import WHOLE, Shards
-from lightning_lowbit.nn.core.watch import Watched, stage_and_choose
+from lightning_lowbit.nn.core.watch import Watched, add_gradients_, stage_and_choose
 from lightning_lowbit.nn.native.operand import AnyOperand, native_operand
 from lightning_lowbit.nn.native.table import BLOCK_SCALED
 from lightning_lowbit.quant import Cast, Operand, blend, split_mean, through_rounding
+from lightning_lowbit.quant.call import CastCall
+from lightning_lowbit.quant.operand import StackOperand
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
 from lightning_lowbit.units import has_units
@@ -102,6 +106,15 @@ class Pass(NamedTuple):
         """Returns the sum of the rows of ``g``, of a stack ``[products, columns]``."""
         return g.sum(0) if self.ends is None else torch.stack([rows.sum(0) for rows in split_rows(g, self.ends)])
 
+    def add_gradients_(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
+        """Adds statistics of a weight's gradient, or of those of a stack, to ``gradient_sums``."""
+        assert self.gradient_sums is not None
+        if self.ends is None:
+            add_gradients_(self.gradient_sums, dw, torch.mm(g.t(), x))
+            return
+        for product, rows, inputs in zip(dw, split_rows(g, self.ends), split_rows(x, self.ends), strict=True):
+            add_gradients_(self.gradient_sums, product, torch.mm(rows.t(), inputs))
+
     def for_backward(self) -> "Pass":
         """Returns the pass with copies of all that is refilled in place, perhaps before this one's backward pass."""
         if self.amaxes is None and self.blend is None:
@@ -146,6 +159,8 @@ class OperandHow:
         cast: its cast; None in high precision, and for ``"fprop"``.
         source_cast: the same with ``"fprop"`` resolved; ``scaling`` is the operand with this cast.
         kind: of a native GEMM that takes codes with the scales of blocks; None for other GEMMs.
+        is_grouped: whether it is one of a grouped GEMM, of all products of a stack.
+        is_usual: whether it is neither of these.
         compute_dtype: of the computation.
         dtype: of the values; None for the default of :func:`quantize_operand`.
         exact: whether float32 GEMMs are computed over exact operands.
@@ -174,6 +189,7 @@ class OperandHow:
         exact: bool = False,
         native: Mapping[str, str] = MappingProxyType({}),
         shards: Shards = WHOLE,
+        is_grouped: bool = False,
     ) -> None:
         traits, gemm, cast = casts.traits, GEMM[name], getattr(casts, name)
         self.name, self.index, self.dim = name, INDEX[name], CONTRACTION[name]
@@ -182,13 +198,16 @@ class OperandHow:
         self.scaled_as = f"fprop_{name[-1]}" if cast == "fprop" else name
         self.scaling = self
         self.kind = native.get(gemm) if native.get(gemm) in BLOCK_SCALED else None
+        self.is_grouped, self.is_usual = is_grouped, self.kind is None and not is_grouped
         self.compute_dtype, self.exact = dtype, exact
         self.dtype: torch.dtype | None = None
         if exact:
             self.dtype = torch.float32
         elif gemm in native and self.source_cast is not None:
             self.dtype = self.source_cast.grid.gemm_dtype
-        if self.dtype is None and name in traits.transient and device.type == "cpu" and not has_units(dtype, device):
+        if is_grouped:
+            pass  # its values are bfloat16
+        elif self.dtype is None and name in traits.transient and device.type == "cpu" and not has_units(dtype, device):
             self.dtype = torch.float32  # in which the GEMM computes: nothing is to convert
         self.transform = casts.hadamard.get(gemm)
         self.signs_index = INDEX[OPERANDS_OF[gemm][1]]  # the weight's where there is one, on which ranks agree
@@ -207,16 +226,16 @@ class OperandHow:
         self.saves_operand = (name in traits.from_fprop or self.is_reused) and not takes_tensor
         self.surrogate = casts.surrogate.get(name)
         is_plain = not self.is_delayed and not self.requantizes and self.surrogate is None
-        self.takes_stacks = self.kind == "cpu" and is_plain and gemm not in casts.subtract_mean
+        self.takes_stacks = (is_grouped or self.kind == "cpu") and is_plain and gemm not in casts.subtract_mean
 
     def operand(self, source: OperandInput, pass_: Pass, shard: Shard | None = None) -> AnyOperand:
         """Quantizes one operand. Returns the input unchanged if it has no cast or is quantized already, and codes plus
         scales if its GEMM is native and block-scaled. ``shard`` stands for the operand's own."""
         cast, watch = self.cast, pass_.watch
-        if source.is_operand or cast is None or self.kind is not None:
-            if watch is None and source.rotation is None and self.kind is None:
+        if source.is_operand or cast is None or not self.is_usual:
+            if watch is None and source.rotation is None and self.is_usual:
                 return Operand(source.values, source.factor)
-            return self._other_operand(source, pass_)
+            return self._stack_operand(source, pass_) if self.is_grouped else self._other_operand(source, pass_)
         if source.rotation is not None and (watch is not None or pass_.blend is not None):
             source = self.rotated(source)
         amax = self.scaling_amax(source, pass_) if self.needs_amax else None
@@ -248,6 +267,37 @@ class OperandHow:
             if sums is not None and self.cast is not None:
                 self.record(sums, source.values, operand.decoded(source.values.dtype, self.dim), amax)
         return operand if watch is None else watch.observe(self, source, operand, key, amax)
+
+    def _stack_operand(self, source: OperandInput, pass_: Pass) -> StackOperand:
+        """Makes the operands of all products of a stack for a grouped GEMM."""
+        ends, sums = pass_.ends if source.values.dim() == 2 else None, pass_.operand_sums
+        if source.is_operand or self.cast is None:
+            if source.is_operand and sums is not None and self.reused is not None:
+                sums[self.index].copy_(sums[self.reused])
+            return StackOperand(source.values, source.factor, None if ends is None else self.ends_of_operand(ends))
+        amax = self.scaling_amax(source, pass_)
+        call = CastCall(self.cast, self.dim, self.key(pass_), amax, self.dtype, None, source.rotation)
+        operand = quantize_stack(source.values, call, ends)
+        if sums is not None:
+            self._record_stack(pass_, StackOperand(source.values, None, ends), operand, call)
+        return operand
+
+    def _record_stack(self, pass_: Pass, source: StackOperand, operand: StackOperand, call: CastCall) -> None:
+        """Adds statistics of the operands of products with rows."""
+        assert pass_.ends is not None and pass_.operand_sums is not None
+        rows = pairwise((0, *pass_.ends))
+        for index, ((x, _), quantized, (start, end)) in enumerate(
+            zip(source.products(), operand.products(), rows, strict=True)
+        ):
+            if start < end:
+                rotation = call.of_product(index).rotation
+                x = x if rotation is None else rotate(x, rotation, self.dim)
+                self.record(pass_.operand_sums, x, quantized, call.amax)
+
+    def ends_of_operand(self, ends: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns where the rows of operands end: a rotation along rows pads those of each product."""
+        group = 1 if self.transform is None or self.dim == 1 else self.transform.size
+        return tuple(accumulate(-(-(end - start) // group) * group for start, end in pairwise((0, *ends))))
 
     def key(self, pass_: Pass) -> Tensor | None:
         """Returns the key of the operand's random bits, int64, 0-d or one for each product of a stack; None if it draws

@@ -6,18 +6,26 @@ the backward pass from that. :mod:`lightning_lowbit.nn.core.function` does not k
     x: Matrix, Codes, Patches        w: Parameter, Recast, Gathered, FrozenBytes        g: Gradient
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels import Packed, pack_operand, quantize_both, unpack_operand
+from lightning_lowbit.kernels import Packed, pack_operand, quantize_both, rotate, unpack_operand
 from lightning_lowbit.kernels.operands import reads_once
+from lightning_lowbit.kernels.stacks import empty_product, joined
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.operands import OperandHow, OperandInput, Pass, common_amax
 from lightning_lowbit.nn.core.window import Window, is_pixelwise
+from lightning_lowbit.nn.native.grouped import sums_of_rows
 from lightning_lowbit.nn.native.operand import AnyOperand, block_operands, unpacked_native_operand, values_of
 from lightning_lowbit.quant import Operand
+from lightning_lowbit.quant.call import CastCall, factor_shape, operand_dtype
+from lightning_lowbit.quant.operand import StackOperand
+from lightning_lowbit.quant.packed import packed_bytes
+
+_USUAL = Pass()
 
 # Of a side: values and a factor; the amax of the tensor; the tensor itself, where gradients need it; its shape.
 Saved = tuple[Any, Tensor | None, Tensor | None, Tensor | None, torch.Size]
@@ -48,7 +56,7 @@ class Matrix:
         values, factor, amax, _, _ = saved
         if self.second.requantizes:
             return OperandInput((values if factor is None else values.float() * factor).to(self.dtype))
-        if factor is not None and factor.dim() > 0:  # it would vary along the contraction axis
+        if factor is not None and factor.dim() > (pass_.ends is not None):  # it would vary along the contraction axis
             values = (values.float() * factor).to(torch.float32 if self.second.exact else self.dtype)
             factor = None
         return OperandInput(values, amax, factor, self.second.is_reused)
@@ -76,7 +84,7 @@ class Codes(Matrix):
         packed = _packed(self.coded, source, pass_)
         if self.coded is self.second:
             return source._replace(codes=packed)
-        return _unpacked(self.coded, packed, x.shape)._replace(amax=source.amax, codes=packed)
+        return _unpacked(self.coded, packed, x.shape, pass_)._replace(amax=source.amax, codes=packed)
 
     def save(self, x: Tensor, source: OperandInput, operand: AnyOperand) -> tuple[Any, Any]:
         assert source.codes is not None
@@ -85,7 +93,7 @@ class Codes(Matrix):
     def backward(self, saved: Saved, pass_: Pass) -> OperandInput:
         data, factor, amax, x, shape = saved
         assert factor is not None
-        source = _unpacked(self.coded, Packed(data, factor), shape)
+        source = _unpacked(self.coded, Packed(data, factor), shape, pass_)
         if self.coded is self.second:
             return source
         return super().backward((source.values, source.factor, amax, x, shape), pass_)
@@ -210,7 +218,7 @@ class Gradient:
 
     def __init__(self, dgrad: OperandHow, wgrad: OperandHow, is_cast_twice: bool) -> None:
         self.dgrad, self.wgrad = dgrad, wgrad
-        is_alike = dgrad.kind == wgrad.kind and dgrad.kind != "cpu"
+        is_alike = dgrad.kind == wgrad.kind and dgrad.kind != "cpu" and not dgrad.is_grouped
         self.is_cast_twice = is_cast_twice and dgrad.cut is None and is_alike
 
     def backward(self, g: Tensor, needs_x: bool, needs_w: bool, pass_: Pass) -> tuple[OperandInput, OperandInput]:
@@ -231,11 +239,17 @@ class Gradient:
         left, right = (OperandInput(values, None, factor, is_operand=True) for values, factor in pair)
         return left, right
 
+    def sum_of_rows(self, g: Tensor, pass_: Pass) -> Tensor:
+        """Returns the sum of the rows of ``g``, of a stack ``[products, columns]``."""
+        if pass_.ends is not None and self.wgrad.is_grouped and g.dtype == torch.bfloat16:
+            return sums_of_rows(g, pass_.ends)
+        return pass_.sum_of_rows(g)
+
     def reused(self, source: OperandInput, operand: AnyOperand) -> OperandInput:
         """Returns the input of wgrad's operand: ``source``, or the operand of dgrad where wgrad takes the same."""
         if not self.wgrad.is_reused:
             return source
-        values, factor = values_of(operand)
+        values, factor = decoded(operand, self.wgrad.compute_dtype)
         return OperandInput(values, None, factor, is_operand=True)
 
 
@@ -245,27 +259,61 @@ def decoded(operand: AnyOperand, dtype: torch.dtype) -> Operand:
 
 
 def _packed(how: OperandHow, source: OperandInput, pass_: Pass) -> Packed:
-    """Quantizes an operand to codes and scales."""
+    """Quantizes an operand, or those of a stack one after the other, to codes and scales."""
     assert how.cast is not None
     if how.transform is not None:
         source = how.with_rotation(source, how.signs(pass_, source.values.device))
     sums = pass_.operand_sums
-    source = source if sums is None else how.rotated(source)
-    amax = how.scaling_amax(source, pass_)
-    packed = pack_operand(source.values, how.cast, how.dim, how.key(pass_), amax, how.shard, source.rotation)
-    if sums is not None:
-        x = source.values
-        how.record(sums, x, unpack_operand(packed, how.cast, how.dim, x.shape, x.dtype), amax)
+    call = CastCall(
+        how.cast, how.dim, how.key(pass_), how.scaling_amax(source, pass_), None, how.shard, source.rotation
+    )
+    if pass_.ends is None:
+        return _packed_one(how, source.values, call, sums)
+    matrices = enumerate(StackOperand(source.values, None, pass_.ends).products())
+    packed = [_packed_one(how, x, call.of_product(index), sums) for index, (x, _) in matrices]
+    return Packed(torch.cat([data for data, _ in packed]), torch.cat([factor.reshape(-1) for _, factor in packed]))
+
+
+def _packed_one(how: OperandHow, x: Tensor, call: CastCall, sums: Tensor | None) -> Packed:
+    if sums is not None and call.rotation is not None:
+        x, call = rotate(x, call.rotation, how.dim), call._replace(rotation=None)
+    cast, dim, key, amax, _, shard, rotation, _ = call
+    packed = pack_operand(x, cast, dim, key, amax, shard, rotation)
+    if sums is not None and x.numel():
+        how.record(sums, x, unpack_operand(packed, cast, dim, x.shape, x.dtype), amax)
     return packed
 
 
-def _unpacked(how: OperandHow, packed: Packed, shape: torch.Size) -> OperandInput:
-    """Returns the operand that :func:`_packed` made of a tensor of ``shape``."""
+def _unpacked(how: OperandHow, packed: Packed, shape: torch.Size, pass_: Pass = _USUAL) -> OperandInput:
+    """Returns the operand that :func:`_packed` made of a tensor of ``shape``, or those of a stack."""
     cast = how.source_cast
     assert cast is not None
-    if how.transform is not None:  # padded to whole groups
+    if how.transform is not None and (pass_.ends is None or how.dim == 1):  # padded to whole groups
         shape = torch.Size(n + -n % how.transform.size if i == how.dim else n for i, n in enumerate(shape))
     if how.kind is not None:
         return OperandInput(unpacked_native_operand(*packed, cast, how.kind, how.dim, shape), is_operand=True)
+    if pass_.ends is not None:
+        return _unpacked_stack(how, packed, shape[1], how.ends_of_operand(pass_.ends))
     values, factor = unpack_operand(packed, cast, how.dim, shape, how.compute_dtype, how.dtype)
     return OperandInput(values, None, factor, is_operand=True)
+
+
+def _unpacked_stack(how: OperandHow, packed: Packed, columns: int, ends: tuple[int, ...]) -> OperandInput:
+    cast = how.source_cast
+    assert cast is not None
+    shapes = [torch.Size((end - start, columns)) for start, end in pairwise((0, *ends))]
+    factors = [shape[1 - how.dim] if cast.scale.two_level == "row" else 1 for shape in shapes]
+    sizes = [packed_bytes(shape[0], shape[1], cast, how.dim) for shape in shapes]
+    products = []
+    for shape, data, factor in zip(
+        shapes, torch.split(packed.data, sizes), torch.split(packed.factor, factors), strict=True
+    ):
+        if not shape.numel():
+            call = CastCall(cast, how.dim, dtype=how.dtype or operand_dtype(how.compute_dtype, cast))
+            products.append(empty_product(data.new_empty(shape), call))
+            continue
+        factor = factor.reshape(factor_shape(shape, cast, how.dim) if cast.scale.two_level == "row" else ())
+        one = unpack_operand(Packed(data, factor), cast, how.dim, shape, how.compute_dtype, how.dtype)
+        products.append(one)
+    stack = joined(products, how.dim, is_grouped=True)
+    return OperandInput(stack.values, None, stack.factor, is_operand=True)

@@ -98,6 +98,11 @@ def observed(observer: Callable[..., Any]) -> Iterator[None]:
         _OBSERVERS.remove(observer)
 
 
+def is_observed() -> bool:
+    """Returns whether :func:`observed` takes operands now, one after the other."""
+    return bool(_OBSERVERS)
+
+
 def watched(operand_sums: Tensor | None, gradient_sums: Tensor | None) -> Watched | None:
     """Returns the rows of a pass that begins now; None if there are none, and nobody observes it."""
     if operand_sums is None and gradient_sums is None and not _OBSERVERS:

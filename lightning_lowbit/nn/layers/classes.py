@@ -45,6 +45,16 @@ def convertible(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
+def kind_of(modules: dict[str, nn.Module], name: str) -> str:
+    """Returns the kind of the layer of a name that :func:`convertible` returns: that which it has after conversion."""
+    module, (_, _, part) = modules[name], name.rpartition(f"{PARTS}.")
+    if (cls := quantized_class(type(module))) is not None:
+        return cls.kind
+    composite = composite_class(type(module))
+    assert composite is not None
+    return composite.make_parts(module)[part].kind
+
+
 def obstacle(module: Any) -> str | None:
     """Returns why a module cannot be converted although its class can; None if it can, or has been.
 

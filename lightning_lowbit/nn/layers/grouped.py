@@ -5,7 +5,8 @@
 Each expert is quantized as if it were a linear layer of its own: its rows have their own scales and random bits, from
 keys of its own (:func:`lightning_lowbit.nn.core.calls.keys_of_product`). So its results do not depend on the rows of
 other experts, and an expert without rows has gradients of zero. Where all GEMMs are those of codes on CPUs, each is one
-call for all experts; elsewhere experts come one after the other. Both give the same bits.
+call for all experts; elsewhere experts come one after the other. Both give the same bits. With ``grouped="native"``
+each is one of :mod:`lightning_lowbit.nn.native.grouped`, of the same operands, with another rounding of results.
 
 Where groups end must be known on the host, which waits for it once per layer. ``torch.compile`` breaks its graph at
 these layers, which run eagerly.
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.checks import integer
 from lightning_lowbit.distributed import local, offsets_of
+from lightning_lowbit.nn.casts.grouping import grouping_obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.function import QuantizedGemms
@@ -32,8 +34,10 @@ from lightning_lowbit.nn.core.gemm import no_autocast
 from lightning_lowbit.nn.core.how import How
 from lightning_lowbit.nn.core.inputs import check_inputs
 from lightning_lowbit.nn.core.operands import Pass
+from lightning_lowbit.nn.core.watch import is_observed
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from lightning_lowbit.nn.native.grouped import dtype_obstacle, grouped_obstacle, has_grouped_gemm
 
 # int32 [experts], or the same numbers on the host.
 Offsets = Tensor | Sequence[int]
@@ -233,13 +237,34 @@ class GroupedLayer(QuantizedLayer):
         with no_autocast(x.device.type):
             pass_ = self._pass(dtype, keys, None)
             how = self._how(dtype, x.device, saves_codes=self._saves_codes(x, dtype, None, pass_))
-            multiply = _together if how.takes_stacks and pass_.watch is None else _one_by_one
+            takes_watch = how.is_grouped and not is_observed()
+            is_one_call = how.takes_stacks and (pass_.watch is None or takes_watch) and weight.numel() > 0
+            multiply = _together if is_one_call else _one_by_one
             results = multiply(x, weight, bias, how, pass_._replace(number=first, ends=ends))
             if rest := len(x) - ends[-1]:
                 results.append(results[0].new_zeros(rest, weight.shape[1]))
             y = results[0] if len(results) == 1 else torch.cat(results)
         self._expect_plugin(y, weight)
         return y
+
+    def is_grouped(self, device: torch.device, dtype: torch.dtype | None = None) -> bool:
+        """Also raises a ``ValueError`` where ``grouped="native"`` cannot be honored."""
+        if self.lowbit.grouped == "auto" or self.lowbit.blend is not None:
+            return False
+        reason = grouping_obstacle(self.lowbit.casts) or grouped_obstacle(device) or dtype_obstacle(dtype)
+        if reason is not None:
+            raise ValueError(f"Layer {self.name_in_model}: grouped='native', but {reason}, or leave grouped out.")
+        return has_grouped_gemm(device)
+
+    def native_kinds(
+        self, device: torch.device, casts: LinearCasts | None = None, dtype: torch.dtype | None = None
+    ) -> dict[str, str]:
+        return {} if self.is_grouped(device, dtype) else super().native_kinds(device, casts, dtype)
+
+    def _emulated_because(self, gemm: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
+        if self.is_grouped(device, dtype):
+            return "one grouped GEMM in bfloat16 for all experts (grouped='native')"
+        return super()._emulated_because(gemm, device, dtype)
 
     def first_of(self, weight: DTensor) -> int:
         """Returns the global index of the first expert that this process holds."""

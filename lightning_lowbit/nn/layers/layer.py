@@ -292,12 +292,12 @@ class QuantizedLayer(NativeGemms):
         state, is_compiled, name = self.lowbit, torch.compiler.is_compiling(), self.name_in_errors
         casts, is_gathered, has_readers = state.casts, state.prequantized_weight is not None, state.readers is not None
         arguments = casts, dtype, device, state.exact, shards, name, window, frozen, is_gathered, saves_codes
-        others = has_readers, state.backend, state.blend is None
+        others = has_readers, state.backend, state.blend is None, state.grouped
         if not is_compiled and (last := _HOWS.get(self)) is not None and last[1] == arguments and last[2] == others:
             return last[0]
         native = self.native_kinds(device, dtype=dtype) if casts.traits.native_kinds else {}
         recasts = has_readers and self.keeps_parameter and casts.smooth is None and not is_gathered and frozen is None
-        how = How(*arguments, native, recasts)
+        how = How(*arguments, native, recasts, self.is_grouped(device, dtype))
         if not is_compiled:
             _HOWS[self] = how, arguments, others
         return how

@@ -48,6 +48,10 @@ class NativeGemms(nn.Module):
 
     lowbit: LayerState
 
+    def is_grouped(self, device: torch.device, dtype: torch.dtype | None = None) -> bool:
+        """Returns whether the products of a stack, in passes in a dtype (None for any), are those of grouped GEMMs."""
+        return False
+
     def native_gemms(
         self, device: torch.device, casts: LinearCasts | None = None, dtype: torch.dtype | None = None
     ) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ class LayerState:
         amaxes: kept between steps; None until set.
         exact: computes float32 GEMMs over exact operands.
         backend: ``"auto"`` (native GEMMs where device and casts allow), ``"native"`` or ``"emulated"``.
+        grouped: ``"auto"``, or ``"native"``: grouped GEMMs for the products of stacks, of experts.
         save: ``"inputs"`` or ``"codes"``: saved for the backward pass, see :mod:`lightning_lowbit.nn.core.saving`.
         readers: knows the layers that read one tensor together; None for ``save="inputs"``.
         keeps_input: with ``save="codes"``, saves the input itself, as too many layers read it to save codes for each.
@@ -50,6 +51,7 @@ class LayerState:
     amaxes: LayerAmaxes | None = None
     exact: bool = False
     backend: str = "auto"
+    grouped: str = "auto"
     save: str = "inputs"
     readers: Readers | None = None
     keeps_input: bool = False

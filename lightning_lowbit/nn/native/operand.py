@@ -12,7 +12,7 @@ from lightning_lowbit.kernels.layout import repeated, taken_apart
 from lightning_lowbit.nn.native.table import NATIVE
 from lightning_lowbit.quant import Cast, Operand
 from lightning_lowbit.quant.call import CastCall
-from lightning_lowbit.quant.operand import has_factor
+from lightning_lowbit.quant.operand import StackOperand, has_factor
 from lightning_lowbit.quant.shard import Shard
 
 
@@ -51,8 +51,8 @@ class BlockOperand(NamedTuple):
         return Operand(values if dim == 1 else values.t().contiguous(), self.factor)
 
 
-# An operand of a GEMM: emulated, or native on a GPU or a CPU.
-AnyOperand = Operand | BlockOperand | CodeOperand
+# An operand of a GEMM: emulated, perhaps for all products of a stack, or native on a GPU or a CPU.
+AnyOperand = Operand | StackOperand | BlockOperand | CodeOperand
 
 
 def values_of(operand: AnyOperand) -> Operand:

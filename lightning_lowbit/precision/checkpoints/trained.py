@@ -31,6 +31,7 @@ _RECORD: dict[str, Any] = {
     "outputs?": [str],  # older versions have no outputs
     "exact": bool,
     "backend": str,
+    "grouped?": str,  # nor grouped
     "scaler": str | None,
 }
 
@@ -50,6 +51,7 @@ class Trained:
     scaler: str | None = None  # class name
     started: Mapping[str, LinearCasts] = field(default_factory=dict)  # casts that have changed since
     outputs: tuple[str, ...] = ()  # output layers that were left out by default
+    grouped: str = "auto"
 
     def __str__(self) -> str:
         counted = Counter(map(str, self.layers.values())).most_common()
@@ -100,6 +102,7 @@ class Trained:
             started=by_layer("started"),
             shared_amax=tuple(record["shared_amax"]),
             outputs=tuple(record.get("outputs", ())),
+            grouped=record.get("grouped", "auto"),
             **{name: record[name] for name in ("compute_dtype", "smooth_swiglu", "exact", "backend", "scaler")},
         )
 
@@ -170,7 +173,7 @@ class Origin(NamedTuple):
 
 
 LACKING = "the state of a version of lightning_lowbit that did not record the casts"
-_ARGUMENTS = ("compute_dtype", "smooth_swiglu", "shared_amax", "exact", "backend")
+_ARGUMENTS = ("compute_dtype", "smooth_swiglu", "shared_amax", "exact", "backend", "grouped")
 
 # Arguments that do not change the results of a model.
 CHANGEABLE = (
@@ -178,6 +181,7 @@ CHANGEABLE = (
     "casts_of_checkpoint",
     "exact",
     "fresh_histories",
+    "grouped",
     "quantize_before_gather",
     "save",
     "scaler",

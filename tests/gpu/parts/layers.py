@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
-from tests.gpu import clock
+from tests.gpu import clock, stacks
 from tests.gpu.table import Check
 
 TOKENS = 8192
@@ -23,6 +23,11 @@ def checks(setting):
     variants = [(name, "auto") for name in presets] + [(name, "emulated") for name in EMULATED]
     few = [(name, "auto") for name in FEW]
     sizes = {32: variants[:2]} if small else {4096: variants, 2048: few, 8192: few, 1024: few}
+    for casts in (None, *stacks.TIMED[: 1 if small else None]):
+        for grouped in ("auto", "native") if casts else ("auto",):
+            name = "F.grouped_mm" if casts is None else f"{casts}, {'grouped' if grouped == 'native' else 'one by one'}"
+            how = partial(stacks.measure_stack, casts, grouped, setting.device, small)
+            yield Check(f"{stacks.EXPERTS} experts: {name}", how, judges=False)
     for size, pairs in sizes.items():
         tokens = 32 if small else TOKENS
         for casts in (None, *pairs):

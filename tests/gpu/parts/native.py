@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_lowbit.nn.native.devices import native_obstacle
+from tests.gpu import stacks
 from tests.gpu.table import Check, Skipped, Wrong
 from tests.nn.native import test_gpu
 
@@ -32,6 +33,12 @@ def checks(setting):
             for dtype in DTYPES if setting.device == "cuda" else DTYPES[1:]:  # CPUs round products in bf16 twice
                 name = f"{kind}, {_words(casts)}, {size} in {_short(dtype)}"
                 yield Check(name, partial(to_the_bit, kind, casts, size, dtype, device))
+    for sizes in stacks.SIZES[:1] if setting.is_small else stacks.SIZES:
+        for name, casts in stacks.EXACT.items():
+            yield Check(f"grouped, {name}, {sizes}", partial(stacks.check_grouped, casts, sizes, True, setting.device))
+        for casts in stacks.RANDOM[:1] if setting.is_small else stacks.RANDOM:
+            check = partial(stacks.check_grouped, casts, sizes, False, setting.device)
+            yield Check(f"grouped, {casts}, {sizes} random", check)
     for number, (kind, casts) in enumerate(pairs if setting.device == "cuda" else []):
         for other, size in enumerate(RANDOM):
             dtype = DTYPES[(number + other) % 2]

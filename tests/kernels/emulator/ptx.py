@@ -191,15 +191,17 @@ class _Program:
             self.set(target, result, active)
         elif name == "selp":
             self.set(target, np.where(self.value(sources[2], "pred"), value(0), value(1)), active)
+        elif name == "popc":
+            self.set(target, np.bitwise_count(self.value(sources[0], "u32")).astype(np.uint32), active)
         elif name == "prmt":
             self.set(target, permute(*(self.value(self.known(source), "u32") for source in sources)), active)
         elif name == "cvt":
             self.convert(modifiers, target, sources, active)
         elif name == "shfl":
             own, other = np.arange(len(self.all)), self.value(sources[1], "u32").astype(np.int64)
-            assert "bfly" in modifiers or "idx" in modifiers
-            lanes = own ^ other if "bfly" in modifiers else own - own % 32 + other % 32
-            self.set(target, value(0)[lanes], active)
+            lanes = {"bfly": own ^ other, "idx": own - own % 32 + other % 32}
+            lanes["up"] = np.where(own % 32 >= other, own - other, own)  # the first ones keep their own
+            self.set(target, value(0)[next(lanes[kind] for kind in modifiers if kind in lanes)], active)
         elif name == "redux":
             warps = value(0).reshape(-1, 32)
             largest = {"max": np.max, "min": np.min, "add": np.sum}[modifiers[1]](warps, 1, keepdims=True)

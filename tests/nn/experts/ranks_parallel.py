@@ -131,24 +131,27 @@ def refusal():
     return ""
 
 
-def stack():
+def stack(grouped):
     """A stack of which each process holds some experts computes what these do of the whole one."""
-    (layer, _), (x, g) = converted("nvfp4"), inputs()
-    expected = run_stack(converted("nvfp4")[0], x, g)
+    is_bf16, (x, g) = grouped == "native", inputs()
+    layer, whole_layer = (converted("nvfp4")[0] for _ in range(2))
+    layer.lowbit.grouped = whole_layer.lowbit.grouped = grouped
+    expected = run_stack(whole_layer, x, g, autocast=is_bf16)
     mesh, step = init_device_mesh("cpu", (RANKS,)), -(-EXPERTS // RANKS)
     first, last = step * dist.get_rank(), min(step * (dist.get_rank() + 1), EXPERTS)
     for name in ("weight", "bias"):
         setattr(layer, name, nn.Parameter(distribute_tensor(getattr(layer, name).detach(), mesh, [Shard(0)])))
     start, *ends = [0, *ENDS][first : last + 1]
     rows = slice(start, ends[-1])
-    found = run_stack(layer, x[rows], g[rows], [end - start for end in ends])
+    found = run_stack(layer, x[rows], g[rows], [end - start for end in ends], autocast=is_bf16)
     own = {name: found[name].to_local() for name in ("weight", "bias")} | {name: found[name] for name in "yx"}
     identical(own, {name: expected[name][slice(first, last) if name in ("weight", "bias") else rows] for name in own})
 
 
 def work():
     os.environ["RANK"] = str(dist.get_rank())  # transformers asks for it
-    stack()
+    for grouped in ("auto", "native"):
+        stack(grouped)
     runs = {}
     for name, kwargs in RUNS.items():
         runs[name] = train(**{**kwargs, "plan": None}), train(**kwargs)

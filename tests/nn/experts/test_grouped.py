@@ -1,0 +1,264 @@
+"""Grouped GEMMs multiply all experts of a stack at once, as the products one after the other do up to roundings."""
+
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, LowBitPrecision, convert
+from lightning_lowbit.callbacks.layer_table import native_notes
+from lightning_lowbit.nn import GemmCounter, GroupedLinear, LayerKeys, set_blend
+from lightning_lowbit.nn.core.watch import Watch
+from lightning_lowbit.nn.native.grouped import has_grouped_gemm
+from tests.nn.experts.models import logits, tiny
+from tests.nn.experts.stacks import ENDS, EXPERTS, INNER, OUT, converted, inputs
+from tests.nn.experts.stacks import run_stack as run
+from tests.nn.experts.test_training import Model
+from tests.nn.layers import identical
+from tests.precision.regression_model import trainer
+from tests.tables import each
+
+CPU = torch.device("cpu")
+PRESETS = ("nvfp4", "nvfp4-nvidia", "nvfp4-row", "mxfp8", "mxfp4-rht", "fp8-row", "fp8-current", "int8", "ternary")
+WEIGHTS_ALONE = LinearCasts(fprop_w=LinearCasts.preset("int4").fprop_w, dgrad_w="fprop")
+POWERS = {"every": {"scale": {"rounding": "power_of_two"}}}
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._opname in ("mm", "addmm", "_grouped_mm", "_scaled_mm", "_int_mm", "multiply_codes"):
+            self.counts[function._opname] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def both(casts, bias=True, save="inputs", change=lambda layer: None, data=None):
+    """Results of a stack one expert after the other, and by grouped GEMMs."""
+    results = []
+    for grouped in ("auto", "native"):
+        layer, _ = converted(LinearCasts.of(casts), bias, save=save)
+        layer.lowbit.grouped = grouped
+        change(layer)
+        results.append(run(layer, *(data or inputs()), autocast=True))
+    return results
+
+
+@each(
+    "casts",
+    [
+        "mxfp8",
+        "mxfp4",
+        "mxfp6",
+        "int8",
+        {"preset": "fp8-row", **POWERS},
+        {"preset": "fp8-current", **POWERS},
+    ],
+)
+def test_sums_that_bfloat16_holds_are_equal_to_the_bit(casts):
+    generator = torch.Generator().manual_seed(2)
+
+    def small(*shape):
+        return torch.randint(-1, 2, shape, generator=generator).float()
+
+    def change(layer):
+        with torch.no_grad():
+            layer.weight.copy_(weight), layer.bias.copy_(bias)
+
+    weight, bias, data = small(EXPERTS, OUT, INNER), small(EXPERTS, OUT), (small(80, INNER), small(80, OUT))
+    identical(*both(casts, change=change, data=data))
+
+
+@each("casts", [*PRESETS, WEIGHTS_ALONE])
+def test_random_products_differ_by_two_roundings_at_most(casts):
+    expected, results = both(casts)
+    for name, tensor in results.items():
+        error = (tensor.float() - expected[name].float()).norm() / expected[name].float().norm()
+        assert error < 2**-8, f"{name}: {error}"
+
+
+@each("casts", PRESETS)
+def test_saved_codes_give_the_bits_of_saved_inputs(casts):
+    identical(*(both(casts, save=save)[1] for save in ("inputs", "codes")))
+
+
+def test_each_gemm_is_one_call():
+    for casts in ("nvfp4", "mxfp8", "fp8-row", "int8"):
+        layer, _ = converted(casts, bias=False)
+        layer.lowbit.grouped = "native"
+        with Products() as products:
+            run(layer, *inputs(), autocast=True)
+        assert products.counts == {"_grouped_mm": 3}, casts
+
+
+def test_sizes_of_any_number_are_padded():
+    for inner, out in ((20, 13), (7, 1), (1, 9)):
+        generator, results = torch.Generator().manual_seed(0), []
+        x, g, w = (
+            torch.randint(-1, 2, shape, generator=generator) for shape in ((37, inner), (37, out), (4, out, inner))
+        )
+        for grouped in ("auto", "native"):
+            layer = convert(GroupedLinear(4, inner, out, bias=False), "mxfp8", grouped=grouped)
+            layer.weight.data.copy_(w)
+            results.append(run(layer, x.float(), g.float(), [3, 3, 20, 33], autocast=True))
+        identical(*results)
+
+
+def test_experts_without_rows_have_gradients_of_zero_whatever_the_gemm_leaves_there(monkeypatch):
+    product = F.grouped_mm
+
+    def leaving(left, right, *, offs):
+        result = product(left, right, offs=offs)
+        if result.dim() == 3:
+            result[1] = float("nan")  # of the expert without rows
+        return result
+
+    assert ENDS[0] == ENDS[1] and has_grouped_gemm(CPU)
+    monkeypatch.setattr(F, "grouped_mm", leaving)
+    _, results = both("nvfp4")
+    assert not results["weight"][1].any()
+
+
+def test_a_grouped_gemm_that_is_wrong_is_left_with_one_warning(monkeypatch):
+    product = F.grouped_mm
+    faults = {
+        "gives other results": lambda left, right, *, offs: product(left, right, offs=offs) + 1,
+        "fails .RuntimeError: no kernel": lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no kernel")),
+    }
+    expected, _ = both("mxfp8")
+    for text, fault in faults.items():
+        has_grouped_gemm.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(F, "grouped_mm", fault)
+            with pytest.warns(UserWarning, match=text.replace("RuntimeError: ", "")):
+                _, results = both("mxfp8")
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                identical(both("mxfp8")[1], results)
+        identical(results, expected)
+    has_grouped_gemm.cache_clear()
+
+
+@each(
+    "kwargs, text",
+    [
+        ({"grouped": "loop"}, "Unknown grouped 'loop'"),
+        ({"exact": True}, "in bfloat16, and exact=True does not"),
+        ({"casts": "fp8-row", "backend": "native"}, "backend='native' does not: choose one"),
+        ({"casts": "fp8-blockwise"}, "fprop_x are not exact in bfloat16.*round_to_bfloat16"),
+        ({"casts": "fp8-delayed"}, "delayed scaling"),
+        ({"casts": {"preset": "nvfp4", "subtract_mean": ["fprop"]}}, r"means that are subtracted .*\(fprop\)"),
+        ({"casts": {"preset": "nvfp4", "surrogate": {"fprop_x": "trust"}}}, r"surrogate gradients .*\(fprop_x\)"),
+        ({"casts": "quartet2"}, "quantized again"),
+        ({"model": nn.Sequential(nn.Linear(16, 16))}, "none is among the layers"),
+    ],
+)
+def test_what_cannot_be_honored_is_refused(kwargs, text):
+    arguments = {"model": nn.Sequential(GroupedLinear(2, 16, 16)), "casts": "nvfp4", "grouped": "native", **kwargs}
+    with pytest.raises(ValueError, match=text):
+        convert(**arguments)
+
+
+def test_passes_in_other_dtypes_are_refused():
+    layer = convert(GroupedLinear(2, 16, 16), "nvfp4", grouped="native")
+    LayerKeys(layer).fill_(0)
+    with pytest.raises(ValueError, match="multiply in bfloat16, and layers compute in torch.float32: train in bf16"):
+        layer(torch.randn(4, 16), [2, 4])
+
+
+def test_devices_without_a_kernel_are_refused():
+    layer = convert(GroupedLinear(2, 16, 16), "nvfp4", grouped="native")
+    with pytest.raises(ValueError, match="was not tried on 'mps', or leave grouped out"):
+        layer.is_grouped(torch.device("mps"))
+
+
+def test_casts_with_values_that_are_rounded_are_served():
+    expected, results = both({"preset": "fp8-blockwise", "every": {"round_to_bfloat16": True}})
+    for name in ("y", "x", "weight"):
+        torch.testing.assert_close(results[name].float(), expected[name].float(), rtol=2**-6, atol=2**-4)
+
+
+def test_measurements_are_those_of_experts_one_by_one():
+    for what, casts in (("operand_sums", "mxfp8"), ("gradient_sums", "mxfp8"), ("operand_sums", "fp8-current")):
+        sums = []
+
+        def measured(layer, sums=sums, what=what):
+            watch = Watch({"": layer}, what)
+            watch.start(CPU)
+            sums.append(watch)
+
+        both(casts, change=measured)
+        torch.testing.assert_close(sums[0].sums, sums[1].sums, rtol=1e-4, atol=1e-4)
+        assert sums[1].sums.any()
+
+
+def test_flops_are_those_of_the_loop():
+    counts = []
+    for grouped in ("auto", "native"):
+        has_grouped_gemm.cache_clear()  # its trial counts for nothing
+        model = convert(tiny("gpt_oss", intermediate_size=36), "mxfp8", only=["experts"], grouped=grouped)
+        LayerKeys(model).fill_(0)
+        with GemmCounter(model) as counter, torch.autocast("cpu", torch.bfloat16):
+            logits(model).float().square().mean().backward()
+        counts.append({key: flops for key, flops in counter.gemms.items() if "experts" in key[0]})
+    assert counts[0] == counts[1] and len(counts[0]) == 12
+
+
+def test_annealed_experts_come_one_after_the_other():
+    layer, _ = converted("nvfp4", bias=False)
+    layer.lowbit.grouped = "native"
+    set_blend(layer, 0.5)
+    with Products() as products:
+        run(layer, *inputs(), autocast=True)
+    assert "_grouped_mm" not in products.counts
+
+
+def test_notes_of_summaries_say_which_gemm_serves():
+    model = nn.Sequential(GroupedLinear(2, 16, 16))
+    convert(model, "mxfp8", grouped="native")
+    texts = [str(note) for note in native_notes(model, torch.bfloat16)]
+    assert len(texts) == 1 and "fprop, dgrad, wgrad of mxfp8: one grouped GEMM in bfloat16 for all experts" in texts[0]
+
+
+@each("name", ["mixtral", "olmoe", "gpt_oss"])
+def test_experts_of_transformers_have_gradients_of_the_loop(name):
+    gradients = []
+    for grouped in ("auto", "native"):
+        model = convert(tiny(name), "mxfp8", only=["experts"], grouped=grouped)
+        LayerKeys(model).fill_(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = logits(model).float().square().mean()
+        loss.backward()
+        gradients.append({n: p.grad.float() for n, p in model.named_parameters() if p.dim() == 3})
+    for key, expected in gradients[0].items():
+        assert (gradients[1][key] - expected).norm() <= 2**-5 * expected.norm(), key
+
+
+def test_runs_train_and_their_checkpoints_tell_it(tmp_path):
+    losses = {}
+    for grouped in ("auto", "native"):
+        model = Model()
+        plugin = FP4Precision("nvfp4", compute_dtype="bf16", grouped=grouped)
+        run_ = trainer(plugin, limit_train_batches=4, max_steps=4)
+        run_.fit(model)
+        losses[grouped] = torch.tensor(model.losses)
+        run_.save_checkpoint(tmp_path / f"{grouped}.ckpt")
+        again = LowBitPrecision.from_checkpoint(tmp_path / f"{grouped}.ckpt")
+        assert again.grouped == grouped
+    torch.testing.assert_close(losses["native"], losses["auto"], rtol=1e-2, atol=0)
+    assert not torch.equal(losses["native"], losses["auto"]), "the option changed nothing"
+
+
+def test_plugins_refuse_what_layers_would():
+    with pytest.raises(ValueError, match="exact=True does not"):
+        FP8Precision("row", exact=True, grouped="native")
+    with pytest.raises(ValueError, match="train in bf16"):
+        trainer(FP4Precision("nvfp4", compute_dtype="fp32", grouped="native"), max_steps=1).fit(Model())
