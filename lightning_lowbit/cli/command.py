@@ -3,7 +3,6 @@
 Imports inside functions keep ``lowbit ls`` quick: it needs neither torch nor Lightning.
 """
 
-import argparse
 import os
 import select
 import sys
@@ -16,6 +15,7 @@ from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, needs, recipes
 from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path
 from lightning_lowbit.cli.options import check_run
+from lightning_lowbit.cli.parser import Parser
 from lightning_lowbit.cli.search_path import current_folder_last
 from lightning_lowbit.packages import install, is_installed
 
@@ -170,7 +170,7 @@ def _short_help(command: str) -> str:
 
 def _list(arguments: Sequence[str]) -> None:
     """Prints each recipe, overlay and study with one line on what it is."""
-    argparse.ArgumentParser("lowbit ls", description=_list.__doc__, allow_abbrev=False).parse_args(arguments)
+    Parser("lowbit ls", "", description=_list.__doc__).parse_args(arguments)
     titles = {"": "Recipes", OVERLAY: "Overlays, for a second --config", STUDY: "Studies, for `lowbit compare --study`"}
     for mark, title in titles.items():
         group = {name: headline(path) + _packages(path) for name, path in recipes().items() if kind(path) == mark}
@@ -186,7 +186,7 @@ def _packages(path: Path) -> str:
 
 def _copy(arguments: Sequence[str]) -> None:
     """Copies a recipe, overlay or study to a file, to change it."""
-    parser = argparse.ArgumentParser("lowbit cp", description=_copy.__doc__, allow_abbrev=False)
+    parser = Parser("lowbit cp", "quickstart mine.yaml", description=_copy.__doc__)
     parser.add_argument("name", help="a name from `lowbit ls`")
     parser.add_argument("file", nargs="?", default=".", help="where to; a folder keeps the name")
     options = parser.parse_args(arguments)

@@ -20,11 +20,11 @@ _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _EXAMPLES = {"int": 1, "float": 0.1, "bool": True}
 
 # Arguments of plugins that are names: what one is, and the tables of all, the usual ones first.
-_PRESETS = "lightning_lowbit.nn.casts.presets.PRESETS"
+PRESETS = "lightning_lowbit.nn.casts.presets.PRESETS"
 _DTYPES = [f"lightning_lowbit.precision.run_settings.{name}" for name in ("COMPUTE_DTYPES", "_SPELLINGS", "_INSTEAD")]
 _NAMES = {
-    "casts": ("preset", [_PRESETS]),
-    "attention": ("preset", [_PRESETS]),
+    "casts": ("preset", [PRESETS]),
+    "attention": ("preset", [PRESETS]),
     "compute_dtype": ("compute_dtype", _DTYPES),
 }
 

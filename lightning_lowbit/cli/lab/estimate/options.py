@@ -7,6 +7,7 @@ from dataclasses import replace
 from lightning_lowbit.checks import choose
 from lightning_lowbit.cli.lab.estimate.devices import DEVICES, GATHERS, STRATEGIES, Assumptions, Device
 from lightning_lowbit.cli.options import check_run, refuse_unknown
+from lightning_lowbit.cli.parser import Parser
 
 _EXAMPLES = {"peak": "bf16=989,fp8=1979, in TFLOP/s", "launch": "10, in microseconds"}
 _SIZE = "80, in GB or GB/s"
@@ -24,11 +25,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lowbit estimate",
+        "--config quickstart --device h100",
         description="Estimates memory and time of a training step from formulas. Other arguments are those of `lowbit "
         "fit`: --config RECIPE [--config OVERLAY ...] [--any.argument VALUE ...].",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(
