@@ -17,7 +17,7 @@ from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path
 from lightning_lowbit.cli.options import check_run
 from lightning_lowbit.cli.parser import Parser
 from lightning_lowbit.cli.search_path import current_folder_last
-from lightning_lowbit.packages import install, is_installed
+from lightning_lowbit.packages import install_extra, is_installed
 
 _USAGE = """\
 usage: lowbit COMMAND ...
@@ -110,7 +110,8 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if (name in TRAINER_COMMANDS or name in _ROOMS) and find_spec("jsonargparse") is None:
-        raise ValueError(f"`lowbit {name}` needs jsonargparse, which reads configurations: {install('jsonargparse')}.")
+        command = install_extra("jsonargparse")
+        raise ValueError(f"`lowbit {name}` needs jsonargparse, which reads configurations: {command}.")
     if name in TRAINER_COMMANDS:
         place = next((i for i, argument in enumerate(rest) if argument in ("-h", "--help")), None)
         if place is not None and rest[place + 1 : place + 2] != ["all"]:
