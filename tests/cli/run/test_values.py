@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_lowbit import CrashSafeCheckpoint, FP4Precision, StableSPAM, cli
 from lightning_lowbit._lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning_lowbit.cli import options
-from lightning_lowbit.cli.sources import class_arguments, class_names
+from lightning_lowbit.cli.lists import class_at
+from lightning_lowbit.cli.sources import PACKAGES, class_arguments, class_names
 from lightning_lowbit.cli.values import SHORT, check_value
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
@@ -45,6 +46,10 @@ def refused(function, *arguments):
     return False
 
 
+def path_of(cls):
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def parser_of(cls, name):
     """A parser of one option, as that of a run makes it."""
     owner = next(base for base in cls.__mro__ if name in signature(base.__init__).parameters)
@@ -58,7 +63,7 @@ def parser_of(cls, name):
 def test_no_value_is_refused_that_the_parser_accepts():
     early, late = set(), set()
     for cls, arguments in ARGUMENTS.items():
-        of_class = class_arguments(f"{cls.__module__}.{cls.__qualname__}") or options.trainer_arguments()["__init__"]
+        of_class = class_arguments(path_of(cls)) or options.trainer_arguments()["__init__"]
         for name, values in arguments.items():
             parser = parser_of(cls, name)
             for value in values:
@@ -129,7 +134,7 @@ def test_every_class_with_a_short_name_is_known():
 
     kinds = (Callback, LightningModule, LightningDataModule, Optimizer, LRScheduler)
     classes = set().union(*map(below, kinds))
-    ours = {cls for cls in classes if cls.__module__.partition(".")[0] in ("lightning", "torch", "lightning_lowbit")}
+    ours = {cls for cls in classes if cls.__module__.partition(".")[0] in PACKAGES and class_at(path_of(cls)) is cls}
     assert len(ours) > 60
     assert {cls.__name__ for cls in ours} <= class_names(*SHORT)
 
