@@ -1,7 +1,8 @@
 """Checks of a command line before torch is imported, so that mistakes are answered at once.
 
 The parser of a run checks everything, and takes seconds to import. This module checks files, recipes, packages, and
-options of Lightning's Trainer and of the classes that are named, which it reads from the sources of what is installed.
+options of Lightning's Trainer and of the classes that are named, with their values, as far as the sources of what is
+installed tell them.
 """
 
 import argparse

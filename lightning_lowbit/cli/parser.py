@@ -41,9 +41,9 @@ class Parser(argparse.ArgumentParser):
             return f"{self.prog} needs {' and '.join(map(self._described, missing[1].split(', ')))}."
         if unknown := re.fullmatch("unrecognized arguments: (.*)", message):
             return f"{self.prog} takes no further argument; got {unknown[1]!r}."
-        if not (of_option := re.fullmatch(r"argument ([^ :]+): (.*)", message, re.DOTALL)):
+        if not (argument := re.fullmatch(r"argument ([^ :]+): (.*)", message, re.DOTALL)):
             return f"{message.rstrip('.').capitalize()}."
-        option, problem = of_option[1].rpartition("/")[2], of_option[2]
+        option, problem = argument[1].rpartition("/")[2], argument[2]
         if problem == "expected one argument":
             return f"{option} takes a value, and none follows it."
         if choice := re.match("invalid choice: '(.*?)' ", problem):

@@ -169,8 +169,8 @@ def _step_lines(batch: Batch, layout: Layout, spent: StepTime) -> list[str]:
     tokens = batch.tokens * batch.micro_batches * layout.data_parallel
 
     def rates(times: StepTime) -> str:
-        each = [f"{_rounded(seconds * 1e3)} ms ({_rounded(tokens / seconds)} tokens/s)" for seconds in _times(times)]
-        return " with data-parallel communication hidden, ".join(each) + " without" * (len(each) - 1)
+        texts = [f"{_rounded(seconds * 1e3)} ms ({_rounded(tokens / seconds)} tokens/s)" for seconds in _times(times)]
+        return " with data-parallel communication hidden, ".join(texts) + " without" * (len(texts) - 1)
 
     if spent.hidden == spent.captured.hidden:
         return [f"A step: {rates(spent)}"]
