@@ -54,8 +54,8 @@ def check_checkpoint(path: str | None) -> bool:
     return True
 
 
-def check_run(command: str, arguments: Sequence[str]) -> None:
-    """Checks the arguments of a Trainer command, such as ``fit``.
+def check_run(command: str, arguments: Sequence[str], shown: str = "") -> None:
+    """Checks the arguments of a Trainer command, such as ``fit``; ``shown`` is the command that passes them on.
 
     Raises:
         FileNotFoundError: there is no such recipe or checkpoint.
@@ -65,7 +65,7 @@ def check_run(command: str, arguments: Sequence[str]) -> None:
     names, rest = split_configs(arguments)
     options = check_options(command, rest)
     configs = {name: read_recipe(name) for name in names}
-    check_recipe(names, [*configs.values()], [command, *rest])
+    check_recipe(names, [*configs.values()], [shown or command, *rest])
     for name, config in configs.items():
         trainer = config.get("trainer")
         for key in trainer if isinstance(trainer, dict) else ():

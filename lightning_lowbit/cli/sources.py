@@ -230,12 +230,14 @@ def class_names(*modules: str) -> frozenset[str]:
 
 
 def table_keys(path: str) -> list[str]:
-    """Returns the keys of a dict that a module writes down under a name; empty if its source does not tell them."""
+    """Returns the keys of a dict, or the items of a tuple, that a module writes down under a name; empty if its source
+    does not tell them."""
     name, _, attribute = path.rpartition(".")
     module = read_module(name)
     for node in () if module is None else module.tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         value = getattr(node, "value", None)
-        if isinstance(value, ast.Dict) and attribute in [getattr(target, "id", None) for target in targets]:
-            return [str(key.value) for key in value.keys if isinstance(key, ast.Constant)]
+        if isinstance(value, ast.Dict | ast.Tuple) and attribute in [getattr(target, "id", "") for target in targets]:
+            keys = value.keys if isinstance(value, ast.Dict) else value.elts
+            return [str(key.value) for key in keys if isinstance(key, ast.Constant)]
     return []

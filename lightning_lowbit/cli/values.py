@@ -22,10 +22,14 @@ _EXAMPLES = {"int": 1, "float": 0.1, "bool": True}
 # Arguments of plugins that are names: what one is, and the tables of all, the usual ones first.
 PRESETS = "lightning_lowbit.nn.casts.presets.PRESETS"
 _DTYPES = [f"lightning_lowbit.precision.run_settings.{name}" for name in ("COMPUTE_DTYPES", "_SPELLINGS", "_INSTEAD")]
-_NAMES = {
+NAMES = {
     "casts": ("preset", [PRESETS]),
     "attention": ("preset", [PRESETS]),
     "compute_dtype": ("compute_dtype", _DTYPES),
+    "backend": ("backend", ["lightning_lowbit.nn.layers.native.BACKENDS"]),
+    "save": ("save", ["lightning_lowbit.nn.core.saving.SAVES"]),
+    "smooth_swiglu": ("kind of smooth_swiglu", ["lightning_lowbit.nn.casts.linear_casts.SMOOTHINGS"]),
+    "scaling": ("scaling", ["lightning_lowbit.precision.fp8._PRESETS"]),
 }
 
 # Annotations of what classes make, and the modules whose classes the parser may know by short names.
@@ -38,12 +42,13 @@ SHORT = (
 
 def check_name(option: str, value: Any, parameter: Parameter) -> None:
     """Raises a ``ValueError`` for a text that is in none of the tables of its parameter."""
-    kind, paths = _NAMES.get(option.rpartition(".")[2], ("", []))
+    kind, paths = NAMES.get(option.rpartition(".")[2], ("", []))
     is_of_plugin = parameter.module.name.startswith("lightning_lowbit.precision.")
     if not paths or not is_of_plugin or not isinstance(_read(value), str) or _is_file(value):
         return
     tables = [table_keys(path) for path in paths]
-    names = {"fp8", *(name for table in tables for name in table)}  # "fp8" is for attention
+    names = {name for table in tables for name in table}
+    names |= {"fp8"} if option.endswith("attention") else set()  # "fp8-current" there
     if all(tables) and str(value).removeprefix("torch.") not in names:
         try:
             choose(kind, value, tables[0])

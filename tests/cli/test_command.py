@@ -223,8 +223,9 @@ def test_every_command_of_lightning_is_known():
             "e.g. `lowbit fit --config quickstart --config nvfp4 --config adamw`: nvfp4 and adamw "
             "change one, on top of it. `lowbit ls` lists recipes.",
         ),
-        (["estimate", "--config", "bf16"], "--config quickstart --config bf16`: bf16 changes one, on top of it."),
-        (["compare", "--config", "bf16"], "--config quickstart --config bf16`: bf16 changes one, on top of it."),
+        (["estimate"], "Give a recipe, e.g. `lowbit estimate --config quickstart`: nothing names a model."),
+        (["estimate", "--config", "bf16"], "`lowbit estimate --config quickstart --config bf16`: bf16 changes"),
+        (["compare", "--config", "bf16"], "`lowbit compare --config quickstart --config bf16`: bf16 changes"),
     ],
 )  # fmt: skip
 def test_without_a_recipe_it_says_how_to_begin(arguments, line, capsys):

@@ -1,5 +1,6 @@
 """Values that the command refuses from the sources alone are those that the parser of a run refuses."""
 
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import get_type_hints
@@ -9,31 +10,31 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_lowbit import CrashSafeCheckpoint, FP4Precision, StableSPAM, cli
+from lightning_lowbit import CrashSafeCheckpoint, FP4Precision, FP8Precision, LowBitPrecision, StableSPAM, cli, nn
 from lightning_lowbit._lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning_lowbit.cli import options
 from lightning_lowbit.cli.lists import class_at
-from lightning_lowbit.cli.sources import PACKAGES, class_arguments, class_names
-from lightning_lowbit.cli.values import SHORT, check_value
+from lightning_lowbit.cli.sources import PACKAGES, class_arguments, class_names, table_keys
+from lightning_lowbit.cli.values import NAMES, PRESETS, SHORT, check_value
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
 from tests.tables import each
 
 NUMBERS = ["3", "-1", "two", "1e3", "3.0", "true", "'3'", "[3]", "1_000", "0x10", "010", ".5", "5.", "1:30", ".inf"]
 FLAGS = ["true", "FALSE", "no", "on", "y", "1", "0", "maybe", "'true'", "none"]
-NAMES = ["16", "bf16", "bf17", "warn", "auto", "link", "3", "null"]
+WORDS = ["16", "bf16", "bf17", "warn", "auto", "link", "3", "null"]
 # Arguments whose annotations tell what they take, by class.
 ARGUMENTS = {
     Trainer: {
         **dict.fromkeys(("max_epochs", "num_nodes", "limit_val_batches", "gradient_clip_val"), [*NUMBERS, "null"]),
         **dict.fromkeys(("detect_anomaly", "fast_dev_run", "benchmark"), [*FLAGS, "null", "2"]),
-        **dict.fromkeys(("precision", "deterministic", "default_root_dir", "devices"), NAMES),
+        **dict.fromkeys(("precision", "deterministic", "default_root_dir", "devices"), WORDS),
     },
-    CausalLM: {"gather_dtype": NAMES, "pretrained": FLAGS, "seed": NUMBERS, "network": NAMES},
+    CausalLM: {"gather_dtype": WORDS, "pretrained": FLAGS, "seed": NUMBERS, "network": WORDS},
     StableSPAM: {"lr": NUMBERS, "eps": NUMBERS, "gamma1": NUMBERS, "matrices_only": FLAGS},
     TextDataModule: {"batch_size": NUMBERS},
-    CrashSafeCheckpoint: {"save_top_k": NUMBERS, "save_last": [*FLAGS, *NAMES]},
-    FP4Precision: {"seed": NUMBERS, "exact": FLAGS, "skip": NAMES, "compute_dtype": NAMES},
+    CrashSafeCheckpoint: {"save_top_k": NUMBERS, "save_last": [*FLAGS, *WORDS]},
+    FP4Precision: {"seed": NUMBERS, "exact": FLAGS, "skip": WORDS, "compute_dtype": WORDS},
 }
 
 
@@ -91,6 +92,8 @@ def test_no_value_is_refused_that_the_parser_accepts():
         (["--model.scheduler=torch.optim.lr_scheduler.StepLT"], "torch.optim.lr_scheduler has no StepLT. Did you mean"),
         (["--model=CausaLM"], "--model takes a class, and there is no CausaLM. Did you mean 'CausalLM'?"),
         (["--trainer.callbacks+=EarlyStoping"], "Did you mean 'EarlyStopping'? Give its path"),
+        (["--trainer.plugins.backend=nativ"], "Unknown backend 'nativ'. Did you mean 'native'?"),
+        (["--trainer.plugins=lightning_lowbit.FP8Precision", "--trainer.plugins.scaling=row_wise"], "Unknown scaling"),
         (["--trainer.plugins.compute_dtype=x"], "Choose one of: 'bf16', 'fp16', 'fp32'"),
     ],
 )
@@ -137,6 +140,20 @@ def test_every_class_with_a_short_name_is_known():
     ours = {cls for cls in classes if cls.__module__.partition(".")[0] in PACKAGES and class_at(path_of(cls)) is cls}
     assert len(ours) > 60
     assert {cls.__name__ for cls in ours} <= class_names(*SHORT)
+
+
+def test_names_are_those_that_plugins_take():
+    assert table_keys(PRESETS) == list(nn.PRESETS)
+    for argument, (_, tables) in NAMES.items():
+        plugin = FP8Precision if argument == "scaling" else partial(LowBitPrecision, "nvfp4-nvidia")
+        plugin = LowBitPrecision if argument == "casts" else plugin
+        shown, *_ = map(table_keys, tables)
+        assert shown
+        for name in shown:
+            if (argument, name) not in {("attention", "fp8-delayed"), ("attention", "quartet2"), ("backend", "native")}:
+                plugin(**{argument: name})
+        with pytest.raises(ValueError, match="Unknown"):
+            plugin(**{argument: "nonsense"})
 
 
 def test_arguments_of_torch_are_read_as_well():

@@ -50,7 +50,8 @@ def _check_recipe(options: argparse.Namespace, rest: Sequence[str]) -> None:
     rows = [[*first[:i], [text], *first[i + 1 :]] for i, items in enumerate(options.vary) for text in items]
     for row in rows or [[]]:
         overlays = [name for items in row for text in items for name in text.split("+") if name != "none"]
-        check_run("fit", [*(f"--config={name}" for name in (*options.config, *overlays)), *rest])
+        configs = (f"--config={name}" for name in (*options.config, *overlays))
+        check_run("fit", [*configs, *rest], shown="compare")
 
 
 def _parser() -> argparse.ArgumentParser:

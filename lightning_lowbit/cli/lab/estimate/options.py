@@ -17,7 +17,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the options, with ``sheet`` (of the device), ``assumed``, and those of ``lowbit fit`` in ``rest``."""
     options, rest = _parser().parse_known_args(arguments)
     refuse_unknown(rest, _parser())
-    check_run("fit", rest)
+    check_run("fit", rest, shown="estimate")
     options.sheet, options.rest = _device(options), rest
     launch = _positive("launch", options.launch) / 1e6
     options.assumed = Assumptions(options.utilization, options.link_utilization, launch)
