@@ -70,7 +70,7 @@ def check_classes(
             values = {place: entry for place, entry in values.items() if not place.startswith(f"{argument.place}.")}
         if name in known and value is not _UNKNOWN:
             is_item = path is not None and owner is None
-            values[f"{argument.place}.{number}" if is_item else argument.place] = argument, known[name]
+            values[f"{argument.place}#{number}" if is_item else argument.place] = argument, known[name]
     changed = {_Argument(None, None, option, "").place for option in options}
     # Other packages may add presets and short names.
     is_open = any(path.partition(".")[0] not in PACKAGES for path in classes.values())

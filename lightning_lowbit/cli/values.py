@@ -129,7 +129,7 @@ def _read(value: Any) -> Any:
 def _is_file(value: Any) -> bool:
     """Tells whether a value may stand for the contents of a file."""
     with suppress(OSError, ValueError):
-        return isinstance(value, str) and Path(value).exists()
+        return isinstance(value, str) and Path(value).is_file()
     return False
 
 

@@ -23,6 +23,7 @@ from tests.tables import each
 NUMBERS = ["3", "-1", "two", "1e3", "3.0", "true", "'3'", "[3]", "1_000", "0x10", "010", ".5", "5.", "1:30", ".inf"]
 FLAGS = ["true", "FALSE", "no", "on", "y", "1", "0", "maybe", "'true'", "none"]
 WORDS = ["16", "bf16", "bf17", "warn", "auto", "link", "3", "null"]
+LISTED = "trainer: {callbacks: [{class_path: lightning_lowbit.OsciReset, init_args: {every: x}}]}"
 # Arguments whose annotations tell what they take, by class.
 ARGUMENTS = {
     Trainer: {
@@ -85,6 +86,12 @@ def test_no_value_is_refused_that_the_parser_accepts():
         (["--model.gather_dtype=bf17"], "one of 'bf16' or null; got 'bf17'. Did you mean 'bf16'?"),
         (["--trainer.detect_anomaly", "--trainer.max_steps=1"], "--trainer.detect_anomaly takes a value, and none"),
         (["--data.batch_size"], "--data.batch_size takes a value, and none follows it."),
+        (["--data.batch_size="], "--data.batch_size takes a whole number; got ''."),
+        (["--config=listed.yaml"], "--trainer.callbacks.init_args.every in listed.yaml takes a whole number; got 'x'."),
+        (
+            ["--trainer.callbacks=[{class_path: lightning_lowbit.OsciReset, init_args: {every: x}}]"],
+            "--trainer.callbacks.init_args.every takes a whole number; got 'x'.",
+        ),
         (["--config=mine.yaml"], "--trainer.max_steps in mine.yaml takes a whole number; got 'few'."),
         (["--trainer.plugins.casts=nvfp5"], "Unknown preset 'nvfp5'. Did you mean 'nvfp4'?"),
         (["--trainer.plugins.attention=fp7"], "The option is --trainer.plugins.attention."),
@@ -99,6 +106,7 @@ def test_no_value_is_refused_that_the_parser_accepts():
 )
 def test_a_value_that_an_option_does_not_take_is_answered_with_what_it_takes(arguments, line, capsys):
     Path("mine.yaml").write_text("trainer: {max_steps: few}")
+    Path("listed.yaml").write_text(LISTED)
     for command in ("fit", "compare"):
         assert cli.main([command, "--config=quickstart", *arguments]) == 2
         assert line in capsys.readouterr().err
@@ -110,8 +118,8 @@ def test_a_value_that_an_option_does_not_take_is_answered_with_what_it_takes(arg
         ["--config=few.yaml", "--config=many.yaml"],  # a later file replaces the value
         ["--config=few.yaml", "--trainer.max_steps=3"],
         ["--config=wild.yaml", "--model.optimizer=torch.optim.AdamW"],  # and here the class that takes it
-        ["--config=saves.yaml", "--trainer.callbacks.every=2"],
-        ["--config=saves.yaml", "--config=none.yaml"],
+        ["--config=listed.yaml", "--trainer.callbacks.every=2"],
+        ["--config=listed.yaml", "--config=none.yaml"],
         ["--trainer.max_steps=number.yaml"],  # a file may hold what is taken
         ["--trainer.plugins.attention=fp8"],
         ["--trainer.plugins.compute_dtype=torch.bfloat16"],
@@ -123,7 +131,7 @@ def test_values_that_do_not_count_are_not_refused(arguments):
         "few": "trainer: {max_steps: few}",
         "many": "trainer: {max_steps: 5}",
         "wild": "model: {init_args: {optimizer: {init_args: {gamma1: wild}}}}",
-        "saves": "trainer: {callbacks: [{class_path: lightning_lowbit.OsciReset, init_args: {every: x}}]}",
+        "listed": LISTED,
         "none": "trainer: {callbacks: [null]}",
         "number": "3",
     }.items():
