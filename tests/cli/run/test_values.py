@@ -122,6 +122,7 @@ def test_a_value_that_an_option_does_not_take_is_answered_with_what_it_takes(arg
         ["--config=listed.yaml", "--config=none.yaml"],
         ["--trainer.max_steps=number.yaml"],  # a file may hold what is taken
         ["--trainer.plugins.attention=fp8"],
+        ["--config=plain.yaml", "--trainer.precision=16-mixed"],  # without the plugin of the recipe
         ["--trainer.plugins.compute_dtype=torch.bfloat16"],
         ["--trainer.plugins.casts=mine", "--trainer.callbacks+=mine.Registers"],  # which may add a preset
     ],
@@ -134,6 +135,7 @@ def test_values_that_do_not_count_are_not_refused(arguments):
         "listed": LISTED,
         "none": "trainer: {callbacks: [null]}",
         "number": "3",
+        "plain": "trainer: {plugins: null}",
     }.items():
         Path(f"{name}.yaml").write_text(text)
     options.check_run("fit", ["--config=quickstart", *arguments])
