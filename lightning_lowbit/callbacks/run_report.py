@@ -34,7 +34,7 @@ from lightning_lowbit.report import contents
 from lightning_lowbit.report.blocks import Section
 from lightning_lowbit.report.history import History, learning_rates, scalars
 from lightning_lowbit.report.page import render_run
-from lightning_lowbit.report.run_folder import continue_in, run_folder
+from lightning_lowbit.report.run_folder import continue_in, page_of, run_folder
 from lightning_lowbit.report.trackers import send_results, send_start
 from lightning_lowbit.saved_state import NUMBER
 
@@ -44,7 +44,8 @@ class RunReport(LowBitCallback):
 
     Without a logger they go to ``default_root_dir``; a dry run (``fast_dev_run``) writes nothing. If runs share the
     directory, later ones write into ``version_1`` and so on in it; a resumed run continues its own files, since
-    checkpoints hold the history. ``WandbLogger`` and ``MLFlowLogger`` also get casts, coverage and the page.
+    checkpoints hold the history. One that has no step left says so, and leaves the report as it is. ``WandbLogger``
+    and ``MLFlowLogger`` also get casts, coverage and the page.
 
     Values logged during the k-th optimizer step, or in a validation after it, are shown at k. Recording copies values
     to the host once in many steps. With launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an
@@ -125,7 +126,14 @@ class RunReport(LowBitCallback):
             self._seen.update(scalars(logged_metrics(trainer)))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer, pl_module, None)
+        earlier = None if self._trained or self._folder is None else page_of(trainer, self._folder, self._id)
+        if earlier is None:
+            self._write(trainer, pl_module, None)
+            return
+        rank_zero_info(
+            f"Nothing was left to train: the run had ended at step {trainer.global_step}, and its report is {earlier}. "
+            "To train on, give more steps or epochs (max_steps, max_epochs)."
+        )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if trainer.state.fn == "fit" and self._trained:  # before that, there is nothing to report

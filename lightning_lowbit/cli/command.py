@@ -3,7 +3,6 @@
 Imports inside functions keep ``lowbit ls`` quick: it needs neither torch nor Lightning.
 """
 
-import argparse
 import os
 import select
 import sys
@@ -16,8 +15,9 @@ from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, needs, recipes
 from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path
 from lightning_lowbit.cli.options import check_run
+from lightning_lowbit.cli.parser import Parser
 from lightning_lowbit.cli.search_path import current_folder_last
-from lightning_lowbit.packages import install, is_installed
+from lightning_lowbit.packages import install_extra, is_installed
 
 _USAGE = """\
 usage: lowbit COMMAND ...
@@ -110,7 +110,8 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if (name in TRAINER_COMMANDS or name in _ROOMS) and find_spec("jsonargparse") is None:
-        raise ValueError(f"`lowbit {name}` needs jsonargparse, which reads configurations: {install('jsonargparse')}.")
+        command = install_extra("jsonargparse")
+        raise ValueError(f"`lowbit {name}` needs jsonargparse, which reads configurations: {command}.")
     if name in TRAINER_COMMANDS:
         place = next((i for i, argument in enumerate(rest) if argument in ("-h", "--help")), None)
         if place is not None and rest[place + 1 : place + 2] != ["all"]:
@@ -170,7 +171,7 @@ def _short_help(command: str) -> str:
 
 def _list(arguments: Sequence[str]) -> None:
     """Prints each recipe, overlay and study with one line on what it is."""
-    argparse.ArgumentParser("lowbit ls", description=_list.__doc__, allow_abbrev=False).parse_args(arguments)
+    Parser("lowbit ls", "", description=_list.__doc__).parse_args(arguments)
     titles = {"": "Recipes", OVERLAY: "Overlays, for a second --config", STUDY: "Studies, for `lowbit compare --study`"}
     for mark, title in titles.items():
         group = {name: headline(path) + _packages(path) for name, path in recipes().items() if kind(path) == mark}
@@ -186,7 +187,7 @@ def _packages(path: Path) -> str:
 
 def _copy(arguments: Sequence[str]) -> None:
     """Copies a recipe, overlay or study to a file, to change it."""
-    parser = argparse.ArgumentParser("lowbit cp", description=_copy.__doc__, allow_abbrev=False)
+    parser = Parser("lowbit cp", "quickstart mine.yaml", description=_copy.__doc__)
     parser.add_argument("name", help="a name from `lowbit ls`")
     parser.add_argument("file", nargs="?", default=".", help="where to; a folder keeps the name")
     options = parser.parse_args(arguments)

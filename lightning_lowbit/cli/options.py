@@ -1,7 +1,8 @@
 """Checks of a command line before torch is imported, so that mistakes are answered at once.
 
 The parser of a run checks everything, and takes seconds to import. This module checks files, recipes, packages, and
-options of Lightning's Trainer and of the classes that are named, which it reads from the sources of what is installed.
+options of Lightning's Trainer and of the classes that are named, with their values, as far as the sources of what is
+installed tell them.
 """
 
 import argparse
@@ -12,15 +13,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightning_lowbit.checks import near, nearest
+from lightning_lowbit.checks import near
 from lightning_lowbit.cli.arguments import check_classes
 from lightning_lowbit.cli.configs import check_recipe, find_config, needs, read_recipe, recipes, split_configs
-from lightning_lowbit.cli.sources import argument_names, find_class
+from lightning_lowbit.cli.sources import Parameter, find_class, method_parameters
 from lightning_lowbit.packages import install, is_installed
 
 # Options beside those of the Trainer's method, and its arguments that are objects.
 _OPTIONS = {"config", "c", "help", "h", "print_config", "seed_everything", "trainer", "model", "data"}
-_OBJECTS = {"self", "model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
+_OBJECTS = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
 
 _ALIASES = (None, "best", "hpc", "last", "last-good")  # of checkpoints
 
@@ -53,8 +54,8 @@ def check_checkpoint(path: str | None) -> bool:
     return True
 
 
-def check_run(command: str, arguments: Sequence[str]) -> None:
-    """Checks the arguments of a Trainer command, such as ``fit``.
+def check_run(command: str, arguments: Sequence[str], shown: str = "") -> None:
+    """Checks the arguments of a Trainer command, such as ``fit``; ``shown`` is the command that passes them on.
 
     Raises:
         FileNotFoundError: there is no such recipe or checkpoint.
@@ -64,12 +65,12 @@ def check_run(command: str, arguments: Sequence[str]) -> None:
     names, rest = split_configs(arguments)
     options = check_options(command, rest)
     configs = {name: read_recipe(name) for name in names}
-    check_recipe(names, [*configs.values()], [command, *rest])
+    check_recipe(names, [*configs.values()], [shown or command, *rest])
     for name, config in configs.items():
         trainer = config.get("trainer")
         for key in trainer if isinstance(trainer, dict) else ():
             _check_option(f"trainer.{key}", command, f" in {name}")
-    check_classes(configs, options)
+    check_classes(configs, options, _parameters(command))
     _check_precision(options, [*configs.values()])
     for name in names:
         packages, otherwise = needs(find_config(name))
@@ -84,34 +85,43 @@ def check_options(command: str, arguments: Sequence[str]) -> dict[str, str | Non
     """Returns options by names without hyphens; None for one without a value.
 
     Raises:
-        ValueError: an option does not exist: one of Lightning's command line, or of its Trainer.
+        ValueError: an option of Lightning's command line or of its Trainer does not exist, or takes no such value.
     """
-    options = {}
+    options: dict[str, str | None] = {}
     for i, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
         if option.startswith("--"):
             after = arguments[i + 1] if i + 1 < len(arguments) else None
-            options[option[2:].removesuffix("+")] = value if equals else after
+            is_value = after is not None and not after.startswith("--")
+            options[option[2:].removesuffix("+")] = value if equals else after if is_value else None
     for option in options:
         _check_option(option, command)
+    _check_precision(options, [])
+    check_classes({}, options, _parameters(command))
     return options
+
+
+def _parameters(command: str) -> dict[str, Parameter]:
+    """Returns the parameters of options that belong to no class of a configuration."""
+    known = trainer_arguments()
+    if not known:
+        return {}
+    return known[command] | {f"trainer.{name}": parameter for name, parameter in known["__init__"].items()}
 
 
 def refuse_unknown(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Raises a ``ValueError`` for an option that neither ``lowbit fit`` has nor a command's own parser."""
     known = _first_names("fit")
     for argument in arguments:
-        name = re.split(r"[.=+]", argument.removeprefix("--"), maxsplit=1)[0]
+        option = re.split("[=+]", argument.removeprefix("--"), maxsplit=1)[0]
+        name = option.partition(".")[0]
         if argument.startswith("--") and known and name not in known:
-            others = [*vars(parser.parse_args([])), *sorted(known)]
-            raise ValueError(
-                f"unrecognized arguments: {argument}.{nearest(name, others)} `{parser.prog} --help` lists all."
-            )
+            _refuse(option, name, [*vars(parser.parse_args([])), *sorted(known)], parser.prog)
 
 
 def _first_names(command: str) -> set[str]:
     known = trainer_arguments()
-    return _OPTIONS | (known[command] - _OBJECTS) if known else set()
+    return _OPTIONS | (known[command].keys() - _OBJECTS) if known else set()
 
 
 def _check_option(option: str, command: str, where: str = "") -> None:
@@ -120,16 +130,17 @@ def _check_option(option: str, command: str, where: str = "") -> None:
     if not known:
         return
     if head not in (tops := _first_names(command)):
-        _refuse(option, head, sorted(tops), where)
+        _refuse(option, head, sorted(tops), f"lowbit {command}", where)
     name = name.partition(".")[0]
     if head == "trainer" and name and name != "help" and name not in known["__init__"]:
-        _refuse(option, f"trainer.{name}", [f"trainer.{known_name}" for known_name in sorted(known["__init__"])], where)
+        names = [f"trainer.{name}" for name in sorted(known["__init__"])]
+        _refuse(option, f"trainer.{name}", names, f"lowbit {command}", where)
 
 
 def _check_precision(options: Mapping[str, str | None], configs: Sequence[Mapping[str, Any]]) -> None:
     """Raises a ``ValueError`` for a precision of a plugin, and for one of Lightning beside a plugin."""
     precision = options.get("trainer.precision")
-    if precision is None:
+    if precision in (None, "null"):
         return
     overlay = precision.replace("-", "_")
     if overlay in recipes() and not re.match(r"(bf)?\d", precision):
@@ -137,19 +148,21 @@ def _check_precision(options: Mapping[str, str | None], configs: Sequence[Mappin
             f"--trainer.precision takes Lightning's own precisions, and {precision} is one of a plugin: give --config "
             f"{overlay} after the recipe, or --trainer.plugins.init_args.casts."
         )
-    if "trainer.plugins" not in options and any(_is_set(config, "trainer.plugins") for config in configs):
+    trainers = [trainer for config in configs if isinstance(trainer := config.get("trainer"), dict)]
+    plugins = [trainer["plugins"] for trainer in trainers if "plugins" in trainer]
+    if "trainer.plugins" not in options and plugins and plugins[-1] is not None:
         raise ValueError(
             f"--trainer.precision {precision} contradicts the plugin of the recipe: leave it out: the plugin's "
             "compute_dtype (--trainer.plugins.init_args.compute_dtype bf16) is of all that it does not quantize."
         )
 
 
-def _refuse(option: str, part: str, known: Sequence[str], where: str) -> None:
+def _refuse(option: str, part: str, known: Sequence[str], command: str, where: str = "") -> None:
     close = near(part, known)
     hint = (
         f"Did you mean {('' if where else '--') + close[0] + option.removeprefix(part)!r}?"
         if close
-        else "`lowbit fit --help` lists some."
+        else f"`{command} --help` lists some."
     )
     raise ValueError(f"There is no option --{option}{where}. {hint}")
 
@@ -161,12 +174,14 @@ def _is_set(config: Any, option: str) -> bool:
 
 
 @cache
-def trainer_arguments() -> dict[str, set[str]]:
-    """Reads the arguments of the Trainer's methods by name; empty if its source is not where it is expected."""
+def trainer_arguments() -> dict[str, dict[str, Parameter]]:
+    """Reads the parameters of the Trainer's methods by name; empty if its source is not where it is expected."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         trainer = find_class(f"{package}.trainer.trainer.Trainer")
-        body = () if trainer is None else trainer.node.body
-        methods = {method.name: {*argument_names(method)} for method in body if isinstance(method, ast.FunctionDef)}
+        if trainer is None:
+            continue
+        functions = [item for item in trainer.node.body if isinstance(item, ast.FunctionDef)]
+        methods = {method.name: method_parameters(method, trainer.module) for method in functions}
         if {"__init__", "fit", "validate", "test", "predict"} <= methods.keys():
             return methods
     return {}

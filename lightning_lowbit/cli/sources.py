@@ -5,15 +5,19 @@ What the sources leave open (a decorator, a class that another function makes) i
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-_PACKAGE = "lightning_lowbit"
+_OWN = "lightning_lowbit"
+PACKAGES = {_OWN, "lightning", "pytorch_lightning", "torch"}
+_OPEN = re.compile(r"\b(__getattr__|globals|locals|setattr|sys\.modules|exec)\b")  # ways to names that none sees
 
 
 class Module(NamedTuple):
@@ -34,6 +38,27 @@ class Class(NamedTuple):
     """A class's definition, and the module that holds it."""
 
     node: ast.ClassDef
+    module: Module
+
+
+class Expression(NamedTuple):
+    """What a module assigns to a name."""
+
+    node: ast.expr
+    module: Module
+
+
+class Parameter(NamedTuple):
+    """A parameter of a method.
+
+    Attributes:
+        annotation: None if it has none.
+        default: None if it has none.
+        module: that holds the method.
+    """
+
+    annotation: ast.expr | None
+    default: ast.expr | None
     module: Module
 
 
@@ -75,16 +100,17 @@ def _located(spec: ModuleSpec | None) -> tuple[str | None, list[str]]:
 
 def find_class(path: str) -> Class | None:
     """Finds the definition of ``package.module.Class``."""
-    return _follow(path, frozenset())
+    definition = _follow(path, frozenset())
+    return definition if isinstance(definition, Class) else None
 
 
-def _follow(path: str, passed: frozenset[str]) -> Class | None:
+def _follow(path: str, passed: frozenset[str]) -> Class | Expression | None:
     name, _, attribute = path.rpartition(".")
     module = read_module(name) if name else None
-    return None if module is None else _resolve(attribute, module, passed)
+    return None if module is None else resolve(attribute, module, passed)
 
 
-def _resolve(dotted: str, module: Module, passed: frozenset[str] = frozenset()) -> Class | None:
+def resolve(dotted: str, module: Module, passed: frozenset[str] = frozenset()) -> Class | Expression | None:
     """Finds what a module knows by a name; ``passed`` are names on the way, which may lead in a circle."""
     if (place := f"{module.name}.{dotted}") in passed:
         return None
@@ -94,7 +120,8 @@ def _resolve(dotted: str, module: Module, passed: frozenset[str] = frozenset()) 
         if isinstance(node, ast.ClassDef) and node.name == head and not rest:
             return Class(node, module)
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [dotted]:
-            return _resolve(ast.unparse(node.value), module, passed)
+            is_name = isinstance(node.value, ast.Name | ast.Attribute)
+            return resolve(ast.unparse(node.value), module, passed) if is_name else Expression(node.value, module)
     for origin, names in _imports(module):
         for alias in names:
             if alias.name == "*" or (alias.asname or alias.name) == head:
@@ -114,43 +141,48 @@ def _imports(module: Module) -> Iterator[tuple[str, list[ast.alias]]]:
 
 
 @cache
-def class_arguments(path: str) -> frozenset[str] | None:
-    """Returns the names of all arguments of a class; None if the sources do not tell them."""
+def class_arguments(path: str) -> dict[str, Parameter] | None:
+    """Returns all arguments of a class by name; None if the sources do not tell them."""
     definition = find_class(path)
     return None if definition is None else _arguments(definition)
 
 
-def _arguments(definition: Class, below: tuple[ast.ClassDef, ...] = ()) -> frozenset[str] | None:
+def _arguments(definition: Class, below: tuple[ast.ClassDef, ...] = ()) -> dict[str, Parameter] | None:
     node, module = definition
     if node in below:  # a class that derives from itself
         return None
     methods = [item for item in ast.walk(node) if getattr(item, "name", getattr(item, "id", None)) == "__init__"]
     if node.decorator_list or node.keywords or any(method not in node.body for method in methods):
         return None
-    names: frozenset[str] = frozenset()
+    parameters: dict[str, Parameter] = {}
     if methods:
         method = methods[-1]
         if not isinstance(method, ast.FunctionDef) or method.decorator_list:
             return None
-        names = argument_names(method) - {"self"}
+        parameters = method_parameters(method, module)
         if method.args.kwarg is None:
-            return names
+            return parameters
         if not _passes_on(method, method.args.kwarg.arg):
             return None
     for base in node.bases:
         dotted = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
         if dotted in ("Generic", "object"):
             continue
-        inherited = None if (parent := _resolve(dotted, module)) is None else _arguments(parent, (*below, node))
+        parent = resolve(dotted, module)
+        inherited = _arguments(parent, (*below, node)) if isinstance(parent, Class) else None
         if inherited is None:
             return None
-        names |= inherited
-    return names
+        parameters = inherited | parameters
+    return parameters
 
 
-def argument_names(method: ast.FunctionDef) -> frozenset[str]:
+def method_parameters(method: ast.FunctionDef, module: Module) -> dict[str, Parameter]:
+    """Returns the parameters of a method by name, without ``self``."""
     arguments = method.args
-    return frozenset(item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+    places = [*arguments.posonlyargs, *arguments.args]
+    defaults = [*[None] * (len(places) - len(arguments.defaults)), *arguments.defaults, *arguments.kw_defaults]
+    items = zip([*places, *arguments.kwonlyargs], defaults, strict=True)
+    return {item.arg: Parameter(item.annotation, default, module) for item, default in items if item.arg != "self"}
 
 
 def _passes_on(method: ast.FunctionDef, kwargs: str) -> bool:
@@ -163,19 +195,49 @@ def _passes_on(method: ast.FunctionDef, kwargs: str) -> bool:
 
 
 def missing_class(path: str) -> list[str] | None:
-    """Returns the names that a module of this package has, if it lacks the one of a path; else None."""
+    """Returns the names that a module of this package, Lightning or torch has, if it lacks the one of a path; None if
+    it has it, or its source leaves open what it has."""
     name, _, attribute = path.rpartition(".")
-    module = read_module(name) if name.partition(".")[0] == _PACKAGE else None
-    if module is None:
+    root = name.partition(".")[0]
+    module = read_module(name) if root in PACKAGES else None
+    if module is None or (root != _OWN and _OPEN.search(ast.unparse(module.tree))):
         return None
     names: set[str] = set()
-    for node in module.tree.body:
+    for node in ast.walk(module.tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-            if ast.unparse(node.targets[0]) == "__all__":
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            with suppress(ValueError):
                 names |= set(ast.literal_eval(node.value))
     names |= {alias.asname or alias.name for _, aliases in _imports(module) for alias in aliases}
     is_open = "*" in names and "__all__" not in names
     return None if is_open or attribute in names else sorted(names - {"*"})
+
+
+@cache
+def class_names(*modules: str) -> frozenset[str]:
+    """Returns the names of all classes in modules, and in all that are in packages."""
+    names: set[str] = set()
+    for module in modules:
+        path = _find(module)
+        if path is None:
+            continue
+        for file in path.parent.rglob("*.py") if path.name == "__init__.py" else [path]:
+            names |= {name.decode() for name in re.findall(rb"^\s*class (\w+)", file.read_bytes(), re.MULTILINE)}
+    return frozenset(names)
+
+
+def table_keys(path: str) -> list[str]:
+    """Returns the keys of a dict, or the items of a tuple, that a module writes down under a name; empty if its source
+    does not tell them."""
+    name, _, attribute = path.rpartition(".")
+    module = read_module(name)
+    for node in () if module is None else module.tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.Dict | ast.Tuple) and attribute in [getattr(target, "id", "") for target in targets]:
+            keys = value.keys if isinstance(value, ast.Dict) else value.elts
+            return [str(key.value) for key in keys if isinstance(key, ast.Constant)]
+    return []

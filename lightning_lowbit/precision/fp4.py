@@ -43,5 +43,6 @@ def _check_family(preset: str, casts: LinearCasts) -> None:
     if elements and not elements & _ELEMENTS:
         raise ValueError(
             f"FP4Precision takes presets in FP4, and {preset!r} quantizes to {' and '.join(sorted(elements))}: give "
-            f"LowBitPrecision({preset!r}), which takes any preset."
+            f"LowBitPrecision({preset!r}), which takes any preset; on the command line --trainer.plugins "
+            f"lightning_lowbit.LowBitPrecision --trainer.plugins.casts {preset}."
         )

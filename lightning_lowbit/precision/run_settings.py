@@ -35,10 +35,20 @@ COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], to
 
 # Names of Lightning and, without "torch.", of torch.
 _SPELLINGS = {
-    **{name: name for name in ("auto", *COMPUTE_DTYPES)},
-    **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
-    **dict.fromkeys(("16", "16-mixed", "float16", "half"), "fp16"),
-    **dict.fromkeys(("32", "32-true", "float32", "float"), "fp32"),
+    "auto": "auto",
+    "bf16": "bf16",
+    "bf16-mixed": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp32": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
 }
 _16_TRUE = (
     "'{0}-true' makes parameters 16 bits wide, and the plugin leaves them as they are. Give {1!r} for the computation; "
@@ -49,8 +59,14 @@ _FP8 = "FP8 is not for what is left in high precision. FP8Precision quantizes th
 _INSTEAD = {
     "bf16-true": _16_TRUE.format("bf16", "bf16"),
     "16-true": _16_TRUE.format("16", "fp16"),
-    **dict.fromkeys(("64", "64-true", "float64", "double"), _64),
-    **dict.fromkeys(("transformer-engine", "transformer-engine-float16", "float8_e4m3fn", "float8_e5m2"), _FP8),
+    "64": _64,
+    "64-true": _64,
+    "float64": _64,
+    "double": _64,
+    "transformer-engine": _FP8,
+    "transformer-engine-float16": _FP8,
+    "float8_e4m3fn": _FP8,
+    "float8_e5m2": _FP8,
 }
 
 

@@ -37,6 +37,18 @@ def continue_in(trainer: Trainer, folder: Path, identity: str) -> None:
                 _CHOSEN[trainer] = folder, place
 
 
+def page_of(trainer: Trainer, folder: Path, identity: str) -> Path | None:
+    """Returns the page of a run that has ended where it is resumed: in ``folder``, beside it, or above the checkpoint;
+    None if there is none."""
+    above = [*Path(str(trainer.ckpt_path)).parents[:2]] if trainer.ckpt_path is not None else []
+    for place in [folder, *folder.glob("version_*"), *folder.parent.glob("version_*"), *above]:
+        with suppress(OSError, ValueError):
+            run = json.loads((place / "run.json").read_text())
+            if run.get("id") == identity and (run["status"], run["steps"]) == ("finished", trainer.global_step):
+                return next(place.glob("*.html"), place / "run.json")
+    return None
+
+
 def _free(folder: Path, names: set[str]) -> Path:
     if not any((folder / name).exists() for name in names):
         return folder

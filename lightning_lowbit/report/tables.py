@@ -13,6 +13,7 @@ from lightning_lowbit.report.blocks import Link, Table, Text
 from lightning_lowbit.report.formatting import cell
 
 _NUMBER = re.compile(r"([-+]?\d[\d.,]*(e[-+]?\d+)?( ?[^\s\d]{1,8})?|not finite|)")  # with a unit, or nothing
+_SENTENCE = 40  # characters of a cell; where one is longer, a page folds its column
 _NARROWEST = 12  # characters; a column is not folded below this width
 _NOTEBOOK = 88  # columns that notebooks show without cutting them
 
@@ -29,12 +30,14 @@ def as_markdown(table: Table) -> str:
 
 def as_html(table: Table) -> str:
     rows = _rows(table)
-    columns = zip_longest(*rows, fillvalue="") if table.header else ()
-    numeric = {i for i, column in enumerate(columns) if all(_NUMBER.fullmatch(text) for text in column)}
+    columns = [*zip_longest(*rows, fillvalue="")] if table.header else []
+    kinds = dict.fromkeys(range(len(columns)), "")
+    kinds |= {i: ' class="text"' for i, column in enumerate(columns) if i and max(map(len, column)) > _SENTENCE}
+    kinds |= {i: ' class="number"' for i, column in enumerate(columns) if all(map(_NUMBER.fullmatch, column))}
 
     def line(cells: Sequence[object], first: str, tag: str) -> str:
         tags = [first, *[tag] * (len(cells) - 1)]
-        classes = [' class="number"' if i in numeric else "" for i in range(len(cells))]
+        classes = [kinds.get(i, "") for i in range(len(cells))]
         parts = zip(tags, classes, map(_as_html, cells), strict=False)
         return f"<tr>{''.join(f'<{tag}{kind}>{html}</{tag}>' for tag, kind, html in parts)}</tr>"
 

@@ -127,7 +127,7 @@ def test_a_run_killed_in_its_last_validation_begins_afresh(capsys):
     ("arguments", "line"),
     [
         (["--trainer.max_stepz=3"], "Did you mean '--trainer.max_steps'?"),
-        (["--dryrun"], "unrecognized arguments: --dryrun"),
+        (["--dryrun"], "There is no option --dryrun. Did you mean '--dry_run'?"),
         (["--seeds=,"], "The study has no run"),
         (["--jobs=0"], "--jobs is the number of runs at a time, 1 or more; got 0"),
         (["--lr=high"], "--lr takes numbers such as 1e-3,3e-4; got 'high'"),

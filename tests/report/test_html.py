@@ -263,6 +263,14 @@ def test_columns_of_numbers_are_aligned():
     assert '<td class="number">12.5%</td>' in page
 
 
+def test_columns_of_sentences_are_folded():
+    why = "its casts are those of high precision, by skip, only or overrides"
+    page = render("x", [Section("s", [Table(["layer", "class", "why"], [["a", "Linear", why], ["b", "Linear", ""]])])])
+    assert f'<td>Linear</td><td class="text">{why}</td>' in page
+    assert page.count('class="text"') == 3, "the header and both rows"
+    assert "table .text:not(th){white-space:normal" in page
+
+
 @each(
     ("value", "text"),
     [(1234567, "1,234,567"), (1.23456, "1.235"), (12345.6, "12,346"), (1e-7, "1e-07"), (math.nan, "not finite")],

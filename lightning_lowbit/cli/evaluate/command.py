@@ -13,7 +13,7 @@ import torch
 
 from lightning_lowbit.checks import nearest, some
 from lightning_lowbit.cli.evaluate.models import Loaded, load
-from lightning_lowbit.packages import install
+from lightning_lowbit.packages import install_extra
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -25,7 +25,9 @@ def evaluate(options: argparse.Namespace) -> None:
 
         import_module("lm_eval.models.huggingface")  # takes packages of its own
     except ImportError as error:
-        raise ValueError(f"lowbit evaluate takes lm-evaluation-harness ({error}): {install('lm_eval')}.") from error
+        raise ValueError(
+            f"lowbit evaluate takes lm-evaluation-harness ({error}): {install_extra('lm_eval')}."
+        ) from error
     loaded = load(path, options.tokenizer, options.module, device)
     tasks, manager = find_tasks(options.tasks, options.include_path)
     print(f"{path}: {loaded.about}")

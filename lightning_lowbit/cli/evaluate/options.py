@@ -6,6 +6,8 @@ from pathlib import Path
 
 from lightning_lowbit.checks import integer, positive
 from lightning_lowbit.cli.options import existing
+from lightning_lowbit.cli.parser import Parser
+from lightning_lowbit.packages import install_extra, is_installed
 
 KINDS = "a checkpoint of a run (.ckpt), or a folder with a config.json, as `lowbit export` and save_pretrained write"
 
@@ -19,15 +21,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         integer("--max_length", options.max_length, 1, "a number of tokens")
     options.output = _output(options.output or f"{Path(options.model).resolve().stem}_evaluation.json")
     options.model = existing(options.model, KINDS)
+    if not is_installed("lm_eval"):
+        raise ValueError(f"lowbit evaluate takes lm-evaluation-harness: {install_extra('lm_eval')}.")
     return options
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lowbit evaluate",
+        "runs/quickstart/version_0/checkpoints/last.ckpt --tasks wikitext",
         description="Evaluates a model on tasks of lm-evaluation-harness: a checkpoint with the casts of its training, "
         "or a folder that `lowbit export` or save_pretrained wrote, as transformers computes it.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("model", metavar="CHECKPOINT|FOLDER", help="a checkpoint of a run, or a folder with a config.json")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from lightning_lowbit.checks import integer
 from lightning_lowbit.cli.options import existing
+from lightning_lowbit.cli.parser import Parser
 from lightning_lowbit.export.formats.names import ABOUT, DTYPES
 
 
@@ -20,19 +21,19 @@ def _sizes(text: str) -> list[int]:
     try:
         return [integer("--shape", int(size), 1) for size in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"it is sizes such as 2,3,32,32; got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"takes sizes such as 2,3,32,32; got {text!r}") from None
 
 
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, ABOUT))
     formats = "\n".join(f"  {name:{width}}  {about}" for name, about in ABOUT.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lowbit export",
+        "runs/quickstart/version_0/checkpoints/last.ckpt --format nvfp4-w4a4 --output exported",
         description="Exports a checkpoint with the codes and scales of its training, loads the result by the format's "
         "own client, and compares outputs.",
         epilog=f"formats:\n{formats}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("checkpoint", help="a .ckpt of a run with a plugin of lightning_lowbit; it tells its casts")

@@ -141,6 +141,20 @@ def test_runs_without_folders_of_their_own_do_not_overwrite_each_other(logger, r
     assert not list(Path(root).rglob("version_3"))
 
 
+def test_a_resumed_run_without_a_step_left_leaves_the_report(told):
+    trainer(SaveEarly("on_train_end", 6)).fit(Ordered())
+    before = {path: path.read_bytes() for path in Path().glob("r*")}
+    assert len(before) == 2
+    trainer().fit(Ordered(), ckpt_path="x.ckpt", weights_only=True)
+    assert {path: path.read_bytes() for path in Path().glob("r*")} == before and not list(Path().glob("version_*"))
+    assert "Nothing was left to train: the run had ended at step 6, and its report is "
+    assert "report.html. To train on, give more steps" in told.text
+    for path in before:  # a run that was killed before it wrote them
+        path.unlink()
+    trainer().fit(Ordered(), ckpt_path="x.ckpt", weights_only=True)
+    assert steps(load(), "loss") == [1, 2, 3, 4, 5, 6]
+
+
 def test_another_run_from_the_checkpoint_of_one_that_ended_leaves_its_report():
     trainer(SaveEarly("on_train_batch_end", 3)).fit(Ordered())
     for _ in range(2):

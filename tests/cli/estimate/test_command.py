@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lowbit import cli
-from lightning_lowbit.cli.lab.estimate.shapes import describe
+from lightning_lowbit import LinearCasts, cli
+from lightning_lowbit.cli.lab.estimate.shapes import describe, operations
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli.estimate.models import SMALL
 
@@ -46,6 +46,9 @@ def test_what_is_printed(capsys):
         "not a measurement: GEMMs are assumed to reach 30% of the peak, links 70%",
         "h100 has no arithmetic for fp4",
         "Not in it:",
+        "A step: host-bound, ",
+        "in a CUDA graph: ",
+        "eager, on a host as slow as --launch says: ",
     ):
         assert part in shown, part
     assert estimate(*QUICK, "--device=b200", "--memory=0.001") == 0
@@ -111,9 +114,14 @@ def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
         (["--peak=fp9=100"], "Unknown arithmetic in --peak 'fp9'."),
         (["--peak=fp8=fast"], "such as bf16=989,fp8=1979"),
         (["--memory=-1"], "--memory takes numbers above 0"),
-        (["--launch=0"], "--launch takes numbers above 0, such as 10, in microseconds"),
+        (["--launch=0"], "--launch takes numbers above 0, such as 100, in microseconds"),
         (["--batch_size=0"], "give --batch_size"),
         (["--trainer.devices=auto"], "give --devices"),
+        (
+            ["--trainer.devices=auto", "--trainer.strategy=deepspeed", "--batch_size=0"],
+            "give --devices. How deepspeed spreads a model is not known here: say --strategy ddp or --strategy fsdp. "
+            "TextDataModule tells no batch_size of 1 or more (got 0): give --batch_size.",
+        ),
         (["--trainer.strategy=deepspeed"], "say --strategy ddp or --strategy fsdp"),
         (["--trainer.plugins.init_args.casts=nvfp5"], "Did you mean 'nvfp4'?"),
         (["--nonsense=1"], "nonsense"),
@@ -123,6 +131,25 @@ def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
 def test_mistakes(arguments, line, capsys):
     assert estimate(*QUICK, *arguments) == 2
     assert line in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_what_a_host_starts_is_what_an_h200_launched():
+    """Kernels of both passes of a layer, docs/results/gpu.md."""
+    launched = {"nvfp4": 22, "nvfp4-nvidia": 27, "mxfp4": 13, "mxfp4-rht": 18, "mxfp8": 11, "ufp4": 32, "quartet2": 41}
+    launched |= {"fp8-delayed": 27, "fp8-current": 22, "fp8-row": 21, "fp8-blockwise": 21, "int4": 8, "ternary": 14}
+    for name, number in launched.items():
+        assert operations(LinearCasts.preset(name)) == pytest.approx(number, rel=1 / 3), name
+    assert operations(LinearCasts()) == 3
+
+
+def test_a_step_with_slow_launches_takes_as_long_as_the_host(capsys):
+    def seconds(launch):
+        assert estimate(*QUICK, "--json", f"--launch={launch}") == 0
+        return json.loads(capsys.readouterr().out)["seconds"]
+
+    slow, fast = seconds(100), seconds(0.001)
+    assert slow["hidden"] == slow["launches"] == pytest.approx(1e5 * fast["launches"])
+    assert slow["captured_hidden"] == fast["captured_hidden"] == fast["hidden"] < slow["hidden"]
 
 
 def test_peaks_can_be_given(capsys):

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from lightning_lowbit import cli
 from lightning_lowbit.cli.evaluate import models
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
+from lightning_lowbit.packages import install_extra
 from tests.cli.evaluate.models import SIZES, Plain, language_model, train
 from tests.recipes.test_tokenizers import save_tokenizer
 
@@ -123,7 +124,7 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     Path("last.ckpt").touch()
     assert cli.main(["evaluate", "last.ckpt", "--tasks", "hellaswag"]) == 2
-    assert "pip install 'lm_eval[hf]>=" in capsys.readouterr().err.splitlines()[-1]
+    assert f"): {install_extra('lm_eval')}." in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from lightning_lowbit import Cast, FP4Precision, Scale
+from lightning_lowbit import Cast, FP4Precision, Scale, convert
 from lightning_lowbit.cli.lab.inspect import command
 from lightning_lowbit.cli.lab.inspect.table import Candidate
 from lightning_lowbit.metrics import cast_statistics
@@ -43,6 +43,18 @@ class Model(BoringModel):
 def llama(layers=2):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 64}
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, bos_token_id=0, eos_token_id=0, **shape))
+
+
+def test_weights_have_the_names_of_layers(capsys):
+    model = nn.ModuleList(
+        [nn.TransformerEncoderLayer(32, 4, 64), nn.MultiheadAttention(32, 4, kdim=16), nn.Linear(16, 8)]
+    )
+    torch.save(model.state_dict(), "weights.pt")
+    assert inspect("weights.pt", "--casts", "nvfp4") == 0
+    weights = {name for name, _ in table(capsys)} - {"mean of 9"}
+    assert len(weights) == 9
+    for name in weights:
+        convert(model, "nvfp4", only=[name.replace(".", r"\.")])  # else no layer matches
 
 
 def test_checkpoint_of_low_bit_training(capsys):

@@ -7,6 +7,7 @@ from typing import TypeVar
 from lightning_lowbit.checks import integer
 from lightning_lowbit.cli.configs import find_config
 from lightning_lowbit.cli.options import check_options, check_run, existing, refuse_unknown
+from lightning_lowbit.cli.parser import Parser
 
 _T = TypeVar("_T")
 
@@ -49,15 +50,16 @@ def _check_recipe(options: argparse.Namespace, rest: Sequence[str]) -> None:
     rows = [[*first[:i], [text], *first[i + 1 :]] for i, items in enumerate(options.vary) for text in items]
     for row in rows or [[]]:
         overlays = [name for items in row for text in items for name in text.split("+") if name != "none"]
-        check_run("fit", [*(f"--config={name}" for name in (*options.config, *overlays)), *rest])
+        configs = (f"--config={name}" for name in (*options.config, *overlays))
+        check_run("fit", [*configs, *rest], shown="compare")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lowbit compare",
+        "--config quickstart --vary bf16,nvfp4",
         description="Runs a recipe with each combination of overlays, learning rates and seeds, or the rows of a "
         "study, and tabulates them. Other arguments are those of `lowbit fit`, and go to every run.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--study", metavar="STUDY", help="a study of `lowbit ls`, or its file, instead of --config, --vary and --lr")
@@ -82,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
     def parse(text: str) -> list[_T]:
-        return [kind(item) for item in text.split(",") if item]
+        try:
+            return [kind(item) for item in text.split(",") if item]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"takes whole numbers such as 0,1,2; got {text!r}") from None
 
     return parse

@@ -2,10 +2,10 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from math import floor, log10
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_lowbit.cli.lab.estimate.devices import STRATEGIES, Assumptions, Batch, Device, Layout
 from lightning_lowbit.cli.lab.estimate.formulas import (
@@ -22,6 +22,8 @@ from lightning_lowbit.precision import LowBitPrecision
 
 _GIB = 2**30
 
+_T = TypeVar("_T")
+
 _LEFT_OUT = (
     "Not in it: the device's context, the allocator's gaps, workspaces of kernels and of quantization, everything that "
     "is no GEMM (norms, casts, the optimizer, loading), and latencies."
@@ -35,15 +37,17 @@ def estimate(options: Namespace) -> None:
     plugin = next((plugin for plugin in parts.plugins if isinstance(plugin, LowBitPrecision)), None)
     casts = "casts" if plugin is not None and plugin.quantize_before_gather else None
     gathers = (casts, getattr(parts.model, "gather_dtype", None))
-    layout = _layout(options, trainer, "+".join(filter(None, gathers)) or "stored")
+    problems = list[str]()
+    layout = _tried(lambda: _layout(options, trainer, "+".join(filter(None, gathers)) or "stored"), problems)
+    batch = _tried(lambda: _batch(options, parts.datamodule, trainer), problems)
+    if layout is None or batch is None:
+        raise ValueError(" ".join(problems))
     if layout.devices > layout.per_node and not device.network:
         raise ValueError(f"{options.device} comes without a network: give --network GB/s, or fewer --devices.")
-    batch = _batch(options, parts.datamodule, trainer)
     model, notes = describe(parts.model, plugin, str(trainer.precision or "32-true"), trainer)
     memories = memory(model, batch, layout)
     counted, traffic = flops(model, batch, layout), communication(model, batch, layout)
     spent = times(model, batch, layout, device, assumed)
-    notes += _launch_notes(assumed, spent)
     notes += _device_notes(counted, device, options.device, model.high)
     if options.json:
         numbers = {
@@ -54,24 +58,34 @@ def estimate(options: Namespace) -> None:
             "memory_bytes": memories,
             "flops": counted,
             "communication": [{**asdict(collective), "sent": collective.sent} for collective in traffic],
-            "seconds": {**asdict(spent), "hidden": spent.hidden, "exposed": spent.exposed},
+            "seconds": {**asdict(spent), "hidden": spent.hidden, "exposed": spent.exposed}
+            | {f"captured_{name}": getattr(spent.captured, name) for name in ("hidden", "exposed")},
             "notes": notes,
         }
         print(json.dumps(numbers, indent=2))
         return
     lines = [*_head(model, batch, layout), *_memory_table(memories, device, options.device)]
     lines += _work_table(counted, traffic, spent)
-    lines += [_step_line(batch, layout, spent), "", *_closing(assumed, options.device, notes)]
+    lines += [*_step_lines(batch, layout, spent), "", *_closing(assumed, options.device, notes)]
     print("\n".join(lines))
+
+
+def _tried(make: Callable[[], _T], problems: list[str]) -> _T | None:
+    """Returns the result, or None and a problem more, so that all are said at once."""
+    try:
+        return make()
+    except ValueError as error:
+        problems.append(str(error))
+        return None
 
 
 def _layout(options: Namespace, trainer: Any, gathered: str) -> Layout:
     named, per_node = trainer.strategy, _devices_of_a_node(trainer.devices)
-    devices = options.devices
+    devices, problems = options.devices, []
     if devices is None:
         if per_node is None:
-            raise ValueError(f"trainer.devices is {trainer.devices!r}, which only a machine can tell: give --devices.")
-        devices = per_node * trainer.num_nodes
+            problems = [f"trainer.devices is {trainer.devices!r}, which only a machine can tell: give --devices."]
+        devices = (per_node or 1) * trainer.num_nodes
     arguments = getattr(named, "init_args", None) or {}
     name = named if isinstance(named, str) else str(getattr(named, "class_path", "auto")).rpartition(".")[2]
     strategy = options.strategy
@@ -79,7 +93,9 @@ def _layout(options: Namespace, trainer: Any, gathered: str) -> Layout:
         kinds = {"ModelParallelStrategy": "fsdp", "FSDPStrategy": "fsdp", "DDPStrategy": "ddp", "auto": "ddp"}
         strategy = kinds.get(name) or next((kind for kind in STRATEGIES if name.startswith(kind)), None)
     if strategy is None:
-        raise ValueError(f"How {name} spreads a model is not known here: say --strategy ddp or --strategy fsdp.")
+        problems.append(f"How {name} spreads a model is not known here: say --strategy ddp or --strategy fsdp.")
+    if problems or strategy is None:
+        raise ValueError(" ".join(problems))
     tensor_parallel = options.tensor_parallel
     if tensor_parallel is None:
         tensor_parallel = 1
@@ -101,13 +117,13 @@ def _devices_of_a_node(devices: Any) -> int | None:
 
 
 def _batch(options: Namespace, data: Any, trainer: Any) -> Batch:
-    sizes = {}
-    for name in ("batch_size", "sequence_length"):
-        size = getattr(options, name) if getattr(options, name) is not None else getattr(data, name, None)
-        if not isinstance(size, int) or size < 1:
-            owner = type(data).__name__ if data is not None else "the configuration, which names no data,"
-            raise ValueError(f"{owner} tells no {name} of 1 or more (got {size!r}): give --{name}.")
-        sizes[name] = size
+    names = ("batch_size", "sequence_length")
+    asked = {name: getattr(options, name) for name in names}
+    sizes: dict[str, Any] = {name: getattr(data, name, None) if size is None else size for name, size in asked.items()}
+    if missing := [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]:
+        owner = type(data).__name__ if data is not None else "The configuration, which names no data,"
+        sayings = " and ".join(f"no {name} of 1 or more (got {sizes[name]!r})" for name in missing)
+        raise ValueError(f"{owner} tells {sayings}: give {' and '.join(f'--{name}' for name in missing)}.")
     return Batch(sizes["batch_size"], sizes["sequence_length"], trainer.accumulate_grad_batches or 1)
 
 
@@ -138,7 +154,7 @@ def _work_table(counted: Mapping[str, int], traffic: Sequence[Collective], spent
         label, payload = f"{collective.name} of {collective.of}", collective.payload / 1e9
         rows.append(f"  {label:<30}{payload:>8.3f} GB, of which a device sends {collective.sent / 1e9:.3f}")
     waits = {"tensor parallelism": spent.tensor_parallel, "data parallelism": spent.data_parallel}
-    seconds = {**spent.gemms, "launches": spent.launches, **{kind: value for kind, value in waits.items() if value}}
+    seconds = {**spent.gemms, "the host": spent.launches, **{kind: value for kind, value in waits.items() if value}}
     rows += [f"  {f'time of {kind}':<26}{_rounded(value * 1e3):>12} ms" for kind, value in seconds.items()]
     return ["Work of a device in a step", *rows, ""]
 
@@ -149,22 +165,25 @@ def _rounded(number: float) -> str:
     return f"{round(number, digits):,.{max(digits, 0)}f}"
 
 
-def _step_line(batch: Batch, layout: Layout, spent: StepTime) -> str:
+def _step_lines(batch: Batch, layout: Layout, spent: StepTime) -> list[str]:
     tokens = batch.tokens * batch.micro_batches * layout.data_parallel
-    times = (spent.hidden, spent.exposed)
-    rates = [f"{_rounded(seconds * 1e3)} ms ({_rounded(tokens / seconds)} tokens/s)" for seconds in times]
-    if spent.data_parallel == 0:
-        return f"A step: {rates[0]}"
-    return f"A step: {rates[0]} with data-parallel communication hidden, {rates[1]} without"
 
+    def rates(times: StepTime) -> str:
+        texts = [f"{_rounded(seconds * 1e3)} ms ({_rounded(tokens / seconds)} tokens/s)" for seconds in _times(times)]
+        return " with data-parallel communication hidden, ".join(texts) + " without" * (len(texts) - 1)
 
-def _launch_notes(assumed: Assumptions, spent: StepTime) -> list[str]:
-    if spent.launches < sum(spent.gemms.values()):
-        return []
+    if spent.hidden == spent.captured.hidden:
+        return [f"A step: {rates(spent)}"]
+    fast, slow = (_rounded(times.hidden * 1e3) for times in (spent.captured, spent))
     return [
-        f"LAUNCHES DOMINATE: the kernels of linear layers alone take the host {_rounded(spent.launches * 1e3)} ms to "
-        f"launch, at {assumed.launch * 1e6:.3g} microseconds each. A compiled step, or one in a CUDA graph, has fewer."
+        f"A step: host-bound, {fast} to {slow} ms",
+        f"  in a CUDA graph: {rates(spent.captured)}",
+        f"  eager, on a host as slow as --launch says: {rates(spent)}",
     ]
+
+
+def _times(spent: StepTime) -> list[float]:
+    return [spent.hidden] if spent.data_parallel == 0 else [spent.hidden, spent.exposed]
 
 
 def _device_notes(counted: Mapping[str, int], device: Device, name: str, high: str) -> list[str]:
@@ -185,7 +204,8 @@ def _device_notes(counted: Mapping[str, int], device: Device, name: str, high: s
 def _closing(assumed: Assumptions, name: str, notes: Sequence[str]) -> list[str]:
     return [
         f"An estimate from formulas and from data sheets of {name}, not a measurement: GEMMs are assumed to reach "
-        f"{assumed.utilization:.0%} of the peak, links {assumed.link_utilization:.0%}.",
+        f"{assumed.utilization:.0%} of the peak, links {assumed.link_utilization:.0%}, and the host to take "
+        f"{assumed.launch * 1e6:.3g} microseconds for an operation of a layer (100 on the slow host of an H200).",
         *notes,
         _LEFT_OUT,
     ]

@@ -131,11 +131,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Shares of the peaks that GEMMs and links reach, and seconds that a host takes to launch a kernel."""
+    """Shares of the peaks that GEMMs and links reach, and seconds that a host takes for an operation of a layer.
+
+    The slow host of an H200 took 2.0 to 2.4 ms for the 22 operations of a layer in NVFP4 (docs/results/gpu.md).
+    """
 
     utilization: float = 0.4
     link_utilization: float = 0.7
-    launch: float = 1e-5
+    launch: float = 1e-4
 
     def __post_init__(self) -> None:
         for name in ("utilization", "link_utilization"):

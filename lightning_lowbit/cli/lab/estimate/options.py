@@ -7,8 +7,9 @@ from dataclasses import replace
 from lightning_lowbit.checks import choose
 from lightning_lowbit.cli.lab.estimate.devices import DEVICES, GATHERS, STRATEGIES, Assumptions, Device
 from lightning_lowbit.cli.options import check_run, refuse_unknown
+from lightning_lowbit.cli.parser import Parser
 
-_EXAMPLES = {"peak": "bf16=989,fp8=1979, in TFLOP/s", "launch": "10, in microseconds"}
+_EXAMPLES = {"peak": "bf16=989,fp8=1979, in TFLOP/s", "launch": "100, in microseconds"}
 _SIZE = "80, in GB or GB/s"
 
 
@@ -16,7 +17,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the options, with ``sheet`` (of the device), ``assumed``, and those of ``lowbit fit`` in ``rest``."""
     options, rest = _parser().parse_known_args(arguments)
     refuse_unknown(rest, _parser())
-    check_run("fit", rest)
+    check_run("fit", rest, shown="estimate")
     options.sheet, options.rest = _device(options), rest
     launch = _positive("launch", options.launch) / 1e6
     options.assumed = Assumptions(options.utilization, options.link_utilization, launch)
@@ -24,11 +25,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lowbit estimate",
+        "--config quickstart --device h100",
         description="Estimates memory and time of a training step from formulas. Other arguments are those of `lowbit "
         "fit`: --config RECIPE [--config OVERLAY ...] [--any.argument VALUE ...].",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(
@@ -51,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequence_length", type=int, help="tokens of a sequence; the data module's by default")
     add("--utilization", type=float, default=0.4, help="share of their peak that GEMMs are taken to reach; 0.4")
     add("--link_utilization", type=float, default=0.7, help="likewise of links; 0.7")
-    add("--launch", metavar="US", default="10", help="microseconds that a host takes to launch a kernel; 10")
+    launch = "microseconds that a host takes for an operation of a layer; 100, as measured on a slow host"
+    add("--launch", metavar="US", default="100", help=launch)
     add("--peak", metavar="KIND=TFLOPS,...", default="", help="other peaks, dense: bf16=989,fp8=1979,fp4=9000")
     add("--memory", metavar="GB", help="GB of a device, instead of the table's")
     add("--link", metavar="GB/s", help="GB/s that a device sends within its node, instead of the table's")

@@ -53,7 +53,8 @@ class Linear:
     """A linear layer or a stack of experts.
 
     ``arithmetic`` is by GEMM; ``saved`` are the bytes per element of its saved input (None: in the compute dtype),
-    ``rows`` its rows for each token, in all experts together, and ``casts`` the number of its operands in few bits.
+    ``rows`` its rows for each token, in all experts together, and ``operations`` those that the host starts in both
+    passes.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Linear:
     in_block: bool = False
     saved: float | None = None
     rows: int = 1
-    casts: int = 0
+    operations: int = len(GEMMS)
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def describe(
         kinds = {gemm: arithmetic(casts, gemm, _high(compute)) for gemm in GEMMS}
         packs = plugin is not None and plugin.save == "codes" and casts.traits.coded is not None
         saved = saved_bits(casts, "codes", plugin.compute_dtype) / 8 if plugin is not None and packs else None
-        counts = _rows(layer, network), sum(casts.cast_of(operand) is not None for operand in OPERANDS)
+        counts = _rows(layer, network), operations(casts)
         linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None, saved, *counts))
         matrices[id(layer.weight)] = _packed(layer, casts)
         if packs:
@@ -178,6 +179,22 @@ def describe(
     ]
     checkpointing = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
     return Model(weights, linears, decoder, compute, checkpointing), notes
+
+
+def operations(casts: LinearCasts) -> int:
+    """Counts what the host starts for both passes of a layer: GEMMs, the autograd function around them, casts, amaxes
+    or scales of whole rows, and rotations. On an H200 presets launched that many kernels, to within a third."""
+    quantized = {operand: cast for operand in OPERANDS if isinstance(cast := getattr(casts, operand), Cast)}
+    gemms = {operand: operand.partition("_")[0] for operand in quantized}
+    wide = sum(
+        cast.scale.needs_amax
+        or cast.scale.block in ("row", "tensor")
+        or cast.scale.two_level == "row"
+        or casts.native_gemms.get(gemms[operand]) == "fp8-blockwise"
+        for operand, cast in quantized.items()
+    )
+    rotated = sum(gemm in casts.hadamard for gemm in gemms.values())
+    return len(GEMMS) + (2 + len(quantized) + 2 * wide + 2 * rotated if quantized else 0)
 
 
 def _parts(module: nn.Module) -> dict[str, Any]:

@@ -103,10 +103,15 @@ def operand(weight: Tensor, candidate: Candidate) -> Tensor:
 
 
 def _named(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a checkpoint; a module's ``weight`` has the name of the module."""
+    """Yields the tensors of a checkpoint; weights of layers have the names that ``skip`` takes."""
     for file in _files(path):
         for name, value in _read(file).items():
-            yield clean_name(name).removesuffix(".weight"), value
+            yield _layer_of(name, "weight"), value
+
+
+def _layer_of(name: str, kind: str) -> str:
+    """Returns the layer of a parameter: ``up`` of ``up.weight``, and ``in_proj`` of attention's ``in_proj_weight``."""
+    return re.sub(rf"\.{kind}$|(?<=\bin_proj)_{kind}$|(?<=\b[qkv]_proj)_{kind}$", "", clean_name(name))
 
 
 def matrices(path: Path) -> dict[str, Tensor]:
@@ -144,8 +149,8 @@ def _check_numbers(weights: Mapping[str, Tensor]) -> None:
 def _check_layout(path: Path, weights: Mapping[str, Tensor]) -> None:
     for file in _files(path):
         for key, bias in _read(file).items():
-            name = clean_name(key).removesuffix(".bias")
-            if not key.endswith(".bias") or name not in weights or bias.dim() != 1:
+            name = _layer_of(key, "bias")
+            if not key.endswith("bias") or name not in weights or bias.dim() != 1:
                 continue
             shape = tuple(weights[name].shape)
             if shape[0] != len(bias) == shape[1]:

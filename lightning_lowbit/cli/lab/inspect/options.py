@@ -4,7 +4,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
+from lightning_lowbit.checks import choose
 from lightning_lowbit.cli.options import existing
+from lightning_lowbit.cli.parser import Parser
+from lightning_lowbit.cli.sources import table_keys
+from lightning_lowbit.cli.values import PRESETS
 
 KINDS = "a Lightning .ckpt, a state_dict from torch.save, a .safetensors file, or a folder of transformers' weights"
 
@@ -16,15 +22,28 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.output.suffix != ".png":
         raise ValueError(f"--output is the name of a picture, such as casts.png; got {name!r}.")
     options.checkpoint = existing(options.checkpoint, KINDS)
+    _check_presets(",".join(options.casts))
     return options
 
 
+def _check_presets(text: str) -> None:
+    """Raises a ``ValueError`` for a preset that does not exist, as far as a text tells without torch."""
+    try:
+        items = yaml.safe_load(f"[{text}]")
+    except yaml.YAMLError:
+        return
+    presets = table_keys(PRESETS)
+    for item in items or ():
+        if presets and isinstance(item, str):
+            choose("preset", item, presets)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lowbit inspect",
+        "runs/quickstart/version_0/checkpoints/last.ckpt --casts nvfp4,int4",
         description="Quantizes the weights of a checkpoint with some casts, and shows what that does to each of them. "
         "Every matrix is taken for a weight [out_features, in_features], those of embeddings included.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("checkpoint", help=KINDS)
