@@ -205,9 +205,8 @@ class OperandHow:
             self.dtype = torch.float32
         elif gemm in native and self.source_cast is not None:
             self.dtype = self.source_cast.grid.gemm_dtype
-        if is_grouped:
-            pass  # its values are bfloat16
-        elif self.dtype is None and name in traits.transient and device.type == "cpu" and not has_units(dtype, device):
+        is_widened = name in traits.transient and device.type == "cpu" and not has_units(dtype, device)
+        if self.dtype is None and is_widened and not is_grouped:
             self.dtype = torch.float32  # in which the GEMM computes: nothing is to convert
         self.transform = casts.hadamard.get(gemm)
         self.signs_index = INDEX[OPERANDS_OF[gemm][1]]  # the weight's where there is one, on which ranks agree
