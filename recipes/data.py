@@ -85,7 +85,8 @@ def read_rows(file: Path, kind: str) -> Iterator[dict[str, Any]]:
         plain = Path(cache, "rows" + file.suffix.lower())
         plain.symlink_to(file.absolute())
         try:
-            yield from datasets.load_dataset(kind, data_files=str(plain), split="train", streaming=True, cache_dir=cache)
+            rows = datasets.load_dataset(kind, data_files=str(plain), split="train", streaming=True, cache_dir=cache)
+            yield from rows
         except Exception as error:  # a broken file, a missing package: each has its own class
             reason = " ".join(str(error).split()) or type(error).__name__
             what = "install `zstandard`" if "zst" in reason else "mend it"
