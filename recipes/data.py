@@ -79,14 +79,14 @@ def read_rows(file: Path, kind: str) -> Iterator[dict[str, Any]]:
     """Yields the rows of a JSON or Parquet file."""
     import datasets
 
-    read = {"json": datasets.IterableDataset.from_json, "parquet": datasets.IterableDataset.from_parquet}[kind]
     # Streaming keeps no copy of the text; the temporary folder is for its lock file.
     with no_progress_bars(), tempfile.TemporaryDirectory() as cache:
         # A symlink with a plain name: `datasets` takes names as patterns, and those of packed files as addresses.
         plain = Path(cache, "rows" + file.suffix.lower())
         plain.symlink_to(file.absolute())
         try:
-            yield from read(str(plain), cache_dir=cache)
+            rows = datasets.load_dataset(kind, data_files=str(plain), split="train", streaming=True, cache_dir=cache)
+            yield from rows
         except Exception as error:  # a broken file, a missing package: each has its own class
             reason = " ".join(str(error).split()) or type(error).__name__
             what = "install `zstandard`" if "zst" in reason else "mend it"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as hf
+from packaging.version import Version
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys
@@ -16,6 +17,10 @@ pytestmark = [
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 WITHOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 TOKENS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+
+BEFORE_5_15 = Version(hf.__version__) < Version("5.15")
+# Angles of positions, which are products before transformers 5.15.
+ANGLES = {"model.rotary_emb"} if BEFORE_5_15 else set()
 
 
 def models():
@@ -44,6 +49,8 @@ def models():
 
 @pytest.mark.parametrize("name", models())
 def test_everything_is_quantized(name):
+    if name == "t5" and BEFORE_5_15:
+        pytest.skip("T5's attention has no interface in transformers before 5.15")
     torch.manual_seed(0)
     model = models()[name]().train()
     convert(model, "nvfp4", attention="mxfp8")
@@ -64,7 +71,7 @@ def test_everything_is_quantized(name):
     with GemmCounter(model) as counter:
         wanted = gradients()
     coverage = counter.coverage()
-    assert coverage.share == 1
+    assert coverage.uncovered.keys() <= ANGLES
     assert not coverage.uncounted
     assert {part for part, _ in counter.gemms if part.endswith(("qk", "pv"))}
     model.gradient_checkpointing_enable({"use_reentrant": False})

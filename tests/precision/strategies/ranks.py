@@ -80,11 +80,7 @@ STRATEGIES = {
     "FSDP2, converted first": (lambda: ModelParallelStrategy(2, 1), {"converted": True, "each": True}),
     "FSDP2, CPU offload": (lambda: ModelParallelStrategy(2, 1), {"offloaded": True}),
     "FSDP2, gradient checkpointing": (lambda: ModelParallelStrategy(2, 1), {"gradient_checkpointing": True}),
-    **(
-        {"FSDP2, torch.compile": (lambda: ModelParallelStrategy(2, 1), {"compiled": True})}
-        if torch.__version__ >= "2.13"  # torch 2.11 fails in compiled attention in float64
-        else {}
-    ),
+    "FSDP2, torch.compile": (lambda: ModelParallelStrategy(2, 1), {"compiled": True}),
     "tensor parallel": (lambda: ModelParallelStrategy(1, 2), {}),
     "tensor parallel, converted first": (lambda: ModelParallelStrategy(1, 2), {"converted": True}),
 }

@@ -184,7 +184,6 @@ def test_uneven_batches_and_empty_shards(two, run):
     assert all(amax[-1] > 0 for amax in amaxes.values()), f"{amaxes} after a step in which one rank had no rows"
 
 
-@pytest.mark.skipif("FSDP2, torch.compile" not in STRATEGIES, reason="the guide has what torch 2.13 compiles, too")
 def test_the_table_of_the_guide_is_what_is_tested():
     guide = (Path(__file__).parents[3] / "docs/guides/distributed.md").read_text()
     assert table() in guide, "replace it: python -m tests.precision.strategies.ranks"
