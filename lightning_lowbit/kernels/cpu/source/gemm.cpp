@@ -82,6 +82,11 @@ struct ScaleReader {
     }
 };
 
+// What the products of a block add to a sum.
+inline F32 scaled(I32 products, F32 right, float left, F32 sum) {
+    return fused_multiply_add(__builtin_convertvector(products, F32) * right, all(left), sum);
+}
+
 // One operand in panels from a panel on.
 struct Reader {
     const int8_t *codes;
@@ -100,31 +105,40 @@ void multiply_tile(const Reader &left, const int32_t *starts, int64_t row, const
     constexpr int kColumns = kPanels * kVectors;
     F32 sums[kTileRows][kColumns] = {};  // in registers
     I32 whole[kTileRows][kColumns] = {};
-    for (int64_t group = 0; group < groups; group++) {
-        const bool ends = kSingle || (group + 1) % step == 0 || group + 1 == groups;
-        S8 words[kColumns][kWords];
+    for (int64_t first = 0; first < groups; first += kSingle ? 1 : step) {
+        const int64_t end = kSingle ? first + 1 : std::min(first + step, groups);
         F32 scales[kColumns];
         for (int column = 0; column < kColumns; column++) {
-            const int64_t lane = column % kVectors * kLanes;
-            for (int i = 0; i < kWords; i++)
-                words[column][i] = read<S8>(right[column / kVectors].codes + (group * kWords + i) * kWordStride +
-                                              lane * kWords);
-            scales[column] = load(right[column / kVectors].scales.at<kSingle>(group) + lane);
+            const ScaleReader &reader = right[column / kVectors].scales;
+            scales[column] = load(reader.at<kSingle>(first) + column % kVectors * kLanes);
         }
-        for (int r = 0; r < kTileRows; r++) {
-            S8 repeated[kWords];
-            for (int i = 0; i < kWords; i++)
-                repeated[i] = repeat_word(left.codes + (group * kWords + i) * kWordStride + (row + r) * kWords);
-            const I32 start = all_integers(starts[group * kRows + row + r]);
-            const F32 left_scale = all(left.scales.at<kSingle>(group)[row + r]);
-            for (int column = 0; column < kColumns; column++) {
-                I32 sum = add_dots(kSingle ? start : whole[r][column] + start, repeated, words[column]);
-                if (ends)
-                    sums[r][column] = fused_multiply_add(__builtin_convertvector(sum, F32) * scales[column], left_scale,
-                                                         sums[r][column]);
-                whole[r][column] = ends ? I32{} : sum;
+        const float *left_scales = left.scales.at<kSingle>(first) + row;
+#pragma GCC unroll 2
+        for (int64_t group = first; group < end; group++) {
+            S8 words[kColumns][kWords];
+            for (int column = 0; column < kColumns; column++)
+                for (int i = 0; i < kWords; i++)
+                    words[column][i] = read<S8>(right[column / kVectors].codes + (group * kWords + i) * kWordStride +
+                                                  column % kVectors * kLanes * kWords);
+            for (int r = 0; r < kTileRows; r++) {
+                S8 repeated[kWords];
+                for (int i = 0; i < kWords; i++)
+                    repeated[i] = repeat_word(left.codes + (group * kWords + i) * kWordStride + (row + r) * kWords);
+                const I32 start = all_integers(starts[group * kRows + row + r]);
+                for (int column = 0; column < kColumns; column++) {
+                    const I32 sum = add_dots(kSingle ? start : whole[r][column] + start, repeated, words[column]);
+                    if (kSingle)
+                        sums[r][column] = scaled(sum, scales[column], left_scales[r], sums[r][column]);
+                    else
+                        whole[r][column] = sum;
+                }
             }
         }
+        for (int r = 0; !kSingle && r < kTileRows; r++)
+            for (int column = 0; column < kColumns; column++) {
+                sums[r][column] = scaled(whole[r][column], scales[column], left_scales[r], sums[r][column]);
+                whole[r][column] = I32{};
+            }
     }
     memcpy(result, sums, sizeof sums);
 }
