@@ -191,7 +191,7 @@ def _copy(arguments: Sequence[str]) -> None:
     parser.add_argument("name", help="a name from `lowbit ls`")
     parser.add_argument("file", nargs="?", default=".", help="where to; a folder keeps the name")
     options = parser.parse_args(arguments)
-    config = find_config(options.name)
+    config = find_config(options.name, "lowbit cp")
     target = Path(options.file).expanduser()
     if target.is_dir() or options.file.endswith("/"):
         target /= config.name

@@ -83,7 +83,7 @@ def _metric_sections(run: Mapping[str, Any]) -> list[Section]:
     drawn += [_chart(run, title, rates, log=False)] if rates else []
     drawn += [_throughput_chart(run, throughput)] if throughput else []
     missing = [] if norm else ["No gradient norm was logged."]
-    missing += [] if throughput else ["No throughput was logged (a metric whose name ends in /s)."]
+    missing += [] if throughput else ["No throughput was logged: add Throughput(), or log a metric ending in /s."]
     sections.append(Section("Optimization", [*drawn, *map(Text, missing)]))
     seen = {*losses, *rates, *norms, throughput}
     return [*sections, *_other_sections(run, [name for name in run["history"] if name not in seen])]

@@ -67,6 +67,7 @@ def as_nobody():
         (["inspect", "x" * 5000, "--casts=nvfp4"], LONG),
         (["inspect", "secret.pt", "--casts=nvfp4"], PERMISSIONS),
         (["inspect", "dangling", "--casts=nvfp4"], "There is no dangling. Give a Lightning .ckpt"),
+        (["cp", "nope", "x.yaml"], "lowbit cp nope: no such file, and no recipe"),
         (["cp", "quickstart", "loop/x.yaml"], ANOTHER),
         (["cp", "quickstart", "file/"], ANOTHER),
         (["cp", "quickstart", "~nobody_there/x"], HOME),

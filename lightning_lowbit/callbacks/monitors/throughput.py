@@ -106,6 +106,11 @@ class Throughput(LowBitCallback):
                 f"Not measured: {self.unit}/s, for Throughput cannot tell how many a {type(batch).__name__} holds. "
                 "Give count, a callable that takes a batch and gives their number."
             )
+        except Exception as error:
+            raise ValueError(
+                f"Throughput: count cannot tell how many {self.unit} a {type(batch).__name__} holds "
+                f"({type(error).__name__}: {error}). Give another count, or leave Throughput out."
+            ) from error
 
     def _restart(self) -> None:
         self._items = self._batches = 0

@@ -21,7 +21,10 @@ from lightning_lowbit.quant import quantize
 
 def _obstacle(name: str, layer: QuantizedLayer) -> str | None:
     if isinstance(layer, Projection):
-        return "parts of its weight share scales, as bake(model) says"
+        return (
+            "parts of its weight share scales only where queries, keys and values are one tensor: train with "
+            "skip=['in_proj']"
+        )
     return common_obstacle(layer, stacks=True)
 
 

@@ -81,6 +81,11 @@ def test_another_unit(clock):
     assert "samples/s" not in rows[0]
 
 
+def test_a_count_that_fails_is_named(clock):
+    with pytest.raises(ValueError, match=r"how many words a Tensor holds \(AttributeError: .*Give another count"):
+        fit(Model(clock), Throughput("words", count=lambda batch: batch.words))
+
+
 def test_validation_is_no_training_time(clock):
     rows = fit(Model(clock), Throughput(), limit_val_batches=2, val_check_interval=3, num_sanity_val_steps=1)
     # validation after three batches: the clock restarts, and the fourth is alone

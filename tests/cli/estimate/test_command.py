@@ -1,6 +1,7 @@
 """The command: what it prints, and mistakes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,7 @@ def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
         (["--utilization=1.5"], "--utilization is a share of the peak"),
         (["--peak=fp9=100"], "Unknown arithmetic in --peak 'fp9'."),
         (["--peak=fp8=fast"], "such as bf16=989,fp8=1979"),
+        (["--peak=1e15"], "--peak takes arithmetics and their TFLOP/s, such as bf16=989,fp8=1979; got '1e15'."),
         (["--memory=-1"], "--memory takes numbers above 0"),
         (["--launch=0"], "--launch takes numbers above 0, such as 100, in microseconds"),
         (["--batch_size=0"], "give --batch_size"),
@@ -131,6 +133,13 @@ def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
 def test_mistakes(arguments, line, capsys):
     assert estimate(*QUICK, *arguments) == 2
     assert line in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_step_with_convolutions_has_no_rate(capsys):
+    assert estimate("--config=digits", "--sequence_length=64") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"A step: more than .* ms, since \d+ convolutions are not counted", printed)
+    assert "tokens/s" not in printed
 
 
 def test_what_a_host_starts_is_what_an_h200_launched():

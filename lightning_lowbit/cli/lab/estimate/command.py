@@ -66,7 +66,7 @@ def estimate(options: Namespace) -> None:
         return
     lines = [*_head(model, batch, layout), *_memory_table(memories, device, options.device)]
     lines += _work_table(counted, traffic, spent)
-    lines += [*_step_lines(batch, layout, spent), "", *_closing(assumed, options.device, notes)]
+    lines += [*_step_lines(model, batch, layout, spent), "", *_closing(assumed, options.device, notes)]
     print("\n".join(lines))
 
 
@@ -165,7 +165,10 @@ def _rounded(number: float) -> str:
     return f"{round(number, digits):,.{max(digits, 0)}f}"
 
 
-def _step_lines(batch: Batch, layout: Layout, spent: StepTime) -> list[str]:
+def _step_lines(model: Model, batch: Batch, layout: Layout, spent: StepTime) -> list[str]:
+    if model.convolutions:
+        least = _rounded(spent.captured.hidden * 1e3)
+        return [f"A step: more than {least} ms, since {model.convolutions} convolutions are not counted"]
     tokens = batch.tokens * batch.micro_batches * layout.data_parallel
 
     def rates(times: StepTime) -> str:

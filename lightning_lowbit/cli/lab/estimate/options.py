@@ -71,7 +71,9 @@ def _device(options: argparse.Namespace) -> Device:
     kinds = sorted({kind for known in DEVICES.values() for kind in known.peaks})
     peaks = dict(device.peaks)
     for item in filter(None, options.peak.split(",")):
-        kind, _, peak = item.partition("=")
+        kind, sign, peak = item.partition("=")
+        if not sign:
+            raise ValueError(f"--peak takes arithmetics and their TFLOP/s, such as bf16=989,fp8=1979; got {item!r}.")
         peaks[choose("arithmetic in --peak", kind.strip(), kinds)] = _positive("peak", peak) * 1e12
     sizes = {name: getattr(options, name) for name in ("memory", "link", "network")}
     changes = {name: _positive(name, size) * 1e9 for name, size in sizes.items() if size is not None}

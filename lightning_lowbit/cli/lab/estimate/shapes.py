@@ -92,6 +92,7 @@ class Model:
     decoder: Decoder | None  # if unknown, only inputs of linear layers count as activations
     compute: int = 2  # bytes of the compute dtype
     checkpointing: bool = False  # whether blocks recompute their activations
+    convolutions: int = 0  # whose FLOPs and activations are not counted
 
     @property
     def parameters(self) -> int:
@@ -141,7 +142,8 @@ def describe(
         )
     elif network.config.model_type != "llama":
         notes.append(f"Activations are those of LLaMA's block, and the model is of type {network.config.model_type}.")
-    if convolutions := sum(isinstance(part, ConvNd) for part in module.modules()):
+    convolutions = sum(isinstance(part, ConvNd) for part in module.modules())
+    if convolutions:
         notes.append(
             f"Of {convolutions} convolutions, weights, gradients and optimizer state are counted: their activations "
             "and FLOPs depend on the sizes of images, which a model does not tell."
@@ -178,7 +180,7 @@ def describe(
         for name, parameter in module.named_parameters()
     ]
     checkpointing = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
-    return Model(weights, linears, decoder, compute, checkpointing), notes
+    return Model(weights, linears, decoder, compute, checkpointing, convolutions), notes
 
 
 def operations(casts: LinearCasts) -> int:
