@@ -122,6 +122,7 @@ def test_a_value_that_an_option_does_not_take_is_answered_with_what_it_takes(arg
         ["--config=listed.yaml", "--config=none.yaml"],
         ["--trainer.max_steps=number.yaml"],  # a file may hold what is taken
         ["--trainer.plugins.attention=fp8"],
+        ["--trainer.callbacks+={class_path: lightning_lowbit.CrashSafeCheckpoint, init_args: {every_n_epochs: null}}"],
         ["--config=plain.yaml", "--trainer.precision=16-mixed"],  # without the plugin of the recipe
         ["--trainer.plugins.compute_dtype=torch.bfloat16"],
         ["--trainer.plugins.casts=mine", "--trainer.callbacks+=mine.Registers"],  # which may add a preset
