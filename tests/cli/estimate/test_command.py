@@ -136,7 +136,7 @@ def test_mistakes(arguments, line, capsys):
 
 
 def test_a_step_with_convolutions_has_no_rate(capsys):
-    assert estimate("--config=digits", "--sequence_length=64") == 0
+    assert estimate("--config=digits", "--data.init_args.path=images", "--sequence_length=64") == 0
     printed = capsys.readouterr().out
     assert re.search(r"A step: more than .* ms, since \d+ convolutions are not counted", printed)
     assert "tokens/s" not in printed

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from lightning_lowbit import cli
 from lightning_lowbit.cli.evaluate import models
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
-from lightning_lowbit.packages import install_extra
+from lightning_lowbit.packages import install_extra, is_installed
 from tests.cli.evaluate.models import SIZES, Plain, language_model, train
 from tests.recipes.test_tokenizers import save_tokenizer
 
@@ -124,7 +124,7 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     Path("last.ckpt").touch()
     assert cli.main(["evaluate", "last.ckpt", "--tasks", "hellaswag"]) == 2
-    assert f"): {install_extra('lm_eval')}." in capsys.readouterr().err.splitlines()[-1]
+    assert f": {install_extra('lm_eval')}." in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,6 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
         (["--limit", "2.5"], "--limit is a whole number of documents, or a share below 1; got 2.5."),
         (["--batch_size", "many"], "--batch_size is auto or a number of requests, 1 or more; got 'many'."),
         (["--num_fewshot", "-1"], "--num_fewshot is a number of examples, 0 or more; got -1."),
-        (["--device", "gpu"], "--device gpu cannot be used here ("),
         (["--output", "results.txt"], "--output is the name of a file such as results.json; got 'results.txt'."),
     ],
 )
@@ -142,3 +141,10 @@ def test_options_are_checked_first(options, message, capsys):
     Path("last.ckpt").touch()
     assert cli.main(["evaluate", "last.ckpt", "--tasks", "hellaswag", *options]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(not is_installed("lm_eval"), reason="the harness is missing, which is said first")
+def test_a_device_that_is_not_there_is_refused(capsys):
+    Path("last.ckpt").touch()
+    assert cli.main(["evaluate", "last.ckpt", "--tasks", "hellaswag", "--device", "gpu"]) == 2
+    assert "--device gpu cannot be used here (" in capsys.readouterr().err.splitlines()[-1]
