@@ -6,11 +6,13 @@ from contextlib import suppress
 from torch import nn
 
 from lightning_lowbit.checks import choose
+from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts.linear_casts import PHASES, PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, select
+from lightning_lowbit.nn.conversion.grouping import check_grouped_casts
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts
 from lightning_lowbit.nn.layers.classes import convertible
-from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 
 
 def named_casts(value: CastsLike) -> LinearCasts | str:
@@ -31,6 +33,15 @@ def changed_casts(
         for name in matches(pattern, planned, model):
             changes.setdefault(name, planned[name].phase(value) if isinstance(value, str) else value)
     return {name: changes[name] for name in planned if name in changes}
+
+
+def check_changes(layers: Mapping[str, QuantizedLayer], changes: Mapping[str, LinearCasts]) -> None:
+    """Raises a ``ValueError`` for other casts, by name, that attention or a stack of experts cannot have."""
+    for name, casts in changes.items():
+        if layers[name].kind == "attention":
+            check_attention(name, casts)
+    grouped = (name for name in changes if layers[name].kind == "experts" and layers[name].lowbit.grouped == "native")
+    check_grouped_casts({name: changes[name] for name in grouped})
 
 
 def smoothed(

@@ -14,7 +14,6 @@ from lightning_lowbit._lightning import MisconfigurationException, rank_zero_inf
 from lightning_lowbit._torch import NormBase
 from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
-from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts.linear_casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, check_blend, convert_layers, set_phase
 from lightning_lowbit.nn.conversion.inventory import Inventory, described
@@ -24,7 +23,7 @@ from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.nn.state.keys import LayerKeys, unchanged, with_index
-from lightning_lowbit.precision.changed_casts import changed_casts, matches, smoothed
+from lightning_lowbit.precision.changed_casts import changed_casts, check_changes, matches, smoothed
 from lightning_lowbit.precision.checkpoints.trained import primitive
 from lightning_lowbit.units import float32_products
 
@@ -222,9 +221,7 @@ class RunLayers:
         full = {name: layer.full_casts for name, layer in self.present.items()}
         if self.smooth_swiglu is not None:
             changes = smoothed(changes, full, model, self.smooth_swiglu)
-        for name, changed in changes.items():
-            if self._layers[name].kind == "attention":
-                check_attention(name, changed)
+        check_changes(self._layers, changes)
         check_backend(changes, self.backend, self.exact, self.device)
         check_save({name: casts for name, casts in changes.items() if casts.surrogate}, self.save)
         if self.shared_amax:

@@ -156,7 +156,10 @@ def _factor_shape(shape: tuple[int, ...], products: int, call: CastCall) -> tupl
 
 def _stack(x: Tensor, call: CastCall, ends: Ends) -> dict[str, Any]:
     """Returns where the products are: ends, sizes and strides, and the signs of their rotation."""
-    matrix = _matrix(x)
+    matrix, signs = _matrix(x), call.rotation
+    if signs is not None:
+        products = 1 if signs.dim() == 1 else len(x) if ends is None else len(ends)
+        checked("signs", signs, torch.float32, products * signs.shape[-1], x.device)
     return {
         "ends": None if ends is None else ends_on(x.device, ends),
         "rows": matrix.shape[0],
@@ -164,5 +167,5 @@ def _stack(x: Tensor, call: CastCall, ends: Ends) -> dict[str, Any]:
         "row_stride": matrix.stride(0),
         "column_stride": matrix.stride(1),
         "product_stride": x.stride(0),
-        "signs": call.rotation,
+        "signs": signs,
     }

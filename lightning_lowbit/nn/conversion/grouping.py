@@ -36,6 +36,11 @@ def check_stacks(model: nn.Module, planned: Mapping[str, LinearCasts], grouped: 
         raise ValueError(
             "grouped='native' is for stacks of experts, and none is among the layers to convert. Leave it out."
         )
+    check_grouped_casts(stacks)
+
+
+def check_grouped_casts(stacks: Mapping[str, LinearCasts]) -> None:
+    """Raises a ``ValueError`` for the casts of a stack, by name, that grouped GEMMs do not serve."""
     for name, casts in stacks.items():
         if (reason := grouping_obstacle(casts)) is not None:
             raise ValueError(

@@ -23,8 +23,8 @@ from lightning_lowbit.kernels import (
 )
 from lightning_lowbit.kernels.cpu import adam, codes, products
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.gpu import launches
-from lightning_lowbit.kernels.memory import address, checked, traits
+from lightning_lowbit.kernels.gpu import launches, stacks
+from lightning_lowbit.kernels.memory import Misfit, address, checked, traits
 from lightning_lowbit.kernels.shards import Decision
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.quant.call import CastCall
@@ -97,6 +97,12 @@ def test_arguments_for_which_triton_compiles_anew_have_other_traits():
         forms = [specialize(backend, value, False, True, True) for value in (first, second)]
         if forms[0] != forms[1]:
             assert traits([first], CPU) != traits([second], CPU), (first, second)
+
+
+def test_signs_of_a_stack_lie_one_after_the_other():
+    call = CastCall(NVFP4, 1, rotation=torch.ones(4, 16)[::2])
+    with pytest.raises(Misfit, match="need signs as 32 contiguous elements"):
+        stacks.amax_launch(torch.ones(8, 32), call, (3, 8), torch.zeros(2))
 
 
 # --- packed bytes -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from lightning_lowbit.nn.native.grouped import has_grouped_gemm
 from tests.nn.experts.models import logits, tiny
 from tests.nn.experts.stacks import ENDS, EXPERTS, INNER, OUT, converted, inputs
 from tests.nn.experts.stacks import run_stack as run
-from tests.nn.experts.test_training import Model
+from tests.nn.experts.test_training import STACK, Model
 from tests.nn.layers import identical
 from tests.precision.regression_model import trainer
 from tests.tables import each
@@ -262,3 +262,13 @@ def test_plugins_refuse_what_layers_would():
         FP8Precision("row", exact=True, grouped="native")
     with pytest.raises(ValueError, match="train in bf16"):
         trainer(FP4Precision("nvfp4", compute_dtype="fp32", grouped="native"), max_steps=1).fit(Model())
+
+
+def test_casts_that_no_grouped_gemm_serves_are_refused_in_a_run_before_they_are_in_force():
+    plugin = FP8Precision("row", grouped="native")
+    run = trainer(plugin, max_steps=1)
+    run.fit(Model())
+    before = plugin.casts_of(name := STACK)
+    with pytest.raises(ValueError, match="grouped='native' does not serve the casts of .* not exact in bfloat16"):
+        plugin.set_casts({name: "fp8-blockwise"})
+    assert plugin.casts_of(name) == before
