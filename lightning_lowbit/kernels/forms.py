@@ -158,12 +158,17 @@ def _normal(*shapes: tuple[int, ...], device: torch.device) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, device="cpu").to(device) for shape in shapes]
 
 
-def _sample(form: CastForm, device: torch.device, rows: int = 64) -> tuple[Tensor, CastCall]:
-    """Returns a matrix ``[rows, 160]`` of widely different magnitudes, and how it is cast. Where rows begin within four
-    elements that share a hash, it has 158 columns. All are finite, in float16 and rotated, too: NaN equals nothing."""
-    [(normal, exponents)] = _normal((2, rows, 160 if form.fours else 158), device=torch.device("cpu"))
+def elements_of(form: CastForm, device: torch.device, *sizes: int) -> Tensor:
+    """Returns rows ``[*sizes, 160]`` of widely different magnitudes. Where rows begin within four elements that share a
+    hash, they have 158. All are finite, in float16 and rotated, too: NaN equals nothing."""
+    [(normal, exponents)] = _normal((2, *sizes, 160 if form.fours else 158), device=torch.device("cpu"))
     largest = torch.finfo(form.source).max / 16  # sums of 128 elements grow by sqrt(128)
-    x = (normal * (4 * exponents).exp()).clamp(-largest, largest).to(device, form.source)
+    return (normal * (4 * exponents).exp()).clamp(-largest, largest).to(device, form.source)
+
+
+def _sample(form: CastForm, device: torch.device, rows: int = 64) -> tuple[Tensor, CastCall]:
+    """Returns a matrix ``[rows, 160]``, and how it is cast."""
+    x = elements_of(form, device, rows)
     key = torch.tensor(_KEY, device=device)
     signs = Hadamard(form.group).diagonal(None, device) if form.group else None
     return x, CastCall(Cast.from_spec(form.spec), form.dim, key, None, form.dtype, None, signs, form.block)

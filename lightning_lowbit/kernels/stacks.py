@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels.forms import CastForm
+from lightning_lowbit.kernels.forms import CastForm, elements_of
 from lightning_lowbit.kernels.gpu import casts
 from lightning_lowbit.kernels.gpu import stacks as triton
 from lightning_lowbit.kernels.operands import CAST
@@ -104,11 +104,7 @@ def stack_sample(form: StackForm, device: torch.device) -> tuple[Tensor, CastCal
         return None
     if triton.covers(cast, x, product.dtype) is not None:
         return None
-    generator = torch.Generator("cpu").manual_seed(0)
-    shape = (64, 160 if product.fours else 158) if form.is_grouped else (3, 40, 160 if product.fours else 158)
-    normal, sizes = torch.randn(2, *shape, generator=generator, device="cpu")
-    largest = torch.finfo(product.source).max / 16
-    x = (normal * (4 * sizes).exp()).clamp(-largest, largest).to(device, product.source)
+    x = elements_of(product, device, *((64,) if form.is_grouped else (3, 40)))
     keys = torch.tensor(_KEYS, device=device)
     signs = None
     if product.group:

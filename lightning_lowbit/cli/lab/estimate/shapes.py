@@ -142,8 +142,7 @@ def describe(
         )
     elif network.config.model_type != "llama":
         notes.append(f"Activations are those of LLaMA's block, and the model is of type {network.config.model_type}.")
-    convolutions = sum(isinstance(part, ConvNd) for part in module.modules())
-    if convolutions:
+    if convolutions := sum(isinstance(part, ConvNd) for part in module.modules()):
         notes.append(
             f"Of {convolutions} convolutions, weights, gradients and optimizer state are counted: their activations "
             "and FLOPs depend on the sizes of images, which a model does not tell."

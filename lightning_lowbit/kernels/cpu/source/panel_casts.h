@@ -1,7 +1,7 @@
 // The cast of a strip to panels, in one pass: along its rows, or along its columns.
 #pragma once
 
-#include <numeric>
+#include <algorithm>
 
 #include "panels.h"
 #include "random_rows.h"

@@ -2,7 +2,7 @@
 //
 // Of 16 rows and 16 elements of k, the first four elements of all rows lie together, then the next four, and so on: four
 // times 64 bytes. Elements are whole numbers, int8, in units of the format's smallest step. Scales are float, 16 rows
-// side by side. Panels are filled up: codes with zeros along k; rows behind the last one may hold anything.
+// side by side. Panels are filled up: codes with zeros, or the offset, along k; rows behind the last one may hold anything.
 #pragma once
 
 #include "lanes.h"
@@ -17,7 +17,7 @@ struct Panels {
     float *scales;
     int64_t rows, inner;
     int32_t dim, block;  // k is dimension `dim` of the matrix that the operand is cast from
-    int32_t offset;      // what is added to all codes; zeros behind the last are left
+    int32_t offset;      // what is added to all codes, but perhaps not to zeros behind the last ones
 
     int64_t panels() const { return (rows + kRows - 1) / kRows; }
     int64_t groups() const { return (inner + kGroup - 1) / kGroup; }
