@@ -16,7 +16,7 @@ from lightning_lowbit.quant.packed import pack, per_byte
 from lightning_lowbit.quant.transforms import Hadamard
 
 _KEY = 0x5DEECE66D
-_PRODUCTS = (torch.float32, torch.bfloat16, torch.int32)
+_PRODUCTS = (torch.float32, torch.bfloat16, torch.int32, torch.int8)
 
 
 class CastForm(NamedTuple):

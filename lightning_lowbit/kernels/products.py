@@ -10,6 +10,7 @@ from lightning_lowbit.compilation import compiled
 from lightning_lowbit.kernels import layout
 from lightning_lowbit.kernels.cpu import casts as cpp_casts
 from lightning_lowbit.kernels.cpu import products as cpp
+from lightning_lowbit.kernels.cpu.casts import INPUTS, OUTPUTS
 from lightning_lowbit.kernels.forms import amax_sample, bytes_form, bytes_sample, product_form, product_sample
 from lightning_lowbit.kernels.gpu import casts as triton
 from lightning_lowbit.kernels.memory import resolved
@@ -60,12 +61,21 @@ def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None,
     """Returns ``product * factors + bias``, computed in float32 and rounded once to ``dtype``.
 
     Args:
-        product: ``[m, n]``; kernels take float32 and int32.
+        product: ``[m, n]``, or the values of an operand; kernels take float32, bfloat16, int8 and int32.
         factors: at most two, float32, 0-d, ``[m, 1]`` or ``[1, n]``, multiplied one by one.
         bias: a tensor that broadcasts to ``[m, n]``, or None.
     """
     result: Tensor = run(SCALE_AND_ROUND, product, [resolved(factor) for factor in factors], resolved(bias), dtype)
     return result
+
+
+def decode(values: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns the values of an operand times its factor, computed in float32 and rounded once to ``dtype``."""
+    if factor is None:
+        return values.to(dtype)
+    if torch.compiler.is_compiling() or values.dim() != 2 or values.dtype not in OUTPUTS or dtype not in INPUTS:
+        return (values.float() * factor).to(dtype)
+    return scale_and_round(values, [factor], None, dtype)
 
 
 def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:

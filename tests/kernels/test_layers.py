@@ -17,7 +17,7 @@ from lightning_lowbit.compilation import backend
 from lightning_lowbit.kernels import delayed_amax
 from lightning_lowbit.kernels.cpu import casts as casts_in_cpp
 from lightning_lowbit.kernels.cpu import products as products_in_cpp
-from lightning_lowbit.kernels.products import scale_and_round
+from lightning_lowbit.kernels.products import decode, scale_and_round
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
 from lightning_lowbit.nn.core.watch import stage_and_choose
 from tests.kernels import passes
@@ -115,7 +115,9 @@ def test_factors_and_biases_of_all_shapes_and_dtypes():
     torch.manual_seed(0)
     rows, columns = 40, 70
     factors = [torch.randn(()), torch.randn(rows, 1), torch.randn(1, columns)]
-    for product in (torch.randn(rows, columns), torch.randint(-(2**30), 2**30, (rows, columns), dtype=torch.int32)):
+    whole = torch.randint(-(2**30), 2**30, (rows, columns), dtype=torch.int32)
+    real = torch.randn(rows, columns)
+    for product in (real, real.bfloat16(), (whole >> 24).to(torch.int8), whole):
         for pair in ([], factors[:1], factors[1:2], factors[:2], factors[1:], [factors[2], factors[0]]):
             for bias in (None, torch.randn(columns), torch.randn(columns).bfloat16(), torch.randn(1, columns)):
                 for dtype in (torch.float32, torch.bfloat16):
@@ -127,6 +129,16 @@ def test_factors_and_biases_of_all_shapes_and_dtypes():
                     assert found.dtype == dtype
                     where = f"{product.dtype} {[f.shape for f in pair]} {None if bias is None else bias.dtype} {dtype}"
                     assert torch.equal(found, expected), where
+
+
+def test_decoded_operands_are_rounded_once():
+    torch.manual_seed(0)
+    values, rows = torch.randn(40, 70) * 100, torch.randn(40, 1)
+    for dtype in (torch.int8, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64):
+        for factor in (None, torch.tensor(0.3), rows, torch.rand(1, 70)):
+            for stack in (values.to(dtype), values.to(dtype)[None]):
+                expected = stack.float() if factor is None else stack.float() * factor
+                assert torch.equal(decode(stack, factor, torch.bfloat16), expected.bfloat16()), (dtype, stack.shape)
 
 
 def test_what_is_not_covered_takes_plain_code():

@@ -243,6 +243,9 @@ def test_signs_that_keys_draw(run):
     assert run(interpreted.differences_of_signs, keys) == []
 
 
+WHOLE = torch.int32, torch.int8
+
+
 def test_factors_and_bias_behind_gemms(run):
     generator = torch.Generator().manual_seed(0)
 
@@ -251,7 +254,7 @@ def test_factors_and_bias_behind_gemms(run):
 
     cases = [
         (product, [random_of(*shape) for shape in factors], bias, dtype)
-        for product in (random_of(19, 70), random_of(70, 19).t(), random_of(19, 70, dtype=torch.int32))
+        for product in (random_of(19, 70), random_of(70, 19).t(), *(random_of(19, 70, dtype=whole) for whole in WHOLE))
         for factors in ([], [()], [(19, 1)], [(1, 70)], [(19, 1), (1, 70)], [(), (1, 70)])
         for bias in (None, random_of(70, dtype=torch.bfloat16), random_of(19, 70))
         for dtype in DTYPES[: 2 if factors else 3]

@@ -183,6 +183,7 @@ def test_what_stands_behind_gemms():
         (product, list(vectors), None),
         (product, [vectors[0].sum()], vectors[1].bfloat16()),
         (product.int(), [], product),
+        (product.to(torch.int8), [vectors[0]], None),
     ]
     texts = interpreted.differences_of_finish(
         [(*case, dtype) for case in cases for dtype in (torch.float32, torch.bfloat16)]

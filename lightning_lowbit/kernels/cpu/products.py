@@ -8,11 +8,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels.cpu.casts import INPUTS
+from lightning_lowbit.kernels.cpu.casts import INPUTS, OUTPUTS
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.kernels.memory import address, start
 
-_PRODUCTS = {torch.float32: 0, torch.int32: 2}
+_PRODUCTS = {**OUTPUTS, torch.int32: 3}
 
 
 def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -250,7 +250,7 @@ def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: 
 
 
 def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Does ``kernels.products.scale_and_round`` on a GPU, for products in float32, bfloat16, float16 or int32."""
+    """Does ``kernels.products.scale_and_round`` on a GPU, for products in float32, bfloat16, int8 or int32."""
     result = torch.empty(product.shape, dtype=dtype, device=product.device)
     run(launches.scale_and_round_launch(product, factors, bias, result))
     return result

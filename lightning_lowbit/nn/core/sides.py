@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_lowbit.kernels import Packed, pack_operand, quantize_both, rotate, unpack_operand
 from lightning_lowbit.kernels.operands import reads_once
+from lightning_lowbit.kernels.products import decode
 from lightning_lowbit.kernels.stacks import empty_product, joined
 from lightning_lowbit.nn.core.frozen import Frozen
 from lightning_lowbit.nn.core.operands import OperandHow, OperandInput, Pass, common_amax
@@ -55,10 +56,9 @@ class Matrix:
         """Returns the input of the operand in the backward pass."""
         values, factor, amax, _, _ = saved
         if self.second.requantizes:
-            return OperandInput((values if factor is None else values.float() * factor).to(self.dtype))
+            return OperandInput(decode(values, factor, self.dtype))
         if factor is not None and factor.dim() > (pass_.ends is not None):  # it would vary along the contraction axis
-            values = (values.float() * factor).to(torch.float32 if self.second.exact else self.dtype)
-            factor = None
+            values, factor = decode(values, factor, torch.float32 if self.second.exact else self.dtype), None
         return OperandInput(values, amax, factor, self.second.is_reused)
 
     def gradient(self, gradient: Tensor, saved: Saved, pass_: Pass) -> Tensor:
@@ -204,7 +204,7 @@ class FrozenBytes(Parameter):
             return _unpacked(self.second, self.frozen.packed(data), self.frozen.shape)
         values, factor = self.frozen.operand(data, self.dtype, self.second.dtype)
         if self.is_quantized_again:
-            values, factor = (values if factor is None else values.float() * factor).to(self.dtype), None
+            values, factor = decode(values, factor, self.dtype), None
         return super().backward((values, factor, amax, x, shape), pass_)
 
 

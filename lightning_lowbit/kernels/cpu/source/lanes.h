@@ -28,6 +28,7 @@ typedef uint32_t U32 __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
 typedef uint16_t U16x2 __attribute__((vector_size(4 * kLanes)));
 typedef int8_t S8 __attribute__((vector_size(4 * kLanes)));
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 // A bfloat16: the upper half of a float.
 struct BF16 {
@@ -104,6 +105,8 @@ inline U16 truncate(F32 value) { return shorten(bits(value) >> 16); }
 
 inline F32 load(const float *source) { return read<F32>(source); }
 inline F32 load(const BF16 *source) { return widen(read<U16>(source)); }
+inline F32 load(const int32_t *source) { return __builtin_convertvector(read<I32>(source), F32); }
+inline F32 load(const int8_t *source) { return __builtin_convertvector(read<Bytes>(source), F32); }
 inline void store(float *target, F32 value) { memcpy(target, &value, sizeof value); }
 inline void store(BF16 *target, F32 value) {
     U16 narrowed = narrow(value);

@@ -7,13 +7,6 @@ enum Extent : int32_t { kAbsent, kOne, kPerRow, kPerColumn };
 
 namespace {
 
-using ::load;
-inline F32 load(const int32_t *source, int count) {
-    I32 whole = {};
-    memcpy(&whole, source, (count < kLanes ? count : kLanes) * sizeof(int32_t));
-    return __builtin_convertvector(whole, F32);
-}
-
 struct Factor {
     const float *values;
     int32_t extent;
@@ -50,7 +43,7 @@ void scale_to(const In *product, int64_t rows, int64_t columns, const Factor *fa
 
 }  // namespace
 
-// product * first * second + bias, rounded once. Dtypes: 0 float, 1 bfloat16; a product may be int32, which is 2.
+// product * first * second + bias, rounded once. Dtypes: 0 float, 1 bfloat16; of a product also 2 int8, 3 int32.
 EXPORT void lowbit_scale_and_round(const void *product, int32_t product_dtype, int64_t rows, int64_t columns,
                                    const float *first, int32_t first_extent, const float *second, int32_t second_extent,
                                    const void *bias, int32_t bias_dtype, void *result, int32_t result_dtype,
@@ -62,8 +55,10 @@ EXPORT void lowbit_scale_and_round(const void *product, int32_t product_dtype, i
         else
             scale_to(typed, rows, columns, factors, (const BF16 *)bias, result, result_dtype, threads);
     };
-    if (product_dtype == 2)
-        with_bias((const int32_t *)product);
-    else
-        with_bias((const float *)product);
+    switch (product_dtype) {
+        case 1: return with_bias((const BF16 *)product);
+        case 2: return with_bias((const int8_t *)product);
+        case 3: return with_bias((const int32_t *)product);
+        default: return with_bias((const float *)product);
+    }
 }
