@@ -31,6 +31,7 @@ from lightning_lowbit.nn.core.window import Window
 from lightning_lowbit.nn.layers.native import NativeGemms
 from lightning_lowbit.nn.layers.state import FORMER, LayerState, split_former
 from lightning_lowbit.quant import amax_along, smoothing_factor
+from lightning_lowbit.quant.scales import inverse
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
 # Children that wrappers add: a layer keeps its name, and so its key, when it is wrapped or compiled.
@@ -310,9 +311,9 @@ class QuantizedLayer(NativeGemms):
         """
         if self.lowbit.casts.smooth == "channel":
             s = smoothing_factor(self._channel_amax(x, shards), x.dtype)
-            return x * s, weight * s.reciprocal(), None
+            return x * s, weight * inverse(s), None
         s = smoothing_factor(self._token_amax(x, shards), x.dtype)
-        return x * s, weight, s.reciprocal()
+        return x * s, weight, inverse(s)
 
     def _channel_amax(self, x: Tensor, shards: Shards) -> Tensor:
         """Returns float32 ``[in_features]``: of this batch in training, of the last training step in evaluation."""
