@@ -57,15 +57,18 @@ inline T read(const void *source) {
 #if defined(__AVX512BW__)
 inline U32 lengthen(U16 value) { return (U32)_mm512_cvtepu16_epi32((__m256i)value); }
 inline U16 shorten(U32 value) { return (U16)_mm512_cvtepi32_epi16((__m512i)value); }
+inline I32 lengthen(Bytes value) { return (I32)_mm512_cvtepi8_epi32((__m128i)value); }
 #elif defined(__AVX2__)
 inline U32 lengthen(U16 value) { return (U32)_mm256_cvtepu16_epi32((__m128i)value); }
 inline U16 shorten(U32 value) {
     __m256i whole = (__m256i)(value & 0xffffu);
     return (U16)_mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
 }
+inline I32 lengthen(Bytes value) { return (I32)_mm256_cvtepi8_epi32(_mm_set1_epi64x((int64_t)value)); }
 #else
 inline U32 lengthen(U16 value) { return __builtin_convertvector(value, U32); }
 inline U16 shorten(U32 value) { return __builtin_convertvector(value, U16); }
+inline I32 lengthen(Bytes value) { return __builtin_convertvector(value, I32); }
 #endif
 
 // a * b + c, with one rounding where the CPU has an instruction for it (as torch's lerp), and roots.
@@ -106,7 +109,7 @@ inline U16 truncate(F32 value) { return shorten(bits(value) >> 16); }
 inline F32 load(const float *source) { return read<F32>(source); }
 inline F32 load(const BF16 *source) { return widen(read<U16>(source)); }
 inline F32 load(const int32_t *source) { return __builtin_convertvector(read<I32>(source), F32); }
-inline F32 load(const int8_t *source) { return __builtin_convertvector(read<Bytes>(source), F32); }
+inline F32 load(const int8_t *source) { return __builtin_convertvector(lengthen(read<Bytes>(source)), F32); }
 inline void store(float *target, F32 value) { memcpy(target, &value, sizeof value); }
 inline void store(BF16 *target, F32 value) {
     U16 narrowed = narrow(value);

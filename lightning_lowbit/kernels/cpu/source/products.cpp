@@ -11,9 +11,7 @@ struct Factor {
     const float *values;
     int32_t extent;
 
-    F32 at(int64_t row, int64_t column, int count) const {
-        return extent == kPerColumn ? load(values + column, count) : all(values[extent == kPerRow ? row : 0]);
-    }
+    F32 of_row(int64_t row) const { return all(extent == kPerRow ? values[row] : extent == kOne ? *values : 1.0f); }
 };
 
 template <class In, class Bias, class Out>
@@ -21,14 +19,20 @@ void scale(const In *product, int64_t rows, int64_t columns, const Factor *facto
            int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
     for (int64_t row = 0; row < rows; row++) {
-        for (int64_t column = 0; column < columns; column += kLanes) {
-            int count = int(columns - column < kLanes ? columns - column : kLanes);
-            F32 value = load(product + row * columns + column, count);
-            for (int i = 0; i < 2; i++)
-                if (factors[i].extent != kAbsent) value = value * factors[i].at(row, column, count);
+        const In *from = product + row * columns;
+        Out *to = result + row * columns;
+        const Factor first = factors[0], second = factors[1];
+        const F32 by[2] = {first.of_row(row), second.of_row(row)};
+        auto scale_at = [&](int64_t column, int count) {
+            F32 value = load(from + column, count) * (first.extent == kPerColumn ? load(first.values + column, count) : by[0]);
+            if (second.extent != kAbsent)
+                value = value * (second.extent == kPerColumn ? load(second.values + column, count) : by[1]);
             if (bias) value = value + load(bias + column, count);
-            store(result + row * columns + column, value, count);
-        }
+            store(to + column, value, count);
+        };
+        const int64_t whole = columns / kLanes * kLanes;
+        for (int64_t column = 0; column < whole; column += kLanes) scale_at(column, kLanes);
+        if (whole < columns) scale_at(whole, int(columns - whole));
     }
 }
 
