@@ -46,6 +46,7 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const CastNumbers
         const int64_t start = (strip.row + row) * strip.matrix_columns + strip.column;
         Out *values = kCodes ? nullptr : (Out *)output.values + start;
         const uint16_t *random = kStochastic ? random_rows->at(row) : nullptr;
+        const float *encodes = scales.encode + scales.place(row), *decodes = scales.stored + scales.place(row);
         auto cast = [&](F32 value, F32 encode, F32 stored, int64_t at) __attribute__((always_inline)) {
             if (!kPerBlock && is_tensor) value = value + (value - value);  // infinities become NaN
             value = value * encode;
@@ -68,17 +69,17 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const CastNumbers
         };
         int64_t at = 0, whole = columns / kLanes * kLanes;
         if (!kWide)
-            for (; at < whole; at += kLanes) cast_whole(at, load(scales.encode + at), load(scales.stored + at));
+            for (; at < whole; at += kLanes) cast_whole(at, load(encodes + at), load(decodes + at));
         if (kWide && per_entry == 16)  // unrolled
             for (; at + 16 <= columns; at += 16)
                 for (int part = 0; part < 16; part += kLanes)
-                    cast_whole(at + part, all(scales.encode[at / 16]), all(scales.stored[at / 16]));
+                    cast_whole(at + part, all(encodes[at / 16]), all(decodes[at / 16]));
         for (int64_t entry = at / per_entry; at < whole; entry++)
             for (int64_t end = at + per_entry < whole ? at + per_entry : whole; at < end; at += kLanes)
-                cast_whole(at, all(scales.encode[entry]), all(scales.stored[entry]));
+                cast_whole(at, all(encodes[entry]), all(decodes[entry]));
         if (int count = int(columns - at)) {
-            F32 encode = kWide ? all(scales.encode[at / per_entry]) : load(scales.encode + at);
-            F32 stored = kWide ? all(scales.stored[at / per_entry]) : load(scales.stored + at);
+            F32 encode = kWide ? all(encodes[at / per_entry]) : load(encodes + at);
+            F32 stored = kWide ? all(decodes[at / per_entry]) : load(decodes + at);
             F32 value = cast(load(x + at, count), encode, stored, at);
             if constexpr (kCodes)
                 put_codes(codes, (uint8_t *)output.values, start + at, code_of(value, grid, codes), count);
@@ -122,7 +123,7 @@ void round_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers
     rounds[style](strip, scales, numbers, output);
 }
 
-// Writes a strip: to panels all tiles that lie over each other, else one.
+// Writes a strip.
 template <class In, class Out>
 void write_tiles(const Strip<In> &strip, const Scales &scales, const CastNumbers &numbers, const Output &output) {
     if constexpr (std::is_same<Out, Panels>::value) {
@@ -141,16 +142,15 @@ void cast_strip(const Strip<In> &strip, const CastNumbers &numbers, const Output
     if (of_tensor) return write_tiles<In, Out>(strip, *of_tensor, numbers, output);
     const Tiles tiles(strip, numbers);
     const int64_t width = tiles.columns, count = tiles.count, stride = tiles.stride;
-    float *encode = buffer<float>(count * stride, 0), *stored = buffer<float>(count * stride, 1);
+    float *encode = buffer<float>(tiles.entries(), 0), *stored = buffer<float>(tiles.entries(), 1);
     scales_of_tiles(strip, tiles, numbers, levels, draws, encode, stored);
     if (numbers.correction) correct(strip, tiles, numbers, draws, encode, stored);
     for (int64_t i = 0; i < count; i++) spread(encode + i * stride, stored + i * stride, strip.columns, width);
     const Scales scales = {encode, stored, width % kLanes ? 1 : width, tiles.rows, stride};
-    if (std::is_same<Out, Panels>::value) write_tiles<In, Out>(strip, scales, numbers, output);
+    write_tiles<In, Out>(strip, scales, numbers, output);
     for (int64_t i = 0; i < count; i++) {
         const Strip<In> part = strip.part(i * tiles.rows, tiles.rows);
         const Scales of_part = {encode + i * stride, stored + i * stride, scales.columns_per_entry};
-        if (!std::is_same<Out, Panels>::value) write_tiles<In, Out>(part, of_part, numbers, output);
         if (std::is_same<Out, Codes>::value) put_scales(part, of_part, numbers, output.codes);
         if (std::is_same<Out, Codes>::value || numbers.per_block) continue;
         for (int64_t at = 0; at < (numbers.tile_rows == 0 ? part.columns : 1); at++)
@@ -195,10 +195,12 @@ void cast_all(const Matrix<In> &x, const float *amax, const CastNumbers &numbers
     else if (output.factor && (is_tensor || numbers.per_block || output.dtype == 3))
         *output.factor = stored * decodes[0];
 
-    // Rectangles of whole tiles, or of whole groups of them: strips of one, some rows of strips that are one row high. Rows
-    // of whole tiles are one long row.
+    // Rectangles of whole tiles, or of whole groups of them: strips of one, some rows of strips that are one row high, some
+    // strips that are one row each. Rows of whole tiles are one long row.
     int64_t side = is_tensor ? 1 : numbers.tile_columns ? numbers.tile_columns : columns;
     int64_t step = is_tensor ? 1 : numbers.tile_rows ? numbers.tile_rows : rows;
+    if (!numbers.tile_columns && numbers.tile_rows == 1)
+        while (step < 16 && 2 * step * columns <= kRow * 8) step *= 2;
     if (numbers.correction) (numbers.tile_columns == 1 ? step : side) = numbers.correction;
     bool is_long = step == 1 && (is_tensor || numbers.tile_columns) && columns % side == 0 && numbers.two_level != kOfRows;
     if (is_long && output.dtype != 4 && !x.is_rotated() && output.all_columns == columns && output.first == 0) columns *= rows, rows = 1;

@@ -75,6 +75,8 @@ template <class In>
 void block_peaks(const Strip<In> &strip, int64_t width, int32_t *peaks) {
     if (width == 1) {
         largest_of_columns(strip.x, strip.stride, strip.rows, strip.columns, peaks);
+    } else if (strip.rows == 1 && strip.columns <= width) {
+        *peaks = peak_of(strip.x, strip.columns);
     } else if (width % kLanes == 0) {
         int64_t blocks = (strip.columns + width - 1) / width;
         for (int64_t block = 0; block < blocks; block += kLanes) {
@@ -168,30 +170,37 @@ void choose_four(const Strip<In> &strip, int64_t width, const CastNumbers &numbe
 }
 
 // Tiles of a strip: `count` over each other, of so many rows and columns. Entries of those next to each other lie together,
-// those of the next ones `stride` further.
+// those of the next ones `stride` further. Where a tile is as wide as the strip, entries may be made for many of them at once.
 struct Tiles {
-    int64_t rows, columns, count, across, stride;
+    int64_t rows, columns, count, across;
+    bool is_column;
+    int64_t stride;
 
     template <class In>
     Tiles(const Strip<In> &strip, const CastNumbers &numbers)
         : rows(numbers.tile_rows ? numbers.tile_rows : strip.rows),
           columns(numbers.tile_columns ? numbers.tile_columns : (strip.columns + 15) / 16 * 16),
           count((strip.rows + rows - 1) / rows), across((strip.columns + columns - 1) / columns),
-          stride(((columns % kLanes ? strip.columns : across) + 15) / 16 * 16) {}
+          is_column(across == 1 && columns % kLanes == 0 && numbers.two_level != kOfRows && !numbers.four_over_six &&
+                    !numbers.stochastic_scales && !numbers.correction),
+          stride(is_column ? 1 : ((columns % kLanes ? strip.columns : across) + 15) / 16 * 16) {}
+
+    int64_t entries() const { return count * stride + kLanes; }
 };
 
 // Entries of the tiles of a strip, one for each, in `encode` and `stored`.
 template <class In>
 void scales_of_tiles(const Strip<In> &strip, const Tiles &tiles, const CastNumbers numbers, const Levels &levels,
                      const Draws &draws, float *encode, float *stored) {
-    const int64_t width = tiles.columns;
-    int32_t *peaks = buffer<int32_t>(tiles.count * tiles.stride, 0);
+    const int64_t width = tiles.columns, count = tiles.is_column ? 1 : tiles.count;
+    const int64_t across = tiles.is_column ? tiles.count : tiles.across;
+    int32_t *peaks = buffer<int32_t>(tiles.entries(), 0);
     for (int64_t i = 0; i < tiles.count; i++)
         block_peaks(strip.part(i * tiles.rows, tiles.rows), width, peaks + i * tiles.stride);
-    for (int64_t i = 0; i < tiles.count; i++) {
+    for (int64_t i = 0; i < count; i++) {
         const Levels of_part = levels.part(i * tiles.rows);
         float *six = stored + i * tiles.stride, *four = encode + i * tiles.stride;
-        for (int64_t at = 0; at < tiles.across; at += kLanes) {
+        for (int64_t at = 0; at < across; at += kLanes) {
             F32 of_blocks = load((const float *)peaks + i * tiles.stride + at), encode_scale = of_part.at(at).encode;
             if (numbers.four_over_six) {
                 F32 wanted = of_blocks * numbers.factor / numbers.element.max * encode_scale;
@@ -206,7 +215,7 @@ void scales_of_tiles(const Strip<In> &strip, const Tiles &tiles, const CastNumbe
         }
         if (numbers.four_over_six)
             choose_four(strip.part(i * tiles.rows, tiles.rows), width, numbers, of_part, six, four);
-        for (int64_t at = 0; at < tiles.across; at += kLanes) {
+        for (int64_t at = 0; at < across; at += kLanes) {
             F32 of_blocks = load(six + at);
             if (numbers.correction) of_blocks = of_blocks == 0.0f ? all(1.0f) : of_blocks;
             store(four + at, encode_factor(of_blocks, of_part.at(at), numbers));
