@@ -216,7 +216,7 @@ def _layers(
     names = {id(module): name for name, module in modules.items() if name in inputs}
 
     def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        passed[names[id(module)]] = args[0].detach(), output.detach()
+        passed[names[id(module)]] = args[0].clone(), output.clone()  # the network may change them in place
 
     handles = [modules[name].register_forward_hook(note) for name in names.values()]
     if handles:
@@ -237,7 +237,7 @@ def _layers(
 def _other_parameters(original: TrainedModel, loaded: nn.Module, dtype: torch.dtype) -> list[str]:
     """Parameters that are not quantized, and that a loaded model lacks, or has with other values."""
     parameters = dict(loaded.named_parameters(remove_duplicate=False))
-    quantized = {f"{name}.weight" for name in original.layers}
+    quantized = {f"{name}{end}" for name in original.layers for end in ("", ".weight")}  # a stack is a parameter
     wrong = []
     for name, parameter in original.model.named_parameters(remove_duplicate=False):
         if name not in quantized:

@@ -5,7 +5,7 @@ The model's parameters are the tensors of the file, memory-mapped: each is read 
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +25,7 @@ from lightning_lowbit.nn.conversion.smooth_swiglu import fold
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
 from lightning_lowbit.precision import restore
 from lightning_lowbit.precision.checkpoints.files import load_checkpoint, state_of
+from lightning_lowbit.precision.checkpoints.restored import run_hooks
 from lightning_lowbit.precision.checkpoints.trained import Trained
 from lightning_lowbit.precision.checkpoints.weights import check_tensors, load_shards
 from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
@@ -92,7 +93,11 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
     if not isinstance(hyper_parameters, Mapping) or not all(isinstance(name, str) for name in hyper_parameters):
         raise ValueError(f"{checkpoint} has hyper_parameters that are no mapping of names: it is damaged.")
     trained = Trained.read(state["trained"])
-    whole = _uncompiled(_module(module or _class_name(hyper_parameters, checkpoint), hyper_parameters))
+    path = module or _class_name(hyper_parameters, checkpoint)
+    whole = _module(path, hyper_parameters)
+    if not path.startswith(_RECIPES):  # whose hook does what follows here
+        loaded = run_hooks(whole, loaded)
+    whole = _uncompiled(whole)
     _assign(whole, _state(whole, loaded, checkpoint), checkpoint)
     prefix, model = _network(whole, [name for name, casts in trained.planned.items() if casts != LinearCasts()])
     restore(model, loaded, prefix=prefix, weights=False)
@@ -158,7 +163,8 @@ def _class_name(hyper_parameters: Mapping[str, Any], checkpoint: Any) -> str:
 
 
 def _module(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
-    """Returns a module of a class with its hyper-parameters, and parameters on the meta device."""
+    """Returns a module of a class with its hyper-parameters. Only those of recipes have parameters on the meta device:
+    others may draw or compute something from theirs when they are made."""
     package, _, name = path.rpartition(".")
     try:
         cls = getattr(import_module(package), name)
@@ -170,7 +176,7 @@ def _module(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
     if "pretrained" in arguments:  # its weights are those of the checkpoint
         arguments["pretrained"] = False
     try:
-        with parameters_on_meta():
+        with parameters_on_meta() if path.startswith(_RECIPES) else nullcontext():
             module: nn.Module = cls(**arguments)
     except Exception as error:  # whatever the class raises for such arguments
         advice = "Save them in its __init__: self.save_hyperparameters()."
@@ -226,7 +232,7 @@ def _assign(module: nn.Module, state: Mapping[str, Tensor], checkpoint: Any) -> 
         names.setdefault(id(parameter), []).append(name)
     check_tensors(module.state_dict(), state, same_dtype=False)
     missing, unexpected = module.load_state_dict(dict(state), strict=False, assign=True)
-    if missing or unexpected:
+    if (missing or unexpected) and getattr(module, "strict_loading", True):
         raise ValueError(
             f"{checkpoint} lacks {some(missing) or 'nothing'} of {type(module).__name__}, and holds "
             f"{some(unexpected) or 'nothing'} that the module does not have. Export with the class that was trained."

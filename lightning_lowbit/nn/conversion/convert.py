@@ -200,10 +200,19 @@ class Selection:
         }
         self._patterns = [*(only or ()), *others]
         self.casts: dict[str, LinearCasts] = {}
+        idle = dict(others)
         for name in self._layers:
             if name in chosen and name not in skipped:
                 usual = product_default if name in products else default
-                self.casts[name] = next((others[pattern] for pattern in others if name in matches[pattern]), usual)
+                pattern = next((pattern for pattern in others if name in matches[pattern]), None)
+                self.casts[name] = usual if pattern is None else others[pattern]
+                idle.pop(pattern, None)  # type: ignore[arg-type]
+        if idle:
+            pattern = next(iter(idle))
+            raise ValueError(
+                f"overrides: {pattern!r} gives no layer its casts. It names {some(sorted(matches[pattern]))}, which skip or "
+                "only leave out, or an earlier pattern names. Leave it out, or put it before that pattern."
+            )
         check_planned_attention(self.casts, products)
         if products and not any(name in self.casts for name in products):
             raise ValueError(

@@ -1,14 +1,15 @@
 """Restores a plain model that computes as it did in training, without a Trainer."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit._lightning import LightningModule, is_overridden
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import plan_by_name
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
@@ -31,7 +32,8 @@ def restore(
 
     Args:
         model: built as for training, with weights in the dtype of the checkpoint's, not sharded.
-        checkpoint: a path to a file or a folder of shards, or the result of ``torch.load``.
+        checkpoint: a path to a file or a folder of shards, or the result of ``torch.load``. A ``LightningModule`` gets
+            it in ``on_load_checkpoint``, after ``configure_model``.
         prefix: the model's name within the trained module, if it is a submodule, e.g. ``"model"``.
         weights: False if the weights are already loaded.
         weights_only: as in ``torch.load``; False loads any object, for trusted files only.
@@ -46,6 +48,8 @@ def restore(
         >>> logits = model(tokens)
     """
     loaded = load_checkpoint(checkpoint, weights_only)
+    if weights:
+        loaded = run_hooks(model, loaded)
     origin = Origin.read(loaded)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         advice = "Use a Trainer with plugins=[LowBitPrecision.from_checkpoint(path)] for one that is"
@@ -75,6 +79,21 @@ def restore(
         layers.histories.release()
     ForwardContext(_AsTrained(layers, trained)).attach(model)
     return model.eval()
+
+
+def run_hooks(module: nn.Module, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Lets a ``LightningModule`` make its layers and read a checkpoint, as its ``load_from_checkpoint`` does.
+
+    Returns the checkpoint as the module's ``on_load_checkpoint`` leaves it; ``loaded`` itself stays as it is.
+    """
+    if not isinstance(module, LightningModule):
+        return loaded
+    if is_overridden("configure_model", module):
+        module.configure_model()
+    state = loaded.get("state_dict")
+    changed = {**loaded, **({"state_dict": dict(state)} if isinstance(state, Mapping) else {})}
+    module.on_load_checkpoint(changed)
+    return changed
 
 
 class _AsTrained:

@@ -23,7 +23,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in whi
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = True) -> None:
-    """Loads all weights of a model from a checkpoint; raises ``ValueError`` if some are missing or differ in shape."""
+    """Loads all weights of a model from a checkpoint; raises ``ValueError`` if some are missing, unless the model's
+    ``strict_loading`` is False, or differ in shape."""
     needed: Mapping[str, Any] = model.state_dict()
     if isinstance(checkpoint, Mapping) or not Path(checkpoint).expanduser().is_dir():
         tensors = load_checkpoint(checkpoint, weights_only).get("state_dict")
@@ -31,6 +32,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
             raise ValueError("The checkpoint holds no weights (no state_dict): give weights=False to load the rest.")
     else:
         tensors = load_shards(needed, Path(checkpoint).expanduser())
+    if not getattr(model, "strict_loading", True):
+        needed = {name: tensor for name, tensor in needed.items() if name in tensors}
     if missing := [name for name in needed if name not in tensors]:
         lacks = f"lacks {len(missing)} of the model's {len(needed)} tensors, e.g. {missing[0]}"
         raise ValueError(
@@ -45,7 +48,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
     into_codes = {n for n in needed if _dtype(needed[n]) == torch.uint8 and _dtype(tensors[n]) in FLOATS}
     check_tensors({name: tensor for name, tensor in needed.items() if name not in into_codes}, tensors)
     try:
-        model.load_state_dict({name: tensors[name] for name in needed})
+        model.load_state_dict({name: tensors[name] for name in needed}, strict=getattr(model, "strict_loading", True))
     except RuntimeError as error:  # a matrix has another shape than that of the codes
         raise ValueError(str(error)) from error
 

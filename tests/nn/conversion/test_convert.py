@@ -139,12 +139,27 @@ def test_patterns_may_come_from_an_iterator():
 
 
 def test_first_override_wins():
-    overrides = {r"layers\.0\.mlp\.up": INT4, "mlp": INT8, "lm_head": "bf16", "up": NVFP4}
+    overrides = {r"layers\.0\.mlp\.up": INT4, "mlp": INT8, "lm_head": "bf16"}
     casts = plan(Model(), NVFP4, overrides=overrides)
     assert casts["layers.0.mlp.up"] == INT4
     assert casts["layers.0.mlp.down"] == casts["layers.1.mlp.up"] == INT8
     assert casts["lm_head"] == LinearCasts()
     assert casts["layers.0.attention.out"] == NVFP4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"overrides": {"mlp": INT8, "up": INT4}},
+        {"overrides": {"lm_head": INT8}, "skip": ["lm_head"]},
+        {"overrides": {"lm_head": INT8}, "only": ["mlp"]},
+    ],
+)
+def test_overrides_without_an_effect_are_refused(arguments):
+    with pytest.raises(
+        ValueError, match=r"overrides: '(up|lm_head)' gives no layer its casts. It names .*(up|lm_head)"
+    ):
+        plan(Model(), NVFP4, **arguments)
 
 
 def test_plan_is_what_convert_does():
