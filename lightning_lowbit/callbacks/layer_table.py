@@ -145,7 +145,10 @@ def merge_numbers(flops: Mapping[str, int], reasons: Mapping[str, str]) -> list[
     groups: dict[tuple[str, str], list[str]] = {}
     for name in flops:
         groups.setdefault((re.sub(r"\d+", "*", name), reasons[name]), []).append(name)
-    merged = [(_range(names), len(names), sum(flops[n] for n in names), why) for (_, why), names in groups.items()]
+    merged = [
+        (_range(names) or "(outside any module)", len(names), sum(flops[n] for n in names), why)
+        for (_, why), names in groups.items()
+    ]
     return sorted(merged, key=lambda row: -row[2])
 
 

@@ -45,7 +45,7 @@ class RunReport(LowBitCallback):
     Without a logger they go to ``default_root_dir``; a dry run (``fast_dev_run``) writes nothing. If runs share the
     directory, later ones write into ``version_1`` and so on in it; a resumed run continues its own files, since
     checkpoints hold the history. One that has no step left says so, and leaves the report as it is. ``WandbLogger``
-    and ``MLFlowLogger`` also get casts, coverage and the page.
+    and ``MLFlowLogger`` also get casts, the page and, with a ``PrecisionSummary``, the coverage.
 
     Values logged during the k-th optimizer step, or in a validation after it, are shown at k. Recording copies values
     to the host once in many steps. With launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an
@@ -250,8 +250,8 @@ class RunReport(LowBitCallback):
             "phases": self._history.phases,
             "environment": contents.environment(trainer, self._started),
             "summary": summary,
+            "coverage": summary.get("coverage"),
         }
-        run["coverage"] = summary.get("coverage", contents.coverage_of(trainer))
         replace_file(folder / "run.json", json.dumps(contents.strict(run), indent=1, allow_nan=False))
         sections = contents.call_reports(trainer, "report_sections", failures)
         words = contents.casts_in_words(pl_module)

@@ -95,12 +95,6 @@ def strict(value: Any) -> Any:
     return value if isinstance(value, (int, str)) or value is None else str(value)
 
 
-def coverage_of(trainer: Trainer) -> float | None:
-    plugin = trainer.precision_plugin
-    coverage = plugin.coverage_line.coverage if isinstance(plugin, LowBitPrecision) else None
-    return None if coverage is None or coverage.unit != "FLOPs" else coverage.share
-
-
 def coverage_alerts(trainer: Trainer) -> list[str]:
     plugin = trainer.precision_plugin
     text = plugin.coverage_line.text if isinstance(plugin, LowBitPrecision) else ""
