@@ -263,15 +263,3 @@ def test_no_device_name_is_asked_for_on_other_devices(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_name", fail)
     assert peaks_of(torch.device("cpu")) == {}
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"unit": 5}, "unit names what batches hold, such as 'tokens'; got 5"),
-        ({"count": 5}, "count takes a batch and gives a number; got 5"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Throughput(**arguments)

@@ -190,12 +190,6 @@ def test_says_in_what_else_is_computed_and_why(capsys, lacking, asked, end):
     assert f"What is not quantized is computed in {end}" in " ".join(capsys.readouterr().out.split())
 
 
-@each("filename", ["summary.txt", "folder/summary.json", "../summary.json", "/summary.json", ""])
-def test_a_wrong_filename(filename):
-    with pytest.raises(ValueError, match=re.escape(f"got {filename!r}")):
-        PrecisionSummary(filename)
-
-
 def test_nothing_is_known_before_the_first_step():
     summary = PrecisionSummary()
     for ask in (summary.coverage, summary.average_bits):

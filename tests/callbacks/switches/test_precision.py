@@ -9,7 +9,6 @@ from torch import nn
 from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.nn import PRESETS
 from tests.lightning_imports import BoringModel, Callback, CSVLogger, MisconfigurationException, quiet_trainer
-from tests.tables import each
 
 
 class Phases(Callback):
@@ -128,21 +127,6 @@ def test_at_most_one_recompilation():
     assert [phase for _, phase, _ in seen] == ["fqt", "fqt", "qaf", "qaf", "fqt", "fqt"]
     assert counters["stats"]["unique_graphs"] == 2, "one graph a phase, and none for switching back"
     assert not counters["graph_break"], dict(counters["graph_break"])
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"to": "qat", "at": 0.5}, r"Unknown phase 'qat'. Did you mean 'qaf'\?"),
-        ({"to": "qaf"}, "Give either at"),
-        ({"to": "qaf", "at": 0.5, "step": 5}, "Give either at"),
-        ({"to": "qaf", "at": 1.5}, "0 or more and at most 1; got 1.5"),
-        ({"to": "qaf", "step": -1}, "0 or more; got -1"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        PrecisionSwitch(**arguments)
 
 
 def test_a_switch_after_the_end_of_the_run_says_that_it_will_not_act(told):

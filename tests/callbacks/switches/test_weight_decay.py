@@ -9,7 +9,6 @@ import torch
 from lightning_lowbit import FP4Precision, PrecisionSwitch, StableSPAM, WeightDecaySwitch
 from tests.lightning_imports import Callback, MisconfigurationException
 from tests.precision.regression_model import Regression, flat, trainer
-from tests.tables import each
 
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -199,15 +198,3 @@ def test_groups_without_weight_decay_are_left_alone():
     made = trainer(None, callbacks=[WeightDecaySwitch(step=1)], max_steps=2)
     made.fit(model)
     assert [group.get("weight_decay") for group in made.optimizers[0].param_groups] == [0, None, 0]
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"to": -0.1, "at": 0.5}, "to is a weight decay, 0 or more; got -0.1"),
-        ({}, r"Give either at \(a fraction of all steps\) or step \(a number\); got at=None, step=None"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        WeightDecaySwitch(**arguments)

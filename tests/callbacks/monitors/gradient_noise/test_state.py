@@ -8,7 +8,6 @@ from lightning_lowbit import GradientNoiseMonitor, PrecisionSwitch
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
 from tests.callbacks.monitors.resumed import resume
 from tests.lightning_imports import DeepSpeedStrategy, MisconfigurationException, Trainer
-from tests.tables import each
 
 
 def test_a_resumed_run_is_the_uninterrupted_one():
@@ -73,21 +72,6 @@ def test_another_run_begins_anew():
     for _ in range(2):
         fit(Model(), monitor)
         assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"every_n_steps": 0}, "every_n_steps is a number of optimizer steps, 1 or more; got 0"),
-        ({"kind": "layer"}, "Unknown kind of GradientNoiseMonitor 'layer'. Did you mean 'layers'.*: 'draws', 'layers'"),
-        ({"kind": None}, "Unknown kind of GradientNoiseMonitor None"),
-        ({"average": 0}, "average is a number of measurements, 1 or more; got 0"),
-        ({"threshold": 0}, "threshold is a ratio of gradient to noise, above 0; got 0"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        GradientNoiseMonitor(**arguments)
 
 
 def test_bad_patterns():

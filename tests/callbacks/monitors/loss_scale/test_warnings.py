@@ -16,7 +16,6 @@ from tests.callbacks.monitors.loss_scale.runs import (
     warned,
 )
 from tests.lightning_imports import BoringModel, MixedPrecision
-from tests.tables import each
 
 BOUNDS = {"falls": 3, "within": 4}
 
@@ -143,16 +142,3 @@ def test_without_a_scaler(plugin, message):
     advice = "compute_dtype='fp16'.* or leave out the callback"
     with pytest.warns(UserWarning, match=f"Not measured: LossScaleMonitor needs a scale.*{message}.* {advice}"):
         trainer(LossScaleMonitor(), plugins=plugin(), limit_val_batches=0).fit(BoringModel())
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"falls": 0}, "falls is how often the scale falls before a warning, 1 or more; got 0"),
-        ({"within": 4}, "within is a number of optimizer steps, no fewer than falls, 5 or more; got 4"),
-        ({"falls": 200}, "no fewer than falls, 200 or more; got 100"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        LossScaleMonitor(**arguments)

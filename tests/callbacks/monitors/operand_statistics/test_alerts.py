@@ -9,7 +9,6 @@ from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS
 from tests.callbacks.monitors.operand_statistics.runs import MEANS, NAMES, Two, logged, of_layers, trainer
 from tests.curves import assert_curves
-from tests.tables import each
 
 
 def said_by(monitor, said):
@@ -99,18 +98,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     run.fit(Spoilt(outlier, since=0), ckpt_path=tmp_path / "2.ckpt", weights_only=True)  # an alert would be an error
     assert_curves(first | logged(run), whole, rtol=1e-6)
     assert _alerts(monitor, run) == before
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"underflow_limit": 0}, "underflow_limit is a share of elements, above 0 and at most 1; got 0"),
-        ({"operands": False, "weights": False}, "nothing to watch with operands=False and weights=False: leave out"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        QuantizationMonitor(**arguments)
 
 
 @pytest.mark.parametrize(("operands", "weights"), [(True, None), (True, False), (False, True), (False, None)])

@@ -8,7 +8,6 @@ from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, SHARES, AtStep, Two, rows, trainer
 from tests.lightning_imports import Callback
-from tests.tables import each
 
 
 class Manual(Two):
@@ -215,15 +214,3 @@ def test_flat_weights_are_left_out(monkeypatch):
     with pytest.warns(UserWarning, match=r"Not measured: QuantizationMonitor\(weights=True\) needs weights that are"):
         run.fit(Two())
     assert set(monitor.report_data(run)["quantized_operands"]["layers"]) == set(LAYERS)
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"no_flips_for": 0}, "no_flips_for is a number of optimizer steps, 1 or more; got 0"),
-        ({"zeros_tolerance": 0}, "zeros_tolerance is a share of elements, above 0 and at most 1; got 0"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        QuantizationMonitor(**arguments)

@@ -11,7 +11,6 @@ from lightning_lowbit.callbacks import Plateau
 from tests.callbacks.switches.gradual.runs import INF, Validated, blends, fit
 from tests.lightning_imports import BoringModel, CSVLogger, MisconfigurationException, from_yaml
 from tests.precision.regression_model import Regression, flat, state
-from tests.tables import each
 
 # Short runs: many end in the middle of a switch.
 pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")
@@ -127,38 +126,6 @@ def test_no_recompilation_while_lambda_changes():
     assert found == pytest.approx([1, 0, 0.2, 0.4, 0.6, 0.8, 1, 1])
     assert counters["stats"]["unique_graphs"] == 2, "one graph for all λ below 1, and one for all the way"
     assert not counters["graph_break"], dict(counters["graph_break"])
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"at": 0.5, "over": 0.1, "steps": 5}, r"Give over .* or steps .*, not both; got over=0.1, steps=5"),
-        ({"at": 0.5, "over": 0}, "over is a fraction of all optimizer steps, above 0 and below 1, or None; got 0"),
-        ({"at": 0, "over": 1}, "above 0 and below 1, or None; got 1"),
-        ({"at": 0.95, "over": 0.1}, r"would end half quantized: at \+ over is less than 1; got at=0.95, over=0.1"),
-        ({"at": 0.5, "over": 0.5}, r"at \+ over is less than 1; got at=0.5, over=0.5"),
-        ({"at": True}, "at is a fraction of all optimizer steps, 0 or more and at most 1; got True"),
-        ({"step": 1.5}, "step is a number of optimizer steps, 0 or more; got 1.5"),
-        ({"at": 0.5, "steps": 2.5}, "steps is a number of optimizer steps, 1 or more, or None; got 2.5"),
-        ({"plateau": "val_loss"}, "plateau is a Plateau or a mapping such as .*; got 'val_loss'"),
-        ({"plateau": {"monitor": None}}, "monitor is the name of a metric that validation logs; got None"),
-        ({"plateau": {"patience": 2.5}}, "patience is a number of validations, 1 or more; got 2.5"),
-        ({"at": 0.5, "steps": 0}, "steps is a number of optimizer steps, 1 or more, or None; got 0"),
-        ({"at": 0.5, "over": 0.1, "schedule": "cosin"}, r"Unknown schedule 'cosin'. Did you mean 'cosine'\?"),
-        ({"at": 0.5, "schedule": "cosine"}, "A sudden switch has no schedule: give over or steps"),
-        ({"to": "bf16", "at": 0.5, "over": 0.1}, "quantizes nothing, so not progressively: leave out over and steps"),
-        ({"to": "bf16", "at": 0.5, "steps": 5}, "quantizes nothing, so not progressively: leave out over and steps"),
-        ({"at": 0.5, "plateau": {}}, r"Give either at .* or below \(.*; got at=0.5, plateau={}\."),
-        ({"step": 5, "plateau": Plateau()}, r"Give either .*; got step=5, plateau=Plateau\("),
-        ({"plateau": {"moniter": "x"}}, r"Unknown field of a plateau 'moniter'. Did you mean 'monitor'\?"),
-        ({"plateau": {"patience": 0}}, "patience is a number of validations, 1 or more; got 0"),
-        ({"plateau": {"min_delta": -1}}, "min_delta is what an improvement exceeds, 0 or more; got -1"),
-        ({"plateau": {"mode": "least"}}, "Unknown mode of a plateau 'least'"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        PrecisionSwitch(**{"to": "fqt", **arguments})
 
 
 def test_a_run_that_ends_in_the_middle_says_so():

@@ -10,7 +10,6 @@ from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow
 from lightning_lowbit.callbacks.switches.step_triggers import count_tokens
 from tests.callbacks.switches.triggers.runs import Texts, begin, fit
 from tests.lightning_imports import Callback, MisconfigurationException, from_yaml
-from tests.tables import each
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Training ended at"),
@@ -147,27 +146,6 @@ def test_of_two_that_are_due_at_once_the_last_in_the_list_holds():
         phases, _ = fit(*switches)
         assert list(phases.values()) == ["fqt"] * 3 + [last] * 5
         assert [switch._record is None for switch in switches] == [True, False], "the first one has acted"
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({}, "got at=None, step=None, tokens=None, plateau=None, below=None"),
-        ({"at": 0.5, "tokens": 5}, "Give either .*; got at=0.5, tokens=5"),
-        ({"step": 3, "below": {}}, "got step=3, below={}"),
-        ({"tokens": -1}, "tokens is how many are trained on first, 0 or more; got -1"),
-        ({"step": 5, "count": count_tokens}, "count counts the tokens of a batch, for tokens alone"),
-        ({"tokens": 5, "count": 3}, "count takes a batch and gives the number of its tokens; got 3"),
-        ({"below": "noise"}, "below is a Below or a mapping .*; got 'noise'"),
-        ({"below": {"measurement": 3}}, "Unknown field of below 'measurement'. Did you mean 'measurements'"),
-        ({"below": {"measurements": 0}}, "measurements is how many in a row, 1 or more; got 0"),
-        ({"below": {"threshold": math.nan}}, "threshold is what the metric is below, a finite number; got nan"),
-        ({"below": {"monitor": ""}}, "monitor is the name of a metric that a callback measures; got ''"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        QAFSwitch(**arguments)
 
 
 def test_yaml():
