@@ -18,9 +18,10 @@ from lightning_lowbit import (
     PrecisionSummary,
     QuantizationMonitor,
     RunReport,
+    SpikeRollback,
     Throughput,
 )
-from tests.lightning_imports import LightningModule, quiet_trainer
+from tests.lightning_imports import DeepSpeedStrategy, LightningModule, MisconfigurationException, quiet_trainer
 from tests.tables import each
 
 STEPS = 3
@@ -243,3 +244,16 @@ def test_convolutions_are_measured():
         x = model.x.double()
         kurtosis = ((x - x.mean()) ** 4).mean() / x.var(correction=0) ** 2
         assert numbers["activation_max"] == x.abs().max() and numbers["kurtosis"] == pytest.approx(float(kurtosis))
+
+
+def test_deepspeed_is_not_measured():
+    for monitor, hook, instead in (
+        (GradientNormMonitor(), "on_train_start", "leave out the callback"),
+        (GradientNoiseMonitor(), "on_fit_start", "use kind='layers'"),
+    ):
+        trainer = quiet_trainer(*PLUGINS["plugin"]())
+        trainer.strategy.__class__ = DeepSpeedStrategy  # which is not installed
+        with pytest.warns(UserWarning, match=f"DeepSpeed keeps to itself: {instead}, or train with DDP"):
+            getattr(monitor, hook)(trainer, Model(mlp()))
+    with pytest.raises(MisconfigurationException, match="DeepSpeed keeps to itself: leave out the callback, or train"):
+        SpikeRollback().on_fit_start(trainer, Model(mlp()))

@@ -225,14 +225,6 @@ def test_a_resumed_run_continues_the_average(tmp_path):
     assert data["coverage"] == pytest.approx(2 * FIRST / TOTAL)
 
 
-def test_another_run_begins_anew():
-    """A callback that is used in a second fit without a checkpoint does not add to the first."""
-    summary = fit(PrecisionSummary(quiet=True), max_steps=3)
-    trainer = trainer_with(summary)
-    trainer.fit(Two())
-    assert summary.report_data(trainer)["optimizer_steps_by_phase"] == {"fqt": 2}
-
-
 def test_accumulated_gradients():
     """FLOPs are those of one micro-batch, steps those of the optimizer."""
     summary = PrecisionSummary(quiet=True)

@@ -7,7 +7,7 @@ import pytest
 from lightning_lowbit import GradientNoiseMonitor, PrecisionSwitch
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
 from tests.callbacks.monitors.resumed import resume
-from tests.lightning_imports import DeepSpeedStrategy, MisconfigurationException, Trainer
+from tests.lightning_imports import MisconfigurationException, Trainer
 
 
 def test_a_resumed_run_is_the_uninterrupted_one():
@@ -67,13 +67,6 @@ def test_sums_of_another_kind_are_not_averaged_with():
     assert not other.state_dict()["to_log"]
 
 
-def test_another_run_begins_anew():
-    monitor = GradientNoiseMonitor(2)
-    for _ in range(2):
-        fit(Model(), monitor)
-        assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
-
-
 def test_bad_patterns():
     with pytest.raises(ValueError, match="layers: the pattern 'lm_head' matches no quantized layer. There are 2"):
         fit(Model(), GradientNoiseMonitor(layers=["lm_head"]))
@@ -102,10 +95,3 @@ def test_a_switch_does_not_wait_for_what_is_not_measured():
             pytest.raises(MisconfigurationException, match="Monitor does not .it measures nothing"),
         ):
             trainer(NOISY, *callbacks).fit(model)
-
-
-def test_deepspeed_is_not_measured():
-    run, model = trainer(NOISY), Model()
-    run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
-    with pytest.warns(UserWarning, match="DeepSpeed keeps to itself: use kind='layers', or train with DDP"):
-        GradientNoiseMonitor().on_fit_start(run, model)

@@ -7,9 +7,9 @@ import pytest
 
 from lightning_lowbit import GradientNormMonitor, RunReport
 from lightning_lowbit.report.html import Text
-from tests.callbacks.monitors.gradient_norm.runs import SAID, Constant, Planned, logged, spikes_of, trainer
+from tests.callbacks.monitors.gradient_norm.runs import SAID, Constant, Planned, logged, trainer
 from tests.callbacks.monitors.resumed import resume
-from tests.lightning_imports import Callback, DeepSpeedStrategy
+from tests.lightning_imports import Callback
 
 
 def test_a_resumed_run_is_the_uninterrupted_one():
@@ -40,18 +40,6 @@ def test_a_checkpoint_knows_of_the_step_that_has_just_been_done():
     assert saved[0]["alerts"], "the checkpoint does not know what was said"
 
 
-def test_another_run_begins_anew_and_the_same_goes_on():
-    monitor = GradientNormMonitor()
-    for _ in range(2):
-        with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
-            assert spikes_of({12: 6.0}, monitor, 14) == [(13, 6.0, 1.0)]
-    run, model = trainer(monitor, max_steps=12, limit_train_batches=12), Constant({12: 6.0})
-    run.fit(model)
-    run.fit_loop.epoch_loop.max_steps = 14
-    with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
-        run.fit(model)
-
-
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
@@ -66,13 +54,6 @@ def test_another_run_begins_anew_and_the_same_goes_on():
 def test_bad_patterns(layers, message):
     with pytest.raises(ValueError, match=message):
         trainer(GradientNormMonitor(layers)).fit(Planned())
-
-
-def test_deepspeed_is_not_measured():
-    run, model = trainer(), Planned()
-    run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
-    with pytest.warns(UserWarning, match="DeepSpeed keeps to itself: leave out the callback, or train with DDP"):
-        GradientNormMonitor().on_train_start(run, model)
 
 
 def test_reported():

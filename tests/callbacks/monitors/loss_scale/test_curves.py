@@ -8,7 +8,6 @@ import torch
 
 from lightning_lowbit import LossScaleMonitor, RunReport, StaticGradScaler
 from lightning_lowbit.report.html import Text
-from tests.callbacks.monitors.device_reads import HOOKS, counted
 from tests.callbacks.monitors.loss_scale.runs import (
     FALLS,
     Scripted,
@@ -163,23 +162,6 @@ def test_a_batch_without_a_step_counts_nothing():
     assert reported(monitor, run)[0].startswith("1 of 6 optimizer steps were skipped")
 
 
-def test_nothing_is_read_between_logged_steps(monkeypatch):
-    Watched, reads = counted(LossScaleMonitor, monkeypatch)
-    trainer(Watched(), log_every_n_steps=4, max_steps=10).fit(Scripted({1, 5}))
-    assert all(reads.pop((hook, -1)) == 10 for hook in HOOKS), "a hook was not watched"
-    assert +reads == {("on_train_batch_start", 4): 1, ("on_train_batch_start", 8): 1}
-
-
-def test_watching_changes_nothing():
-    ends = []
-    for callbacks in ([], [LossScaleMonitor()]):
-        torch.manual_seed(0)
-        run, model = trainer(*callbacks), Scripted({1, 2, 6})
-        run.fit(model)
-        ends.append((model.seen, [parameter.detach() for parameter in model.parameters()]))
-    torch.testing.assert_close(*ends, rtol=0, atol=0)
-
-
 # An epoch is a step: Lightning resumes with the next epoch.
 SHORT = {"limit_train_batches": 1, "log_every_n_steps": 3}
 
@@ -246,17 +228,6 @@ def test_what_was_not_said_before_the_checkpoint_is_said_after_it():
     with pytest.warns(UserWarning, match="step 5: 3 overflows came within 3"):
         again = trainer(LossScaleMonitor(3, 3), max_steps=8, limit_train_batches=1)
         again.fit(Scripted(), ckpt_path="half.ckpt", weights_only=True)
-
-
-def test_another_run_begins_anew():
-    monitor = LossScaleMonitor(**FALLS)
-    for _ in range(2):
-        run = trainer(monitor, logger=TensorBoardLogger("."))
-        model = Scripted({1, 2, 3})
-        with pytest.warns(UserWarning, match="Loss scale, step 4: 3 overflows"):
-            run.fit(model)
-        assert logged(run) == expected(model.seen, 1)
-    assert reported(monitor, run)[0].startswith("3 of 8 optimizer steps")
 
 
 def test_the_same_trainer_goes_on():

@@ -94,13 +94,6 @@ def test_a_resumed_run_is_the_uninterrupted_one():
     assert state["means"]["mlp.up_proj"]["count"] == 14
 
 
-def test_another_run_begins_anew():
-    monitor = OutlierMonitor(["up_proj"], swiglu=False)
-    for _ in range(2):
-        trainer(monitor).fit(Model())
-        assert monitor.state_dict()["means"]["mlp.up_proj"]["count"] == 6
-
-
 def test_reported():
     plan = {**dict.fromkeys(range(40), 6.0), 13: 100.0}
     monitor = OutlierMonitor()

@@ -158,14 +158,6 @@ def test_a_resumed_run_goes_on_counting_and_does_not_repeat_itself(tmp_path):
     assert set(alerts(monitor, run)) == {*first, *second}, "what was said before the checkpoint belongs to the report"
 
 
-def test_another_run_begins_anew():
-    monitor = QuantizationMonitor()
-    for _ in range(2):
-        with alerts_said() as said:
-            trainer(monitor).fit(still(zeros))
-        assert len(said) == 1
-
-
 def test_the_last_step_is_reported():
     monitor = QuantizationMonitor()
     run = trainer(monitor)

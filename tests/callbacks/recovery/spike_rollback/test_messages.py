@@ -10,10 +10,8 @@ from lightning_lowbit import RunReport, SpikeRollback
 from tests.callbacks.recovery.spike_rollback.runs import BAD, Scripted, fit, rollback, trainer
 from tests.lightning_imports import (
     BoringModel,
-    DeepSpeedStrategy,
     MisconfigurationException,
     TensorBoardLogger,
-    from_yaml,
 )
 
 
@@ -47,17 +45,6 @@ def test_reported():
     assert "No loss spiked." in Path("version_1/report.html").read_text()
 
 
-def test_from_yaml():
-    run = from_yaml("""
-        accelerator: cpu
-        callbacks:
-          - class_path: lightning_lowbit.callbacks.recovery.spike_rollback.SpikeRollback
-            init_args: {threshold: 4, phase: bf16, lr_factor: 0.5, device: cpu}
-    """)
-    (callback,) = (one for one in run.callbacks if isinstance(one, SpikeRollback))
-    assert (callback.threshold, callback.phase, callback.lr_factor, callback.device) == (4, "bf16", 0.5, "cpu")
-
-
 def test_manual_optimization():
     class Manual(BoringModel):
         automatic_optimization = False
@@ -69,12 +56,3 @@ def test_manual_optimization():
 def test_a_phase_without_a_plugin():
     with pytest.raises(MisconfigurationException, match=r"the Trainer has Precision\. Use e\.g\. Trainer\(plugins="):
         fit(Scripted(range(2)), SpikeRollback(phase="bf16"))
-
-
-def test_deepspeed():
-    run = trainer()
-    run.strategy.__class__ = type("Likewise", (DeepSpeedStrategy,), {})  # the package need not be installed
-    with pytest.raises(
-        MisconfigurationException, match="DeepSpeed keeps to itself: .* or train with DDP, FSDPStrategy"
-    ):
-        SpikeRollback().on_fit_start(run, Scripted(range(2)))

@@ -82,13 +82,6 @@ def test_validations_outside_training_do_not_count():
     assert seen(switch)["stalled"] == 3
 
 
-def test_another_run_begins_anew():
-    switch = PrecisionSwitch("qaf", plateau={"patience": 1})
-    kwargs = {"val_check_interval": 1, "limit_val_batches": 1, "max_steps": 5}
-    for said, expected in [((1,), ["fqt"] * 2 + ["qaf"] * 3), ((5, 4, 3, 3), ["fqt"] * 4 + ["qaf"])]:
-        assert list(fit(switch, model=Validated(*said), **kwargs).phases.values()) == expected
-
-
 def test_the_same_trainer_goes_on():
     model, witness = Validated(3, 2, 2), Witness()
     switch = PrecisionSwitch("fqt", plateau={"patience": 2}, steps=4)

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
-from lightning_lowbit.callbacks import Plateau
 from tests.callbacks.switches.gradual.runs import INF, Validated, blends, fit
-from tests.lightning_imports import BoringModel, CSVLogger, MisconfigurationException, from_yaml
+from tests.lightning_imports import BoringModel, CSVLogger, MisconfigurationException
 from tests.precision.regression_model import Regression, flat, state
 
 # Short runs: many end in the middle of a switch.
@@ -165,19 +164,3 @@ def test_switches_of_one_kind_have_states_of_their_own():
     changes = [{}, {"to": "qaf"}, {"plateau": {"patience": 3}}, {"plateau": {"monitor": "other"}}]
     keys = {PrecisionSwitch(**{"to": "fqt", "plateau": {}, "steps": 4, **change}).state_key for change in changes}
     assert len(keys) == len(changes)
-
-
-def test_yaml():
-    callbacks = from_yaml("""
-        accelerator: cpu
-        plugins: {class_path: lightning_lowbit.TernaryPrecision}
-        callbacks:
-          - class_path: lightning_lowbit.PrecisionSwitch
-            init_args: {to: bf16, step: 0}
-          - class_path: lightning_lowbit.PrecisionSwitch
-            init_args: {to: fqt, plateau: {monitor: loss, patience: 3}, over: 0.1, schedule: cosine}
-    """).callbacks
-    sudden, gradual = (switch for switch in callbacks if isinstance(switch, PrecisionSwitch))
-    assert (sudden.step, sudden.is_gradual) == (0, False)
-    assert gradual.plateau == Plateau("loss", 3, 0.0, "min")
-    assert (gradual.over, gradual.steps, gradual.schedule) == (0.1, None, "cosine")

@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from lightning_lowbit import Below, Plateau, PrecisionSwitch, QAFSwitch
+from lightning_lowbit import Below, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow
-from lightning_lowbit.callbacks.switches.step_triggers import count_tokens
-from tests.callbacks.switches.triggers.runs import Texts, begin, fit
-from tests.lightning_imports import Callback, MisconfigurationException, from_yaml
+from tests.callbacks.switches.triggers.runs import begin, fit
+from tests.lightning_imports import Callback, MisconfigurationException
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Training ended at"),
@@ -148,46 +147,6 @@ def test_of_two_that_are_due_at_once_the_last_in_the_list_holds():
         assert [switch._record is None for switch in switches] == [True, False], "the first one has acted"
 
 
-def test_yaml():
-    callbacks = from_yaml("""
-        accelerator: cpu
-        plugins: {class_path: lightning_lowbit.FP4Precision}
-        callbacks:
-          - class_path: lightning_lowbit.QAFSwitch
-            init_args: {below: {}}
-          - class_path: lightning_lowbit.PrecisionSwitch
-            init_args: {to: bf16, below: {threshold: 1.5, measurements: 5}, rewarm: 10}
-          - class_path: lightning_lowbit.PrecisionSwitch
-            init_args:
-              to: fqt
-              tokens: 1000000
-              count: lightning_lowbit.callbacks.switches.step_triggers.count_tokens
-          - class_path: lightning_lowbit.QAFSwitch
-            init_args: {plateau: {patience: 3}, moments: reset}
-          - class_path: lightning_lowbit.PrecisionSwitch
-            init_args:
-              to:
-                lm_head: bf16
-                layers\\.0: {preset: nvfp4, every: {rounding: nearest}}
-              step: 7
-    """).callbacks
-    first, second, third, fourth, last = (c for c in callbacks if isinstance(c, PrecisionSwitch))
-    assert first.below == Below()
-    assert (second.below, second.rewarm) == (Below(threshold=1.5, measurements=5), 10)
-    assert (third.tokens, third.count) == (1_000_000, count_tokens)
-    assert (fourth.plateau, fourth.moments) == (Plateau(patience=3), "reset")
-    assert last.to == {"lm_head": "bf16", r"layers\.0": {"preset": "nvfp4", "every": {"rounding": "nearest"}}}
-
-
 def test_switches_of_other_triggers_have_states_of_their_own():
     keys = {QAFSwitch(**arguments).state_key for arguments in TRIGGERS.values()}
     assert len(keys) == len(TRIGGERS)
-
-
-def test_a_second_run_begins_anew():
-    switches = [QAFSwitch(tokens=30, rewarm=2, moments="reset")]
-    first = fit(*switches)
-    model = Texts()
-    second = fit(*switches, model=model)
-    assert first[0] == second[0]
-    assert torch.equal(first[1], second[1])
