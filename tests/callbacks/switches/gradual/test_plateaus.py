@@ -5,13 +5,13 @@ import torch
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch
 from lightning_lowbit.callbacks import Plateau
-from tests.callbacks.switches.gradual.runs import INF, NAN, Validated, Witness, blends, fit, seen
+from tests.callbacks.switches.gradual.runs import INF, NAN, Validated, blends, seen
+from tests.callbacks.switches.runs import RESUMES, Witness, fit
 from tests.lightning_imports import MisconfigurationException
 from tests.precision.regression_model import flat, trainer
 from tests.tables import each
 
-# Short runs: many end in the middle of a switch.
-pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")
+pytestmark = RESUMES
 
 
 @each(
@@ -59,7 +59,7 @@ def test_a_sudden_switch_at_a_plateau():
         val_check_interval=1,
         limit_val_batches=1,
     )
-    assert list(seen.phases.values()) == ["fqt"] * 3 + ["hp-forward"] * 5
+    assert seen.phases == ["fqt"] * 3 + ["hp-forward"] * 5
 
 
 def test_a_validation_in_mid_step_counts_for_the_next_one():
@@ -92,7 +92,7 @@ def test_the_same_trainer_goes_on():
     for epochs in range(1, 5):  # the fourth validation is in the second epoch
         made.fit_loop.max_epochs = epochs
         made.fit(model)
-    assert list(witness.blends.values()) == [1, 1, 1, 1, 0, 0.25, 0.5, 0.75]
+    assert witness.blends == [1, 1, 1, 1, 0, 0.25, 0.5, 0.75]
 
 
 def test_a_metric_that_is_not_there():
@@ -124,5 +124,5 @@ def test_all_ranks_begin_where_one_sees_a_plateau():
     switch = PrecisionSwitch("fqt", plateau={"patience": 2}, steps=2)
     fit(switch, model=Ranks(), val_check_interval=1, limit_val_batches=1, **kwargs)
     (blends, weights), (others, other_weights) = (torch.load(f"{rank}.pt") for rank in range(2))
-    assert list(blends.values()) == list(others.values()) == [1, 1, 1, 0, 0.5, 1]
+    assert blends == others == [1, 1, 1, 0, 0.5, 1]
     assert torch.equal(weights, other_weights), "the ranks have trained different weights"

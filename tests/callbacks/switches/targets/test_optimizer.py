@@ -6,15 +6,12 @@ from torch import Tensor, nn
 
 from lightning_lowbit import SPAM, Adaptive, LowBitAdamW, PrecisionSwitch, QAFSwitch, StableSPAM
 from lightning_lowbit.callbacks.learning_rates import LowerRates, Rewarm
+from tests.callbacks.switches.runs import RESUMES
 from tests.callbacks.switches.targets.runs import Model, fit
 from tests.lightning_imports import Callback
 from tests.precision.regression_model import Regression, trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Training ended at"),
-    # The loader begins again, and nothing depends on it: a batch follows from its place in the run.
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
-]
+pytestmark = RESUMES
 
 
 def adam(p):
@@ -149,7 +146,7 @@ def test_each_switch_that_acted_is_reported(resumed):
         ]
 
     switches = make()
-    fit(*switches, max_steps=8, keep=True)
+    fit(*switches, max_steps=8, keep="trained")
     if resumed:
         switches = make()
         fit(*switches, max_steps=8, ckpt_path="5.ckpt")

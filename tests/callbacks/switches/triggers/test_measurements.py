@@ -7,14 +7,11 @@ import torch
 
 from lightning_lowbit import Below, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow
+from tests.callbacks.switches.runs import RESUMES
 from tests.callbacks.switches.triggers.runs import begin, fit
 from tests.lightning_imports import Callback, MisconfigurationException
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Training ended at"),
-    # The loader begins again, and nothing depends on it: a batch follows from its place in the run.
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
-]
+pytestmark = RESUMES
 
 
 class Measured(Callback):
@@ -118,20 +115,20 @@ def test_resumes_before_at_and_after(name):
     kwargs = {"max_steps": 12 if name == "plateau" else 8}
     if name == "plateau":
         kwargs |= {"val_check_interval": 2, "limit_val_batches": 1}
-    phases, weights = fit(*make(), keep=True, **kwargs)
-    switched = next(step for step, phase in phases.items() if phase == "qaf")
+    whole = fit(*make(), keep="trained", **kwargs)
+    switched = whole.phases.index("qaf")
     assert switched == {"plateau": 6}.get(name, 4)
     # Of a checkpoint between a step and the validation after it, Lightning leaves this validation out.
     at = [3, 7, 9] if name == "plateau" else [switched - 1, switched, switched + 1, switched + 2]
     for step in at:
-        resumed, resumed_weights = fit(*make(), ckpt_path=f"{step}.ckpt", **kwargs)
-        assert resumed == {k: phase for k, phase in phases.items() if k >= step}, f"resumed after step {step}"
-        assert torch.equal(resumed_weights, weights), f"resumed after step {step}: other weights"
+        resumed = fit(*make(), ckpt_path=f"{step}.ckpt", **kwargs)
+        assert resumed.rows == whole.rows[step:], f"resumed after step {step}"
+        assert torch.equal(resumed.weights, whole.weights), f"resumed after step {step}: other weights"
 
 
 def test_what_is_measured_and_not_looked_at_is_saved():
     """The fake monitor forgets its measurements: that of the 2nd step is known after the 3rd, and looked at later."""
-    fit(Measured(3, 1, 1, 3), QAFSwitch(below=TRIGGERS["below"]["below"]), keep=True)
+    fit(Measured(3, 1, 1, 3), QAFSwitch(below=TRIGGERS["below"]["below"]), keep="trained")
     (state,) = torch.load("3.ckpt", weights_only=True)["lightning_lowbit_switches"].values()
     assert state == {"due": math.inf, "in_a_row": 0, "value": 3, "seen": 1, "waiting": [(2, 1)]}
 
@@ -142,8 +139,7 @@ def test_of_two_that_are_due_at_once_the_last_in_the_list_holds():
         ([PrecisionSwitch("bf16", step=3), QAFSwitch(tokens=30)], "qaf"),
         ([QAFSwitch(tokens=30), PrecisionSwitch("bf16", step=3)], "bf16"),
     ]:
-        phases, _ = fit(*switches)
-        assert list(phases.values()) == ["fqt"] * 3 + [last] * 5
+        assert fit(*switches).phases == ["fqt"] * 3 + [last] * 5
         assert [switch._record is None for switch in switches] == [True, False], "the first one has acted"
 
 
