@@ -167,12 +167,6 @@ def test_an_exception_in_the_first_step(where, error):
         assert "coverage" not in summary.report_data(trainer)
 
 
-def test_nothing_is_left_behind():
-    before = traces()
-    fit(PrecisionSummary(quiet=True))
-    assert traces() == before
-
-
 def test_counts_the_first_step_only():
     """The others run without a dispatch mode."""
 

@@ -121,12 +121,6 @@ def test_columns_that_are_wide_together_are_folded():
     assert len(plain(Table(["operand"], [["x" * 100]])).splitlines()[2]) == 100, "nothing has to be folded"
 
 
-def test_quiet(capsys):
-    summary = fit(PrecisionSummary(quiet=True))
-    assert capsys.readouterr().out == ""
-    assert summary.coverage().flops == TOTAL, "quiet, and yet it counts"
-
-
 @pytest.mark.parametrize(
     "bar", [LowBitProgressBar, TQDMProgressBar, lambda: LowBitProgressBar(refresh_rate=0), RichProgressBar]
 )
@@ -277,16 +271,3 @@ def test_two_manual_steps_in_a_batch():
 
     summary = fit(PrecisionSummary(quiet=True), model=Twice())
     assert summary.coverage().flops == 2 * TOTAL
-
-
-def test_a_penalty_on_gradients_with_respect_to_the_input():
-    """autograd.grad works while it counts. A converted layer computes the weight's gradient too, and throws it away."""
-
-    class Penalty(Manual):
-        def training_step(self, batch, batch_idx):
-            batch = batch.requires_grad_()
-            torch.autograd.grad(self.layer(batch).sum(), batch)
-            super().training_step(batch.detach(), batch_idx)
-
-    summary = fit(PrecisionSummary(quiet=True), model=Penalty())
-    assert summary.coverage().flops == TOTAL + 3 * FIRST + 2 * LAST

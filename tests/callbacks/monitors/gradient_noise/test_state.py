@@ -7,7 +7,7 @@ import pytest
 from lightning_lowbit import GradientNoiseMonitor, PrecisionSwitch
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
 from tests.callbacks.monitors.resumed import resume
-from tests.lightning_imports import MisconfigurationException, Trainer
+from tests.lightning_imports import MisconfigurationException
 
 
 def test_a_resumed_run_is_the_uninterrupted_one():
@@ -65,24 +65,6 @@ def test_sums_of_another_kind_are_not_averaged_with():
     assert other.measurements() == monitor.measurements()
     assert other.state_dict()["window"] == []
     assert not other.state_dict()["to_log"]
-
-
-def test_bad_patterns():
-    with pytest.raises(ValueError, match="layers: the pattern 'lm_head' matches no quantized layer. There are 2"):
-        fit(Model(), GradientNoiseMonitor(layers=["lm_head"]))
-
-
-def test_without_the_plugin():
-    run = Trainer(accelerator="cpu", callbacks=[GradientNoiseMonitor()], max_steps=1, logger=False)
-    with pytest.warns(UserWarning, match="Not measured: .* Trainer has Precision. Use e.g. Trainer"):
-        run.fit(Model())
-
-
-def test_manual_optimization():
-    model = Model()
-    model.automatic_optimization = False
-    with pytest.warns(UserWarning, match="Not measured: .* Use automatic optimization"):
-        GradientNoiseMonitor().on_fit_start(trainer(NOISY), model)
 
 
 def test_a_switch_does_not_wait_for_what_is_not_measured():

@@ -114,22 +114,6 @@ def test_reported():
     assert "Outliers" in Path("report.html").read_text()
 
 
-def test_reported_without_a_step():
-    assert "No step" in str(OutlierMonitor().report_sections(trainer())[0].blocks)
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        (["mlp", "q_proj"], "layers: the pattern 'q_proj' matches no linear layer. There are 4, e.g. mlp.gate_proj"),
-        ("mlp", "layers is a list of patterns; got the string 'mlp'"),
-    ],
-)
-def test_bad_patterns(layers, message):
-    with pytest.raises(ValueError, match=message):
-        trainer(OutlierMonitor(layers)).fit(Model())
-
-
 def test_what_is_not_there():
     class Convolution(Model):
         def __init__(self):

@@ -189,18 +189,6 @@ def test_only_some_layers_with_clean_names():
     assert set(row) == {f"{name}/fprop_w/layer.2" for name in ALL}
 
 
-@pytest.mark.parametrize(
-    ("only", "message"),
-    [
-        (["layer.7"], "only: the pattern 'layer.7' matches no linear layer. There are 2"),
-        ("layer.2", "list of patterns"),
-    ],
-)
-def test_patterns_that_match_nothing(only, message):
-    with pytest.raises(ValueError, match=message):
-        trainer(QuantizationMonitor(only=only), logger=False).fit(Two())
-
-
 def test_flat_weights_are_left_out(monkeypatch):
     """Those of FSDP1, of which no stretch is a matrix; operands are there as they always are."""
     monkeypatch.setattr(quantization, "has_flat_weights", lambda run: True)

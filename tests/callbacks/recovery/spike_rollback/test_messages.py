@@ -6,11 +6,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_lowbit import RunReport, SpikeRollback
+from lightning_lowbit import RunReport
 from tests.callbacks.recovery.spike_rollback.runs import BAD, Scripted, fit, rollback, trainer
 from tests.lightning_imports import (
-    BoringModel,
-    MisconfigurationException,
     TensorBoardLogger,
 )
 
@@ -43,16 +41,3 @@ def test_reported():
     assert f'<td class="number">{BAD + 1}</td>' in page, "charts count the first step as 1"
     fit(Scripted(range(4)), RunReport(), rollback())
     assert "No loss spiked." in Path("version_1/report.html").read_text()
-
-
-def test_manual_optimization():
-    class Manual(BoringModel):
-        automatic_optimization = False
-
-    with pytest.raises(MisconfigurationException, match="Use automatic optimization, or leave out the callback"):
-        trainer(SpikeRollback()).fit(Manual())
-
-
-def test_a_phase_without_a_plugin():
-    with pytest.raises(MisconfigurationException, match=r"the Trainer has Precision\. Use e\.g\. Trainer\(plugins="):
-        fit(Scripted(range(2)), SpikeRollback(phase="bf16"))

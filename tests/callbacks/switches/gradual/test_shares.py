@@ -43,10 +43,6 @@ def test_high_precision_first_and_then_progressively():
     assert seen.blends == [1, 1, 0, 0.5, 1, 1, 1, 1]
 
 
-def test_warm_up_from_the_first_step_on():
-    assert blends(PrecisionSwitch("fqt", at=0, over=0.5)) == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]
-
-
 @pytest.mark.parametrize("phase", ["qaf", "hp-forward"])
 def test_to_another_phase(phase):
     seen = fit(PrecisionSwitch(phase, step=2, steps=2))
