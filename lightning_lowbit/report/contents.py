@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit._lightning import LightningModule, SaveConfigCallback, SIGTERMException, Trainer
-from lightning_lowbit.nn import OPERANDS, QuantizedLayer
+from lightning_lowbit.nn import OPERANDS
+from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.cast import Scale
@@ -102,8 +103,7 @@ def coverage_alerts(trainer: Trainer) -> list[str]:
 
 
 def casts_in_words(pl_module: LightningModule) -> list[Table]:
-    layers = [module for module in pl_module.modules() if isinstance(module, QuantizedLayer)]
-    distinct = dict.fromkeys(layer.full_casts for layer in layers)
+    distinct = dict.fromkeys(layer.full_casts for layer in quantized_layers(pl_module).values())
     casts = dict.fromkeys(cast for casts in distinct for name in OPERANDS if (cast := casts.cast_of(name)) is not None)
     rows = [[str(cast), in_words(cast)] for cast in casts]
     return [Table(["cast", "what it does to an operand"], rows)] if rows else []

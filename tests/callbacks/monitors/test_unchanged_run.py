@@ -11,7 +11,6 @@ from lightning_lowbit import (
     OutlierMonitor,
     QuantizationMonitor,
 )
-from lightning_lowbit.callbacks.monitors import quantization
 from tests.callbacks.monitors.device_reads import HOOKS, counted
 from tests.callbacks.monitors.gradient_norm.runs import RULES, Planned
 from tests.callbacks.monitors.loss_scale.runs import Scripted, conservative, lowbit
@@ -76,7 +75,6 @@ def test_watching_changes_nothing(monitor, arguments, make, options):
 def test_nothing_is_read_but_the_numbers_of_the_last_logged_step(monkeypatch, monitor, arguments, make, options):
     trainer(monitor(**arguments), log_every_n_steps=1, max_steps=1, **options()).fit(make())  # tables are made once
     Watched, reads = counted(monitor, monkeypatch)
-    monkeypatch.setattr(quantization, "is_ternary", lambda cast: False)  # which asks a table of the host
     trainer(Watched(**arguments), log_every_n_steps=4, max_steps=10, **options()).fit(make())
     assert all(reads.pop((hook, -1)) == 10 for hook in HOOKS), "a hook was not watched"
     assert +reads == {("on_train_batch_start", 4): 1, ("on_train_batch_start", 8): 1}

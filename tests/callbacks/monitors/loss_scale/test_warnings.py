@@ -68,9 +68,7 @@ def test_at_its_floor_overflows_count():
 
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
 def test_a_static_scale_is_at_no_bound_and_counts_overflows(plugin):
-    advice = (
-        "Loss scale, step 3: 3 overflows came within 6 optimizer steps at 1024, where it stays: lower it"
-    )
+    advice = "Loss scale, step 3: 3 overflows came within 6 optimizer steps at 1024, where it stays: lower it"
     warned(advice, StaticGradScaler(2.0**10, device="cpu"), {0, 1, 2, 3}, plugin, **FALLS)
     silent(StaticGradScaler(1, device="cpu"), {1}, plugin, falls=3, within=3)
 
