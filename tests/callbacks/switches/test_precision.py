@@ -3,7 +3,6 @@
 import csv
 
 import pytest
-import torch
 from torch import nn
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
@@ -88,28 +87,6 @@ def test_the_phase_is_logged():
     with open(logger.experiment.metrics_file_path, newline="") as file:
         logged = [(int(row["step"]), float(row["phase"])) for row in csv.DictReader(file) if row["phase"]]
     assert logged == [(3, 1.0)]
-
-
-@pytest.mark.slow
-def test_at_most_one_recompilation():
-    from torch._dynamo.utils import counters
-
-    class Compiled(Two):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Sequential(*(nn.Linear(32, 32) for _ in range(10)), nn.Linear(32, 2))
-            self.compiled = None
-
-        def forward(self, x):
-            self.compiled = self.compiled or torch.compile(self.layer, backend="aot_eager")
-            return self.compiled(x)
-
-    counters.clear()
-    torch._dynamo.reset()
-    seen = fit(QAFSwitch(step=2), PrecisionSwitch("fqt", step=4), model=Compiled(), max_steps=6)
-    assert seen == ["fqt", "fqt", "qaf", "qaf", "fqt", "fqt"]
-    assert counters["stats"]["unique_graphs"] == 2, "one graph a phase, and none for switching back"
-    assert not counters["graph_break"], dict(counters["graph_break"])
 
 
 def test_a_switch_after_the_end_of_the_run_says_that_it_will_not_act(told):

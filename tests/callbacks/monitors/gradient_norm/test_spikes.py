@@ -149,8 +149,3 @@ def test_no_clipping_is_advised_where_something_clips():
     assert len(advice()) == 2
     assert advice(gradient_clip_val=1.0) == advice(RULES["Stable-SPAM"]) == []
     assert len(advice(RULES["without rules"])) == 2
-
-
-def test_the_last_step_counts():
-    with pytest.warns(UserWarning, match="step 6: it is 12 before clipping"):
-        trainer(GradientNormMonitor(limit=10.0)).fit(Constant({5: 12.0}))
