@@ -35,7 +35,7 @@ def sample(*shape, seed=0, dtype=torch.float32):
 
 
 def unit_of(quantized, row, column):
-    """The block of an element, as an index of its scale, and what a level of 1 stands for there, from what is stored."""
+    """The block of an element, as an index of its scale, and what a level of 1 stands for there, as it is stored."""
     scale, scales = quantized.cast.scale, quantized.scales
     scales = scales.double() if scale.storage.dtype is not None else scale.storage.decode(scales).double()
     height, width = scale.block if isinstance(scale.block, tuple) else (1, scale.block)
