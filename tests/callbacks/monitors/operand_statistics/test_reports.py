@@ -1,16 +1,14 @@
 """When operands are watched, and where the numbers go."""
 
 import json
-import math
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_lowbit import PrecisionSwitch, RunReport
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from tests.callbacks.monitors.operand_statistics.runs import LAYERS, MEANS, NAMES, Two, fit, logged, of_layers, trainer
-from tests.lightning_imports import Callback, TensorBoardLogger
+from tests.lightning_imports import Callback
 
 # The input of the first layer needs no gradient.
 PLACES = [(layer, operand) for layer in LAYERS for operand in OPERANDS if (layer, operand[:5]) != ("layer.0", "dgrad")]
@@ -118,26 +116,6 @@ def test_a_resumed_report_has_points_that_were_not_read_when_it_was_saved(tmp_pa
         assert [step for step, _ in points] == [1, 2, 3, 4]
 
 
-def test_event_files_have_the_steps_of_other_metrics():
-    class Logs(Two):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
-
-    run = trainer(QuantizationMonitor(weights=False), logger=TensorBoardLogger("."), max_steps=6)
-    run.fit(Logs())
-    events = EventAccumulator(run.logger.log_dir).Reload()
-    of_each = {f"{name}/{operand}/{layer}" for name in NAMES for layer, operand in PLACES}
-    means = {f"{name}/{operand}" for name in MEANS for operand in OPERANDS}
-    assert set(events.Tags()["scalars"]) == {*of_each, *means, "loss", "epoch"}
-    steps = [event.step for event in events.Scalars("loss")]
-    assert steps == [1, 3, 5]
-    for tag in (*of_each, *means):
-        assert [event.step for event in events.Scalars(tag)] == steps, tag
-        assert all(math.isfinite(event.value) for event in events.Scalars(tag)), tag
-
-
 def test_means_are_there_for_other_callbacks():
     seen = []
 
@@ -156,16 +134,6 @@ def test_without_converted_layers_nothing_is_logged_and_a_line_says_so(told):
     assert told.messages.count(line) == 1
     assert logged(run) == {}
     assert not any("/" in name for name in run.callback_metrics)
-
-
-def test_without_a_logger():
-    """Numbers are for the report and for alerts."""
-    monitor = QuantizationMonitor()
-    run = trainer(monitor, logger=False)
-    run.fit(Two())
-    data = monitor.report_data(run)["quantized_operands"]
-    assert data["step"] == 4
-    assert set(data["layers"]) == set(LAYERS)
 
 
 def test_reported():

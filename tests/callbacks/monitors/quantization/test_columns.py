@@ -170,25 +170,6 @@ def test_nothing_is_logged_while_weights_are_not_quantized(off):
     assert list(rows(run)) == [0, 1, 4, 5], "what Lightning logged before it logs again"
 
 
-def test_no_layer_is_quantized():
-    run = trainer(QuantizationMonitor(), plugin=LowBitPrecision("bf16"))
-    run.fit(Two())
-    assert rows(run) == {}
-
-
-@pytest.mark.slow
-def test_only_some_layers_with_clean_names():
-    class Wrapped(Two):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.compile(self.layer, backend="eager")
-
-    run = trainer(QuantizationMonitor(only=[r"layer\.2"]), log_every_n_steps=6)
-    run.fit(Wrapped())
-    (row,) = rows(run).values()
-    assert set(row) == {f"{name}/fprop_w/layer.2" for name in ALL}
-
-
 def test_flat_weights_are_left_out(monkeypatch):
     """Those of FSDP1, of which no stretch is a matrix; operands are there as they always are."""
     monkeypatch.setattr(quantization, "has_flat_weights", lambda run: True)

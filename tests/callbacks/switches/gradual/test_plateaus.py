@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch
-from lightning_lowbit.callbacks import Plateau
 from tests.callbacks.switches.gradual.runs import INF, NAN, Validated, blends, seen
 from tests.callbacks.switches.runs import RESUMES, Witness, fit
 from tests.lightning_imports import MisconfigurationException
@@ -50,16 +49,6 @@ def test_happens_once():
         limit_val_batches=1,
     )
     assert found == [1, 1, 0, 0.5] + [1] * 8
-
-
-def test_a_sudden_switch_at_a_plateau():
-    seen = fit(
-        PrecisionSwitch("hp-forward", plateau=Plateau("other", patience=2)),
-        model=Validated(1, name="other"),
-        val_check_interval=1,
-        limit_val_batches=1,
-    )
-    assert seen.phases == ["fqt"] * 3 + ["hp-forward"] * 5
 
 
 def test_a_validation_in_mid_step_counts_for_the_next_one():

@@ -37,12 +37,6 @@ def test_lambda_is_set_once_a_step(monkeypatch):
     assert values == [1, 0, 0.25, 0.5, 0.75, 1], "once by the plugin, then at each step of the switch"
 
 
-def test_high_precision_first_and_then_progressively():
-    seen = fit(PrecisionSwitch("bf16", step=0), PrecisionSwitch("fqt", at=0.25, over=0.25))
-    assert seen.phases == ["bf16"] * 2 + ["fqt"] * 6
-    assert seen.blends == [1, 1, 0, 0.5, 1, 1, 1, 1]
-
-
 @pytest.mark.parametrize("phase", ["qaf", "hp-forward"])
 def test_to_another_phase(phase):
     seen = fit(PrecisionSwitch(phase, step=2, steps=2))
