@@ -1,5 +1,6 @@
 """The speed of a run, and its share of the hardware's peak."""
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,9 +18,12 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
-from lightning_lowbit.metrics.devices import peaks_of
+from lightning_lowbit.data_sheets import PEAKS
 from lightning_lowbit.nn import GemmCounter
 from lightning_lowbit.precision.run_settings import compute_dtype
+
+# Behind the name of a chip: other chips, and slower versions of one.
+_OTHERS = r"(?!\d| D\b| Laptop)"
 
 
 class Throughput(LowBitCallback):
@@ -113,6 +117,12 @@ class Throughput(LowBitCallback):
     def _restart(self) -> None:
         self._items = self._batches = 0
         self._since = time.perf_counter()
+
+
+def peaks_of(device: torch.device) -> Mapping[str, float]:
+    """Returns the peaks of a device by dtype, in FLOP/s; empty if unknown."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peaks for chip, peaks in PEAKS.items() if re.search(chip + _OTHERS, name)), {})
 
 
 def _peak(trainer: Trainer, counter: GemmCounter | None, peaks: Mapping[str, float]) -> float | None:

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, TernaryPrecision, Throughput
 from lightning_lowbit.callbacks.monitors import throughput
-from lightning_lowbit.metrics.devices import PEAKS, peaks_of
+from lightning_lowbit.callbacks.monitors.throughput import peaks_of
+from lightning_lowbit.data_sheets import PEAKS
 from lightning_lowbit.nn.native.devices import declared
 from tests.lightning_imports import BoringModel, CSVLogger, RandomDataset, Trainer, quiet_trainer
 from tests.tables import each

@@ -170,26 +170,6 @@ def test_a_checkpoint_with_casts_of_layers_that_are_not_converted(tmp_path):
     assert list(state(plugin)["casts"]) == ["first"]
 
 
-def test_another_model_without_a_layer_whose_casts_were_changed():
-    class Headless(Regression):
-        def __init__(self):
-            super().__init__()
-            self.tail = self.head
-            del self.head
-
-        def forward(self, x):
-            h = self.first(x)
-            return self.tail(h + self.mlp(h))
-
-    plugin = FP4Precision(quantize_output=True)
-    made = trainer(plugin, max_steps=-1, max_epochs=1)
-    made.fit(Regression())
-    plugin.set_casts({"head": "bf16"})
-    made.validate(model := Headless(), verbose=False)
-    plugin.set_casts({"first": "bf16"})
-    assert model.first.full_casts == HP
-
-
 def test_a_resumed_run_leaves_the_phase_as_it_was_saved():
     """Unless a switch is no longer there that has acted since."""
 
