@@ -113,6 +113,7 @@ def test_a_report_without_a_step():
         [asdict(section) for section in summary.report_sections(trainer)]
     )
     assert json.dumps(summary.report_data(trainer))
+    assert summary.report_alerts(trainer) == []
 
 
 def test_results_are_the_same_to_the_bit():
