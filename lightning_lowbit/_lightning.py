@@ -115,6 +115,11 @@ def logger_step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def is_validation_of_fit(trainer: Trainer) -> bool:
+    """Returns whether a validation belongs to a training, and is no sanity check."""
+    return trainer.state.fn == "fit" and not trainer.sanity_checking
+
+
 def validation_is_due(trainer: Trainer) -> bool:
     """Returns whether a validation follows this batch. A run resumed from before that validation would skip it."""
     loop = trainer.fit_loop

@@ -23,6 +23,7 @@ MOVED = {
     "kernels.gpu.constants": ("kernels.numbers",),
     "kernels.native": ("kernels.packing",),
     "kernels.patches": ("kernels.products",),
+    "metrics.devices": ("callbacks.monitors.throughput",),
     "metrics.runs": ("metrics.spikes",),
     "nn.amax": ("nn.state.amax",),
     "nn.attention.hosts": ("nn.attention.modules",),

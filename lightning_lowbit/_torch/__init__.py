@@ -74,21 +74,6 @@ def number_of_node(node: Any = None) -> int:
     return int(torch._C._autograd._get_sequence_nr() - 1 if node is None else node._sequence_nr())
 
 
-def shape_at(node: Any, index: int = 0) -> tuple[int, ...]:
-    """Returns the shape of an output of the operation whose autograd node this is."""
-    return tuple(node._input_metadata[index].shape)
-
-
-def is_node_of(function: Any, node: Any) -> bool:
-    """Tells whether an autograd node belongs to an autograd function."""
-    return isinstance(node, function._backward_cls)
-
-
-def is_transposed(node: Any) -> bool:
-    """Tells whether the node of a convolution is that of a transposed one."""
-    return bool(node._saved_transposed)
-
-
 def unseen_writes(tensors: list[Tensor]) -> AbstractContextManager[None]:
     """Lets tensors change in place within a context without autograd noticing."""
     return _unsafe_preserve_version_counter(tuple(tensors))

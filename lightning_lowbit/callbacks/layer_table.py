@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,17 +10,15 @@ from torch import nn
 
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.layers.composite import PartLayer
-from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from lightning_lowbit.nn.layers.speed import Speed, cpu_speed
 from lightning_lowbit.nn.native.devices import slower_because
 from lightning_lowbit.report.blocks import Table, Text
 
 
-def layers_and_casts(model: nn.Module, dtype: torch.dtype) -> Iterator[Table | Text]:
-    """Yields the tables of layers and of casts, and why GEMMs are emulated, for a compute dtype."""
-    yield layer_table(model, dtype)
-    yield from cast_legend(model)
-    yield from native_notes(model, dtype)
+def layers_and_casts(model: nn.Module, dtype: torch.dtype) -> list[Table | Text]:
+    """Returns the tables of layers and of casts, and why GEMMs are emulated, for a compute dtype."""
+    return [layer_table(model, dtype), *_cast_legend(model), *native_notes(model, dtype)]
 
 
 def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
@@ -58,9 +56,7 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
 
 def _savings(model: nn.Module, dtype: torch.dtype) -> str:
     """Says how many bits of their inputs layers keep, if not the tensors."""
-    layers = [
-        module for module in model.modules() if isinstance(module, QuantizedLayer) and module.lowbit.save == "codes"
-    ]
+    layers = [layer for layer in quantized_layers(model).values() if layer.lowbit.save == "codes"]
     layers = [layer for layer in layers if layer.weight is not None]
     if not layers:
         return ""
@@ -82,17 +78,16 @@ def _executed(layer: QuantizedLayer, dtype: torch.dtype) -> str:
 def native_notes(model: nn.Module, dtype: torch.dtype) -> list[Text]:
     """Explains why GEMMs of two quantized operands are emulated in a compute dtype, a line for each reason."""
     labels, notes = _labels(model), dict[str, None]()
-    for layer in model.modules():
-        if isinstance(layer, QuantizedLayer):
-            for gemm, reason in layer.emulated_because(layer.device, dtype).items():
-                notes[f"Emulated, {gemm} of {labels[layer.full_casts]}: {reason}."] = None
+    for layer in quantized_layers(model).values():
+        for gemm, reason in layer.emulated_because(layer.device, dtype).items():
+            notes[f"Emulated, {gemm} of {labels[layer.full_casts]}: {reason}."] = None
     return [Text(note) for note in notes]
 
 
 def speed_on_cpu(model: nn.Module, dtype: torch.dtype) -> Speed | None:
     """Returns the speed of this CPU's GEMMs of codes, which layers take in a compute dtype or leave out as slower ones;
     None for a model that could not take them."""
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+    layers = quantized_layers(model).values()
     if any("cpu" in layer.native_kinds(layer.device, layer.full_casts, dtype).values() for layer in layers):
         return cpu_speed(dtype)
     slower = slower_because("cpu")
@@ -100,7 +95,7 @@ def speed_on_cpu(model: nn.Module, dtype: torch.dtype) -> Speed | None:
     return cpu_speed(dtype, is_native=False) if is_left_out else None
 
 
-def cast_legend(model: nn.Module) -> list[Table]:
+def _cast_legend(model: nn.Module) -> list[Table]:
     labels = _labels(model)
     shown = [_describe(casts) for casts in labels]
     names = dict.fromkeys(name for casts in shown for name in casts)
@@ -121,23 +116,22 @@ def _describe(casts: LinearCasts) -> dict[str, str]:
 
 
 def _labels(model: nn.Module) -> dict[LinearCasts, str]:
-    distinct = dict.fromkeys(m.full_casts for m in model.modules() if isinstance(m, QuantizedLayer))
+    distinct = dict.fromkeys(layer.full_casts for layer in quantized_layers(model).values())
     names = {casts: str(casts) for casts in distinct}
     return {casts: f"casts {i}" if " " in name else name for i, (casts, name) in enumerate(names.items(), start=1)}
 
 
-def layer_data(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterable[dict[str, Any]]:
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLayer):
-            shape = (None, None) if module.weight is None else module.weight_matrix().shape[-2:]  # None: activations
-            yield {
-                "name": clean_name(name),
-                "in": shape[1],
-                "out": shape[0],
-                "casts": _describe(module.full_casts),
-                "native": list(module.native_gemms(module.device, module.full_casts, dtype)),
-                "saved_bits": module.saved_input(dtype)[1],
-            }
+def layer_data(model: nn.Module, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    for name, layer in quantized_layers(model).items():
+        rows, columns = (None, None) if layer.weight is None else layer.weight_matrix().shape[-2:]  # None: activations
+        yield {
+            "name": clean_name(name),
+            "in": columns,
+            "out": rows,
+            "casts": _describe(layer.full_casts),
+            "native": list(layer.native_gemms(layer.device, layer.full_casts, dtype)),
+            "saved_bits": layer.saved_input(dtype)[1],
+        }
 
 
 def merge_numbers(flops: Mapping[str, int], reasons: Mapping[str, str]) -> list[tuple[str, int, int, str]]:
@@ -145,7 +139,10 @@ def merge_numbers(flops: Mapping[str, int], reasons: Mapping[str, str]) -> list[
     groups: dict[tuple[str, str], list[str]] = {}
     for name in flops:
         groups.setdefault((re.sub(r"\d+", "*", name), reasons[name]), []).append(name)
-    merged = [(_range(names), len(names), sum(flops[n] for n in names), why) for (_, why), names in groups.items()]
+    merged = [
+        (_range(names) or "(outside any module)", len(names), sum(flops[n] for n in names), why)
+        for (_, why), names in groups.items()
+    ]
     return sorted(merged, key=lambda row: -row[2])
 
 

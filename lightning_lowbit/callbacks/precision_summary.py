@@ -32,6 +32,7 @@ from lightning_lowbit.report.tables import show
 from lightning_lowbit.saved_state import NUMBER, count
 
 _NEW = "new since the model was converted; the next fit converts it"
+_REASONS = 3  # of an alert
 _BLENDING = "blending"  # steps with λ below 1, in any phase: operands are still in high precision
 
 
@@ -42,6 +43,11 @@ def _is_phase(value: object) -> bool:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _share_text(measured: Coverage) -> str:
+    share = f"Coverage: {measured.share:.1%} of {flops_text(measured.flops)}"
+    return f"{share} per micro-batch and process have two quantized operands"
 
 
 class PrecisionSummary(LowBitCallback):
@@ -198,6 +204,16 @@ class PrecisionSummary(LowBitCallback):
             }
         return data
 
+    def report_alerts(self, trainer: Trainer) -> list[str]:
+        if self.counter is None or self._counting:
+            return []
+        measured = self.coverage("fqt")
+        if not measured.outside > measured.flops / 2:
+            return []
+        rest = merge_numbers(measured.uncovered, self._reasons(measured))[:_REASONS]
+        reasons = "; ".join(f"{flops / measured.flops:.1%} {name} ({why})" for name, _, flops, why in rest)
+        return [f"{_share_text(measured)}. The rest: {reasons}."]
+
     def report_sections(self, trainer: Trainer) -> list[Section]:
         if self._model is None:
             return []
@@ -217,14 +233,12 @@ class PrecisionSummary(LowBitCallback):
 
     def _coverage_blocks(self) -> list[Table | Text]:
         measured = self.coverage("fqt")
-        head = Text(
-            f"Coverage: {measured.share:.1%} of {flops_text(measured.flops)} per micro-batch and process have two "
-            f"quantized operands; {measured.average_bits:.2f} bits per GEMM operand."
-        )
-        blocks: list[Table | Text] = [head]
+        blocks: list[Table | Text] = [
+            Text(f"{_share_text(measured)}; {measured.average_bits:.2f} bits per GEMM operand.")
+        ]
         if measured.uncovered:
             rows = [
-                [name or "(outside any module)", str(count), flops_text(flops), f"{flops / measured.flops:.1%}", why]
+                [name, str(count), flops_text(flops), f"{flops / measured.flops:.1%}", why]
                 for name, count, flops, why in merge_numbers(measured.uncovered, self._reasons(measured))
             ]
             blocks.append(Table(["not covered", "modules", "FLOPs", "share", "why"], rows))

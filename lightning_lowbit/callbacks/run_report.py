@@ -23,6 +23,7 @@ from lightning_lowbit._lightning import (
     Trainer,
     is_logging_step,
     is_mid_step,
+    is_validation_of_fit,
     logged_metrics,
     rank_zero_info,
     rank_zero_warn,
@@ -45,7 +46,7 @@ class RunReport(LowBitCallback):
     Without a logger they go to ``default_root_dir``; a dry run (``fast_dev_run``) writes nothing. If runs share the
     directory, later ones write into ``version_1`` and so on in it; a resumed run continues its own files, since
     checkpoints hold the history. One that has no step left says so, and leaves the report as it is. ``WandbLogger``
-    and ``MLFlowLogger`` also get casts, coverage and the page.
+    and ``MLFlowLogger`` also get casts, the page and, with a ``PrecisionSummary``, the coverage.
 
     Values logged during the k-th optimizer step, or in a validation after it, are shown at k. Recording copies values
     to the host once in many steps. With launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an
@@ -121,7 +122,7 @@ class RunReport(LowBitCallback):
         self._seconds, self._since = self._elapsed(), None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_validation_of_fit(trainer):
+        if trainer.is_global_zero and is_validation_of_fit(trainer):
             self._take_late(trainer)
             self._seen.update(scalars(logged_metrics(trainer)))
 
@@ -176,7 +177,7 @@ class RunReport(LowBitCallback):
             self._late = step
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        if self._is_validation_of_fit(trainer):
+        if trainer.is_global_zero and is_validation_of_fit(trainer):
             new = self._take(logged_metrics(trainer), trainer.global_step)
             self._validation += [name for name in new if name not in self._validation]
 
@@ -203,10 +204,6 @@ class RunReport(LowBitCallback):
     def _take_epoch(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             self._take(logged_metrics(trainer), trainer.global_step, forked=False)
-
-    @staticmethod
-    def _is_validation_of_fit(trainer: Trainer) -> bool:
-        return trainer.is_global_zero and trainer.state.fn == "fit" and not trainer.sanity_checking
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException | None) -> None:
         if self._folder is None or not trainer.is_global_zero:
@@ -250,8 +247,8 @@ class RunReport(LowBitCallback):
             "phases": self._history.phases,
             "environment": contents.environment(trainer, self._started),
             "summary": summary,
+            "coverage": summary.get("coverage"),
         }
-        run["coverage"] = summary.get("coverage", contents.coverage_of(trainer))
         replace_file(folder / "run.json", json.dumps(contents.strict(run), indent=1, allow_nan=False))
         sections = contents.call_reports(trainer, "report_sections", failures)
         words = contents.casts_in_words(pl_module)

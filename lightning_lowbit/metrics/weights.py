@@ -31,6 +31,7 @@ def expected_zeros(factor: float = 1.0) -> float:
     return math.erf(factor / (2 * math.sqrt(math.pi)))
 
 
+@cache
 def is_ternary(cast: Cast) -> bool:
     """Tells whether the levels of a cast are -1, 0 and 1, as of ``"ternary"`` and ``"int2"``."""
     return levels(cast.grid) == _TERNARY

@@ -334,8 +334,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         trainer, module = checked_run(self, module)
-        if self._state.begin(trainer, module):
-            self.coverage_line.restart()
+        is_new = self._state.begin(trainer, module)
         if self._state.scaling is not None:
             self._state.scaling.check(module, type(trainer.strategy).__name__)
         self._layers.device, self._rank = trainer.strategy.root_device, data_rank(trainer)
@@ -345,6 +344,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if restored is not None:
             self._follow(restored, self._plan(module)[1])
         self._convert(module)
+        if is_new:
+            self.coverage_line.count(module)
         if self._origin is not None and self._state.runs.is_evaluating:
             self._state.load(self._origin.state, self.casts)
         if restored is not None:
@@ -376,19 +377,18 @@ class LowBitPrecision(Shown, FSDPPrecision):
             if epoch != self._epoch:
                 self._epoch = epoch
                 self._layers.report_changes()
+            self.coverage_line.say(self._state.runs.trainer, self.phase)
             self._state.follow_loss()
             self._layers.record(True)
             yield
         if not self._state.is_automatic:  # manual backward passes and steps ran in the context
             self._layers.record(False)
             self._state.update_scale()
-            self.coverage_line.say(self._state.runs.trainer)
         self.micro_batch += 1
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss in fp16. In manual optimization, the first backward pass after a step updates the scale."""
         self._state.update_scale()
-        self.coverage_line.see(tensor, module, self.phase == "fqt")
         return super().pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -400,7 +400,6 @@ class LowBitPrecision(Shown, FSDPPrecision):
         """Stops recording only now: activation checkpointing runs forward passes within the backward pass."""
         if self._state.is_automatic:
             self._layers.record(False)
-            self.coverage_line.say(self._state.runs.trainer)
         return super().post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
@@ -461,6 +460,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
             self._layers.release(in_use=True)
             self._convert(model)
             self._root = root
+            self.coverage_line.count(model)
         trainer = self._state.runs.trainer
         self.overridden = overridden(self._asked, checkpoint, () if trainer is None else trainer.optimizers)
         warn_overridden(self.overridden)

@@ -67,8 +67,9 @@ Block = Text | Table | Chart | HeatMap
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a title; sections that readers must see first have ``is_alarming``."""
+    """Blocks under a title; readers must see an alarming one first, and open a folded one."""
 
     title: str
     blocks: Sequence[Block]
     is_alarming: bool = False
+    is_folded: bool = False

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit._lightning import LightningModule, SaveConfigCallback, SIGTERMException, Trainer
-from lightning_lowbit.nn import OPERANDS, QuantizedLayer
+from lightning_lowbit.nn import OPERANDS
+from lightning_lowbit.nn.layers.layer import quantized_layers
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.cast import Scale
@@ -95,12 +96,6 @@ def strict(value: Any) -> Any:
     return value if isinstance(value, (int, str)) or value is None else str(value)
 
 
-def coverage_of(trainer: Trainer) -> float | None:
-    plugin = trainer.precision_plugin
-    coverage = plugin.coverage_line.coverage if isinstance(plugin, LowBitPrecision) else None
-    return None if coverage is None or coverage.unit != "FLOPs" else coverage.share
-
-
 def coverage_alerts(trainer: Trainer) -> list[str]:
     plugin = trainer.precision_plugin
     text = plugin.coverage_line.text if isinstance(plugin, LowBitPrecision) else ""
@@ -108,8 +103,7 @@ def coverage_alerts(trainer: Trainer) -> list[str]:
 
 
 def casts_in_words(pl_module: LightningModule) -> list[Table]:
-    layers = [module for module in pl_module.modules() if isinstance(module, QuantizedLayer)]
-    distinct = dict.fromkeys(layer.full_casts for layer in layers)
+    distinct = dict.fromkeys(layer.full_casts for layer in quantized_layers(pl_module).values())
     casts = dict.fromkeys(cast for casts in distinct for name in OPERANDS if (cast := casts.cast_of(name)) is not None)
     rows = [[str(cast), in_words(cast)] for cast in casts]
     return [Table(["cast", "what it does to an operand"], rows)] if rows else []

@@ -67,7 +67,10 @@ def _section(section: Section) -> str:
     except Exception:
         body = _text(Text("This section could not be shown.")) + _text(Text(traceback.format_exc(), preformatted=True))
     mark = ' class="alarming"' if getattr(section, "is_alarming", False) else ""
-    return f"<section{mark}>\n<h2>{escape(title)}</h2>\n{body}\n</section>"
+    head = f"<h2>{escape(title)}</h2>"
+    if getattr(section, "is_folded", False):
+        return f"<section{mark}>\n<details><summary>{head}</summary>\n{body}\n</details>\n</section>"
+    return f"<section{mark}>\n{head}\n{body}\n</section>"
 
 
 def _blocks(blocks: Sequence[Block]) -> str:

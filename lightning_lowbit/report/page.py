@@ -20,7 +20,9 @@ _NORMS = [f"grad_norm/{stage}" for stage in ("unclipped", "clipped", "used")]  #
 def render_run(
     run: Mapping[str, Any], contributed: Iterable[Section], exception: BaseException | None, configuration: str
 ) -> str:
-    sections = [*_metric_sections(run), *contributed]
+    metrics = _metric_sections(run)
+    of_layers = [section for section in metrics if section.is_folded]  # may be many
+    sections = [*(section for section in metrics if not section.is_folded), *contributed, *of_layers]
     if run["alerts"]:
         sections.insert(0, Section("Alerts", [Text(text) for text in run["alerts"]], is_alarming=True))
     if run["status"] == "failed":
@@ -55,6 +57,8 @@ def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         facts.append(("Throughput", number(statistics.median(values)) if values else "none", f"{name}, median"))
     if run["peak_memory_bytes"]:
         facts.append(("Peak memory", f"{run['peak_memory_bytes'] / 2**30:.2f} GiB", "of the first process"))
+    if run["coverage"] is not None:
+        facts.append(("Coverage", f"{run['coverage']:.1%}", "of FLOPs have two quantized operands"))
     return [*facts, ("Precision", run["precision"]["plugin"], run["precision"]["casts"])]
 
 
@@ -109,9 +113,13 @@ def _other_sections(run: Mapping[str, Any], names: Sequence[str]) -> list[Sectio
     if left := list(groups)[MOST_CHARTS:]:
         others.append(Text(f"{len(left)} more are in run.json: {', '.join(left)}."))
     few = [block for blocks in layers.values() if len(blocks) < 3 for block in blocks]
-    sections = {"Other metrics": others, "Metrics of layers": few}
-    sections |= {f"{quantity} of layers": blocks for quantity, blocks in layers.items() if len(blocks) >= 3}
-    return [Section(title, blocks) for title, blocks in sections.items() if blocks]
+    sections = [Section("Other metrics", others), Section("Metrics of layers", few, is_folded=True)]
+    sections += [
+        Section(f"{quantity} of layers", blocks, is_folded=True)
+        for quantity, blocks in layers.items()
+        if len(blocks) >= 3
+    ]
+    return [section for section in sections if section.blocks]
 
 
 def _chart(run: Mapping[str, Any], title: str, names: Iterable[str | None], log: bool | None = None) -> Chart:

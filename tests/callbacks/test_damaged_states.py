@@ -29,6 +29,7 @@ from lightning_lowbit import (
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.switches.base import _CHECKPOINT_KEY
 from lightning_lowbit.metrics.spikes import SPIKE_STATE
+from tests.lightning_imports import BoringModel, quiet_trainer
 from tests.tables import each
 
 ALERTS = {
@@ -199,6 +200,19 @@ def test_whole_states_are_taken():
             taken = {name: value for name, value in callback.state_dict().items() if name not in untaken}
             whole = {name: value for name, value in state.items() if name not in untaken}
             assert str(content(taken)) == str(content(whole))
+
+
+def test_another_run_begins_anew():
+    """A callback that a second run uses knows as much as a new one; a clock and an identity apart."""
+    for make, state in STATES.items():
+        fresh, used = make(), make()
+        load(used, state)
+        for callback in (fresh, used):
+            callback.setup(quiet_trainer(), BoringModel(), "fit")
+        if isinstance(used, RunReport):
+            assert {**used.state_dict(), "id": ""} == {**fresh.state_dict(), "id": ""}
+        elif not isinstance(used, CrashSafeCheckpoint):  # Lightning's, which goes on with its best checkpoints
+            assert str(content(used)) == str(content(fresh))
 
 
 def test_what_is_missing_or_of_another_kind():

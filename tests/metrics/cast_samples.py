@@ -32,3 +32,14 @@ def sample(*shape, seed=0, dtype=torch.float32):
     x[torch.rand(shape, generator=generator) < 0.1] = 0
     x[shape[0] // 2] = 0
     return x.to(dtype)
+
+
+def unit_of(quantized, row, column):
+    """The block of an element, as an index of its scale, and what a level of 1 stands for there, as it is stored."""
+    scale, scales = quantized.cast.scale, quantized.scales
+    scales = scales.double() if scale.storage.dtype is not None else scale.storage.decode(scales).double()
+    height, width = scale.block if isinstance(scale.block, tuple) else (1, scale.block)
+    if isinstance(width, str):
+        height, width = (1, 10**9) if width == "row" else (10**9, 10**9)
+    block = row // height, column // width
+    return block, scales[block].item() * (1.0 if quantized.tensor_scale is None else quantized.tensor_scale.item())

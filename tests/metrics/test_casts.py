@@ -7,22 +7,16 @@ import torch
 
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.metrics import bias, cast_statistics, code_histogram, levels, mse, sqnr
-from tests.metrics.cast_samples import CASTS, ZERO_POINTS, sample
+from tests.metrics.cast_samples import CASTS, ZERO_POINTS, sample, unit_of
 from tests.tables import each
 
 
 def range_of(quantized, row, column):
     """What the scale of one element can express, least and largest, in Python's floats from what is stored."""
-    scale, scales = quantized.cast.scale, quantized.scales
-    scales = scales.double() if scale.storage.dtype is not None else scale.storage.decode(scales).double()
-    height, width = scale.block if isinstance(scale.block, tuple) else (1, scale.block)
-    if isinstance(width, str):
-        height, width = (1, 10**9) if width == "row" else (10**9, 10**9)
-    factor = 1.0 if quantized.tensor_scale is None else quantized.tensor_scale.item()
-    unit = scales[row // height, column // width].item() * factor
+    block, unit = unit_of(quantized, row, column)
     if quantized.zero_points is None:
         return -unit * quantized.cast.format.max, unit * quantized.cast.format.max
-    zero, top = quantized.zero_points[row // height, column // width].item(), 2**quantized.cast.format.bits - 1
+    zero, top = quantized.zero_points[block].item(), 2**quantized.cast.format.bits - 1
     return -unit * zero, unit * (top - zero)
 
 

@@ -22,20 +22,13 @@ def defined(gate, up):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_alignment_equals_its_definition(dtype):
-    gate, up = normal(24, 40, seed=1, dtype=dtype) * 0.2, normal(24, 40, seed=2, dtype=dtype)
+    rows = 1100  # more than are taken at once
+    gate, up = normal(rows, 40, seed=1, dtype=dtype) * 0.2, normal(rows, 40, seed=2, dtype=dtype)
     up[:8] += 5 * gate[:8]
     found = swiglu_alignment(gate, up)
     for value, expected in zip((found.cosine, found.gate_norm), defined(gate, up), strict=True):
         assert value.dtype == torch.float32
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_alignment_of_more_rows_than_are_taken_at_once():
-    gate, up = normal(2500, 6, seed=1), normal(2500, 6, seed=2)
-    found = swiglu_alignment(gate, up)
-    cosine = torch.nn.functional.cosine_similarity(gate.double(), up.double()).abs()
-    torch.testing.assert_close(found.cosine, cosine.float(), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found.gate_norm, gate.norm(dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

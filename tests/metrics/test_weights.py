@@ -17,6 +17,7 @@ from lightning_lowbit.metrics import (
     ternary_shares,
     threshold_distance,
 )
+from tests.metrics.cast_samples import unit_of
 
 TERNARY = Cast("ternary", Scale("fp32", "tensor", statistic="absmean"))
 ZERO_POINT = Cast("int4", Scale("fp32", 16, statistic="minmax"))
@@ -133,20 +134,14 @@ CASTS = [
 def slow_distance(x, cast):
     """By a loop over elements and thresholds, in Python's floats from scales as they are stored."""
     quantized = quantize(x, cast)
-    scale, scales = cast.scale, quantized.scales
-    scales = scales.double() if scale.storage.dtype is not None else scale.storage.decode(scales).double()
-    height, width = scale.block if isinstance(scale.block, tuple) else (1, scale.block)
-    if isinstance(width, str):
-        height, width = (1, 10**9) if width == "row" else (10**9, 10**9)
-    factor = 1.0 if quantized.tensor_scale is None else quantized.tensor_scale.item()
     total = 0.0
     for row, column in itertools.product(*map(range, x.shape)):
-        place = row // height, column // width
+        place, unit = unit_of(quantized, row, column)
         values = levels(cast.format)
         if quantized.zero_points is not None:
             values = tuple(code - quantized.zero_points[place].item() for code in range(2**cast.format.bits))
         thresholds = [(a + b) / 2 for a, b in itertools.pairwise(values)]
-        element = x[row, column].item() / (scales[place].item() * factor)
+        element = x[row, column].item() / unit
         total += min(abs(element - threshold) for threshold in thresholds)
     return total / x.numel()
 

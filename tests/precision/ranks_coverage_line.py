@@ -21,7 +21,7 @@ class Special(nn.Linear):
 
 
 class Covered(LightningModule):
-    """256 of 2560 multiplications of a token are quantized. The last layer has the shape of the first."""
+    """256 of 2560 weights are quantized."""
 
     def __init__(self):
         super().__init__()
@@ -56,8 +56,5 @@ def work():
         plugin = FP4Precision("nvfp4")
         quiet_trainer(plugin, max_steps=2, devices=RANKS, strategy=STRATEGIES[name]()).fit(Covered())
         rank_zero.log.removeHandler(handler)
-        results[name] = {
-            "share": plugin.coverage_line.coverage.share if plugin.coverage_line.coverage else None,
-            "said": [text for text in told if "quantized layers" in text],
-        }
+        results[name] = [text for text in told if "quantized layers" in text]
     return results

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import Callback, LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.nn import LinearCasts, QuantizedLayer
-from lightning_lowbit.nn.layers.layer import clean_name
+from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from lightning_lowbit.quant import Cast, Quantized, quantize
 from lightning_lowbit.quant.shard import amax_of
 from lightning_lowbit.quant.statistics import sample
@@ -36,7 +36,7 @@ class LatentWeight(NamedTuple):
 
 
 def converted_layers(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
-    return {clean_name(name): m for name, m in pl_module.named_modules() if isinstance(m, QuantizedLayer)}
+    return {clean_name(name): layer for name, layer in quantized_layers(pl_module).items()}
 
 
 def has_flat_weights(trainer: Trainer) -> bool:

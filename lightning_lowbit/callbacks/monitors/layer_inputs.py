@@ -19,8 +19,6 @@ from lightning_lowbit.distributed import all_reduce_world_
 from lightning_lowbit.metrics.outliers import SUMS, activation_sums
 from lightning_lowbit.nn import QuantizedLayer
 
-CONVOLUTIONS = ConvNd
-
 
 class _Input(NamedTuple):
     """Statistics of a layer's input since the last measurement: ``SUMS``, and amaxes ``[in_features]``."""
@@ -75,7 +73,7 @@ def _hook(switch: list[bool], sums: Tensor, channel_amax: Tensor, k: float) -> C
         if switch[0] and isinstance(x, Tensor) and x.is_floating_point() and not x.is_nested:
             with torch.no_grad():
                 x, axis = x.detach(), _feature_axis(layer, x)
-                x, start = _local(x, axis) if isinstance(x, DTensor) else (x, 0)
+                x, start = (x.to_local(), offset_of_shard(x)[axis]) if isinstance(x, DTensor) else (x, 0)
                 more, amax = activation_sums(x.movedim(axis, -1), k)
                 sums.add_(more.to(sums.device))
                 into = channel_amax[start : start + len(amax)]
@@ -84,17 +82,13 @@ def _hook(switch: list[bool], sums: Tensor, channel_amax: Tensor, k: float) -> C
     return note
 
 
-def _local(x: DTensor, axis: int) -> tuple[Tensor, int]:
-    return x.to_local(), offset_of_shard(x)[axis]
-
-
 def _feature_axis(layer: nn.Module, x: Tensor) -> int:
-    return x.dim() - 1 - (len(layer.kernel_size) if isinstance(layer, CONVOLUTIONS) else 0)
+    return x.dim() - 1 - (len(layer.kernel_size) if isinstance(layer, ConvNd) else 0)
 
 
 def in_features(layer: Any) -> int:
     """Returns the number of features of a layer's input; of a convolution, its channels."""
-    if isinstance(layer, CONVOLUTIONS):
+    if isinstance(layer, ConvNd):
         return layer.in_channels
     if isinstance(layer, nn.Linear):
         return layer.in_features

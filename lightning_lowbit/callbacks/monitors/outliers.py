@@ -17,14 +17,15 @@ from lightning_lowbit._lightning import (
     is_mid_step,
     logger_step,
 )
+from lightning_lowbit._torch import ConvNd
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.faults import alignment_fault, channel_fault, input_fault
 from lightning_lowbit.callbacks.monitors.latent_weights import has_flat_weights
-from lightning_lowbit.callbacks.monitors.layer_inputs import CONVOLUTIONS, LayerInputs, in_features
+from lightning_lowbit.callbacks.monitors.layer_inputs import LayerInputs, in_features
 from lightning_lowbit.checks import fraction, number, positive
 from lightning_lowbit.metrics import swiglu_alignment
 from lightning_lowbit.metrics.outliers import kurtosis, outlier_share
-from lightning_lowbit.metrics.spikes import RunningMean
+from lightning_lowbit.metrics.spikes import RunningMean, SpikeDetector
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.conversion.smooth_swiglu import swiglus
@@ -137,7 +138,7 @@ class OutlierMonitor(Monitor):
 
     def _find_layers(self, pl_module: LightningModule) -> dict[str, nn.Module]:
         modules = {clean_name(name): module for name, module in pl_module.named_modules()}
-        kinds = (nn.Linear, CONVOLUTIONS)
+        kinds = (nn.Linear, ConvNd)
         layers = {name: module for name, module in modules.items() if isinstance(module, kinds) or is_linear(module)}
         layers = {name: layer for name, layer in layers.items() if in_features(layer)}
         if not layers:
@@ -209,12 +210,12 @@ class OutlierMonitor(Monitor):
             self._alerts.note(layer, *input_fault())
             return
         mean = self._means.setdefault(layer, self._new_mean())
-        if self.takeoff is not None and mean.count >= _ENOUGH and amax > mean.limit():
-            self._alerts.note(layer, *channel_fault(module, channel, amax, mean.mean, self.takeoff))
-        mean.add(amax)
+        before = mean.mean
+        if SpikeDetector(mean, _ENOUGH, learns_spikes=True).judge(amax) and self.takeoff is not None:
+            self._alerts.note(layer, *channel_fault(module, channel, amax, before, self.takeoff))
 
     def _new_mean(self) -> RunningMean:
-        return RunningMean(math.inf if self.takeoff is None else self.takeoff, _MEMORY)
+        return RunningMean(self.takeoff or math.inf, _MEMORY)
 
     def _numbers(self) -> dict[str, Any]:
         self._read()

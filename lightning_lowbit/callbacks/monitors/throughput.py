@@ -1,5 +1,6 @@
 """The speed of a run, and its share of the hardware's peak."""
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,9 +18,12 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
-from lightning_lowbit.metrics.devices import peaks_of
+from lightning_lowbit.data_sheets import PEAKS
 from lightning_lowbit.nn import GemmCounter
 from lightning_lowbit.precision.run_settings import compute_dtype
+
+# Behind the name of a chip: other chips, and slower versions of one.
+_OTHERS = r"(?!\d| D\b| Laptop)"
 
 
 class Throughput(LowBitCallback):
@@ -57,9 +61,6 @@ class Throughput(LowBitCallback):
         self.unit = unit
         self.count = extract_batch_size if count is None else count
         self.peak_flops = peak_flops
-        self._peaks: Mapping[str, float] = {}
-        self._replicas = 1
-        self._begun, self._is_counting = False, True
         self._restart()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -84,11 +85,12 @@ class Throughput(LowBitCallback):
             return
         seconds = time.perf_counter() - self._since
         metrics = {f"{self.unit}/s": self._replicas * self._items / seconds} if self._is_counting else {}
-        flops = _flops_per_batch(trainer, pl_module)
+        counter = _counter(trainer)
+        flops = getattr(pl_module, "flops_per_batch", None if counter is None else counter.model_flops)
         if flops is not None:
             rate = flops * self._batches / seconds
             metrics["tflops"] = rate / 1e12
-            if peak := _peak(trainer, self._peaks):
+            if peak := _peak(trainer, counter, self._peaks):
                 metrics["mfu"] = rate / peak
         for name, value in metrics.items():
             # A tensor on the host: copying a float to the device would synchronize.
@@ -117,11 +119,16 @@ class Throughput(LowBitCallback):
         self._since = time.perf_counter()
 
 
-def _peak(trainer: Trainer, peaks: Mapping[str, float]) -> float | None:
+def peaks_of(device: torch.device) -> Mapping[str, float]:
+    """Returns the peaks of a device by dtype, in FLOP/s; empty if unknown."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peaks for chip, peaks in PEAKS.items() if re.search(chip + _OTHERS, name)), {})
+
+
+def _peak(trainer: Trainer, counter: GemmCounter | None, peaks: Mapping[str, float]) -> float | None:
     """Returns FLOP/s as if all FLOPs of the model ran at the peaks of their arithmetic; None if a peak is unknown."""
-    counter, device = _counter(trainer), trainer.strategy.root_device
     dtype = compute_dtype(trainer.precision_plugin)
-    native = counter.native_shares(device, dtype) if counter is not None else {}
+    native = counter.native_shares(trainer.strategy.root_device, dtype) if counter is not None else {}
     rest = {str(dtype).removeprefix("torch."): 1 - sum(native.values())}
     # fp16 runs as fast as bf16 on all of them.
     names = {"float16": "bfloat16", **dict.fromkeys(("fp8", "fp8-blockwise", "mxfp8"), "float8")}
@@ -136,8 +143,3 @@ def _counter(trainer: Trainer) -> GemmCounter | None:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     counters = [callback.counter for callback in callbacks if isinstance(callback, PrecisionSummary)]
     return next((counter for counter in counters if counter is not None), None)
-
-
-def _flops_per_batch(trainer: Trainer, pl_module: LightningModule) -> int | None:
-    counter = _counter(trainer)
-    return getattr(pl_module, "flops_per_batch", None if counter is None else counter.model_flops)

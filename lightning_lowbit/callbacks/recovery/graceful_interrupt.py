@@ -17,6 +17,7 @@ from lightning_lowbit._lightning import (
     Trainer,
     cluster_environment,
     is_mid_step,
+    is_validation_of_fit,
     rank_zero_info,
     validation_is_due,
 )
@@ -73,7 +74,7 @@ class GracefulInterrupt(LowBitCallback):
             self._answer(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if is_validation_of_fit(trainer):
             self._answer(trainer)
 
     def _answer(self, trainer: Trainer) -> None:

@@ -18,6 +18,7 @@ from lightning_lowbit._lightning import (
     Trainer,
     is_logging_step,
     is_mid_step,
+    is_validation_of_fit,
     rank_zero_warn,
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
@@ -172,7 +173,7 @@ class SpikeRollback(LowBitCallback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judges before a validation, unless gradients are being accumulated: they belong to the current weights."""
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and self._begins_step:
+        if is_validation_of_fit(trainer) and self._begins_step:
             self._judge(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

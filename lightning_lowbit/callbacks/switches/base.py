@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from lightning_lowbit._lightning import LightningModule, Trainer, say_once
+from lightning_lowbit._lightning import LightningModule, Trainer, is_validation_of_fit, say_once
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow, AtPlateau, Below, Plateau
 from lightning_lowbit.callbacks.switches.step_triggers import AtFraction, AtStep, AtTokens, Trigger
@@ -73,7 +73,7 @@ class Switch(LowBitCallback):
         self._looked, self._acted, self._done = None, None, False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if is_validation_of_fit(trainer):
             self._trigger.after_validation(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

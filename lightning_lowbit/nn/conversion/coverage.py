@@ -54,6 +54,11 @@ class Coverage:
     def share(self) -> float:
         return self.low_bit / self.flops if self.flops else 0.0
 
+    @property
+    def outside(self) -> int:
+        """FLOPs outside of layers with a quantized GEMM."""
+        return sum(flops for name, flops in self.uncovered.items() if not name.endswith(")"))
+
 
 class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts FLOPs by module and GEMM in a ``with`` block; each process counts its own.

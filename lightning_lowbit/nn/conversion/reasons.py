@@ -27,8 +27,6 @@ class Reason:
         return f"{self.why}: {self.remedy}" if self.remedy else self.why
 
 
-FROZEN = Reason("weights that are frozen, or computed from others")
-PRODUCTS = Reason("products of activations with each other, as in attention", "attention= quantizes attention's")
 LAZY = Reason("no weight yet", "run one batch before the Trainer starts")
 _LEFT_OUT = Reason("left out by skip or only")
 _NOT_CONVERTED = Reason("not converted", "a LowBitPrecision among the plugins of the Trainer converts layers")

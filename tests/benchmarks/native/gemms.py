@@ -9,7 +9,7 @@ everything else are left out.
 """
 
 from lightning_lowbit import LinearCasts
-from lightning_lowbit.metrics.devices import PEAKS
+from lightning_lowbit.data_sheets import PEAKS
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, OPERANDS
 from lightning_lowbit.nn.native.table import NATIVE
 from tests.benchmarks import kernels

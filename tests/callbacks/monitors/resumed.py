@@ -17,7 +17,7 @@ def resume(make, fit, steps, warning, logged):
         make: the monitor.
         fit: takes the monitor, arguments of a `Trainer`, and those of `fit` as ``how``; trains a new model.
         steps: of the whole run and of its first part.
-        warning: of both.
+        warning: of both; None if there is none.
         logged: curves of a run.
     """
     curves, states = [], []
@@ -25,7 +25,7 @@ def resume(make, fit, steps, warning, logged):
     for name, end in (("whole", whole), ("half", half), ("rest", whole)):
         monitor, is_rest = make(), name == "rest"
         torch.manual_seed(0)
-        with nullcontext() if is_rest else pytest.warns(UserWarning, match=warning):
+        with nullcontext() if is_rest or warning is None else pytest.warns(UserWarning, match=warning):
             run = fit(
                 monitor,
                 max_steps=end,

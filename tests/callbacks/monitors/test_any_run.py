@@ -18,9 +18,10 @@ from lightning_lowbit import (
     PrecisionSummary,
     QuantizationMonitor,
     RunReport,
+    SpikeRollback,
     Throughput,
 )
-from tests.lightning_imports import LightningModule, quiet_trainer
+from tests.lightning_imports import DeepSpeedStrategy, LightningModule, MisconfigurationException, quiet_trainer
 from tests.tables import each
 
 STEPS = 3
@@ -243,3 +244,62 @@ def test_convolutions_are_measured():
         x = model.x.double()
         kurtosis = ((x - x.mean()) ** 4).mean() / x.var(correction=0) ** 2
         assert numbers["activation_max"] == x.abs().max() and numbers["kurtosis"] == pytest.approx(float(kurtosis))
+
+
+def test_runs_that_a_callback_cannot_follow():
+    """A monitor warns, and a callback that would change the run refuses it."""
+    trainer, noise, rollback = quiet_trainer(), GradientNoiseMonitor(), SpikeRollback(phase="bf16")
+    for module, words in (
+        (Manual(mlp()), "Use automatic optimization, or leave out the callback"),
+        (Model(mlp()), r"the Trainer has Precision\. Use e\.g\. Trainer\(plugins="),
+    ):
+        with pytest.raises(MisconfigurationException, match=words):
+            rollback.on_fit_start(trainer, module)
+    with pytest.warns(UserWarning, match=r"Not measured: .* the Trainer has Precision\. Use e\.g\. Trainer"):
+        noise.on_fit_start(trainer, Model(mlp()))
+    with pytest.warns(UserWarning, match="Not measured: .* Use automatic optimization"):
+        GradientNoiseMonitor().on_fit_start(quiet_trainer(*PLUGINS["plugin"]()), Manual(mlp()))
+
+
+def test_deepspeed_is_not_measured():
+    for monitor, hook, instead in (
+        (GradientNormMonitor(), "on_train_start", "leave out the callback"),
+        (GradientNoiseMonitor(), "on_fit_start", "use kind='layers'"),
+    ):
+        trainer = quiet_trainer(*PLUGINS["plugin"]())
+        trainer.strategy.__class__ = DeepSpeedStrategy  # which is not installed
+        with pytest.warns(UserWarning, match=f"DeepSpeed keeps to itself: {instead}, or train with DDP"):
+            getattr(monitor, hook)(trainer, Model(mlp()))
+    with pytest.raises(MisconfigurationException, match="DeepSpeed keeps to itself: leave out the callback, or train"):
+        SpikeRollback().on_fit_start(trainer, Model(mlp()))
+
+
+NO_LAYER = "the pattern 'lm_head' matches no {}. There are 2, e.g. net.0, net.2"
+
+
+@each("make, words", [
+    (lambda: GradientNormMonitor(["net", "lm_head"]), f"layers: {NO_LAYER.format('layer with parameters')}"),
+    (lambda: GradientNormMonitor("net"), r"layers is a list of patterns; got the string 'net'. Write \['net'\]"),
+    (lambda: GradientNormMonitor(["("]), r"layers: '\(' is not a regular expression"),
+    (lambda: GradientNoiseMonitor(layers=["lm_head"]), f"layers: {NO_LAYER.format('quantized layer')}"),
+    (lambda: OutlierMonitor(["net", "lm_head"]), f"layers: {NO_LAYER.format('linear layer')}"),
+    (lambda: OutlierMonitor("net"), "layers is a list of patterns; got the string 'net'"),
+    (lambda: QuantizationMonitor(only=["lm_head"]), f"only: {NO_LAYER.format('linear layer')}"),
+    (lambda: QuantizationMonitor(only="net"), "list of patterns"),
+])  # fmt: skip
+def test_patterns_that_match_nothing(make, words):
+    plugin = FP4Precision("nvfp4", compute_dtype="fp32", quantize_output=True)
+    with pytest.raises(ValueError, match=words):
+        quiet_trainer(plugin, callbacks=[make()], max_steps=1).fit(Model(mlp()))
+
+
+@each("monitor, text", [
+    (GradientNormMonitor, "No gradient norm exceeded 5 times its running mean."),
+    (GradientNoiseMonitor, "Not measured: every 500 steps, in quantized layers."),
+    (OutlierMonitor, "No step with these layers was logged."),
+    (LossScaleMonitor, "No optimizer step was taken"),
+    (QuantizationMonitor, "No step with quantized weights was logged."),
+])  # fmt: skip
+def test_a_report_without_measurements(monitor, text):
+    (section,) = monitor().report_sections(quiet_trainer())
+    assert section.blocks[0].text.startswith(text)

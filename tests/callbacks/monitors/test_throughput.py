@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, TernaryPrecision, Throughput
 from lightning_lowbit.callbacks.monitors import throughput
-from lightning_lowbit.metrics.devices import PEAKS, peaks_of
+from lightning_lowbit.callbacks.monitors.throughput import peaks_of
+from lightning_lowbit.data_sheets import PEAKS
 from lightning_lowbit.nn.native.devices import declared
 from tests.lightning_imports import BoringModel, CSVLogger, RandomDataset, Trainer, quiet_trainer
 from tests.tables import each
@@ -263,15 +264,3 @@ def test_no_device_name_is_asked_for_on_other_devices(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_name", fail)
     assert peaks_of(torch.device("cpu")) == {}
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"unit": 5}, "unit names what batches hold, such as 'tokens'; got 5"),
-        ({"count": 5}, "count takes a batch and gives a number; got 5"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Throughput(**arguments)

@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import LowBitPrecision, TernaryPrecision, quantize
 from lightning_lowbit.callbacks import osci_reset
 from lightning_lowbit.callbacks.osci_reset import OsciReset
-from tests.callbacks.osci_reset.weights import WEIGHT, Row, Watch, fit, logged, reset_at, trainer
+from tests.callbacks.osci_reset.weights import WEIGHT, Row, Watch, fit, logged, trainer
 from tests.lightning_imports import BoringModel, Callback, CSVLogger, MisconfigurationException, RandomDataset
-from tests.tables import each
 
 
 class Small(BoringModel):
@@ -128,26 +127,6 @@ def test_a_window_is_part_of_the_checkpoint_while_it_is_open(tmp_path):
         loaded = OsciReset(window=4, every=10)
         loaded.load_state_dict(state)
         assert loaded.state_dict() == state, "what is loaded and saved again before training starts is lost"
-
-
-def test_another_run_begins_anew():
-    reset = OsciReset(window=4, every=10)
-    fit(reset, max_steps=2)
-    assert reset_at(fit(reset, max_steps=6)) == {4: ["oscillating", "oscillating below 0"]}
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"window": 1}, "window is a number of optimizer steps, 2 or more; got 1"),
-        ({"window": 50, "every": 49}, "every is a number of optimizer steps, no fewer than window, 50 or more; got 49"),
-        ({"threshold": 1}, "threshold is the ratio of two paths, above 1; got 1"),
-        ({"start": -1}, "start is a number of optimizer steps, 0 or more; got -1"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        OsciReset(**arguments)
 
 
 @pytest.mark.parametrize("casts", ["bf16", "ufp4", {"preset": "int4", "fprop_w": {"rounding": "stochastic"}}], ids=str)

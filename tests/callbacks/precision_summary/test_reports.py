@@ -113,6 +113,7 @@ def test_a_report_without_a_step():
         [asdict(section) for section in summary.report_sections(trainer)]
     )
     assert json.dumps(summary.report_data(trainer))
+    assert summary.report_alerts(trainer) == []
 
 
 def test_results_are_the_same_to_the_bit():
@@ -165,12 +166,6 @@ def test_an_exception_in_the_first_step(where, error):
         with pytest.raises(RuntimeError, match="there was none yet"):
             summary.coverage()
         assert "coverage" not in summary.report_data(trainer)
-
-
-def test_nothing_is_left_behind():
-    before = traces()
-    fit(PrecisionSummary(quiet=True))
-    assert traces() == before
 
 
 def test_counts_the_first_step_only():

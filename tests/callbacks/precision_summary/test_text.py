@@ -121,12 +121,6 @@ def test_columns_that_are_wide_together_are_folded():
     assert len(plain(Table(["operand"], [["x" * 100]])).splitlines()[2]) == 100, "nothing has to be folded"
 
 
-def test_quiet(capsys):
-    summary = fit(PrecisionSummary(quiet=True))
-    assert capsys.readouterr().out == ""
-    assert summary.coverage().flops == TOTAL, "quiet, and yet it counts"
-
-
 @pytest.mark.parametrize(
     "bar", [LowBitProgressBar, TQDMProgressBar, lambda: LowBitProgressBar(refresh_rate=0), RichProgressBar]
 )
@@ -190,12 +184,6 @@ def test_says_in_what_else_is_computed_and_why(capsys, lacking, asked, end):
     assert f"What is not quantized is computed in {end}" in " ".join(capsys.readouterr().out.split())
 
 
-@each("filename", ["summary.txt", "folder/summary.json", "../summary.json", "/summary.json", ""])
-def test_a_wrong_filename(filename):
-    with pytest.raises(ValueError, match=re.escape(f"got {filename!r}")):
-        PrecisionSummary(filename)
-
-
 def test_nothing_is_known_before_the_first_step():
     summary = PrecisionSummary()
     for ask in (summary.coverage, summary.average_bits):
@@ -229,14 +217,6 @@ def test_a_resumed_run_continues_the_average(tmp_path):
     data = summary.report_data(trainer)
     assert data["optimizer_steps_by_phase"] == {"fqt": 2, "qaf": 6}
     assert data["coverage"] == pytest.approx(2 * FIRST / TOTAL)
-
-
-def test_another_run_begins_anew():
-    """A callback that is used in a second fit without a checkpoint does not add to the first."""
-    summary = fit(PrecisionSummary(quiet=True), max_steps=3)
-    trainer = trainer_with(summary)
-    trainer.fit(Two())
-    assert summary.report_data(trainer)["optimizer_steps_by_phase"] == {"fqt": 2}
 
 
 def test_accumulated_gradients():
@@ -291,16 +271,3 @@ def test_two_manual_steps_in_a_batch():
 
     summary = fit(PrecisionSummary(quiet=True), model=Twice())
     assert summary.coverage().flops == 2 * TOTAL
-
-
-def test_a_penalty_on_gradients_with_respect_to_the_input():
-    """autograd.grad works while it counts. A converted layer computes the weight's gradient too, and throws it away."""
-
-    class Penalty(Manual):
-        def training_step(self, batch, batch_idx):
-            batch = batch.requires_grad_()
-            torch.autograd.grad(self.layer(batch).sum(), batch)
-            super().training_step(batch.detach(), batch_idx)
-
-    summary = fit(PrecisionSummary(quiet=True), model=Penalty())
-    assert summary.coverage().flops == TOTAL + 3 * FIRST + 2 * LAST

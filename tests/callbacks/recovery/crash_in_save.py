@@ -19,47 +19,18 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
 
 from lightning_lowbit import CrashSafeCheckpoint, StableSPAM
+from tests import ranks
 from tests.distributed.spreads import full
-from tests.lightning_imports import Callback, LightningModule, ModelCheckpoint, ModelParallelStrategy, quiet_trainer
+from tests.lightning_imports import Callback, ModelCheckpoint, ModelParallelStrategy, quiet_trainer
 
 SAVED, KILLED, LAST = 1, 2, 3  # steps: of the save before, of the one that is killed, of the end
 OPERATIONS = {"os.remove", "os.rmdir", "os.symlink", "half a copy"}
 
 
-class Line(LightningModule):
-    """Fits a line to noise of each step's own.
-
-    Args:
-        shard: its parameters, for FSDP2.
-    """
-
-    def __init__(self, shard):
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.line = nn.Linear(4, 4)
-        self.shard = shard
-
-    def configure_model(self):
-        if self.shard:
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
-            self.shard = False
-
-    def forward(self, x):
-        return self.line(x)
-
-    def training_step(self, batch, batch_idx):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(self.trainer.global_step))
-        return F.mse_loss(self(x), -x)
-
-    def train_dataloader(self):
-        return DataLoader(range(8))
+class Fitted(ranks.Regression):
+    """Learns from noise of each step's own."""
 
     def configure_optimizers(self):
         return StableSPAM(self.parameters(), lr=0.1)
@@ -170,7 +141,7 @@ def train(case, folder, end, callbacks):
         callbacks=[Weights(), *callbacks],
         max_steps=end,
         enable_checkpointing=True,
-    ).fit(Line(case.directory), ckpt_path="last")
+    ).fit(Fitted(shard=case.directory), ckpt_path="last")
     return weights
 
 

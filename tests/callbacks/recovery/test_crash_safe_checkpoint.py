@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_lowbit import CrashSafeCheckpoint, atomic_files
+from lightning_lowbit import CrashSafeCheckpoint
 from lightning_lowbit.callbacks.recovery.crash_safe_checkpoint import save_checkpoint
 from tests.callbacks.recovery.crash_in_save import KILLED, SAVED
 from tests.launch import start, wait
@@ -163,15 +163,6 @@ def test_takes_the_state_of_lightnings_and_the_other_way_round(kinds):
     fit(first)
     fit(second, ckpt_path="here/last.ckpt", max_steps=3)
     assert sorted(path.name for path in Path("here").iterdir()) == ["epoch=0-step=3.ckpt", "last.ckpt"]
-
-
-def test_leftovers_of_others_stay():
-    Path("here").mkdir()
-    for name in (f"a.ckpt.{atomic_files._HOST}-1.partial", "b.txt.partial", "c.partial"):
-        Path("here", name).write_text("")
-    callback = CrashSafeCheckpoint("here", save_top_k=0)
-    fit(callback)
-    assert sorted(path.name for path in Path("here").iterdir()) == ["b.txt.partial", "c.partial"]
 
 
 def test_loggers_are_told_of_whole_checkpoints():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbit import FP4Precision, LinearCasts
+from lightning_lowbit import FP4Precision, LinearCasts, PrecisionSummary, TernaryPrecision
 from lightning_lowbit.callbacks.run_report import RunReport
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.casts.presets import PRESETS
@@ -18,6 +18,7 @@ from lightning_lowbit.report.history import History
 from lightning_lowbit.report.html import Section, Table, Text
 from tests.callbacks.run_report.runs import Known, load, steps, trainer
 from tests.lightning_imports import Callback, quiet_trainer
+from tests.precision.ranks_coverage_line import Special
 from tests.report.test_html import EVIL, check_self_contained
 
 
@@ -40,24 +41,39 @@ class Contributes(Callback):
         return {self.name: {"share": torch.tensor(0.5), "bad": math.nan, "list": (1, None, True, Path("x"))}}
 
 
+class Little(Known):
+    """Most of its products are those of layers that are not quantized."""
+
+    def __init__(self):
+        super().__init__()
+        self.rest = torch.nn.Sequential(Special(32, 64), Special(64, 32))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(self.rest(batch), batch_idx)
+
+
+def test_a_summary_gives_alert_page_and_file_one_coverage():
+    summary = PrecisionSummary(quiet=True)
+    trainer(summary, max_steps=1).fit(Little())
+    page, run = check_self_contained(Path("report.html").read_text()).text, load()
+    (alert,) = run["alerts"]
+    share = f"Coverage: {summary.coverage().share:.1%} of "
+    assert alert.startswith(share) and "rest.{0-1} (a subclass of nn.Linear" in alert
+    assert page.count(share) == 2 and run["coverage"] == summary.coverage().share
+    trainer(PrecisionSummary(quiet=True), plugins=[TernaryPrecision(quantize_output=True)], max_steps=1).fit(Known())
+    assert load("version_1")["coverage"] == 0.5 and not load("version_1")["alerts"], "what its casts leave is meant so"
+
+
 def test_alerts_come_first():
     class Alarmed(Contributes):
         def report_alerts(self, trainer):
             return [f"{self.name} is wrong {EVIL}"]
 
-    class Convolutional(Known):
-        def __init__(self):
-            super().__init__()
-            self.convolution = torch.nn.Conv1d(64, 64, 9, groups=64)
-
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch + self.convolution(batch[:, None].expand(-1, 64, -1)).mean(), batch_idx)
-
-    trainer(Alarmed("Alpha"), Alarmed("Omega")).fit(Convolutional())
+    trainer(Alarmed("Alpha"), Alarmed("Omega")).fit(Little())
     page, run = check_self_contained(Path("report.html").read_text()).text, load()
     little, *others = run["alerts"]
-    assert "Conv1d (a depthwise convolution" in little and "such as convolution" in little
-    assert run["coverage"] < 0.5
+    assert "of the weights of matrix products" in little and "such as rest." in little
+    assert run["coverage"] is None, "FLOPs were not counted"
     assert others == [f"Alpha is wrong {EVIL}", f"Omega is wrong {EVIL}"]
     places = [page.index(text) for text in ("Alerts", little, *others, "Optimization")]
     assert places == sorted(places)

@@ -257,12 +257,6 @@ def test_not_into_a_store_elsewhere():
     assert not list(Path().iterdir())
 
 
-@pytest.mark.parametrize("filename", ["report", ".html", "a/report.html", "a\\report.html"])
-def test_filenames(filename):
-    with pytest.raises(ValueError, match="ends in .html, without folders; got"):
-        RunReport(filename)
-
-
 def test_best_of_what_a_callback_monitors(tmp_path):
     trainer(ModelCheckpoint(tmp_path, monitor="val_acc", mode="max")).fit(Known())
     assert load()["best"] == {"val_loss": 1.0, "val_acc": pytest.approx(0.1)}

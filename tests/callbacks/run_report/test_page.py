@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lowbit import PrecisionSwitch, QAFSwitch
+from lightning_lowbit import PrecisionSummary, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.run_report import RunReport
 from tests.callbacks.run_report.runs import Known, load, steps, trainer
 from tests.lightning_imports import BoringModel, CSVLogger, LearningRateMonitor
@@ -149,6 +149,18 @@ def test_quantities_of_layers_have_sections_of_their_own():
     assert drawn["Metrics of layers"] == ["flips/fprop_w"], "few charts share a section"
     assert drawn["Other metrics"][0] == "part.0"
     assert page.text.count("30 series of layers; lowest and highest in the end:0.up 029.up 29") == 4
+
+
+def test_charts_of_layers_are_folded_behind_the_coverage():
+    trainer(PrecisionSummary(quiet=True), max_steps=2).fit(Layers())
+    text = Path("report.html").read_text()
+    titles = re.findall("(<summary>)?<h2>(.*?)</h2>", text)
+    assert [title for folded, title in titles if folded] == ["Metrics of layers", "sqnr of layers"]
+    names = [title for _, title in titles]
+    assert names.index("Other metrics") < names.index("Coverage") < names.index("Metrics of layers")
+    assert text.count("<details>") == text.count("</details>") == 2
+    share = f"{load()['coverage']:.1%}"
+    assert f"<dt>Coverage</dt><dd>{share}<small>of FLOPs have two quantized operands" in text
 
 
 def test_what_monitors_log_is_neither_the_loss_nor_its_own_norm():

@@ -1,17 +1,14 @@
 """Weight decay that changes in mid-training: of which groups, when, after a resume, and what it does to weights."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, StableSPAM, WeightDecaySwitch
-from tests.lightning_imports import Callback, MisconfigurationException
+from tests.callbacks.switches.runs import RESUMES, Saving
+from tests.lightning_imports import MisconfigurationException
 from tests.precision.regression_model import Regression, flat, trainer
-from tests.tables import each
 
-Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+pytestmark = RESUMES
 
 
 class Decayed(Regression):
@@ -42,24 +39,20 @@ class Manual(Decayed):
             optimizer.zero_grad()
 
 
-class Witness(Callback):
+class Witness(Saving):
     """The weight decays of all groups in each micro-batch, by optimizer step."""
 
-    def __init__(self, keep):
+    def __init__(self, keep=None):
+        super().__init__(keep)
         self.decays = {}
-        self.keep = keep
 
     def on_train_batch_start(self, trainer, *_):
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         decays = [group["weight_decay"] for group in groups]
         assert self.decays.setdefault(trainer.global_step, decays) == decays, "it changes within a step"
 
-    def on_train_batch_end(self, trainer, *_):
-        if self.keep and not trainer.fit_loop._should_accumulate():
-            trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
 
-
-def fit(*callbacks, model=None, ckpt_path=None, keep=False, **kwargs):
+def fit(*callbacks, model=None, ckpt_path=None, keep=None, **kwargs):
     """Six steps; the weight decays of each."""
     witness = Witness(keep)
     defaults = {"max_steps": 6, "limit_train_batches": 64}
@@ -87,10 +80,9 @@ def test_back_from_zero():
     assert found == [BEFORE] + [AFTER] * 2 + [[0.125, 0.125, 0]] * 3
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_back_from_zero_after_a_resume():
     switches = [WeightDecaySwitch(step=1), WeightDecaySwitch(0.125, step=3)]
-    fit(*switches, keep=True)
+    fit(*switches, keep="trained")
     assert fit(*switches, ckpt_path="2.ckpt") == [AFTER] + [[0.125, 0.125, 0]] * 3
 
 
@@ -115,9 +107,8 @@ def test_several_optimizers():
         fit(WeightDecaySwitch(at=0.5), model=Manual(), max_steps=-1, max_epochs=1)
 
 
-@pytest.mark.filterwarnings("ignore:Training ended at")
 def test_goes_with_a_switch_of_something_else():
-    plugin, witness = FP4Precision(quantize_output=True), Witness(keep=False)
+    plugin, witness = FP4Precision(quantize_output=True), Witness()
     switches = [WeightDecaySwitch(step=3), PrecisionSwitch("qaf", step=4), PrecisionSwitch("hp-forward", step=3)]
     trainer(plugin, callbacks=[*switches, witness], max_steps=6, limit_train_batches=6).fit(Decayed())
     assert list(witness.decays.values()) == [BEFORE] * 3 + [AFTER] * 3
@@ -149,32 +140,23 @@ def test_weights_decay_no_more(make):
         assert [size / sizes[0] for size in sizes] == pytest.approx(factors)
 
 
-# The loader begins again, and nothing depends on it: a batch follows from its place in the run.
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_resumed_run_repeats_the_uninterrupted_one():
     def run(**kwargs):
         model = Decayed()
         return fit(WeightDecaySwitch(0.125, step=2), WeightDecaySwitch(step=4), model=model, **kwargs), flat(model)
 
-    decays, weights = run(keep=True)
+    decays, weights = run(keep="trained")
     for step in range(1, 6):
         resumed, resumed_weights = run(ckpt_path=f"{step}.ckpt")
         assert resumed == decays[step:], f"resumed after step {step}"
         assert torch.equal(resumed_weights, weights), f"resumed after step {step}: other weights"
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_run_that_resumes_after_the_step_switches():
     """Of several, as the last one that is due does."""
-    fit(keep=True, max_steps=4)
+    fit(keep="trained", max_steps=4)
     switches = [WeightDecaySwitch(2.0, step=3), WeightDecaySwitch(1.0, step=2)]
     assert fit(*switches, ckpt_path="4.ckpt") == [[2, 2, 0]] * 2
-
-
-def test_an_optimizer_without_weight_decay():
-    message = "WeightDecaySwitch needs optimizers with weight decay, and LBFGS has none.* such as AdamW"
-    with pytest.raises(MisconfigurationException, match=message):
-        fit(WeightDecaySwitch(step=9), model=Decayed(lambda groups: torch.optim.LBFGS(groups[0]["params"])))
 
 
 def test_one_of_two_optimizers_without_weight_decay():
@@ -182,7 +164,8 @@ def test_one_of_two_optimizers_without_weight_decay():
         def configure_optimizers(self):
             return [super().configure_optimizers()[0], torch.optim.LBFGS(self.head.parameters())]
 
-    with pytest.raises(MisconfigurationException, match="LBFGS has none"):
+    message = "WeightDecaySwitch needs optimizers with weight decay, and LBFGS has none.* such as AdamW"
+    with pytest.raises(MisconfigurationException, match=message):
         fit(WeightDecaySwitch(step=9), model=Without())
 
 
@@ -199,15 +182,3 @@ def test_groups_without_weight_decay_are_left_alone():
     made = trainer(None, callbacks=[WeightDecaySwitch(step=1)], max_steps=2)
     made.fit(model)
     assert [group.get("weight_decay") for group in made.optimizers[0].param_groups] == [0, None, 0]
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"to": -0.1, "at": 0.5}, "to is a weight decay, 0 or more; got -0.1"),
-        ({}, r"Give either at \(a fraction of all steps\) or step \(a number\); got at=None, step=None"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        WeightDecaySwitch(**arguments)

@@ -82,7 +82,7 @@ def test_training_with_all_monitors(tmp_path, capsys):
     columns = next(tmp_path.rglob("metrics.csv")).read_text().partition("\n")[0].split(",")
     measured = {name.rpartition("/")[2] for name in columns if name.startswith("sqnr/wgrad_x")}
     assert measured >= PRODUCTS
-    assert run.precision_plugin.coverage_line.coverage.share == 1
+    assert monitors[0].coverage().share == 1
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 

@@ -107,39 +107,6 @@ def test_layers_that_are_frozen_are_left_out():
     assert ratios(hand) == []
 
 
-def test_layers_are_asked_in_measured_steps_only():
-    class Look(Callback):
-        def on_before_backward(self, run, module, loss):
-            asked.append(all(layer.lowbit.gradient_sums is not None for layer in (module.net[0], module.net[2])))
-
-        def on_train_batch_end(self, run, module, *_):
-            assert module.net[0].lowbit.gradient_sums is None
-
-    class Fails(Model):
-        def on_before_backward(self, loss):
-            if self.trainer.global_step == 5:
-                raise RuntimeError("of the step's own")
-
-    asked = []
-    run = trainer(NOISY, GradientNoiseMonitor(3, kind="layers"), Look(), accumulate_grad_batches=2)
-    with pytest.raises(RuntimeError, match="of the step's own"):
-        run.fit(model := Fails())
-    # Micro-batches of steps 1 to 5, and the first one of the sixth, which failed.
-    assert asked == [False, False, False, False, False, True, *[False] * 4, False]
-    assert model.net[0].lowbit.gradient_sums is None
-
-
-def test_a_step_of_layers_that_fails():
-    class Fails(Model):
-        def on_before_backward(self, loss):
-            assert self.net[0].lowbit.gradient_sums is not None
-            raise RuntimeError("of the step's own")
-
-    with pytest.raises(RuntimeError, match="of the step's own"):
-        trainer(NOISY, GradientNoiseMonitor(1, kind="layers")).fit(model := Fails())
-    assert model.net[0].lowbit.gradient_sums is None
-
-
 @pytest.mark.slow
 def test_compiled_layers_measure_the_same_and_compile_twice():
     """With and without rows; not once for each measurement."""
@@ -184,3 +151,28 @@ def test_layers_do_not_mind_an_iterator():
         warnings.simplefilter("ignore")  # Lightning warns of it
         fit(Iterates(), monitor, max_steps=3)
     assert [step for step, _ in monitor.measurements()] == [1, 2, 3]
+
+
+def test_layers_are_asked_in_measured_steps_only():
+    """And not once a step has failed, measured or not."""
+
+    class Look(Callback):
+        def on_before_backward(self, run, module, loss):
+            asked.append(all(layer.lowbit.gradient_sums is not None for layer in (module.net[0], module.net[2])))
+
+        def on_train_batch_end(self, run, module, *_):
+            assert module.net[0].lowbit.gradient_sums is None
+
+    class Fails(Model):
+        def on_before_backward(self, loss):
+            if self.trainer.global_step == 5:
+                raise RuntimeError("of the step's own")
+
+    # Micro-batches of steps 1 to 5, and the first one of the sixth, which fails; measured are the last one or all.
+    for every, accumulate, wanted in ((3, 2, [*[False] * 5, True, *[False] * 5]), (1, 1, [True] * 6)):
+        asked = []
+        run = trainer(NOISY, GradientNoiseMonitor(every, kind="layers"), Look(), accumulate_grad_batches=accumulate)
+        with pytest.raises(RuntimeError, match="of the step's own"):
+            run.fit(model := Fails())
+        assert asked == wanted
+        assert model.net[0].lowbit.gradient_sums is None

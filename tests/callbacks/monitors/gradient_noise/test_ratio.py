@@ -164,13 +164,6 @@ def test_weights_that_are_shared_or_frozen():
     assert set(dict(model.calls).values()) == {1}, "a draw for nothing"
 
 
-def test_nothing_quantized_nothing_measured():
-    monitor, model = GradientNoiseMonitor(1), Model()
-    run = trainer(NOISY, monitor, PrecisionSwitch("bf16", step=2), PrecisionSwitch("fqt", step=4))
-    run.fit(model)
-    assert [step for step, _ in monitor.measurements()] == [1, 2, 5, 6]
-
-
 @pytest.mark.parametrize("kind", ["draws", "layers"])
 def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind):
     """The backward pass computes in fp16, where powers of two change no digit; nor do scales that change on the way."""

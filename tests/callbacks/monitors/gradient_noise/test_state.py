@@ -7,8 +7,7 @@ import pytest
 from lightning_lowbit import GradientNoiseMonitor, PrecisionSwitch
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
 from tests.callbacks.monitors.resumed import resume
-from tests.lightning_imports import DeepSpeedStrategy, MisconfigurationException, Trainer
-from tests.tables import each
+from tests.lightning_imports import MisconfigurationException
 
 
 def test_a_resumed_run_is_the_uninterrupted_one():
@@ -68,46 +67,6 @@ def test_sums_of_another_kind_are_not_averaged_with():
     assert not other.state_dict()["to_log"]
 
 
-def test_another_run_begins_anew():
-    monitor = GradientNoiseMonitor(2)
-    for _ in range(2):
-        fit(Model(), monitor)
-        assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"every_n_steps": 0}, "every_n_steps is a number of optimizer steps, 1 or more; got 0"),
-        ({"kind": "layer"}, "Unknown kind of GradientNoiseMonitor 'layer'. Did you mean 'layers'.*: 'draws', 'layers'"),
-        ({"kind": None}, "Unknown kind of GradientNoiseMonitor None"),
-        ({"average": 0}, "average is a number of measurements, 1 or more; got 0"),
-        ({"threshold": 0}, "threshold is a ratio of gradient to noise, above 0; got 0"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        GradientNoiseMonitor(**arguments)
-
-
-def test_bad_patterns():
-    with pytest.raises(ValueError, match="layers: the pattern 'lm_head' matches no quantized layer. There are 2"):
-        fit(Model(), GradientNoiseMonitor(layers=["lm_head"]))
-
-
-def test_without_the_plugin():
-    run = Trainer(accelerator="cpu", callbacks=[GradientNoiseMonitor()], max_steps=1, logger=False)
-    with pytest.warns(UserWarning, match="Not measured: .* Trainer has Precision. Use e.g. Trainer"):
-        run.fit(Model())
-
-
-def test_manual_optimization():
-    model = Model()
-    model.automatic_optimization = False
-    with pytest.warns(UserWarning, match="Not measured: .* Use automatic optimization"):
-        GradientNoiseMonitor().on_fit_start(trainer(NOISY), model)
-
-
 def test_a_switch_does_not_wait_for_what_is_not_measured():
     model = Model()
     model.automatic_optimization = False
@@ -118,10 +77,3 @@ def test_a_switch_does_not_wait_for_what_is_not_measured():
             pytest.raises(MisconfigurationException, match="Monitor does not .it measures nothing"),
         ):
             trainer(NOISY, *callbacks).fit(model)
-
-
-def test_deepspeed_is_not_measured():
-    run, model = trainer(NOISY), Model()
-    run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
-    with pytest.warns(UserWarning, match="DeepSpeed keeps to itself: use kind='layers', or train with DDP"):
-        GradientNoiseMonitor().on_fit_start(run, model)

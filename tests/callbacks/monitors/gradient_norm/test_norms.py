@@ -11,6 +11,7 @@ from torch.nn.utils import get_total_norm
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision, StaticGradScaler
 from tests.callbacks.monitors.gradient_norm.runs import RULES, Planned, assert_same, fit, sgd
 from tests.lightning_imports import MixedPrecision
+from tests.tables import each
 
 
 def expected(seen, every=1, clips=False, spikes=()):
@@ -22,11 +23,13 @@ def expected(seen, every=1, clips=False, spikes=()):
     }
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("every_n_steps", [None, 1, 2])
-def test_curves_are_what_torch_says(every, every_n_steps):
-    model = Planned({1: 0.3})
-    found = fit(model, GradientNormMonitor([r"layer\.\d"], every_n_steps), log_every_n_steps=every)
+@each("every, every_n_steps, accumulate", [(1, None, 1), (1, 2, 1), (3, None, 1), (3, 1, 1), (3, 2, 1), (2, None, 3)])
+def test_curves_are_what_torch_says(every, every_n_steps, accumulate):
+    """Of all micro-batches together, in logged steps alone."""
+    model = Planned({1: 0.3, 3: 2.0})
+    monitor = GradientNormMonitor([r"layer\.\d"], every_n_steps)
+    found = fit(model, monitor, log_every_n_steps=every, accumulate_grad_batches=accumulate)
+    assert sorted(found) == list(range(every, 7, every))
     assert_same(found, expected(model.seen, every))
 
 
@@ -52,14 +55,6 @@ def test_clipped_by_a_hook():
     assert_same(found, expected(model.seen, clips=True))
     for row in found.values():
         assert row["clipped"] == pytest.approx(row["unclipped"] / 2)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_of_all_micro_batches_together(accumulate):
-    model = Planned({3: 2.0})
-    found = fit(model, accumulate_grad_batches=accumulate, log_every_n_steps=2)
-    assert sorted(found) == [2, 4, 6]
-    assert_same(found, expected(model.seen, 2))
 
 
 @pytest.mark.pairwise(1)

@@ -26,18 +26,13 @@ def test_a_spike_is_told_with_its_step_and_does_not_enter_the_mean():
 
 
 def test_a_spike_between_logged_steps():
-    factors = {12: 6.0}
-    assert spikes_of(factors, GradientNormMonitor(), log_every_n_steps=4) == []
-    with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
-        assert spikes_of(factors, GradientNormMonitor(every_n_steps=1), log_every_n_steps=4) == [(13, 6.0, 1.0)]
-
-
-def test_every_n_steps_are_those_of_the_logger():
-    """Ten norms are known after step 20; step 22 is looked at, step 21 is not."""
-    options = {"steps": 24, "log_every_n_steps": 4}
-    assert spikes_of({20: 6.0}, GradientNormMonitor(every_n_steps=2), **options) == []
-    with pytest.warns(UserWarning, match=SAID.format(22, 6, 1)):
-        spikes_of({21: 6.0}, GradientNormMonitor(every_n_steps=2), **options)
+    """Every n steps of the logger: ten norms are known after step 20; of steps 21 and 22 the latter is looked at."""
+    assert spikes_of({12: 6.0}, GradientNormMonitor(), log_every_n_steps=4) == []
+    assert spikes_of({20: 6.0}, GradientNormMonitor(every_n_steps=2), steps=24, log_every_n_steps=4) == []
+    for batch, every in ((12, 1), (21, 2)):
+        with pytest.warns(UserWarning, match=SAID.format(batch + 1, 6, 1)):
+            found = spikes_of({batch: 6.0}, GradientNormMonitor(every_n_steps=every), steps=24, log_every_n_steps=4)
+        assert found == [(batch + 1, 6.0, 1.0)]
 
 
 def test_spikes_are_counted_in_a_curve():
@@ -149,8 +144,3 @@ def test_no_clipping_is_advised_where_something_clips():
     assert len(advice()) == 2
     assert advice(gradient_clip_val=1.0) == advice(RULES["Stable-SPAM"]) == []
     assert len(advice(RULES["without rules"])) == 2
-
-
-def test_the_last_step_counts():
-    with pytest.warns(UserWarning, match="step 6: it is 12 before clipping"):
-        trainer(GradientNormMonitor(limit=10.0)).fit(Constant({5: 12.0}))

@@ -1,6 +1,5 @@
 """Curves of the loss scale, its state and the report."""
 
-import warnings
 from pathlib import Path
 
 import pytest
@@ -8,9 +7,9 @@ import torch
 
 from lightning_lowbit import LossScaleMonitor, RunReport, StaticGradScaler
 from lightning_lowbit.report.html import Text
-from tests.callbacks.monitors.device_reads import HOOKS, counted
 from tests.callbacks.monitors.loss_scale.runs import (
     FALLS,
+    PLUGINS,
     Scripted,
     conservative,
     lowbit,
@@ -22,8 +21,10 @@ from tests.callbacks.monitors.loss_scale.runs import (
     trainer,
     warned,
 )
+from tests.callbacks.monitors.resumed import resume
 from tests.curves import event_curves
 from tests.lightning_imports import Callback, TensorBoardLogger
+from tests.tables import each
 
 CURVES = ("scale", "growth_tracker", "overflows", "skipped_steps")
 
@@ -91,46 +92,11 @@ def test_curves_are_what_the_module_reads(plugin, every, accumulate):
     assert logged(run) == expected(model.seen, every)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_fused_optimizer_shows_overflows_in_the_scale_alone(every):
-    """Under Lightning's plugin it unscales within its step."""
-    monitor = LossScaleMonitor()
-    run = trainer(monitor, plugin=mixed(torchs()), log_every_n_steps=every, logger=TensorBoardLogger("."))
-    model = Scripted({1, 4}, lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True))
-    run.fit(model)
-    assert [one["scale"] for one in model.seen][:5] == [2**10, 2**9, 2**9, 2**9, 2**8]
-    assert logged(run) == expected(model.seen, every)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: StaticGradScaler(2.0**10, device="cpu"),
-        lambda: conservative(hysteresis=3),
-        lambda: conservative(floor=2.0**10),
-        lambda: conservative(cap=2.0**10, growth_interval=1, cooldown=0),
-    ],
-    ids=["static", "tolerant", "at its floor", "at its cap"],
-)
-def test_overflows_of_a_fused_optimizer_show_where_the_scale_does_not_fall(make):
-    monitor = LossScaleMonitor()
-    run = trainer(monitor, plugin=mixed(make()), logger=TensorBoardLogger("."))
-    model = Scripted({1, 4, 5}, lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True))
-    run.fit(model)
-    assert logged(run) == expected(model.seen, 1)
-
-
 def test_falls_of_a_first_scale_that_is_too_large_do_not_count():
     """Before a step is taken it only finds its place; at its floor it does not."""
     silent(conservative(), {0, 1, 2, 3, 5}, falls=2, within=8)
     warned("Loss scale, step 7: 2 overflows", conservative(), {0, 1, 2, 3, 5, 6}, falls=2, within=8)
     warned("Loss scale, step 2: 2 overflows", conservative(floor=2.0**9), {0, 1, 2}, falls=2, within=20)
-
-
-def test_a_static_scale_that_is_too_large_is_told_so():
-    scaler = StaticGradScaler(2.0**10, device="cpu")
-    advice = "3 overflows came within 6 optimizer steps at 1024, where it stays: lower it, or let it adapt"
-    warned(f"Loss scale, step 3: {advice}", scaler, {0, 1, 2, 3}, **FALLS)
 
 
 @pytest.mark.parametrize(
@@ -163,44 +129,8 @@ def test_a_batch_without_a_step_counts_nothing():
     assert reported(monitor, run)[0].startswith("1 of 6 optimizer steps were skipped")
 
 
-def test_nothing_is_read_between_logged_steps(monkeypatch):
-    Watched, reads = counted(LossScaleMonitor, monkeypatch)
-    trainer(Watched(), log_every_n_steps=4, max_steps=10).fit(Scripted({1, 5}))
-    assert all(reads.pop((hook, -1)) == 10 for hook in HOOKS), "a hook was not watched"
-    assert +reads == {("on_train_batch_start", 4): 1, ("on_train_batch_start", 8): 1}
-
-
-def test_watching_changes_nothing():
-    ends = []
-    for callbacks in ([], [LossScaleMonitor()]):
-        torch.manual_seed(0)
-        run, model = trainer(*callbacks), Scripted({1, 2, 6})
-        run.fit(model)
-        ends.append((model.seen, [parameter.detach() for parameter in model.parameters()]))
-    torch.testing.assert_close(*ends, rtol=0, atol=0)
-
-
 # An epoch is a step: Lightning resumes with the next epoch.
 SHORT = {"limit_train_batches": 1, "log_every_n_steps": 3}
-
-
-@plugins
-def test_a_resumed_run_is_the_uninterrupted_one(plugin):
-    """Also where it stops between two logged steps, with an overflow since the last."""
-    curves = []
-    for name, steps, resumed in (("whole", 12, None), ("half", 5, None), ("rest", 12, "half.ckpt")):
-        monitor = LossScaleMonitor(falls=20)
-        run = trainer(monitor, plugin=plugin(), max_steps=steps, logger=TensorBoardLogger(name), **SHORT)
-        torch.manual_seed(0)
-        run.fit(Scripted({1, 4, 6}), ckpt_path=resumed, weights_only=True)
-        run.save_checkpoint(f"{name}.ckpt")
-        curves.append(logged(run))
-    whole, half, rest = curves
-    assert sorted(whole) == [2, 5, 8, 11]
-    assert whole == half | rest
-    states = [torch.load(f"{name}.ckpt", weights_only=True)["callbacks"] for name in ("whole", "rest")]
-    (one,), (other,) = [[state for key, state in found.items() if "LossScaleMonitor" in key] for found in states]
-    assert one == other
 
 
 def test_a_resumed_run_does_not_repeat_what_was_said():
@@ -248,17 +178,6 @@ def test_what_was_not_said_before_the_checkpoint_is_said_after_it():
         again.fit(Scripted(), ckpt_path="half.ckpt", weights_only=True)
 
 
-def test_another_run_begins_anew():
-    monitor = LossScaleMonitor(**FALLS)
-    for _ in range(2):
-        run = trainer(monitor, logger=TensorBoardLogger("."))
-        model = Scripted({1, 2, 3})
-        with pytest.warns(UserWarning, match="Loss scale, step 4: 3 overflows"):
-            run.fit(model)
-        assert logged(run) == expected(model.seen, 1)
-    assert reported(monitor, run)[0].startswith("3 of 8 optimizer steps")
-
-
 def test_the_same_trainer_goes_on():
     monitor = LossScaleMonitor(**FALLS)
     run, model = trainer(monitor, max_steps=4, limit_train_batches=4), Scripted({1, 2, 3, 5, 6, 7})
@@ -267,15 +186,6 @@ def test_the_same_trainer_goes_on():
     run.fit_loop.epoch_loop.max_steps = 8
     run.fit(model)
     assert reported(monitor, run)[0].startswith("6 of 8 optimizer steps")
-
-
-def test_reported():
-    with pytest.warns(UserWarning, match="Loss scale"):
-        trainer(RunReport(), LossScaleMonitor(**FALLS)).fit(Scripted({1, 2, 3, 6}))
-    page = Path("report.html").read_text()
-    assert "Loss scale" in page
-    assert "4 of 8 optimizer steps were skipped" in page
-    assert "3 overflows came within 6 optimizer steps" in page
 
 
 @pytest.mark.parametrize("at", [0, 3])
@@ -298,8 +208,37 @@ def test_reported_after_an_exception(at):
         assert "No optimizer step was taken" in page
 
 
-def test_nothing_warns_in_a_healthy_run():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", "The '.*_dataloader' does not have many workers")
-        trainer(LossScaleMonitor(falls=1, within=1), max_steps=20).fit(Scripted())
+@each(
+    "make, overflows, every",
+    [
+        (torchs, {1, 4}, 1),
+        (torchs, {1, 4}, 3),
+        (lambda: StaticGradScaler(2.0**10, device="cpu"), {1, 4, 5}, 1),
+        (lambda: conservative(hysteresis=3), {1, 4, 5}, 1),
+        (lambda: conservative(floor=2.0**10), {1, 4, 5}, 1),
+        (lambda: conservative(cap=2.0**10, growth_interval=1, cooldown=0), {1, 4, 5}, 1),
+    ],
+)
+def test_a_fused_optimizer_shows_overflows_in_the_scale_alone(make, overflows, every):
+    """Under Lightning's plugin it unscales within its step; the scale falls, or is static, tolerant or at a bound."""
+    monitor = LossScaleMonitor()
+    run = trainer(monitor, plugin=mixed(make()), log_every_n_steps=every, logger=TensorBoardLogger("."))
+    model = Scripted(overflows, lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True))
+    run.fit(model)
+    if make is torchs:
+        assert [one["scale"] for one in model.seen][:5] == [2**10, 2**9, 2**9, 2**9, 2**8]
+    assert logged(run) == expected(model.seen, every)
+
+
+@each("plugin", PLUGINS.values())
+def test_a_resumed_run_is_the_uninterrupted_one(plugin):
+    """Also where it stops between two logged steps, with an overflow since the last."""
+
+    def fit(monitor, how, **kwargs):
+        run = trainer(monitor, plugin=plugin(), log_every_n_steps=3, **kwargs)
+        run.fit(Scripted({1, 4, 6}), **how)
+        return run
+
+    whole, half, rest = resume(lambda: LossScaleMonitor(falls=20), fit, (12, 5), None, logged)
+    assert sorted(whole) == [2, 5, 8, 11]
+    assert whole == half | rest

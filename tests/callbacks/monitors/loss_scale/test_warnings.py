@@ -16,7 +16,6 @@ from tests.callbacks.monitors.loss_scale.runs import (
     warned,
 )
 from tests.lightning_imports import BoringModel, MixedPrecision
-from tests.tables import each
 
 BOUNDS = {"falls": 3, "within": 4}
 
@@ -50,10 +49,6 @@ def test_too_many_falls_between_two_logged_steps(every):
     silent(conservative(growth_interval=100), {1, 4, 7, 18}, **options)
 
 
-def test_too_many_falls_are_said_once():
-    warned("Loss scale, step 4: 3 overflows", conservative(), {1, 2, 3, 4, 20, 21, 22}, max_steps=24, **FALLS)
-
-
 def test_one_fall_may_be_too_many():
     warned("Loss scale, step 3: 1 overflows", conservative(), {2}, falls=1, within=1)
 
@@ -72,13 +67,9 @@ def test_at_its_floor_overflows_count():
 
 
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
-def test_of_a_static_scale_overflows_count(plugin):
-    match = "Loss scale, step 7: 3 overflows came within 6 optimizer steps"
-    warned(match, StaticGradScaler(8, device="cpu"), {1, 4, 6}, plugin, **FALLS)
-
-
-@pytest.mark.parametrize("plugin", [lowbit, mixed])
-def test_a_static_scale_is_at_no_bound(plugin):
+def test_a_static_scale_is_at_no_bound_and_counts_overflows(plugin):
+    advice = "Loss scale, step 3: 3 overflows came within 6 optimizer steps at 1024, where it stays: lower it"
+    warned(advice, StaticGradScaler(2.0**10, device="cpu"), {0, 1, 2, 3}, plugin, **FALLS)
     silent(StaticGradScaler(1, device="cpu"), {1}, plugin, falls=3, within=3)
 
 
@@ -143,16 +134,3 @@ def test_without_a_scaler(plugin, message):
     advice = "compute_dtype='fp16'.* or leave out the callback"
     with pytest.warns(UserWarning, match=f"Not measured: LossScaleMonitor needs a scale.*{message}.* {advice}"):
         trainer(LossScaleMonitor(), plugins=plugin(), limit_val_batches=0).fit(BoringModel())
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"falls": 0}, "falls is how often the scale falls before a warning, 1 or more; got 0"),
-        ({"within": 4}, "within is a number of optimizer steps, no fewer than falls, 5 or more; got 4"),
-        ({"falls": 200}, "no fewer than falls, 200 or more; got 100"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        LossScaleMonitor(**arguments)

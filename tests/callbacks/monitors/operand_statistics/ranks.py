@@ -4,10 +4,10 @@ import warnings
 
 import torch
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_lowbit import LowBitPrecision, QuantizationMonitor
 from tests import ranks
+from tests.callbacks.monitors.ranks import counting
 from tests.ranks import RANKS, STRATEGIES
 
 STEPS, EVERY = 4, 2
@@ -32,24 +32,18 @@ class Regression(ranks.Regression):
         return torch.optim.SGD(self.trainer.model.parameters(), lr=0.2)
 
 
-class Noted(QuantizationMonitor):
-    """Keeps what it judged, and counts the collectives at the end of each batch."""
+class Noted(counting(QuantizationMonitor)):
+    """Keeps what it judged."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.by_step = {"operands": {}, "weights": {}}
-        self.collectives = []
 
     def _judge(self, what, columns):
         step = super()._judge(what, columns)
         self.by_step["operands"][what.step] = self._operands
         self.by_step["weights"][what.step] = self._rows
         return step
-
-    def on_train_batch_end(self, *arguments):
-        with CommDebugMode() as seen:
-            super().on_train_batch_end(*arguments)
-        self.collectives.append(seen.get_total_counts())
 
 
 def train(strategy, casts, shard=False, weights=None, **kwargs):

@@ -8,8 +8,6 @@ import torch
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS
 from tests.callbacks.monitors.operand_statistics.runs import MEANS, NAMES, Two, logged, of_layers, trainer
-from tests.curves import assert_curves
-from tests.tables import each
 
 
 def said_by(monitor, said):
@@ -77,40 +75,6 @@ def test_what_is_not_finite_is_said_once():
     assert "layer.0, step 3: fprop_x holds a NaN or an infinity. Look at the data of this step" in texts[0]
     assert not any("fprop_w" in text or "became 0" in text for text in texts)
     assert math.isnan(of_layers(logged(run)[2])["layer.0", "fprop_x"]["sqnr"])
-
-
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
-    def go(steps, **kwargs):
-        monitor = QuantizationMonitor(no_flips_for=100)
-        run = trainer(monitor, max_steps=steps, plugin="int4", log_every_n_steps=1)
-        with pytest.warns(UserWarning) as said:
-            run.fit(Spoilt(outlier, since=0), **kwargs)
-            run.save_checkpoint(tmp_path / f"{steps}.ckpt")
-        return logged(run), said_by(monitor, said)
-
-    whole, texts = go(4)
-    first, before = go(2)
-    assert (
-        [text.partition(":")[0] for text in texts] == [text.partition(":")[0] for text in before] == ["layer.0, step 1"]
-    )
-    monitor = QuantizationMonitor(no_flips_for=100)
-    run = trainer(monitor, max_steps=4, plugin="int4", log_every_n_steps=1)
-    run.fit(Spoilt(outlier, since=0), ckpt_path=tmp_path / "2.ckpt", weights_only=True)  # an alert would be an error
-    assert_curves(first | logged(run), whole, rtol=1e-6)
-    assert _alerts(monitor, run) == before
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"underflow_limit": 0}, "underflow_limit is a share of elements, above 0 and at most 1; got 0"),
-        ({"operands": False, "weights": False}, "nothing to watch with operands=False and weights=False: leave out"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        QuantizationMonitor(**arguments)
 
 
 @pytest.mark.parametrize(("operands", "weights"), [(True, None), (True, False), (False, True), (False, None)])

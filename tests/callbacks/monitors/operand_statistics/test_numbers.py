@@ -21,6 +21,7 @@ from tests.callbacks.monitors.operand_statistics.runs import (
     of_layers,
     trainer,
 )
+from tests.callbacks.monitors.quantization.runs import AtStep
 from tests.curves import assert_curves
 from tests.lightning_imports import Callback
 from tests.nn.operand_sums import assert_numbers, captured, numbers_of, places
@@ -35,17 +36,6 @@ class Manual(Two):
             optimizer.zero_grad()
             self.manual_backward(super().training_step(part, batch_idx))
             optimizer.step()
-
-
-class AtBatch(Callback):
-    """Does something to a run before one of its batches."""
-
-    def __init__(self, batch, action):
-        self.batch, self.action = batch, action
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == self.batch:
-            self.action(trainer)
 
 
 PLUGINS = {
@@ -102,7 +92,7 @@ def test_phases():
     def phase(name):
         return lambda run: run.precision_plugin.set_phase(name)
 
-    switches = [AtBatch(2, phase("qaf")), AtBatch(4, phase("bf16")), AtBatch(6, phase("hp-forward"))]
+    switches = [AtStep(2, phase("qaf")), AtStep(4, phase("bf16")), AtStep(6, phase("hp-forward"))]
     for order in (0, 1):  # before the monitor and after it
         run = trainer(
             *(switches if order == 0 else []),

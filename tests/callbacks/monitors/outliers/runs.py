@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import OutlierMonitor
-from tests.callbacks.monitors.outliers.ranks import MLP
+from tests.callbacks.monitors.ranks import MLP
 from tests.curves import assert_curves, event_curves
 from tests.lightning_imports import LightningModule, TensorBoardLogger, quiet_trainer
 

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import LowBitPrecision, OutlierMonitor
 from lightning_lowbit.metrics import swiglu_alignment
-from tests.callbacks.monitors.outliers.ranks import MLP
 from tests.callbacks.monitors.outliers.runs import CLOSE, LAYERS, Model, assert_same, fit, logged, trainer
+from tests.callbacks.monitors.ranks import MLP
 from tests.lightning_imports import Callback, TensorBoardLogger
 from tests.metrics.activations import activation_outliers
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lightning_lowbit import LowBitPrecision, PrecisionSwitch, RunReport, TernaryPrecision
-from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, AtStep, Two, rows, trainer, zeros
 
@@ -158,14 +157,6 @@ def test_a_resumed_run_goes_on_counting_and_does_not_repeat_itself(tmp_path):
     assert set(alerts(monitor, run)) == {*first, *second}, "what was said before the checkpoint belongs to the report"
 
 
-def test_another_run_begins_anew():
-    monitor = QuantizationMonitor()
-    for _ in range(2):
-        with alerts_said() as said:
-            trainer(monitor).fit(still(zeros))
-        assert len(said) == 1
-
-
 def test_the_last_step_is_reported():
     monitor = QuantizationMonitor()
     run = trainer(monitor)
@@ -211,20 +202,6 @@ def test_reported_after_an_exception(tmp_path):
     assert len(weights["alerts"]) == 1
     (page,) = tmp_path.rglob("report.html")
     assert "Quantized weights" in page.read_text()
-
-
-def test_reported_after_an_error_of_the_device():
-    class Lost(torch.Tensor):
-        def tolist(self):
-            raise RuntimeError("CUDA error")
-
-    monitor = QuantizationMonitor()
-    run = trainer(monitor)
-    run.fit(Two())
-    expected = monitor.report_data(run)
-    monitor._keep(quantization._Measured(8, 7, {}, []), {"weights": torch.zeros(1).as_subclass(Lost)})
-    assert monitor.report_data(run) == expected, "the numbers before are lost, too"
-    assert monitor._unread == []
 
 
 def test_a_switch_before_the_numbers_are_read():

@@ -8,7 +8,6 @@ from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, SHARES, AtStep, Two, rows, trainer
 from tests.lightning_imports import Callback
-from tests.tables import each
 
 
 class Manual(Two):
@@ -171,37 +170,6 @@ def test_nothing_is_logged_while_weights_are_not_quantized(off):
     assert list(rows(run)) == [0, 1, 4, 5], "what Lightning logged before it logs again"
 
 
-def test_no_layer_is_quantized():
-    run = trainer(QuantizationMonitor(), plugin=LowBitPrecision("bf16"))
-    run.fit(Two())
-    assert rows(run) == {}
-
-
-@pytest.mark.slow
-def test_only_some_layers_with_clean_names():
-    class Wrapped(Two):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.compile(self.layer, backend="eager")
-
-    run = trainer(QuantizationMonitor(only=[r"layer\.2"]), log_every_n_steps=6)
-    run.fit(Wrapped())
-    (row,) = rows(run).values()
-    assert set(row) == {f"{name}/fprop_w/layer.2" for name in ALL}
-
-
-@pytest.mark.parametrize(
-    ("only", "message"),
-    [
-        (["layer.7"], "only: the pattern 'layer.7' matches no linear layer. There are 2"),
-        ("layer.2", "list of patterns"),
-    ],
-)
-def test_patterns_that_match_nothing(only, message):
-    with pytest.raises(ValueError, match=message):
-        trainer(QuantizationMonitor(only=only), logger=False).fit(Two())
-
-
 def test_flat_weights_are_left_out(monkeypatch):
     """Those of FSDP1, of which no stretch is a matrix; operands are there as they always are."""
     monkeypatch.setattr(quantization, "has_flat_weights", lambda run: True)
@@ -215,15 +183,3 @@ def test_flat_weights_are_left_out(monkeypatch):
     with pytest.warns(UserWarning, match=r"Not measured: QuantizationMonitor\(weights=True\) needs weights that are"):
         run.fit(Two())
     assert set(monitor.report_data(run)["quantized_operands"]["layers"]) == set(LAYERS)
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"no_flips_for": 0}, "no_flips_for is a number of optimizer steps, 1 or more; got 0"),
-        ({"zeros_tolerance": 0}, "zeros_tolerance is a share of elements, above 0 and at most 1; got 0"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        QuantizationMonitor(**arguments)

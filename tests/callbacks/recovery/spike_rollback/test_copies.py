@@ -149,14 +149,6 @@ def test_a_run_resumed_after_a_rollback_has_the_same_average(tmp_path):
     assert_same(model.end[0], whole.end[0], "the resumed run ends elsewhere")
 
 
-def test_an_average_that_a_step_is_skipped_for_stays_finite():
-    """Optimizers of the package and loss scales skip a step whose gradient is not finite."""
-    for optimizer, plugin in (("StableSPAM", None), ("AdamW", FP8Precision("current", compute_dtype="fp16"))):
-        model = Scripted(range(20), {BAD: "nan"}, optimizer)
-        fit(model, EMA(decay=0.9), plugin=plugin)
-        assert all(value.isfinite().all() for value in model.end[0].values()), optimizer
-
-
 def test_going_back_is_no_movement_of_a_step():
     """A window of OsciReset that is open ends; the next one begins as if there had been none."""
     seen = []

@@ -171,10 +171,3 @@ def test_a_run_that_has_converged_goes_on():
     losses = [*start, *(loss for _ in range(6) for loss in (*settled, 0.5))]
     with pytest.warns(UserWarning, match="SpikeRollback"), pytest.raises(RuntimeError, match="no batch that is to"):
         trainer(rollback(history=4, max_rollbacks=2), limit_val_batches=0).fit(Losses(losses))
-
-
-def test_what_the_run_began_with_is_in_the_checkpoint():
-    first, second = rollback(history=4), rollback(history=4)
-    trainer(first, limit_val_batches=0).fit(Losses([1.0, 1.1, 0.9, 1.0, *[1e-6] * 6]))
-    second.load_state_dict(first.state_dict())
-    assert second.state_dict() == first.state_dict() and second.state_dict()["start"] == pytest.approx(1.0)

@@ -6,16 +6,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_lowbit import RunReport, SpikeRollback
+from lightning_lowbit import RunReport
 from tests.callbacks.recovery.spike_rollback.runs import BAD, Scripted, fit, rollback, trainer
 from tests.lightning_imports import (
-    BoringModel,
-    DeepSpeedStrategy,
-    MisconfigurationException,
     TensorBoardLogger,
-    from_yaml,
 )
-from tests.tables import each
 
 
 def test_logged():
@@ -46,59 +41,3 @@ def test_reported():
     assert f'<td class="number">{BAD + 1}</td>' in page, "charts count the first step as 1"
     fit(Scripted(range(4)), RunReport(), rollback())
     assert "No loss spiked." in Path("version_1/report.html").read_text()
-
-
-def test_from_yaml():
-    run = from_yaml("""
-        accelerator: cpu
-        callbacks:
-          - class_path: lightning_lowbit.callbacks.recovery.spike_rollback.SpikeRollback
-            init_args: {threshold: 4, phase: bf16, lr_factor: 0.5, device: cpu}
-    """)
-    (callback,) = (one for one in run.callbacks if isinstance(one, SpikeRollback))
-    assert (callback.threshold, callback.phase, callback.lr_factor, callback.device) == (4, "bf16", 0.5, "cpu")
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"threshold": 0}, "threshold is a number of standard deviations, above 0; got 0"),
-        ({"history": 1}, "history is a whole number, 2 or more; got 1"),
-        ({"warmup_steps": 1.0}, "warmup_steps is a whole number, 2 or more; got 1.0"),
-        ({"every_n_steps": 0}, "every_n_steps is a whole number, 1 or more; got 0"),
-        ({"good_for": -1}, "good_for is a whole number, 0 or more; got -1"),
-        ({"good_for": True}, "good_for is a whole number, 0 or more; got True"),
-        ({"every_n_steps": 20}, "good_for is less than every_n_steps; got good_for=20, every_n_steps=20"),
-        ({"recovery_steps": 0}, "recovery_steps is a whole number, 1 or more; got 0"),
-        ({"max_rollbacks": 0}, "max_rollbacks is a whole number, 1 or more; got 0"),
-        ({"within": None}, "within is a whole number, 1 or more; got None"),
-        ({"lr_factor": 0}, "above 0 and at most 1; got 0"),
-        ({"device": "cuda"}, "Unknown device of snapshots 'cuda'.*'same', 'cpu'"),
-        ({"phase": "fp32"}, "Unknown phase 'fp32'"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        SpikeRollback(**arguments)
-
-
-def test_manual_optimization():
-    class Manual(BoringModel):
-        automatic_optimization = False
-
-    with pytest.raises(MisconfigurationException, match="Use automatic optimization, or leave out the callback"):
-        trainer(SpikeRollback()).fit(Manual())
-
-
-def test_a_phase_without_a_plugin():
-    with pytest.raises(MisconfigurationException, match=r"the Trainer has Precision\. Use e\.g\. Trainer\(plugins="):
-        fit(Scripted(range(2)), SpikeRollback(phase="bf16"))
-
-
-def test_deepspeed():
-    run = trainer()
-    run.strategy.__class__ = type("Likewise", (DeepSpeedStrategy,), {})  # the package need not be installed
-    with pytest.raises(
-        MisconfigurationException, match="DeepSpeed keeps to itself: .* or train with DDP, FSDPStrategy"
-    ):
-        SpikeRollback().on_fit_start(run, Scripted(range(2)))

@@ -165,11 +165,3 @@ def test_a_resumed_run_goes_back_to_where_it_was_resumed():
     with pytest.warns(UserWarning, match="The loss of step 11 .* weights of step 9"):
         model = resumed(Scripted(range(20), {BAD: "spike"}), callback)
     assert_same(model.end, fit(Scripted([*range(9), *range(13, 20)])).end, "not the run without these batches")
-
-
-def test_another_run_starts_afresh():
-    callback = rollback()
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="SpikeRollback"):
-            fit(Scripted(range(20), {BAD: "nan"}), callback)
-        assert steps(callback) == [(13, 11, 8)]

@@ -4,7 +4,6 @@ import warnings
 from itertools import pairwise
 
 import pytest
-import torch
 from torch.amp.grad_scaler import GradScaler
 
 from lightning_lowbit import ConservativeGradScaler, FP8Precision, LowBitPrecision
@@ -34,19 +33,6 @@ def test_ends_as_the_run_that_never_saw_the_batches(optimizer, kind, device):
         model = fit(Scripted(range(20), {BAD: kind}, optimizer), callback)
     assert steps(callback) == [(13, 11, 8)]
     assert_same(model.end, fit(Scripted(KEPT, optimizer=optimizer)).end, "not the run without these batches")
-
-
-@pytest.mark.parametrize("kind", ["spike", "nan"])
-def test_without_it_the_run_is_lost(kind):
-    """And with it the loss ends where it would have without the batch: within a quarter, since five of 20 steps are
-    missing."""
-    clean = fit(Scripted(range(40))).losses
-    lost = fit(Scripted(range(40), {30: kind})).losses
-    with pytest.warns(UserWarning, match="SpikeRollback"):
-        kept = fit(Scripted(range(40), {30: kind}), rollback()).losses
-    end, ends = sum(clean[-5:]), (sum(lost[-5:]), sum(kept[-5:]))
-    assert not ends[0] < 10 * end, f"without the callback the run goes on: {ends[0]} against {end}"
-    assert ends[1] == pytest.approx(end, rel=0.25), f"with the callback {ends[1]}, without the batch {end}"
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -102,14 +88,6 @@ def test_a_candidate_with_the_bad_update_does_not_prove_good_later():
     assert_same(model.end, fit(Scripted([*range(8), *range(17, 20)])).end, "not the run without these batches")
 
 
-def test_trusting_a_snapshot_too_early_shows_why_one_waits():
-    with (
-        pytest.warns(UserWarning, match="weights of step 9"),
-        pytest.raises(RuntimeError, match="it is no batch that is to blame"),
-    ):
-        fit(Scripted(range(40), {8: "late"}), rollback(every_n_steps=3, good_for=0))
-
-
 @pytest.mark.parametrize(("good_for", "to"), [(0, 8), (2, 8), (3, 8), (4, 0), (7, 0)])
 def test_a_snapshot_proves_good(good_for, to):
     """Of the snapshot of step 8, where the losses of 8, 9 and 10 are good and that of 11 is not. That of 0 precedes."""
@@ -145,16 +123,6 @@ def test_the_scaler_and_the_amaxes_go_back_and_counters_go_on(plugin):
         histories = used.histories.state_dict() if isinstance(used, LowBitPrecision) else {}
         ends.append((model.end, None if used.scaler is None else used.scaler.state_dict(), histories))
     assert_same(*ends, "not the run without these batches")
-
-
-def test_schedules_go_on():
-    """One that computes a learning rate from the last one, too."""
-    with pytest.warns(UserWarning, match="SpikeRollback"):
-        model = fit(
-            Scripted(range(20), {BAD: "nan"}, scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)),
-            rollback(),
-        )
-    assert model.made.rates == pytest.approx([1e-2 * 0.9**step for step in range(20)])
 
 
 def test_what_an_optimizer_keeps_in_its_groups_goes_back_and_what_is_scheduled_stays():

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch
-from lightning_lowbit.callbacks import Plateau
-from tests.callbacks.switches.gradual.runs import INF, NAN, Validated, Witness, blends, fit, seen
+from tests.callbacks.switches.gradual.runs import INF, NAN, Validated, blends, seen
+from tests.callbacks.switches.runs import RESUMES, Witness, fit
 from tests.lightning_imports import MisconfigurationException
 from tests.precision.regression_model import flat, trainer
 from tests.tables import each
 
-# Short runs: many end in the middle of a switch.
-pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")
+pytestmark = RESUMES
 
 
 @each(
@@ -52,16 +51,6 @@ def test_happens_once():
     assert found == [1, 1, 0, 0.5] + [1] * 8
 
 
-def test_a_sudden_switch_at_a_plateau():
-    seen = fit(
-        PrecisionSwitch("hp-forward", plateau=Plateau("other", patience=2)),
-        model=Validated(1, name="other"),
-        val_check_interval=1,
-        limit_val_batches=1,
-    )
-    assert list(seen.phases.values()) == ["fqt"] * 3 + ["hp-forward"] * 5
-
-
 def test_a_validation_in_mid_step_counts_for_the_next_one():
     """Steps of two micro-batches, a validation after each third: after steps 1½, 3, 4½ and 6."""
     kwargs = {"accumulate_grad_batches": 2, "val_check_interval": 3, "limit_val_batches": 1}
@@ -82,13 +71,6 @@ def test_validations_outside_training_do_not_count():
     assert seen(switch)["stalled"] == 3
 
 
-def test_another_run_begins_anew():
-    switch = PrecisionSwitch("qaf", plateau={"patience": 1})
-    kwargs = {"val_check_interval": 1, "limit_val_batches": 1, "max_steps": 5}
-    for said, expected in [((1,), ["fqt"] * 2 + ["qaf"] * 3), ((5, 4, 3, 3), ["fqt"] * 4 + ["qaf"])]:
-        assert list(fit(switch, model=Validated(*said), **kwargs).phases.values()) == expected
-
-
 def test_the_same_trainer_goes_on():
     model, witness = Validated(3, 2, 2), Witness()
     switch = PrecisionSwitch("fqt", plateau={"patience": 2}, steps=4)
@@ -99,7 +81,7 @@ def test_the_same_trainer_goes_on():
     for epochs in range(1, 5):  # the fourth validation is in the second epoch
         made.fit_loop.max_epochs = epochs
         made.fit(model)
-    assert list(witness.blends.values()) == [1, 1, 1, 1, 0, 0.25, 0.5, 0.75]
+    assert witness.blends == [1, 1, 1, 1, 0, 0.25, 0.5, 0.75]
 
 
 def test_a_metric_that_is_not_there():
@@ -131,5 +113,5 @@ def test_all_ranks_begin_where_one_sees_a_plateau():
     switch = PrecisionSwitch("fqt", plateau={"patience": 2}, steps=2)
     fit(switch, model=Ranks(), val_check_interval=1, limit_val_batches=1, **kwargs)
     (blends, weights), (others, other_weights) = (torch.load(f"{rank}.pt") for rank in range(2))
-    assert list(blends.values()) == list(others.values()) == [1, 1, 1, 0, 0.5, 1]
+    assert blends == others == [1, 1, 1, 0, 0.5, 1]
     assert torch.equal(weights, other_weights), "the ranks have trained different weights"

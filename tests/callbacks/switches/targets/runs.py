@@ -1,16 +1,10 @@
 """Runs of which a switch changes a part."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from lightning_lowbit import FP4Precision
-from lightning_lowbit.nn.layers.layer import QuantizedLayer
-from tests.lightning_imports import Callback
-from tests.precision.regression_model import Regression, trainer
-
-Optimizer = Callable[[Any], torch.optim.Optimizer]
+from tests.callbacks.switches import runs
+from tests.precision.regression_model import Regression
 
 
 class Model(Regression):
@@ -44,37 +38,6 @@ class Model(Regression):
         optimizer.step(closure=noted)
 
 
-class Casts(Callback):
-    """The casts of all layers in each step, outside the phase and in it; a checkpoint after each step, if it shall."""
-
-    def __init__(self, keep=False):
-        self.full = []
-        self.phases = []
-        self.keep = keep
-
-    def on_train_batch_start(self, trainer, pl_module, *_):
-        layers = {name: m for name, m in pl_module.named_modules() if isinstance(m, QuantizedLayer)}
-        phase = trainer.precision_plugin.phase
-        for name, layer in layers.items():
-            assert layer.casts == layer.full_casts.phase(phase), f"{name} is not in phase {phase}"
-        self.phases.append(phase)
-        self.full.append({name: layer.full_casts for name, layer in layers.items()})
-
-    def on_train_batch_end(self, trainer, *_):
-        if self.keep and not trainer.fit_loop._should_accumulate():
-            trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
-
-    def of(self, name):
-        return [str(casts[name]) for casts in self.full]
-
-
-def fit(*callbacks, model=None, plugin=None, ckpt_path=None, **kwargs):
-    """Six steps, with callbacks and then a witness."""
-    witness = Casts(kwargs.pop("keep", False))
-    made = trainer(
-        plugin or FP4Precision(quantize_output=True),
-        callbacks=[*callbacks, witness],
-        **{"max_steps": 6, "limit_train_batches": 64, **kwargs},
-    )
-    made.fit(model or Regression(), ckpt_path=ckpt_path)
-    return witness
+def fit(*callbacks, plugin=None, **kwargs):
+    """Six steps in FP4, with callbacks and then a witness."""
+    return runs.fit(*callbacks, plugin=plugin or FP4Precision(quantize_output=True), **{"max_steps": 6, **kwargs})

@@ -6,16 +6,12 @@ from torch import Tensor, nn
 
 from lightning_lowbit import SPAM, Adaptive, LowBitAdamW, PrecisionSwitch, QAFSwitch, StableSPAM
 from lightning_lowbit.callbacks.learning_rates import LowerRates, Rewarm
+from tests.callbacks.switches.runs import RESUMES
 from tests.callbacks.switches.targets.runs import Model, fit
 from tests.lightning_imports import Callback
 from tests.precision.regression_model import Regression, trainer
-from tests.tables import each
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Training ended at"),
-    # The loader begins again, and nothing depends on it: a batch follows from its place in the run.
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
-]
+pytestmark = RESUMES
 
 
 def adam(p):
@@ -150,7 +146,7 @@ def test_each_switch_that_acted_is_reported(resumed):
         ]
 
     switches = make()
-    fit(*switches, max_steps=8, keep=True)
+    fit(*switches, max_steps=8, keep="trained")
     if resumed:
         switches = make()
         fit(*switches, max_steps=8, ckpt_path="5.ckpt")
@@ -170,20 +166,3 @@ def test_nothing_to_report():
     fit(switch)
     made = trainer(None, callbacks=[switch])
     assert (switch.report_data(made), switch.report_sections(made)) == ({}, [])
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({"to": {}}, "to maps patterns of layers to casts, at least one"),
-        ({"to": {"head": "qat"}}, "Unknown phase or preset 'qat'. Did you mean 'qaf'.*'mxfp4'"),
-        ({"to": {"head": {"fprop_v": None}}}, "Unknown field of LinearCasts 'fprop_v'"),
-        ({"to": {"head": "bf16"}, "steps": 5}, "λ is for all layers, and a mapping for some"),
-        ({"rewarm": 0}, "rewarm is a number of optimizer steps, 1 or more, or None; got 0"),
-        ({"rewarm": 2.5}, "rewarm is a number of optimizer steps, 1 or more, or None; got 2.5"),
-        ({"moments": "forget"}, "Unknown moments 'forget'"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        PrecisionSwitch(**{"to": "fqt", "step": 3, **arguments})

@@ -1,16 +1,12 @@
 """Switches on two processes."""
 
-import pytest
 import torch
 
+from tests.callbacks.switches.runs import RESUMES
 from tests.callbacks.switches.targets.ranks import RANKS, TOKENS
 from tests.launch import launch
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Training ended at"),
-    # The loader begins again, and nothing depends on it: a batch follows from its place in the run.
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
-]
+pytestmark = RESUMES
 
 
 def test_two_processes(tmp_path):

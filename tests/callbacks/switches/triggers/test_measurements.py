@@ -5,18 +5,13 @@ import math
 import pytest
 import torch
 
-from lightning_lowbit import Below, Plateau, PrecisionSwitch, QAFSwitch
+from lightning_lowbit import Below, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow
-from lightning_lowbit.callbacks.switches.step_triggers import count_tokens
-from tests.callbacks.switches.triggers.runs import Texts, begin, fit
-from tests.lightning_imports import Callback, MisconfigurationException, from_yaml
-from tests.tables import each
+from tests.callbacks.switches.runs import RESUMES
+from tests.callbacks.switches.triggers.runs import begin, fit
+from tests.lightning_imports import Callback, MisconfigurationException
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Training ended at"),
-    # The loader begins again, and nothing depends on it: a batch follows from its place in the run.
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
-]
+pytestmark = RESUMES
 
 
 class Measured(Callback):
@@ -120,20 +115,20 @@ def test_resumes_before_at_and_after(name):
     kwargs = {"max_steps": 12 if name == "plateau" else 8}
     if name == "plateau":
         kwargs |= {"val_check_interval": 2, "limit_val_batches": 1}
-    phases, weights = fit(*make(), keep=True, **kwargs)
-    switched = next(step for step, phase in phases.items() if phase == "qaf")
+    whole = fit(*make(), keep="trained", **kwargs)
+    switched = whole.phases.index("qaf")
     assert switched == {"plateau": 6}.get(name, 4)
     # Of a checkpoint between a step and the validation after it, Lightning leaves this validation out.
     at = [3, 7, 9] if name == "plateau" else [switched - 1, switched, switched + 1, switched + 2]
     for step in at:
-        resumed, resumed_weights = fit(*make(), ckpt_path=f"{step}.ckpt", **kwargs)
-        assert resumed == {k: phase for k, phase in phases.items() if k >= step}, f"resumed after step {step}"
-        assert torch.equal(resumed_weights, weights), f"resumed after step {step}: other weights"
+        resumed = fit(*make(), ckpt_path=f"{step}.ckpt", **kwargs)
+        assert resumed.rows == whole.rows[step:], f"resumed after step {step}"
+        assert torch.equal(resumed.weights, whole.weights), f"resumed after step {step}: other weights"
 
 
 def test_what_is_measured_and_not_looked_at_is_saved():
     """The fake monitor forgets its measurements: that of the 2nd step is known after the 3rd, and looked at later."""
-    fit(Measured(3, 1, 1, 3), QAFSwitch(below=TRIGGERS["below"]["below"]), keep=True)
+    fit(Measured(3, 1, 1, 3), QAFSwitch(below=TRIGGERS["below"]["below"]), keep="trained")
     (state,) = torch.load("3.ckpt", weights_only=True)["lightning_lowbit_switches"].values()
     assert state == {"due": math.inf, "in_a_row": 0, "value": 3, "seen": 1, "waiting": [(2, 1)]}
 
@@ -144,72 +139,10 @@ def test_of_two_that_are_due_at_once_the_last_in_the_list_holds():
         ([PrecisionSwitch("bf16", step=3), QAFSwitch(tokens=30)], "qaf"),
         ([QAFSwitch(tokens=30), PrecisionSwitch("bf16", step=3)], "bf16"),
     ]:
-        phases, _ = fit(*switches)
-        assert list(phases.values()) == ["fqt"] * 3 + [last] * 5
+        assert fit(*switches).phases == ["fqt"] * 3 + [last] * 5
         assert [switch._record is None for switch in switches] == [True, False], "the first one has acted"
-
-
-@each(
-    ("arguments", "message"),
-    [
-        ({}, "got at=None, step=None, tokens=None, plateau=None, below=None"),
-        ({"at": 0.5, "tokens": 5}, "Give either .*; got at=0.5, tokens=5"),
-        ({"step": 3, "below": {}}, "got step=3, below={}"),
-        ({"tokens": -1}, "tokens is how many are trained on first, 0 or more; got -1"),
-        ({"step": 5, "count": count_tokens}, "count counts the tokens of a batch, for tokens alone"),
-        ({"tokens": 5, "count": 3}, "count takes a batch and gives the number of its tokens; got 3"),
-        ({"below": "noise"}, "below is a Below or a mapping .*; got 'noise'"),
-        ({"below": {"measurement": 3}}, "Unknown field of below 'measurement'. Did you mean 'measurements'"),
-        ({"below": {"measurements": 0}}, "measurements is how many in a row, 1 or more; got 0"),
-        ({"below": {"threshold": math.nan}}, "threshold is what the metric is below, a finite number; got nan"),
-        ({"below": {"monitor": ""}}, "monitor is the name of a metric that a callback measures; got ''"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        QAFSwitch(**arguments)
-
-
-def test_yaml():
-    callbacks = from_yaml("""
-        accelerator: cpu
-        plugins: {class_path: lightning_lowbit.FP4Precision}
-        callbacks:
-          - class_path: lightning_lowbit.QAFSwitch
-            init_args: {below: {}}
-          - class_path: lightning_lowbit.PrecisionSwitch
-            init_args: {to: bf16, below: {threshold: 1.5, measurements: 5}, rewarm: 10}
-          - class_path: lightning_lowbit.PrecisionSwitch
-            init_args:
-              to: fqt
-              tokens: 1000000
-              count: lightning_lowbit.callbacks.switches.step_triggers.count_tokens
-          - class_path: lightning_lowbit.QAFSwitch
-            init_args: {plateau: {patience: 3}, moments: reset}
-          - class_path: lightning_lowbit.PrecisionSwitch
-            init_args:
-              to:
-                lm_head: bf16
-                layers\\.0: {preset: nvfp4, every: {rounding: nearest}}
-              step: 7
-    """).callbacks
-    first, second, third, fourth, last = (c for c in callbacks if isinstance(c, PrecisionSwitch))
-    assert first.below == Below()
-    assert (second.below, second.rewarm) == (Below(threshold=1.5, measurements=5), 10)
-    assert (third.tokens, third.count) == (1_000_000, count_tokens)
-    assert (fourth.plateau, fourth.moments) == (Plateau(patience=3), "reset")
-    assert last.to == {"lm_head": "bf16", r"layers\.0": {"preset": "nvfp4", "every": {"rounding": "nearest"}}}
 
 
 def test_switches_of_other_triggers_have_states_of_their_own():
     keys = {QAFSwitch(**arguments).state_key for arguments in TRIGGERS.values()}
     assert len(keys) == len(TRIGGERS)
-
-
-def test_a_second_run_begins_anew():
-    switches = [QAFSwitch(tokens=30, rewarm=2, moments="reset")]
-    first = fit(*switches)
-    model = Texts()
-    second = fit(*switches, model=model)
-    assert first[0] == second[0]
-    assert torch.equal(first[1], second[1])

@@ -7,15 +7,12 @@ import torch
 
 from lightning_lowbit import PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.step_triggers import AtTokens, count_tokens
+from tests.callbacks.switches.runs import RESUMES
 from tests.callbacks.switches.triggers.runs import begin, fit
 from tests.lightning_imports import BoringModel, MisconfigurationException
 from tests.tables import each
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Training ended at"),
-    # The loader begins again, and nothing depends on it: a batch follows from its place in the run.
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
-]
+pytestmark = RESUMES
 
 
 @pytest.mark.pairwise(1)
@@ -98,6 +95,6 @@ def test_ranks_that_share_a_batch_count_as_one():
 
 
 def test_a_checkpoint_without_a_count_says_so():
-    fit(max_steps=3, keep=True)
+    fit(max_steps=3, keep="trained")
     with pytest.warns(UserWarning, match=r"QAFSwitch\(tokens=20\) counts tokens from step 3 on"):
         assert begin(QAFSwitch(tokens=20), ckpt_path="3.ckpt") == 5

@@ -1,0 +1,84 @@
+"""Runs that switch, and what is in force in each of their steps."""
+
+import pytest
+
+from lightning_lowbit.nn.layers.layer import QuantizedLayer
+from tests.lightning_imports import Callback
+from tests.precision.regression_model import Regression, flat, trainer, two_casts
+
+RESUMES = [
+    pytest.mark.filterwarnings("ignore:Training ended at"),  # many end in the middle of a switch
+    # The loader begins again, and nothing depends on it: a batch follows from its place in the run.
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+]
+
+
+class Saving(Callback):
+    """Saves a checkpoint after each optimizer step, once it is ``"trained"`` or ``"validated"``; None saves none."""
+
+    def __init__(self, keep=None):
+        self.keep = keep
+
+    def on_train_batch_end(self, trainer, *_):
+        self._save(trainer, "trained")
+
+    def on_validation_end(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self._save(trainer, "validated")
+
+    def _save(self, trainer, when):
+        if self.keep == when and not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
+
+
+class Witness(Saving):
+    """What is in force in each optimizer step, as the layers have it, and the weights at the end.
+
+    Attributes:
+        rows: of each step its number, the phase, λ, and the casts of all layers outside the phase.
+    """
+
+    def __init__(self, keep=None):
+        super().__init__(keep)
+        self.rows, self.weights = [], None
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        plugin = trainer.precision_plugin
+        layers = {name: m for name, m in pl_module.named_modules() if isinstance(m, QuantizedLayer)}
+        assert layers
+        for name, layer in layers.items():
+            assert layer.casts == layer.full_casts.phase(plugin.phase), f"{name} is not in phase {plugin.phase}"
+            blend = 1.0 if layer.lowbit.blend is None else layer.lowbit.blend.item()
+            assert blend == plugin.blend.item(), "the layers have another λ than the plugin"
+        casts = {name: layer.full_casts for name, layer in layers.items()}
+        row = trainer.global_step, plugin.phase, plugin.blend.item(), casts
+        if not self.rows or self.rows[-1][0] != trainer.global_step:
+            self.rows.append(row)
+        assert self.rows[-1] == row, f"it changes within step {trainer.global_step}"
+
+    def on_train_end(self, trainer, pl_module):
+        self.weights = flat(pl_module)
+
+    @property
+    def phases(self):
+        return [phase for _, phase, *_ in self.rows]
+
+    @property
+    def blends(self):
+        return [blend for _, _, blend, _ in self.rows]
+
+    @property
+    def casts(self):
+        return [casts for *_, casts in self.rows]
+
+    def of(self, name):
+        return [str(casts[name]) for casts in self.casts]
+
+
+def fit(*callbacks, model=None, plugin=None, ckpt_path=None, keep=None, **kwargs):
+    """Eight steps, with callbacks and then a witness."""
+    witness = Witness(keep)
+    defaults = {"max_steps": 8, "limit_train_batches": 64, "num_sanity_val_steps": 0}
+    made = trainer(plugin or two_casts(), callbacks=[*callbacks, witness], **{**defaults, **kwargs})
+    made.fit(model or Regression(), ckpt_path=ckpt_path)
+    return witness
