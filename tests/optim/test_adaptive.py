@@ -86,12 +86,10 @@ def uncorrected_second_moment(optimizer, parameter):
 
 
 @pytest.mark.pairwise(1)
-@in_cpp_and_in_torch
 @pytest.mark.parametrize("options", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_reference(make, options, code, within):
+def test_reference(make, options, within):
     """In float64, where only the order of sums differs; Lion's signs are then safe, too."""
-    within(use(code))
     within(in_pieces(8))
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
     guarding = [Guard(**options) for _ in parameters]
@@ -99,19 +97,19 @@ def test_reference(make, options, code, within):
     assert (cut > 0) == (options.get("element_clip", "ada_clip") == "ada_clip"), f"{cut} elements were cut"
 
 
+@in_cpp_and_in_torch
 @each("options", RULES.values())
-def test_reference_in_fp32(options):
+def test_reference_in_fp32(options, code, within):
+    within(use(code))
     parameters, twins = make_parameters(shapes=SHAPES), make_parameters(shapes=SHAPES)
     make = OPTIMIZERS["AdamW"]
     follow_reference(Adaptive(make(parameters), **options), make(twins), [Guard(**options) for _ in twins], 10, 1e-5)
 
 
 @pytest.mark.pairwise(1)
-@in_cpp_and_in_torch
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["AdamW, fused"]], ids=["AdamW", "AdamW, fused"])
 @pytest.mark.parametrize("norm_clip", ["ada_gn", "grad_clip", None])
-def test_spike_clip_by_the_wrapped_second_moment(make, norm_clip, code, within):
-    within(use(code))
+def test_spike_clip_by_the_wrapped_second_moment(make, norm_clip, within):
     within(in_pieces(8))
     options = {"element_clip": "spike_clip", "norm_clip": norm_clip, "spike_threshold": 4.0}
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
@@ -162,24 +160,6 @@ def test_options_are_read_at_each_step():
     assert_same(
         [p.detach() for p in parameters], [p.detach() for p in twins], "an option or lr changed later was ignored"
     )
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-11)])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_around_adamw_it_is_stable_spam_without_resets(dtype, tolerance, weight_decay):
-    parameters, twins = make_parameters(dtype), make_parameters(dtype)
-    adaptive = Adaptive(torch.optim.AdamW(parameters, lr=1e-3, weight_decay=weight_decay))
-    stable = StableSPAM(twins, lr=1e-3, weight_decay=weight_decay, reset_interval=None)
-    for step in range(10):
-        train(adaptive, parameters, [step])
-        train(stable, twins, [step])
-        for p, twin in zip(parameters, twins, strict=True):
-            torch.testing.assert_close(
-                p, twin, rtol=tolerance, atol=tolerance, msg=lambda t, n=step + 1: f"step {n}: {t}"
-            )
-    left, right = adaptive.gradient_statistics(), stable.gradient_statistics()
-    for p, twin in zip(parameters, twins, strict=True):
-        torch.testing.assert_close(tuple(left[p]), tuple(right[twin]), rtol=tolerance, atol=tolerance)
 
 
 def test_the_gradients_are_restored_when_the_wrapped_optimizer_raises():

@@ -11,7 +11,8 @@ from lightning_lowbit.compilation import backend
 from lightning_lowbit.optim import LowBitAdamW
 from lightning_lowbit.optim.moments import NAMES, FP8Moments, _encode_moment, _fake_encoded
 from lightning_lowbit.optim.passes import in_pieces
-from tests.optim.moments.helpers import draw, elements, heavy_tailed, kept, set_gradients
+from tests.optim.moments.helpers import draw, elements, heavy_tailed, kept
+from tests.optim.parameters import set_gradients
 from tests.references import moments as reference
 from tests.tables import each
 
