@@ -238,15 +238,3 @@ def test_grad_scaler(entry):
         scaler.update()
         assert scaler.get_scale() < scale if step == 4 else scaler.get_scale() >= scale
     assert_same(snapshot(optimizer, parameters), snapshot(without, plain), "the scaler changed the trajectory")
-
-
-@every_entry
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(entry, set_to_none):
-    parameters = entry.parameters()
-    optimizer = entry(parameters)
-    for steps in (range(1), range(1, 2)):
-        train(optimizer, parameters, steps)
-        optimizer.zero_grad(set_to_none=set_to_none)
-        for p in parameters:
-            assert (p.grad is None) if set_to_none else torch.equal(p.grad, torch.zeros_like(p)), f"left {p.grad}"

@@ -24,8 +24,8 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.distributed import local
 from lightning_lowbit.optim import connect
+from tests import ranks
 from tests.lightning_imports import Callback
-from tests.optim import ranks_lightning
 from tests.precision import ranks_ddp
 from tests.ranks import RANKS, FSDPOnCPU, Regression, trainer
 
@@ -91,7 +91,8 @@ class FSDPInFP16(FSDPOnCPU):
         return super()._setup_model(model)
 
 
-STRATEGIES = {**ranks_lightning.STRATEGIES, "fsdp1, sums in fp16": lambda: FSDPInFP16(state_dict_type="sharded")}
+STRATEGIES = {name: ranks.STRATEGIES[name] for name in ("ddp", "fsdp2", "fsdp2, whole checkpoints", "fsdp1")}
+STRATEGIES |= {"fsdp1, sums in fp16": lambda: FSDPInFP16(state_dict_type="sharded")}
 SHARDED, PARTS = ("fsdp1", "fsdp2"), ("all", "head")
 # Of strategy, scaler, and what is trained: of the head alone, one rank has nothing.
 PLANTED = [

@@ -33,17 +33,8 @@ SEQUENCES = {
 }
 
 SETTINGS = [
-    *(
-        {"growth_interval": interval, "cooldown": cooldown, "hysteresis": hysteresis}
-        for interval in (1, 2, 3, 5)
-        for cooldown in (None, 0, 1, 4)
-        for hysteresis in (1, 2, 3)
-    ),
-    *(
-        {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": 2, "cooldown": 1}
-        for growth in (1.125, 1.5, 2, 3.0)
-        for backoff in (0.25, 0.5, 0.75)
-    ),
+    {"growth_interval": 3, "cooldown": 4, "hysteresis": 3},
+    {"growth_factor": 1.125, "backoff_factor": 0.75, "growth_interval": 2, "cooldown": 1},
     {"floor": 2.0**15, "cap": 2.0**17, "growth_interval": 1, "cooldown": 0},
     {"floor": 40000.0, "cap": 100000, "growth_interval": 2, "cooldown": 1, "hysteresis": 2},
     {"floor": 2.0**16, "cap": 2.0**16, "growth_interval": 1, "cooldown": 0},
