@@ -38,7 +38,7 @@ from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_overridden
-from lightning_lowbit.precision.checkpoints.trained import Origin, Trained, check_changes
+from lightning_lowbit.precision.checkpoints.trained import CHANGEABLE, Origin, Trained
 from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.layers import RunLayers
 from lightning_lowbit.precision.run_settings import (
@@ -204,7 +204,9 @@ class LowBitPrecision(Shown, FSDPPrecision):
             >>> Trainer(plugins=[LowBitPrecision.from_checkpoint("last.ckpt")]).validate(model, ckpt_path="last.ckpt")
         """
         origin = Origin.read(load_checkpoint(checkpoint, weights_only))
-        plugin = LowBitPrecision(**{**origin.arguments(), **check_changes(changes)})
+        for name in changes:
+            choose("argument of from_checkpoint (what else changes the results is the checkpoint's)", name, CHANGEABLE)
+        plugin = LowBitPrecision(**{**origin.arguments(), **changes})
         plugin._origin, plugin._arguments = origin, f"<of a checkpoint: {origin.trained}>"
         return plugin
 

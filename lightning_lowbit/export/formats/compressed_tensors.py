@@ -28,7 +28,7 @@ from lightning_lowbit.export.formats.base import (
     static_amax,
     unquantized_linears,
 )
-from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
+from lightning_lowbit.export.formats.packing import by_row, nibbles, stream, words
 from lightning_lowbit.export.weights import Weight, common_obstacle, divisor, has_second_level, weight_cast
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
@@ -65,7 +65,7 @@ def _nvfp4(weight: Weight, options: Options, activations: bool) -> Encoded:
     assert q.tensor_scale is not None
     tensors = {
         "weight_packed": nibbles(q.codes),
-        "weight_scale": scales_by_row(q),
+        "weight_scale": by_row(q, q.scales),
         "weight_global_scale": divisor(q.tensor_scale).reshape(1),
     }
     args = partial(_args, 4, "float", "tensor_group", 16, scale_dtype=_E4M3, zp_dtype=_E4M3)

@@ -27,7 +27,7 @@ from lightning_lowbit.export.formats.base import (
     unquantized_linears,
 )
 from lightning_lowbit.export.formats.compressed_tensors import NVFP4, input_amax, is_nvfp4
-from lightning_lowbit.export.formats.packing import nibbles, scales_by_row
+from lightning_lowbit.export.formats.packing import by_row, nibbles
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, weight_cast
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
@@ -48,7 +48,11 @@ def _encode(algorithm: str, weight: Weight, options: Options) -> Encoded:
         }
         return Encoded(tensors, algorithm, Inputs(Cast("e4m3", Scale("fp32", "tensor")), amax))
     assert q.tensor_scale is not None
-    tensors = {"weight": nibbles(q.codes), "weight_scale": scales_by_row(q), "weight_scale_2": q.tensor_scale.clone()}
+    tensors = {
+        "weight": nibbles(q.codes),
+        "weight_scale": by_row(q, q.scales),
+        "weight_scale_2": q.tensor_scale.clone(),
+    }
     if amax is None:
         return Encoded(tensors, algorithm)
     return Encoded({**tensors, "input_scale": torch.tensor(amax) / 2688}, algorithm, Inputs(NVFP4, amax))

@@ -189,12 +189,6 @@ CHANGEABLE = (
 )
 
 
-def check_changes(changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name in changes:
-        choose("argument of from_checkpoint (what else decides what is computed is the checkpoint's)", name, CHANGEABLE)
-    return changes
-
-
 def _with_current_names(casts: Any) -> Any:
     """Recorded casts, whose fields may have the names that earlier versions gave them."""
     if not isinstance(casts, Mapping):
