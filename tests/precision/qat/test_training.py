@@ -182,15 +182,6 @@ def test_what_is_saved_stays_as_it_was():
     assert saved["blend"] == 0.25, "the checkpoint's λ is the plugin's own tensor"
 
 
-def test_a_checkpoint_evaluates_with_its_share():
-    model, options = Regression(), {"limit_val_batches": 1, "num_sanity_val_steps": 0}
-    trainer(TernaryPrecision(quantize_output=True), callbacks=[Ramp(0.25), Keep()], **options).fit(model)
-    plugin, fresh = LowBitPrecision("ternary"), Regression()
-    trainer(plugin, **options).validate(fresh, ckpt_path="x.ckpt", verbose=False)
-    assert plugin.blend == 0.25, "the state is kept under the name of a class"
-    assert fresh.val_losses == model.val_losses[-1:]
-
-
 @pytest.mark.parametrize("name", QAT)
 def test_both_ranks_train_the_same_weights(results, name):
     one, other = (result["qat"][name] for result in results)
