@@ -473,10 +473,12 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
         ``left`` are the output layers that would be left out.
         """
-        has_dtype = isinstance(self._root, FullyShardedDataParallel)  # FSDP1 has been given one
-        leaver = type(self).__name__ if self.quantize_output is None else None
-        is_other = self._state.follow(trained, left, not has_dtype, leaver)
-        self.precision = self._state.compute.precision
+        compute, outputs, is_other = self._state.compute, self._state.outputs, False
+        if not isinstance(self._root, FullyShardedDataParallel):  # FSDP1 has been given a dtype
+            is_other = compute.follow(trained.compute_dtype, self._layers.device)
+            self.precision = compute.precision
+        if self.quantize_output is None:
+            is_other |= outputs.follow(trained, left, type(self).__name__)
         return is_other
 
     def teardown(self) -> None:

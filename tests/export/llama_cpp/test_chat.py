@@ -176,7 +176,7 @@ def test_a_report_shows_another_prompt(tmp_path):
     client(tmp_path)
     tokens = torch.randint(500, (2, 16))
     with pytest.warns(UserWarning, match="makes another prompt.*prompt is '<.begin.><.start.>user"):
-        found = _compared(GGUF, original, tmp_path, rows, Options(dtype=torch.float32), tokens).parity
+        found = _compared(GGUF, original, tmp_path, rows, Options(dtype=torch.float32), tokens)["parity"]
     assert found is not None and found.chat is not None and "in training '<|start|>user" in str(found)
 
 
