@@ -7,7 +7,6 @@ from torch import Tensor
 from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.nn import convert, set_blend
 from tests.lightning_imports import Callback
-from tests.precision.ranks_ddp import QAT
 from tests.precision.regression_model import LAYERS, Ramp, Regression, flat, state, trainer
 from tests.tables import each
 
@@ -180,11 +179,3 @@ def test_what_is_saved_stays_as_it_was():
     saved = state(plugin)
     plugin.set_blend(0.75)
     assert saved["blend"] == 0.25, "the checkpoint's λ is the plugin's own tensor"
-
-
-@pytest.mark.parametrize("name", QAT)
-def test_both_ranks_train_the_same_weights(results, name):
-    one, other = (result["qat"][name] for result in results)
-    assert not torch.equal(one["losses"], other["losses"]), "the ranks see the same data"
-    assert torch.equal(one["weights"], other["weights"]), "the ranks have trained different weights"
-    assert one["state"]["blend"] == other["state"]["blend"] == 0.5
