@@ -309,9 +309,7 @@ def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def amax(tensor: Tensor) -> Tensor:
-    """Returns max|x|: 0-d, in the tensor's dtype; 0 if it is empty; NaN and Inf stay."""
-    if tensor.numel() == 0:
-        return tensor.new_zeros(())
+    """Returns max|x| of a tensor that is not empty: 0-d, in its dtype; NaN and Inf stay."""
     low, high = torch.aminmax(tensor)  # one pass; the infinity norm takes several times as long on a CPU
     return torch.maximum(-low, high)
 

@@ -215,19 +215,6 @@ def test_evaluation_scales_by_the_histories_and_leaves_them_alone():
     assert histories != none, "evaluation does not use the histories"
 
 
-def test_fit_validate_fit_on_one_trainer_goes_on():
-    model, plugin, witness = Regression(), FP8Precision(history=4, compute_dtype="fp32"), Witness()
-    made = trainer(plugin, callbacks=[witness], max_steps=2, limit_train_batches=4, limit_val_batches=1)
-    made.fit(model)
-    made.validate(model, verbose=False)
-    made.fit_loop.epoch_loop.max_steps = 4
-    made.fit(model)
-    assert len(witness.steps) == plugin.step == 4
-    found = state(plugin)["amax_history"]
-    assert_histories(found, witness, 4)
-    assert_in_force(found, witness, 4)
-
-
 @pytest.mark.parametrize("same_plugin", [True, False])
 @pytest.mark.parametrize("same_model", [True, False])
 def test_another_trainer_starts_anew(same_plugin, same_model):
@@ -243,17 +230,6 @@ def test_another_trainer_starts_anew(same_plugin, same_model):
     assert len(witness.steps) == 2
     assert_histories(found["amax_history"], witness, 4)
     assert_in_force(found["amax_history"], witness, 4)
-
-
-def test_another_model_in_one_trainer_has_histories_of_its_own():
-    plugin = FP8Precision(history=4, smooth_swiglu="channel")
-    made = trainer(plugin, limit_val_batches=2)
-    made.fit(Regression())
-    expected, model = Regression(), Regression()
-    trainer(FP8Precision(history=4, smooth_swiglu="channel"), limit_val_batches=2).validate(expected, verbose=False)
-    made.validate(model, verbose=False)
-    assert model.val_losses == expected.val_losses, "a model is evaluated with the amaxes of another one"
-    assert not any(amaxes.any() for amaxes in state(plugin)["amax_history"].values())
 
 
 def test_another_model_with_other_layers_in_one_trainer():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
+from lightning_lowbit import IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.nn import convert, set_blend
 from tests.lightning_imports import Callback
 from tests.precision.regression_model import LAYERS, Ramp, Regression, flat, state, trainer
@@ -84,15 +84,6 @@ def test_a_run_begins_with_the_share_that_was_set_and_another_one_at_1():
     assert plugin.blend == 1
     assert other.head.lowbit.blend is None
     assert torch.equal(flat(other), flat(trained(TernaryPrecision(quantize_output=True))))
-
-
-def test_phases_and_shares_go_together():
-    plugin = FP8Precision("current")
-    model = trained(plugin, 0.5)
-    plugin.set_phase("hp-forward")
-    assert model.head.lowbit.blend == 0.5
-    assert model.head.casts.fprop_x is None
-    assert (state(plugin)["phase"], state(plugin)["blend"]) == ("hp-forward", 0.5)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
