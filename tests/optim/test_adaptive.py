@@ -1,7 +1,6 @@
 """Adaptive against reference guards, and the wrapped optimizer alone on what these let through."""
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -211,31 +210,29 @@ def test_base_makes_the_optimizer_from_parameters_and_groups():
     assert found == [(0.5, "ada_gn", 0.25), (0.1, None, 0.25)], f"lr, norm_clip and gamma1 of the groups are {found}"
 
 
+WRAPS = "Adaptive wraps a torch.optim.Optimizer .*got "
+
+
 @each(
-    ("wrong", "got"),
+    ("make", "message"),
     [
-        (lambda p: [p], "list"),
-        (lambda p: None, "NoneType"),
-        (lambda p: StableSPAM([p]), "StableSPAM. StableSPAM has element_clip and norm_clip itself"),
-        (lambda p: SPAM([p]), "SPAM"),
-        (lambda p: LowBitAdamW([p]), "LowBitAdamW"),
-        (lambda p: Adaptive(torch.optim.SGD([p])), "Adaptive"),
-        (lambda p: torch.optim.SGD, "type"),
+        (lambda p: Adaptive([p]), f"{WRAPS}list"),
+        (lambda p: Adaptive(None), f"{WRAPS}NoneType"),
+        (lambda p: Adaptive(StableSPAM([p])), f"{WRAPS}StableSPAM. StableSPAM has element_clip and norm_clip itself"),
+        (lambda p: Adaptive(SPAM([p])), f"{WRAPS}SPAM"),
+        (lambda p: Adaptive(LowBitAdamW([p])), f"{WRAPS}LowBitAdamW"),
+        (lambda p: Adaptive(Adaptive(torch.optim.SGD([p]))), f"{WRAPS}Adaptive"),
+        (lambda p: Adaptive(torch.optim.SGD), f"{WRAPS}type"),
+        (lambda p: Adaptive(torch.optim.LBFGS([p])), "steps without a closure, which LBFGS needs: use it alone"),
+        (
+            lambda p: Adaptive(torch.optim.SGD([p]), torch.optim.AdamW),
+            "SGD and a base that makes another: leave one of",
+        ),
     ],
 )
-def test_what_it_cannot_wrap_is_refused(wrong, got):
-    with pytest.raises(ValueError, match=f"Adaptive wraps a torch.optim.Optimizer .*got {re.escape(got)}"):
-        Adaptive(wrong(Parameter(torch.ones(2, 2))))
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused():
-    with pytest.raises(ValueError, match="Adaptive steps without a closure, which LBFGS needs: use it alone"):
-        Adaptive(torch.optim.LBFGS([Parameter(torch.ones(2, 2))]))
-
-
-def test_a_base_beside_an_optimizer_is_refused():
-    with pytest.raises(ValueError, match="Adaptive got SGD and a base that makes another: leave one of them out"):
-        Adaptive(torch.optim.SGD([Parameter(torch.ones(2, 2))]), base=torch.optim.AdamW)
+def test_what_it_cannot_wrap_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(Parameter(torch.ones(2, 2)))
 
 
 def test_bad_options_of_a_group_are_refused():

@@ -77,20 +77,6 @@ def test_spikes_are_cut_from_20_gradients_in_the_moments_on(gradients, reset):
     assert mean == pytest.approx([1, limit], rel=1e-5), f"the gradient 1, 100 is {mean} after SpikeClip"
 
 
-def test_rate_after_a_reset():
-    """With constant gradients every step of Adam is lr: what a parameter moves is the warm-up's share."""
-    parameter = Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = SPAM([parameter], lr=1.0, reset_interval=10, warmup_steps=4, eps=1e-30)
-    shares = []
-    for _ in range(16):
-        before = parameter.item()
-        parameter.grad = torch.ones(1, dtype=torch.float64)
-        optimizer.step()
-        shares.append(before - parameter.item())
-    rising = [0.01, *(0.01 + 0.99 * (1 - math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3))]
-    assert shares == pytest.approx([1.0] * 9 + rising + [1.0] * 3, rel=1e-9), f"shares of the rate: {shares}"
-
-
 def test_defaults_are_the_papers():
     group = SPAM([Parameter(torch.ones(2))]).param_groups[0]
     expected = {"spike_threshold": 5000.0, "reset_interval": 500, "warmup_steps": 150, "eps": 1e-6, "density": 1.0}

@@ -12,14 +12,6 @@ from tests.references.stable_spam import Reference
 ORACLE = Path(__file__).parents[1] / "data" / "stable_spam.npz"
 
 
-def test_zero_gradient_moves_only_by_weight_decay():
-    parameter = Parameter(torch.ones(3))
-    optimizer = StableSPAM([parameter], lr=0.5, weight_decay=0.5)
-    parameter.grad = torch.zeros(3)
-    optimizer.step()
-    assert torch.equal(parameter.detach(), torch.full((3,), 0.75)), f"got {parameter.detach()}, wanted 0.75"
-
-
 def test_bf16_update_is_the_fp32_update_rounded_once():
     low = make_parameters(torch.bfloat16)
     high = [Parameter(p.detach().float()) for p in low]

@@ -129,22 +129,3 @@ def test_a_refused_wrapper_leaves_the_optimizer_as_it_was():
     with pytest.raises(ValueError, match="Adaptive needs gamma1"):
         Adaptive(wrapped, gamma1=1.0)
     assert wrapped.state_dict() == before, "a refused wrapper wrote into the groups"
-
-
-@each_entry
-def test_parameters_are_checked_as_in_torch(entry):
-    first, second = make_parameters(entry.dtype, [(2, 2), (2, 2)])
-    with pytest.raises(TypeError, match="iterable of Tensors"):
-        entry(first)
-    with pytest.raises(ValueError, match="empty parameter list"):
-        entry([])
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        entry([{"params": [first]}, {"params": [first]}])
-    with pytest.raises(ValueError, match="names"):
-        entry([("first", first), second])
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        entry([first, first])
-    optimizer = entry([first])
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": [first]})
-    assert len(optimizer.param_groups) == 1
