@@ -226,7 +226,7 @@ WRAPS = "Adaptive wraps a torch.optim.Optimizer .*got "
         (lambda p: Adaptive(torch.optim.LBFGS([p])), "steps without a closure, which LBFGS needs: use it alone"),
         (
             lambda p: Adaptive(torch.optim.SGD([p]), torch.optim.AdamW),
-            "SGD and a base that makes another: leave one of",
+            "SGD and a base that makes another: leave one",
         ),
     ],
 )
