@@ -473,12 +473,11 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
         ``left`` are the output layers that would be left out.
         """
-        compute, outputs, is_other = self._state.compute, self._state.outputs, False
-        if not isinstance(self._root, FullyShardedDataParallel):  # FSDP1 has been given a dtype
-            is_other = compute.follow(trained.compute_dtype, self._layers.device)
-            self.precision = compute.precision
+        has_dtype = isinstance(self._root, FullyShardedDataParallel)  # FSDP1 has been given one
+        is_other = not has_dtype and self._state.compute.follow(trained.compute_dtype, self._layers.device)
+        self.precision = self._state.compute.precision
         if self.quantize_output is None:
-            is_other |= outputs.follow(trained, left, type(self).__name__)
+            is_other |= self._state.outputs.follow(trained, left, type(self).__name__)
         return is_other
 
     def teardown(self) -> None:

@@ -125,3 +125,15 @@ def test_adaptive_takes_up_the_state_of_what_it_wraps():
     train(taken_up, again, range(3, 5))
     state = taken_up.state[again[5]]
     assert (state["step"], state["steps"]) == (5, 2), f"AdamW counts {state['step']}, the guards {state['steps']} steps"
+
+
+@each_entry
+def test_moments_begin_anew_after_their_reset_and_statistics_go_on(entry):
+    parameters = entry.parameters()
+    optimizer = entry(parameters)
+    train(optimizer, parameters, range(2))
+    optimizer.reset_moments()
+    train(optimizer, parameters, [2])
+    for state in map(optimizer.state.get, parameters):
+        assert state["steps"] == 3, "the reset is counted as a start"
+        assert state.get("steps_since_reset", 1) == state.get("step", 1) == 1, "old moments are left"

@@ -126,6 +126,7 @@ def test_a_disabled_scaler_does_nothing(kind):
         assert parameter.item() == -1, f"{cls}: the step is not the optimizer's own"
         assert scaler.state_dict() == {}
         scaler.load_state_dict({})
+        assert overflow(scaler) is None
 
 
 def test_nothing_to_update_raises_as_torch_does():
