@@ -38,7 +38,7 @@ from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_overridden
-from lightning_lowbit.precision.checkpoints.trained import CHANGEABLE, Origin, Trained
+from lightning_lowbit.precision.checkpoints.trained import Origin, Trained
 from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.layers import RunLayers
 from lightning_lowbit.precision.run_settings import (
@@ -204,9 +204,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
             >>> Trainer(plugins=[LowBitPrecision.from_checkpoint("last.ckpt")]).validate(model, ckpt_path="last.ckpt")
         """
         origin = Origin.read(load_checkpoint(checkpoint, weights_only))
-        for name in changes:
-            choose("argument of from_checkpoint (what else changes the results is the checkpoint's)", name, CHANGEABLE)
-        plugin = LowBitPrecision(**{**origin.arguments(), **changes})
+        plugin = LowBitPrecision(**origin.arguments(changes))
         plugin._origin, plugin._arguments = origin, f"<of a checkpoint: {origin.trained}>"
         return plugin
 
@@ -347,6 +345,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if restored is not None:
             self._follow(restored, self._plan(module)[1])
         self._convert(module)
+        self._root = module
         if self._origin is not None and self._state.runs.is_evaluating:
             self._state.load(self._origin.state, self.casts)
         if restored is not None:
@@ -356,7 +355,6 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def _convert(self, module: nn.Module) -> None:
         planned, outputs = self._plan(module)
         self._layers.convert(module, planned, self.compute_dtype)
-        self._root = module
         self._state.outputs.note(outputs, module, type(self).__name__)
 
     def convert_input(self, data: Any) -> Any:
@@ -459,10 +457,9 @@ class LowBitPrecision(Shown, FSDPPrecision):
         """
         trained, model = Trained.of(checkpoint), self._layers.model
         if trained is not None and model is not None and self._follow(trained, self._state.outputs.left):
-            root, self.histories = self._root, None
+            self.histories = None
             self._layers.release(in_use=True)
             self._convert(model)
-            self._root = root
         trainer = self._state.runs.trainer
         self.overridden = overridden(self._asked, checkpoint, () if trainer is None else trainer.optimizers)
         warn_overridden(self.overridden)
