@@ -16,6 +16,7 @@ MOVED = {
     "callbacks.monitors.alerts": ("callbacks.monitors.base",),
     "callbacks.recovery.copies": ("callbacks.recovery.snapshots",),
     "callbacks.recovery.gentle_steps": ("callbacks.learning_rates",),
+    "export.compressed": ("export.loading",),
     "export.formats.holding": ("export.formats.compressed_tensors",),
     "export.source": ("export.trained_model",),
     "kernels.cpu.patches": ("kernels.cpu.products",),

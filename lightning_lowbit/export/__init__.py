@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_lowbit.export.checkpoint import export_checkpoint
-    from lightning_lowbit.export.compressed import load_compressed
-    from lightning_lowbit.export.loading import load
+    from lightning_lowbit.export.loading import load, load_compressed
 
 __all__ = ["export_checkpoint", "load", "load_compressed"]
 
-_MODULES = {"export_checkpoint": "checkpoint", "load": "loading", "load_compressed": "compressed"}
+_MODULES = {"export_checkpoint": "checkpoint", "load": "loading", "load_compressed": "loading"}
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that is here
 

@@ -20,7 +20,8 @@ def tokens_of(original: TrainedModel, text: str | Path | None) -> Tensor:
         FileNotFoundError: there is no such file.
         ValueError: the checkpoint does not tell its tokenizer; or the text is shorter than a sequence.
     """
-    config: Any = original.config.get_text_config()
+    whole: Any = original.config
+    config = whole.get_text_config()
     vocabulary, positions = int(config.vocab_size), int(getattr(config, "max_position_embeddings", LENGTH) or LENGTH)
     length = min(LENGTH, positions)
     if text is None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,19 +27,6 @@ from lightning_lowbit.export.trained_model import TrainedModel, read
 from lightning_lowbit.packages import install
 
 
-class Comparison(NamedTuple):
-    """The parity report, or why there is none; the relative difference of outputs of a model that takes no tokens."""
-
-    parity: Parity | None = None
-    why_not: str | None = None
-    outputs: float | None = None
-
-    def __str__(self) -> str:
-        if self.outputs is not None:
-            return f"outputs, relative difference: {self.outputs:.2g}"
-        return str(self.parity) if self.parity is not None else f"Outputs were not compared: {self.why_not}."
-
-
 @dataclass(frozen=True)
 class Exported:
     """An exported folder.
@@ -47,24 +34,26 @@ class Exported:
     Attributes:
         folder: holds the files.
         rows: one for each quantized layer.
-        comparison: with the training.
         bytes: of the folder.
         parameters: numbers of all parameters, and of parameters in few bits.
+        parity: the report, of a model that takes tokens.
+        outputs: the relative difference from the training's, of other models.
+        why_not: there is neither, in words.
     """
 
     folder: Path
     rows: Sequence[Written]
-    comparison: Comparison
     bytes: int
     parameters: tuple[int, int]
-
-    parity = property(lambda self: self.comparison.parity)
-    why_not = property(lambda self: self.comparison.why_not)
-    outputs = property(lambda self: self.comparison.outputs)
+    parity: Parity | None = None
+    outputs: float | None = None
+    why_not: str | None = None
 
     def compared(self) -> str:
         """Returns the result of the comparison, in lines."""
-        return str(self.comparison)
+        if self.outputs is not None:
+            return f"outputs, relative difference: {self.outputs:.2g}"
+        return str(self.parity) if self.parity is not None else f"Outputs were not compared: {self.why_not}."
 
 
 def export_checkpoint(
@@ -248,13 +237,13 @@ def _export(
     if original.unmerged is not None:
         changes = rounding_errors(original)
         rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
-    comparison = Comparison(why_not="it was not asked for")
+    comparison: dict[str, Any] = {"why_not": "it was not asked for"}
     if parity:
         comparison = _compared(format, original, partial, rows, options, tokens)
     total = sum(parameter.numel() for parameter in original.model.parameters())
     few = sum(layer.weight_matrix().numel() for layer in original.layers.values())
     size = sum(path.stat().st_size for path in partial.rglob("*"))
-    return Exported(output, rows, comparison, size, (total, few))
+    return Exported(output, rows, size, (total, few), **comparison)
 
 
 def fitting(original: TrainedModel) -> list[str]:
@@ -293,27 +282,28 @@ def _compared(
     rows: Sequence[Written],
     options: Options,
     tokens: Tensor | None,
-) -> Comparison:
-    """Compares the model in a folder with the training, and raises an error if it computes something else."""
+) -> dict[str, Any]:
+    """Compares the model in a folder with the training, and raises an error if it computes something else. Returns one
+    of the last fields of :class:`Exported`."""
     if format.load is None:
-        return Comparison(why_not="the format's client is not a package of Python")
+        return {"why_not": "the format's client is not a package of Python"}
     shape = example_shape(original, options)
     if tokens is None and (shape is None or not format.traces):
-        return Comparison(why_not="the model is no causal language model of transformers")
+        return {"why_not": "the model is no causal language model of transformers"}
     try:
         client = format.load(folder)
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
-        return Comparison(why_not=f"{package} is not installed: {install(package)}" if package else str(error))
+        return {"why_not": f"{package} is not installed: {install(package)}" if package else str(error)}
     except NoClient as error:
-        return Comparison(why_not=str(error))
+        return {"why_not": str(error)}
     if tokens is not None:
         report = compare(original, client, rows, format.weights(original, options), tokens, options.dtype, format.shown)
         report.check(format.tolerance)
         chat = None if format.chat is None else format.chat(original, client)
         if chat is not None and not chat.is_same_prompt:
             rank_zero_warn(f"The exported file makes another prompt than the tokenizer of the training: {chat}.")
-        return Comparison(replace(report, chat=chat))
+        return {"parity": replace(report, chat=chat)}
     assert shape is not None
     difference = outputs_difference(original, client, shape)
     if not difference <= format.tolerance:
@@ -321,4 +311,4 @@ def _compared(
             f"The exported model computes something else: its output differs by {difference:.3g} of its norm, and "
             f"rounding explains {format.tolerance:g}. Nothing was exported; parity=False (--no-parity) exports."
         )
-    return Comparison(outputs=difference)
+    return {"outputs": difference}

@@ -1,21 +1,32 @@
-"""Reads exported folders, and checkpoints of compressed-tensors, back into models that this package quantizes."""
+"""Reads folders of quantized models back: those that :func:`export_checkpoint` wrote, and checkpoints that
+compressed-tensors wrote, as llm-compressor does. Layers get frozen weights.
 
-from collections.abc import Mapping
+Codes and scales are the file's, to the bit. Only weights are read: how a file's engine quantizes activations is up to
+the casts. A model is changed only after everything has been compared with it.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.compressed import METHODS, fill, read
 from lightning_lowbit.export.folder import empty_network
-from lightning_lowbit.export.reading.files import AGAIN, read_json
+from lightning_lowbit.export.reading.files import AGAIN, read_json, read_tensors
+from lightning_lowbit.export.reading.layouts import FLOATS, PARTS, Scheme, check_scheme, codes_of, layers_of, layouts
 from lightning_lowbit.export.record import NAME, read_record
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.conversion.convert import CastsLike
+from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more
+from lightning_lowbit.nn.conversion.frozen import keep_bytes
+from lightning_lowbit.nn.core.frozen import Frozen, joined
 from lightning_lowbit.nn.state.amax import AmaxHistories
+from lightning_lowbit.precision.checkpoints.weights import differs
 from lightning_lowbit.quant import Cast
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_METHODS = ("compressed-tensors", "modelopt", "bitnet")  # whose folders are read
 
 
 @torch.no_grad()
@@ -54,7 +65,7 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
     recorded = {} if record is None else {name: _current(layer_casts) for name, layer_casts in record.casts.items()}
     default = None if casts is None else LinearCasts.of(casts)
     model = empty_network(config, folder)
-    contents = read(model, folder, recorded, default, dtype, quantized)
+    contents = _read(model, folder, config, recorded, default, dtype, quantized)
     if record is not None and quantized:
         delayed = {name for name, layer_casts in record.casts.items() if "fprop_x" in layer_casts.delayed}
         wrong = (record.casts.keys() ^ contents.layers.keys()) | (record.input_amaxes.keys() ^ delayed)
@@ -66,9 +77,170 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
             if parameter.is_meta:
                 module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
     model.tie_weights()
-    fill(model, contents)
+    _fill(model, contents)
     _scale_inputs(model, {} if record is None else record.input_amaxes)
     return model.eval()
+
+
+@torch.no_grad()
+def load_compressed(
+    model: _Model, folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype = torch.bfloat16
+) -> _Model:
+    """Fills a model from a checkpoint of compressed-tensors; its quantized weights stay codes, and frozen.
+
+    Dtypes and shapes of all tensors are compared with the model and the format first. NaN and Inf in scales, and codes
+    that mean no number, are errors; other tensors are loaded as they are.
+
+    Args:
+        model: a ``transformers`` model of the checkpoint's architecture, such as ``from_config`` makes.
+        folder: holds ``config.json``, and ``model.safetensors`` or files that ``model.safetensors.index.json`` names.
+        casts: of the layers whose weights are quantized, with the file's cast as ``fprop_w`` (or the error says which
+            it is); None quantizes weights alone: ``LinearCasts(fprop_w=the file's, dgrad_w="fprop")``.
+        dtype: of the computation, and of :func:`lightning_lowbit.unpack_frozen`.
+
+    Returns:
+        The model. Other tensors of the file are loaded into parameters and buffers of their names.
+
+    Raises:
+        ValueError: no checkpoint of compressed-tensors, a damaged one, a format or scheme that is not read, a tensor
+            that only one side has or whose shape or dtype differs, or casts with another ``fprop_w``. The model is
+            then unchanged.
+
+    Examples:
+        >>> model = load_compressed(model, "llama-fp8")
+    """
+    folder = Path(folder).expanduser()
+    default = None if casts is None else LinearCasts.of(casts)
+    return _fill(model, _read(model, folder, _config(folder), {}, default, dtype))
+
+
+class _Contents(NamedTuple):
+    """The tensors of a folder: quantized layers by name, each with casts and bytes, and all other tensors."""
+
+    layers: Mapping[str, tuple[LinearCasts, Frozen, Tensor]]
+    others: Mapping[str, Tensor]
+
+
+def _read(
+    model: nn.Module,
+    folder: Path,
+    config: Mapping[str, Any],
+    casts: Mapping[str, LinearCasts],
+    default: LinearCasts | None,
+    dtype: torch.dtype,
+    quantized: bool = True,
+) -> _Contents:
+    """Reads a folder, and compares it with a model, which may be on the meta device.
+
+    Args:
+        model: of the folder's architecture.
+        folder, config: as for :func:`load_compressed`, and its ``config.json``.
+        casts, default: of the layers by name, and of all other layers.
+        dtype: of the computation.
+        quantized: False for a folder of plain weights.
+    """
+    method, schemes = _schemes(config, folder / "config.json") if quantized else ("", [])
+    tensors = read_tensors(folder)
+    names = layers_of(tensors) if quantized else []
+    modules = dict(model.named_modules())
+    if lacking := [name for name in names if not isinstance(modules.get(name), nn.Linear)]:
+        raise ValueError(
+            f"{folder} has quantized weights of {len(lacking)} layers that {type(model).__name__} does not have as "
+            f"nn.Linear, e.g. {some(lacking)}. Build the model from the checkpoint's own config.json."
+        )
+    layers: dict[str, tuple[LinearCasts, Frozen, Tensor]] = {}
+    for name in names:
+        parts = {part: tensors.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in tensors}
+        shape: torch.Size = modules[name].weight.shape
+        codes = codes_of(name, parts, layouts(method, schemes, *shape))
+        layer_casts = casts.get(name, default)
+        weight = None if layer_casts is None else layer_casts.fprop_w
+        if isinstance(weight, Cast) and weight.scale.block == "tensor":
+            codes = codes.with_one_scale()
+        layer_casts = _casts(name, codes.cast, layer_casts, shape[1])
+        assert isinstance(layer_casts.fprop_w, Cast)
+        frozen = Frozen(layer_casts.fprop_w, shape, dtype)
+        layers[name] = layer_casts, frozen, joined(codes.packed(name, layer_casts.fprop_w))
+    return _Contents(layers, _others(model, tensors, {f"{name}.weight" for name in names}, folder))
+
+
+@torch.no_grad()
+def _fill(model: _Model, contents: _Contents) -> _Model:
+    """Gives a model the contents of a folder."""
+    model.load_state_dict(dict(contents.others), strict=False)
+    convert_more(model, {name: casts for name, (casts, _, _) in contents.layers.items()})
+    for name, (_, frozen, data) in contents.layers.items():
+        layer: Any = model.get_submodule(name)
+        keep_bytes(layer, frozen, data.to(layer.weight.device))
+    return model
+
+
+def _schemes(whole: Mapping[str, Any], path: Path) -> tuple[str, Sequence[Scheme]]:
+    """The quantization method of a checkpoint, and the weights' arguments of each group in its configuration."""
+    config = whole.get("quantization_config") or {}
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    if method not in _METHODS:
+        raise ValueError(
+            f"{path} has quant_method {method!r}, not one of {', '.join(_METHODS)}. Load a model in high precision "
+            "with from_pretrained, and call lightning_lowbit.pack_frozen(model, casts)."
+        )
+    if method != "compressed-tensors":
+        return method, []
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise ValueError(f"{path} has config_groups that are no mapping of mappings. {AGAIN}")
+    weights = {name: group["weights"] for name, group in groups.items() if group.get("weights") is not None}
+    if not all(isinstance(arguments, dict) for arguments in weights.values()):
+        raise ValueError(f"{path} has weights in config_groups that are no mapping. {AGAIN}")
+    formats = {name: groups[name].get("format") or config.get("format") for name in weights}
+    return method, [
+        check_scheme({**weights[name], "format": formats[name]}, f"{path}, config_groups.{name}") for name in weights
+    ]
+
+
+def _casts(name: str, cast: Cast, casts: LinearCasts | None, columns: int) -> LinearCasts:
+    if casts is None:
+        return LinearCasts(fprop_w=cast, dgrad_w="fprop")
+    if not isinstance(casts.fprop_w, Cast) or _kind(casts.fprop_w, columns) != _kind(cast, columns):
+        raise ValueError(
+            f"The file's weight of {name} is quantized by {cast}, and the casts have {casts.fprop_w} for fprop_w. Give "
+            f"casts with fprop_w={cast!r}, or None."
+        )
+    return casts
+
+
+def _kind(cast: Cast, columns: int) -> tuple[Any, ...]:
+    """Returns the kind of codes and scales, whatever the scales were made from: a block of all columns is a row."""
+    scale, block = cast.scale, cast.scale.block
+    if isinstance(block, tuple) and scale.two_level:  # each row of a tile has its scale in the file
+        block = block[1]
+    format = "float" if scale.format in FLOATS.values() else scale.format
+    element = "int2" if cast.element == "ternary" else cast.element
+    return element, format, "row" if block == columns else block, scale.two_level
+
+
+def _others(model: nn.Module, tensors: Mapping[str, Tensor], quantized: set[str], folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a file that are not quantized; a ``ValueError`` if the model has others."""
+    state = model.state_dict(keep_vars=True)
+    names = {name: id(tensor) for name, tensor in state.items()}
+    computed = dict(model.named_buffers()).keys() - state.keys()  # the model makes them
+    others = {name: tensor for name, tensor in tensors.items() if name not in computed}
+    present = {names[name] for name in others if name in names}  # one of tied tensors suffices
+    missing = [name for name in state if names[name] not in present and name not in quantized]
+    unexpected = [name for name in others if name not in state or name in quantized]
+    if missing or unexpected:
+        raise ValueError(
+            f"{folder} lacks {some(missing) or 'nothing'} of {type(model).__name__}, and has "
+            f"{some(unexpected) or 'nothing'} that the model lacks. Build it from the checkpoint's own config.json."
+        )
+    firsts: dict[int, str] = {}
+    for name, tensor in others.items():
+        if (how := differs(state[name], tensor, same_dtype=False)) is not None:
+            raise ValueError(f"{folder} has another {name} than {type(model).__name__}: {how}. {AGAIN}")
+        first = firsts.setdefault(names[name], name)
+        if first != name and not torch.equal(others[first].double(), tensor.double()):
+            raise ValueError(f"{folder} has other values for {first} than for {name}, which the model ties. {AGAIN}")
+    return others
 
 
 def _scale_inputs(model: nn.Module, amaxes: Mapping[str, float]) -> None:
@@ -90,7 +262,7 @@ def _current(casts: LinearCasts) -> LinearCasts:
     return casts.replace(fprop_w=cast.replace(scale={"source": "current", "history": 16, "algorithm": "max"}))
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
+def _config(folder: Path) -> dict[str, Any]:
     path, engine_files = folder / "config.json", [*folder.glob("*.gguf"), *folder.glob("*.onnx")]
     if engine_files or not path.is_file():
         reason = f"{engine_files[0].name} is read by its engine" if engine_files else "it has no config.json"
@@ -98,9 +270,4 @@ def _config(folder: Path) -> Mapping[str, Any]:
             f"{folder} holds no model that can be read back: {reason}. Give a folder of `lowbit export` with a model "
             "of transformers, in another format than gguf and onnx."
         )
-    config = read_json(path)
-    quantization = config.get("quantization_config") or {}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method is not None and method not in METHODS:
-        raise ValueError(f"{folder} was quantized by {method!r}; load reads {', '.join(METHODS)}.")
-    return config
+    return read_json(path)

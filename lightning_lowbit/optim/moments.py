@@ -196,23 +196,14 @@ def _with_columns(shape: torch.Size, share: int) -> tuple[int, ...]:
     return (*shape[:-1], -(-shape[-1] // share))
 
 
-_formats: dict[tuple[str, float, int], DenseMoments] = {}  # one of each: graphs look through functools.cache
+_DENSE, _IN_FP8 = DenseMoments(), FP8Moments()
 
 
 def moments_of(kind: str, density: float, dims: int) -> DenseMoments:
     """Returns the format for a parameter of ``dims`` dimensions; below two dimensions moments are dense."""
-    settings = kind, density, dims
-    if settings not in _formats:
-        _formats[settings] = _new_moments(kind, density, dims)
-    return _formats[settings]
-
-
-def _new_moments(kind: str, density: float, dims: int) -> DenseMoments:
-    if dims < 2:
-        return DenseMoments()
-    if density < 1:
+    if dims > 1 and density < 1:
         return SparseMoments(every=round(1 / density))
-    return FP8Moments() if kind == "fp8" else DenseMoments()
+    return _IN_FP8 if dims > 1 and kind == "fp8" else _DENSE
 
 
 _FP8 = {"mean": ELEMENT_FORMATS["e4m3"], "mean_square": ELEMENT_FORMATS["e5m2"]}

@@ -173,13 +173,16 @@ class Passes:
                 result.copy_(_clip(decision, numbers, *pair)[0] * numbers["factor"])
 
     def _amax(self, tensor: Tensor) -> Tensor:
-        amaxes = [amax(piece).to(self.batch.dtype) for (piece,) in pieces_of(tensor)]
+        # One pass; the infinity norm takes several times as long on a CPU.
+        bounds = [torch.aminmax(piece) for (piece,) in pieces_of(tensor)]
+        amaxes = [torch.maximum(-low, high).to(self.batch.dtype) for low, high in bounds]
         return torch.stack(amaxes).amax() if len(amaxes) > 1 else (amaxes or [self.batch.zero])[0]
 
     def _sums(self, clipped: Tensor, changed: Tensor | None, numbers: Numbers) -> Tensor:
         """Returns Σ(clipped/unit)² and the number of changed elements of a piece: [2]."""
         count = self.batch.zero if changed is None else torch.count_nonzero(changed).to(self.batch.dtype)
-        return torch.stack([sum_of_squares(clipped / numbers["unit"]), count])
+        flat = (clipped / numbers["unit"]).flatten()
+        return torch.stack([torch.dot(flat, flat), count])  # on a CPU more than twice as fast as a norm
 
     def _total(self, sums: list[Tensor]) -> Tensor:
         return sums[0] if len(sums) == 1 else torch.stack([self.batch.zero.expand(2), *sums]).sum(0)
@@ -306,17 +309,3 @@ def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return
     rows = max(1, elements * len(tensors[0]) // tensors[0].numel())
     yield from zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
-
-
-def amax(tensor: Tensor) -> Tensor:
-    """Returns max|x|: 0-d, in the tensor's dtype; 0 if it is empty; NaN and Inf stay."""
-    if tensor.numel() == 0:
-        return tensor.new_zeros(())
-    low, high = torch.aminmax(tensor)  # one pass; the infinity norm takes several times as long on a CPU
-    return torch.maximum(-low, high)
-
-
-def sum_of_squares(tensor: Tensor) -> Tensor:
-    """Σx² over all elements, 0-d; on a CPU more than twice as fast as a norm."""
-    flat = tensor.flatten()
-    return torch.dot(flat, flat)

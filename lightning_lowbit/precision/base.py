@@ -38,7 +38,7 @@ from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.nn.state.amax import AmaxHistories
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_overridden
-from lightning_lowbit.precision.checkpoints.trained import Origin, Trained, check_changes
+from lightning_lowbit.precision.checkpoints.trained import Origin, Trained
 from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.layers import RunLayers
 from lightning_lowbit.precision.run_settings import (
@@ -204,7 +204,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
             >>> Trainer(plugins=[LowBitPrecision.from_checkpoint("last.ckpt")]).validate(model, ckpt_path="last.ckpt")
         """
         origin = Origin.read(load_checkpoint(checkpoint, weights_only))
-        plugin = LowBitPrecision(**{**origin.arguments(), **check_changes(changes)})
+        plugin = LowBitPrecision(**origin.arguments(changes))
         plugin._origin, plugin._arguments = origin, f"<of a checkpoint: {origin.trained}>"
         return plugin
 
@@ -344,6 +344,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if restored is not None:
             self._follow(restored, self._plan(module)[1])
         self._convert(module)
+        self._root = module
         if is_new:
             self.coverage_line.count(module)
         if self._origin is not None and self._state.runs.is_evaluating:
@@ -355,7 +356,6 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def _convert(self, module: nn.Module) -> None:
         planned, outputs = self._plan(module)
         self._layers.convert(module, planned, self.compute_dtype)
-        self._root = module
         self._state.outputs.note(outputs, module, type(self).__name__)
 
     def convert_input(self, data: Any) -> Any:
@@ -456,10 +456,9 @@ class LowBitPrecision(Shown, FSDPPrecision):
         """
         trained, model = Trained.of(checkpoint), self._layers.model
         if trained is not None and model is not None and self._follow(trained, self._state.outputs.left):
-            root, self.histories = self._root, None
+            self.histories = None
             self._layers.release(in_use=True)
             self._convert(model)
-            self._root = root
             self.coverage_line.count(model)
         trainer = self._state.runs.trainer
         self.overridden = overridden(self._asked, checkpoint, () if trainer is None else trainer.optimizers)
@@ -472,9 +471,10 @@ class LowBitPrecision(Shown, FSDPPrecision):
         ``left`` are the output layers that would be left out.
         """
         has_dtype = isinstance(self._root, FullyShardedDataParallel)  # FSDP1 has been given one
-        leaver = type(self).__name__ if self.quantize_output is None else None
-        is_other = self._state.follow(trained, left, not has_dtype, leaver)
+        is_other = not has_dtype and self._state.compute.follow(trained.compute_dtype, self._layers.device)
         self.precision = self._state.compute.precision
+        if self.quantize_output is None:
+            is_other |= self._state.outputs.follow(trained, left, type(self).__name__)
         return is_other
 
     def teardown(self) -> None:

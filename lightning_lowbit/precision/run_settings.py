@@ -34,21 +34,10 @@ COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], to
 }
 
 # Names of Lightning and, without "torch.", of torch.
-_SPELLINGS = {
-    "auto": "auto",
-    "bf16": "bf16",
-    "bf16-mixed": "bf16",
-    "bfloat16": "bf16",
-    "fp16": "fp16",
-    "16": "fp16",
-    "16-mixed": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "fp32": "fp32",
-    "32": "fp32",
-    "32-true": "fp32",
-    "float32": "fp32",
-    "float": "fp32",
+_SPELLINGS = {"auto": "auto", "half": "fp16", "float": "fp32"} | {
+    spelling: name
+    for name, (precision, dtype) in COMPUTE_DTYPES.items()
+    for spelling in (name, precision, precision.partition("-")[0], str(dtype).removeprefix("torch."))
 }
 _16_TRUE = (
     "'{0}-true' makes parameters 16 bits wide, and the plugin leaves them as they are. Give {1!r} for the computation; "

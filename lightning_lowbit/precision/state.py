@@ -170,18 +170,6 @@ class RunState:
             state |= self.scaling.state_dict()
         checkpoint[CHECKPOINT_KEY] = state | {"trained": self.trained.record()}
 
-    def follow(self, trained: Trained, left: frozenset[str], takes_dtype: bool, leaver: str | None) -> bool:
-        """Takes from a checkpoint's record what the arguments leave open; returns whether that changes anything.
-
-        Args:
-            trained: the record.
-            left: names of the output layers that would be left out.
-            takes_dtype: True if the dtype may still change.
-            leaver: the name of the plugin; None if its arguments decide about output layers.
-        """
-        is_other_dtype = takes_dtype and self.compute.follow(trained.compute_dtype, self.layers.device)
-        return (leaver is not None and self.outputs.follow(trained, left, leaver)) or is_other_dtype
-
     def load_checkpoint(self, checkpoint: Mapping[str, Any], casts: LinearCasts) -> None:
         """Loads the state of a checkpoint, if it has one, for a plugin with these casts."""
         state, layers = state_of(checkpoint), self.layers

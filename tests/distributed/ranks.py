@@ -23,7 +23,7 @@ from tests.distributed.parameters import (
     place,
     places,
 )
-from tests.distributed.resumptions import flat_resumptions, resumptions
+from tests.distributed.resumptions import resumptions
 from tests.distributed.spreads import SPREADS, Meshes, Run, Spread, fsdp1
 
 RANKS = 4
@@ -72,7 +72,6 @@ def work():
     results = {
         "trajectories": trajectories(meshes),
         "resumptions": resumptions(meshes),
-        "flat resumptions": flat_resumptions(meshes),
         "places": places(meshes),
         "refusals": refusals(meshes),
     }

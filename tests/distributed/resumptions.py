@@ -1,24 +1,16 @@
 """Runs that continue from a checkpoint, perhaps on other ranks."""
 
 import sys
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    StateDictType,
 )
 
 from tests.distributed.spreads import HALF, SPREADS, Run
@@ -77,36 +69,3 @@ def load_parts(run, folder, mesh=None):
     checkpoints.load(state, checkpoint_id=folder, process_group=group, no_dist=mesh is None)
     set_model_state_dict(run.wrapped, state["model"])
     set_optimizer_state_dict(run.wrapped, run.optimizer, state["optimizer"])
-
-
-FLAT_STATES = {
-    "whole": (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=False)),
-    "parts": (StateDictType.SHARDED_STATE_DICT, None, None),
-}
-
-
-def flat_resumptions(meshes):
-    """The same of FSDP1; its parts can only go on where they were."""
-    results = {}
-    for kind, to in (("whole", "fsdp1 on three"), ("parts", "fsdp1")):
-        state = [None]
-        if meshes.has((2,)):
-            group = meshes[2,].get_group()
-            run = meshes.run("stable_spam", "fsdp1").train(end=HALF)
-            # torch 2.13 gathers each state into the same buffer and keeps it by `.cpu()`: on a CPU that is no copy.
-            copies = patch.object(Tensor, "cpu", Tensor.clone)
-            with copies, FullyShardedDataParallel.state_dict_type(run.wrapped, *FLAT_STATES[kind]):
-                optimizer = FullyShardedDataParallel.optim_state_dict(run.wrapped, run.optimizer, group=group)
-                state = [{"model": run.wrapped.state_dict(), "optimizer": optimizer}]
-        if kind == "whole":
-            dist.broadcast_object_list(state)
-        if meshes.has(SPREADS[to].mesh):
-            run = meshes.run("stable_spam", to)
-            with FullyShardedDataParallel.state_dict_type(run.wrapped, *FLAT_STATES[kind]):
-                run.wrapped.load_state_dict(state[0]["model"])
-                optimizer = FullyShardedDataParallel.optim_state_dict_to_load(
-                    run.wrapped, run.optimizer, state[0]["optimizer"], group=meshes[SPREADS[to].mesh].get_group()
-                )
-            run.optimizer.load_state_dict(optimizer)
-            results[f"{kind}, {to}"] = run.train(HALF).weights()
-    return results

@@ -132,17 +132,6 @@ def test_run_goes_on_from_a_checkpoint(results, whole, resumption):
         assert_same_run(result["resumptions"][resumption], whole[case], case, f"rank {rank}", HALF)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("whole, fsdp1 on three", 3), ("parts, fsdp1", 2)])
-def test_run_of_fsdp1_goes_on(results, whole, name, ranks):
-    for rank, result in enumerate(results[:ranks]):
-        for parameter, weights in whole["stable_spam"]["weights"].items():
-            found = result["flat resumptions"][name][parameter]
-            torch.testing.assert_close(
-                found, weights, rtol=0, atol=TOLERANCE[torch.float64],
-                msg=lambda text, at=(rank, parameter): f"rank, parameter = {at}: {text}",
-            )  # fmt: skip
-
-
 # --- single parameters ---
 
 

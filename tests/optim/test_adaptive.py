@@ -1,7 +1,6 @@
 """Adaptive against reference guards, and the wrapped optimizer alone on what these let through."""
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -86,12 +85,10 @@ def uncorrected_second_moment(optimizer, parameter):
 
 
 @pytest.mark.pairwise(1)
-@in_cpp_and_in_torch
 @pytest.mark.parametrize("options", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_reference(make, options, code, within):
+def test_reference(make, options, within):
     """In float64, where only the order of sums differs; Lion's signs are then safe, too."""
-    within(use(code))
     within(in_pieces(8))
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
     guarding = [Guard(**options) for _ in parameters]
@@ -99,19 +96,19 @@ def test_reference(make, options, code, within):
     assert (cut > 0) == (options.get("element_clip", "ada_clip") == "ada_clip"), f"{cut} elements were cut"
 
 
+@in_cpp_and_in_torch
 @each("options", RULES.values())
-def test_reference_in_fp32(options):
+def test_reference_in_fp32(options, code, within):
+    within(use(code))
     parameters, twins = make_parameters(shapes=SHAPES), make_parameters(shapes=SHAPES)
     make = OPTIMIZERS["AdamW"]
     follow_reference(Adaptive(make(parameters), **options), make(twins), [Guard(**options) for _ in twins], 10, 1e-5)
 
 
 @pytest.mark.pairwise(1)
-@in_cpp_and_in_torch
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["AdamW, fused"]], ids=["AdamW", "AdamW, fused"])
 @pytest.mark.parametrize("norm_clip", ["ada_gn", "grad_clip", None])
-def test_spike_clip_by_the_wrapped_second_moment(make, norm_clip, code, within):
-    within(use(code))
+def test_spike_clip_by_the_wrapped_second_moment(make, norm_clip, within):
     within(in_pieces(8))
     options = {"element_clip": "spike_clip", "norm_clip": norm_clip, "spike_threshold": 4.0}
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
@@ -164,24 +161,6 @@ def test_options_are_read_at_each_step():
     )
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-11)])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_around_adamw_it_is_stable_spam_without_resets(dtype, tolerance, weight_decay):
-    parameters, twins = make_parameters(dtype), make_parameters(dtype)
-    adaptive = Adaptive(torch.optim.AdamW(parameters, lr=1e-3, weight_decay=weight_decay))
-    stable = StableSPAM(twins, lr=1e-3, weight_decay=weight_decay, reset_interval=None)
-    for step in range(10):
-        train(adaptive, parameters, [step])
-        train(stable, twins, [step])
-        for p, twin in zip(parameters, twins, strict=True):
-            torch.testing.assert_close(
-                p, twin, rtol=tolerance, atol=tolerance, msg=lambda t, n=step + 1: f"step {n}: {t}"
-            )
-    left, right = adaptive.gradient_statistics(), stable.gradient_statistics()
-    for p, twin in zip(parameters, twins, strict=True):
-        torch.testing.assert_close(tuple(left[p]), tuple(right[twin]), rtol=tolerance, atol=tolerance)
-
-
 def test_the_gradients_are_restored_when_the_wrapped_optimizer_raises():
     class Broken(torch.optim.SGD):
         def step(self, closure=None):
@@ -231,31 +210,29 @@ def test_base_makes_the_optimizer_from_parameters_and_groups():
     assert found == [(0.5, "ada_gn", 0.25), (0.1, None, 0.25)], f"lr, norm_clip and gamma1 of the groups are {found}"
 
 
+WRAPS = "Adaptive wraps a torch.optim.Optimizer .*got "
+
+
 @each(
-    ("wrong", "got"),
+    ("make", "message"),
     [
-        (lambda p: [p], "list"),
-        (lambda p: None, "NoneType"),
-        (lambda p: StableSPAM([p]), "StableSPAM. StableSPAM has element_clip and norm_clip itself"),
-        (lambda p: SPAM([p]), "SPAM"),
-        (lambda p: LowBitAdamW([p]), "LowBitAdamW"),
-        (lambda p: Adaptive(torch.optim.SGD([p])), "Adaptive"),
-        (lambda p: torch.optim.SGD, "type"),
+        (lambda p: Adaptive([p]), f"{WRAPS}list"),
+        (lambda p: Adaptive(None), f"{WRAPS}NoneType"),
+        (lambda p: Adaptive(StableSPAM([p])), f"{WRAPS}StableSPAM. StableSPAM has element_clip and norm_clip itself"),
+        (lambda p: Adaptive(SPAM([p])), f"{WRAPS}SPAM"),
+        (lambda p: Adaptive(LowBitAdamW([p])), f"{WRAPS}LowBitAdamW"),
+        (lambda p: Adaptive(Adaptive(torch.optim.SGD([p]))), f"{WRAPS}Adaptive"),
+        (lambda p: Adaptive(torch.optim.SGD), f"{WRAPS}type"),
+        (lambda p: Adaptive(torch.optim.LBFGS([p])), "steps without a closure, which LBFGS needs: use it alone"),
+        (
+            lambda p: Adaptive(torch.optim.SGD([p]), torch.optim.AdamW),
+            "SGD and a base that makes another: leave one",
+        ),
     ],
 )
-def test_what_it_cannot_wrap_is_refused(wrong, got):
-    with pytest.raises(ValueError, match=f"Adaptive wraps a torch.optim.Optimizer .*got {re.escape(got)}"):
-        Adaptive(wrong(Parameter(torch.ones(2, 2))))
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused():
-    with pytest.raises(ValueError, match="Adaptive steps without a closure, which LBFGS needs: use it alone"):
-        Adaptive(torch.optim.LBFGS([Parameter(torch.ones(2, 2))]))
-
-
-def test_a_base_beside_an_optimizer_is_refused():
-    with pytest.raises(ValueError, match="Adaptive got SGD and a base that makes another: leave one of them out"):
-        Adaptive(torch.optim.SGD([Parameter(torch.ones(2, 2))]), base=torch.optim.AdamW)
+def test_what_it_cannot_wrap_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(Parameter(torch.ones(2, 2)))
 
 
 def test_bad_options_of_a_group_are_refused():

@@ -9,15 +9,12 @@ from torch.nn import Parameter
 from lightning_lowbit.optim import SPAM
 from lightning_lowbit.optim.passes import in_pieces
 from tests.optim.parameters import (
-    assert_same,
     in_cpp_and_in_torch,
     make_parameters,
     set_gradients,
-    snapshot,
     use,
 )
 from tests.references.spam import Reference
-from tests.tables import each
 
 SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
 
@@ -80,20 +77,6 @@ def test_spikes_are_cut_from_20_gradients_in_the_moments_on(gradients, reset):
     assert mean == pytest.approx([1, limit], rel=1e-5), f"the gradient 1, 100 is {mean} after SpikeClip"
 
 
-def test_rate_after_a_reset():
-    """With constant gradients every step of Adam is lr: what a parameter moves is the warm-up's share."""
-    parameter = Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = SPAM([parameter], lr=1.0, reset_interval=10, warmup_steps=4, eps=1e-30)
-    shares = []
-    for _ in range(16):
-        before = parameter.item()
-        parameter.grad = torch.ones(1, dtype=torch.float64)
-        optimizer.step()
-        shares.append(before - parameter.item())
-    rising = [0.01, *(0.01 + 0.99 * (1 - math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3))]
-    assert shares == pytest.approx([1.0] * 9 + rising + [1.0] * 3, rel=1e-9), f"shares of the rate: {shares}"
-
-
 def test_defaults_are_the_papers():
     group = SPAM([Parameter(torch.ones(2))]).param_groups[0]
     expected = {"spike_threshold": 5000.0, "reset_interval": 500, "warmup_steps": 150, "eps": 1e-6, "density": 1.0}
@@ -117,27 +100,6 @@ def one_step(optimizer, parameter, seed):
     return moved_elements(parameter, before)
 
 
-@each("every", [2, 3, 4, 8])
-@each("shape", [(6, 16), (5, 7), (2, 3, 9), (4, 1)])
-def test_one_of_n_neighbors_moves(shape, every):
-    parameter = Parameter(torch.ones(shape))
-    optimizer = SPAM([parameter], lr=0.1, density=1 / every, reset_interval=3, warmup_steps=0)
-    drawn = [one_step(optimizer, parameter, seed=step) for step in range(12)]
-    for step, moves in enumerate(drawn):
-        for first in range(0, shape[-1], every):
-            counts = moves[..., first : first + every].sum(-1)
-            assert (counts == 1).all(), f"step {step + 1}: of columns {first} … {first + every - 1} move {counts}"
-    for step in range(1, 12):
-        is_reset = (step + 1) % 3 == 0
-        if not is_reset:
-            assert torch.equal(drawn[step], drawn[step - 1]), f"step {step + 1}: other elements without a reset"
-        elif shape == (6, 16):
-            assert not torch.equal(drawn[step], drawn[step - 1]), f"step {step + 1}: the reset drew no new elements"
-    kept = {name: tuple(optimizer.state[parameter][name].shape) for name in ("mean", "mean_square")}
-    compressed = (*shape[:-1], -(-shape[-1] // every))
-    assert set(kept.values()) == {compressed}, f"moments are of {kept}, wanted {compressed}"
-
-
 def test_another_interval_draws_nothing_before_its_reset():
     """Otherwise an element would move by the moments of another."""
     parameter = Parameter(torch.ones(6, 16))
@@ -149,34 +111,6 @@ def test_another_interval_draws_nothing_before_its_reset():
         assert torch.equal(moved, drawn), f"step {step}, interval {interval}: other elements without a reset"
     optimizer.param_groups[0]["reset_interval"] = 9
     assert not torch.equal(one_step(optimizer, parameter, seed=9), drawn), "the reset drew no new elements"
-
-
-def test_elements_are_drawn_evenly_and_for_each_parameter_and_row_anew():
-    parameters = [Parameter(torch.ones(64, 64)) for _ in range(2)]
-    optimizer = SPAM(parameters, lr=0.1, density=0.25, reset_interval=1, warmup_steps=0)
-    total = torch.zeros(64, 64)
-    for step in range(16):
-        before = [p.detach().clone() for p in parameters]
-        for p in parameters:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        first, second = (moved_elements(p, b) for p, b in zip(parameters, before, strict=True))
-        assert not torch.equal(first, second), f"step {step + 1}: both parameters draw the same elements"
-        assert not torch.equal(first[0], first[1]), f"step {step + 1}: two rows draw the same elements"
-        total += first
-    shares = total.reshape(64, 16, 4).mean((0, 1)) / 16
-    # 16·64·16 draws of one in four: a standard deviation of 0.0034; four of them.
-    assert (shares - 0.25).abs().max() < 0.0136, f"the four neighbors are drawn with shares {shares}"
-
-
-def test_elements_that_are_not_drawn_move_by_weight_decay_alone():
-    parameter = Parameter(torch.ones(6, 16, dtype=torch.float64))
-    optimizer = SPAM([parameter], lr=0.1, density=0.25, weight_decay=0.5, reset_interval=None)
-    one_step(optimizer, parameter, seed=0)
-    decayed = (parameter.detach() - 0.95).abs() < 1e-12
-    assert decayed.sum() == 72 and (decayed.reshape(6, 4, 4).sum(-1) == 3).all(), (
-        f"three of four elements decay from 1 to 0.95: {parameter}"
-    )
 
 
 @in_cpp_and_in_torch
@@ -202,25 +136,3 @@ def test_drawn_elements_follow_the_reference(code, within):
             msg=lambda text, at=step + 1: f"step {at}: {text}",
         )  # fmt: skip
     assert reference.spikes, "no spike was cut: the test shows nothing"
-
-
-@pytest.mark.parametrize("piece", [1, 8, 40, 2**18])
-def test_draws_do_not_depend_on_the_size_of_a_piece(piece, within):
-    """What moved is compared exactly; how far, to the ulps by which the last elements of a vector loop may differ."""
-
-    def run():
-        [parameter] = make_parameters(shapes=[(4, 3, 10)])
-        optimizer = SPAM([parameter], lr=0.1, density=0.5, reset_interval=3)
-        return [one_step(optimizer, parameter, seed=step) for step in range(7)], snapshot(optimizer, [parameter])
-
-    drawn, values = run()
-    within(in_pieces(piece))
-    drawn_in_pieces, values_in_pieces = run()
-    assert_same(drawn_in_pieces, drawn, f"pieces of {piece} elements draw others")
-    for left, right in zip(values_in_pieces, values, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
-
-
-def test_vectors_move_whole():
-    vector = Parameter(torch.ones(16))
-    assert one_step(SPAM([vector], density=0.25), vector, seed=0).all(), "a bias moved in part"

@@ -3,20 +3,13 @@
 import sys
 from collections import Counter
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
-from tests.lightning_imports import Callback
-from tests.precision.regression_model import Ramp, Regression, Witness, flat, state, trainer
+from lightning_lowbit import FP8Precision, LowBitPrecision
+from tests.precision.regression_model import Regression, Witness, flat, state, trainer
 
 RANKS, STEPS, HISTORY, ACCUMULATE = 2, 4, 3, 2
 SMOOTHINGS = (None, "channel")
-
-QAT = {
-    "ternary": lambda: TernaryPrecision(quantize_output=True),
-    "integers": lambda: IntegerPrecision(4, 8, group=8, activation_group="row"),
-}
 
 # Runs whose collectives are counted. Those with histories have one more in each step than one without the plugin, and
 # "auto" would have one in all.
@@ -85,34 +78,8 @@ def collectives(plugin):
     return {"training": dict(training.counts), "evaluation": dict(evaluation.counts)}
 
 
-class Keep(Callback):
-    """A checkpoint of each step."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if (batch_idx + 1) % ACCUMULATE == 0:
-            trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
-
-
-def run(ckpt_path=None, **kwargs):
-    """A run that keeps its checkpoints, or one that goes on from one of them."""
-    model, plugin = Regression(), FP8Precision(history=HISTORY, smooth_swiglu="channel", **kwargs)
-    both(plugin, callbacks=[] if ckpt_path else [Keep()]).fit(model, ckpt_path=ckpt_path)
-    return {"losses": torch.stack(model.losses), "weights": flat(model), "state": state(plugin)}
-
-
-def progressive(plugin):
-    """A run in which λ rises."""
-    model = Regression()
-    both(plugin, callbacks=[Ramp(0.0, 0.25, 0.5)]).fit(model)
-    return {"losses": torch.stack(model.losses), "weights": flat(model), "state": state(plugin)}
-
-
 def work():
     return {
         "histories": {str(smooth): histories(smooth) for smooth in SMOOTHINGS},
         "collectives": {name: collectives(COUNTED[name]()) for name in ("without the plugin", *sys.argv[3:])},
-        "whole": run(),
-        "resumed": run("2.ckpt"),
-        "fresh": run("2.ckpt", fresh_histories=True),
-        "qat": {name: progressive(make()) for name, make in QAT.items()},
     }

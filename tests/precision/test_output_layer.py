@@ -19,6 +19,7 @@ from lightning_lowbit import (
 from lightning_lowbit._lightning import say_once
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.reasons import Reasons
+from tests.lightning_imports import BoringModel
 from tests.precision.regression_model import LAYERS, Regression, flat, state, trainer
 from tests.tables import each
 
@@ -179,3 +180,24 @@ def test_output_layers_that_the_checkpoint_has_left_out_stay_so(freeze, tmp_path
         else:
             made.validate(model, ckpt_path=path, verbose=False)
         assert layers(plugin) == REST
+
+
+class Narrow(BoringModel):
+    """Plugins leave its last layer in high precision by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 1))
+
+
+def test_a_run_that_quantized_a_narrow_layer_goes_on_with_its_casts_or_says_what_changed(tmp_path):
+    def fit(plugin, steps, ckpt_path=None):
+        made = trainer(plugin, max_steps=steps)
+        made.fit(Narrow(), ckpt_path=ckpt_path)
+        return made
+
+    fit(FP4Precision("nvfp4", overrides={r"layer\.1": "nvfp4"}), 1).save_checkpoint(path := tmp_path / "old.ckpt")
+    with pytest.warns(UserWarning, match=r"(?s)layer.1: nvfp4 in the checkpoint.*By default layer.1 stay in high"):
+        fit(FP4Precision("nvfp4"), 2, path)
+    kept = fit(LowBitPrecision.from_checkpoint(path), 2, path).lightning_module.layer[1].full_casts
+    assert kept == restore(Narrow(), path).layer[1].casts == LinearCasts.preset("nvfp4")

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.export.folder import SafetensorsWriter
+from lightning_lowbit.export.folder import SafetensorsWriter, write_network
 from lightning_lowbit.export.formats.names import ABOUT
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, weights
+from lightning_lowbit.nn.casts.traits import INDEX
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.quant import Cast
 
@@ -110,7 +111,7 @@ class Format:
     Attributes:
         name: as ``--format`` takes it.
         obstacle: the reason in words for which it cannot hold a layer (its name, the layer); None if it can.
-        write: writes the model's files to a folder that exists; returns a row for each quantized layer.
+        writes: writes the model's files to a folder that exists, such as :func:`by_layer`; see :meth:`write`.
         load: reads a folder back by the real client, ready to be called as the model is; None without a client in
             Python. Raises an ``ImportError`` that names a missing package, or a :class:`NoClient`.
         needs_network: refuses models that are not of ``transformers``.
@@ -129,7 +130,7 @@ class Format:
 
     name: str
     obstacle: Callable[[str, QuantizedLayer], str | None]
-    write: Callable[[TrainedModel, Path, Options], list[Written]]
+    writes: Callable[["Format", TrainedModel, Path, Options], list[Written]]
     load: Callable[[Path], nn.Module] | None = None
     needs_network: bool = True
     accepts: Callable[[TrainedModel], object] | None = None
@@ -168,36 +169,61 @@ class Format:
         """Raises a ``ValueError`` that names the layers that the format cannot hold."""
         check(original, {name: self.obstacle(name, layer) for name, layer in original.layers.items()}, self.name)
 
-    def write_layers(
-        self, original: TrainedModel, folder: Path, options: Options, encode: Callable[[Weight], "Encoded"]
-    ) -> list[Written]:
-        """Writes the tensors of a model of ``transformers`` to a folder, each quantized layer as ``encode`` makes it.
+    def write(self, original: TrainedModel, folder: Path, options: Options) -> list[Written]:
+        """Writes a model to a folder that exists; returns a row for each quantized layer.
 
         Raises:
-            ValueError: the format cannot hold a layer, or ``encode`` cannot.
+            ValueError: the format cannot hold the model or a layer, or a package is missing.
         """
-        self.check(original)
-        writer, rows = SafetensorsWriter(folder), list[Written]()
-        for weight in self.weights(original, options):
-            encoded = encode(weight)
-            size = writer.add({f"{weight.name}.{part}": tensor for part, tensor in encoded.tensors.items()})
-            rows.append(row(weight, encoded.format, size, encoded.inputs, encoded.error))
-        writer.finish(original, {f"{layer}.weight" for layer in original.layers}, options.dtype)
-        return rows
+        return self.writes(self, original, folder, options)
 
 
 class Encoded(NamedTuple):
-    """A layer's weight in a file: tensors by the last part of their names; other fields are as in :class:`Written`."""
+    """A layer's weight in a file: tensors by the last part of their names; ``scheme``, what the configuration tells of
+    the layer; other fields are as in :class:`Written`."""
 
     tensors: Mapping[str, Tensor]
     format: str
     inputs: Inputs | None = None
+    scheme: Any = None
     error: float = 0.0
+
+
+def by_layer(
+    encode: Callable[[Weight, Options], Encoded],
+    configure: Callable[[TrainedModel, Path, Mapping[str, Encoded]], Mapping[str, Any]],
+) -> Callable[[Format, TrainedModel, Path, Options], list[Written]]:
+    """Returns a function that writes a folder of ``transformers``: each layer as ``encode`` makes it, and the
+    ``quantization_config`` that ``configure`` makes of the model, the folder and the layers, here without tensors."""
+
+    def write(format: Format, original: TrainedModel, folder: Path, options: Options) -> list[Written]:
+        format.check(original)
+        writer, rows, layers = SafetensorsWriter(folder), list[Written](), dict[str, Encoded]()
+        for weight in format.weights(original, options):
+            encoded = encode(weight, options)
+            size = writer.add({f"{weight.name}.{part}": tensor for part, tensor in encoded.tensors.items()})
+            rows.append(row(weight, encoded.format, size, encoded.inputs, encoded.error))
+            layers[weight.name] = encoded._replace(tensors={})
+        writer.finish(original, {f"{layer}.weight" for layer in original.layers}, options.dtype)
+        write_network(original, folder, options.dtype, configure(original, folder, layers))
+        return rows
+
+    return write
 
 
 def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None, error: float = 0.0) -> Written:
     """Returns the row of a weight, to whose error the file adds ``error``."""
     return Written(weight.name, str(weight.cast), format, size, weight.error + error, inputs)
+
+
+def static_amax(name: str, layer: QuantizedLayer, options: Options) -> float | None:
+    """Returns the amax of a layer's input: over calibration data, or else of delayed scaling; None without either."""
+    if options.input_amaxes is not None and name in options.input_amaxes:
+        return options.input_amaxes[name]
+    inputs, amaxes = layer.casts.fprop_x, layer.lowbit.amaxes
+    if inputs is None or inputs.scale.source == "current" or amaxes is None:
+        return None
+    return float(amaxes.in_force[INDEX["fprop_x"]]) or None
 
 
 def unquantized_linears(original: TrainedModel) -> list[str]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.export.folder import load_network, write_network
-from lightning_lowbit.export.formats.base import Encoded, Format, Inputs, Options, Written, unquantized_linears
+from lightning_lowbit.export.folder import load_network
+from lightning_lowbit.export.formats.base import Encoded, Format, Inputs, Options, by_layer, unquantized_linears
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, common_obstacle, divisor
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
@@ -83,13 +83,8 @@ def _pattern(name: str, layers: Mapping[str, QuantizedLayer]) -> str:
     return f"^{re.escape(name)}$" if is_ambiguous else name
 
 
-def _write(original: TrainedModel, folder: Path, options: Options) -> list[Written]:
-    def encode(weight: Weight) -> Encoded:
-        return Encoded(tensors(weight), "bitnet", Inputs(_INPUTS), error(weight, options.dtype))
-
-    rows = FORMATS["bitnet"].write_layers(original, folder, options, encode)
-    write_network(original, folder, options.dtype, quantization_config(original))
-    return rows
+def _encode(weight: Weight, options: Options) -> Encoded:
+    return Encoded(tensors(weight), "bitnet", Inputs(_INPUTS), error=error(weight, options.dtype))
 
 
 def quantization_config(original: TrainedModel) -> dict[str, Any]:
@@ -120,7 +115,7 @@ FORMATS = {
     "bitnet": Format(
         "bitnet",
         obstacle,
-        _write,
+        by_layer(_encode, lambda original, *_: quantization_config(original)),
         _load,
         shown=_shown,
         programs=("transformers, accelerate", "lightning_lowbit"),

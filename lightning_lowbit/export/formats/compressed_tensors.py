@@ -12,25 +12,24 @@ from contextlib import redirect_stderr
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_lowbit.export.folder import load_network, write_network
+from lightning_lowbit.export.folder import load_network
 from lightning_lowbit.export.formats.base import (
     Encoded,
     Format,
     Inputs,
     NoClient,
     Options,
-    Written,
+    by_layer,
+    static_amax,
     unquantized_linears,
 )
-from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
-from lightning_lowbit.export.trained_model import TrainedModel
+from lightning_lowbit.export.formats.packing import by_row, nibbles, stream, words
 from lightning_lowbit.export.weights import Weight, common_obstacle, divisor, has_second_level, weight_cast
-from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
 
@@ -43,14 +42,6 @@ _E4M3, _UINT8 = "torch.float8_e4m3fn", "torch.uint8"
 _EXPONENTS = {4: "even", 6: "even", 8: "rceil"}
 
 Scheme = dict[str, Any]
-
-
-class Described(NamedTuple):
-    """A layer in a file, and how the configuration describes its weight and inputs."""
-
-    encoded: Encoded
-    weights: Scheme
-    inputs: Scheme | None = None
 
 
 def _args(bits: int, kind: str, strategy: str, group: int | None = None, dynamic: Any = False, **others: Any) -> Scheme:
@@ -69,25 +60,25 @@ def _args(bits: int, kind: str, strategy: str, group: int | None = None, dynamic
     }
 
 
-def _nvfp4(weight: Weight, options: Options, activations: bool) -> Described:
+def _nvfp4(weight: Weight, options: Options, activations: bool) -> Encoded:
     q = weight.quantized
     assert q.tensor_scale is not None
     tensors = {
         "weight_packed": nibbles(q.codes),
-        "weight_scale": scales_by_row(q),
+        "weight_scale": by_row(q, q.scales),
         "weight_global_scale": divisor(q.tensor_scale).reshape(1),
     }
     args = partial(_args, 4, "float", "tensor_group", 16, scale_dtype=_E4M3, zp_dtype=_E4M3)
     if not activations:
-        return Described(Encoded(tensors, "nvfp4-pack-quantized"), args())
+        return Encoded(tensors, "nvfp4-pack-quantized", None, (args(), None))
     amax = input_amax(weight, options)
     tensors["input_global_scale"] = torch.tensor([2688.0 / amax])
-    return Described(Encoded(tensors, "nvfp4-pack-quantized", Inputs(NVFP4, amax)), args(), args(dynamic="local"))
+    return Encoded(tensors, "nvfp4-pack-quantized", Inputs(NVFP4, amax), (args(), args(dynamic="local")))
 
 
 def input_amax(weight: Weight, options: Options) -> float:
     """Returns the amax of a layer's input: over the calibration data, or else of delayed scaling."""
-    amax = _static_amax(weight, options)
+    amax = static_amax(weight.name, weight.layer, options)
     if amax is None:
         raise ValueError(
             "The format keeps a static scale for the activations of each layer, which takes data: give calibration "
@@ -97,16 +88,7 @@ def input_amax(weight: Weight, options: Options) -> float:
     return max(amax, 1e-12)
 
 
-def _static_amax(weight: Weight, options: Options) -> float | None:
-    if options.input_amaxes is not None:
-        return options.input_amaxes[weight.name]
-    inputs, amaxes = weight.layer.casts.fprop_x, weight.layer.lowbit.amaxes
-    if inputs is None or inputs.scale.source == "current" or amaxes is None:
-        return None
-    return float(amaxes.in_force[OPERANDS.index("fprop_x")]) or None
-
-
-def _mx(weight: Weight, options: Options) -> Described:
+def _mx(weight: Weight, options: Options) -> Encoded:
     q = weight.quantized
     bits, scale = q.cast.format.bits, q.scales.view(torch.uint8)
     args = partial(_args, bits, "float", "group", 32, scale_dtype=_UINT8, zp_dtype=_UINT8)
@@ -117,11 +99,11 @@ def _mx(weight: Weight, options: Options) -> Described:
         tensors, format = {"weight_packed": packed, "weight_scale": scale}, f"mxfp{bits}-pack-quantized"
     engine = Cast(q.cast.element, Scale("e8m0", 32, _EXPONENTS[bits]))
     if weight.layer.casts.fprop_x != engine:
-        return Described(Encoded(tensors, format), args())
-    return Described(Encoded(tensors, format, Inputs(engine)), args(), args(dynamic=True))
+        return Encoded(tensors, format, None, (args(), None))
+    return Encoded(tensors, format, Inputs(engine), (args(), args(dynamic=True)))
 
 
-def _fp8(weight: Weight, options: Options) -> Described:
+def _fp8(weight: Weight, options: Options) -> Encoded:
     q, block, inputs = weight.quantized, weight.cast.scale.block, weight.layer.casts.fprop_x
     scales, strategy = q.scales.float(), {"row": "channel", "tensor": "tensor"}.get(str(block), "block")
     scales = scales if strategy == "block" else scales.reshape(-1, *([1] if block == "row" else []))
@@ -130,7 +112,7 @@ def _fp8(weight: Weight, options: Options) -> Described:
     by: Inputs | None = None
     scheme = None
     if inputs is not None and inputs.element == "e4m3":
-        amax = _static_amax(weight, options) if inputs.scale.block == "tensor" else None
+        amax = static_amax(weight.name, weight.layer, options) if inputs.scale.block == "tensor" else None
         if inputs.scale.block == 128 and strategy == "block":
             by, scheme = Inputs(Cast("e4m3", Scale("fp32", 128))), _args(8, "float", "group", 128, dynamic=True)
         elif amax is None:
@@ -138,10 +120,10 @@ def _fp8(weight: Weight, options: Options) -> Described:
         else:
             by, scheme = Inputs(Cast("e4m3", Scale("fp32", "tensor")), amax), _args(8, "float", "tensor")
             tensors["input_scale"] = torch.tensor([amax / 448.0])
-    return Described(Encoded(tensors, "float-quantized", by), args, scheme)
+    return Encoded(tensors, "float-quantized", by, (args, scheme))
 
 
-def _integers(weight: Weight, options: Options) -> Described:
+def _integers(weight: Weight, options: Options) -> Encoded:
     q, inputs = weight.quantized, weight.layer.casts.fprop_x
     bits, block, rows = q.cast.format.bits, q.cast.scale.block, len(q.codes)
     scale = q.scales if block != "tensor" else q.scales.expand(rows, 1)
@@ -151,14 +133,14 @@ def _integers(weight: Weight, options: Options) -> Described:
     by = Inputs(Cast("int8", Scale("fp32", "row"))) if by_token else None
     if bits == 8 and by_token and strategy == "channel":
         tensors = {"weight": q.codes.view(torch.int8), "weight_scale": scale}
-        return Described(Encoded(tensors, "int-quantized", by), _args(8, "int", strategy), scheme)
+        return Encoded(tensors, "int-quantized", by, (_args(8, "int", strategy), scheme))
     offset = q.codes if q.zero_points is not None else q.elements().to(torch.int16) + 2 ** (bits - 1)
     shape = torch.tensor(q.codes.shape)
     tensors = {"weight_packed": words(offset, bits), "weight_scale": scale, "weight_shape": shape}
     if q.zero_points is not None:
         tensors["weight_zero_point"] = words(q.zero_points.t(), bits).t()
     args = _args(bits, "int", strategy, group, symmetric=q.zero_points is None)
-    return Described(Encoded(tensors, "pack-quantized", by), args, scheme)
+    return Encoded(tensors, "pack-quantized", by, (args, scheme))
 
 
 def is_nvfp4(cast: Cast | None) -> bool:
@@ -199,29 +181,11 @@ def _obstacle(
     return None
 
 
-def _write(
-    name: str, describe: Callable[[Weight, Options], Described], original: TrainedModel, folder: Path, options: Options
-) -> list[Written]:
-    schemes: dict[str, list[Any]] = {}
-
-    def encode(weight: Weight) -> Encoded:
-        encoded, weights, inputs = describe(weight, options)
-        schemes[weight.name] = [encoded.format, weights, inputs]
-        return encoded
-
-    rows = FORMATS[name].write_layers(original, folder, options, encode)
-    write_network(original, folder, options.dtype, quantization_config(schemes, unquantized_linears(original)))
-    return rows
-
-
-def quantization_config(schemes: Mapping[str, Sequence[Any]], ignored: Sequence[str]) -> dict[str, Any]:
-    """Returns the description of quantized layers in ``config.json``: a group for each scheme, and the ignored layers.
-
-    ``schemes`` has a format and the arguments of weights and inputs for each layer.
-    """
+def quantization_config(layers: Mapping[str, Encoded], ignored: Sequence[str]) -> dict[str, Any]:
+    """Returns the description of layers in ``config.json``: a group for each scheme, and the ignored layers."""
     groups: dict[str, list[str]] = {}
-    for name, scheme in schemes.items():
-        groups.setdefault(json.dumps(scheme), []).append(name)
+    for name, layer in layers.items():
+        groups.setdefault(json.dumps([layer.format, *layer.scheme]), []).append(name)
     config_groups = {}
     for number, (text, names) in enumerate(groups.items()):
         format, weights, inputs = json.loads(text)
@@ -265,7 +229,7 @@ def _format(
     name: str,
     held: str,
     holds: Callable[[Cast], bool],
-    describe: Callable[[Weight, Options], Described],
+    encode: Callable[[Weight, Options], Encoded],
     own_cast: Cast | None = None,
     fused: bool = False,
     activations: bool = False,
@@ -277,7 +241,7 @@ def _format(
         name, own_cast, fused: of :class:`Format`.
         held: the casts of weights that ``holds`` accepts, in words.
         holds: returns whether the format holds a cast of a weight.
-        describe: the layer in the file.
+        encode: a layer's weight in the file.
         activations: engines quantize inputs to NVFP4, too.
         dtype: in which transformers computes with a folder, as compressed-tensors unpacks weights to bfloat16; None for
             the dtype of the folder.
@@ -285,7 +249,7 @@ def _format(
     return Format(
         name,
         partial(_obstacle, held, holds, activations),
-        partial(_write, name, describe),
+        by_layer(encode, lambda original, _, layers: quantization_config(layers, unquantized_linears(original))),
         partial(_load, dtype),
         fused=fused,
         own_cast=own_cast,

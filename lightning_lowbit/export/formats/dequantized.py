@@ -29,8 +29,8 @@ def _obstacle(name: str, layer: QuantizedLayer) -> str | None:
 
 
 @torch.no_grad()
-def _write(original: TrainedModel, folder: Path, options: Options) -> list[Written]:
-    FORMATS["dequantized"].check(original)
+def _write(format: Format, original: TrainedModel, folder: Path, options: Options) -> list[Written]:
+    format.check(original)
     names = {id(parameter): name for name, parameter in original.model.named_parameters()}
     writer, rows, written = SafetensorsWriter(folder), list[Written](), set[str]()
     for name, matrix, _ in matrices(original):

@@ -8,16 +8,26 @@ Codes lie as in ``compressed_tensors``; scales of the tensor multiply here, and 
 Without calibration, or inputs in NVFP4 in training, NVFP4 is for weights alone (``W4A16_NVFP4``).
 """
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lightning_lowbit.export.folder import write_json, write_network
+from lightning_lowbit.export.folder import write_json
 from lightning_lowbit.export.formats import compressed_tensors
-from lightning_lowbit.export.formats.base import Encoded, Format, Inputs, Options, Written, unquantized_linears
+from lightning_lowbit.export.formats.base import (
+    Encoded,
+    Format,
+    Inputs,
+    Options,
+    Written,
+    by_layer,
+    unquantized_linears,
+)
 from lightning_lowbit.export.formats.compressed_tensors import NVFP4, input_amax, is_nvfp4
-from lightning_lowbit.export.formats.packing import nibbles, scales_by_row
+from lightning_lowbit.export.formats.packing import by_row, nibbles
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, weight_cast
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
@@ -26,7 +36,7 @@ from lightning_lowbit.quant import Cast, Scale
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # whose format this is
 
 
-def _encode(algorithm: str, options: Options, weight: Weight) -> Encoded:
+def _encode(algorithm: str, weight: Weight, options: Options) -> Encoded:
     q = weight.quantized
     amax = None if algorithm == "W4A16_NVFP4" else input_amax(weight, options)
     if algorithm == "FP8":
@@ -38,7 +48,11 @@ def _encode(algorithm: str, options: Options, weight: Weight) -> Encoded:
         }
         return Encoded(tensors, algorithm, Inputs(Cast("e4m3", Scale("fp32", "tensor")), amax))
     assert q.tensor_scale is not None
-    tensors = {"weight": nibbles(q.codes), "weight_scale": scales_by_row(q), "weight_scale_2": q.tensor_scale.clone()}
+    tensors = {
+        "weight": nibbles(q.codes),
+        "weight_scale": by_row(q, q.scales),
+        "weight_scale_2": q.tensor_scale.clone(),
+    }
     if amax is None:
         return Encoded(tensors, algorithm)
     return Encoded({**tensors, "input_scale": torch.tensor(amax) / 2688}, algorithm, Inputs(NVFP4, amax))
@@ -55,23 +69,21 @@ def _fp8_obstacle(name: str, layer: QuantizedLayer) -> str | None:
     return None
 
 
-def _write(name: str, original: TrainedModel, folder: Path, options: Options) -> list[Written]:
+def _write(format: Format, original: TrainedModel, folder: Path, options: Options) -> list[Written]:
     calibrated = options.input_amaxes is not None and all(
         is_nvfp4(layer.casts.fprop_x) for layer in original.layers.values()
     )
-    algorithm = "FP8" if name == "modelopt-fp8" else "NVFP4" if calibrated else "W4A16_NVFP4"
-    rows = FORMATS[name].write_layers(original, folder, options, partial(_encode, algorithm, options))
+    algorithm = "FP8" if format.name == "modelopt-fp8" else "NVFP4" if calibrated else "W4A16_NVFP4"
+    return by_layer(partial(_encode, algorithm), partial(_configure, algorithm))(format, original, folder, options)
+
+
+def _configure(algorithm: str, original: TrainedModel, folder: Path, _: Mapping[str, Encoded]) -> Mapping[str, Any]:
     group, ignored = None if algorithm == "FP8" else 16, unquantized_linears(original)
+    quantization = {"kv_cache_quant_algo": None, "group_size": group, "exclude_modules": ignored}
+    content = {"producer": _PRODUCER, "quantization": {"quant_algo": algorithm, **quantization}}
+    write_json(folder / "hf_quant_config.json", content)
     config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": group, "ignore": ignored}
-    write_network(original, folder, options.dtype, {**config, "producer": _PRODUCER})
-    quantization = {
-        "quant_algo": algorithm,
-        "kv_cache_quant_algo": None,
-        "group_size": group,
-        "exclude_modules": ignored,
-    }
-    write_json(folder / "hf_quant_config.json", {"producer": _PRODUCER, "quantization": quantization})
-    return rows
+    return {**config, "producer": _PRODUCER}
 
 
 _NVFP4_WEIGHTS = compressed_tensors.FORMATS["nvfp4-w4a16"]
@@ -79,7 +91,7 @@ FORMATS = {
     name: Format(
         name,
         obstacle,
-        partial(_write, name),
+        _write,
         fused=True,
         own_cast=own_cast,
         programs=("TensorRT-LLM", "vLLM", "lightning_lowbit"),

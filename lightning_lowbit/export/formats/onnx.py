@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.folder import write_network
-from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written, example_shape, row
+from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written, example_shape, row, static_amax
 from lightning_lowbit.export.formats.onnx_layers import (
     INT4,
     TYPES,
@@ -33,7 +33,6 @@ from lightning_lowbit.export.formats.onnx_layers import (
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, common_obstacle
 from lightning_lowbit.nn.casts.linear_casts import FORWARD, LinearCasts
-from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
 from lightning_lowbit.packages import install
@@ -57,7 +56,7 @@ def obstacle(name: str, layer: QuantizedLayer) -> str | None:
     return None if cast is None else input_obstacle(cast)
 
 
-def _write(original: TrainedModel, folder: Path, options: Options) -> list[Written]:
+def _write(format: Format, original: TrainedModel, folder: Path, options: Options) -> list[Written]:
     layers = {clean_name(name): layer for name, layer in quantized_layers(original.model).items()}
     forward = {name: layer for name, layer in layers.items() if layer.casts.has_cast(FORWARD)}
     check(replace(original, layers=forward), {name: obstacle(name, layer) for name, layer in forward.items()}, "onnx")
@@ -67,7 +66,7 @@ def _write(original: TrainedModel, folder: Path, options: Options) -> list[Writt
     model = _Outputs(_twin(original.model), original.config is not None)
     twins = {clean_name(name): layer for name, layer in quantized_layers(model.model).items()}
     rows = []
-    for weight in FORMATS["onnx"].weights(original, options):
+    for weight in format.weights(original, options):
         inputs = _inputs(weight.name, weight.layer, options)
         attach(twins[weight.name], weight, inputs)
         rows.append(_row(weight, inputs))
@@ -99,13 +98,8 @@ def _inputs(name: str, layer: QuantizedLayer, options: Options) -> InputRounding
     cast = layer.casts.cast_of("fprop_x")
     if not isinstance(cast, Cast):
         return None
-    amax = None
-    if cast.scale.block == "tensor" and options.input_amaxes is not None and name in options.input_amaxes:
-        amax = torch.tensor(options.input_amaxes[name])
-    elif cast.scale.source == "delayed" and layer.lowbit.amaxes is not None:
-        known = layer.lowbit.amaxes.in_force[OPERANDS.index("fprop_x")]
-        amax = known.clone() if known > 0 else None
-    return InputRounding(cast, amax)
+    amax = static_amax(name, layer, options) if cast.scale.block == "tensor" else None
+    return InputRounding(cast, None if amax is None else torch.tensor(amax))
 
 
 class _Outputs(nn.Module):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.onnx.ops import symbolic
 
+from lightning_lowbit.export.formats.packing import by_row
 from lightning_lowbit.export.weights import Weight
 from lightning_lowbit.formats import E4M3, E5M2
 from lightning_lowbit.nn.core.window import Window, is_pixelwise
@@ -63,9 +64,9 @@ class Decoded(nn.Module):
         """``transposed`` decodes to ``[in, out]``. ``codes``, of another shape, are those of rows in dimension 0."""
         super().__init__()
         self.number, unit = stored_as(quantized.cast)
-        scales, zeros = _by_row(quantized, quantized.multipliers() * unit), None
+        scales, zeros = by_row(quantized, quantized.multipliers() * unit), None
         if quantized.zero_points is not None:
-            zeros = _by_row(quantized, quantized.zero_points)
+            zeros = by_row(quantized, quantized.zero_points)
         codes = quantized.codes if codes is None else codes
         if zeros is None:
             codes = (quantized.cast.format.decode(codes) / unit).to(_DTYPES.get(self.number, torch.int8))
@@ -91,12 +92,6 @@ class Decoded(nn.Module):
         return symbolic(
             "DequantizeLinear", inputs, self.attributes, dtype=torch.float32, shape=self.codes.shape, version=21
         )
-
-
-def _by_row(quantized: Quantized, values: Tensor) -> Tensor:
-    """Values of blocks as ``[rows, blocks]``, repeated in tiles; ``[1, 1]`` of the tensor."""
-    block, rows = quantized.cast.scale.block, len(quantized.codes)
-    return values.repeat_interleave(block[0], 0)[:rows] if isinstance(block, tuple) else values
 
 
 def input_obstacle(cast: Cast) -> str | None:

@@ -12,14 +12,13 @@ def nibbles(codes: Tensor) -> Tensor:
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
-def scales_by_row(quantized: Quantized) -> Tensor:
-    """Returns the scales of blocks as ``[rows, blocks]``, repeated in tiles."""
-    scales, rows = quantized.scales, len(quantized.codes)
-    if len(scales) == rows:
-        return scales
-    block = quantized.cast.scale.block
-    height = block[0] if isinstance(block, tuple) else rows
-    return scales.view(torch.uint8).repeat_interleave(height, 0)[:rows].view(scales.dtype)
+def by_row(quantized: Quantized, values: Tensor) -> Tensor:
+    """Values of blocks, such as their scales, as ``[rows, blocks]``, repeated in tiles; ``[1, 1]`` of the tensor."""
+    block, rows = quantized.cast.scale.block, len(quantized.codes)
+    if not isinstance(block, tuple):
+        return values
+    numbers = values.view(torch.uint8) if values.element_size() == 1 else values  # torch repeats no FP8
+    return numbers.repeat_interleave(block[0], 0)[:rows].view(values.dtype)
 
 
 def stream(codes: Tensor, bits: int) -> Tensor:

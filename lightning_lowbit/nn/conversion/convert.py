@@ -210,8 +210,8 @@ class Selection:
         if idle:
             pattern = next(iter(idle))
             raise ValueError(
-                f"overrides: {pattern!r} gives no layer its casts. It names {some(sorted(matches[pattern]))}, which skip or "
-                "only leave out, or an earlier pattern names. Leave it out, or put it before that pattern."
+                f"overrides: {pattern!r} gives no layer its casts. It names {some(sorted(matches[pattern]))}; skip or "
+                "only leave these out, or an earlier pattern names them. Leave it out, or put it first."
             )
         check_planned_attention(self.casts, products)
         if products and not any(name in self.casts for name in products):

@@ -162,13 +162,18 @@ class Origin(NamedTuple):
         # A copy: tensors may be memory-mapped from the file, which may be overwritten.
         return cls(copy.deepcopy(state), Trained.read(state["trained"]))
 
-    def arguments(self) -> dict[str, Any]:
-        """Returns the plugin's constructor arguments; ``casts`` are the most frequent ones."""
+    def arguments(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the plugin's constructor arguments, with changes; ``casts`` are the most frequent ones. A
+        ``ValueError`` names a change of the results."""
+        for name in changes:
+            what = "argument of from_checkpoint (what else decides what is computed is the checkpoint's)"
+            choose(what, name, CHANGEABLE)
         common = Counter(self.trained.planned.values()).most_common(1)
         return {
             "casts": common[0][0] if common else _HP,
             "seed": self.state["seed"],
             **{name: getattr(self.trained, name) for name in _ARGUMENTS},
+            **changes,
         }
 
 
@@ -187,12 +192,6 @@ CHANGEABLE = (
     "scaler",
     "seed",
 )
-
-
-def check_changes(changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name in changes:
-        choose("argument of from_checkpoint (what else decides what is computed is the checkpoint's)", name, CHANGEABLE)
-    return changes
 
 
 def _with_current_names(casts: Any) -> Any:

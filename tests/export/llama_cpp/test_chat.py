@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
-from lightning_lowbit import convert
 from lightning_lowbit.export.checkpoint import _compared
 from lightning_lowbit.export.formats.base import NoClient, Options
 from lightning_lowbit.export.formats.gguf import GGUF
 from lightning_lowbit.export.formats.gguf.chat import QUESTION, chat
-from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.layers.layer import quantized_layers
 from tests.export.llama_cpp import tokenizers
+from tests.export.originals import language_model
 from tests.tables import each
 
 gguf = pytest.importorskip("gguf")
@@ -25,14 +23,10 @@ INT4 = {"element": "int4", "scale": {"format": "bf16", "block": 32}}
 
 
 def untrained(tokenizer, ends=None, **changes):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    positions = {"vocab_size": 512, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None}
-    config = AutoConfig.for_model("llama", **{**sizes, **positions, **changes})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.generation_config = GenerationConfig(eos_token_id=ends)
-    convert(model, LinearCasts.of({"fprop_w": INT4, "dgrad_w": "fprop"}), skip=["lm_head"])
-    return TrainedModel(model, quantized_layers(model), torch.float32, config, {"tokenizer": tokenizer})
+    sizes = {"intermediate_size": 128, "num_attention_heads": 2, "vocab_size": 512, "max_position_embeddings": 128}
+    original = language_model("llama", LinearCasts.of({"fprop_w": INT4, "dgrad_w": "fprop"}), **sizes, **changes)
+    original.model.generation_config = GenerationConfig(eos_token_id=ends)
+    return replace(original, facts={"tokenizer": tokenizer})
 
 
 def metadata(folder):
@@ -182,7 +176,7 @@ def test_a_report_shows_another_prompt(tmp_path):
     client(tmp_path)
     tokens = torch.randint(500, (2, 16))
     with pytest.warns(UserWarning, match="makes another prompt.*prompt is '<.begin.><.start.>user"):
-        found = _compared(GGUF, original, tmp_path, rows, Options(dtype=torch.float32), tokens).parity
+        found = _compared(GGUF, original, tmp_path, rows, Options(dtype=torch.float32), tokens)["parity"]
     assert found is not None and found.chat is not None and "in training '<|start|>user" in str(found)
 
 

@@ -102,6 +102,7 @@ def test_rows_of_q_and_k_are_neighbors_in_a_rotation():
 
 
 def test_names_of_parts():
+    pytest.importorskip("gguf")
     assert NETWORKS["llama"].name("model.layers.12.mlp.down_proj") == "blk.12.ffn_down"
     assert NETWORKS["gpt2"].name("transformer.h.3.attn.c_attn") == "blk.3.attn_qkv"
     assert NETWORKS["llama"].name("model.layers.0.mlp.experts") is None

@@ -172,7 +172,7 @@ UNTAMED = {
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize("entry", [pytest.param(entry, id=name) for name, entry in {**ENTRIES, **UNTAMED}.items()])
 def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(entry, within):
-    """fp32 squares up to 1.8e19. One element or all of a matrix, of either sign; then steps as usual."""
+    """fp32 squares from 1e-23 up to 1.8e19. One element or all of a matrix, of either sign; then steps as usual."""
     for dtype, extent, code in (
         (torch.float32, 2 * 130, "C++"),
         (torch.bfloat16, 1, "C++"),
@@ -184,7 +184,7 @@ def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(entry,
         parameters = make_parameters(dtype, [(2, 130), (5,)])
         optimizer = entry(parameters)
         case = f"{dtype}, {extent} elements, {code}"
-        for number, size in enumerate((1.9e19, 1e13, 1e20, 1e30, 3.4e38, 1e18)):
+        for number, size in enumerate((1.9e19, 1e13, 1e20, 1e30, 3.4e38, 1e18, 1e-30, 1e-44)):
             for sign in (1, -1):
                 set_gradients(parameters, seed=number)
                 parameters[0].grad.view(-1)[:extent] = sign * min(size, torch.finfo(dtype).max)
@@ -238,15 +238,3 @@ def test_grad_scaler(entry):
         scaler.update()
         assert scaler.get_scale() < scale if step == 4 else scaler.get_scale() >= scale
     assert_same(snapshot(optimizer, parameters), snapshot(without, plain), "the scaler changed the trajectory")
-
-
-@every_entry
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(entry, set_to_none):
-    parameters = entry.parameters()
-    optimizer = entry(parameters)
-    for steps in (range(1), range(1, 2)):
-        train(optimizer, parameters, steps)
-        optimizer.zero_grad(set_to_none=set_to_none)
-        for p in parameters:
-            assert (p.grad is None) if set_to_none else torch.equal(p.grad, torch.zeros_like(p)), f"left {p.grad}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
+from lightning_lowbit.optim import Adaptive
 from tests.optim.conformance.entries import LR, assert_nothing_happened, each_entry, entries, entries_and_dtypes
 from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
 
@@ -115,33 +115,6 @@ def test_state_of_another_size_is_refused(entry):
     assert_nothing_happened(optimizer, parameters, before, groups, "a refused state")
 
 
-@pytest.mark.parametrize(
-    ("name", "saved", "wanted"),
-    [("moments", "fp8", "fp32"), ("moments", "fp32", "fp8"), ("master_weights", "fp16", None), ("density", 0.5, 1.0)],
-)
-def test_other_kinds_of_moments_are_refused(name, saved, wanted):
-    kind = SPAM if name == "density" else StableSPAM
-    parameters, others = make_parameters(torch.bfloat16), make_parameters(torch.bfloat16)
-    optimizer, other = kind(parameters, **{name: wanted}), kind(others, **{name: saved})
-    train(optimizer, parameters, range(2))
-    train(other, others, range(2))
-    before, groups = snapshot(optimizer, parameters), optimizer.state_dict()["param_groups"]
-    hooks = len(optimizer._optimizer_load_state_dict_pre_hooks)
-    with pytest.raises(ValueError, match=f"{name}={saved!r}.*{name}={wanted!r}.*saved value"):
-        optimizer.load_state_dict(other.state_dict())
-    assert_nothing_happened(optimizer, parameters, before, groups, "a refused state")
-    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == hooks, "a refused state left a hook behind"
-
-
-@pytest.mark.parametrize("kind", [StableSPAM, SPAM, LowBitAdamW])
-def test_the_state_of_a_foreign_adam_is_refused(kind):
-    parameters = make_parameters()
-    foreign = torch.optim.AdamW(parameters)
-    train(foreign, parameters, range(2))
-    with pytest.raises(ValueError, match=f"another optimizer, and {kind.__name__} cannot go on with it"):
-        kind(make_parameters()).load_state_dict(foreign.state_dict())
-
-
 def test_adaptive_takes_up_the_state_of_what_it_wraps():
     parameters = make_parameters()
     plain = torch.optim.AdamW(parameters, lr=LR)
@@ -152,3 +125,15 @@ def test_adaptive_takes_up_the_state_of_what_it_wraps():
     train(taken_up, again, range(3, 5))
     state = taken_up.state[again[5]]
     assert (state["step"], state["steps"]) == (5, 2), f"AdamW counts {state['step']}, the guards {state['steps']} steps"
+
+
+@each_entry
+def test_moments_begin_anew_after_their_reset_and_statistics_go_on(entry):
+    parameters = entry.parameters()
+    optimizer = entry(parameters)
+    train(optimizer, parameters, range(2))
+    optimizer.reset_moments()
+    train(optimizer, parameters, [2])
+    for state in map(optimizer.state.get, parameters):
+        assert state["steps"] == 3, "the reset is counted as a start"
+        assert state.get("steps_since_reset", 1) == state.get("step", 1) == 1, "old moments are left"

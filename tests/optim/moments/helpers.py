@@ -27,31 +27,9 @@ def kept(mean, mean_square, drawn):
     return piece
 
 
-def set_gradients(parameters, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for p in parameters:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
-def train(optimizer, parameters, steps):
-    for step in steps:
-        set_gradients(parameters, seed=step)
-        optimizer.step()
-
-
 def elements(state, name):
     """What the codes of a moment stand for, in units of the scales: float64, the parameter's shape."""
     return state[name].view(reference.DTYPES[name]).double().numpy()
-
-
-def snapshot(optimizer, parameters):
-    """Copies of every parameter and all its state."""
-    return [t.clone() for p in parameters for t in (p.detach(), *optimizer.state[p].values())]
-
-
-def assert_same(left, right, message):
-    for index, (a, b) in enumerate(zip(left, right, strict=True)):
-        assert a.dtype == b.dtype and torch.equal(a, b), f"{message}: tensor {index} differs: {a} {b}"
 
 
 def final_loss(make, seed, lr=1e-2, dtype=torch.float32):

@@ -1,6 +1,5 @@
 """Adam with moments in FP8: its steps, its results and its state."""
 
-import io
 import math
 from functools import partial
 
@@ -12,18 +11,8 @@ from torch.nn import Parameter
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.optim import SPAM, LowBitAdamW, StableSPAM, moments
 from lightning_lowbit.optim.moments import NAMES, FP8Moments, Piece
-from tests.optim.moments.helpers import (
-    assert_same,
-    draw,
-    elements,
-    final_loss,
-    heavy_tailed,
-    kept,
-    set_gradients,
-    snapshot,
-    train,
-)
-from tests.optim.parameters import in_cpp_and_in_torch, use
+from tests.optim.moments.helpers import draw, elements, final_loss, heavy_tailed, kept
+from tests.optim.parameters import assert_same, in_cpp_and_in_torch, set_gradients, snapshot, use
 from tests.references import moments as reference
 
 
@@ -138,34 +127,6 @@ def test_two_moments_take_two_bytes():
     assert 2 < taken <= 2.1, f"both moments take {taken:.3f} bytes for a parameter"
     everything = sum(t.nbytes for p in parameters for t in optimizer.state[p].values()) / elements
     assert everything <= taken + 0.01, f"state other than moments takes {everything - taken:.3f} bytes for a parameter"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fp8_state_is_resumed_bit_for_bit(dtype):
-    def make():
-        return [Parameter(torch.ones(shape, dtype=dtype)) for shape in ((), (7,), (3, 130), (2, 2, 5), (0, 3))]
-
-    parameters, resumed_parameters = make(), make()
-    optimizer, resumed = LowBitAdamW(parameters), LowBitAdamW(resumed_parameters)
-    train(optimizer, parameters, range(3))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    with torch.no_grad():
-        for p, q in zip(parameters, resumed_parameters, strict=True):
-            q.copy_(p)
-    assert_same(snapshot(resumed, resumed_parameters), snapshot(optimizer, parameters), "loading changed the state")
-    train(optimizer, parameters, range(3, 6))
-    train(resumed, resumed_parameters, range(3, 6))
-    assert_same(snapshot(resumed, resumed_parameters), snapshot(optimizer, parameters), "the resumed run differs")
-    for p in parameters:
-        state = optimizer.state[p]
-        found = [state[name].dtype for name in NAMES]
-        low = p.dim() >= 2
-        wanted = [torch.uint8 if low else torch.float32] * 2
-        assert found == wanted, f"moments of {tuple(p.shape)} are in {found}, wanted {wanted}"
-        assert ("mean_scale" in state) == low, f"{tuple(p.shape)}: {list(state)}"
 
 
 @in_cpp_and_in_torch

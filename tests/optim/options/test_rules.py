@@ -54,6 +54,7 @@ ALONE = {
     "falling decays, resets": {"total_steps": 6, "reset_interval": 4, "betas": (0.95, 0.9), "gamma1": 0.9},
     "falling decays of one step": {"total_steps": 1},
     "preset": {"gamma1": 0.85, "gamma2": 0.99999, "gamma3": 0.9},
+    "no memory": {"betas": (0.0, 0.0), "gamma1": 0},
 }  # fmt: skip
 
 TOGETHER = {

@@ -33,11 +33,12 @@ def test_rounding_and_overrides_reach_the_layers():
     assert model.layer[0].casts.wgrad_x.rounding == "nearest"
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_exact_reaches_the_layers(exact):
-    model = BoringModel()
-    quiet(plugins=[FP4Precision(exact=exact)]).fit(model)
-    assert model.layer.lowbit.exact is exact
+@each(("name", "values"), [("exact", [False, True]), ("backend", ["auto", "emulated"])])
+def test_settings_reach_the_layers(name, values):
+    for value in values:
+        model = BoringModel()
+        quiet(plugins=[FP4Precision(**{name: value})]).fit(model)
+        assert getattr(model.layer.lowbit, name) == value
 
 
 def test_seed_of_seed_everything(monkeypatch):

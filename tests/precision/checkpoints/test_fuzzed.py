@@ -40,6 +40,9 @@ def edit(value, draw):
         if chance < 0.1:
             return others
         return {**others, f"{key}x": value[key]} if chance < 0.15 else {**value, key: edit(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.7:
+        place = draw.randrange(len(value))
+        return [*value[:place], edit(value[place], draw), *value[place + 1 :]]
     if isinstance(value, Tensor) and draw.random() < 0.8:
         changes = [
             lambda t: t[:-1] if t.dim() else t,

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from lightning_lowbit import ConservativeGradScaler, FP4Precision, LowBitPrecision, ShardedConservativeGradScaler
-from lightning_lowbit.precision.run_settings import compute_dtype
+from lightning_lowbit import ConservativeGradScaler, FP4Precision, ShardedConservativeGradScaler
 from tests.lightning_imports import MisconfigurationException, MixedPrecision
-from tests.precision.fp16.runs import PRECISIONS, SCALERS, checkpoint, fp16, moving, run, static
+from tests.precision.fp16.runs import SCALERS, checkpoint, fp16, moving, run, static
 from tests.precision.regression_model import Regression, flat, trainer
 from tests.tables import each
 
@@ -27,20 +26,6 @@ def test_a_scaler_alone_in_lightnings_own_precision(cut):
     assert torch.equal(flat(resumed), flat(whole)), "final weights differ"
     run(fp16(SCALERS["conservative"]()), 9)
     assert checkpoint()["lightning_lowbit"]["scaler"] == expected, "in this package's plugin it moves otherwise"
-
-
-@each("name", PRECISIONS)
-def test_every_precision_says_that_it_is_fp16(name):
-    plugin = PRECISIONS[name](compute_dtype="fp16")
-    assert compute_dtype(plugin) == plugin.compute_dtype == torch.float16
-    assert plugin.precision == "16-mixed"
-    config = plugin.mixed_precision_config
-    assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (torch.float16,) * 3
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_other_dtypes_have_no_scaler(dtype):
-    assert LowBitPrecision("nvfp4", compute_dtype=dtype).scaler is None
 
 
 @each(

@@ -18,8 +18,6 @@ from tests.precision.fp16.ranks import (
     CLIP,
     CLIPPED,
     COUNTED,
-    HALF,
-    INTERRUPTED,
     NORMS,
     ORGANIC,
     OUTLIERS,
@@ -120,21 +118,6 @@ def test_the_monitor_has_the_numbers_of_one_process(results, strategy, name):
         for kind in ("monitor", "metrics"):
             found = result[f"organic: {strategy}, {name}"][kind]
             assert found == expected[kind], f"rank {rank}: {found}, one process {expected[kind]}"
-
-
-@pytest.mark.parametrize(("strategy", "name"), INTERRUPTED)
-def test_resumed_run_is_the_uninterrupted_one(results, strategy, name):
-    for rank, result in enumerate(results):
-        run, whole = result[f"resumed: {strategy}, {name}"], result[f"organic: {strategy}, {name}"]
-        for key in ("scales", "skipped"):
-            assert run[key] == whole[key][HALF:], f"rank {rank}, {key}: {run[key]}, wanted {whole[key][HALF:]}"
-        for key in ("step", "skipped_steps", "scaler"):
-            found, wanted = run["state"][key], whole["state"][key]
-            assert found == wanted, f"rank {rank}, {key}: {found}, wanted {wanted}"
-        history = run["state"].get("amax_history", {})
-        assert bool(history) == (name == "fp8"), f"rank {rank} has saved {len(history)} histories"
-        torch.testing.assert_close(history, whole["state"].get("amax_history", {}), rtol=0, atol=0)
-        assert_near(run["whole"], whole["whole"])
 
 
 @pytest.mark.parametrize(("strategy", "part"), NORMS)

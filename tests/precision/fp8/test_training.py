@@ -196,24 +196,6 @@ def test_what_callbacks_compute_has_no_part_in_training(hook, smooth):
     assert torch.equal(others, weights), f"a pass in {hook} has changed what is trained"
 
 
-@pytest.mark.parametrize("smooth", [None, "channel", "token"])
-def test_validation_data_has_no_part_in_training(smooth):
-    def train(val_size, **kwargs):
-        model, plugin = Regression(val_size=val_size), FP8Precision(history=4, smooth_swiglu=smooth)
-        options = {"accumulate_grad_batches": 2, "max_steps": 4, "limit_train_batches": 8, **kwargs}
-        trainer(plugin, **options).fit(model)
-        assert bool(model.val_losses) == ("val_check_interval" in kwargs)
-        return flat(model), state(plugin)
-
-    weights, histories = train(1.0)
-    for interval in (1, 2, 3):  # 1 and 3: between micro-batches
-        others, other_histories = train(1e30, val_check_interval=interval, limit_val_batches=2)
-        for kind in ("amax_history", "channel_amax"):
-            for key, amaxes in histories[kind].items():
-                assert torch.equal(other_histories[kind][key], amaxes), f"validation has entered the {kind} of {key}"
-        assert torch.equal(others, weights), "validation data has changed what was trained"
-
-
 def test_evaluation_scales_by_the_histories_and_leaves_them_alone():
     model, plugin = Regression(val_size=50.0), FP8Precision(history=4, smooth_swiglu="channel")
     made = trainer(plugin, limit_val_batches=2, limit_test_batches=2, limit_predict_batches=2)
@@ -233,30 +215,6 @@ def test_evaluation_scales_by_the_histories_and_leaves_them_alone():
     assert histories != none, "evaluation does not use the histories"
 
 
-def test_evaluation_before_training_leaves_nothing():
-    model, plugin, witness = Regression(val_size=50.0), FP8Precision(history=4, compute_dtype="fp32"), Witness()
-    made = trainer(plugin, callbacks=[witness], limit_val_batches=2, limit_test_batches=2, limit_predict_batches=2)
-    made.validate(model, verbose=False)
-    made.test(model, verbose=False)
-    made.predict(model)
-    assert not any(amaxes.any() for amaxes in state(plugin)["amax_history"].values())
-    made.fit(model)
-    assert_histories(state(plugin)["amax_history"], witness, 4)
-
-
-def test_fit_validate_fit_on_one_trainer_goes_on():
-    model, plugin, witness = Regression(), FP8Precision(history=4, compute_dtype="fp32"), Witness()
-    made = trainer(plugin, callbacks=[witness], max_steps=2, limit_train_batches=4, limit_val_batches=1)
-    made.fit(model)
-    made.validate(model, verbose=False)
-    made.fit_loop.epoch_loop.max_steps = 4
-    made.fit(model)
-    assert len(witness.steps) == plugin.step == 4
-    found = state(plugin)["amax_history"]
-    assert_histories(found, witness, 4)
-    assert_in_force(found, witness, 4)
-
-
 @pytest.mark.parametrize("same_plugin", [True, False])
 @pytest.mark.parametrize("same_model", [True, False])
 def test_another_trainer_starts_anew(same_plugin, same_model):
@@ -272,17 +230,6 @@ def test_another_trainer_starts_anew(same_plugin, same_model):
     assert len(witness.steps) == 2
     assert_histories(found["amax_history"], witness, 4)
     assert_in_force(found["amax_history"], witness, 4)
-
-
-def test_another_model_in_one_trainer_has_histories_of_its_own():
-    plugin = FP8Precision(history=4, smooth_swiglu="channel")
-    made = trainer(plugin, limit_val_batches=2)
-    made.fit(Regression())
-    expected, model = Regression(), Regression()
-    trainer(FP8Precision(history=4, smooth_swiglu="channel"), limit_val_batches=2).validate(expected, verbose=False)
-    made.validate(model, verbose=False)
-    assert model.val_losses == expected.val_losses, "a model is evaluated with the amaxes of another one"
-    assert not any(amaxes.any() for amaxes in state(plugin)["amax_history"].values())
 
 
 def test_another_model_with_other_layers_in_one_trainer():

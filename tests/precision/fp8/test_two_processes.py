@@ -5,8 +5,16 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.precision.ranks_ddp import ACCUMULATE, COUNTED, HISTORY, SMOOTHINGS, STEPS
+from tests.launch import launch
+from tests.pairwise import selected
+from tests.precision.ranks_ddp import ACCUMULATE, COUNTED, HISTORY, RANKS, SMOOTHINGS, STEPS
 from tests.precision.regression_model import DOWN, LAYERS, Witness, assert_histories, assert_in_force
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    """What each of two processes made of everything."""
+    return launch("tests.precision.ranks_ddp", RANKS, tmp_path_factory.mktemp("ddp"), *selected(request, "counted"))
 
 
 def assert_equal_states(a, b):
@@ -59,17 +67,3 @@ def test_collectives(results, counted):
         expected = Counter(plain["training"]) + Counter({"allreduce_": more})
         assert counts["training"] == expected, f"{STEPS} steps of {ACCUMULATE} micro-batches have other collectives"
         assert counts["evaluation"] == plain["evaluation"], "evaluation has other collectives than without the plugin"
-
-
-def test_resume_equals_the_uninterrupted_run(results):
-    for result in results:
-        whole, resumed, fresh = result["whole"], result["resumed"], result["fresh"]
-        losses = whole["losses"][2 * ACCUMULATE :]
-        assert len(losses) == (STEPS - 2) * ACCUMULATE
-        assert torch.equal(resumed["losses"], losses), "losses after the resume differ"
-        assert torch.equal(resumed["weights"], whole["weights"]), "final weights differ"
-        assert_equal_states(resumed["state"], whole["state"])
-        assert not torch.equal(fresh["losses"], losses), "the histories make no difference"
-    assert torch.equal(results[0]["resumed"]["weights"], results[1]["resumed"]["weights"])
-    assert_equal_states(results[0]["resumed"]["state"], results[1]["resumed"]["state"])
-    assert not torch.equal(results[0]["whole"]["losses"], results[1]["whole"]["losses"]), "the ranks see the same data"

@@ -44,10 +44,6 @@ def test_overflow(cls):
     assert overflow(scaler) is None
 
 
-def test_a_disabled_scaler_found_nothing():
-    assert overflow(make(ConservativeGradScaler, enabled=False)) is None
-
-
 @each("cls", [GradScaler, ConservativeGradScaler, GradientNormGradScaler, ShardedGradScaler])
 @each("over_ranks", [False, True])
 def test_a_step_without_any_gradient(cls, over_ranks):

@@ -26,24 +26,7 @@ CLASSES = {"plain": (ConservativeGradScaler, GradScaler), "sharded": (ShardedCon
 
 OVERFLOWS = st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=40)
 
-SEQUENCES = {
-    "at first": "xx...x" + "." * 22,
-    "now and then": "....x......x..xx...xxx......x...x.x..",
-    "in a row": "....xxxxxxxx" + "." * 13,
-}
-
-SETTINGS = [
-    *(
-        {"growth_interval": interval, "cooldown": cooldown, "hysteresis": hysteresis}
-        for interval in (1, 2, 3, 5)
-        for cooldown in (None, 0, 1, 4)
-        for hysteresis in (1, 2, 3)
-    ),
-    *(
-        {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": 2, "cooldown": 1}
-        for growth in (1.125, 1.5, 2, 3.0)
-        for backoff in (0.25, 0.5, 0.75)
-    ),
+EDGES = [
     {"floor": 2.0**15, "cap": 2.0**17, "growth_interval": 1, "cooldown": 0},
     {"floor": 40000.0, "cap": 100000, "growth_interval": 2, "cooldown": 1, "hysteresis": 2},
     {"floor": 2.0**16, "cap": 2.0**16, "growth_interval": 1, "cooldown": 0},
@@ -52,14 +35,6 @@ SETTINGS = [
     {"init_scale": 2.0**24, "growth_interval": 2, "hysteresis": 2, "cooldown": 1},
     {"init_scale": 0.1, "floor": 0.1, "cap": 0.3, "growth_interval": 2, "hysteresis": 2, "cooldown": 0},
 ]
-
-
-@pytest.mark.pairwise(1)
-@pytest.mark.parametrize("kind", CLASSES)
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_a_sequence_of_overflows(name, kind):
-    for setting in SETTINGS:
-        follow(steps(SEQUENCES[name]), setting, kind)
 
 
 def follow(overflows, setting, kind):
@@ -87,7 +62,7 @@ def drawn_settings(draw):
 
 @pytest.mark.parametrize("kind", CLASSES)
 @PROFILE
-@given(OVERFLOWS, drawn_settings())
+@given(OVERFLOWS, drawn_settings() | st.sampled_from(EDGES))
 def test_any_sequence_of_overflows(kind, overflows, setting):
     follow(overflows, setting, kind)
 
@@ -151,6 +126,7 @@ def test_a_disabled_scaler_does_nothing(kind):
         assert parameter.item() == -1, f"{cls}: the step is not the optimizer's own"
         assert scaler.state_dict() == {}
         scaler.load_state_dict({})
+        assert overflow(scaler) is None
 
 
 def test_nothing_to_update_raises_as_torch_does():
@@ -233,11 +209,7 @@ def test_presets(preset, expected):
         return scaler.get_scale(), scaler.get_growth_interval(), scaler.hysteresis
 
     scale, interval, hysteresis = expected
-    assert found() == expected
+    assert found() == expected and preset in PRESETS and len(PRESETS) == 3
     assert found(init_scale=8) == (8, interval, hysteresis), "what is given goes before the preset"
     assert found(growth_interval=7) == (scale, 7, hysteresis)
     assert found(hysteresis=5) == (scale, interval, 5)
-
-
-def test_no_preset_is_missing():
-    assert set(PRESETS) == {"default", "tiny-loss", "quantized-fine-tuning"}

@@ -60,14 +60,6 @@ def test_a_static_scale_takes_no_setting_that_moves_it(other):
         StaticGradScaler(8.0, **{other: 2})
 
 
-@pytest.mark.parametrize("threshold", [1e-2, 1.0, 300])
-def test_the_factor_of_the_loss(threshold):
-    shares = torch.tensor([[0.0, 0.25, 0.5, 1.0], [1.5, 2.0, 2.5, INF]])
-    expected = torch.tensor([[2.0, 1.75, 1.5, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    # Two roundings in float32: of the quotient, which is at most 2, and of the difference.
-    torch.testing.assert_close(loss_factor(shares * threshold, threshold), expected, rtol=0, atol=2.0**-22)
-
-
 @PROFILE
 @given(st.floats(0, 100, width=32), st.floats(1e-3, 1e3))
 def test_the_factor_is_the_rule_within_bounds(norm, threshold):

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
+from lightning_lowbit import IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.nn import convert, set_blend
 from tests.lightning_imports import Callback
-from tests.precision.ranks_ddp import QAT
 from tests.precision.regression_model import LAYERS, Ramp, Regression, flat, state, trainer
 from tests.tables import each
 
@@ -85,15 +84,6 @@ def test_a_run_begins_with_the_share_that_was_set_and_another_one_at_1():
     assert plugin.blend == 1
     assert other.head.lowbit.blend is None
     assert torch.equal(flat(other), flat(trained(TernaryPrecision(quantize_output=True))))
-
-
-def test_phases_and_shares_go_together():
-    plugin = FP8Precision("current")
-    model = trained(plugin, 0.5)
-    plugin.set_phase("hp-forward")
-    assert model.head.lowbit.blend == 0.5
-    assert model.head.casts.fprop_x is None
-    assert (state(plugin)["phase"], state(plugin)["blend"]) == ("hp-forward", 0.5)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -180,20 +170,3 @@ def test_what_is_saved_stays_as_it_was():
     saved = state(plugin)
     plugin.set_blend(0.75)
     assert saved["blend"] == 0.25, "the checkpoint's λ is the plugin's own tensor"
-
-
-def test_a_checkpoint_evaluates_with_its_share():
-    model, options = Regression(), {"limit_val_batches": 1, "num_sanity_val_steps": 0}
-    trainer(TernaryPrecision(quantize_output=True), callbacks=[Ramp(0.25), Keep()], **options).fit(model)
-    plugin, fresh = LowBitPrecision("ternary"), Regression()
-    trainer(plugin, **options).validate(fresh, ckpt_path="x.ckpt", verbose=False)
-    assert plugin.blend == 0.25, "the state is kept under the name of a class"
-    assert fresh.val_losses == model.val_losses[-1:]
-
-
-@pytest.mark.parametrize("name", QAT)
-def test_both_ranks_train_the_same_weights(results, name):
-    one, other = (result["qat"][name] for result in results)
-    assert not torch.equal(one["losses"], other["losses"]), "the ranks see the same data"
-    assert torch.equal(one["weights"], other["weights"]), "the ranks have trained different weights"
-    assert one["state"]["blend"] == other["state"]["blend"] == 0.5

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_lowbit import FP4Precision
 from tests.launch import launch
-from tests.lightning_imports import BoringModel, DeepSpeedStrategy, MisconfigurationException, XLAStrategy
+from tests.lightning_imports import BoringModel, DeepSpeedStrategy, MisconfigurationException
 from tests.pairwise import selected
 from tests.precision.strategies.ranks import (
     KINDS,
@@ -197,10 +197,3 @@ def test_deepspeed_is_refused():
     with pytest.raises(MisconfigurationException, match=r"and so does DeepSpeed.*ModelParallelStrategy \(FSDP2\)"):
         run.precision_plugin.convert_module(model)
     assert type(model.layer) is torch.nn.Linear, "nothing has been converted"
-
-
-def test_xla_is_refused():
-    """By Lightning: the strategy itself needs a package for TPUs."""
-    strategy = object.__new__(XLAStrategy)
-    with pytest.raises(TypeError, match=re.escape("can only work with the `XLAPrecision` plugin")):
-        strategy.precision_plugin = FP4Precision()

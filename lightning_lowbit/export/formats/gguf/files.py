@@ -12,14 +12,13 @@ from torch import Tensor
 
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.formats.base import Options, Written, row
+from lightning_lowbit.export.formats.base import Format, Options, Written, row
 from lightning_lowbit.export.formats.gguf.blocks import TQ2_0, BlockType, block_type, has_scale, pack
 from lightning_lowbit.export.formats.gguf.networks import Network, add_values, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
 from lightning_lowbit.export.trained_model import TrainedModel, eos_tokens
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, training_with_scales, weight_cast, weights
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
-from lightning_lowbit.packages import install
 
 FILE = "model.gguf"
 _F32 = 0
@@ -32,7 +31,9 @@ def obstacle(name: str, layer: QuantizedLayer, ternary: BlockType = TQ2_0) -> st
     return kind if isinstance(kind, str) else None
 
 
-def write(original: TrainedModel, folder: Path, options: Options, ternary: BlockType = TQ2_0) -> list[Written]:
+def write(
+    format: Format, original: TrainedModel, folder: Path, options: Options, ternary: BlockType = TQ2_0
+) -> list[Written]:
     """Writes ``model.gguf``, with ternary weights in blocks of type ``ternary`` where these fit.
 
     Raises:
@@ -41,9 +42,11 @@ def write(original: TrainedModel, folder: Path, options: Options, ternary: Block
     """
     network = network_of(original.config)
     check(original, {name: _obstacle(network, name, layer, ternary) for name, layer in original.layers.items()}, "gguf")
+    from gguf import GGUFWriter  # here, as its absence is told by then
+
     kinds = {name: _type(layer, ternary) for name, layer in original.layers.items()}
     dense = _dense(original, network, options.dtype)
-    with closing(_writer(folder / FILE, network)) as writer:
+    with closing(GGUFWriter(folder / FILE, network.architecture)) as writer:
         _describe(writer, original, network, kinds)
         for name, (tensor, dtype, _) in dense.items():
             _declare(writer, name, _PLAIN[dtype], *tensor.shape[:-1], tensor.shape[-1] * dtype.itemsize)
@@ -134,14 +137,6 @@ def _put_layer(writer: Any, weight: Weight, network: Network, config: Any, kind:
         _put(writer, blocks.scale.reshape(1))
     size = blocks.data.numel() + (0 if blocks.scale is None else 4)
     return row(replace(weight, error=max(weight.error, blocks.error)), kind.name, size)
-
-
-def _writer(path: Path, network: Network) -> Any:
-    try:
-        from gguf import GGUFWriter
-    except ImportError as error:
-        raise ValueError(f"GGUF files take a package that is not here ({error}): {install('gguf')}.") from error
-    return GGUFWriter(path, network.architecture)
 
 
 def _describe(writer: Any, original: TrainedModel, network: Network, kinds: dict[str, BlockType]) -> None:

@@ -7,47 +7,14 @@ So their rows are written in the order 0, d/2, 1, d/2 + 1, ...
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_lowbit.checks import some
-
-_LLAMA = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers.*.input_layernorm": "blk.*.attn_norm",
-    "model.layers.*.self_attn.q_proj": "blk.*.attn_q",
-    "model.layers.*.self_attn.k_proj": "blk.*.attn_k",
-    "model.layers.*.self_attn.v_proj": "blk.*.attn_v",
-    "model.layers.*.self_attn.o_proj": "blk.*.attn_output",
-    "model.layers.*.post_attention_layernorm": "blk.*.ffn_norm",
-    "model.layers.*.mlp.gate_proj": "blk.*.ffn_gate",
-    "model.layers.*.mlp.up_proj": "blk.*.ffn_up",
-    "model.layers.*.mlp.down_proj": "blk.*.ffn_down",
-}
-_QWEN3 = _LLAMA | {
-    "model.layers.*.self_attn.q_norm": "blk.*.attn_q_norm",
-    "model.layers.*.self_attn.k_norm": "blk.*.attn_k_norm",
-}
-_BITNET = _LLAMA | {
-    "model.layers.*.self_attn.attn_sub_norm": "blk.*.attn_sub_norm",
-    "model.layers.*.mlp.ffn_sub_norm": "blk.*.ffn_sub_norm",
-}
-_GPT2 = {
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-    "lm_head": "output",
-    "transformer.h.*.ln_1": "blk.*.attn_norm",
-    "transformer.h.*.attn.c_attn": "blk.*.attn_qkv",
-    "transformer.h.*.attn.c_proj": "blk.*.attn_output",
-    "transformer.h.*.ln_2": "blk.*.ffn_norm",
-    "transformer.h.*.mlp.c_fc": "blk.*.ffn_up",
-    "transformer.h.*.mlp.c_proj": "blk.*.ffn_down",
-}
+from lightning_lowbit.packages import install
 
 
 @dataclass(frozen=True)
@@ -56,7 +23,7 @@ class Network:
 
     Attributes:
         architecture: its name there.
-        names: of each part in files, where ``*`` stands for the number of a block.
+        more: names of parts of a block in files that the package ``gguf`` does not know, by their last names here.
         activation: the only one that llama.cpp computes there, as ``transformers`` names it.
         interleaved: rotations are of neighbors, see above.
         scaled: parts of a block, as files call them, whose product llama.cpp multiplies by ``NAME.scale``.
@@ -66,19 +33,19 @@ class Network:
     """
 
     architecture: str
-    names: Mapping[str, str]
     activation: str = "silu"
     interleaved: bool = False
     scaled: str = r"attn_(q|k|v|output)|ffn_(gate|up|down)"
     biases: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, str] = field(default_factory=dict)
     remedy: str = ""
 
     def name(self, name: str) -> str | None:
         """Returns the name of a module of the model in files; None if they have no such part."""
-        part = self.names.get(re.sub(r"\.\d+\.", ".*.", name, count=1))
         number = re.search(r"\.(\d+)\.", name)
-        return part if part is None or number is None else part.replace("*", number.group(1))
+        part = self.more.get(name.rpartition(".")[2]) or _names(self.architecture).get_name(_in_block(name, "0"))
+        return part if part is None or number is None else _in_block(part, number[1])
 
     def takes_scale(self, part: str, kind: str, has_bias: bool) -> bool:
         """Returns whether llama.cpp multiplies the product of a part, in blocks of a type, by ``NAME.scale``, and then
@@ -98,12 +65,11 @@ class Network:
 
 # By the model type of ``transformers``.
 NETWORKS: dict[str, Network] = {
-    "llama": Network("llama", _LLAMA, interleaved=True, biases=True),
-    "mistral": Network("llama", _LLAMA, interleaved=True, biases=True),
-    "qwen3": Network("qwen3", _QWEN3),
+    "llama": Network("llama", interleaved=True, biases=True),
+    "mistral": Network("llama", interleaved=True, biases=True),
+    "qwen3": Network("qwen3"),
     "gpt2": Network(
         "gpt2",
-        _GPT2,
         activation="gelu_new",
         biases=True,
         scaled="attn_(qkv|output)",
@@ -111,11 +77,25 @@ NETWORKS: dict[str, Network] = {
     ),
     "bitnet": Network(  # computes SiLU whatever the file says: llama.cpp's issues 25885 and 26751
         "bitnet",
-        _BITNET,
         fixed={"tie_word_embeddings": True},
+        more={name: f"blk.0.{name}" for name in ("attn_sub_norm", "ffn_sub_norm")},
         remedy="e.g. with network: llama, or config: {hidden_act: silu, tie_word_embeddings: true}, ",
     ),
 }
+
+
+def _in_block(name: str, number: str) -> str:
+    return re.sub(r"\.\d+\.", f".{number}.", name, count=1)
+
+
+@cache
+def _names(architecture: str) -> Any:
+    """Returns the names of the parts of a network with one block, as llama.cpp's converter gives them."""
+    try:
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+    except ImportError as error:
+        raise ValueError(f"GGUF files take a package that is not here ({error}): {install('gguf')}.") from error
+    return get_tensor_name_map({name: number for number, name in MODEL_ARCH_NAMES.items()}[architecture], 1)
 
 
 def head_size(config: Any) -> int:
