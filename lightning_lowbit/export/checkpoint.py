@@ -21,9 +21,10 @@ from lightning_lowbit.export.formats.names import DTYPES
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merge_adapters, rounding_errors
 from lightning_lowbit.export.parity import Parity, compare, outputs_difference
+from lightning_lowbit.export.reading.files import AGAIN
 from lightning_lowbit.export.record import NAME as RECORD
 from lightning_lowbit.export.record import write_record
-from lightning_lowbit.export.trained_model import TrainedModel, read
+from lightning_lowbit.export.trained_model import TrainedModel, is_language_model, read
 from lightning_lowbit.packages import install
 
 
@@ -116,7 +117,7 @@ def export_checkpoint(
     _check_fit(original, chosen, calibrate, shape, merge)
     if merge:
         original = merge_adapters(original, chosen, dense_dtype)
-    tokens = tokens_of(original, calibrate) if _is_language_model(original) else None
+    tokens = tokens_of(original, calibrate) if is_language_model(original.model) else None
     amaxes = input_amaxes(original, tokens) if calibrate is not None and tokens is not None else None
     options = Options(rescale, amaxes, dense_dtype, shape)
     try:
@@ -176,15 +177,15 @@ def _check_fit(
         raise ValueError(
             f"The format {format.name} holds models of transformers, and the trained module has none: take dequantized."
         )
-    if calibrate is not None and not _is_language_model(original):
+    if calibrate is not None and not is_language_model(original.model):
         raise ValueError(
             "Calibration takes a causal language model of transformers, which the trained module is not: leave out "
             "calibrate (--calibrate), or take a format whose scales of activations are dynamic."
         )
-    if shape is not None and (not format.traces or _is_language_model(original)):
+    if shape is not None and (not format.traces or is_language_model(original.model)):
         reason = "the model takes tokens" if format.traces else f"the format {format.name} does not trace the model"
         raise ValueError(f"shape (--shape) is of an input to trace, and {reason}: leave it out.")
-    if original.facts.get("tokenizer") is None and format.chat is None and _is_language_model(original):
+    if original.facts.get("tokenizer") is None and format.chat is None and is_language_model(original.model):
         rank_zero_warn(
             "The checkpoint does not tell its tokenizer, so that the exported folder has none, which AutoTokenizer "
             "could load: give --tokenizer bytes, a folder, or a name on the Hugging Face Hub."
@@ -269,12 +270,6 @@ def explain_formats(original: TrainedModel) -> str:
     return f"No format holds it. {reason}Leave such layers in high precision in training (skip), or use restore."
 
 
-def _is_language_model(original: TrainedModel) -> bool:
-    model: Any = original.model
-    config = original.config
-    return config is not None and bool(model.can_generate()) and not getattr(config, "is_encoder_decoder", False)
-
-
 def _compared(
     format: Format,
     original: TrainedModel,
@@ -288,15 +283,24 @@ def _compared(
     if format.load is None:
         return {"why_not": "the format's client is not a package of Python"}
     shape = example_shape(original, options)
-    if tokens is None and (shape is None or not format.traces):
+    is_compared = tokens is not None or (shape is not None and format.traces)
+    if not is_compared and original.config is None:
         return {"why_not": "the model is no causal language model of transformers"}
     try:
         client = format.load(folder)
+    except ValueError as error:
+        reason = str(error).removesuffix(f". {AGAIN}").replace(str(folder), "the folder")
+        raise ValueError(
+            f"The format's client cannot read the export: {reason}. Nothing was exported: take another format, such as "
+            "dequantized; parity=False (--no-parity) exports."
+        ) from error
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         return {"why_not": f"{package} is not installed: {install(package)}" if package else str(error)}
     except NoClient as error:
         return {"why_not": str(error)}
+    if not is_compared:
+        return {"why_not": "the model is no causal language model of transformers; its client loads it"}
     if tokens is not None:
         report = compare(original, client, rows, format.weights(original, options), tokens, options.dtype, format.shown)
         report.check(format.tolerance)

@@ -183,10 +183,16 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def outputs_difference(original: TrainedModel, loaded: Any, shape: Sequence[int]) -> float:
     """Returns the norm of the difference of outputs for a random input of a shape, relative to theirs: of models that
-    take no tokens, and give one tensor."""
+    take no tokens, and of several outputs the first one."""
     x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0))
-    ours, theirs = original.model(x).float(), loaded(x).float()
+    ours, theirs = (_first(model(x)).float() for model in (original.model, loaded))
     return float((theirs - ours).norm() / ours.norm())
+
+
+def _first(outputs: Any) -> Tensor:
+    while not isinstance(outputs, Tensor):
+        outputs = next(iter(outputs.values() if isinstance(outputs, Mapping) else outputs))
+    return outputs
 
 
 @contextmanager

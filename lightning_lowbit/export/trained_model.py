@@ -271,6 +271,13 @@ def hp_forward(casts: LinearCasts) -> LinearCasts:
     return LinearCasts(fprop_w=casts.fprop_w)
 
 
+def is_language_model(model: Any) -> bool:
+    """Returns whether a model is a causal language model of ``transformers``, called with ``input_ids`` alone."""
+    config = getattr(model, "config", None)
+    can_generate = config is not None and hasattr(model, "can_generate") and bool(model.can_generate())
+    return can_generate and not getattr(config, "is_encoder_decoder", False)
+
+
 def eos_tokens(model: nn.Module) -> list[int]:
     """Returns the ids at which a model's generation stops."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)

@@ -100,7 +100,8 @@ def shown_weight(loaded: Any, weight: Weight) -> Tensor | None:
     matrix = getattr(loaded, "weight", None)
     if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
         return None
-    matrix = matrix if isinstance(weight.layer, nn.Linear) else matrix.t()  # of Conv1D
+    if matrix.dim() == 2 and not isinstance(weight.layer, nn.Linear):
+        matrix = matrix.t()  # of Conv1D
     return matrix if matrix.shape == weight.quantized.codes.shape else None
 
 

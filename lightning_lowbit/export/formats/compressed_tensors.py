@@ -29,6 +29,7 @@ from lightning_lowbit.export.formats.base import (
     unquantized_linears,
 )
 from lightning_lowbit.export.formats.packing import by_row, nibbles, stream, words
+from lightning_lowbit.export.trained_model import is_language_model
 from lightning_lowbit.export.weights import Weight, common_obstacle, divisor, has_second_level, weight_cast
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
@@ -221,7 +222,8 @@ def _load(dtype: torch.dtype | None, folder: Path) -> nn.Module:
         raise NoClient("transformers with compressed-tensors 0.20 does not load zero points, as vLLM does")
     with redirect_stderr(StringIO()):  # bars of progress
         model = load_network(folder, dtype)
-        model(input_ids=torch.zeros(1, 1, dtype=torch.int64))  # unpacks weights
+        if is_language_model(model):
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64))  # unpacks weights
     return model
 
 
@@ -254,6 +256,7 @@ def _format(
         fused=fused,
         own_cast=own_cast,
         rounds_scales=name.startswith("int"),
+        dtypes=(dtype,) if dtype == torch.bfloat16 else Format.dtypes,
         programs=("transformers, compressed-tensors", "vLLM", "lightning_lowbit"),
     )
 
