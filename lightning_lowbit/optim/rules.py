@@ -60,7 +60,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    return is_number(value) and abs(value) <= sys.float_info.max
+    largest = 2**63 - 1 if isinstance(value, int) else sys.float_info.max  # torch takes integers of 64 bits
+    return is_number(value) and abs(value) <= largest
 
 
 def _is_rate(value: Any) -> bool:
