@@ -60,7 +60,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    return is_number(value) and abs(value) <= sys.float_info.max
+    largest = 2**63 - 1 if isinstance(value, int) else sys.float_info.max  # torch takes integers of 64 bits
+    return is_number(value) and abs(value) <= largest
 
 
 def _is_rate(value: Any) -> bool:
@@ -196,18 +197,13 @@ class AdaClip(ElementRule):
     def decide(self, amax: Tensor, numbers: Numbers) -> Tensor:
         threshold = numbers["threshold"].lerp_(amax, step_weight(numbers, self.gamma3, numbers["steps"]))
         numbers["limit"] = threshold
-        numbers["ratio"] = clip_ratio(amax, threshold)
+        numbers["ratio"] = torch.where(amax > threshold, threshold / amax, 1.0)
         return torch.minimum(amax, threshold)
 
     @staticmethod
     def clip(gradient: Tensor, limit: Scalar, ratio: Scalar, mean_square: Tensor | None) -> ClipResult:
         spikes = gradient.abs() > limit
         return torch.where(spikes, gradient * ratio, gradient), spikes
-
-
-def clip_ratio(maximum: Tensor, threshold: Tensor) -> Tensor:
-    """AdaClip's factor for the elements above the threshold: T/M [P], at most 1; 1 where M = 0."""
-    return torch.where(maximum > threshold, threshold / maximum, 1.0)
 
 
 @dataclass(frozen=True)
@@ -270,7 +266,8 @@ class NormRule:
 class AdaGN(NormRule):
     """n = ‖g‖₂;  m ← avg(n; γ1, t);  v ← avg(n²; γ2, t);  g ← g/n · m/(√v + ε); a zero gradient stays zero.
 
-    ε is ``norm_eps`` in `Adaptive`, and ``eps`` in an Adam. γ1 halves over ``total_steps``, unless these are None.
+    g is the gradient after the rule for elements. ε is ``norm_eps`` in `Adaptive`, and ``eps`` in an Adam. γ1 halves
+    over ``total_steps``, unless these are None.
     """
 
     name: ClassVar[str | None] = "ada_gn"
@@ -296,16 +293,9 @@ class AdaGN(NormRule):
         mean = numbers["norm_mean"].lerp_(usual, weight * new)
         mean_square = numbers["norm_mean_square"]
         mean_square.lerp_(usual.square(), step_weight(numbers, self.gamma2, numbers["steps"]))
-        ratio = norm_ratio(numbers["norm_in_units"], mean, mean_square, self.norm_eps)
+        norm = numbers["norm_in_units"]
+        ratio = torch.where(norm > 0, mean / (mean_square.sqrt() + self.norm_eps) / norm, 0.0)
         return (ratio / numbers["unit"]).clamp_(max=torch.finfo(weight.dtype).max)
-
-
-def norm_ratio(norm: Tensor, norm_mean: Tensor, norm_mean_square: Tensor, eps: float) -> Tensor:
-    """Returns AdaGN's factor for a gradient: m/(√v + ε) / n [P]; 0 where n = 0.
-
-    n is the norm after the rule for elements, m and v the bias-corrected averages of n and n².
-    """
-    return torch.where(norm > 0, norm_mean / (norm_mean_square.sqrt() + eps) / norm, 0.0)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ BAD = {
     "lr": [-1.0, math.nan, math.inf, "1e-3", None, True, torch.ones(2)],
     "betas": [(1.0, 0.9), (True, 0.9), (0.9, math.nan), (0.9,), 0.9, (0.9, 0.99, 0.999), ("0.9", 0.9), None],
     **dict.fromkeys(
-        ("eps", "norm_eps", "spike_threshold", "max_norm"), [0, -1e-8, math.nan, math.inf, None, "1", True]
+        ("eps", "norm_eps", "spike_threshold", "max_norm"), [0, -1e-8, math.nan, math.inf, None, "1", True, 2**70]
     ),
     "weight_decay": [-0.1, math.nan, math.inf, None, "0", True],
     **dict.fromkeys(("maximize", "matrices_only"), [0, 1, None, "True"]),
