@@ -45,7 +45,7 @@ def card(exported: "Exported", original: TrainedModel, format: Format, license: 
         "the rest is in high precision.",
         "The license is not known." if metadata["license"] == "unknown" else "",
         "## Use",
-        usage(original, programs, exported.folder),
+        usage(original, programs, exported.folder, format.computes_in),
         "## Training",
         _table(("", ""), facts),
         _table(("hyper-parameter", "value"), original.facts.get("hyper_parameters", {})),

@@ -146,7 +146,13 @@ def _chosen(format: str, dtype: str | None) -> tuple[Format, torch.dtype]:
         raise ValueError(
             f"The format {format} holds tensors in {some(held)}, not in {dtype}: leave out dtype (--dtype)."
         )
-    return chosen, chosen.dtypes[0] if dtype is None else held[dtype]
+    dense = chosen.dtypes[0] if dtype is None else held[dtype]
+    if chosen.computes_in not in (None, dense):
+        rank_zero_warn(
+            f"transformers computes with a folder of {format} in {chosen.computes_in} alone, and its other tensors "
+            f"will be in {dense}: load it by from_pretrained(folder, dtype={chosen.computes_in})."
+        )
+    return chosen, dense
 
 
 def _check_output(output: Path, overwrite: bool, inputs: Sequence[str | Path]) -> None:

@@ -190,8 +190,10 @@ def outputs_difference(original: TrainedModel, loaded: Any, shape: Sequence[int]
 
 
 def _first(outputs: Any) -> Tensor:
+    if hasattr(outputs, "logits"):
+        outputs = outputs.logits
     while not isinstance(outputs, Tensor):
-        outputs = next(iter(outputs.values() if isinstance(outputs, Mapping) else outputs))
+        outputs = next(iter(outputs.values())) if isinstance(outputs, Mapping) else outputs[0]
     return outputs
 
 

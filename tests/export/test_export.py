@@ -274,7 +274,7 @@ def test_a_folder_of_shards_is_exported_as_a_file(trained, tmp_path):
 
 
 def test_text_for_what_is_no_language_model_is_refused(trained, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "_is_language_model", lambda original: False)
+    monkeypatch.setattr(checkpoints, "is_language_model", lambda model: False)
     with pytest.raises(ValueError, match="Calibration takes a causal language model"):
         export(trained("llama", "mxfp8", steps=2), "dequantized", tmp_path / "out", calibrate=text)
 

@@ -123,6 +123,7 @@ class Format:
         fused: engines take one scale of the tensor for q, k and v, and for gate and up.
         rounds_scales: engines keep scales of rows and blocks in the dtype of the model.
         dtypes: of tensors that are not quantized, the default first.
+        computes_in: the only dtype in which transformers computes with a folder; None for the folder's.
         shown: the weight of a loaded layer, as numbers; None if the layer does not show it.
         own_cast: rounds sums of weights and adapters where the format cannot hold the cast of the base.
         programs: for its folders, keys of ``PROGRAMS`` of :mod:`lightning_lowbit.export.formats.usage`.
@@ -140,6 +141,7 @@ class Format:
     fused: bool = False
     rounds_scales: bool = False
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
+    computes_in: torch.dtype | None = None
     shown: Callable[[Any, Weight], Tensor | None] = shown_weight
     own_cast: Cast | None = None
     programs: tuple[str, ...] = ()

@@ -256,7 +256,7 @@ def _format(
         fused=fused,
         own_cast=own_cast,
         rounds_scales=name.startswith("int"),
-        dtypes=(dtype,) if dtype == torch.bfloat16 else Format.dtypes,
+        computes_in=dtype if dtype == torch.bfloat16 else None,
         programs=("transformers, compressed-tensors", "vLLM", "lightning_lowbit"),
     )
 

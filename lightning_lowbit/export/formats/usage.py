@@ -9,12 +9,12 @@ from lightning_lowbit.export.trained_model import TrainedModel
 _LOADED = """```python
 from transformers import {model}
 
-model = {model}.from_pretrained("{folder}", dtype="auto")
+model = {model}.from_pretrained("{folder}", dtype={dtype})
 ```"""
 _GENERATED = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto")
+model = AutoModelForCausalLM.from_pretrained("{folder}", dtype={dtype})
 tokenizer = AutoTokenizer.from_pretrained("{folder}")
 {inputs}
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
@@ -64,14 +64,15 @@ model = load("{folder}")  # layers that compute with the codes of the folder
 }
 
 
-def usage(original: TrainedModel, programs: tuple[str, ...], folder: Path) -> str:
-    """Returns the sections of some programs, keys of ``PROGRAMS``, in Markdown."""
+def usage(original: TrainedModel, programs: tuple[str, ...], folder: Path, computes_in: Any = None) -> str:
+    """Returns the sections of some programs, keys of ``PROGRAMS``, in Markdown; ``computes_in`` of their format."""
+    dtype = f'"{"auto" if computes_in is None else str(computes_in).removeprefix("torch.")}"'
     model: Any = original.model
     name = original.facts.get("tokenizer")
     if original.config is None or name is None or not model.can_generate():
-        code = _LOADED.format(model=type(model).__name__, folder=folder.name)
+        code = _LOADED.format(model=type(model).__name__, folder=folder.name, dtype=dtype)
     else:
         inputs = _TEXT if load_tokenizer(name).chat_template is None else _CHAT
-        code = _GENERATED.format(folder=folder.name, inputs=inputs)
+        code = _GENERATED.format(folder=folder.name, inputs=inputs, dtype=dtype)
     sections = {program: PROGRAMS[program].format(folder=folder.name, code=code) for program in programs}
     return "\n\n".join(f"### {program}\n\n{text}" for program, text in sections.items())
