@@ -22,6 +22,7 @@ from lightning_lowbit.packages import install, is_installed
 # Options beside those of the Trainer's method, and its arguments that are objects.
 _OPTIONS = {"config", "c", "help", "h", "print_config", "seed_everything", "trainer", "model", "data"}
 _OBJECTS = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
+_SEED = ast.parse("int | bool", mode="eval").body  # as Lightning's command line declares it
 
 _ALIASES = (None, "best", "hpc", "last", "last-good")  # of checkpoints
 
@@ -106,7 +107,9 @@ def _parameters(command: str) -> dict[str, Parameter]:
     known = trainer_arguments()
     if not known:
         return {}
-    return known[command] | {f"trainer.{name}": parameter for name, parameter in known["__init__"].items()}
+    trainer = {f"trainer.{name}": parameter for name, parameter in known["__init__"].items()}
+    seed = known["__init__"]["max_steps"]._replace(annotation=_SEED, default=None)
+    return known[command] | trainer | {"seed_everything": seed}
 
 
 def refuse_unknown(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
