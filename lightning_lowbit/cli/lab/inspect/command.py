@@ -30,6 +30,7 @@ from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.cast import current_names
 from lightning_lowbit.quant.shard import amax_of
 from lightning_lowbit.quant.transforms import rotate
+from lightning_lowbit.report.pictures import write_picture
 
 
 def inspect(options: Namespace) -> None:
@@ -49,7 +50,7 @@ def inspect(options: Namespace) -> None:
         errors[name] = [measure(weight, candidate) for candidate in candidates]
     inspection = Inspection(candidates, {name: tuple(weights[name].shape) for name in names}, errors)
     print(inspection.table())
-    inspection.draw(f"Weights of {path.resolve().name}, quantized", options.output)
+    write_picture(options.output, *inspection.picture(f"Weights of {path.resolve().name}, quantized"))
     print(f"Picture: {options.output}")
 
 

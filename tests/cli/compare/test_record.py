@@ -12,7 +12,7 @@ from lightning_lowbit.cli.lab.compare.claims import read_effects
 from lightning_lowbit.cli.lab.compare.losses import RATIO, history, metric, reduced
 from lightning_lowbit.cli.lab.compare.record import Record, read_record
 
-DOCS = Path(__file__).parents[2] / "docs" / "results"
+DOCS = Path(__file__).parents[3] / "docs" / "results"
 RECORDS = sorted((DOCS / "studies").glob("*.json"))
 PAGES = [*DOCS.rglob("*.md")]
 SPARED = {"seeds", "perplexity", "spikes", "tokens/s", "peak memory", "bits", "source"}  # columns a page may leave out
@@ -79,10 +79,11 @@ def test_what_is_drawn_from_the_file_is_what_was_drawn_from_the_runs(capsys):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_comparison_without_a_name():
-    record(None).write(Path())
-    first = {path.name: path.read_bytes() for path in Path().glob("*.*")}
+    Path("first").mkdir()
+    record(None).write(Path("first"))
+    first = {path.name: path.read_bytes() for path in Path("first").iterdir()}
     assert set(first) == {"table.md", "study.html", "study.json", "loss.png", "gap.png", "noise.png"}
-    assert cli.main(["compare", "--from=study.json", "--output=again"]) == 0
+    assert cli.main(["compare", "--from=first/study.json", "--output=again"]) == 0
     assert {path.name: path.read_bytes() for path in Path("again").iterdir()} == first
 
 
