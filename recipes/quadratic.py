@@ -148,7 +148,7 @@ def charts(losses: Mapping[Curve, Tensor], curvature: float) -> tuple[Chart, Cha
     last = max(len(values) for values in losses.values()) - 1
     sizes = dict.fromkeys(curve.size for curve in losses if curve.error == BIASED)
     noise: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-    constant = {f"μ²/2λ, μ = {size:g}": ((0, last), [size**2 / (2 * curvature)] * 2) for size in sizes}
+    constant = noise | {f"μ²/2λ, μ = {size:g}": ((0, last), [size**2 / (2 * curvature)] * 2) for size in sizes}
     for (error, size, step), values in losses.items():
         name = f"{f'k = {size:g}' if error == NOISE else f'{error}, μ = {size:g}'}, η = {step:g}/λ"
         shown = values[: _FIRST + 1] if error == NOISE else values
