@@ -113,7 +113,7 @@ def test_plugins_train_without_jsonargparse_and_the_command_asks_for_it(tmp_path
     """
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "error: `lowbit fit` needs jsonargparse, which reads configurations: pip install " in result.stderr
+    assert "error: `lowbit fit` needs jsonargparse: pip install " in result.stderr
     assert "[recipes]" in result.stderr
 
 
