@@ -71,7 +71,10 @@ _ROOMS = {
     "estimate": "lab.estimate",
 }
 
-_PACKAGES = {"compare": ("matplotlib", "scipy")}  # beside jsonargparse, which reads configurations
+_PACKAGES = {
+    "compare": ("matplotlib", "scipy"),
+    "inspect": ("safetensors",),
+}  # beside jsonargparse, which reads configurations
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

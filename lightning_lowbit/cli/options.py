@@ -42,6 +42,13 @@ def existing(name: str, kinds: str) -> Path:
     return path
 
 
+def check_whole(path: Path) -> None:
+    """Raises a ``ValueError`` for a checkpoint in shards, which only the strategy that saved it loads."""
+    if (path / ".metadata").exists():
+        command = f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
+        raise ValueError(f"{path} is a sharded checkpoint. Give the file that `{command}` makes of it.")
+
+
 def check_checkpoint(path: str | None) -> bool:
     """Returns whether ``--ckpt_path`` names a local file or folder; False for aliases and URLs.
 
@@ -100,6 +107,14 @@ def check_options(command: str, arguments: Sequence[str]) -> dict[str, str | Non
     _check_precision(options, [])
     check_classes({}, options, _parameters(command))
     return options
+
+
+def output_file(option: str, suffix: str, what: str) -> Path:
+    """Returns the path of a file that a command writes, whose name ends as it must; else raises a ``ValueError``."""
+    path = Path(option).expanduser()
+    if path.suffix != suffix:
+        raise ValueError(f"--output is the name of a {what}; got {option!r}.")
+    return path
 
 
 def _parameters(command: str) -> dict[str, Parameter]:
