@@ -24,6 +24,7 @@ _OPTIONS = {"config", "c", "help", "h", "print_config", "seed_everything", "trai
 _OBJECTS = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
 _SEED = ast.parse("int | bool", mode="eval").body  # as Lightning's command line declares it
 
+_NEEDS_NO_VALUE = re.compile(r"print_config|([\w.]+\.)?help")
 _ALIASES = (None, "best", "hpc", "last", "last-good")  # of checkpoints
 
 
@@ -104,6 +105,8 @@ def check_options(command: str, arguments: Sequence[str]) -> dict[str, str | Non
             options[option[2:].removesuffix("+")] = value if equals else after if is_value else None
     for option in options:
         _check_option(option, command)
+        if options[option] is None and not _NEEDS_NO_VALUE.fullmatch(option):
+            raise ValueError(f"--{option} takes a value, and none follows it.")
     _check_precision(options, [])
     check_classes({}, options, _parameters(command))
     return options

@@ -1,6 +1,5 @@
 """Every recipe and overlay: two steps of a small version, and its full size without memory for the numbers."""
 
-import gzip
 import json
 import os
 import re
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -20,6 +18,7 @@ from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.casts.traits import GEMMS
 from lightning_lowbit.precision import LowBitPrecision
+from tests.recipes.data.streams import write_c4
 from tests.recipes.recipe_names import (
     FP4_STUDIES,
     OPTIMIZER_STUDIES,
@@ -105,25 +104,12 @@ COMBINATIONS = dict(combinations())
 ONE_DEVICE = [name for name in COMBINATIONS if name != "multi_node"]  # what a single process can train
 
 
-def write_c4(folder):
-    """A folder in the shape of C4 on the Hub: gzipped JSON lines, with a card that names the parts."""
-    (folder / "en").mkdir(parents=True)
-    for part, rows in (("train.00000-of-00002", 6), ("train.00001-of-00002", 6), ("validation.00000-of-00001", 4)):
-        with gzip.open(folder / "en" / f"c4-{part}.json.gz", "wt") as file:
-            for number in range(rows):
-                text = f"{part} document {number}. " * 20
-                file.write(json.dumps({"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": "https://x"}) + "\n")
-    files = [{"split": split, "path": f"en/c4-{split}.*.json.gz"} for split in ("train", "validation")]
-    card = yaml.safe_dump({"configs": [{"config_name": "en", "data_files": files}]})
-    (folder / "README.md").write_text(f"---\n{card}---\n")
-
-
 @pytest.mark.fast("quickstart", "c4", "ternary", "stable_spam")
 @pytest.mark.parametrize("name", ONE_DEVICE)
 def test_two_steps(name):
     configs = COMBINATIONS[name]
     if "c4" in configs:
-        write_c4(Path("c4"))
+        write_c4((6, 6), 4, text="document {0}. " * 20)
     write_small("hf:./c4:en" if "c4" in configs else "text.txt")
     Path("fitting.yaml").write_text(FITTING.get(name, "{}"))
     fits([*configs, "small.yaml", "fitting.yaml"])

@@ -216,25 +216,6 @@ def verdicts_in_words(table):
     return f"All {len(verdicts)} claims have *{usual}*{''.join(others)}" if verdicts and len(others) < 2 else ""
 
 
-def test_one_verdict_of_all_claims_may_be_a_sentence():
-    claims = {"claim": ["a against b", "c against b", "d against b"], "verdict": ["no power", "shown", "no power"]}
-    assert verdicts_in_words(claims) == "All 3 claims have *no power*, but c: *shown*"
-    assert verdicts_in_words(claims | {"verdict": ["shown"] * 3}) == "All 3 claims have *shown*"
-    assert not verdicts_in_words(claims | {"verdict": ["shown", "no power", "not shown"]}), "a table says more"
-    assert not verdicts_in_words(columns("| run | loss |\n|---|---|\n| a | 1.0 |\n")), "no claims"
-
-
-def test_an_excerpt_has_all_rows_and_no_other_numbers():
-    whole = columns("| run | loss | bits |\n| --- | ---: | ---: |\n| a | 1.0 | 4 |\n| b | 2.0 | 4 |\n")
-    assert is_excerpt(columns("| run | loss |\n|---|---|\n| a | 1.0 |\n| b | 2.0 |\n"), whole)
-    assert not is_excerpt(columns("| run | loss |\n|---|---|\n| a | 1.0 |\n"), whole), "a row is missing"
-    assert not is_excerpt(columns("| run | loss |\n|---|---|\n| a | 1.0 |\n| b | 2.1 |\n"), whole), "another number"
-    assert not is_excerpt(columns("| run | bits |\n|---|---|\n| a | 4 |\n| b | 4 |\n"), whole), "no losses"
-    claims = columns("| claim | difference | verdict |\n|---|---|---|\n| a against b | 1.0 | shown |\n")
-    verdicts = columns("| claim | verdict |\n|---|---|\n| a against b | shown |\n")
-    assert is_excerpt(verdicts, claims, "b") and not is_excerpt(verdicts, claims, "c"), "another baseline"
-
-
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 @pytest.mark.usefixtures("no_pictures")
 def test_a_page_of_the_results_has_the_table_of_a_record(path):

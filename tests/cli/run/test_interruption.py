@@ -67,15 +67,6 @@ def resume_and_compare(checkpoint, uninterrupted):
 
 
 @pytest.mark.slow
-def test_kill_and_resume(uninterrupted):
-    checkpoint = Path("runs/tiny/version_0/checkpoints/last.ckpt")
-    process = begin(checkpoint)
-    process.kill()
-    process.join()
-    resume_and_compare(checkpoint, uninterrupted)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
 def test_interrupt_and_resume(number, status, uninterrupted):
     process = begin(Path("runs/tiny/version_0/checkpoints/last.ckpt"))
