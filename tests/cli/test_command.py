@@ -77,6 +77,8 @@ def test_version(capsys):
         (["export", "x", "--shape=a"], "--shape takes sizes such as 2,3,32,32; got 'a'."),
         (["evaluate", "x"], "lowbit evaluate needs --tasks (names). For example: lowbit evaluate runs/"),
         (["evaluate", "x", "--tasks=a", "--limit=q"], "--limit takes a number; got 'q'."),
+        (["evaluate", "x", "--tasks=a", "--num_fewshot=-1"], "--num_fewshot is a number of examples, 0 or more"),
+        (["evaluate", "x", "--tasks=a", "--max_length=0"], "--max_length is a number of tokens, 1 or more; got 0."),
         (["compare", "--config=quickstart", "--seeds=x"], "--seeds takes whole numbers such as 0,1,2; got 'x'."),
         (["compare"], "--config names the recipe to run, or --study a study"),
     ],
