@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_lowbit._lightning import LightningDataModule, rank_zero_warn
+from lightning_lowbit.checks import integer, number
 from lightning_lowbit.precision.run_settings import global_seed
 
-from .loader import PackedSequences, ResumableLoader, ShuffledShard
+from .loader import PackedSequences, ResumableLoader, ShuffledShard, shard_of
 from .stream import HUB, SequenceStream, StreamLoader, StreamShard, no_progress_bars, open_stream, text_of
 from .tokenizers import Tokenizer, encode_all, load_tokenizer
 
@@ -178,12 +179,11 @@ class TextDataModule(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        sizes = {"sequence_length": sequence_length, "batch_size": batch_size}
-        for name, value in {**sizes, "val_batches": val_batches, "max_bytes": max_bytes}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        if not 0 < val_fraction < 1:
-            raise ValueError(f"val_fraction must lie between 0 and 1, got {val_fraction}.")
+        integer("sequence_length", sequence_length, 1, "a number of tokens")
+        integer("batch_size", batch_size, 1, "a number of sequences")
+        integer("val_batches", val_batches, 1, "a number of batches", or_none=True)
+        integer("max_bytes", max_bytes, 1, "a number of bytes", or_none=True)
+        number("val_fraction", val_fraction, "a share of the text", above=0, below=1)
         self._streams = path is not None and path.startswith(HUB)
         if self._streams and max_bytes is not None:
             raise ValueError(
@@ -205,10 +205,6 @@ class TextDataModule(LightningDataModule):
     def vocab_size(self) -> int:
         """1 + the largest possible token; loads the tokenizer if necessary."""
         return self._tokenizer.vocab_size
-
-    def _shard(self) -> dict[str, int]:
-        sharding = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
-        return sharding or {"num_replicas": 1, "rank": 0}
 
     def _check_length(self, name: str, sequences: PackedSequences, batch: int) -> None:
         if len(sequences) < batch:
@@ -236,7 +232,7 @@ class TextDataModule(LightningDataModule):
             PackedSequences(encode_all(self._tokenizer, part), self.sequence_length)
             for part in hold_out(documents, self.val_fraction)
         )
-        self._check_length("training", train, self._shard()["num_replicas"] * self.batch_size)
+        self._check_length("training", train, shard_of(self)["num_replicas"] * self.batch_size)
         self._check_length("validation", val, self.batch_size)
         return train, val
 
@@ -252,7 +248,7 @@ class TextDataModule(LightningDataModule):
         """Batches of this rank, in an order that depends only on ``seed`` and the epoch; a stream has no epochs."""
         assert self._sequences is not None
         train, val = self._sequences
-        shard, overfit = self._shard(), getattr(self.trainer, "overfit_batches", 0)
+        shard, overfit = shard_of(self), getattr(self.trainer, "overfit_batches", 0)
         if overfit:  # the same few batches, repeated
             if isinstance(train, SequenceStream):
                 if not isinstance(overfit, int):

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_lowbit._lightning import LightningDataModule
+
 
 class OrderedSamples(Dataset[Tensor]):
     """Samples that know what they are made of, which a resumed run compares."""
@@ -50,6 +52,12 @@ class ShuffledShard(DistributedSampler[Tensor]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch + self.shift)
         order = torch.randperm(len(self.dataset), generator=generator)[: self.total_size]  # type: ignore[arg-type]
         return iter(order[self.rank :: self.num_replicas][self.start :].tolist())
+
+
+def shard_of(data: LightningDataModule) -> dict[str, int]:
+    """Returns the number of ranks that share the batches, ``num_replicas``, and the ``rank`` of this one."""
+    sharding = data.trainer.distributed_sampler_kwargs if data.trainer is not None else None
+    return sharding or {"num_replicas": 1, "rank": 0}
 
 
 def refuse_another_order(saved: dict[str, Any], order: dict[str, Any]) -> None:

@@ -11,17 +11,16 @@ Noise has E ε = 0 and the standard deviation k σ_critical, with σ_critical = 
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_lowbit._lightning import LightningModule, rank_zero_info
+from lightning_lowbit.report.blocks import Chart
+from lightning_lowbit.report.pictures import write_picture
 
 NOISE, BIASED, UNBIASED = "noise", "biased", "unbiased"
 
@@ -135,43 +134,27 @@ class Quadratic(LightningModule):
         folder = self.trainer.log_dir
         if folder is not None and self.trainer.is_global_zero:
             path = Path(folder) / "quadratic.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draw(self.losses(), self.curvature).savefig(path, dpi=150)
+            write_picture(path, *charts(self.losses(), self.curvature))
             rank_zero_info(f"The losses are drawn in {path}")
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
 
-_DASHES = ("-", "--", "-.")  # of the steps
-_WINDOW = {"xlim": (-1, 40), "ylim": (1e-12, 1e6)}  # of the left panel
+_FIRST, _WINDOW = 40, (1e-12, 1e6)  # steps and losses that are drawn with noise
 
 
-def draw(losses: Mapping[Curve, Tensor], curvature: float) -> Figure:
-    """Loss over steps: left with noise, right with errors of constant size; dotted lines are the floors of bias."""
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    step_sizes = dict.fromkeys(curve.step for curve in losses)
-    dashes: dict[float, Any] = dict(zip(step_sizes, cycle(_DASHES), strict=False))
-    for axes, errors in ((left, (NOISE,)), (right, (UNBIASED, BIASED))):
-        shown = {curve: values for curve, values in losses.items() if curve.error in errors}
-        kinds = dict.fromkeys((curve.error, curve.size) for curve in shown)
-        colors = {kind: f"C{i}" for i, kind in enumerate(kinds)}
-        for curve, values in shown.items():
-            # Biased curves are drawn wide: they lie below unbiased ones that fluctuate about the same floor.
-            look: dict[str, Any] = {"linewidth": 3, "alpha": 0.6} if curve.error == BIASED else {"linewidth": 1.4}
-            color = colors[curve.error, curve.size]
-            axes.plot(values, color=color, linestyle=dashes[curve.step], **look)
-        handles = [Line2D([], [], color=color, label=_label(*kind)) for kind, color in colors.items()]
-        handles += [Line2D([], [], color="0.4", linestyle=dashes[step], label=f"η = {step:g}/λ") for step in step_sizes]
-        floors = [size**2 / (2 * curvature) for error, size in kinds if error == BIASED]
-        dotted = [axes.axhline(floor, color="black", linestyle=":", label="μ²/2λ") for floor in floors]
-        axes.legend(handles=handles + dotted[:1], frameon=False)
-        axes.set(xlabel="step", ylabel="loss", yscale="log")
-        axes.grid(alpha=0.3)
-    left.set(title=r"Noise of $k\,\sigma_\mathrm{critical}$", **_WINDOW)
-    right.set(title="Errors of constant size μ")
-    return figure
-
-
-def _label(error: str, size: float) -> str:
-    return f"k = {size:g}" if error == NOISE else f"{error}, μ = {size:g}"
+def charts(losses: Mapping[Curve, Tensor], curvature: float) -> tuple[Chart, Chart]:
+    """Returns the losses over steps with noise, and with errors of constant size, beside the floors of bias."""
+    last = max(len(values) for values in losses.values()) - 1
+    sizes = dict.fromkeys(curve.size for curve in losses if curve.error == BIASED)
+    noise: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+    constant = noise | {f"μ²/2λ, μ = {size:g}": ((0, last), [size**2 / (2 * curvature)] * 2) for size in sizes}
+    for (error, size, step), values in losses.items():
+        name = f"{f'k = {size:g}' if error == NOISE else f'{error}, μ = {size:g}'}, η = {step:g}/λ"
+        shown = values[: _FIRST + 1] if error == NOISE else values
+        (noise if error == NOISE else constant)[name] = range(len(shown)), shown.tolist()
+    title = r"Noise of $k\,\sigma_\mathrm{critical}$"
+    return (
+        Chart(title, noise, "loss", log=True, limits=_WINDOW),
+        Chart("Errors of constant size μ", constant, "loss", log=True),
+    )

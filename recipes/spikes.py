@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import Callback, LightningModule, Trainer
-from lightning_lowbit.checks import choose, is_number
+from lightning_lowbit.checks import choose, integer, number
 from lightning_lowbit.distributed import local
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant.rounding import mix_key
@@ -40,14 +40,10 @@ class GradientSpikes(Callback):
     def __init__(
         self, probability: float = 0.01, factor: float = 1000.0, share: float = 1.0, seed: int | None = None
     ) -> None:
-        for name, value in (("probability", probability), ("share", share)):
-            if not is_number(value) or not 0 <= value <= 1:
-                raise ValueError(f"{name} is a number from 0 to 1; got {value!r}.")
-        if not is_number(factor):
-            raise ValueError(f"factor is a number, such as 1000; got {factor!r}.")
-        if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**32):
-            raise ValueError(f"seed is an integer from 0 to 2^32 - 1, or None; got {seed!r}.")
-        self.probability, self.factor, self.share, self.seed = probability, factor, share, seed
+        self.probability = number("probability", probability, at_least=0, at_most=1)
+        self.share = number("share", share, at_least=0, at_most=1)
+        self.factor = number("factor", factor, finite=False)
+        self.seed = integer("seed", seed, 0, at_most=2**32 - 1, or_none=True)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Sorts the Trainer's callbacks: those that multiply gradients, then the others."""

@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_lowbit._lightning import LightningDataModule, LRSchedulerCallable, OptimizerCallable
-from lightning_lowbit.checks import choose, integer
+from lightning_lowbit.checks import choose, integer, number
 from lightning_lowbit.packages import install
 from lightning_lowbit.precision.checkpoints.weights import load_weights
 from lightning_lowbit.precision.run_settings import global_seed
@@ -163,8 +163,7 @@ class ImageDataModule(LightningDataModule):
         integer("batch_size", batch_size, 1)
         if channels not in (1, 3):
             raise ValueError(f"channels is 1 for gray images, or 3 for colors; got {channels!r}.")
-        if not 0 < val_fraction < 1:
-            raise ValueError(f"val_fraction must lie between 0 and 1, got {val_fraction}.")
+        number("val_fraction", val_fraction, "a share of the images", above=0, below=1)
         self.path, self.size, self.channels, self.batch_size = path, integer("size", size, 1), channels, batch_size
         self.val_fraction, self.seed = val_fraction, global_seed() if seed is None else seed
         self._images: tuple[Tensor, Tensor] | None = None

@@ -78,8 +78,6 @@ def check_classes(
         path, owner, option, where, value = argument
         if path is not None and owner is None and argument.place in changed:  # of an item, maybe the one that changes
             continue
-        if option in options and options[option] is None:
-            raise ValueError(f"--{option} takes a value, and none follows it.")
         if path is None or value not in (None, "null", "~"):  # the parser takes null for more than annotations say
             check_value(option, value, parameter, where)
         if not is_open:

@@ -8,7 +8,6 @@ import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_lowbit.checks import nearest
@@ -72,6 +71,11 @@ _ROOMS = {
     "estimate": "lab.estimate",
 }
 
+_PACKAGES = {
+    "compare": ("matplotlib", "scipy"),
+    "inspect": ("safetensors",),
+}  # beside jsonargparse, which reads configurations
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status. With ``LOWBIT_TRACEBACK=1`` errors keep their traceback."""
@@ -109,9 +113,9 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"lightning_lowbit {metadata.version('lightning_lowbit')}")
         return 0
     name, *rest = arguments
-    if (name in TRAINER_COMMANDS or name in _ROOMS) and find_spec("jsonargparse") is None:
-        command = install_extra("jsonargparse")
-        raise ValueError(f"`lowbit {name}` needs jsonargparse, which reads configurations: {command}.")
+    packages = ("jsonargparse", *_PACKAGES.get(name, ())) if name in TRAINER_COMMANDS or name in _ROOMS else ()
+    if missing := [package for package in packages if not is_installed(package)]:
+        raise ValueError(f"`lowbit {name}` needs {' and '.join(missing)}: {install_extra('jsonargparse')}.")
     if name in TRAINER_COMMANDS:
         place = next((i for i, argument in enumerate(rest) if argument in ("-h", "--help")), None)
         if place is not None and rest[place + 1 : place + 2] != ["all"]:

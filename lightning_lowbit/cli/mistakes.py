@@ -4,7 +4,7 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,15 +104,6 @@ def hidden(message: str) -> str:
         if taken is not None and taken.origin is not None and not Path(taken.origin).is_relative_to(Path.cwd()):
             return f" {name} is {taken.origin}, which is installed, and not ./{local}: give that another name."
     return ""
-
-
-def without_value(arguments: Sequence[str], message: str) -> str | None:
-    """Finds the option that lacks its value; the parser's message names only the class of the option."""
-    match = re.search(r"argument (--\w+)\S*: expected one argument", message)
-    if match is None:
-        return None
-    ends = (i for i, _ in enumerate(arguments) if i + 1 == len(arguments) or arguments[i + 1].startswith("--"))
-    return next((arguments[i] for i in ends if arguments[i].startswith(match[1]) and "=" not in arguments[i]), None)
 
 
 def option_of(error: BaseException, config: Mapping[str, Any]) -> str | None:

@@ -22,7 +22,9 @@ from lightning_lowbit.packages import install, is_installed
 # Options beside those of the Trainer's method, and its arguments that are objects.
 _OPTIONS = {"config", "c", "help", "h", "print_config", "seed_everything", "trainer", "model", "data"}
 _OBJECTS = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
+_SEED = ast.parse("int | bool", mode="eval").body  # as Lightning's command line declares it
 
+_NEEDS_NO_VALUE = re.compile(r"print_config|([\w.]+\.)?help")
 _ALIASES = (None, "best", "hpc", "last", "last-good")  # of checkpoints
 
 
@@ -39,6 +41,13 @@ def existing(name: str, kinds: str) -> Path:
     except FileNotFoundError:
         raise FileNotFoundError(f"There is no {name}. Give {kinds}.") from None
     return path
+
+
+def check_whole(path: Path) -> None:
+    """Raises a ``ValueError`` for a checkpoint in shards, which only the strategy that saved it loads."""
+    if (path / ".metadata").exists():
+        command = f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
+        raise ValueError(f"{path} is a sharded checkpoint. Give the file that `{command}` makes of it.")
 
 
 def check_checkpoint(path: str | None) -> bool:
@@ -96,9 +105,19 @@ def check_options(command: str, arguments: Sequence[str]) -> dict[str, str | Non
             options[option[2:].removesuffix("+")] = value if equals else after if is_value else None
     for option in options:
         _check_option(option, command)
+        if options[option] is None and not _NEEDS_NO_VALUE.fullmatch(option):
+            raise ValueError(f"--{option} takes a value, and none follows it.")
     _check_precision(options, [])
     check_classes({}, options, _parameters(command))
     return options
+
+
+def output_file(option: str, suffix: str, what: str) -> Path:
+    """Returns the path of a file that a command writes, whose name ends as it must; else raises a ``ValueError``."""
+    path = Path(option).expanduser()
+    if path.suffix != suffix:
+        raise ValueError(f"--output is the name of a {what}; got {option!r}.")
+    return path
 
 
 def _parameters(command: str) -> dict[str, Parameter]:
@@ -106,7 +125,9 @@ def _parameters(command: str) -> dict[str, Parameter]:
     known = trainer_arguments()
     if not known:
         return {}
-    return known[command] | {f"trainer.{name}": parameter for name, parameter in known["__init__"].items()}
+    trainer = {f"trainer.{name}": parameter for name, parameter in known["__init__"].items()}
+    seed = known["__init__"]["max_steps"]._replace(annotation=_SEED, default=None)
+    return known[command] | trainer | {"seed_everything": seed}
 
 
 def refuse_unknown(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:

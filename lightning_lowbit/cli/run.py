@@ -27,7 +27,7 @@ from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
 from lightning_lowbit.cli.checkpoints import as_trained, resolve
 from lightning_lowbit.cli.configs import as_list, merge_configs
-from lightning_lowbit.cli.mistakes import explain, option_of, suggest, without_value
+from lightning_lowbit.cli.mistakes import explain, option_of, suggest
 from lightning_lowbit.precision import LowBitPrecision
 
 # Warnings that ask nothing of users: Lightning 2.6.6 uses a function that torch 2.13 deprecates; text in memory needs
@@ -128,8 +128,6 @@ class LowBitCLI(LightningCLI):
         except ArgumentError as error:
             keys = {action.dest for sub in self._subcommand_parsers.values() for action in sub._actions}
             message = explain(error)
-            if option := without_value(args, message):
-                raise ValueError(f"{option} takes a value, and none follows it.") from error
             raise ValueError(f"{message.rstrip('.')}. {suggest(message, keys)}".strip()) from error
 
     def _parse_ckpt_path(self) -> None:

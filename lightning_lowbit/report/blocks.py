@@ -1,7 +1,8 @@
 """The contents of a page about a run: sections of text, tables, charts and heat maps."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -46,6 +47,10 @@ class Chart:
     log: bool = False  # whether the y axis is logarithmic; ignored if a value is not positive
     spans: Sequence[tuple[float, float, str]] = ()  # (start, end, label) of shaded intervals
     note: str = ""  # below the chart
+    bands: Series = field(default_factory=dict)  # (lows, highs) at the xs of a series, by its name
+    limits: tuple[float, float] = (-inf, inf)  # of the y axis; what is beyond is cut off
+    x_log: bool = False  # whether the x axis is logarithmic
+    rows: Sequence[str] = ()  # names of the xs 1, 2, …: rows of a picture
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from lightning_lowbit.report.blocks import Chart
 from lightning_lowbit.report.formatting import common_parent, number, number_range, short_number
 
 _LINES, _SPANS = 8, 4  # colors of the style sheet
-_FEW = 30  # points of a series that also get dots
+FEW_POINTS = 30  # points of a series that also get dots
 _MOST_DRAWN = 8000  # points of all series together: a page may have dozens of charts
 _LARGEST = 1e300  # beyond it differences overflow
+_FAR = 1000.0  # lengths of the axis, for what is cut off
 _MOST_BANDS = {"single": 120, "multiples": 30}
 
 _Points = Sequence[tuple[float, float]]
@@ -44,7 +45,8 @@ class Axis:
         return cls(low - pad, high + pad, log)
 
     def share(self, value: float) -> float:
-        return (_place(value, self.log) - self.low) / (self.high - self.low)
+        share = (_place(value, self.log) - self.low) / (self.high - self.low)
+        return max(-_FAR, min(share, _FAR))
 
     def ticks(self, most: int, integer: bool = False) -> list[float]:
         low, high = self.low, self.high
@@ -64,21 +66,40 @@ class Axis:
 
 
 def _place(value: float, log: bool) -> float:
-    return math.log10(value) if log else max(-_LARGEST, min(value, _LARGEST))
+    return math.log10(max(value, 1 / _LARGEST)) if log else max(-_LARGEST, min(value, _LARGEST))
 
 
 def draw(chart: Chart, kind: str) -> str:
     """Draws a chart as a figure: of ``kind`` ``"single"``, as wide as the page, or ``"multiples"``, small."""
-    values = [y for _, ys in chart.series.values() for y in ys if math.isfinite(y)]
-    log = chart.log and bool(values) and min(values) > 0
-    notes = _not_finite(chart)
-    notes += ["The axis is linear: some values are not positive."] if chart.log and values and not log else []
-    notes += [chart.note] if chart.note else []
     title = f"<strong>{escape(chart.title)}</strong>" if chart.title else ""
     unit = f" <small>{escape(chart.y_label)}</small>" if chart.y_label else ""
-    plot = _plot(chart, log, kind) if values else '<p class="note">No value to show.</p>'
-    remarks = f'<p class="note">{escape("; ".join(notes))}</p>' if notes else ""
-    return f"<figure><figcaption>{title}{unit}{_legend(chart)}</figcaption>{plot}{remarks}</figure>"
+    plot = _plot(chart, kind) if _values(chart) else '<p class="note">No value to show.</p>'
+    note = f'<p class="note">{escape("; ".join(notes))}</p>' if (notes := remarks(chart)) else ""
+    return f"<figure><figcaption>{title}{unit}{_legend(chart)}</figcaption>{plot}{note}</figure>"
+
+
+def _values(chart: Chart) -> list[float]:
+    return [y for _, ys in chart.series.values() for y in ys if math.isfinite(y)]
+
+
+def y_axis(chart: Chart) -> Axis:
+    """Returns the axis of the values and bands that are within the limits of a chart."""
+    low, high = chart.limits
+    sides = [ys for name, (_, ys) in chart.series.items() for ys in (ys, *chart.bands.get(name, ()))]
+    values = [y for ys in sides for y in ys if math.isfinite(y) and low <= y <= high]
+    return Axis.around(values, 0.05, chart.log and bool(values) and min(values) > 0)
+
+
+def remarks(chart: Chart) -> list[str]:
+    """Returns what the lines of a chart do not show: values that are not finite or cut off, and its note."""
+    values, (low, high) = _values(chart), chart.limits
+    notes = _not_finite(chart)
+    if chart.log and values and not y_axis(chart).log:
+        notes.append("The axis is linear: some values are not positive.")
+    cuts = [f"below {number(low)}"] * any(y < low for y in values)
+    cuts += [f"above {number(high)}"] * any(y > high for y in values)
+    notes += [f"what is {' or '.join(cuts)} is cut off"] if cuts else []
+    return notes + ([chart.note] if chart.note else [])
 
 
 def _not_finite(chart: Chart) -> list[str]:
@@ -131,21 +152,21 @@ def _span_colors(chart: Chart) -> dict[str, str]:
     return {label: f"var(--p{i % _SPANS})" for i, label in enumerate(labels)} if len(labels) > 1 else {}
 
 
-def _plot(chart: Chart, log: bool, kind: str) -> str:
+def _plot(chart: Chart, kind: str) -> str:
     is_single = kind == "single"
     series = {name: [*zip(xs, ys, strict=True)] for name, (xs, ys) in chart.series.items()}
     points = {name: [(x, y) for x, y in line if math.isfinite(y)] for name, line in series.items()}
-    across = Axis.around([x for xs, _ in chart.series.values() for x in xs], 0.01)
-    values = [y for line in points.values() for _, y in line]
-    up = Axis.around(values, 0.05, log)
-    counts = not log and all(float(y).is_integer() for y in values)
+    across = Axis.around([x for xs, _ in chart.series.values() for x in xs], 0.01, chart.x_log)
+    up = y_axis(chart)
+    counts = not up.log and all(float(y).is_integer() for y in _values(chart))
     x_ticks = across.ticks(8 if is_single else 4, integer=True)
     y_ticks = [(up.share(value), f"{value:g}") for value in up.ticks(6 if is_single else 4, integer=counts)]
     grid = "".join(f"M0 {1000 * (1 - y):.1f}h1000" for y, _ in y_ticks)
     spans, names = _spans(chart, across)
     colored, most = _colored(chart), max(20, _MOST_DRAWN // len(series))
     in_front = sorted(series, key=lambda name: name in colored)  # drawn last
-    lines = [_line(series[name], across, up, colored.get(name, ""), most) for name in in_front]
+    lines = [_band(chart, name, across, up, color) for name, color in colored.items() if name in chart.bands]
+    lines += [_line(series[name], across, up, colored.get(name, ""), most) for name in in_front]
     label = escape(chart.title or ", ".join(chart.series))
     unit = f'<span class="unit">{escape(chart.x_label)}</span>' if is_single or chart.x_label != "step" else ""
     return (
@@ -189,7 +210,17 @@ def _line(points: _Points, across: Axis, up: Axis, color: str, most: int) -> str
     if not color:
         return f'<path class="faint" d="{path}"/>'
     drawn = f'<path style="stroke:{color}" d="{path}"/>'
-    return drawn + (f'<path class="dots" style="stroke:{color}" d="{dots}"/>' if len(points) <= _FEW else "")
+    return drawn + (f'<path class="dots" style="stroke:{color}" d="{dots}"/>' if len(points) <= FEW_POINTS else "")
+
+
+def _band(chart: Chart, name: str, across: Axis, up: Axis, color: str) -> str:
+    """Fills the band of a series; that of a single x is a bar."""
+    xs = chart.series[name][0]
+    sides = [[*zip(xs, side, strict=True)] for side in chart.bands[name]]
+    edge = [(x, y) for x, y in [*sides[0], *sides[1][::-1]] if math.isfinite(y)]
+    places = "L".join(f"{1000 * across.share(x):.1f} {1000 * (1 - up.share(y)):.1f}" for x, y in edge)
+    kind = "bar" if len({*xs}) == 1 else "band"
+    return f'<path class="{kind}" style="fill:{color};stroke:{color}" d="M{places}Z"/>' if edge else ""
 
 
 def _extremes(points: _Points) -> _Points:
@@ -215,7 +246,7 @@ def _bands(chart: Chart, points: dict[str, _Points], across: Axis, up: Axis, mos
             if inside := line[start : bisect_right(line, group[-1], key=itemgetter(0))]:
                 label = "" if _is_named_by_title(chart) else f"{name.removeprefix(f'{parent}.')} "
                 texts.append(label + number_range([y for _, y in inside]))
-                for x, y in _extremes(inside):
+                for x, y in (point for point in _extremes(inside) if 0 <= up.share(point[1]) <= 1):
                     place = f"left:{_within(across.share(x), left, right)};bottom:{_percent(up.share(y))}"
                     dots += f'<b style="{place};background:{colored[name]}"></b>'
         marker = _within(middle, left, right)

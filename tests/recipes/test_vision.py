@@ -52,7 +52,7 @@ def test_mistakes_are_errors_of_one_line(monkeypatch):
         (lambda: ImageClassifier("resnet"), "Did you mean 'resnet-small'"),
         (lambda: ImageClassifier(classes=1), "classes is a whole number, 2 or more"),
         (lambda: ImageDataModule(channels=2), "channels is 1 for gray images, or 3"),
-        (lambda: ImageDataModule(val_fraction=1), "val_fraction must lie between 0 and 1"),
+        (lambda: ImageDataModule(val_fraction=1), "val_fraction is a share of the images, above 0 and below 1"),
         (lambda: ImageDataModule("nowhere").prepare_data(), "There is no folder nowhere"),
     ):
         with pytest.raises(ValueError, match=told) as raised:

@@ -131,6 +131,29 @@ def test_any_values_are_drawn(values, log):
     assert page.count("<svg") == 1
 
 
+def test_bands_lie_behind_their_lines_and_those_of_one_x_are_bars():
+    series = {"a": ([1, 2], [1.0, 2.0]), "b": ([1], [1.5]), "c": ([1, 2], [0.0, 0.0])}
+    bands = {"a": ([0.5, math.nan], [1.5, math.nan]), "b": ([1.0], [9.0])}
+    page = render("x", [Section("s", [Chart("", series, bands=bands)])])
+    kinds = re.findall(r'<path (?:class="(\w+)")?', page)
+    assert kinds == ["grid", "band", "bar", "", "dots", "", "dots", "", "dots"]
+    assert ">8<" in page, "the bar is outside of the axis"
+
+
+def test_what_is_beyond_the_limits_is_cut_off_and_said():
+    chart = Chart("", {"a": ([1, 2], [1.0, 1e300]), "b": ([1, 2], [1.0, 2.0])}, limits=(-math.inf, 3.0))
+    page = Page(render("x", [Section("s", [chart])]))
+    assert "what is above 3 is cut off" in page.text and "1e+300" in page.text, "the legend has it"
+    places = [re.findall(r"[ML]([-\d.]+) ([-\d.]+)", attributes["d"]) for tag, attributes in page.tags if tag == "path"]
+    assert all(abs(float(y)) < 1e7 for path in places for _, y in path)
+
+
+def test_a_logarithmic_x_axis_has_its_ticks():
+    page = Page(render("x", [Section("s", [Chart("", {"a": ([1e-4, 1e-3, 1e-2], [1, 2, 3])}, x_log=True)])]))
+    ticks = [float(attributes["style"][5:-1]) for _, attributes in page.tags if attributes.get("class") == "x"]
+    assert ticks[0] < 2 and ticks[-1] > 98 and "0.001" in page.text
+
+
 def test_many_series_are_one_chart_with_a_short_legend():
     series = {f"layer.{i}": ([1, 2], [i, math.nan if i > 100 else i + 1]) for i in range(200)}
     page = Page(render("x", [Section("s", [Chart("many", series)])]))

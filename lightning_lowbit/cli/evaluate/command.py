@@ -6,13 +6,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_lowbit.checks import nearest, some
 from lightning_lowbit.cli.evaluate.models import Loaded, load
+from lightning_lowbit.cli.options import existing
 from lightning_lowbit.packages import install_extra
 
 
@@ -64,14 +64,16 @@ def find_tasks(names: Sequence[str], include: Sequence[str]) -> tuple[list[str],
     """Finds the tasks, groups and tags of ``--tasks``, and the harness's ``TaskManager`` that knows them.
 
     Raises:
-        ValueError: there is no such task, or no such folder.
+        FileNotFoundError: there is no such folder.
+        ValueError: there is no such task.
     """
     from lm_eval.tasks import TaskManager
 
     wanted = [name.strip() for text in names for name in text.split(",") if name.strip()]
     if not wanted:
         raise ValueError(f"--tasks takes names of tasks, such as hellaswag,arc_easy; got {','.join(names)!r}.")
-    folders = [path if path.is_dir() else path.parent for path in map(_existing, include)]
+    paths = [existing(name, "a folder of tasks, or a task's file, as --include_path") for name in include]
+    folders = [path if path.is_dir() else path.parent for path in paths]
     manager = TaskManager(include_path=folders, include_defaults=False)
     # The harness's own 15,000 take seconds to read; groups may refer to them.
     if not all(_matches(name, manager.all_subtasks) for name in wanted):
@@ -82,13 +84,6 @@ def find_tasks(names: Sequence[str], include: Sequence[str]) -> tuple[list[str],
         hint = nearest(unknown[0], manager.all_tasks, 3)
         raise ValueError(f"The harness has no task {unknown[0]!r}.{hint}{where} `lm_eval ls tasks` lists all.")
     return list(dict.fromkeys(name for matches in tasks.values() for name in matches)), manager
-
-
-def _existing(name: str) -> Path:
-    path = Path(name).expanduser()
-    if not path.exists():
-        raise ValueError(f"--include_path is a folder of tasks, or a task's file; {name} does not exist.")
-    return path
 
 
 def _matches(name: str, names: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_lowbit.cli.evaluate.options import KINDS
+from lightning_lowbit.cli.options import check_whole
 from lightning_lowbit.export.folder import pretrained
 from lightning_lowbit.export.reading.files import first_line, read_json
 from lightning_lowbit.export.tokenizer import fitting_tokenizer
@@ -53,9 +54,7 @@ def load(path: Path, tokenizer: str | None, module: str | None, device: torch.de
         raise FileNotFoundError(f"There is no {path}. Give {KINDS}.")
     if path.is_dir() and (path / "config.json").exists():
         return _load_folder(path, tokenizer, device)
-    if (path / ".metadata").exists():
-        command = f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
-        raise ValueError(f"{path} is a sharded checkpoint. Give the file that `{command}` makes of it.")
+    check_whole(path)
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is neither a checkpoint nor a folder of Hugging Face. Give {KINDS}.")
     return _load_checkpoint(path, tokenizer, module, device)

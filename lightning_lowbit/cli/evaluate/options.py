@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_lowbit.checks import integer, positive
-from lightning_lowbit.cli.options import existing
+from lightning_lowbit.cli.options import existing, output_file
 from lightning_lowbit.cli.parser import Parser
 from lightning_lowbit.packages import install_extra, is_installed
 
@@ -19,7 +19,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         integer("--num_fewshot", options.num_fewshot, 0, "a number of examples")
     if options.max_length is not None:
         integer("--max_length", options.max_length, 1, "a number of tokens")
-    options.output = _output(options.output or f"{Path(options.model).resolve().stem}_evaluation.json")
+    name = options.output or f"{Path(options.model).resolve().stem}_evaluation.json"
+    options.output = output_file(name, ".json", "file such as results.json")
     options.model = existing(options.model, KINDS)
     if not is_installed("lm_eval"):
         raise ValueError(f"lowbit evaluate takes lm-evaluation-harness: {install_extra('lm_eval')}.")
@@ -62,10 +63,3 @@ def _batch_size(size: str) -> int | str:
     if size == "auto":
         return size
     return integer("--batch_size", int(size) if size.isdecimal() else size, 1, "auto or a number of requests")
-
-
-def _output(name: str) -> Path:
-    output = Path(name).expanduser()
-    if output.suffix != ".json":
-        raise ValueError(f"--output is the name of a file such as results.json; got {name!r}.")
-    return output

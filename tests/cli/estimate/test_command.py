@@ -72,18 +72,10 @@ def test_the_configuration_says_what_options_do_not(capsys):
 
 @pytest.mark.slow
 def test_the_configuration_says_what_is_gathered(capsys):
+    sharded = [*QUICK, "--strategy=fsdp", "--devices=4", "--config=fp8_current", "--json"]
+
     def gather(*arguments):
-        assert (
-            estimate(
-                *QUICK,
-                "--strategy=fsdp",
-                "--devices=4",
-                "--config=fp8_current",
-                *arguments,
-                "--json",
-            )
-            == 0
-        )
+        assert estimate(*sharded, *arguments) == 0
         return json.loads(capsys.readouterr().out)["layout"]["gather"]
 
     casts, bf16 = "--trainer.plugins.init_args.quantize_before_gather=true", "--model.init_args.gather_dtype=bf16"

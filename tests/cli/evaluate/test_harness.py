@@ -113,7 +113,7 @@ def test_unknown_tasks_name_the_nearest(tasks):
     with pytest.raises(ValueError, match=r"no task 'helaswag'. Did you mean 'hellaswag'.*`lm_eval ls tasks` lists all"):
         find_tasks(["own_text,helaswag"], [str(tasks)])
     with pytest.raises(
-        ValueError, match="--include_path is a folder of tasks, or a task's file; nowhere does not exist"
+        FileNotFoundError, match="There is no nowhere. Give a folder of tasks, or a task's file, as --include_path"
     ):
         find_tasks(["own_text"], ["nowhere"])
     names, _ = find_tasks(["own_*"], [str(tasks / "own_text.yaml")])

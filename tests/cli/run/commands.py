@@ -1,5 +1,7 @@
 """The ``lowbit`` command with a tiny model and text."""
 
+from pathlib import Path
+
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_lowbit import cli
@@ -10,6 +12,13 @@ model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_
                     scheduler: {init_args: {warmup_steps: 1}}}}
 data: {init_args: {path: text, sequence_length: 16, batch_size: 2, val_batches: 2, val_fraction: 0.2}}
 """
+
+
+def write_tiny():
+    """Writes a tiny text and recipe into the current folder."""
+    Path("text").mkdir()
+    Path("text/a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    Path("tiny.yaml").write_text(TINY)
 
 
 def lowbit(*arguments, recipes=("quickstart",), command="fit"):

@@ -1,14 +1,10 @@
 """A tiny text and recipe in the current folder of each test."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.cli.run.commands import TINY
+from tests.cli.run.commands import write_tiny
 
 
 @pytest.fixture(autouse=True)
 def tiny_text_and_recipe(tmp_path):
-    Path("text").mkdir()
-    Path("text/a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
-    Path("tiny.yaml").write_text(TINY)
+    write_tiny()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from tests.cli.run.commands import TINY, lowbit, scalars
+from tests.cli.run.commands import lowbit, scalars, write_tiny
 from tests.launch import start, wait_for
 
 LONG = [
@@ -31,9 +31,7 @@ def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
     here = Path.cwd()
     os.chdir(folder)
-    Path("text").mkdir()
-    Path("text/a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
-    Path("tiny.yaml").write_text(TINY)
+    write_tiny()
     try:
         assert lowbit(*LONG, "--trainer.limit_val_batches=0", "--trainer.max_steps=400", *stop_after(60)) == 0
     finally:
@@ -64,15 +62,6 @@ def resume_and_compare(checkpoint, uninterrupted):
     assert min(resumed) == step
     assert resumed == {at: loss for at, loss in uninterrupted.items() if at >= step}
     return step
-
-
-@pytest.mark.slow
-def test_kill_and_resume(uninterrupted):
-    checkpoint = Path("runs/tiny/version_0/checkpoints/last.ckpt")
-    process = begin(checkpoint)
-    process.kill()
-    process.join()
-    resume_and_compare(checkpoint, uninterrupted)
 
 
 @pytest.mark.slow

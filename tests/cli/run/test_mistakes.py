@@ -13,10 +13,7 @@ def written():
 
 
 @pytest.mark.fast(
-    "--trainer.plugins.init_args.casts=nvfp5-",
     "--trainer.plugins.init_args.skip=[lm_haed]-",
-    "--trainer.max_stepz=3-",
-    "--config=quikstart-",
     "--config=broken.yaml-",
     "--data.init_args.path=nowhere-",
     "--ckpt_path=last-",
@@ -25,7 +22,6 @@ def written():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--trainer.plugins.init_args.casts=nvfp5"], "Unknown preset 'nvfp5'. Did you mean 'nvfp4'?"),
         (
             ["--trainer.plugins.init_args.casts={fprop_x: {element: e2m2}}"],
             "Unknown element format 'e2m2'. Did you mean",
@@ -52,20 +48,13 @@ def written():
             f"of them. The option is {SCHEDULER}.warmup_steps.",
         ),
         ([f"{SCHEDULER}.final_fraction=7"], f"The option is {SCHEDULER}.final_fraction."),
-        (["--data.init_args.batch_size"], "error: --data.init_args.batch_size takes a value, and none follows it."),
-        (["--trainer.plugins.init_args.skipp=[lm_head]"], "Did you mean 'skip'?"),
-        (["--model.init_args.optimizer.init_args.weight_decai=1"], "Did you mean 'weight_decay'?"),
         (["--trainer.plugins=lightning_lowbit.FP44Precision"], "Did you mean 'FP4Precision'?"),
         (["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwich}"], "Did you mean 'QAFSwitch'?"),
-        (["--trainer.max_stepz=3"], "Did you mean '--trainer.max_steps'?"),
-        (["--model.init_args.nettwork=gpt2"], "Did you mean 'network'?"),
         (["--model.init_args.network=lama-60m"], "Did you mean 'llama-60m'?"),
         (["--model.init_args.config.hidden_sise=32"], "Did you mean 'hidden_size'?"),
         (["--model.init_args.config.vocab_size=100"], "config.vocab_size to 256 or more"),
         (["--model.init_args.config.max_position_embeddings=8"], "max_position_embeddings to 16 or more"),
-        (["--config=quikstart"], "Did you mean 'quickstart'?"),
         (["--config="], "--config needs the name of a recipe or a file"),
-        (["--config=typo.yaml"], "Did you mean 'trainer.max_steps'?"),
         (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
         (["--config=list.yaml"], "list.yaml must hold a mapping"),
         (["--data.init_args.path=empty"], "found no *.txt, *.md, *.py in"),
@@ -76,10 +65,6 @@ def written():
         (["--ckpt_path=nowhere.ckpt"], "The checkpoint 'nowhere.ckpt' does not exist."),
         (["--ckpt_path=last"], "--ckpt_path last: there is no checkpoint (*.ckpt) below runs/tiny."),
         (
-            ["--trainer.precision=16-mixed"],
-            "--trainer.precision 16-mixed contradicts the plugin of the recipe",
-        ),
-        (
             ["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwitch, init_args: {at: 2}}"],
             "0 or more and at most 1; got 2",
         ),
@@ -87,7 +72,6 @@ def written():
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_ends_with_one_line_that_says_what_to_do(arguments, line, capsys):
-    Path("typo.yaml").write_text("trainer: {max_stepz: 3}")
     Path("broken.yaml").write_text("trainer: {max_steps: 3")
     Path("list.yaml").write_text("[1, 2]")
     Path("empty").mkdir()

@@ -108,27 +108,12 @@ def test_every_command_finds_classes_of_the_current_folder():
 
 
 @pytest.mark.slow
-def test_the_saved_configuration_runs_again():
-    assert lowbit() == 0
-    assert cli.main(["fit", "--config=runs/tiny/version_0/config.yaml"]) == 0
-    first, second = (scalars(f"runs/tiny/version_{number}", "loss") for number in range(2))
-    assert first == second
-
-
-@pytest.mark.slow
-def test_the_same_command_twice():
-    assert lowbit() == 0
-    assert lowbit() == 0
-    first, second = (scalars(f"runs/tiny/version_{number}", "loss") for number in range(2))
-    assert first == second, "the same command gives another run"
-
-
-@pytest.mark.slow
-def test_the_seed_of_seed_everything_reaches_everything():
-    for seed in (0, 1):
-        assert lowbit(f"--seed_everything={seed}") == 0
-    first, second = (scalars(f"runs/tiny/version_{number}", "loss") for number in range(2))
-    assert not set(first.values()) & set(second.values())
+def test_the_same_seed_gives_the_same_run_also_from_the_saved_configuration():
+    assert lowbit() == lowbit() == cli.main(["fit", "--config=runs/tiny/version_0/config.yaml"]) == 0
+    assert lowbit("--seed_everything=1") == 0
+    first, second, saved, other = (scalars(f"runs/tiny/version_{number}", "loss") for number in range(4))
+    assert first == second == saved
+    assert not set(first.values()) & set(other.values())
 
 
 def test_validate_from_a_checkpoint(capsys):

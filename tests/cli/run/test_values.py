@@ -80,6 +80,7 @@ def test_no_value_is_refused_that_the_parser_accepts():
     [
         (["--trainer.max_epochs=two"], "--trainer.max_epochs takes a whole number or null; got 'two'. Give a value"),
         (["--trainer.max_steps=1e3"], "--trainer.max_steps takes a whole number; got '1e3'. Write 1000."),
+        (["--seed_everything=abc"], "--seed_everything takes a whole number or true or false; got 'abc'. Give a value"),
         (["--data.batch_size=big"], "got 'big'. Give a value such as --data.batch_size 8."),
         (["--model.optimizer.lr=high"], "takes a number; got 'high'. Give a value such as --model.optimizer.lr 0.001."),
         (["--trainer.detect_anomaly=maybe"], "takes true or false; got 'maybe'."),

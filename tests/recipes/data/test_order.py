@@ -103,20 +103,3 @@ def test_an_epoch_holds_each_sequence_once(folder, ranks, num_workers):
     slow = [tuple(tokens[start : start + 9]) for start in range(0, len(tokens) - 8, 8)]
     assert len(slow) == 27 and len(seen) == 27 // ranks * ranks
     assert Counter(seen) <= Counter(slow)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_the_text_without_overlap(folder, ranks):
-    shards = []
-    for rank in range(ranks):
-        data = TextDataModule(str(folder), val_fraction=0.25, **SIZES)
-        sharding = {"num_replicas": ranks, "rank": rank}
-        data.trainer = SimpleNamespace(distributed_sampler_kwargs=sharding, overfit_batches=0.0)
-        data.prepare_data()
-        data.setup("fit")
-        loader = data.train_dataloader()
-        loader.sampler.set_epoch(1)
-        shards.append(list(loader.sampler))
-        assert len(list(loader)) == len(loader) == 27 // ranks // 2
-    indices = sum(shards, [])
-    assert len(set(indices)) == len(indices) == 27 // ranks * ranks

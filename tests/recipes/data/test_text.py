@@ -181,7 +181,7 @@ def test_unusable_text_is_refused_before_anything_is_written(tmp_path, files, ar
 
 @pytest.mark.parametrize("argument", ["sequence_length", "batch_size", "val_batches", "max_bytes", "val_fraction"])
 def test_meaningless_numbers_are_refused(argument):
-    with pytest.raises(ValueError, match=f"{argument} must .*, got 0"):
+    with pytest.raises(ValueError, match=f"{argument} is a .*; got 0"):
         TextDataModule(**{argument: 0})
 
 

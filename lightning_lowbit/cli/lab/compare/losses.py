@@ -124,16 +124,6 @@ def gap_histories(results: Results, row: str, baseline: str) -> list[list[tuple[
     return [[(step, loss - others[step]) for step, loss in points if step in others] for points, others in losses]
 
 
-def loss_curves(results: Results) -> dict[str, Steps]:
-    """Groups the losses of each row by step; a single NaN where a seed is not finite, so that the line ends there."""
-    curves = {row: group_by_step(history(run, LOSS) for run in runs.values()) for row, runs in results.items()}
-    return {
-        row: {step: values if all(map(isfinite, values)) else [nan] for step, values in by_step.items()}
-        for row, by_step in curves.items()
-        if by_step
-    }
-
-
 def group_by_step(curves: Iterable[Sequence[tuple[float, float]]]) -> Steps:
     by_step: Steps = {}
     for step, value in chain.from_iterable(curves):

@@ -1,20 +1,15 @@
 """The page of a study: verdicts, curves of the rows over each other, intervals, and links to the pages of the runs."""
 
 from collections.abc import Sequence
-from math import isfinite
 from pathlib import Path
-from statistics import mean
 from urllib.parse import quote
 
 from lightning_lowbit.atomic_files import replace_file
+from lightning_lowbit.cli.lab.compare.charts import parts, study_charts
 from lightning_lowbit.cli.lab.compare.claims import NO_POWER, Effect, claims_table, gap_cells, verdict_on
-from lightning_lowbit.cli.lab.compare.losses import Results, collect, final_loss, gaps_to, loss_curves
-from lightning_lowbit.cli.lab.compare.power import Interval
-from lightning_lowbit.report.blocks import Block, Chart, Link, Section, Table, Text
-from lightning_lowbit.report.formatting import needs_log_axis
+from lightning_lowbit.cli.lab.compare.losses import Results, collect, final_loss, gaps_to
+from lightning_lowbit.report.blocks import Block, Link, Section, Table, Text
 from lightning_lowbit.report.html import render
-
-_ROWS = 7  # of a chart, beside the baseline; a chart has eight colors
 
 _VERDICTS = Text(
     "shown: the 95 % interval excludes 0 in the expected direction. contradicted: it excludes 0 in the other one. "
@@ -32,9 +27,16 @@ def write_page(
 ) -> None:
     """Writes the page of a study; runs link to their own pages where these exist. ``power`` may be empty."""
     sections = [Section("Claims", [claims_table(effects, results), _VERDICTS])] if effects else []
-    sections.append(Section("Validation loss, mean over seeds", _curves(results, baseline) or [Text("No loss yet.")]))
-    intervals = _intervals(results, baseline)
-    sections.append(Section(f"Gap to {baseline}, same seed", intervals or [Text("No two rows share a seed yet.")]))
+    charts: dict[str, list[Block]] = {
+        kind: [part for chart in whole for part in parts(chart, baseline)]
+        for kind, whole in study_charts(results, baseline).items()
+    }
+    sections.append(Section("Validation loss, mean over seeds", charts["loss"] or [Text("No loss yet.")]))
+    has_gaps = bool(gaps_to(baseline, results))
+    gaps = [*charts["gap"], _gap_table(results, baseline)] if has_gaps else [Text("No two rows share a seed yet.")]
+    sections.append(Section(f"Gap to {baseline}, same seed", gaps))
+    others = {"rates": "Loss over learning rates", "noise": "Gradient over quantization noise"}
+    sections += [Section(title, charts[kind]) for kind, title in others.items() if kind in charts]
     sections += [Section("Power", power)] if power else []
     sections.append(Section("Runs", [_runs(results, path.parent)]))
     sections += [Section("Machine", [machine])] if (machine := _machine(results)).rows else []
@@ -49,39 +51,11 @@ def _facts(results: Results, effects: Sequence[Effect]) -> list[tuple[str, str, 
     return facts + [(f"Claims: {kind}", str(verdicts.count(kind)), f"of {len(verdicts)}") for kind in kinds]
 
 
-def _split_rows(rows: Sequence[str], baseline: str) -> list[list[str]]:
-    others = [row for row in rows if row != baseline]
-    first = [baseline] if baseline in rows else []
-    return [[*first, *others[start : start + _ROWS]] for start in range(0, max(len(others), 1), _ROWS)]
-
-
-def _curves(results: Results, baseline: str) -> list[Chart]:
-    curves = {row: (list(steps), [*map(mean, steps.values())]) for row, steps in loss_curves(results).items()}
-    charts = []
-    for rows in _split_rows(list(curves), baseline) if curves else []:
-        log = needs_log_axis(value for row in rows for value in curves[row][1])
-        charts.append(Chart("", {row: curves[row] for row in rows}, y_label="loss", log=log))
-    return charts
-
-
-def _intervals(results: Results, baseline: str) -> list[Block]:
+def _gap_table(results: Results, baseline: str) -> Table:
     gaps = gaps_to(baseline, results)
-    numbers = {row: number for number, row in enumerate(gaps, 1)}
-    finite = [row for row, values in gaps.items() if all(map(isfinite, values))]
-    charts: list[Block] = []
-    for rows in filter(None, _split_rows(finite, baseline)):
-        ends = ([numbers[rows[0]] - 0.5, numbers[rows[-1]] + 0.5], [0.0, 0.0])
-        series = {baseline: ends} | {f"{numbers[row]} {row}": _bar(numbers[row], gaps[row]) for row in rows}
-        note = "vertical: 95 % intervals (Student's t over pairs); the last number of a row is its mean"
-        charts.append(Chart("", series, y_label="difference of the loss", x_label="row", note=note))
-    cells = [[str(numbers[row]), row, str(len(values)), *gap_cells(values)] for row, values in gaps.items()]
-    return [*charts, Table(["", "row", "pairs", "gap", "95 % interval"], cells)] if gaps else []
-
-
-def _bar(number: int, gaps: Sequence[float]) -> tuple[list[float], list[float]]:
-    interval = Interval.of(gaps)
-    ys = [interval.low, interval.high, interval.mean] if interval else [mean(gaps)]
-    return [float(number)] * len(ys), ys
+    numbers = {row: number for number, row in enumerate((row for row in results if row != baseline), 1)}
+    rows = [[numbers[row], row, len(values), *gap_cells(values)] for row, values in gaps.items()]
+    return Table(["", "row", "pairs", "gap", "95 % interval"], rows)
 
 
 def _runs(results: Results, folder: Path) -> Table:

@@ -1,18 +1,17 @@
-"""Computes intervals of paired differences, and how many pairs an effect needs.
-
-For whole degrees of freedom, Student's t distribution is a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4). The
-noncentral one is an integral over the estimated spread, by Simpson's rule.
-"""
+"""Intervals of paired differences, and how many pairs an effect needs: Student's t, for normal differences."""
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from statistics import NormalDist, mean, stdev, variance
+from statistics import mean, stdev, variance
+
+from scipy.optimize import brentq
+from scipy.stats import chi2, nct, t
 
 CONFIDENCE, POWER = 0.95, 0.8
 MOST_PAIRS = 1000
-_POINTS = 400  # of Simpson's rule
 
 
 @dataclass(frozen=True)
@@ -57,21 +56,19 @@ class Spread:
 
     def bounds(self) -> tuple[float, float]:
         """Returns a 95 % interval of the true standard deviation, for normal differences."""
-
-        def ratio(probability: float) -> float:  # of the estimated to the true one
-            return _bisect(lambda end: _over_spreads(lambda _: 1.0, self.df, end) - probability)
-
-        return self.value / ratio((1 + CONFIDENCE) / 2), self.value / ratio((1 - CONFIDENCE) / 2)
+        high, low = (chi2.ppf((1 + sign * CONFIDENCE) / 2, self.df) for sign in (1, -1))
+        return self.value * math.sqrt(self.df / high), self.value * math.sqrt(self.df / low)
 
 
+@cache
 def t_quantile(probability: float, df: int) -> float:
-    """Returns the quantile of Student's t with ``df`` degrees of freedom; ``probability`` is 1/2 or more.
+    """Returns the quantile of Student's t with ``df`` degrees of freedom.
 
     Examples:
         >>> round(t_quantile(0.975, 2), 6), round(t_quantile(0.975, 9), 6)
         (4.302653, 2.262157)
     """
-    return _bisect(lambda t: _t_within(t, df) - (2 * probability - 1))
+    return float(t.ppf(probability, df))
 
 
 def power(effect: float, spread: float, pairs: int) -> float:
@@ -92,11 +89,7 @@ def pairs_for(effect: float, spread: float) -> int | None:
     """Returns the fewest pairs that resolve an effect with 80 % power at 5 %; None if more than ``MOST_PAIRS``."""
     if power(effect, spread, MOST_PAIRS) < POWER:
         return None
-    low, high = 1, MOST_PAIRS  # too few, enough
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(effect, spread, middle) >= POWER else (middle, high)
-    return high
+    return bisect_left(range(2, MOST_PAIRS), POWER, key=lambda pairs: power(effect, spread, pairs)) + 2
 
 
 def resolved_by(pairs: int, spread: float) -> float | None:
@@ -106,60 +99,9 @@ def resolved_by(pairs: int, spread: float) -> float | None:
 
 @cache
 def _resolved_by(pairs: int) -> float:
-    return _bisect(lambda ratio: _power(ratio, pairs) - POWER)
+    return float(brentq(lambda ratio: _power(ratio, pairs) - POWER, 0, 30))  # 20 of two pairs, which need most
 
 
 @cache
 def _power(ratio: float, pairs: int) -> float:
-    critical, shift = _critical(pairs - 1), ratio * math.sqrt(pairs)
-    return _over_spreads(lambda s: NormalDist().cdf(shift - critical * s), pairs - 1)
-
-
-@cache
-def _critical(df: int) -> float:
-    return t_quantile((1 + CONFIDENCE) / 2, df)
-
-
-def _t_within(t: float, df: int) -> float:
-    angle = math.atan(t / math.sqrt(df))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    if df % 2 == 0:
-        term = total = 1.0
-        for k in range(2, df, 2):
-            term *= cosine**2 * (k - 1) / k
-            total += term
-        return sine * total
-    term = total = cosine if df > 1 else 0.0
-    for k in range(2, df - 1, 2):
-        term *= cosine**2 * k / (k + 1)
-        total += term
-    return 2 / math.pi * (angle + sine * total)
-
-
-def _over_spreads(value: Callable[[float], float], df: int, end: float = math.inf) -> float:
-    """Averages a function of the estimated over the true standard deviation (a chi variable over the root of df)."""
-    width = 10 / math.sqrt(2 * df)
-    low, high = max(0.0, 1 - width), min(1 + width, end)
-    if high <= low:
-        return 0.0
-    constant = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2)
-
-    def density(s: float) -> float:
-        if s == 0:
-            return math.exp(constant) if df == 1 else 0.0
-        return math.exp(constant + (df - 1) * math.log(s) - df * s * s / 2)
-
-    step = (high - low) / _POINTS
-    points = [low + step * i for i in range(_POINTS + 1)]
-    weights = [1, *(4 if i % 2 else 2 for i in range(1, _POINTS)), 1]
-    return step / 3 * sum(w * density(s) * value(s) for w, s in zip(weights, points, strict=True))
-
-
-def _bisect(rising: Callable[[float], float]) -> float:
-    low, high = 0.0, 1.0
-    while rising(high) < 0:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
-    return (low + high) / 2
+    return float(nct.sf(t_quantile((1 + CONFIDENCE) / 2, pairs - 1), pairs - 1, ratio * math.sqrt(pairs)))

@@ -19,6 +19,8 @@ from lightning_lowbit.cli.lab.estimate.formulas import (
 from lightning_lowbit.cli.lab.estimate.shapes import Model, describe
 from lightning_lowbit.cli.run import make_on_meta
 from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.report.blocks import Table, Text
+from lightning_lowbit.report.tables import plain
 
 _GIB = 2**30
 
@@ -64,10 +66,9 @@ def estimate(options: Namespace) -> None:
         }
         print(json.dumps(numbers, indent=2))
         return
-    lines = [*_head(model, batch, layout), *_memory_table(memories, device, options.device)]
-    lines += _work_table(counted, traffic, spent)
-    lines += [*_step_lines(model, batch, layout, spent), "", *_closing(assumed, options.device, notes)]
-    print("\n".join(lines))
+    tables = [_memory_table(memories, device, options.device), _work_table(counted, traffic, spent)]
+    end = [_step(model, batch, layout, spent), _closing(assumed, options.device, notes)]
+    print(plain(Text(_head(model, batch, layout)), *tables, *map(Text, end)), end="")
 
 
 def _tried(make: Callable[[], _T], problems: list[str]) -> _T | None:
@@ -127,36 +128,34 @@ def _batch(options: Namespace, data: Any, trainer: Any) -> Batch:
     return Batch(sizes["batch_size"], sizes["sequence_length"], trainer.accumulate_grad_batches or 1)
 
 
-def _head(model: Model, batch: Batch, layout: Layout) -> list[str]:
+def _head(model: Model, batch: Batch, layout: Layout) -> str:
     spread = f"{layout.data_parallel} data-parallel ({layout.strategy}) x {layout.tensor_parallel} tensor-parallel"
     tokens = batch.tokens * batch.micro_batches * layout.data_parallel
     again = ", activations computed again" if model.checkpointing else ""
-    return [
-        f"{model.parameters:,} parameters in {len(model.weights)} tensors, {len(model.layers)} linear layers{again}",
-        f"{layout.devices:,} devices: {spread}" if layout.devices > 1 else "1 device",
-        f"{tokens:,} tokens a step: {batch.sequences} sequences of {batch.length} a device and micro-batch, "
-        f"{batch.micro_batches} of these a step",
-        "",
-    ]
+    devices = f"{layout.devices:,} devices: {spread}" if layout.devices > 1 else "1 device"
+    return (
+        f"{model.parameters:,} parameters in {len(model.weights)} tensors, {len(model.layers)} linear layers{again}\n"
+        f"{devices}\n{tokens:,} tokens a step: {batch.sequences} sequences of {batch.length} a device and micro-batch, "
+        f"{batch.micro_batches} of these a step"
+    )
 
 
-def _memory_table(memories: Mapping[str, int], device: Device, name: str) -> list[str]:
+def _memory_table(memories: Mapping[str, int], device: Device, name: str) -> Table:
     total = sum(memories.values())
-    rows = [f"  {purpose:<26}{size / _GIB:>12.3f} GiB" for purpose, size in memories.items()]
+    rows = [[purpose, f"{size / _GIB:12.3f} GiB"] for purpose, size in [*memories.items(), ("sum", total)]]
     verdict = "fits" if total <= device.memory else "does NOT fit"
-    last = f"  {'sum':<26}{total / _GIB:>12.3f} GiB of {device.memory / _GIB:.1f}: {verdict} on {name}"
-    return ["Memory of a device", *rows, last, ""]
+    return Table(["memory of a device", ""], rows, f"Of {device.memory / _GIB:.1f} GiB: {verdict} on {name}.")
 
 
-def _work_table(counted: Mapping[str, int], traffic: Sequence[Collective], spent: StepTime) -> list[str]:
-    rows = [f"  {f'FLOPs, {kind}':<26}{count / 1e12:>12.3f} TFLOP" for kind, count in counted.items()]
+def _work_table(counted: Mapping[str, int], traffic: Sequence[Collective], spent: StepTime) -> Table:
+    rows = [[f"FLOPs, {kind}", f"{count / 1e12:12.3f} TFLOP"] for kind, count in counted.items()]
     for collective in traffic:
-        label, payload = f"{collective.name} of {collective.of}", collective.payload / 1e9
-        rows.append(f"  {label:<30}{payload:>8.3f} GB, of which a device sends {collective.sent / 1e9:.3f}")
+        sent = f"{collective.payload / 1e9:12.3f} GB, of which a device sends {collective.sent / 1e9:.3f}"
+        rows.append([f"{collective.name} of {collective.of}", sent])
     waits = {"tensor parallelism": spent.tensor_parallel, "data parallelism": spent.data_parallel}
     seconds = {**spent.gemms, "the host": spent.launches, **{kind: value for kind, value in waits.items() if value}}
-    rows += [f"  {f'time of {kind}':<26}{_rounded(value * 1e3):>12} ms" for kind, value in seconds.items()]
-    return ["Work of a device in a step", *rows, ""]
+    rows += [[f"time of {kind}", f"{_rounded(value * 1e3):>12} ms"] for kind, value in seconds.items()]
+    return Table(["work of a device in a step", ""], rows)
 
 
 def _rounded(number: float) -> str:
@@ -165,28 +164,25 @@ def _rounded(number: float) -> str:
     return f"{round(number, digits):,.{max(digits, 0)}f}"
 
 
-def _step_lines(model: Model, batch: Batch, layout: Layout, spent: StepTime) -> list[str]:
+def _step(model: Model, batch: Batch, layout: Layout, spent: StepTime) -> str:
     if model.convolutions:
         least = _rounded(spent.captured.hidden * 1e3)
-        return [f"A step: more than {least} ms, since {model.convolutions} convolutions are not counted"]
+        return f"A step: more than {least} ms, since {model.convolutions} convolutions are not counted"
     tokens = batch.tokens * batch.micro_batches * layout.data_parallel
 
     def rates(times: StepTime) -> str:
-        texts = [f"{_rounded(seconds * 1e3)} ms ({_rounded(tokens / seconds)} tokens/s)" for seconds in _times(times)]
+        both = [times.hidden, times.exposed] if times.data_parallel else [times.hidden]
+        texts = [f"{_rounded(seconds * 1e3)} ms ({_rounded(tokens / seconds)} tokens/s)" for seconds in both]
         return " with data-parallel communication hidden, ".join(texts) + " without" * (len(texts) - 1)
 
     if spent.hidden == spent.captured.hidden:
-        return [f"A step: {rates(spent)}"]
+        return f"A step: {rates(spent)}"
     fast, slow = (_rounded(times.hidden * 1e3) for times in (spent.captured, spent))
-    return [
-        f"A step: host-bound, {fast} to {slow} ms",
-        f"  in a CUDA graph: {rates(spent.captured)}",
-        f"  eager, on a host as slow as --launch says: {rates(spent)}",
-    ]
-
-
-def _times(spent: StepTime) -> list[float]:
-    return [spent.hidden] if spent.data_parallel == 0 else [spent.hidden, spent.exposed]
+    return (
+        f"A step: host-bound, {fast} to {slow} ms\n"
+        f"  in a CUDA graph: {rates(spent.captured)}\n"
+        f"  eager, on a host as slow as --launch says: {rates(spent)}"
+    )
 
 
 def _device_notes(counted: Mapping[str, int], device: Device, name: str, high: str) -> list[str]:
@@ -204,11 +200,10 @@ def _device_notes(counted: Mapping[str, int], device: Device, name: str, high: s
     return notes
 
 
-def _closing(assumed: Assumptions, name: str, notes: Sequence[str]) -> list[str]:
-    return [
+def _closing(assumed: Assumptions, name: str, notes: Sequence[str]) -> str:
+    about = (
         f"An estimate from formulas and from data sheets of {name}, not a measurement: GEMMs are assumed to reach "
         f"{assumed.utilization:.0%} of the peak, links {assumed.link_utilization:.0%}, and the host to take "
-        f"{assumed.launch * 1e6:.3g} microseconds for an operation of a layer (100 on the slow host of an H200).",
-        *notes,
-        _LEFT_OUT,
-    ]
+        f"{assumed.launch * 1e6:.3g} microseconds for an operation of a layer (100 on the slow host of an H200)."
+    )
+    return "\n".join([about, *notes, _LEFT_OUT])

@@ -7,7 +7,6 @@ preset has a Hadamard transform in fprop, in blocks along in_features.
 import json
 import operator
 import re
-import zipfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from functools import reduce
@@ -21,15 +20,20 @@ from lightning_lowbit._lightning import Tqdm
 from lightning_lowbit.checks import from_fields, some
 from lightning_lowbit.cli.lab.inspect.options import KINDS
 from lightning_lowbit.cli.lab.inspect.table import Candidate, Inspection
+from lightning_lowbit.cli.options import check_whole
+from lightning_lowbit.export.reading.files import opened
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
 from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.layers.layer import clean_name
-from lightning_lowbit.packages import install
+from lightning_lowbit.precision.checkpoints.files import load_checkpoint
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.cast import current_names
 from lightning_lowbit.quant.shard import amax_of
 from lightning_lowbit.quant.transforms import rotate
+from lightning_lowbit.report.pictures import write_picture
+
+_WEIGHTS_ALONE = "Save the weights alone, torch.save(model.state_dict(), 'weights.pt'), and give that file."
 
 
 def inspect(options: Namespace) -> None:
@@ -49,7 +53,7 @@ def inspect(options: Namespace) -> None:
         errors[name] = [measure(weight, candidate) for candidate in candidates]
     inspection = Inspection(candidates, {name: tuple(weights[name].shape) for name in names}, errors)
     print(inspection.table())
-    inspection.draw(f"Weights of {path.resolve().name}, quantized", options.output)
+    write_picture(options.output, *inspection.picture(f"Weights of {path.resolve().name}, quantized"))
     print(f"Picture: {options.output}")
 
 
@@ -164,9 +168,7 @@ def _check_layout(path: Path, weights: Mapping[str, Tensor]) -> None:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    if (path / ".metadata").exists():
-        command = f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
-        raise ValueError(f"{path} is a sharded checkpoint. Give the file that `{command}` makes of it.")
+    check_whole(path)
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (path / name).exists():
             return [path / name]
@@ -182,23 +184,10 @@ def _read(file: Path) -> dict[str, Tensor]:
     """Reads the tensors of a file by name, memory-mapped: the disk is read when they are used."""
     if file.exists() and not file.is_file():  # a pipe or a device may have no end
         raise ValueError(f"{file} is not a file. Give {KINDS}.")
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(file)
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except ImportError:
-        raise ValueError(f"Reading {file} takes the package safetensors: {install('safetensors')}.") from None
-    except OSError:  # a missing or unreadable file: the message is clear
-        raise
-    except Exception as error:  # files of another kind raise anything
-        if refused := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
-            raise ValueError(
-                f"{file} holds an object of {refused[1]}, which to load may run any code. Save the weights alone, "
-                "torch.save(model.state_dict(), 'weights.pt'), and give that file."
-            ) from None
-        raise ValueError(f"{file} is not a checkpoint to read ({type(error).__name__}). Give {KINDS}.") from error
-    state = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else {}
+    if file.suffix == ".safetensors":
+        with opened(file) as content:
+            return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  it is no mapping
+    loaded = load_checkpoint(file, advice=_WEIGHTS_ALONE)
+    state = loaded.get("state_dict", loaded)
     items = state.items() if isinstance(state, Mapping) else ()
     return {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.cli.options import existing
+from lightning_lowbit.cli.options import existing, output_file
 from lightning_lowbit.cli.parser import Parser
 from lightning_lowbit.cli.sources import table_keys
 from lightning_lowbit.cli.values import PRESETS
@@ -17,10 +17,8 @@ KINDS = "a Lightning .ckpt, a state_dict from torch.save, a .safetensors file, o
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = _parser().parse_args(arguments)
-    name = options.output
-    options.output = Path(name or f"{Path(options.checkpoint).resolve().stem}_casts.png").expanduser()
-    if options.output.suffix != ".png":
-        raise ValueError(f"--output is the name of a picture, such as casts.png; got {name!r}.")
+    name = options.output or f"{Path(options.checkpoint).resolve().stem}_casts.png"
+    options.output = output_file(name, ".png", "picture, such as casts.png")
     options.checkpoint = existing(options.checkpoint, KINDS)
     _check_presets(",".join(options.casts))
     return options
