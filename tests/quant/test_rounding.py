@@ -149,6 +149,7 @@ def many_draws(cast, key, count=2**16):
         (Scale("e8m0", 16, "floor", prescale=0.75), True),
         (Scale("fp32", "tensor", "power_of_two"), True),
         (Scale("e8m0", 16, "ceil"), True),
+        (Scale("e4m3", 16, "up"), True),
         (Scale("e8m0", 16, "floor"), False),
         (Scale("e4m3", 16), False),
     ],

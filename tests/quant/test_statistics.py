@@ -67,33 +67,6 @@ def test_minmax_by_hand():
         assert found.elements()[i].tolist() == [code - zero for code in codes], f"{name}: elements"
 
 
-@each("element", INTEGERS)
-def test_zero_points_have_the_shape_of_scales(element):
-    x, levels = sample(2, 6, 40) + 0.3, 2 ** int(element[3:]) - 1
-    for block, dim in itertools.product((16, "row", "tensor"), (0, 1, -1)):
-        found = quantize(x, minmax(element, block), dim)
-        zeros = found.zero_points
-        assert (zeros.shape, zeros.dtype) == (found.scales.shape, torch.uint8), f"{element}, {block} along {dim}"
-        assert found.codes.dtype == torch.uint8
-        assert found.codes.max() <= levels, f"{element}, {block} along {dim}: code {found.codes.max()}"
-        assert zeros.max() <= levels, f"{element}, {block} along {dim}: zero point {zeros.max()}"
-        same(found.dequantize(), reference.quantize(x, found.cast, dim, field="dequantized"), f"{block} along {dim}")
-
-
-@pytest.mark.parametrize("statistic", ["absmax", "absmean", "minmax"])
-def test_a_factor_multiplies_scales(statistic):
-    """By powers of two exactly; zero points stay where they are, so that both ends of a block saturate alike."""
-    x = torch.randn(8, 64) + 0.3
-    for block, rounding in itertools.product(BLOCKS, ("nearest", "power_of_two")):
-        cast = Cast("int4", Scale("fp32", block, rounding, statistic=statistic))
-        plain = quantize(x, cast)
-        for factor in (0.25, 4.0):
-            found = quantize(x, cast.replace(scale={"factor": factor}))
-            same(float_scales(found), float_scales(plain) * factor, f"{cast} x{factor}")
-            if plain.zero_points is not None:
-                same(found.zero_points, plain.zero_points, f"{cast} x{factor}, zero points")
-
-
 @pytest.mark.parametrize(("factor", "percent"), [(math.sqrt(3) / 2, 27.0), (1.0, 31.0), (2 / math.sqrt(3), 35.5)])
 def test_zeros_among_ternary_weights(factor, percent):
     """Of a normal sample those within half of factor * mean; the mean of |x| is sqrt(2 / pi) standard deviations."""
@@ -209,22 +182,6 @@ def test_means_do_not_depend_on_order():
         assert len(found) == 1, f"{shape}: {found}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [0, -1])
-def test_means_leave_out_padding(dim, dtype):
-    """A block that is cut short has the mean of what is there."""
-    x = (torch.rand(19, 21) / 2 + 0.75).to(dtype)  # all above half of any mean
-    for block in (16, 64, (8, 8), (32, 4)):
-        cast = absmean("ternary", block)
-        found = quantize_operand(x, cast, dim, dtype=torch.float32).values
-        high, wide = block if isinstance(block, tuple) else (block, 1) if dim == 0 else (1, block)
-        for i, j in itertools.product(range(0, 19, high), range(0, 21, wide)):
-            part, values = (whole[i : i + high, j : j + wide] for whole in (x, found))
-            mean = torch.full_like(values, part.double().mean().item())
-            message = f"{cast} along {dim}, block at {i}, {j} of shape {tuple(part.shape)}"
-            torch.testing.assert_close(values, mean, rtol=2.0**-22, atol=0, msg=lambda m, at=message: f"{at}: {m}")
-
-
 # --- least and largest ------------------------------------------------------------------------------------------------
 
 
@@ -248,25 +205,6 @@ def test_every_element_is_within_half_a_step(x, element, block, dim, sign, round
     assert (found.dequantize()[zero] == 0).all(), f"{cast}: 0 became {found.dequantize()[zero][:3].tolist()}"
     operand = quantize_operand(x, cast, dim, dtype=torch.float32).values
     assert (operand[zero] == 0).all(), f"{cast}: 0 became {operand[zero][:3].tolist()} in an operand"
-
-
-@PROFILE
-@given(x=matrices(), element=st.sampled_from(INTEGERS), block=st.sampled_from(BLOCKS), key=st.integers(0, 2**40))
-def test_zeros_stay_zero_stochastically(x, element, block, key):
-    found = quantize(x, replace(minmax(element, block), rounding="stochastic"), key=key).dequantize()
-    assert (found[x == 0] == 0).all(), f"{element}, {block}: 0 became {found[x == 0][:3].tolist()}"
-
-
-def test_stochastic_rounding_between_ends_is_unbiased():
-    """Where the whole block lies within its levels nothing saturates, and means return to what was rounded."""
-    x = torch.cat([torch.linspace(-1, 2, 31), torch.zeros(1)])  # -1, 0 and 2 are levels of int2
-    count = 2**14
-    cast = replace(minmax("int2", "row"), rounding="stochastic")
-    with compilation.backend("eager"):
-        found = quantize(x.expand(count, -1), cast, key=12345678901).dequantize().double()
-    spread = ((x - x.floor()) * (x.ceil() - x)).double().sqrt()
-    z = (found.mean(0) - x.double()) / (spread / count**0.5).clamp(min=1e-6)
-    assert z.abs().max() < 4.5, f"{x[z.abs().argmax()]} is biased by {z.abs().max():.1f} standard errors"
 
 
 @each("element", INTEGERS)
@@ -332,4 +270,6 @@ def test_dimensions_beside_the_last_two():
     """Positive and negative ones are the same, in zero points too."""
     x = sample(2, 3, 40) - 0.2
     for cast, dim in itertools.product((minmax("int4"), absmean("ternary")), range(3)):
-        same_bytes(quantize(x, cast, dim), quantize(x, cast, dim - 3), f"{cast} along {dim}")
+        found = quantize(x, cast, dim)
+        same_bytes(found, quantize(x, cast, dim - 3), f"{cast} along {dim}")
+        same(found.dequantize(), reference.quantize(x, cast, dim, field="dequantized"), f"{cast} along {dim}")
