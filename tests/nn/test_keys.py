@@ -117,13 +117,6 @@ def test_filled_in_place():
         assert view.all()
 
 
-def test_not_in_state_dict():
-    converted = model()
-    before = list(converted.state_dict())
-    LayerKeys(converted).fill_(1)
-    assert list(converted.state_dict()) == before
-
-
 def test_a_model_without_converted_layers():
     keys = LayerKeys(nn.Linear(2, 2))
     keys.fill_(1)

@@ -14,7 +14,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn.casts.presets import quantization_aware
 from lightning_lowbit.units import cpu_without
 from tests import golden_vectors as golden
-from tests.nn.layers import gradients, identical, layer_like, net, run, spied
+from tests.nn.layers import identical, layer_like, run, spied
 from tests.tables import each
 
 TOKENS, IN, OUT = 24, 160, 40  # the second group of 128 is not a whole one
@@ -238,13 +238,6 @@ def test_rows_and_tensors_are_autograd(name, mode, kind, exact):
     if original.bias is not None:
         assert torch.equal(found["bias"], g.to(compute).flatten(0, 1).sum(0)), "db is not the sum of g"
     assert_close(found, expected, allowed, f"{name}, {mode}:")
-
-
-@pytest.mark.parametrize("name", ["ternary", "int4", "int2", "e1m2"])
-def test_activation_checkpointing_changes_nothing(name):
-    x = torch.randn(16, 32)
-    found, expected = (gradients(net(name, recompute=recompute)[0], x) for recompute in (True, False))
-    identical(found, expected, "with checkpointing")
 
 
 # --- others' ----------------------------------------------------------------------------------------------------------

@@ -227,6 +227,14 @@ def test_copies_are_independent():
     same_states(own, histories, "one by itself")
 
 
+def test_histories_that_are_copied_with_their_model_are_those_of_the_copy():
+    model, histories = copy.deepcopy(trained())
+    gradients(model, filled((16, 32), 9.0))
+    histories.advance_()
+    assert remembered(histories)["first/fprop_x"][-1] == 9
+    assert model.first.lowbit.amaxes.in_force[0] == 9
+
+
 def test_new_histories_take_the_place_of_old_ones():
     model, old = trained()
     new = AmaxHistories(model)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_lowbit import LinearCasts, convert, quantize
 from lightning_lowbit.nn import AmaxHistories, LayerKeys
-from lightning_lowbit.quant import smoothing_factor
 from tests.nn.conversion.swiglus import (
     CURRENT,
     DELAYED,
@@ -179,36 +178,6 @@ def test_forward_and_gradients_by_definition(kind, casts, dtype):
 
 
 # --- s ----------------------------------------------------------------------------------------------------------------
-
-
-def test_s_is_one_over_the_amax_rounded_down_to_a_power_of_two():
-    exact = torch.ldexp(torch.ones(127), torch.arange(-63, 64))
-    next_up = torch.nextafter(exact, torch.tensor(math.inf))
-    assert torch.equal(smoothing_factor(exact), 1 / exact)
-    assert torch.equal(smoothing_factor(next_up), 0.5 / exact), "not rounded down"
-    amax = torch.cat([torch.rand(500) * 10, torch.randn(500).exp() ** 8])
-    s = smoothing_factor(amax)
-    assert s.dtype == torch.float32
-    assert torch.equal(s, down_power(amax))
-    assert (torch.frexp(s).mantissa == 0.5).all()
-    assert ((amax * s > 0.5) & (amax * s <= 1)).all()
-
-
-@each(
-    ("amax", "s"),
-    [
-        (0.0, 1.0),
-        (math.inf, 1.0),
-        (math.nan, 1.0),
-        (1e-45, 2.0**64),
-        (2.0**-64, 2.0**64),
-        (2.0**-70, 2.0**64),
-        (2.0**64, 2.0**-64),
-        (3e38, 2.0**-64),
-    ],
-)
-def test_s_at_the_ends(amax, s):
-    assert smoothing_factor(torch.tensor([amax, 4.0])).tolist() == [s, 0.25]
 
 
 def test_s_per_channel_is_of_all_tokens():

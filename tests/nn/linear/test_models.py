@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_lowbit import convert
-from lightning_lowbit.nn import AmaxHistories, LayerKeys, QuantizedLayer, set_phase
+from lightning_lowbit.nn import AmaxHistories, LayerKeys, set_phase
 from tests.nn.layers import gradients, identical, layer_like, net
 from tests.nn.linear.casts import EVERYTHING, IN, OUT
 
@@ -89,12 +89,6 @@ def test_one_graph_takes_any_number_of_rows():
         for rows in (8, 9, 10, 11):
             compiled(torch.randn(rows, 32))
     assert counter.frame_count == 2  # the second has found out that rows change
-
-
-def test_converted_layers_of_one_shape_share_a_class():
-    model = convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "nvfp4")
-    assert type(model[0]) is type(model[1])
-    assert isinstance(model[0], QuantizedLayer)
 
 
 @pytest.mark.parametrize("casts", ["nvfp4", "ufp4"])

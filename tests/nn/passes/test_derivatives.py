@@ -2,12 +2,11 @@
 
 import copy
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.functional import hessian, hvp, jacobian, jvp
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,8 +19,6 @@ from tests.nn.layers import layer_like, token_amax
 from tests.nn.named_casts import CASTS
 from tests.nn.passes.situations import SITUATIONS, WIDTH, frozen
 from tests.tables import each
-
-Model = Callable[[Tensor], Tensor]
 
 
 def refused(name):

@@ -218,27 +218,6 @@ def encoder_sizes():
     return sizes | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-def test_a_bert_classifier(kernel):
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(vocab_size=32, max_position_embeddings=8, attn_implementation=kernel, **encoder_sizes())
-    model = low_bit(BertForSequenceClassification(config)).train()
-    counter, rows = count(model, torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)), BATCH * TOKENS
-    block = "bert.encoder.layer.0"
-    layers = {f"{block}.attention.self.{name}": layer(rows, WIDTH, WIDTH) for name in ("query", "key", "value")}
-    layers |= {
-        f"{block}.attention.output.dense": layer(rows, WIDTH, WIDTH),
-        f"{block}.intermediate.dense": layer(rows, WIDTH, 24),
-        f"{block}.output.dense": layer(rows, 24, WIDTH),
-        "bert.pooler.dense": layer(BATCH, WIDTH, WIDTH),
-        "classifier": layer(BATCH, WIDTH, 3),
-    }
-    forward = attention(BATCH, TOKENS, TOKENS, WIDTH)
-    products = forward + (fused_backward(forward) if kernel == "sdpa" else 2 * forward)
-    assert_counted(counter, layers, {f"{block}.attention.self": products})
-
-
 def test_a_vit_classifier():
     """The patches are a convolution, of whose input no gradient is needed."""
     from transformers import ViTConfig, ViTForImageClassification
