@@ -236,6 +236,7 @@ def test_merging():
     assert_same(dict(zip((*SUMS, *MAXIMA), into[1].tolist(), strict=True)), of_operand(x, cast, 1), "merged")
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     ("cast", "dim"), [(NVFP4, 1), (Cast("int8", Scale("fp32", "row")), 0), (Cast("ternary", TERNARY), 1)], ids=str
 )
@@ -248,7 +249,6 @@ def test_compiled(cast, dim):
         merge_statistics_(into, seen)
         return x * 2
 
-    torch._dynamo.reset()
     compiled = torch.compile(look, fullgraph=True, backend="aot_eager")
     for shape in ((16, 48), (13, 50)):
         x, found, expected = sample(*shape), *torch.zeros(2, 8, dtype=torch.float64)
@@ -256,7 +256,6 @@ def test_compiled(cast, dim):
             compiled(x, found)
             look(x, expected)
         assert torch.equal(found, expected), f"{shape}: {found}, not {expected}"
-    torch._dynamo.reset()
 
 
 @each(

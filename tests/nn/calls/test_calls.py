@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_lowbit import convert
@@ -29,6 +28,7 @@ from tests.nn.calls.repeated_calls import (
     reentrant,
 )
 from tests.nn.layers import spied
+from tests.operations import Operations
 
 # --- bits of each call ------------------------------------------------------------------------------------------------
 
@@ -100,14 +100,6 @@ def test_a_backward_pass_has_the_keys_of_its_call():
         assert torch.equal(again.grad, x.grad), f"call {number}"
 
 
-class Operations(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_a_layer_that_is_called_once_costs_no_further_operation():
     counts = []
     for numbered in (True, False):
@@ -116,7 +108,7 @@ def test_a_layer_that_is_called_once_costs_no_further_operation():
         model.a.lowbit.calls = model.a.lowbit.calls if numbered else None
         with Operations() as operations:
             model.a(batch()).sum().backward()
-        counts.append(operations.count)
+        counts.append(operations.counts)
     assert counts[0] == counts[1]
 
 

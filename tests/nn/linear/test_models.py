@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_lowbit import convert
@@ -39,12 +38,12 @@ def test_language_models(make, layers, autocast):
         assert p.grad.any() or "bias" in name, f"the gradient of {name} is zero"
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "casts, autocast", [(name, number % 2 == 0) for number, name in enumerate(["nvfp4", *EVERYTHING])]
 )
 def test_torch_compile_gives_the_same_bits(casts, autocast):
-    torch._dynamo.reset()  # the graphs of other casts count towards its limit
     x = torch.randn(16, 32)
     model, keys = net(EVERYTHING.get(casts, casts))
     compiled = torch.compile(model, fullgraph=True)
@@ -54,8 +53,6 @@ def test_torch_compile_gives_the_same_bits(casts, autocast):
             expected = gradients(model, x)
             keys.fill_(step)
             found = gradients(compiled, x)
-        assert set(found) == {name if name in "yx" else f"_orig_mod.{name}" for name in expected}
-        found = {name.removeprefix("_orig_mod."): tensor for name, tensor in found.items()}
         # db sums over the tokens in generated code, here as in a compiled nn.Linear, and adds in another order.
         for name in ("first.bias", "second.bias"):
             torch.testing.assert_close(found.pop(name), expected.pop(name), rtol=1e-5, atol=1e-8)
@@ -64,31 +61,26 @@ def test_torch_compile_gives_the_same_bits(casts, autocast):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("casts", ["nvfp4", "surrogates", "fp8-delayed"])
-def test_a_phase_costs_one_compilation(casts):
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+def test_a_phase_costs_one_compilation(compiler, casts):
     x = torch.randn(16, 32)
     model, keys = net(EVERYTHING.get(casts, casts))
     histories = AmaxHistories(model)
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    compiled = torch.compile(model, backend=compiler, fullgraph=True)
     for phase, expected in (("fqt", 1), ("qaf", 2), ("fqt", 2), ("qaf", 2)):
         set_phase(model, phase)
         for step in range(3):
             keys.fill_(step)
             gradients(compiled, x)
             histories.advance_()
-        assert counter.frame_count == expected, f"{counter.frame_count} compilations after the phase {phase}"
-    torch._dynamo.reset()
+        assert compiler.frame_count == expected, f"{compiler.frame_count} compilations after the phase {phase}"
 
 
-def test_one_graph_takes_any_number_of_rows():
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(convert(nn.Linear(32, 16), "nvfp4"), backend=counter, fullgraph=True)
+def test_one_graph_takes_any_number_of_rows(compiler):
+    compiled = torch.compile(convert(nn.Linear(32, 16), "nvfp4"), backend=compiler, fullgraph=True)
     with torch.no_grad():
         for rows in (8, 9, 10, 11):
             compiled(torch.randn(rows, 32))
-    assert counter.frame_count == 2  # the second has found out that rows change
+    assert compiler.frame_count == 2  # the second has found out that rows change
 
 
 @pytest.mark.parametrize("casts", ["nvfp4", "ufp4"])

@@ -163,15 +163,14 @@ def test_in_a_region_that_is_recomputed():
         gradient(lambda x: checkpoint(model, x, use_reentrant=False), x).square().sum().backward()
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 @each("backend", ["eager", "aot_eager"])
 def test_compiled_torch_refuses(backend):
-    torch._dynamo.reset()
     model = SITUATIONS["linear"].model("int4")
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     with pytest.raises(RuntimeError, match="does not require grad|double backward|donated buffers"):
         penalty(compiled, SITUATIONS["linear"].input())
-    torch._dynamo.reset()
 
 
 class Penalized(LightningModule):

@@ -104,14 +104,13 @@ def test_batches_of_gradients_are_refused(kind):
         vmap(lambda g: torch.autograd.grad(y, x, g))(torch.ones(3, *y.shape))
 
 
+@pytest.mark.usefixtures("compiler")
 def test_a_compiled_transform_is_refused():
     """It gave zeros."""
-    torch._dynamo.reset()
     model, x = SITUATIONS["linear"].model("int4"), SITUATIONS["linear"].input(False)
     transformed = torch.compile(lambda x: grad(lambda x: model(x).sum())(x), backend="eager")
     with pytest.raises(Exception, match="a quantized layer cannot be transformed by torch.func"):
         transformed(x)
-    torch._dynamo.reset()
 
 
 TRACERS = {

@@ -195,12 +195,12 @@ def test_a_compiled_function_that_calls_modules():
     assert counter.gemms == count(model, x).gemms
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_casts_are_compiled_after_the_count():
     """What torch.compile once ran as eager code stays eager code; the casts of a run must not be among it."""
     x = x_of(TOKENS, WIDTH)
     model = low_bit(tower(WIDTH, 8))
-    torch._dynamo.reset()
     counters.clear()
     with compilation.backend("compiled"):
         with GemmCounter(model):
