@@ -94,7 +94,7 @@ def test_a_preset_from_yaml(name):
     def read(text):
         return LinearCasts.of(yaml.safe_load(text))
 
-    assert read(name) == casts
+    assert read(name) == casts and str(casts) == name
     assert read(f"preset: {name}") == casts
     assert read(yaml.safe_dump(written_out(casts))) == casts, "not the same from all its fields"
     hadamard, given = ({}, "null") if name != "quartet2" else (casts.hadamard, "{}")  # which corrections need

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import LinearCasts, convert, quantize
+from lightning_lowbit import convert, quantize
 from lightning_lowbit.nn import AmaxHistories
 from lightning_lowbit.quant.scales import scales_of
 from tests.golden_vectors import load
@@ -106,21 +106,3 @@ def test_golden_vectors(first):
         assert found.keys() == state.keys()
         wrong = [name for name in state if found[name] != state[name]]
         assert not wrong, f"after step {step}: {wrong[0]} is {found[wrong[0]]}, not {state[wrong[0]]}"
-
-
-def test_golden_single_amaxes():
-    """A history of one step: 0 and what is not finite leave the scale at 1."""
-    amaxes, scales, largest = (GOLDEN[f"unit_tests/{name}"] for name in ("amax", "scale", "fp8_max"))
-    casts = [LinearCasts(fprop_x=delayed("e4m3" if most == 448 else "e5m2", history=1)) for most in largest]
-    model = nn.ModuleList(nn.Linear(8, 8) for _ in casts)
-    convert(model, "bf16", overrides={str(i): cast for i, cast in enumerate(casts)})
-    histories = AmaxHistories(model)
-    for layer, amax in zip(model, amaxes.tolist(), strict=True):
-        layer(filled((4, 8), amax))
-    histories.advance_()
-    for layer, amax, expected in zip(model, amaxes, scales.tolist(), strict=True):
-        found = scales_of(layer.lowbit.amaxes.in_force[0], torch.ones(()), layer.casts.fprop_x)
-        assert found == expected, f"amax {amax}: scaled by {found}, not {expected}"
-        with spied() as seen:
-            layer(torch.zeros(4, 8))
-        assert seen["fprop_x"].factor == torch.tensor(expected).reciprocal(), f"amax {amax}"

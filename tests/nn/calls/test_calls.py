@@ -6,12 +6,10 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lightning_lowbit import convert
-from lightning_lowbit.nn import OPERANDS, LayerKeys
+from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.core import calls
 from lightning_lowbit.quant import Hadamard
 from lightning_lowbit.quant.rounding import mix_key, uniform
@@ -31,25 +29,6 @@ from tests.nn.layers import spied
 from tests.operations import Operations
 
 # --- bits of each call ------------------------------------------------------------------------------------------------
-
-
-def test_noise_of_several_calls_averages_out():
-    """Eight calls on one input: the mean of their gradients has an eighth of the variance of one."""
-    layer = convert(nn.Linear(SIZE, SIZE, bias=False), EVERYTHING)
-    exact, keys = copy.deepcopy(layer.weight.detach()), LayerKeys(layer)
-    x, g = torch.randn(32, SIZE), torch.randn(32, SIZE)
-    variance = {}
-    for count in (1, 8):
-        seen = []
-        for step in range(60):
-            keys.fill_(step)
-            layer.weight.grad = None
-            for _ in range(count):
-                layer(x).backward(g / count)
-            seen.append(layer.weight.grad)
-        variance[count] = torch.stack(seen).var(0).mean().item()
-    assert torch.equal(layer.weight, exact)
-    assert variance[8] / variance[1] == pytest.approx(1 / 8, rel=0.15)
 
 
 def test_the_first_call_has_the_keys_that_were_filled_in():

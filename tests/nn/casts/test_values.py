@@ -20,14 +20,6 @@ def test_operands_are_the_first_fields():
     assert names == (*OPERANDS, "hadamard", "subtract_mean", "surrogate", "smooth", "requantize")
 
 
-@each("name", PRESETS)
-def test_presets(name):
-    casts = LinearCasts.preset(name)
-    assert LinearCasts.of(name) == casts == LinearCasts.of({"preset": name})
-    assert str(casts) == name
-    assert hash(casts) == hash(LinearCasts.preset(name))
-
-
 def test_bf16_quantizes_nothing():
     assert LinearCasts.preset("bf16") == LinearCasts() == LinearCasts(**dict.fromkeys(OPERANDS))
 

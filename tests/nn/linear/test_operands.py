@@ -1,13 +1,10 @@
 """The six operands of a layer: what is quantized, for which GEMM, and what autograd makes of it."""
 
-import copy
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from lightning_lowbit import Cast, LinearCasts, Scale, quantize
+from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS, PHASES, LayerKeys, set_phase
 from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS
 from tests.nn.layers import (
@@ -26,56 +23,7 @@ from tests.nn.layers import (
 )
 from tests.nn.linear.casts import IN, ONE_LEVEL, OUT, TOKENS
 from tests.nn.named_casts import CASTS, FP8_TENSORS, REMEMBERED, TWO_LEVEL
-from tests.references.fake_quantize import fake_quantize
 from tests.tables import each
-
-
-class Straight(torch.autograd.Function):
-    """Quantized and dequantized by the package itself; the gradient passes straight through."""
-
-    @staticmethod
-    def forward(ctx, x, cast):
-        return quantize(x, cast).dequantize().to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-@each(
-    "cast",
-    [
-        ONE_LEVEL,
-        TWO_LEVEL,
-        Cast("int4", Scale("e5m2", 32)),
-        Cast("int8", Scale("fp32", "row")),
-        Cast("int4", Scale("fp32", "row", "power_of_two")),
-        Cast("e4m3", Scale("e8m0", "row")),
-        Cast("e4m3", Scale("fp32", "tensor")),
-        Cast("ternary", Scale("fp32", "tensor")),
-    ],
-)
-def test_fprop_is_autograd_through_fake_quantize(cast):
-    original = nn.Linear(IN, OUT)
-    layer = layer_like(original, LinearCasts(fprop_x=cast, fprop_w=cast, dgrad_w="fprop", wgrad_x="fprop"))
-    x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
-    found = run(layer, x, g)
-
-    class Reference(nn.Linear):
-        def forward(self, x):
-            fake = fake_quantize if isinstance(cast.scale.block, int) else Straight.apply
-            return F.linear(fake(x, cast), fake(self.weight, cast), self.bias)
-
-    reference = copy.deepcopy(original)
-    reference.__class__ = Reference
-    expected = run(reference, x, g)
-    if cast.scale.two_level or not cast.scale.per_block:  # these scales multiply sums here, elements there
-        for name, tensor in expected.items():
-            torch.testing.assert_close(
-                found[name], tensor, rtol=2e-6, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
-            )
-    else:
-        identical(found, expected, str(cast))
 
 
 @pytest.mark.pairwise(1)

@@ -7,8 +7,7 @@ import torch
 
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import SCALE_FORMATS
-from tests.quant.tensors import EXMY, NVFP4, float_scales, same, same_bytes, sample
-from tests.references import quantize as reference
+from tests.quant.tensors import EXMY, float_scales, same, sample
 from tests.tables import each
 
 
@@ -47,18 +46,6 @@ def test_top_is_the_scale_of_the_largest_block(scale, top):
     torch.testing.assert_close(found.dequantize()[0, 0].item(), 1.5, rtol=2.0**-21, atol=0)
     expected = torch.div(torch.tensor(top * 6.0), torch.tensor(1.5)).reciprocal()
     same(found.tensor_scale, expected, f"{scale}: 1/S")
-
-
-def test_amax_from_outside():
-    x = sample(6, 64)
-    own = quantize(x, NVFP4)
-    same_bytes(quantize(x, NVFP4, amax=x.abs().max()), own, "the tensor's own amax")
-    same_bytes(quantize(x, NVFP4, amax=x.abs().max().reshape(1, 1)), own, "one element in any shape")
-    assert quantize(x.bfloat16(), NVFP4, amax=x.abs().max().bfloat16()).tensor_scale.dtype == torch.float32
-    cast = Cast("e4m3", Scale("fp32", "tensor"))
-    same_bytes(quantize(x, cast, amax=x.abs().max()), quantize(x, cast), f"{cast}, the tensor's own amax")
-    expected = reference.quantize(x, cast, amax=2.0, field="dequantized")
-    same(quantize(x, cast, amax=torch.tensor(2.0)).dequantize(), expected, f"{cast}: what exceeds amax saturates")
 
 
 @each("element", ["e2m1", "int8", "ternary", "e5m2"])
