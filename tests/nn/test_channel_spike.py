@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit import convert
-from lightning_lowbit.metrics import swiglu_alignment
 from lightning_lowbit.nn import AmaxHistories
 from tests.nn.conversion.swiglus import DELAYED, MLP, product_amax, relative
 
@@ -97,15 +96,3 @@ def test_a_channel_spikes_in_the_middle_of_a_run(sign, turned, dtype):
         assert errors["usual"][row] <= 2 * errors["usual"]["plain"], f"relative errors: {told}"
     assert errors["spike"]["plain"] > 0.9, f"relative errors: {told}"
     assert others <= 2 * errors["usual"]["plain"], f"the other tokens suffer from the spike of these: {others:.3f}"
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_the_metric_sees_the_alignment_before_the_spike(sign):
-    setup = spiking_mlp(sign)
-    torch.manual_seed(1)
-    seen = swiglu_alignment(setup.mlp.gate_proj.weight, setup.mlp.up_proj.weight)
-    active = (setup.mlp.gate_proj(setup.batch()).abs() > 1).float().flatten(0, -2).mean(0)
-    assert seen.cosine[0] > 0.999
-    assert seen.cosine[1:].max() < 0.6
-    assert seen.gate_norm.argmax() == 0
-    assert active[0] > 0.99 > active[1:].max()

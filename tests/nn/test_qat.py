@@ -91,17 +91,15 @@ def as_matrix(layer, weight):
     return weight.t() if isinstance(layer, Conv1D) else weight
 
 
-def reference(layer, casts, x, g, compute, exact=False):
-    """Autograd through ``F.linear`` of fake-quantized operands, in the dtype of the computation or in float64."""
-    dtype = torch.float64 if exact else compute
+def reference(layer, casts, x, g, compute):
+    """Autograd through ``F.linear`` of fake-quantized operands, in the dtype of the computation."""
     given = {"x": x, "weight": as_matrix(layer, layer.weight), "bias": layer.bias}
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in given.items() if tensor is not None}
-    x_, w_ = (leaves[name].to(compute).to(dtype) for name in ("x", "weight"))
-    bias = leaves["bias"].to(compute).to(dtype) if "bias" in leaves else None
+    x_, w_ = (leaves[name].to(compute) for name in ("x", "weight"))
+    bias = leaves["bias"].to(compute) if "bias" in leaves else None
     y = F.linear(Straight.apply(x_, casts.fprop_x, compute), Straight.apply(w_, casts.fprop_w, compute), bias)
-    gradients = torch.autograd.grad(y, [x_, w_, *([] if bias is None else [bias])], g.to(compute).to(dtype))
-    if not exact:
-        gradients = [gradient.to(leaf.dtype) for gradient, leaf in zip(gradients, leaves.values(), strict=True)]
+    gradients = torch.autograd.grad(y, [x_, w_, *([] if bias is None else [bias])], g.to(compute))
+    gradients = [gradient.to(leaf.dtype) for gradient, leaf in zip(gradients, leaves.values(), strict=True)]
     found = {"y": y.detach(), **dict(zip(leaves, gradients, strict=True))}
     return {**found, "weight": as_matrix(layer, found["weight"])}
 
@@ -172,75 +170,9 @@ def test_groups_are_dense_in_the_dtype_of_the_computation(name):
         assert factor is None, f"{operand} has a factor"
 
 
-@pytest.mark.parametrize("name", ["int4", "e1m2", "W4A16"])
-def test_exact_layers_round_once(name):
-    """The same operands, which are those of bfloat16, in float32 GEMMs."""
-    original = nn.Linear(IN, OUT)
-    x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
-    found = run(layer_like(original, GROUPS[name], exact=True), x, g, autocast=True)
-    expected = reference(original, GROUPS[name], x, g, torch.bfloat16, exact=True)
-    summed = sizes(original, GROUPS[name], x, g, torch.bfloat16)
-    names = ("y", "x", "weight")
-    allowed = {n: 0.5 * torch.finfo(torch.bfloat16).eps * expected[n].abs() + summed[n] * 2.0**-21 for n in names}
-    assert_close(found, expected, allowed, name)
-    identical(
-        run(layer_like(original, GROUPS[name], exact=True), x, g),
-        run(layer_like(original, GROUPS[name]), x, g),
-        "float32",
-    )
-
-
-# --- scales outside: rows and tensors ---------------------------------------------------------------------------------
-
-
-def whole(element, block, **scale):
-    return Cast(element, Scale("fp32", block, **scale))
-
+# --- others' ----------------------------------------------------------------------------------------------------------
 
 TERNARY = LinearCasts.preset("ternary")
-OUTSIDE = {
-    "ternary": TERNARY,
-    "ternary, x in hp": quantization_aware(None, TERNARY.fprop_w),
-    "ternary, larger": quantization_aware(TERNARY.fprop_x, TERNARY.fprop_w.replace(scale={"factor": 2 / 3**0.5})),
-    "ternary times groups": quantization_aware(group("int8"), TERNARY.fprop_w),
-    "tokens times groups": quantization_aware(whole("int8", "row"), group("int4")),
-    **{f"{name} rows": quantization_aware(whole("int8", "row"), whole(name, "row")) for name in INTEGERS},
-    **{
-        f"{name} tensors": quantization_aware(whole(name, "tensor"), whole(name, "tensor")) for name in ("int8", "int4")
-    },
-    "rows from min to max": quantization_aware(whole("int8", "row"), whole("int4", "row", statistic="minmax")),
-    "tensor from min to max": quantization_aware(None, whole("int3", "tensor", statistic="minmax")),
-}
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
-@pytest.mark.parametrize("kind", ["bias", "no bias", "Conv1D"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_rows_and_tensors_are_autograd(name, mode, kind, exact):
-    """Scales multiply sums here, elements there: the reference is exact, and results differ from it by roundings."""
-    casts, compute = OUTSIDE[name], MODES[mode]
-    original = Conv1D(OUT, IN) if kind == "Conv1D" else nn.Linear(IN, OUT, bias=kind == "bias")
-    x, g = torch.randn(3, 8, IN), torch.randn(3, 8, OUT)
-    x[..., 3] *= 20
-    found = run(layer_like(original, casts, exact=exact), x, g, mode == "autocast")
-    expected, summed = reference(original, casts, x, g, compute, exact=True), sizes(original, casts, x, g, compute)
-    eps = torch.finfo(compute).eps
-    # The GEMM and its product with the scales are rounded, and its sums are float32's.
-    allowed = {n: (0.51 if exact else 1) * eps * expected[n].abs() + summed[n] * 2.0**-20 for n in ("y", "x", "weight")}
-    if not exact:
-        if original.bias is not None:  # which comes after the first rounding
-            allowed["y"] = allowed["y"] + eps * original.bias.detach().abs()
-        for cast, result in ((casts.fprop_w, "x"), (casts.fprop_x, "weight")):
-            if cast is not None and cast.scale.block == "row":  # the other way round scales are part of the elements
-                allowed[result] = allowed[result] + eps / 2 * summed[result]
-    if original.bias is not None:
-        assert torch.equal(found["bias"], g.to(compute).flatten(0, 1).sum(0)), "db is not the sum of g"
-    assert_close(found, expected, allowed, f"{name}, {mode}:")
-
-
-# --- others' ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -64,33 +64,6 @@ def test_minmax_by_hand():
         assert found.elements()[i].tolist() == [code - zero for code in codes], f"{name}: elements"
 
 
-@pytest.mark.parametrize(("factor", "percent"), [(math.sqrt(3) / 2, 27.0), (1.0, 31.0), (2 / math.sqrt(3), 35.5)])
-def test_zeros_among_ternary_weights(factor, percent):
-    """Of a normal sample those within half of factor * mean; the mean of |x| is sqrt(2 / pi) standard deviations."""
-    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(3)) * 0.02
-    with compilation.backend("eager"):
-        found = quantize(x, absmean("ternary", "tensor", factor=factor, epsilon=1e-5)).elements()
-    share, expected = (found == 0).double().mean().item(), math.erf(factor / math.sqrt(4 * math.pi))
-    assert round(100 * expected * 2) / 2 == percent
-    error = math.sqrt(expected * (1 - expected) / x.numel())
-    assert abs(share - expected) < 4 * error, f"factor {factor}: {share:.2%} zeros, not {expected:.2%}"
-
-
-@pytest.mark.parametrize("statistic", ["absmax", "absmean", "minmax"])
-def test_epsilon_is_the_least_of_a_statistic(statistic):
-    """Blocks above it are as they were; those below, zeros too, have the scale of one whose statistic it is."""
-    size = {"absmax": 7.0, "absmean": 1.0, "minmax": 15.0}[statistic]
-    x = torch.tensor([[1.0, 1.0, 1.0, 1.0]]) * torch.tensor([0.0, 1e-30, 0.249, 0.25, 0.2501, 3.0])[:, None]
-    for block, factor in itertools.product((4, "row"), (1.0, 0.5)):
-        cast = Cast("int4", Scale("fp32", block, statistic=statistic, factor=factor))
-        plain, found = quantize(x, cast), quantize(x, cast.replace(scale={"epsilon": 0.25}))
-        same(float_scales(found)[3:], float_scales(plain)[3:], f"{cast}: scales above epsilon")
-        same(found.codes[3:], plain.codes[3:], f"{cast}: codes above epsilon")
-        assert (float_scales(found)[:3] == float_scales(plain)[3]).all(), f"{cast}: {float_scales(found)[:3].tolist()}"
-        assert float_scales(found)[0].item() == pytest.approx(0.25 * factor / size), f"{cast}"
-        assert not found.dequantize()[:2].any(), f"{cast}: what is far below epsilon becomes 0"
-
-
 # --- against the slow reference ---------------------------------------------------------------------------------------
 
 CASTS = [

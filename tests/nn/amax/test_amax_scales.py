@@ -1,4 +1,4 @@
-"""Delayed scaling's scales: every operand's are by its own casts and histories, and what exceeds those saturates."""
+"""Delayed scaling's scales: every operand's are by its own casts and histories."""
 
 import pytest
 import torch

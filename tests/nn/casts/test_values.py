@@ -161,14 +161,6 @@ def test_yaml(text, expected):
 
 
 @each("operand", OPERANDS)
-def test_replace_changes_one(operand):
-    changed = SIX.replace(**{operand: INT4})
-    for name in OPERANDS:
-        assert getattr(changed, name) == (INT4 if name == operand else NEAREST)
-    assert SIX.replace(**{operand: NEAREST}) == SIX
-
-
-@each("operand", OPERANDS)
 def test_with_rounding_changes_one(operand):
     changed = SIX.with_rounding({operand: "stochastic"})
     for name in OPERANDS:

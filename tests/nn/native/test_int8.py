@@ -67,12 +67,6 @@ def native_calls(monkeypatch):
         yield calls
 
 
-@each("name", LAYERS)
-def test_what_is_native(name):
-    casts, gemms = LAYERS[name]
-    assert casts.native_gemms == dict.fromkeys(gemms, "int8")
-
-
 @on_int8_units
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_runs_natively(native_calls, name):

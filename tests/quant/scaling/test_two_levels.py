@@ -1,4 +1,4 @@
-"""Scales of two levels and amaxes from outside, and scales under stochastic rounding."""
+"""Scales of two levels, with amaxes from outside too."""
 
 from dataclasses import replace
 

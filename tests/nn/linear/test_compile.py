@@ -1,4 +1,4 @@
-"""Whole language models, and layers under ``torch.compile``."""
+"""Layers under ``torch.compile``, and inputs of another width."""
 
 import pytest
 import torch
