@@ -275,7 +275,7 @@ def test_rare_scales(run):
         Case(cast, dim, sample(rows, columns, DTYPES[number % 3]) * 10.0 ** (number % 3 - 1), key=number)
         for number, cast in enumerate(casts)
         for dim in (0, 1)
-        for rows, columns in ((19, 150), (150, 19))
+        for rows, columns in [((19, 150), (150, 19))[(number + dim) % 2]]
     ]
     (x := torch.full((40, 48), 1e-7)).view(-1)[: 5 * len(NANOS) : 5] = torch.tensor(NANOS)
     assert run(interpreted.differences, cases + [Case(cast, 1, x) for cast in casts]) == []

@@ -10,7 +10,7 @@ import torch
 
 from lightning_lowbit import Cast, Scale, compilation, quantize
 from lightning_lowbit.quant import quantize_operand
-from tests.quant.tensors import check_against_reference, check_stochastic, float_scales, same, same_bytes, sample
+from tests.quant.tensors import check_against_reference, check_stochastic, float_scales, same, sample
 from tests.references import quantize as reference
 from tests.tables import each
 
@@ -212,12 +212,3 @@ def test_one_bad_element_is_its_whole_block(cast, bad):
         operand = quantize_operand(broken, mode, -1, dtype=torch.float32)
         values = operand.values * (1.0 if operand.factor is None else operand.factor)
         same(values, expected, f"{mode} with {bad}, operand")
-
-
-def test_dimensions_beside_the_last_two():
-    """Positive and negative ones are the same, in zero points too."""
-    x = sample(2, 3, 40) - 0.2
-    for cast, dim in itertools.product((minmax("int4"), absmean("ternary")), range(3)):
-        found = quantize(x, cast, dim)
-        same_bytes(found, quantize(x, cast, dim - 3), f"{cast} along {dim}")
-        same(found.dequantize(), reference.quantize(x, cast, dim, field="dequantized"), f"{cast} along {dim}")

@@ -8,18 +8,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.nn import OPERANDS, AmaxHistories
 from lightning_lowbit.quant import rotate, split_mean
 from lightning_lowbit.quant.shard import amax_of
-from tests.nn.amax.histories import (
-    E4M3,
-    IN,
-    NVFP4,
-    OUT,
-    TOKENS,
-    delayed,
-    filled,
-    one_pass,
-    remembered,
-    single,
-)
+from tests.nn.amax.histories import E4M3, IN, NVFP4, OUT, TOKENS, delayed, filled, one_pass, remembered, single
 from tests.nn.layers import CONTRACTION, GEMMS, every, layer_like, rotation, run, signs_of, spied, value
 from tests.tables import each
 

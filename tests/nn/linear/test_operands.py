@@ -6,17 +6,7 @@ from torch import nn
 
 from lightning_lowbit import Cast
 from lightning_lowbit.nn import OPERANDS, PHASES, LayerKeys, set_phase
-from tests.nn.layers import (
-    GEMMS,
-    RESULTS,
-    by_definition,
-    layer_like,
-    remember,
-    run,
-    smoothed,
-    spied,
-    value,
-)
+from tests.nn.layers import GEMMS, RESULTS, by_definition, layer_like, remember, run, smoothed, spied, value
 from tests.nn.linear.casts import IN, OUT, TOKENS
 from tests.nn.named_casts import CASTS, REMEMBERED
 from tests.tables import each
