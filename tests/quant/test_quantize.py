@@ -105,6 +105,8 @@ def test_amax_from_outside_equals_reference(amax):
     for cast in [NVFP4, NVFP4_TILES, *casts("e4m3", "tensor"), *casts("e2m1")]:
         if cast.scale.needs_amax:
             check_against_reference(x, cast, amax=amax)
+    one = quantize(x, NVFP4, amax=torch.tensor([[amax]]))
+    same_bytes(one, quantize(x, NVFP4, amax=torch.tensor(amax)), "one element in any shape")
 
 
 STOCHASTIC = [
