@@ -115,6 +115,16 @@ def within():
 
 
 @pytest.fixture
+def compiler():
+    """A backend that counts graphs, none of which is there before the test, nor after it."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # here, since few tests compile
+
+    torch._dynamo.reset()
+    yield CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def told(monkeypatch, caplog):
     """The log of Lightning, also of lines that it says once in a process."""
     from lightning_lowbit._lightning import say_once  # here, since few tests need Lightning

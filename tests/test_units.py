@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_lowbit import _torch
 from lightning_lowbit.units import Float32Products, cpu_without, float32_products, has_units, lacks_units
-from tests.products import Products
+from tests.operations import Operations
 from tests.tables import each
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def results(function, shapes, dtype, *contexts):
     """The result and the gradients under autocast to a dtype, and the dtypes in which products were computed."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    with Products() as seen, float32_products([dtype], CPU):
+    with Operations() as seen, float32_products([dtype], CPU):
         with torch.autocast("cpu", dtype=dtype):
             y = function(*inputs)
         y.float().square().sum().backward()
@@ -79,7 +79,7 @@ def test_a_recurrent_layer_computes_in_float32():
 
 def test_products_of_other_dtypes_are_torchs():
     x = torch.randn(8, 8)
-    with cpu_without(torch.float16), Products() as seen, Float32Products():
+    with cpu_without(torch.float16), Operations() as seen, Float32Products():
         assert torch.equal(x.bfloat16() @ x.bfloat16(), x.bfloat16() @ x.bfloat16())
     assert seen.dtypes == {torch.bfloat16}
 
@@ -89,7 +89,7 @@ def test_compiled_models_compute_in_float32():
     layer, x = nn.Linear(16, 8), torch.randn(4, 16)
     with cpu_without(torch.bfloat16), Float32Products(), torch.autocast("cpu", dtype=torch.bfloat16):
         expected = layer(x)
-        with Products() as seen, Float32Products():
+        with Operations() as seen, Float32Products():
             assert torch.equal(torch.compile(layer)(x), expected)
     assert seen.dtypes == {torch.float32}
 

@@ -1,10 +1,11 @@
-"""A process in which Triton's kernels are interpreted."""
+"""A process in which Triton's kernels are interpreted, and numbers of threads."""
 
 import importlib.util
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +16,11 @@ def run():
     with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         patch.setenv("TRITON_INTERPRET", "1")  # read where Triton is imported, in the process
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads until the test ends."""
+    number = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(number)

@@ -171,22 +171,16 @@ def test_a_shard_that_lacks_what_its_scales_need_is_left_to_plain_code():
         assert cpu.takes(x, cpu.cpp_cast(cast.spec, dim, x.dtype, None), call) == is_taken, f"{cast} cut along {cut}"
 
 
-def test_the_number_of_threads_changes_no_bit():
-    x = torch.randn(300, 700).bfloat16()
-    before = torch.get_num_threads()
-    found = {}
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            found[threads] = [
-                quantize_operand(x, cast, dim, torch.tensor(5)).values
-                for cast in sorted(COVERED, key=str)
-                for dim in (0, 1)
-            ]
-    finally:
-        torch.set_num_threads(before)
-    for threads in (2, 4):
-        assert all(map(same_bits, found[threads], found[1])), f"{threads} threads"
+def test_the_number_of_threads_changes_no_bit(threads):
+    x, found = torch.randn(300, 700).bfloat16(), {}
+    for number in (1, 2, 4):
+        threads(number)
+        found[number] = [
+            quantize_operand(x, cast, dim, torch.tensor(5)).values
+            for cast in sorted(COVERED, key=str)
+            for dim in (0, 1)
+        ]
+        assert all(map(same_bits, found[number], found[1])), f"{number} threads"
 
 
 def test_golden_inputs():

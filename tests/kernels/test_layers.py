@@ -190,7 +190,8 @@ def test_amaxes_that_are_not_float32_take_plain_code():
 # --- Triton's kernels in its interpreter ------------------------------------------------------------------------------
 
 
-@each("preset, launches", [("nvfp4", 14), ("nvfp4-4over6", 14), ("mxfp8", 10), ("mxfp4", 11)])
+@pytest.mark.fast("nvfp4-14", "mxfp8-10")
+@pytest.mark.parametrize("preset, launches", [("nvfp4", 14), ("nvfp4-4over6", 14), ("mxfp8", 10), ("mxfp4", 11)])
 def test_a_native_layer_launches_little(run, preset, launches):
     """Five casts, of which one makes both operands of the gradient; amaxes of three tensors, and a copy of keys; three
     GEMMs, and a bias with its gradient."""

@@ -11,7 +11,7 @@ from lightning_lowbit.kernels import backend, pack_operand, quantize_operand, un
 from lightning_lowbit.kernels.cpu import codes as cpu
 from lightning_lowbit.nn.casts.linear_casts import PRESETS
 from lightning_lowbit.nn.casts.traits import OPERANDS
-from lightning_lowbit.quant.packed import packed_bits, packing_obstacle
+from lightning_lowbit.quant.packed import packing_obstacle
 from lightning_lowbit.quant.shard import Shard
 
 KEY = torch.tensor(0x5EED1234ABCD)
@@ -76,18 +76,6 @@ def test_shards_have_the_random_bits_of_the_whole():
         packed = pack_operand(part, cast, 0, KEY, shard=Shard("", 1, start, 32, 64))
         found = unpack_operand(packed, cast, 0, part.shape, part.dtype).values
         torch.testing.assert_close(found, whole[:, start : start + 32], rtol=0, atol=0, equal_nan=True)
-
-
-def test_bits_per_element():
-    x = torch.randn(64, 128)
-    for cast, bits in (
-        (LinearCasts.preset("nvfp4").wgrad_x, 4.5),
-        (LinearCasts.preset("mxfp8").wgrad_x, 8.25),
-        (LinearCasts.preset("mxfp6").wgrad_x, 8.25),
-        (Cast("ternary", Scale("fp32", "tensor")), 2.0),
-    ):
-        assert packed_bits(cast) == bits
-        assert pack_operand(x, cast, 0, KEY).data.numel() * 8 == bits * x.numel()
 
 
 def test_the_kernels_pack_what_presets_need():

@@ -98,15 +98,11 @@ def test_support_says_what_is_rotated_before():
     )
 
 
-def test_the_number_of_threads_changes_no_bit():
-    x, before = torch.randn(300, 700).bfloat16(), torch.get_num_threads()
-    found = {}
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found[threads] = [
-                quantize_operand(x, cast, dim, KEY, rotation=signs_of(32)).values for cast in CASTS for dim in (0, 1)
-            ]
-    finally:
-        torch.set_num_threads(before)
+def test_the_number_of_threads_changes_no_bit(threads):
+    x, found = torch.randn(300, 700).bfloat16(), {}
+    for number in (1, 3):
+        threads(number)
+        found[number] = [
+            quantize_operand(x, cast, dim, KEY, rotation=signs_of(32)).values for cast in CASTS for dim in (0, 1)
+        ]
     assert all(map(same_bits, found[1], found[3]))

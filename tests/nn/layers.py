@@ -16,6 +16,7 @@ from lightning_lowbit import Cast, LinearCasts, convert, quantize
 from lightning_lowbit.kernels.gemms import CodeOperand
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
 from lightning_lowbit.nn.core.watch import observed
+from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.quant import rotate, split_mean, surrogate_factor
 from tests.references.quantize import splitmix64, uniform
 
@@ -59,7 +60,7 @@ def run(layer, x, g, autocast=False, needs_x=True):
 
 
 def pass_through(model, x, g=None, forward=None, autocast=False, needs_x=True):
-    """Output and gradients of one pass, as ``y``, ``x`` and by the names of parameters.
+    """Output and gradients of one pass, as ``y``, ``x`` and by the names of parameters, without those of wrappers.
 
     Args:
         g: gradient of the output, or a function that makes it of the output; None for the loss ``mean(y²)``.
@@ -75,7 +76,7 @@ def pass_through(model, x, g=None, forward=None, autocast=False, needs_x=True):
         y.float().square().mean().backward()
     elif y.requires_grad:
         y.backward((g(y) if callable(g) and not isinstance(g, Tensor) else g).to(y.dtype))
-    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    gradients = {clean_name(name): None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     return {"y": y.detach(), "x": x.grad, **gradients}
 
 

@@ -35,10 +35,6 @@ class Made(NamedTuple):
         return scales[(self.x != 0) & (scales > 0)]
 
 
-# By the place of a layer among those that are watched, and operand.
-Operands = dict[tuple[int, str], list[Made]]
-
-
 @contextmanager
 def captured():
     """All that watched layers quantize within this context, in the order of their rows."""

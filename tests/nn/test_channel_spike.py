@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit import Cast, Scale, convert, quantize
-from lightning_lowbit.metrics import swiglu_alignment
+from lightning_lowbit import convert
 from lightning_lowbit.nn import AmaxHistories
-from tests.nn.conversion.swiglus import DELAYED, MLP, down_power, product_amax, relative
+from tests.nn.conversion.swiglus import DELAYED, MLP, product_amax, relative
 
 HIDDEN, CHANNELS, TOKENS, STEPS = 64, 128, 256, 20
 
@@ -97,47 +96,3 @@ def test_a_channel_spikes_in_the_middle_of_a_run(sign, turned, dtype):
         assert errors["usual"][row] <= 2 * errors["usual"]["plain"], f"relative errors: {told}"
     assert errors["spike"]["plain"] > 0.9, f"relative errors: {told}"
     assert others <= 2 * errors["usual"]["plain"], f"the other tokens suffer from the spike of these: {others:.3f}"
-
-
-def test_the_spike_would_only_move_into_a_weight_with_delayed_scaling():
-    """``W · diag(1/s)`` scaled by former steps is as far off as without smoothing; by itself, it is not.
-
-    The model is that above, with products and weights as they are, quantized by hand.
-    """
-    setup = spiking_mlp(1)
-    torch.manual_seed(1)
-    cast = Cast("e4m3", Scale("fp32", "tensor"))
-    weight = setup.mlp.down_proj.weight.detach()
-    of_h, of_weight = [], []
-    for _ in range(STEPS):
-        x = setup.batch()
-        with torch.no_grad():
-            of_h.append(setup.mlp.product(x).abs().max())
-        of_weight.append((weight / down_power(product_amax(setup.mlp, x))).abs().max())
-    x = setup.batch(1)
-    with torch.no_grad():
-        h, expected = setup.mlp.product(x), setup.mlp(x)
-    s = down_power(h.abs().amax(0))
-
-    def error(h, weight, amax_h, amax_weight):
-        q = quantize(h, cast, amax=amax_h).dequantize() @ quantize(weight, cast, amax=amax_weight).dequantize().t()
-        return relative(q, expected)
-
-    plain = error(h, weight, torch.stack(of_h).max(), None)
-    delayed = error(h * s, weight / s, None, torch.stack(of_weight).max())
-    current = error(h * s, weight / s, None, None)
-    told = f"plain {plain:.3f}, delayed {delayed:.3f}, current {current:.3f}"
-    assert delayed > 0.9 * plain > 0.8, told
-    assert current < plain / 10, told
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_the_metric_sees_the_alignment_before_the_spike(sign):
-    setup = spiking_mlp(sign)
-    torch.manual_seed(1)
-    seen = swiglu_alignment(setup.mlp.gate_proj.weight, setup.mlp.up_proj.weight)
-    active = (setup.mlp.gate_proj(setup.batch()).abs() > 1).float().flatten(0, -2).mean(0)
-    assert seen.cosine[0] > 0.999
-    assert seen.cosine[1:].max() < 0.6
-    assert seen.gate_norm.argmax() == 0
-    assert active[0] > 0.99 > active[1:].max()

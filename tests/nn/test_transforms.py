@@ -3,21 +3,18 @@
 That a layer computes them as they are defined is in linear/test_operands.py; here they meet what they stand in for.
 """
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert
 from lightning_lowbit.nn import OPERANDS, LayerKeys
-from lightning_lowbit.quant import Hadamard, rotate, surrogate_factor
+from lightning_lowbit.quant import Hadamard
 from tests.nn.layers import GEMMS, RESULTS, every, layer_like, run, spied, value
 from tests.tables import each
 
 LOSSLESS = Cast("int8", Scale("fp32", 1))  # each element is the largest of its block
 NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
-STOCHASTIC = Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic")
 SATURATING = Cast("e2m1", Scale("e8m0", 32, "floor"))
 TOKENS, IN, OUT = 50, 40, 24
 KEYED = {gemm: Hadamard(16, "keyed") for gemm in GEMMS}
@@ -87,49 +84,6 @@ def test_splitting_the_mean_off_helps_where_there_is_one(gemm):
 
 # --- surrogates -------------------------------------------------------------------------------------------------------
 
-SURROGATE_CASTS = [SATURATING, Cast("e2m1", Scale("e4m3", 16, two_level=True)), Cast("int4", Scale("fp32", "row"))]
-
-
-@each("dtype", [torch.float32, torch.bfloat16])
-@each("cast", SURROGATE_CASTS)
-@each("kind", ["trust", "dge"])
-def test_a_surrogate_multiplies_the_straight_through_gradient(kind, cast, dtype):
-    original, x, g = tensors()
-    original, x, g = original.to(dtype), x.to(dtype), g.to(dtype)
-    casts = every(cast, dgrad_w="fprop", wgrad_x="fprop")  # dX and dW as autograd through the forward pass has them
-    straight = run(layer_like(original, casts), x, g)
-    for operand, name, tensor in (("fprop_x", "x", x), ("fprop_w", "weight", original.weight.detach())):
-        found = run(layer_like(original, casts.replace(surrogate={operand: kind})), x, g)
-        factor = surrogate_factor(kind, tensor, cast, 1)
-        expected = {**straight, name: (straight[name].float() * factor).to(dtype)}
-        assert factor.unique().numel() > 1 or kind == "trust", "the surrogate has nothing to do"
-        for result, values in expected.items():
-            assert values is not None
-            rounding = 2.01 * torch.finfo(dtype).eps if result == name else 0.0
-            message = f"{kind} of {operand}: {result}"
-            torch.testing.assert_close(
-                found[result], values, rtol=rounding, atol=0.0, msg=lambda text, message=message: f"{message} {text}"
-            )
-
-
-def test_a_surrogate_acts_in_the_rotated_space():
-    """Where fprop is rotated, what was rounded is the rotated weight: its gradient is rotated there and back."""
-    generator = torch.Generator().manual_seed(0)
-    original = nn.Linear(16, 8, bias=False)
-    original.weight.data = torch.randn(8, 16, generator=generator)
-    x, g = torch.randn(6, 16, generator=generator), torch.randn(6, 8, generator=generator)
-    casts = LinearCasts(fprop_w=SATURATING, hadamard={"fprop": 16})
-    signs = Hadamard(16).diagonal(None, torch.device("cpu"))
-    transform, turned = rotate(torch.eye(16), signs, 1), rotate(original.weight.detach(), signs, 1)
-    straight = run(layer_like(original, casts), x, g)["weight"]
-    assert straight is not None
-    for kind in ("trust", "dge"):
-        found = run(layer_like(original, casts.replace(surrogate={"fprop_w": kind})), x, g)["weight"]
-        factor = surrogate_factor(kind, turned, SATURATING, 1)
-        expected = ((straight @ transform) * factor) @ transform.t()
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}")
-        assert not torch.allclose(expected, straight * surrogate_factor(kind, original.weight.detach(), SATURATING, 1))
-
 
 def test_trust_stops_saturated_weights_only():
     """A weight far beyond its block's largest level has no gradient, and no other is touched."""
@@ -197,19 +151,9 @@ def test_signs_of_the_gemms_differ():
         assert 0.2 < (signs[i] > 0).float().mean() < 0.8, "signs are not balanced"
 
 
-@pytest.mark.parametrize("gemm", GEMMS)
+@each("gemm", GEMMS)
 def test_keyed_signs_without_keys_are_refused(gemm):
     layer = convert(nn.Linear(IN, OUT), every(NEAREST, hadamard={gemm: Hadamard(16, "keyed")}))
     x = torch.randn(2, IN, requires_grad=True)
     with pytest.raises(ValueError, match="Keyed signs of a Hadamard transform need a key.*LayerKeys"):
         layer(x).sum().backward()
-
-
-def test_copies_of_a_layer_rotate_alike():
-    original, x, g = tensors()
-    layer = layer_like(original, every(STOCHASTIC, hadamard=KEYED, subtract_mean=ALL))
-    expected = run(layer, x, g)
-    with pytest.warns(UserWarning, match="in a copy of the model"):
-        found = run(copy.deepcopy(layer), x, g)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), f"{name} of a copy"

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_lowbit.callbacks.monitors.operand_statistics import QuantizedOperands
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
@@ -196,20 +195,17 @@ def test_a_frozen_weight_has_no_gradient():
     ("what", "casts", "recompute"),
     [("operand_sums", "nvfp4", True), ("operand_sums", "ternary", False), ("gradient_sums", "nvfp4", False)],
 )
-def test_compiled(what, casts, recompute):
+def test_compiled(compiler, what, casts, recompute):
     """The same sums and gradients; one graph for each of on and off, however often it is started."""
-    torch._dynamo.reset()
     model, twin = (net(casts, recompute=recompute)[0] for _ in range(2))
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    compiled = torch.compile(model, backend=compiler, fullgraph=True)
     watches = [watch_of(model, what), watch_of(twin, what)]
     for step, graphs in enumerate((1, 2, 2, 2, 2)):
         for watch in watches:
             if step % 2:
                 watch.start(CPU)
         for seed in (step, step + 10):
-            found = {name.removeprefix("_orig_mod."): t for name, t in gradients(compiled, batch(seed)).items()}
-            identical(found, gradients(twin, batch(seed)), f"step {step}")
+            identical(gradients(compiled, batch(seed)), gradients(twin, batch(seed)), f"step {step}")
         for watch in watches:
             watch.stop()
         assert watches[0].sums.any() == (step > 0)
@@ -217,5 +213,4 @@ def test_compiled(what, casts, recompute):
         if recompute:  # in a graph, without the pass of the checkpoint
             sums = [each[..., :6] / each[..., :1].clamp(min=1) for each in sums]
         torch.testing.assert_close(*sums, rtol=1e-6, atol=0, msg=lambda m, at=step: f"step {at}: {m}")
-        assert counter.frame_count == graphs, f"{counter.frame_count} compilations in step {step}"
-    torch._dynamo.reset()
+        assert compiler.frame_count == graphs, f"{compiler.frame_count} compilations in step {step}"

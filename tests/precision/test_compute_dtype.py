@@ -8,9 +8,9 @@ from lightning_lowbit._lightning import say_once
 from lightning_lowbit.units import cpu_without, has_units
 from tests.launch import launch
 from tests.lightning_imports import from_yaml
+from tests.operations import Operations
 from tests.precision.checkpoints.ranks import RANKS
 from tests.precision.regression_model import Regression, flat, state, trainer
-from tests.products import Products
 from tests.tables import each
 
 pytestmark = pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch")
@@ -110,7 +110,7 @@ def test_a_cpu_without_instructions_multiplies_in_float32_and_rounds(dtype, plug
 
     def train(*lacking):
         model, casts = Regression(recompute=recompute), plugin.casts
-        with cpu_without(*lacking), Products() as seen:
+        with cpu_without(*lacking), Operations() as seen:
             trainer(LowBitPrecision(casts, skip=plugin.skip, compute_dtype=dtype)).fit(model)
         return flat(model), seen.dtypes
 
@@ -127,7 +127,7 @@ def test_parameters_of_a_dtype_without_instructions_multiply_in_float32():
         def forward(self, x):
             return super().forward(x.bfloat16())
 
-    with cpu_without(BF16), Products() as seen:
+    with cpu_without(BF16), Operations() as seen:
         trainer(LowBitPrecision("bf16", compute_dtype="fp32")).fit(Narrow().bfloat16())
     assert seen.dtypes == {FP32}
 

@@ -90,6 +90,7 @@ def check_against_reference(x, cast, dim=-1, amax=None):
     expected = {field: reference.quantize(x, cast, dim, amax=amax, field=field) for field in names}
     same(float_scales(found), expected["scales"], f"{message}, scales")
     if found.zero_points is not None:
+        assert found.zero_points.dtype == torch.uint8
         same(found.zero_points.float(), expected["zeros"], f"{message}, zero points")
     counts = expected["spread"] != 0  # codes under a zero scale mean nothing
     same(found.elements()[counts], expected["values"][counts], f"{message}, values of codes")

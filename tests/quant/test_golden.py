@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_lowbit import Cast, LinearCasts, Scale, compilation, quantize
-from lightning_lowbit.quant import Hadamard, quantize_operand, rotate
+from lightning_lowbit.quant import Hadamard, rotate
 from tests import golden_vectors as golden
 from tests.quant.tensors import NVFP4, NVFP4_TILES, float_scales, same, sample
 from tests.tables import each
@@ -65,10 +65,6 @@ def test_nvfp4_tiles(name):
 
 @pytest.mark.parametrize("name", PEER_CASES)
 def test_non_finite_inputs(name):
-    check_non_finite(name)
-
-
-def check_non_finite(name):
     x = golden.case("nvfp4_1x16", name)["x"]
     found = quantize(x, NVFP4)
     bad = ~x.isfinite()
@@ -240,38 +236,8 @@ def test_int8_activations_of_bitnet(name):
     np.testing.assert_allclose(values, case["act_deq"][sure], rtol=TWO_ULPS, atol=0, err_msg=f"{name}: values")
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_bitnet_layers(name):
-    """Products of int8 values, summed exactly, times both scales: how a GEMM of int8 units computes them."""
-    case = BITNET_CASES[name]
-    x = quantize_operand(torch.from_numpy(case["layer_x"]), BITNET.fprop_x, -1, dtype=torch.int8)
-    w = quantize_operand(case["w"], BITNET.fprop_w, -1, dtype=torch.int8)
-    y = (x.values.double() @ w.values.double().t() * x.factor * w.factor).numpy()
-    np.testing.assert_allclose(y, case["layer_y_float64_nobias"], rtol=1e-5, atol=0, err_msg=name)
-
-
 # --- compiled code ----------------------------------------------------------------------------------------------------
 # Few layouts and dtypes: each further one takes seconds to generate.
-
-
-@pytest.mark.slow
-def test_compiled_nvfp4():
-    with compilation.backend("compiled"):
-        for name in ("randn_f32", "association_f32", "code_tie_ulp_f32", "underflow_blocks_bf16", "small_bf16"):
-            case = golden.case("nvfp4_1x16", name)
-            check_nvfp4(quantize(case["x"], NVFP4), case, f"{name} compiled")
-        for name in PEER_CASES:
-            check_non_finite(name)
-        for name in ("randn_bf16", "zero_and_underflow_bf16"):
-            case = golden.case("nvfp4_16x16", name)
-            check_nvfp4(quantize(case["x"], NVFP4_TILES), case, f"{name} compiled", scale="block_scale")
-
-
-@pytest.mark.slow
-def test_compiled_mx():
-    with compilation.backend("compiled"):
-        for name in ("randn_bf16", "block_range_bf16", "nonsquare_bf16", "zero_blocks_bf16", "peer_nonfinite_bf16"):
-            check_mx("mxfp4", name, "e2m1_rceil")
 
 
 @pytest.mark.slow
@@ -280,14 +246,6 @@ def test_compiled_hadamard():
         for name in ("randn", "outlier_tokens", "zero_tokens", "integers"):
             case, y = rotated(name)
             check_rotated(quantize(y, NVFP4, dim=0), case, f"{name} compiled")
-
-
-@pytest.mark.slow
-def test_compiled_four_over_six():
-    with compilation.backend("compiled"):
-        for name, mode in (("randn_bf16", "mse256"), ("heavy_bf16", "mse256"), ("zero_underflow_bf16", "mse256")):
-            check_four_over_six(name, mode)
-        check_four_over_six("mixed2d_f32", "mae448")
 
 
 # Magnitudes of float32 from the smallest subnormal to the largest, in blocks of 32, and what is beyond.
@@ -303,6 +261,9 @@ EDGES = torch.cat([torch.logspace(-149, 127, 277, 2), torch.tensor([3.4028235e38
         (Cast("int8", Scale("fp32", "tensor")), -1),
         (Cast("int8", Scale("fp32", "row", statistic="minmax")), -1),
         (Cast("int4", Scale("fp32", 32, factor=0.8, epsilon=1e-5)), -1),
+        (NVFP4, -1),
+        (NVFP4_TILES, -1),
+        *((NVFP4.replace(scale={"top": 256, "four_over_six": measure}), -1) for measure in ("mse", "mae")),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ import torch
 
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
-from lightning_lowbit.quant import Operand, blend, quantize_operand
+from lightning_lowbit.quant import blend, quantize_operand
 from tests.quant.tensors import EXMY, casts, same, sample, some_casts, spread_scales
 from tests.references import quantize as reference
 from tests.tables import each
@@ -245,12 +245,6 @@ def test_blend(cast, dtype, exact):
             assert not off.any(), f"{message}: {found.values[off][:3].tolist()}, not {between[off][:3].tolist()}"
 
 
-def test_blend_by_hand():
-    x, q = torch.tensor([[1.0, -2.0, 3.0]]), Operand(torch.tensor([[1, 0, 1]], dtype=torch.int8), torch.tensor(2.0))
-    for share, expected in ((0.25, [1.25, -1.5, 2.75]), (0.75, [1.75, -0.5, 2.25])):
-        assert blend(x, q, torch.tensor(share)).values.tolist() == [expected], f"λ {share}"
-
-
 @each("share", [0.0, 0.4, 1.0])
 @each("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_blend_of_what_is_not_finite_is_not_finite(bad, share):
@@ -264,11 +258,3 @@ def test_a_blend_of_what_is_not_finite_is_not_finite(bad, share):
                 others = torch.ones(4, dtype=torch.bool)
                 others[1] = False
                 assert found[others].isfinite().all(), f"{cast}, λ {share}: the damage leaves its row"
-
-
-def test_a_share_may_change_in_place():
-    """λ is read when the operand is made, and by nothing before: one tensor serves all steps."""
-    x, share = sample(4, 32, seed=1), torch.tensor(0.0)
-    q = quantize_operand(x, BLENDED[0], -1)
-    same(blend(x, q, share).values, x, "λ 0")
-    same(blend(x, q, share.fill_(1.0)).values, whole(q), "λ 1")

@@ -105,6 +105,8 @@ def test_amax_from_outside_equals_reference(amax):
     for cast in [NVFP4, NVFP4_TILES, *casts("e4m3", "tensor"), *casts("e2m1")]:
         if cast.scale.needs_amax:
             check_against_reference(x, cast, amax=amax)
+    one = quantize(x, NVFP4, amax=torch.tensor([[amax]]))
+    same_bytes(one, quantize(x, NVFP4, amax=torch.tensor(amax)), "one element in any shape")
 
 
 STOCHASTIC = [
@@ -127,11 +129,19 @@ def test_stochastic_equals_reference(cast, dim):
 
 
 @each("shape", [(40,), (7, 40), (3, 5, 40), (2, 3, 5, 18)])
-@each("scale", [Scale(two_level=True), Scale("fp32", "row"), Scale("fp32", "tensor")])
-def test_every_dimension(shape, scale):
-    x = sample(*shape)
+@each(
+    "cast",
+    [
+        NVFP4,
+        *(Cast("e2m1", Scale("fp32", block)) for block in ("row", "tensor")),
+        Cast("int4", Scale("fp32", 16, statistic="minmax")),
+        Cast("ternary", Scale("fp32", 16, statistic="absmean")),
+    ],
+)
+def test_every_dimension(shape, cast):
+    x, scale = sample(*shape), cast.scale
     for rounding, dim in itertools.product(("nearest", "stochastic"), range(-len(shape), len(shape))):
-        cast = Cast("e2m1", scale, rounding)
+        cast = cast.replace(rounding=rounding)
         found = quantize(x, cast, dim, key=6)
         expected = [1] * len(shape) if scale.block == "tensor" else list(shape)
         expected[dim] = -(-shape[dim] // 16) if scale.block == 16 else 1

@@ -35,10 +35,6 @@ def bits_of(key, count, draws=uniform_by_fours):
     return draws(torch.arange(count, dtype=torch.int32), torch.tensor(key))
 
 
-def draws_for(number, count):
-    return bits_of(int(mix_key(torch.tensor(number))), count)
-
-
 def probes(name):
     """Grid, midpoints and their neighbors, values far out, subnormals and zeros."""
     grid = reference.magnitudes(name)
@@ -66,40 +62,10 @@ def test_only_neighbors(name):
 
 
 @each("name", ELEMENT_FORMATS)
-def test_both_neighbors(name):
-    """In the middle between neighbors half of the random numbers lead up."""
-    grid = reference.magnitudes(name)
-    x = torch.from_numpy(((grid[1:] + grid[:-1]) / 2).astype(np.float32))
-    below = round_stochastic(x, ELEMENT_FORMATS[name], torch.full_like(x, 0.49))
-    above = round_stochastic(x, ELEMENT_FORMATS[name], torch.full_like(x, 0.51))
-    assert below.tolist() == grid[:-1].tolist()
-    assert above.tolist() == grid[1:].tolist()
-
-
-@each("name", ELEMENT_FORMATS)
 def test_nan_stays(name):
     x = torch.tensor([torch.nan, 1.0, -torch.nan])
     found = round_stochastic(x, ELEMENT_FORMATS[name], torch.full_like(x, 0.3))
     assert found.isnan().tolist() == [True, False, True]
-
-
-@each("name", ELEMENT_FORMATS)
-def test_mean_and_variance(name):
-    largest, draws = float(reference.magnitudes(name)[-1]), 2**13
-    value = torch.linspace(-largest, largest, 48)
-    value = torch.cat([value, value / 64])  # the lower binades, too
-    random = torch.stack([draws_for(i, draws) for i in range(len(value))])
-    found = round_stochastic(value[:, None].expand(-1, draws), ELEMENT_FORMATS[name], random).double()
-    lower, upper = (torch.from_numpy(bound) for bound in reference.neighbors(value.numpy(), name))
-    variance = (value - lower) * (upper - value)
-    error = found - value.double()[:, None]
-    z = error.mean(1) / (variance / draws).sqrt().clamp(min=1e-9)
-    assert z.abs().max() < 4.5, f"{name}: biased at {value[z.abs().argmax()]}, z = {z.abs().max():.1f}"
-    between = variance > 0
-    total = (z[between].sum() / between.sum().sqrt()).abs()
-    assert total < 4, f"{name}: biased in one direction, z = {total:.1f}"
-    ratio = error.square().mean(1)[between].sum() / variance[between].sum()
-    assert 0.95 < ratio < 1.05, f"{name}: variance is {ratio:.3f} of (v - a)(b - v)"
 
 
 # --- code for GPUs ----------------------------------------------------------------------------------------------------
@@ -149,6 +115,7 @@ def many_draws(cast, key, count=2**16):
         (Scale("e8m0", 16, "floor", prescale=0.75), True),
         (Scale("fp32", "tensor", "power_of_two"), True),
         (Scale("e8m0", 16, "ceil"), True),
+        (Scale("e4m3", 16, "up"), True),
         (Scale("e8m0", 16, "floor"), False),
         (Scale("e4m3", 16), False),
     ],

@@ -7,13 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_lowbit import Cast, Scale, compilation, quantize
 from lightning_lowbit.quant import quantize_operand
-from tests.quant.tensors import check_against_reference, check_stochastic, float_scales, same, same_bytes, sample
-from tests.quant.test_properties import PROFILE, matrices
+from tests.quant.tensors import check_against_reference, check_stochastic, float_scales, same, sample
 from tests.references import quantize as reference
 from tests.tables import each
 
@@ -65,60 +62,6 @@ def test_minmax_by_hand():
         values = [(code - zero) * scale for code in codes]
         assert found.dequantize()[i].tolist() == values, f"{name}: values {found.dequantize()[i].tolist()}"
         assert found.elements()[i].tolist() == [code - zero for code in codes], f"{name}: elements"
-
-
-@each("element", INTEGERS)
-def test_zero_points_have_the_shape_of_scales(element):
-    x, levels = sample(2, 6, 40) + 0.3, 2 ** int(element[3:]) - 1
-    for block, dim in itertools.product((16, "row", "tensor"), (0, 1, -1)):
-        found = quantize(x, minmax(element, block), dim)
-        zeros = found.zero_points
-        assert (zeros.shape, zeros.dtype) == (found.scales.shape, torch.uint8), f"{element}, {block} along {dim}"
-        assert found.codes.dtype == torch.uint8
-        assert found.codes.max() <= levels, f"{element}, {block} along {dim}: code {found.codes.max()}"
-        assert zeros.max() <= levels, f"{element}, {block} along {dim}: zero point {zeros.max()}"
-        same(found.dequantize(), reference.quantize(x, found.cast, dim, field="dequantized"), f"{block} along {dim}")
-
-
-@pytest.mark.parametrize("statistic", ["absmax", "absmean", "minmax"])
-def test_a_factor_multiplies_scales(statistic):
-    """By powers of two exactly; zero points stay where they are, so that both ends of a block saturate alike."""
-    x = torch.randn(8, 64) + 0.3
-    for block, rounding in itertools.product(BLOCKS, ("nearest", "power_of_two")):
-        cast = Cast("int4", Scale("fp32", block, rounding, statistic=statistic))
-        plain = quantize(x, cast)
-        for factor in (0.25, 4.0):
-            found = quantize(x, cast.replace(scale={"factor": factor}))
-            same(float_scales(found), float_scales(plain) * factor, f"{cast} x{factor}")
-            if plain.zero_points is not None:
-                same(found.zero_points, plain.zero_points, f"{cast} x{factor}, zero points")
-
-
-@pytest.mark.parametrize(("factor", "percent"), [(math.sqrt(3) / 2, 27.0), (1.0, 31.0), (2 / math.sqrt(3), 35.5)])
-def test_zeros_among_ternary_weights(factor, percent):
-    """Of a normal sample those within half of factor * mean; the mean of |x| is sqrt(2 / pi) standard deviations."""
-    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(3)) * 0.02
-    with compilation.backend("eager"):
-        found = quantize(x, absmean("ternary", "tensor", factor=factor, epsilon=1e-5)).elements()
-    share, expected = (found == 0).double().mean().item(), math.erf(factor / math.sqrt(4 * math.pi))
-    assert round(100 * expected * 2) / 2 == percent
-    error = math.sqrt(expected * (1 - expected) / x.numel())
-    assert abs(share - expected) < 4 * error, f"factor {factor}: {share:.2%} zeros, not {expected:.2%}"
-
-
-@pytest.mark.parametrize("statistic", ["absmax", "absmean", "minmax"])
-def test_epsilon_is_the_least_of_a_statistic(statistic):
-    """Blocks above it are as they were; those below, zeros too, have the scale of one whose statistic it is."""
-    size = {"absmax": 7.0, "absmean": 1.0, "minmax": 15.0}[statistic]
-    x = torch.tensor([[1.0, 1.0, 1.0, 1.0]]) * torch.tensor([0.0, 1e-30, 0.249, 0.25, 0.2501, 3.0])[:, None]
-    for block, factor in itertools.product((4, "row"), (1.0, 0.5)):
-        cast = Cast("int4", Scale("fp32", block, statistic=statistic, factor=factor))
-        plain, found = quantize(x, cast), quantize(x, cast.replace(scale={"epsilon": 0.25}))
-        same(float_scales(found)[3:], float_scales(plain)[3:], f"{cast}: scales above epsilon")
-        same(found.codes[3:], plain.codes[3:], f"{cast}: codes above epsilon")
-        assert (float_scales(found)[:3] == float_scales(plain)[3]).all(), f"{cast}: {float_scales(found)[:3].tolist()}"
-        assert float_scales(found)[0].item() == pytest.approx(0.25 * factor / size), f"{cast}"
-        assert not found.dequantize()[:2].any(), f"{cast}: what is far below epsilon becomes 0"
 
 
 # --- against the slow reference ---------------------------------------------------------------------------------------
@@ -209,64 +152,7 @@ def test_means_do_not_depend_on_order():
         assert len(found) == 1, f"{shape}: {found}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [0, -1])
-def test_means_leave_out_padding(dim, dtype):
-    """A block that is cut short has the mean of what is there."""
-    x = (torch.rand(19, 21) / 2 + 0.75).to(dtype)  # all above half of any mean
-    for block in (16, 64, (8, 8), (32, 4)):
-        cast = absmean("ternary", block)
-        found = quantize_operand(x, cast, dim, dtype=torch.float32).values
-        high, wide = block if isinstance(block, tuple) else (block, 1) if dim == 0 else (1, block)
-        for i, j in itertools.product(range(0, 19, high), range(0, 21, wide)):
-            part, values = (whole[i : i + high, j : j + wide] for whole in (x, found))
-            mean = torch.full_like(values, part.double().mean().item())
-            message = f"{cast} along {dim}, block at {i}, {j} of shape {tuple(part.shape)}"
-            torch.testing.assert_close(values, mean, rtol=2.0**-22, atol=0, msg=lambda m, at=message: f"{at}: {m}")
-
-
 # --- least and largest ------------------------------------------------------------------------------------------------
-
-
-@PROFILE
-@given(
-    x=matrices(),
-    element=st.sampled_from(INTEGERS),
-    block=st.sampled_from(BLOCKS),
-    dim=st.integers(0, 1),
-    sign=st.sampled_from((-1, 0, 1)),
-    rounding=st.sampled_from(("nearest", "power_of_two")),
-)
-def test_every_element_is_within_half_a_step(x, element, block, dim, sign, rounding):
-    """The least and the largest too, of blocks of one sign or both; and 0 is 0, without an error."""
-    x = x if sign == 0 else sign * x.abs()
-    cast = minmax(element, block, rounding=rounding)
-    found, step = quantize(x, cast, dim), reference.quantize(x, cast, dim, field="spread")
-    off = (found.dequantize() - x).abs() > step / 2 * (1 + 1e-5)
-    assert not off.any(), f"{cast}: {x[off][:3].tolist()} became {found.dequantize()[off][:3].tolist()}"
-    zero = x == 0
-    assert (found.dequantize()[zero] == 0).all(), f"{cast}: 0 became {found.dequantize()[zero][:3].tolist()}"
-    operand = quantize_operand(x, cast, dim, dtype=torch.float32).values
-    assert (operand[zero] == 0).all(), f"{cast}: 0 became {operand[zero][:3].tolist()} in an operand"
-
-
-@PROFILE
-@given(x=matrices(), element=st.sampled_from(INTEGERS), block=st.sampled_from(BLOCKS), key=st.integers(0, 2**40))
-def test_zeros_stay_zero_stochastically(x, element, block, key):
-    found = quantize(x, replace(minmax(element, block), rounding="stochastic"), key=key).dequantize()
-    assert (found[x == 0] == 0).all(), f"{element}, {block}: 0 became {found[x == 0][:3].tolist()}"
-
-
-def test_stochastic_rounding_between_ends_is_unbiased():
-    """Where the whole block lies within its levels nothing saturates, and means return to what was rounded."""
-    x = torch.cat([torch.linspace(-1, 2, 31), torch.zeros(1)])  # -1, 0 and 2 are levels of int2
-    count = 2**14
-    cast = replace(minmax("int2", "row"), rounding="stochastic")
-    with compilation.backend("eager"):
-        found = quantize(x.expand(count, -1), cast, key=12345678901).dequantize().double()
-    spread = ((x - x.floor()) * (x.ceil() - x)).double().sqrt()
-    z = (found.mean(0) - x.double()) / (spread / count**0.5).clamp(min=1e-6)
-    assert z.abs().max() < 4.5, f"{x[z.abs().argmax()]} is biased by {z.abs().max():.1f} standard errors"
 
 
 @each("element", INTEGERS)
@@ -326,10 +212,3 @@ def test_one_bad_element_is_its_whole_block(cast, bad):
         operand = quantize_operand(broken, mode, -1, dtype=torch.float32)
         values = operand.values * (1.0 if operand.factor is None else operand.factor)
         same(values, expected, f"{mode} with {bad}, operand")
-
-
-def test_dimensions_beside_the_last_two():
-    """Positive and negative ones are the same, in zero points too."""
-    x = sample(2, 3, 40) - 0.2
-    for cast, dim in itertools.product((minmax("int4"), absmean("ternary")), range(3)):
-        same_bytes(quantize(x, cast, dim), quantize(x, cast, dim - 3), f"{cast} along {dim}")

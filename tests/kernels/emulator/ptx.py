@@ -5,14 +5,11 @@ Branches on which threads disagree, and instructions that no kernel uses, are er
 """
 
 import re
-from typing import Any
 
 import numpy as np
 import torch
 
 from tests.kernels.emulator.instructions import FP8, bfloat16, e2m1_of, fp8_of, inlined, integer_product, permute
-
-Array = np.ndarray[Any, Any]
 
 _TYPES = {f"{kind}{bits}": np.dtype(f"uint{bits}") for kind in "bu" for bits in (8, 16, 32, 64)}
 _TYPES |= {f"s{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)}

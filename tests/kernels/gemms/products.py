@@ -69,7 +69,8 @@ class Product:
 
     def __str__(self):
         sides = [f"{tuple(x.x.shape)} {x.x.dtype} along {x.call.dim}" for x in (self.left, self.right)]
-        return f"{self.name}: {' by '.join(sides)}, bias {self.bias is not None}, to {self.dtype}"
+        ends = f", ends {self.left.ends}" if self.left.ends else ""
+        return f"{self.name}: {' by '.join(sides)}{ends}, bias {self.bias is not None}, to {self.dtype}"
 
     def by_cpp(self):
         result = cpp.multiply(self.left.x, self.left, self.right, self.bias, self.dtype)

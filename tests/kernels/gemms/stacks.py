@@ -1,42 +1,20 @@
 """Random stacks of GEMMs of codes, by number."""
 
 import random
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from lightning_lowbit.kernels import backend
-from lightning_lowbit.kernels.cpu import gemms as cpp
-from lightning_lowbit.kernels.gemms import CodeOperand, multiply, plain_multiply, stack_operand
+from lightning_lowbit.kernels.gemms import multiply, stack_operand
 from lightning_lowbit.quant import Hadamard
 from lightning_lowbit.quant.call import CastCall
-from tests.kernels.gemms.products import CASTS, LAYOUTS, VALUES
+from tests.kernels.gemms.products import CASTS, LAYOUTS, VALUES, Product
 
 COUNTS = [[3, 0, 17], [1], [0, 40, 1, 0], [16, 16, 16, 16], [0, 0, 5], [70, 2, 1, 3, 9]]
 SIZES = [(8, 16), (33, 100), (48, 64), (5, 1), (70, 31)]
 
 
-@dataclass
-class Stack:
-    """A stack of GEMMs of codes: the arguments of ``multiply``, and what they were made of."""
-
-    name: str
-    left: CodeOperand
-    right: CodeOperand
-    bias: Tensor | None
-    dtype: torch.dtype
-
-    def __str__(self):
-        sides = [f"{tuple(x.x.shape)} {x.x.dtype} along {x.call.dim}" for x in (self.left, self.right)]
-        return (
-            f"{self.name}: {' by '.join(sides)}, ends {self.left.ends}, bias {self.bias is not None}, to {self.dtype}"
-        )
-
-    def by_cpp(self):
-        result = cpp.multiply(self.left.x, self.left, self.right, self.bias, self.dtype)
-        assert result is not None, f"{self} is not covered"
-        return result
+class Stack(Product):
+    """A stack of GEMMs of codes."""
 
     def by_loop(self):
         """The products one by one, each by C++."""
@@ -45,10 +23,6 @@ class Stack:
             multiply(*pair, None if self.bias is None else self.bias[i], self.dtype) for i, pair in enumerate(pairs)
         ]
         return torch.cat(results) if self.left.call.dim == 1 else torch.stack(results)
-
-    def by_plain_code(self):
-        with backend("eager"):
-            return plain_multiply(self.left.x, self.left, self.right, self.bias, self.dtype)
 
 
 def stack(name, counts, sizes, seed=0, values="normal"):

@@ -1,6 +1,5 @@
 """GEMMs of codes in C++ equal the plain code to the bit, and the emulation up to the order of sums."""
 
-import os
 import platform
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from lightning_lowbit.kernels.gemms import code_operand, multiply
 from lightning_lowbit.quant.call import CastCall
 from tests.kernels.gemms import products
 from tests.kernels.gemms.products import CASTS, INT8, NVFP4, SHAPES, TERNARY, VALUES, product
+from tests.kernels.library.loads import compiler_with
 from tests.kernels.test_casts import same_bits
 from tests.tables import each
 
@@ -105,14 +105,6 @@ def test_sizes_of_zero_give_zeros_or_the_bias():
         assert torch.equal(multiply(a, b, None, torch.bfloat16), torch.zeros(rows, columns, dtype=torch.bfloat16))
         if columns == 5:
             assert torch.equal(multiply(a, b, bias, torch.float32), bias.expand(rows, 5))
-
-
-@pytest.fixture
-def threads():
-    """Sets the number of threads until the test ends."""
-    number = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(number)
 
 
 def check_threads(threads, one, numbers):
@@ -222,11 +214,7 @@ def test_all_instructions_give_the_same_bits(tmp_path):
         if not available(needs):
             continue
         (folder := tmp_path / name.replace(" ", "-")).mkdir()
-        compiler = folder / "compiler"
-        compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {flags}\n')
-        compiler.chmod(0o755)
-        environment = {**os.environ, "CXX": str(compiler), "LOWBIT_CACHE_DIR": str(folder)}
         command = [sys.executable, "-m", "tests.kernels.gemms.products"]
-        result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        result = subprocess.run(command, env=compiler_with(flags, folder), cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[-3000:]
         assert result.stdout.splitlines() == [name, expected]

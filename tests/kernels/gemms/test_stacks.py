@@ -33,14 +33,6 @@ def test_random_stacks_are_the_loop_and_the_plain_code():
         check(one)
 
 
-@pytest.fixture
-def threads():
-    """Sets the number of threads until the test ends."""
-    number = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(number)
-
-
 def test_threads_do_not_change_bits(threads):
     """Whether they share a product with most of the rows, or take products whole."""
     for seed, counts in enumerate(([300, 2, 0, 5], [40] * 7, [0, 1, 250])):

@@ -22,6 +22,14 @@ def start(folder, **environment):
     return subprocess.Popen([sys.executable, "-c", CAST], env=environment, text=True, stdout=-1, stderr=-1)
 
 
+def compiler_with(flags, folder):
+    """The environment of a process whose kernels are compiled with further flags, and kept in a folder."""
+    compiler = folder / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {flags}\n')
+    compiler.chmod(0o755)
+    return {**os.environ, "CXX": str(compiler), "LOWBIT_CACHE_DIR": str(folder)}
+
+
 def load():
     """The kernels, as in a process that has not loaded them yet."""
     for function in (library.library, library._loaded, casts.cpp_cast):

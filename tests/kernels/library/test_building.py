@@ -1,7 +1,6 @@
 """Building the C++ kernels: once, by one process, without harm where it cannot be done."""
 
 import _ctypes
-import os
 import platform
 import random
 import shutil
@@ -17,7 +16,7 @@ from lightning_lowbit import LinearCasts
 from lightning_lowbit.kernels import kernel_support, quantize_operand
 from lightning_lowbit.kernels.cpu import library
 from lightning_lowbit.quant import quantize_operand as plain
-from tests.kernels.library.loads import calls, load, names, start
+from tests.kernels.library.loads import calls, compiler_with, load, names, start
 from tests.tables import each
 
 
@@ -94,20 +93,13 @@ def test_without_a_compiler_plain_code_runs_after_one_warning(cache, monkeypatch
     assert kernel_support([cast]) == {cast: "plain code: the C++ kernels cannot be built"}
 
 
-def run_casts(folder, flags, **environment):
-    """Runs the tests of casts in a process whose kernels are compiled with further flags."""
-    compiler = folder / "compiler"
-    compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {flags}\n')
-    compiler.chmod(0o755)
-    environment = {**os.environ, "CXX": str(compiler), "LOWBIT_CACHE_DIR": str(folder), **environment}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(Path(__file__).parents[1] / "test_casts.py")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert list(folder.glob("*.so")), "kernels were built"
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of instruction sets of x86-64")
 @pytest.mark.parametrize("instructions", ["x86-64", "haswell"])
 def test_older_instruction_sets_give_the_same_bits(tmp_path, instructions):
-    run_casts(tmp_path, f"-march={instructions}")
+    """By the tests of casts."""
+    environment = compiler_with(f"-march={instructions}", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(Path(__file__).parents[1] / "test_casts.py")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert list(tmp_path.glob("*.so")), "kernels were built"

@@ -1,7 +1,5 @@
 """Each way into the kernels, with tensors that torch reads as their negatives, and with their copies."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -28,7 +26,6 @@ CASTS = {
     "tensor": Cast("int8", Scale("fp32", "tensor")),
     "mean": Cast("ternary", Scale("fp32", "tensor", statistic="absmean")),
 }
-View = Callable[[Tensor], Tensor]
 
 
 def same(tensor):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.library.loads import compiler_with
+
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[2]
 
@@ -37,15 +39,14 @@ def runtimes():
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     """In which kernels are built with the sanitizers."""
-    folder = tmp_path_factory.mktemp("sanitized")
-    compiler = folder / "compiler"
-    compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {FLAGS}\n')
-    compiler.chmod(0o755)
     options = "detect_leaks=0:abort_on_error=0:exitcode=99:allocator_may_return_null=1"
     return {
-        **os.environ, "CXX": str(compiler), "LOWBIT_CACHE_DIR": str(folder), "LD_PRELOAD": runtimes(),
-        "ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=99", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        **compiler_with(FLAGS, tmp_path_factory.mktemp("sanitized")),
+        "LD_PRELOAD": runtimes(),
+        "ASAN_OPTIONS": options,
+        "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=99",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def run(environment, *arguments):

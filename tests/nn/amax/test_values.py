@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import LinearCasts, convert, quantize
+from lightning_lowbit import convert, quantize
 from lightning_lowbit.nn import AmaxHistories
 from lightning_lowbit.quant.scales import scales_of
 from tests.golden_vectors import load
-from tests.nn.amax.histories import BY_TENSOR, IN, TOKENS, delayed, filled, remembered, single
+from tests.nn.amax.histories import BY_TENSOR, delayed, filled
 from tests.nn.layers import every, run, spied
 
 # Per sequence the amaxes of 12 steps and, for 16 configurations, what Transformer Engine's update makes of them.
@@ -106,37 +106,3 @@ def test_golden_vectors(first):
         assert found.keys() == state.keys()
         wrong = [name for name in state if found[name] != state[name]]
         assert not wrong, f"after step {step}: {wrong[0]} is {found[wrong[0]]}, not {state[wrong[0]]}"
-
-
-def test_golden_single_amaxes():
-    """A history of one step: 0 and what is not finite leave the scale at 1."""
-    amaxes, scales, largest = (GOLDEN[f"unit_tests/{name}"] for name in ("amax", "scale", "fp8_max"))
-    casts = [LinearCasts(fprop_x=delayed("e4m3" if most == 448 else "e5m2", history=1)) for most in largest]
-    model = nn.ModuleList(nn.Linear(8, 8) for _ in casts)
-    convert(model, "bf16", overrides={str(i): cast for i, cast in enumerate(casts)})
-    histories = AmaxHistories(model)
-    for layer, amax in zip(model, amaxes.tolist(), strict=True):
-        layer(filled((4, 8), amax))
-    histories.advance_()
-    for layer, amax, expected in zip(model, amaxes, scales.tolist(), strict=True):
-        found = scales_of(layer.lowbit.amaxes.in_force[0], torch.ones(()), layer.casts.fprop_x)
-        assert found == expected, f"amax {amax}: scaled by {found}, not {expected}"
-        with spied() as seen:
-            layer(torch.zeros(4, 8))
-        assert seen["fprop_x"].factor == torch.tensor(expected).reciprocal(), f"amax {amax}"
-
-
-@pytest.mark.parametrize(("sequence", "frozen_until"), [("inf", 7), ("nan", 5)])
-def test_what_is_not_finite_is_forgotten_at_once(sequence, frozen_until):
-    """On purpose: with an infinity in its history the peer's scale stays what it was until that has left. After step 4,
-    whose amax is 100, it is 448 / 100."""
-    config, amaxes = 0, GOLDEN[f"{sequence}/amax"]  # E4M3, the largest of 4 steps
-    assert amaxes.astype(str).tolist()[:5] == ["1.0", "2.0", sequence, "1.0", "100.0"]
-    theirs = GOLDEN[f"{sequence}/scale_used"][config].tolist()
-    assert theirs[5 : frozen_until + 1] == [224.0] * (frozen_until - 5) + [pytest.approx(4.48)]
-    layer, histories = single(LinearCasts(fprop_x=CONFIGS[config]))
-    for amax in amaxes[:5].tolist():
-        layer(filled((TOKENS, IN), amax))
-        histories.advance_()
-    assert remembered(histories) == {"/fprop_x": [1, 2, 1, 100]}
-    assert layer.lowbit.amaxes.in_force[0] == 100, "the scale is frozen"

@@ -15,7 +15,6 @@ from lightning_lowbit.nn.attention.products import ActivationProduct, attend
 from tests.references.attention import Reference
 
 HEADS = 3
-NEAREST = ("dgrad_g", "wgrad_g", "wgrad_x")
 
 
 def products(casts, keys=None):

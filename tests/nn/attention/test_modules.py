@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as renamed
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import LinearCasts, convert
-from lightning_lowbit.nn import GemmCounter, LayerKeys, set_blend, set_phase
+from lightning_lowbit.nn import GemmCounter, LayerKeys, set_phase
 from lightning_lowbit.nn.attention.modules import attending
 from lightning_lowbit.nn.layers.classes import restore_classes
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
@@ -234,15 +234,6 @@ def test_flops_of_both_products():
         assert counter.gemms[gemm] == product, gemm
     assert counter.recomputed == product
     assert not counter.others
-
-
-def test_annealing():
-    model, _ = model_of(InForward, casts="mxfp8")
-    plain = restore_classes(copy.deepcopy(model))
-    set_blend(model, 0.0)
-    torch.testing.assert_close(model(x_of()), plain(x_of()), rtol=1e-5, atol=1e-6)
-    set_blend(model, 0.5)
-    assert not torch.allclose(model(x_of()), plain(x_of()), rtol=1e-5, atol=1e-6)
 
 
 class Config:

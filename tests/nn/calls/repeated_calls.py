@@ -1,9 +1,7 @@
 """A model whose layers are called several times, regions to recompute, and a step of it."""
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import Cast, Scale, convert
@@ -12,8 +10,6 @@ from lightning_lowbit.nn import OPERANDS, LayerKeys
 SIZE = 16
 STOCHASTIC = Cast("int4", Scale("fp32", SIZE), rounding="stochastic")
 EVERYTHING = dict.fromkeys(OPERANDS, STOCHASTIC)
-
-Region = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 def plain(function, x):

@@ -6,13 +6,10 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lightning_lowbit import convert
-from lightning_lowbit.nn import OPERANDS, LayerKeys
+from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.core import calls
 from lightning_lowbit.quant import Hadamard
 from lightning_lowbit.quant.rounding import mix_key, uniform
@@ -29,27 +26,9 @@ from tests.nn.calls.repeated_calls import (
     reentrant,
 )
 from tests.nn.layers import spied
+from tests.operations import Operations
 
 # --- bits of each call ------------------------------------------------------------------------------------------------
-
-
-def test_noise_of_several_calls_averages_out():
-    """Eight calls on one input: the mean of their gradients has an eighth of the variance of one."""
-    layer = convert(nn.Linear(SIZE, SIZE, bias=False), EVERYTHING)
-    exact, keys = copy.deepcopy(layer.weight.detach()), LayerKeys(layer)
-    x, g = torch.randn(32, SIZE), torch.randn(32, SIZE)
-    variance = {}
-    for count in (1, 8):
-        seen = []
-        for step in range(60):
-            keys.fill_(step)
-            layer.weight.grad = None
-            for _ in range(count):
-                layer(x).backward(g / count)
-            seen.append(layer.weight.grad)
-        variance[count] = torch.stack(seen).var(0).mean().item()
-    assert torch.equal(layer.weight, exact)
-    assert variance[8] / variance[1] == pytest.approx(1 / 8, rel=0.15)
 
 
 def test_the_first_call_has_the_keys_that_were_filled_in():
@@ -100,14 +79,6 @@ def test_a_backward_pass_has_the_keys_of_its_call():
         assert torch.equal(again.grad, x.grad), f"call {number}"
 
 
-class Operations(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_a_layer_that_is_called_once_costs_no_further_operation():
     counts = []
     for numbered in (True, False):
@@ -116,7 +87,7 @@ def test_a_layer_that_is_called_once_costs_no_further_operation():
         model.a.lowbit.calls = model.a.lowbit.calls if numbered else None
         with Operations() as operations:
             model.a(batch()).sum().backward()
-        counts.append(operations.count)
+        counts.append(operations.counts)
     assert counts[0] == counts[1]
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -24,13 +23,6 @@ from tests.nn.calls.repeated_calls import (
 )
 
 # --- compiled ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def compiler():
-    torch._dynamo.reset()
-    yield CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
 
 
 @pytest.mark.fast("non_reentrant")

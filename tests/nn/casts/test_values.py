@@ -20,37 +20,12 @@ def test_operands_are_the_first_fields():
     assert names == (*OPERANDS, "hadamard", "subtract_mean", "surrogate", "smooth", "requantize")
 
 
-@each("name", PRESETS)
-def test_presets(name):
-    casts = LinearCasts.preset(name)
-    assert LinearCasts.of(name) == casts == LinearCasts.of({"preset": name})
-    assert str(casts) == name
-    assert hash(casts) == hash(LinearCasts.preset(name))
-
-
 def test_bf16_quantizes_nothing():
     assert LinearCasts.preset("bf16") == LinearCasts() == LinearCasts(**dict.fromkeys(OPERANDS))
 
 
-def test_nvfp4_is_that_of_the_paper():
-    """FP4 All the Way, section 3: stochastic for both gradients and wgrad's activations, nearest elsewhere."""
-    found = LinearCasts.preset("nvfp4")
-    for operand in OPERANDS:
-        expected = STOCHASTIC if operand in ("dgrad_g", "wgrad_g", "wgrad_x") else NEAREST
-        assert getattr(found, operand) == expected, operand
-
-
 def test_of_takes_casts_as_they_are():
     assert LinearCasts.of(SIX) is SIX
-
-
-def test_of_mapping_starts_from_a_preset():
-    given = {"preset": "nvfp4", "fprop_x": None, "wgrad_x": "fprop", "dgrad_w": {"element": "int4"}}
-    found = LinearCasts.of(given)
-    int4 = Cast("int4", Scale("e4m3", 16, two_level=True))
-    assert found == LinearCasts.preset("nvfp4").replace(fprop_x=None, wgrad_x="fprop", dgrad_w=int4)
-    assert given["preset"] == "nvfp4", "the mapping that was given was changed"
-    assert given["dgrad_w"] == {"element": "int4"}, "the mapping that was given was changed"
 
 
 LONG = Scale("fp32", "tensor", source="delayed", history=1024)
@@ -183,14 +158,6 @@ smooth: token
 )
 def test_yaml(text, expected):
     assert LinearCasts.of(yaml.safe_load(text)) == expected
-
-
-@each("operand", OPERANDS)
-def test_replace_changes_one(operand):
-    changed = SIX.replace(**{operand: INT4})
-    for name in OPERANDS:
-        assert getattr(changed, name) == (INT4 if name == operand else NEAREST)
-    assert SIX.replace(**{operand: NEAREST}) == SIX
 
 
 @each("operand", OPERANDS)

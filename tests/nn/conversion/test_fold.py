@@ -144,16 +144,6 @@ def test_fold_in_a_phase(phase):
     assert model.down_proj.full_casts.smooth is None
 
 
-def test_fold_is_done_once():
-    model = convert(MLP(), DELAYED, smooth_swiglu="channel")
-    step(model, AmaxHistories(model), torch.randn(9, 16))
-    fold(model)
-    before = everything(model)
-    with pytest.raises(ValueError, match="nothing to fold"):
-        fold(model)
-    unchanged(model, before)
-
-
 class Norm(nn.Module):
     """What BitNet puts between product and down projection."""
 
@@ -188,6 +178,7 @@ GOOD = {"layers.0.down_proj": torch.full((24,), 3.0)}
         (Net, None, "nothing to fold"),
         (Net, {}, "nothing to fold"),
         (lambda: convert(Net(), DELAYED), None, "nothing to fold"),
+        (lambda: fold(smoothed(Net())), None, "nothing to fold"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), None, "nothing to fold"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), GOOD, "no down projection of this model; they are: none"),
         (lambda: smoothed(Net(), kind="token"), None, r"layers\.0\.down_proj smooths tokens"),

@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_lowbit import LowBitPrecision, convert
 from lightning_lowbit.distributed import parameter_amaxes
@@ -120,19 +119,16 @@ def test_new_weights_have_a_new_amax_and_backward_passes_the_one_of_before():
 
 
 @pytest.mark.slow
-def test_a_compiled_layer():
-    torch._dynamo.reset()
+def test_a_compiled_layer(compiler):
     parts = prepare(Attention(), "nvfp4")
     shared, x = SharedAmaxes(parts, ["(q|k|v)_proj"]), torch.randn(8, 32)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(parts, backend=counter, fullgraph=True)
+    compiled = torch.compile(parts, backend=compiler, fullgraph=True)
     for _ in range(2):
         shared.measure()
         assert torch.equal(compiled(x), parts(x))
         with torch.no_grad():
             parts.k_proj.weight.mul_(3)
-    assert counter.frame_count == 1, "measuring compiles anew"
-    torch._dynamo.reset()
+    assert compiler.frame_count == 1, "measuring compiles anew"
 
 
 @each(

@@ -150,15 +150,6 @@ def test_an_unconverted_model_has_no_quantized_down_projection():
         smooth_swiglu(Net())
 
 
-@pytest.mark.parametrize("operand", ["fprop_w", "dgrad_w"])
-def test_casts_refuse_delayed_scaling_of_a_weight_that_changes(operand):
-    fine = DELAYED.replace(smooth="token")
-    assert fine.fprop_w == DELAYED.fprop_w
-    with pytest.raises(ValueError, match=f"delayed scaling of {operand} would meet the leap"):
-        CURRENT.replace(smooth="channel", **{operand: DELAYED.fprop_w})
-    assert CURRENT.replace(smooth="channel", fprop_x=DELAYED.fprop_x).smooth == "channel"
-
-
 @each(
     ("casts", "keeping"),
     [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_lowbit import quantize
-from lightning_lowbit._torch.devices import device_like_mps, frexp, lacks, power_of_two
+from lightning_lowbit._torch.devices import device_like_mps, frexp, lacks
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, table
 from lightning_lowbit.kernels import backend, pack_operand, quantize_operand, unpack_operand
 from lightning_lowbit.nn import OPERANDS
@@ -35,11 +35,6 @@ def test_exponents_and_mantissas_come_from_bits():
     assert same_bits(found_mantissa, mantissa)
     numbers = values.isfinite()
     assert torch.equal(found_exponent[numbers], exponent[numbers])
-
-
-def test_powers_of_two_are_exact():
-    exponents = torch.arange(-149, 128, dtype=torch.int32)
-    assert torch.equal(power_of_two(exponents), torch.tensor([2.0**k for k in exponents.tolist()]))
 
 
 @each("name", FORMATS)

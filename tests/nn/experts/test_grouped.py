@@ -1,13 +1,11 @@
 """Grouped GEMMs multiply all experts of a stack at once, as the products one after the other do up to roundings."""
 
 import warnings
-from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, LowBitPrecision, convert
 from lightning_lowbit.callbacks.layer_table import native_notes
@@ -19,26 +17,15 @@ from tests.nn.experts.stacks import ENDS, EXPERTS, INNER, OUT, converted, inputs
 from tests.nn.experts.stacks import run_stack as run
 from tests.nn.experts.test_training import STACK, Model
 from tests.nn.layers import identical
+from tests.operations import Operations
 from tests.precision.regression_model import trainer
 from tests.tables import each
 
 CPU = torch.device("cpu")
 PRESETS = ("nvfp4", "nvfp4-nvidia", "nvfp4-row", "mxfp8", "mxfp4-rht", "fp8-row", "fp8-current", "int8", "ternary")
 WEIGHTS_ALONE = LinearCasts(fprop_w=LinearCasts.preset("int4").fprop_w, dgrad_w="fprop")
+PRODUCTS = ("mm", "addmm", "_grouped_mm", "_scaled_mm", "_int_mm", "multiply_codes")
 POWERS = {"every": {"scale": {"rounding": "power_of_two"}}}
-
-
-class Products(TorchDispatchMode):
-    """Counts products of matrices."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function._opname in ("mm", "addmm", "_grouped_mm", "_scaled_mm", "_int_mm", "multiply_codes"):
-            self.counts[function._opname] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def both(casts, bias=True, save="inputs", change=lambda layer: None, data=None):
@@ -94,9 +81,10 @@ def test_each_gemm_is_one_call():
     for casts in ("nvfp4", "mxfp8", "fp8-row", "int8"):
         layer, _ = converted(casts, bias=False)
         layer.lowbit.grouped = "native"
-        with Products() as products:
+        with Operations() as operations:
             run(layer, *inputs(), autocast=True)
-        assert products.counts == {"_grouped_mm": 3}, casts
+        products = {name: count for name, count in operations.counts.items() if name in PRODUCTS}
+        assert products == {"_grouped_mm": 3}, casts
 
 
 def test_sizes_of_any_number_are_padded():
@@ -216,9 +204,9 @@ def test_annealed_experts_come_one_after_the_other():
     layer, _ = converted("nvfp4", bias=False)
     layer.lowbit.grouped = "native"
     set_blend(layer, 0.5)
-    with Products() as products:
+    with Operations() as operations:
         run(layer, *inputs(), autocast=True)
-    assert "_grouped_mm" not in products.counts
+    assert "_grouped_mm" not in operations.counts
 
 
 def test_notes_of_summaries_say_which_gemm_serves():

@@ -2,12 +2,10 @@
 
 import copy
 import pickle
-from collections import Counter
 from itertools import product
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import LinearCasts, bake, convert
@@ -20,6 +18,7 @@ from lightning_lowbit.nn.native.devices import declared
 from tests.nn.experts.stacks import ENDS, EXPERTS, INNER, OUT, ROWS, converted, inputs, loop, run_loop, stack
 from tests.nn.experts.stacks import run_stack as run
 from tests.nn.layers import identical
+from tests.operations import Operations
 
 NVFP4 = LinearCasts.preset("nvfp4")
 PRESETS = ("fp8-row", "fp8-blockwise", "nvfp4-nvidia", "mxfp4", "mxfp4-rht", "ternary", "int8", "quartet2")
@@ -42,27 +41,14 @@ def test_each_expert_equals_a_linear_layer_of_its_own(name):
         identical(run(together, x, g, autocast=autocast), run_loop(apart, x, g, autocast=autocast))
 
 
-class Operators(TorchDispatchMode):
-    """Counts this package's operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "lightning_lowbit":
-            self.counts[func._opname] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.skipif(instructions() is None, reason="the C++ kernels cannot be built")
 def test_gemms_of_codes_are_one_call_for_all_experts(within):
     within(declared("cpu", {"cpu"}))
     for name in ("nvfp4", "nvfp4-nvidia", "mxfp4-rht", "nvfp4-row"):
         layer, _ = converted(name)
-        with Operators() as operators:
+        with Operations() as operations:
             run(layer, *inputs())
-        assert operators.counts["multiply_codes"] == 3, name
+        assert operations.counts["multiply_codes"] == 3, name
 
 
 def test_a_stack_that_is_not_converted_is_a_loop_of_linear_layers():

@@ -11,7 +11,7 @@ from lightning_lowbit.quant import Operand, quantize_operand
 from lightning_lowbit.units import cpu_without
 from tests.nn.gemm.operands import NVFP4, ROWS, SIZES, TENSOR, WIDE, check, operands
 from tests.nn.layers import value
-from tests.products import Products
+from tests.operations import Operations
 from tests.tables import each
 
 ONE_LEVEL = Cast("e2m1", Scale("e4m3", 16))
@@ -54,7 +54,7 @@ def test_cpus_without_units_for_a_dtype_compute_in_float32(dtype):
         pairs[cast] = (quantize_operand(x, cast, 1), quantize_operand(w, cast, 0))
     for a, b in pairs.values():
         for own in (None, bias):
-            with cpu_without(dtype), Products() as seen:
+            with cpu_without(dtype), Operations() as seen:
                 found = matmul(a, b, own, dtype)
             assert seen.dtypes == {torch.float32}
             check(found, a, b, own, dtype, ulps=0.5)

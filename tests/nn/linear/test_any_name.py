@@ -121,10 +121,10 @@ def test_copies_pickles_and_state_dicts_are_those_of_the_class(name):
     assert type(classes.restore_classes(nn.Sequential(layer))[0]) is type(original)
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiled_and_recomputed_passes_have_the_same_bits(name):
-    torch._dynamo.reset()
     layer, x, g = layer_like(LAYERS[name](), NEAREST), torch.randn(16, IN), torch.randn(16, OUT)
     expected, given = run(layer, x, g), x.clone().requires_grad_()
     y = checkpoint(torch.compile(layer, fullgraph=True), given, use_reentrant=False)

@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_lowbit import LinearCasts, convert, quantize
+from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import set_phase
 from tests.nn.layers import Net, gradients, identical, layer_like, net, run, spied
 from tests.nn.linear.casts import EVERYTHING, IN, ONE_LEVEL, OUT, TOKENS
@@ -41,17 +40,6 @@ def test_repeated_runs_are_equal_and_steps_are_not():
         assert not torch.equal(first[name], second[name]), f"{name}: the next step rounds as this one did"
     keys.fill_(1)
     identical(gradients(model, x), first, "the first step again")
-
-
-def test_dropout_leaves_random_bits_alone():
-    """The bits of a layer do not depend on who else draws random numbers."""
-    model, _ = net()
-    cast = STOCHASTIC
-    x = torch.randn(16, 32)
-    key = model.first.lowbit.keys[2]
-    before = quantize(x, cast, key=key).codes
-    F.dropout(x, 0.5)
-    assert torch.equal(quantize(x, cast, key=key).codes, before)
 
 
 def test_copies_and_state_dicts():

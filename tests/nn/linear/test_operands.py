@@ -1,81 +1,15 @@
-"""The six operands of a layer: what is quantized, for which GEMM, and what autograd makes of it."""
-
-import copy
+"""The six operands of a layer: what is quantized, for which GEMM, and what the GEMMs make of it."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from lightning_lowbit import Cast, LinearCasts, Scale, quantize
+from lightning_lowbit import Cast
 from lightning_lowbit.nn import OPERANDS, PHASES, LayerKeys, set_phase
-from lightning_lowbit.nn.casts.linear_casts import SMOOTHINGS
-from tests.nn.layers import (
-    CONTRACTION,
-    GEMMS,
-    RESULTS,
-    by_definition,
-    every,
-    identical,
-    layer_like,
-    remember,
-    run,
-    smoothed,
-    spied,
-    value,
-)
-from tests.nn.linear.casts import IN, ONE_LEVEL, OUT, TOKENS
-from tests.nn.named_casts import CASTS, FP8_TENSORS, REMEMBERED, TWO_LEVEL
-from tests.references.fake_quantize import fake_quantize
+from tests.nn.layers import GEMMS, RESULTS, by_definition, layer_like, remember, run, smoothed, spied, value
+from tests.nn.linear.casts import IN, OUT, TOKENS
+from tests.nn.named_casts import CASTS, REMEMBERED
 from tests.tables import each
-
-
-class Straight(torch.autograd.Function):
-    """Quantized and dequantized by the package itself; the gradient passes straight through."""
-
-    @staticmethod
-    def forward(ctx, x, cast):
-        return quantize(x, cast).dequantize().to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-@each(
-    "cast",
-    [
-        ONE_LEVEL,
-        TWO_LEVEL,
-        Cast("int4", Scale("e5m2", 32)),
-        Cast("int8", Scale("fp32", "row")),
-        Cast("int4", Scale("fp32", "row", "power_of_two")),
-        Cast("e4m3", Scale("e8m0", "row")),
-        Cast("e4m3", Scale("fp32", "tensor")),
-        Cast("ternary", Scale("fp32", "tensor")),
-    ],
-)
-def test_fprop_is_autograd_through_fake_quantize(cast):
-    original = nn.Linear(IN, OUT)
-    layer = layer_like(original, LinearCasts(fprop_x=cast, fprop_w=cast, dgrad_w="fprop", wgrad_x="fprop"))
-    x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
-    found = run(layer, x, g)
-
-    class Reference(nn.Linear):
-        def forward(self, x):
-            fake = fake_quantize if isinstance(cast.scale.block, int) else Straight.apply
-            return F.linear(fake(x, cast), fake(self.weight, cast), self.bias)
-
-    reference = copy.deepcopy(original)
-    reference.__class__ = Reference
-    expected = run(reference, x, g)
-    if cast.scale.two_level or not cast.scale.per_block:  # these scales multiply sums here, elements there
-        for name, tensor in expected.items():
-            torch.testing.assert_close(
-                found[name], tensor, rtol=2e-6, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
-            )
-    else:
-        identical(found, expected, str(cast))
 
 
 @pytest.mark.pairwise(1)
@@ -173,57 +107,3 @@ def test_nothing_in_nothing_out(name):
     }
     assert not found["weight"].any()
     assert not found["bias"].any()
-
-
-@each("name", OPERANDS)
-def test_blocks_lie_along_the_contraction(name):
-    """A huge element flushes its block, one row or column of 16: the blocks that flush show where blocks lie."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"x": (TOKENS, IN), "w": (OUT, IN), "g": (TOKENS, OUT)}
-    tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-    tensor, axis = tensors[name[-1]], CONTRACTION[name]
-    tensor[20, 20] = 1000.0
-    original = nn.Linear(IN, OUT)
-    original.weight.data.copy_(tensors["w"])
-    layer = layer_like(original, LinearCasts(**{name: ONE_LEVEL}))
-    with spied() as seen:
-        run(layer, tensors["x"], tensors["g"])
-    flushed = (seen[name].values == 0) & (tensor.abs() > 0.8)
-    along = [slice(20, 21), slice(20, 21)]
-    along[axis] = slice(16, 32)
-    block = torch.zeros_like(flushed)
-    block[tuple(along)] = True
-    assert flushed.any()
-    assert not (flushed & ~block).any(), f"{name}: blocks do not lie along axis {axis}"
-
-
-def alike(cast, source):
-    return every(cast.replace(scale={"source": source}))
-
-
-@each("dtype", [torch.float32, torch.bfloat16])
-@each("cast", [TWO_LEVEL, Cast("e5m2", Scale("fp32", "tensor", margin=2)), Cast("int4", Scale("e8m0", "tensor"))])
-def test_without_a_history_delayed_scaling_is_current(cast, dtype):
-    """So is it with one whose amaxes are those of the tensors."""
-    original = nn.Linear(IN, OUT, dtype=dtype)
-    x, g = torch.randn(TOKENS, IN).to(dtype), torch.randn(TOKENS, OUT).to(dtype)
-    expected = run(layer_like(original, alike(cast, "current")), x, g)
-    layer = layer_like(original, alike(cast, "delayed"))
-    identical(run(layer, x, g), expected, "empty history,")
-    amaxes = {"x": x, "w": original.weight, "g": g}
-    remember(layer, {name: amaxes[name[-1]].abs().max().item() for name in OPERANDS})
-    identical(run(layer, x, g), expected, "history of the tensors themselves,")
-
-
-@pytest.mark.parametrize("kind", SMOOTHINGS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_smoothing_leaves_unquantized_gemms_alone(kind, dtype):
-    """To the bit: powers of two scale products and sums exactly."""
-    original = nn.Linear(IN, OUT, bias=False, dtype=dtype)
-    x, g = torch.randn(TOKENS, IN).to(dtype), torch.randn(TOKENS, OUT).to(dtype)
-    x[:, 7] *= 1e4
-    for gemm, operand in (("fprop", "fprop_w"), ("dgrad", "dgrad_w"), ("wgrad", "wgrad_x")):
-        casts = LinearCasts(**{operand: FP8_TENSORS.fprop_w})
-        plain, found = (run(layer_like(original, casts.replace(smooth=smooth)), x, g) for smooth in (None, kind))
-        others = [result for name, result in RESULTS.items() if name != gemm]
-        identical({name: found[name] for name in others}, {name: plain[name] for name in others}, f"{gemm} quantized,")

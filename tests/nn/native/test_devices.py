@@ -162,20 +162,19 @@ def test_a_device_is_asked_once(monkeypatch, within):
     devices._trial_obstacle.cache_clear()
 
 
+@pytest.mark.usefixtures("compiler")
 def test_asking_breaks_no_graph(monkeypatch, within):
     """A compiled layer asks the device while it is traced."""
     within(devices.declared("cpu", OF_GPUS))
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     devices._trial_obstacle.cache_clear()
-    torch._dynamo.reset()
     layer = convert(nn.Linear(32, 32), "mxfp8")
     x = torch.randn(8, 32)
     found = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
     assert len(stand_in.calls) == 4  # the question for three dtypes, and the forward pass
     assert torch.equal(found, layer(x))
     devices._trial_obstacle.cache_clear()
-    torch._dynamo.reset()
 
 
 def test_native_where_there_is_none_is_refused():

@@ -2,12 +2,11 @@
 
 import copy
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.functional import hessian, hvp, jacobian, jvp
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,8 +19,6 @@ from tests.nn.layers import layer_like, token_amax
 from tests.nn.named_casts import CASTS
 from tests.nn.passes.situations import SITUATIONS, WIDTH, frozen
 from tests.tables import each
-
-Model = Callable[[Tensor], Tensor]
 
 
 def refused(name):
@@ -166,15 +163,14 @@ def test_in_a_region_that_is_recomputed():
         gradient(lambda x: checkpoint(model, x, use_reentrant=False), x).square().sum().backward()
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 @each("backend", ["eager", "aot_eager"])
 def test_compiled_torch_refuses(backend):
-    torch._dynamo.reset()
     model = SITUATIONS["linear"].model("int4")
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     with pytest.raises(RuntimeError, match="does not require grad|double backward|donated buffers"):
         penalty(compiled, SITUATIONS["linear"].input())
-    torch._dynamo.reset()
 
 
 class Penalized(LightningModule):

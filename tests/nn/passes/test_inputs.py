@@ -1,15 +1,13 @@
 """What a quantized layer refuses to take or to be part of; jagged tensors, and tensors without values."""
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from lightning.fabric.utilities.throughput import measure_flops
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.functional import jacobian
 from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vjp, vmap
 
@@ -17,8 +15,6 @@ from lightning_lowbit import bake, convert
 from lightning_lowbit.nn import LayerKeys, set_phase
 from tests.nn.passes.situations import LINEAR, SITUATIONS, WIDTH, frozen
 from tests.tables import each
-
-Transform = Callable[[Any, Tensor], Any]
 
 
 def weights(model):
@@ -108,14 +104,13 @@ def test_batches_of_gradients_are_refused(kind):
         vmap(lambda g: torch.autograd.grad(y, x, g))(torch.ones(3, *y.shape))
 
 
+@pytest.mark.usefixtures("compiler")
 def test_a_compiled_transform_is_refused():
     """It gave zeros."""
-    torch._dynamo.reset()
     model, x = SITUATIONS["linear"].model("int4"), SITUATIONS["linear"].input(False)
     transformed = torch.compile(lambda x: grad(lambda x: model(x).sum())(x), backend="eager")
     with pytest.raises(Exception, match="a quantized layer cannot be transformed by torch.func"):
         transformed(x)
-    torch._dynamo.reset()
 
 
 TRACERS = {

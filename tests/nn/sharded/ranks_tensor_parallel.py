@@ -8,7 +8,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -31,8 +31,6 @@ CUT = {"column": {"w": 0, "g": 1}, "row": {"x": 1, "w": 1}}
 # itself asks for even parts where they are handed over, so that all are given the whole x.
 UNEVEN = ("fp8-current", "rows", "ternary", "rows, powers of two", "channels")
 SIZES = {"even": (256, 256), "uneven": (7, 5), "empty": (1, 1)}
-
-Results = dict[str, Tensor]
 
 
 def part(tensor, dim):

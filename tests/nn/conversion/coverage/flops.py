@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as module_globals
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys, QuantizedLayer
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.quant import Hadamard
+from tests.operations import Operations
 
 NVFP4 = LinearCasts.preset("nvfp4")
 BITS, HP_BITS = 4.5, 16
@@ -85,25 +85,13 @@ def backward(output):
     output.square().sum().backward()
 
 
-class Operations(TorchDispatchMode):
-    """Notes what runs, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def count(model, *inputs, runs=None, **kwargs):
     """Counts a forward and, in training, a backward pass, in which an operation ``runs``."""
     with quantized(model), Operations() as operations, GemmCounter(model) as counter:
         output = model(*inputs, **kwargs)
         if model.training:
             backward(output)
-    assert runs is None or runs in operations.names, f"{runs} did not run: {operations.names}"
+    assert runs is None or runs in operations.counts, f"{runs} did not run: {[*operations.counts]}"
     return counter
 
 

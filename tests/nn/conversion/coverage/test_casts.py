@@ -11,7 +11,6 @@ from tests.nn.conversion.coverage.flops import (
     BACKWARD,
     BITS,
     HADAMARD,
-    HP_BITS,
     MEANS,
     NVFP4,
     TOKENS,
@@ -113,24 +112,6 @@ def test_one_gemm_in_high_precision():
     assert coverage.average_bits == pytest.approx((5 * BITS + (BITS + 16) / 2 + 3 * 16) / 9)
 
 
-@each(
-    ("cast", "bits"),
-    [
-        (NVFP4.fprop_x, 4.5),
-        (NVFP4.wgrad_g, 4.5),
-        (Cast("e2m1", Scale("e4m3", 32)), 4.25),
-        (Cast("e2m1", Scale("e4m3", (16, 16))), 4.03125),
-        (Cast("e2m1", Scale("e4m3", (1, 128))), 4.0625),
-        (Cast("e2m3", Scale("e5m2", 16)), 6.5),
-        (Cast("e4m3", Scale("e4m3", 128)), 8.0625),
-        (Cast("int2", Scale("e4m3", 16)), 2.5),
-    ],
-)
-def test_bits_of_a_cast(cast, bits):
-    """The scale of a block is shared by its elements; that of the tensor weighs nothing."""
-    assert cast.bits == bits
-
-
 @pytest.mark.parametrize(
     ("operation", "name"),
     [
@@ -215,27 +196,3 @@ def test_rotations_and_means(changes):
     model = low_bit(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32)), NVFP4.replace(**changes))
     counter = count(model, x_of(32, 64, grad=True))
     assert_counted(counter, {"0": layer(32, 64, 48), "2": layer(32, 48, 32)}, {})
-
-
-def test_casts_of_rows_and_tensors_are_covered():
-    """Their scales count as no bits: there is one for a whole row."""
-    rows, tensor = Cast("int8", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor"))
-    model = low_bit(nn.Sequential(nn.Linear(64, 48)), LinearCasts(rows, tensor, rows, "fprop", rows, None))
-    counter = count(model, x_of(32, 64, grad=True))
-    flops = gemm(32, 64, 48)
-    coverage = counter.coverage()
-    assert coverage.low_bit == 2 * flops
-    assert coverage.uncovered == {"0 (wgrad)": flops}
-    assert coverage.average_bits == pytest.approx((8 + 8 + (8 + HP_BITS) / 2) / 3)
-
-
-def test_a_phase_without_rotations():
-    """Coverage of another phase follows from the counts, whatever was rotated when they were made."""
-    model = low_bit(nn.Sequential(nn.Linear(64, 48)), NVFP4.replace(hadamard=HADAMARD, subtract_mean=MEANS))
-    counter = count(model, x_of(32, 64, grad=True))
-    assert counter.coverage().uncounted == ()
-    assert counter.coverage("fqt").average_bits == pytest.approx(BITS)
-    assert counter.coverage("bf16").share == 0
-    assert counter.coverage("bf16").average_bits == HP_BITS
-    assert 0 < counter.coverage("qaf").share < counter.coverage("fqt").share == 1
-    assert counter.coverage("qaf").uncovered.keys() == {"0 (dgrad)", "0 (wgrad)"}

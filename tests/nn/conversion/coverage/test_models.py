@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_lowbit.nn import QuantLinear
 from tests.nn.conversion.coverage.flops import (
     BACKWARD,
     BATCH,
@@ -194,72 +193,6 @@ def test_without_gradients(context):
         counter, rows = count(model, x_of(BATCH, TOKENS, WIDTH)), BATCH * TOKENS
     others = {"plain": gemm(rows, 4, 8), "": attention(BATCH, TOKENS, TOKENS, 4), "convolution": gemm(rows, 6, 4)}
     assert_counted(counter, {"layer": layer(rows, WIDTH, 8, BACKWARD)}, others)
-
-
-def test_gpt2():
-    """Its layers are Conv1D; only attention itself is left."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=32, n_positions=8, n_embd=WIDTH, n_layer=2, n_head=HEADS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    model = low_bit(GPT2LMHeadModel(config)).train()
-    counter, rows = count(model, torch.arange(BATCH * TOKENS).view(BATCH, TOKENS), use_cache=False), BATCH * TOKENS
-    shapes = {"attn.c_attn": (WIDTH, 3 * WIDTH), "attn.c_proj": (WIDTH, WIDTH)}
-    shapes |= {"mlp.c_fc": (WIDTH, 4 * WIDTH), "mlp.c_proj": (4 * WIDTH, WIDTH)}
-    layers = {f"transformer.h.{i}.{name}": layer(rows, *shape) for i in range(2) for name, shape in shapes.items()}
-    layers["lm_head"] = layer(rows, WIDTH, 32)
-    forward = attention(BATCH, TOKENS, TOKENS, WIDTH)
-    assert_counted(counter, layers, {f"transformer.h.{i}.attn": forward + fused_backward(forward) for i in range(2)})
-
-
-def encoder_sizes():
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS, "intermediate_size": 24}
-    return sizes | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
-
-
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-def test_a_bert_classifier(kernel):
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(vocab_size=32, max_position_embeddings=8, attn_implementation=kernel, **encoder_sizes())
-    model = low_bit(BertForSequenceClassification(config)).train()
-    counter, rows = count(model, torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)), BATCH * TOKENS
-    block = "bert.encoder.layer.0"
-    layers = {f"{block}.attention.self.{name}": layer(rows, WIDTH, WIDTH) for name in ("query", "key", "value")}
-    layers |= {
-        f"{block}.attention.output.dense": layer(rows, WIDTH, WIDTH),
-        f"{block}.intermediate.dense": layer(rows, WIDTH, 24),
-        f"{block}.output.dense": layer(rows, 24, WIDTH),
-        "bert.pooler.dense": layer(BATCH, WIDTH, WIDTH),
-        "classifier": layer(BATCH, WIDTH, 3),
-    }
-    forward = attention(BATCH, TOKENS, TOKENS, WIDTH)
-    products = forward + (fused_backward(forward) if kernel == "sdpa" else 2 * forward)
-    assert_counted(counter, layers, {f"{block}.attention.self": products})
-
-
-def test_a_vit_classifier():
-    """The patches are a convolution, of whose input no gradient is needed."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    model = low_bit(ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **encoder_sizes()))).train()
-    counter = count(model, x_of(BATCH, 3, 8, 8))
-    patches, rows = BATCH * 4, BATCH * 5  # with the class token
-    shapes = sorted((m.in_features, m.out_features) for m in model.modules() if isinstance(m, QuantLinear))
-    assert shapes == [(WIDTH, 3)] + [(WIDTH, WIDTH)] * 4 + [(WIDTH, 24), (24, WIDTH)]
-    layers = {
-        name: layer(BATCH if name == "classifier" else rows, m.in_features, m.out_features)
-        for name, m in model.named_modules()
-        if isinstance(m, QuantLinear)
-    }
-    [convolution] = [name for name, m in model.named_modules() if isinstance(m, nn.Conv2d)]
-    layers[convolution] = layer(patches, 3 * 4 * 4, WIDTH, ["dgrad"])
-    blocks = [name for name, m in model.named_modules() if type(m).__name__.endswith("Attention")]
-    block = max(blocks, key=len)  # transformers 5.8 has one in another
-    forward = attention(BATCH, 5, 5, WIDTH)
-    others = {block: forward + fused_backward(forward)}
-    assert_counted(counter, layers, others)
 
 
 def test_a_unet():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import compilation
 from lightning_lowbit.nn import GemmCounter, set_phase
@@ -53,20 +54,12 @@ def test_a_layer_called_twice():
 
 
 def test_an_input_given_by_name():
-    """A converted layer may be called as nn.Linear may."""
-    model = low_bit(Applied(lambda self, x: self.layer(input=x), layer=nn.Linear(WIDTH, 8)))
-    with GemmCounter(model) as counter:
-        backward(model(x_of(TOKENS, WIDTH, grad=True)))
-    assert_counted(counter, {"layer": layer(TOKENS, WIDTH, 8)}, {})
-
-
-def test_a_conv1d_input_given_by_name():
-    from transformers.pytorch_utils import Conv1D
-
-    model = low_bit(Applied(lambda self, x: self.layer(x=x), layer=Conv1D(8, WIDTH)))
-    with GemmCounter(model) as counter:
-        backward(model(x_of(TOKENS, WIDTH, grad=True)))
-    assert_counted(counter, {"layer": layer(TOKENS, WIDTH, 8)}, {})
+    """A converted layer may be called as its original may."""
+    for name, original in (("input", nn.Linear(WIDTH, 8)), ("x", Conv1D(8, WIDTH))):
+        model = low_bit(Applied(lambda self, x, name=name: self.layer(**{name: x}), layer=original))
+        with GemmCounter(model) as counter:
+            backward(model(x_of(TOKENS, WIDTH, grad=True)))
+        assert_counted(counter, {"layer": layer(TOKENS, WIDTH, 8)}, {})
 
 
 def test_two_towers():
@@ -202,12 +195,12 @@ def test_a_compiled_function_that_calls_modules():
     assert counter.gemms == count(model, x).gemms
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_casts_are_compiled_after_the_count():
     """What torch.compile once ran as eager code stays eager code; the casts of a run must not be among it."""
     x = x_of(TOKENS, WIDTH)
     model = low_bit(tower(WIDTH, 8))
-    torch._dynamo.reset()
     counters.clear()
     with compilation.backend("compiled"):
         with GemmCounter(model):
