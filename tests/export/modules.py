@@ -1,92 +1,43 @@
-"""Modules of one's own, as Lightning lets them be made and loaded."""
+"""Modules that users write around a model of transformers."""
+
+import copy
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from lightning_lowbit._lightning import LightningModule
+from lightning_lowbit.recipes.models import CausalLM
 
 
-class Plain(LightningModule):
-    """A network of two layers; ``forward`` multiplies its result by ``factor``."""
+class Compiled(CausalLM):
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.model = torch.compile(self.model)
 
-    def __init__(self, seed=0):
+
+class Based(LightningModule):
+    """Begins with the weights of a folder."""
+
+    def __init__(self, folder, **others):
         super().__init__()
         self.save_hyperparameters()
-        self.factor, self.seed = 1.0, seed
-        torch.manual_seed(seed)
-        self.build()
-
-    def build(self):
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-
-    def forward(self, x):
-        return self.net(x) * self.factor
-
-    def training_step(self, batch, index):
-        return self(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
 
 
-class Drawn(Plain):
-    """Draws a buffer, which no checkpoint holds, after the weights of a layer."""
+class Moved(Based):
+    """The same, after the folder has moved to one beside it."""
 
-    def build(self):
-        self.first = nn.Linear(16, 16)
-        self.register_buffer("frequencies", torch.randn(16, 16), persistent=False)
-        super().build()
-
-    def forward(self, x):
-        return self.net((self.first(x) @ self.frequencies).sin())
+    def __init__(self, folder, **others):
+        super().__init__(f"{folder}-moved", **others)
 
 
-class Computed(Plain):
-    """Computes a constant from its first weights."""
+class Distilled(CausalLM):
+    """With a teacher, which comes first, and a layer behind the model."""
 
-    def build(self):
-        super().build()
-        self.factor = float(self.net[0].weight.detach().abs().max())
-
-
-class Built(Plain):
-    """Makes its layers in ``configure_model``."""
-
-    def build(self):
-        self.net = None
-
-    def configure_model(self):
-        if self.net is None:
-            torch.manual_seed(self.seed)
-            super().build()
-
-
-class Hooked(Plain):
-    """Keeps a number in its checkpoints by Lightning's hooks, under another name of a weight."""
-
-    def on_train_end(self):
-        self.factor = 3.0
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["factor"] = 3.0
-        checkpoint["state_dict"]["before"] = checkpoint["state_dict"].pop("net.0.bias")
-
-    def on_load_checkpoint(self, checkpoint):
-        self.factor = checkpoint["factor"]
-        checkpoint["state_dict"]["net.0.bias"] = checkpoint["state_dict"].pop("before")
-
-
-class Partial(Plain):
-    """Leaves frozen weights, which a seed makes anew, out of its checkpoints."""
-
-    def build(self):
-        super().build()
-        self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.strict_loading = False
-
-    def forward(self, x):
-        return self.net(self.frozen(x))
-
-    def on_save_checkpoint(self, checkpoint):
-        state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: state[name] for name in state if not name.startswith("frozen")}
+    def __init__(self, **given):
+        super().__init__(**given)
+        student = self.model
+        del self.model
+        self.teacher, self.model = copy.deepcopy(student), student
+        self.head = nn.Linear(4, 4)

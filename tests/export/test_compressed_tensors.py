@@ -74,6 +74,7 @@ def continuation(model, tokens, length=12):
     return tokens[0].tolist()
 
 
+@pytest.mark.filterwarnings("ignore:transformers computes with a folder of .* in torch.bfloat16 alone")
 @pytest.mark.parametrize(("network", "casts", "format", "options"), CASES, ids=IDS)
 def test_the_client_computes_what_was_trained(trained, text, tmp_path, network, casts, format, options):
     pytest.importorskip("compressed_tensors")

@@ -102,7 +102,7 @@ def test_no_value_is_refused_that_the_parser_accepts():
         (["--trainer.callbacks+=EarlyStoping"], "Did you mean 'EarlyStopping'? Give its path"),
         (["--trainer.plugins.backend=nativ"], "Unknown backend 'nativ'. Did you mean 'native'?"),
         (["--trainer.plugins=lightning_lowbit.FP8Precision", "--trainer.plugins.scaling=row_wise"], "Unknown scaling"),
-        (["--trainer.plugins.compute_dtype=x"], "Choose one of: 'bf16', 'fp16', 'fp32'"),
+        (["--trainer.plugins.compute_dtype=x"], "Choose one of: 'auto', 'bf16', 'fp16', 'fp32'"),
     ],
 )
 def test_a_value_that_an_option_does_not_take_is_answered_with_what_it_takes(arguments, line, capsys):
