@@ -4,6 +4,7 @@
 module chooses the one that was imported first, else ``lightning.pytorch``. Only this module uses private attributes.
 """
 
+import math
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -47,6 +48,7 @@ SLURMEnvironment = fabric.plugins.environments.slurm.SLURMEnvironment
 TrainerFn = pytorch.trainer.states.TrainerFn
 
 CSVLogger = pytorch.loggers.CSVLogger
+GradientAccumulationScheduler = pytorch.callbacks.GradientAccumulationScheduler
 Logger = pytorch.loggers.Logger
 MLFlowLogger = pytorch.loggers.MLFlowLogger
 ModelCheckpoint = pytorch.callbacks.ModelCheckpoint
@@ -92,6 +94,22 @@ def check_trainer(user: object, trainer: object) -> None:
 @cache
 def say_once(text: str) -> None:
     rank_zero_info(text)
+
+
+def total_steps(trainer: Trainer) -> float:
+    """Returns the number of optimizer steps of a run with automatic optimization; infinity if it is unknown.
+
+    Lightning's estimate is -1 for data without a length, and takes the first accumulation for that of all epochs.
+    """
+    total = trainer.estimated_stepping_batches
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
+    if schedules and trainer.max_epochs != -1 and trainer.num_training_batches < math.inf:
+        epochs = range(trainer.max_epochs or 0)
+        accumulated = [schedules[-1].get_accumulate_grad_batches(epoch) for epoch in epochs]
+        total = sum(math.ceil(trainer.num_training_batches / batches) for batches in accumulated)
+        return total if trainer.max_steps == -1 else min(total, trainer.max_steps)
+    return math.inf if total == -1 else total
 
 
 # --- private parts of Lightning ---

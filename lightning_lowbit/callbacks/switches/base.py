@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from lightning_lowbit._lightning import LightningModule, Trainer, is_validation_of_fit, say_once
+from lightning_lowbit._lightning import LightningModule, Trainer, is_validation_of_fit, say_once, total_steps
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow, AtPlateau, Below, Plateau
 from lightning_lowbit.callbacks.switches.step_triggers import AtFraction, AtStep, AtTokens, Trigger
@@ -63,7 +63,7 @@ class Switch(LowBitCallback):
         self._conflicting = [
             other for other in callbacks if isinstance(other, Switch) and other.changes == self.changes
         ]
-        due, total = self._resolve(trainer, pl_module), trainer.estimated_stepping_batches
+        due, total = self._resolve(trainer, pl_module), total_steps(trainer)
         # Manual optimization may take more steps than there are batches.
         if self._trigger.is_known and pl_module.automatic_optimization and due >= total:
             say_once(
