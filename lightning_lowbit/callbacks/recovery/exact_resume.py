@@ -9,7 +9,7 @@ import torch
 from lightning_lowbit._lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.nn.state.keys import hash_numbers
-from lightning_lowbit.precision.run_settings import global_seed
+from lightning_lowbit.precision.run_settings import data_rank, global_seed
 
 _AFTER_THE_EPOCH = (
     "The checkpoint was saved when its epoch had ended: at its end, or by Trainer.save_checkpoint after fit. "
@@ -19,7 +19,7 @@ _AFTER_THE_EPOCH = (
 
 
 class ExactResume(LowBitCallback):
-    """Seeds torch, NumPy and Python before each training batch, from (seed, optimizer step, batch, rank).
+    """Seeds torch, NumPy and Python before each training batch, from (seed, optimizer step, batch, rank of its data).
 
     Lightning's checkpoints hold no random state, so dropout draws other numbers after a resume. With this callback, the
     random numbers of a batch depend only on its place in the run.
@@ -39,6 +39,10 @@ class ExactResume(LowBitCallback):
     def __init__(self, seed: int | None = None) -> None:
         self.seed = global_seed() if seed is None else seed
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes the first process's seed: others may have been started after another ``seed_everything``."""
+        self.seed = trainer.strategy.broadcast(self.seed)
+
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Warns if Lightning takes the place in the run for another one."""
         loop = checkpoint.get("loops", {}).get("fit_loop")
@@ -53,7 +57,7 @@ class ExactResume(LowBitCallback):
             rank_zero_warn(_AFTER_THE_EPOCH.format(which=which, or_else=", or set max_epochs alone"))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        seed = hash_numbers(self.seed, trainer.global_step, batch_idx, trainer.global_rank) % 2**64
+        seed = hash_numbers(self.seed, trainer.global_step, batch_idx, data_rank(trainer)) % 2**64
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from lightning_lowbit import ExactResume
+from tests.launch import launch
 from tests.lightning_imports import BoringModel, quiet_trainer
 from tests.tables import each
 
@@ -81,3 +82,10 @@ def test_a_run_continued_at_another_place_gets_a_warning(first, then, reason, tm
     assert (model.seen == whole.seen) == (reason is None)
     messages = [str(warning.message) for warning in records if "its epoch had ended" in str(warning.message)]
     assert len(messages) == (reason is not None) and all(reason in message for message in messages)
+
+
+def test_ranks_draw_alike_where_they_share_a_batch(tmp_path):
+    """With tensor parallelism they must, for replicated weights to stay the same."""
+    first, second = launch("tests.callbacks.recovery.ranks_exact_resume", 2, tmp_path, "ddp", "tp")
+    assert first["tp"] == second["tp"]
+    assert first["ddp"] == first["tp"] and not set(first["ddp"]) & set(second["ddp"])
