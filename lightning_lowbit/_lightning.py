@@ -6,7 +6,7 @@ module chooses the one that was imported first, else ``lightning.pytorch``. Only
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -142,6 +142,23 @@ def validation_is_due(trainer: Trainer) -> bool:
     """Returns whether a validation follows this batch. A run resumed from before that validation would skip it."""
     loop = trainer.fit_loop
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # type: ignore[arg-type]
+
+
+def call_before_fetches(trainer: Trainer, function: Callable[[int], None]) -> None:
+    """Calls a function before the process fetches a training batch, with its number in the epoch.
+
+    Call it in ``on_train_start``. Lightning has no hook there: it takes the place of the start of a profile.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    start = type(loop)._on_before_fetch
+
+    def before_fetch() -> None:
+        fetcher = trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        function(fetcher.fetched)
+        start(loop)
+
+    loop._on_before_fetch = before_fetch  # type: ignore[method-assign]
 
 
 def logged_metrics(trainer: Trainer) -> dict[str, Any]:
