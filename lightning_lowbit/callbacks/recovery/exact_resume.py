@@ -67,7 +67,8 @@ class ExactResume(LowBitCallback):
         call_before_fetches(trainer, before_fetch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        _seed(self.seed, trainer.global_step, batch_idx, data_rank(trainer))
+        # Steps of raw optimizers (use_pl_optimizer=False) are not counted; then the epoch tells batches apart.
+        _seed(self.seed, trainer.global_step or trainer.current_epoch, batch_idx, data_rank(trainer))
 
 
 def _seed(*place: int) -> None:

@@ -45,6 +45,20 @@ def test_draws_depend_on_the_place_and_the_seed_alone(monkeypatch):
     assert draws() == draws(seed=1)
 
 
+def test_an_epoch_of_raw_optimizers_draws_other_numbers_than_the_last():
+    class Raw(Draws):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+            self.optimizers(use_pl_optimizer=False).step()
+
+    quiet_trainer(max_epochs=3, limit_train_batches=4, limit_val_batches=0, callbacks=[ExactResume()]).fit(
+        model := Raw()
+    )
+    assert len(set(model.seen)) == 12
+
+
 class Loader:
     """Eight noisy batches in a new order each epoch; it remembers its place."""
 

@@ -113,6 +113,20 @@ def test_needs_the_plugin():
         trainer.fit(BoringModel())
 
 
+def test_steps_that_nothing_counts_get_a_warning():
+    class Raw(Two):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+            self.optimizers(use_pl_optimizer=False).step()
+
+    switches = [QAFSwitch(step=4), PrecisionSwitch("bf16", step=5)]
+    with pytest.warns(UserWarning, match="QAFSwitch goes by trainer.global_step, which is still 0") as warned:
+        runs.trainer(runs.two_casts(), callbacks=switches, max_steps=-1, max_epochs=1).fit(Raw())
+    assert sum("goes by trainer.global_step" in str(warning.message) for warning in warned) == 1
+
+
 class Stream(IterableDataset):
     """Data without a length."""
 
