@@ -177,8 +177,8 @@ class RecipeModule(LightningModule):
         if isinstance(scheduler, WarmupSchedule) and scheduler.total_steps == math.inf:
             if (total := total_steps(self.trainer)) == math.inf:
                 raise ValueError(
-                    f"{type(scheduler).__name__} needs the length of the run: set max_steps, total_steps, or "
-                    "max_epochs for data with a length."
+                    f"{type(scheduler).__name__} needs the length of the run: set max_steps, max_epochs or "
+                    "total_steps; with max_epochs the data need a length."
                 )
             scheduler.set_total_steps(total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
