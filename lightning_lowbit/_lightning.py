@@ -4,8 +4,9 @@
 module chooses the one that was imported first, else ``lightning.pytorch``. Only this module uses private attributes.
 """
 
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ SLURMEnvironment = fabric.plugins.environments.slurm.SLURMEnvironment
 TrainerFn = pytorch.trainer.states.TrainerFn
 
 CSVLogger = pytorch.loggers.CSVLogger
+GradientAccumulationScheduler = pytorch.callbacks.GradientAccumulationScheduler
 Logger = pytorch.loggers.Logger
 MLFlowLogger = pytorch.loggers.MLFlowLogger
 ModelCheckpoint = pytorch.callbacks.ModelCheckpoint
@@ -94,6 +96,22 @@ def say_once(text: str) -> None:
     rank_zero_info(text)
 
 
+def total_steps(trainer: Trainer) -> float:
+    """Returns the number of optimizer steps of a run with automatic optimization; infinity if it is unknown.
+
+    Lightning's estimate is -1 for data without a length, and takes the first accumulation for that of all epochs.
+    """
+    total = trainer.estimated_stepping_batches
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
+    if schedules and trainer.max_epochs != -1 and trainer.num_training_batches < math.inf:
+        epochs = range(trainer.max_epochs or 0)
+        accumulated = [schedules[-1].get_accumulate_grad_batches(epoch) for epoch in epochs]
+        total = sum(math.ceil(trainer.num_training_batches / batches) for batches in accumulated)
+        return total if trainer.max_steps == -1 else min(total, trainer.max_steps)
+    return math.inf if total == -1 else total
+
+
 # --- private parts of Lightning ---
 
 is_local = fabric.utilities.cloud_io._is_local_file_protocol  # a path, rather than in an object store
@@ -124,6 +142,23 @@ def validation_is_due(trainer: Trainer) -> bool:
     """Returns whether a validation follows this batch. A run resumed from before that validation would skip it."""
     loop = trainer.fit_loop
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # type: ignore[arg-type]
+
+
+def call_before_fetches(trainer: Trainer, function: Callable[[int], None]) -> None:
+    """Calls a function before the process fetches a training batch, with its number in the epoch.
+
+    Call it in ``on_train_start``. Lightning has no hook there: it takes the place of the start of a profile.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    start = type(loop)._on_before_fetch
+
+    def before_fetch() -> None:
+        fetcher = trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        function(fetcher.fetched)
+        start(loop)
+
+    loop._on_before_fetch = before_fetch  # type: ignore[method-assign]
 
 
 def logged_metrics(trainer: Trainer) -> dict[str, Any]:

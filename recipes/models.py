@@ -26,6 +26,7 @@ from lightning_lowbit._lightning import (
     OptimizerCallable,
     OptimizerLRScheduler,
     TrainerFn,
+    total_steps,
 )
 from lightning_lowbit.checks import choose, nearest
 from lightning_lowbit.distributed import connect, gradient_norm
@@ -174,11 +175,12 @@ class RecipeModule(LightningModule):
             return optimizer
         scheduler = self.make_scheduler(optimizer)
         if isinstance(scheduler, WarmupSchedule) and scheduler.total_steps == math.inf:
-            if self.trainer.estimated_stepping_batches == math.inf:
+            if (total := total_steps(self.trainer)) == math.inf:
                 raise ValueError(
-                    f"{type(scheduler).__name__} needs the length of the run: set max_steps, max_epochs or total_steps."
+                    f"{type(scheduler).__name__} needs the length of the run: set max_steps, max_epochs or "
+                    "total_steps; with max_epochs the data need a length."
                 )
-            scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
+            scheduler.set_total_steps(total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 

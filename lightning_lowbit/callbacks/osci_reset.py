@@ -72,7 +72,8 @@ class OsciReset(LowBitCallback):
 
     Raises:
         ValueError: an argument is out of range.
-        MisconfigurationException: when training starts: weights are sharded, or none is rounded to nearest.
+        MisconfigurationException: when training starts: weights are sharded or have master weights, or none is
+            rounded to nearest.
 
     Examples:
         >>> Trainer(max_steps=10_000, plugins=[FP4Precision()], callbacks=[OsciReset(start=6_000)])
@@ -106,6 +107,13 @@ class OsciReset(LowBitCallback):
             raise MisconfigurationException(
                 f"OsciReset needs weights that are rounded to nearest, and of {len(layers)} converted layers none has "
                 "one. Use e.g. Trainer(plugins=[FP4Precision()]), or leave out the callback."
+            )
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        copied = {id(p) for group in groups if group.get("master_weights") for p in group["params"]}
+        if any(id(layer.weight) in copied for layer in self._layers.values()):
+            raise MisconfigurationException(
+                "OsciReset sets weights, which an optimizer with master_weights='fp16' computes from its own copies: "
+                "they would be back after a step. Leave out master_weights or the callback."
             )
         for name in self._loaded.keys() & self._layers.keys():
             self._paths[name] = paths = _Paths.begin(self._matrix(name))

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from lightning_lowbit.callbacks.layer_table import (
     speed_on_cpu,
 )
 from lightning_lowbit.nn import Coverage, GemmCounter
-from lightning_lowbit.nn.casts.linear_casts import PHASES
+from lightning_lowbit.nn.casts.linear_casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.inventory import Inventory
 from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.nn.layers.speed import Speed
@@ -29,11 +29,30 @@ from lightning_lowbit.report.blocks import Section, Table, Text
 from lightning_lowbit.report.contents import casts_in_words
 from lightning_lowbit.report.run_folder import run_folder
 from lightning_lowbit.report.tables import show
-from lightning_lowbit.saved_state import NUMBER, count
+from lightning_lowbit.saved_state import NUMBER, OneOf, count
 
 _NEW = "new since the model was converted; the next fit converts it"
 _REASONS = 3  # of an alert
 _BLENDING = "blending"  # steps with λ below 1, in any phase: operands are still in high precision
+
+
+class _Stretch(NamedTuple):
+    """Optimizer steps by phase, all with the same casts of layers; none for those that a checkpoint has."""
+
+    casts: dict[str, LinearCasts]
+    steps: Counter[str]
+
+
+class _Part(NamedTuple):
+    """Bits per operand in some optimizer steps; older checkpoints do not say in which phase."""
+
+    bits: float
+    steps: int
+    phase: str | None = None
+
+
+def _mean_bits(parts: list[_Part]) -> float:
+    return sum(part.bits * part.steps for part in parts) / sum(part.steps for part in parts)
 
 
 def _is_phase(value: object) -> bool:
@@ -78,7 +97,7 @@ class PrecisionSummary(LowBitCallback):
     saved: ClassVar[Any] = {
         "steps": {_is_phase: count},
         "since?": {_is_phase: count},
-        "past?": [(NUMBER, count)],
+        "past?": [OneOf((NUMBER, count, _is_phase), (NUMBER, count))],
     }
 
     def __init__(self, filename: str = "precision_summary.json", quiet: bool = False) -> None:
@@ -97,8 +116,8 @@ class PrecisionSummary(LowBitCallback):
 
     def _start_afresh(self) -> None:
         self._steps: Counter[str] = Counter()  # optimizer steps by phase
-        self._since: Counter[str] = Counter()  # since the last change of layers
-        self._past: list[list[float]] = []  # bits per operand, and steps, of each time before
+        self._since: list[_Stretch] = []  # since the last change of layers
+        self._past: list[_Part] = []  # of each time before
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.counter, self._counting, self._model = None, False, pl_module
@@ -106,6 +125,8 @@ class PrecisionSummary(LowBitCallback):
         plugin = trainer.precision_plugin
         self._dtype, self._why = compute_dtype(plugin), getattr(plugin, "compute_reason", "")
         self._speed = speed_on_cpu(pl_module, self._dtype) if trainer.is_global_zero else None
+        casts = GemmCounter(pl_module).casts()
+        self._since = [stretch if stretch.casts else _Stretch(casts, stretch.steps) for stretch in self._since]
         folder = trainer.log_dir  # all processes ask for it together
         self._folder = Path(folder) if folder is not None and trainer.loggers and "://" not in folder else None
         self._show(trainer, *self._layer_blocks(pl_module), *casts_in_words(pl_module))
@@ -115,8 +136,7 @@ class PrecisionSummary(LowBitCallback):
             added, removed = self._inventory.take(pl_module)
             self._added |= added.keys()
             if self.counter is not None and (added or removed):
-                self._past += [[self._bits(phase), count] for phase, count in self._since.items()]
-                self._since.clear()
+                self._past, self._since = self._past + self._parts(self._since), []
                 self.counter = None  # counts anew
         if self.counter is None:
             self.counter = GemmCounter(pl_module)
@@ -131,7 +151,7 @@ class PrecisionSummary(LowBitCallback):
         """Stops counting before the optimizer's own arithmetic; notes the phase of the step."""
         phase = self._phase(trainer)
         self._steps[phase] += 1
-        self._since[phase] += 1
+        self._stretch().steps[phase] += 1
         if pl_module.automatic_optimization:
             self._stop(trainer)
         elif self._counting and self.counter is not None:
@@ -176,13 +196,30 @@ class PrecisionSummary(LowBitCallback):
         return self.counter.coverage(phase, torch.finfo(self._dtype).bits)
 
     def average_bits(self) -> float:
-        """Averages the bits of a GEMM operand over FLOPs and all optimizer steps, also before layers changed."""
-        steps = self._since if self._steps else Counter({"fqt": 1})
-        parts = [*self._past, *([self._bits(phase), count] for phase, count in steps.items())]
-        return sum(bits * count for bits, count in parts) / sum(count for _, count in parts)
+        """Averages the bits of a GEMM operand over FLOPs and all optimizer steps, each with its layers and casts."""
+        measured = self.coverage("fqt").average_bits
+        return _mean_bits(self._past + self._parts(self._since)) if self._steps else measured
 
-    def _bits(self, phase: str) -> float:
-        return self.coverage("bf16" if phase == _BLENDING else phase).average_bits
+    def _bits_by_phase(self) -> dict[str, float]:
+        parts = self._past + self._parts(self._since) if self._steps else [_Part(self.average_bits(), 1, "fqt")]
+        phases = dict.fromkeys(part.phase for part in parts if part.phase is not None)
+        return {phase: _mean_bits([part for part in parts if part.phase == phase]) for phase in phases}
+
+    def _stretch(self) -> "_Stretch":
+        casts = {} if self.counter is None else self.counter.casts()
+        stretch = next((one for one in self._since if one.casts == casts), None)
+        if stretch is None:
+            self._since.append(stretch := _Stretch(casts, Counter()))
+        return stretch
+
+    def _parts(self, stretches: list["_Stretch"]) -> list["_Part"]:
+        assert self.counter is not None and not self._counting
+        bits, parts = torch.finfo(self._dtype).bits, []
+        for casts, steps in stretches:
+            for phase, number in steps.items():
+                measured = self.counter.coverage("bf16" if phase == _BLENDING else phase, bits, casts)
+                parts.append(_Part(measured.average_bits, number, phase))
+        return parts
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         data: dict[str, Any] = {"layers": list(layer_data(self._model, self._dtype)) if self._model is not None else []}
@@ -195,7 +232,7 @@ class PrecisionSummary(LowBitCallback):
             data |= {
                 "flops_per_micro_batch": measured.flops,
                 "coverage": measured.share,
-                "bits_by_phase": {phase: self._bits(phase) for phase in self._steps or ["fqt"]},
+                "bits_by_phase": self._bits_by_phase(),
                 "average_bits": self.average_bits(),
                 "optimizer_steps_by_phase": dict(self._steps),
                 "uncovered": measured.uncovered,
@@ -233,8 +270,9 @@ class PrecisionSummary(LowBitCallback):
 
     def _coverage_blocks(self) -> list[Table | Text]:
         measured = self.coverage("fqt")
+        last = ", with the last layers and casts" if self._past or len(self._since) > 1 else ""
         blocks: list[Table | Text] = [
-            Text(f"{_share_text(measured)}; {measured.average_bits:.2f} bits per GEMM operand.")
+            Text(f"{_share_text(measured)}; {measured.average_bits:.2f} bits per GEMM operand{last}.")
         ]
         if measured.uncovered:
             rows = [
@@ -271,9 +309,14 @@ class PrecisionSummary(LowBitCallback):
             replace_file(folder / self.filename, json.dumps(self.report_data(trainer), indent=1))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": dict(self._steps), "since": dict(self._since), "past": [[*part] for part in self._past]}
+        past, since = self._past, sum((stretch.steps for stretch in self._since), Counter[str]())
+        if self.counter is not None and not self._counting:
+            since = self._stretch().steps
+            past = past + self._parts([stretch for stretch in self._since if stretch.steps is not since])
+        written = [[value for value in part if value is not None] for part in past]
+        return {"steps": dict(self._steps), "since": dict(since), "past": written}
 
     def _load(self, state: dict[str, Any]) -> None:
         self._steps = Counter(state["steps"])
-        self._since = Counter(state.get("since", self._steps))
-        self._past = [[*part] for part in state.get("past", [])]
+        self._since = [_Stretch({}, Counter(state.get("since", self._steps)))]  # of the casts in the checkpoint
+        self._past = [_Part(*part) for part in state.get("past", [])]

@@ -27,6 +27,7 @@ from lightning_lowbit._lightning import (
     logged_metrics,
     rank_zero_info,
     rank_zero_warn,
+    total_steps,
 )
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.base import LowBitCallback
@@ -103,7 +104,7 @@ class RunReport(LowBitCallback):
         self._since, self._begin, self._recorded = time.monotonic(), trainer.global_step, trainer.global_step
         self._seen, self._late, self._rates = {}, None, {}
         is_automatic = pl_module.automatic_optimization
-        steps: float = trainer.estimated_stepping_batches if is_automatic else trainer.max_steps
+        steps = total_steps(trainer) if is_automatic else trainer.max_steps
         self._max_steps = int(steps) if 0 < steps < math.inf else None
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:

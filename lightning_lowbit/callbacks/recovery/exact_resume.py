@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_lowbit._lightning import LightningModule, Trainer, rank_zero_warn
+from lightning_lowbit._lightning import LightningModule, Trainer, call_before_fetches, rank_zero_warn
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.nn.state.keys import hash_numbers
-from lightning_lowbit.precision.run_settings import global_seed
+from lightning_lowbit.precision.run_settings import data_rank, global_seed
 
+_FETCH = 1  # other random numbers before a batch is fetched than in its training step
 _AFTER_THE_EPOCH = (
     "The checkpoint was saved when its epoch had ended: at its end, or by Trainer.save_checkpoint after fit. "
     "Lightning {which}, so the run may differ from an uninterrupted one. Resume from a checkpoint of a step "
@@ -19,10 +20,11 @@ _AFTER_THE_EPOCH = (
 
 
 class ExactResume(LowBitCallback):
-    """Seeds torch, NumPy and Python before each training batch, from (seed, optimizer step, batch, rank).
+    """Seeds torch, NumPy and Python before each training batch, from (seed, optimizer step, batch, rank of its data).
 
     Lightning's checkpoints hold no random state, so dropout draws other numbers after a resume. With this callback, the
-    random numbers of a batch depend only on its place in the run.
+    random numbers of a batch depend only on its place in the run; so do those of its fetch and its transfer, such as
+    noise. Not covered are workers of a loader, and the first fetch after a resume from data without a length.
 
     The order of data is up to the loader: a plain ``DataLoader`` restarts its epoch after a resume. Use one with
     ``state_dict`` and ``load_state_dict``. A checkpoint from the middle of gradient accumulation lacks the accumulated
@@ -39,6 +41,10 @@ class ExactResume(LowBitCallback):
     def __init__(self, seed: int | None = None) -> None:
         self.seed = global_seed() if seed is None else seed
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes the first process's seed: others may have been started after another ``seed_everything``."""
+        self.seed = trainer.strategy.broadcast(self.seed)
+
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Warns if Lightning takes the place in the run for another one."""
         loop = checkpoint.get("loops", {}).get("fit_loop")
@@ -52,8 +58,21 @@ class ExactResume(LowBitCallback):
             which = "counts batches on from that epoch if max_steps is set"
             rank_zero_warn(_AFTER_THE_EPOCH.format(which=which, or_else=", or set max_epochs alone"))
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Seeds each fetch too: the order of data is drawn with the first one of an epoch, alike on all ranks."""
+
+        def before_fetch(number: int) -> None:
+            _seed(self.seed, trainer.current_epoch, number, data_rank(trainer) if number else 0, _FETCH)
+
+        call_before_fetches(trainer, before_fetch)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        seed = hash_numbers(self.seed, trainer.global_step, batch_idx, trainer.global_rank) % 2**64
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        # Steps of raw optimizers (use_pl_optimizer=False) are not counted; then the epoch tells batches apart.
+        _seed(self.seed, trainer.global_step or trainer.current_epoch, batch_idx, data_rank(trainer))
+
+
+def _seed(*place: int) -> None:
+    seed = hash_numbers(*place) % 2**64
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

@@ -21,9 +21,9 @@ _SCHEDULED |= {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
 class TrainingState(NamedTuple):
-    """Weights and buffers, optimizers, :func:`copies_of_weights`, and others with the same state on all ranks."""
+    """Weights, optimizers, others with the same state on all ranks; buffers and :func:`copies_of_weights`, by place."""
 
-    weights: Sequence[Tensor]
+    weights: Sequence[Tensor]  # more may join later, at the end
     optimizers: Sequence[torch.optim.Optimizer]
     others: Sequence[Any]
     copies: Mapping[str, Sequence[Tensor]]
@@ -48,6 +48,16 @@ class Snapshot:
             {place: list(tensors) for place, tensors in trained.copies.items()},
         ]
         self._saved, self.step = self._copy(state, self._saved), step
+
+    @torch.no_grad()
+    def add(self, trained: TrainingState) -> None:
+        """Adds weights, buffers and copies that have joined since, as they are now: there are no earlier ones."""
+        if self.step is None:
+            return
+        weights, *_, copies = self._saved
+        weights += self._copy(list(trained.weights[len(weights) :]), None)
+        joined = {place: list(tensors) for place, tensors in trained.copies.items() if place not in copies}
+        copies |= self._copy(joined, None)
 
     @torch.no_grad()
     def put_back(self, trained: TrainingState) -> list[str]:

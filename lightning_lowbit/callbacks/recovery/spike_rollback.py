@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import (
     LightningModule,
@@ -158,6 +159,14 @@ class SpikeRollback(LowBitCallback):
         if step % self.every_n_steps == 0 and step > (self._trusted.step or 0):
             self._candidate.take(step, self._state_of(trainer))
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Adds parameters that have joined since, before their first update."""
+        before = set(self._parameters)
+        if joined := [p for group in optimizer.param_groups for p in group["params"] if p not in before]:
+            self._parameters += joined
+            for snapshot in (self._trusted, self._candidate):
+                snapshot.add(self._state_of(trainer))
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         self._losses.add(outputs)
         if is_mid_step(trainer):
@@ -247,8 +256,8 @@ class SpikeRollback(LowBitCallback):
         histories = plugin.histories if isinstance(plugin, LowBitPrecision) else None
         # The plugin's counters and phase are not restored.
         others = [other for other in (scaler_of(plugin), histories) if other is not None]
-        weights = [*self._parameters, *trainer.lightning_module.buffers()]
-        return TrainingState(weights, trainer.optimizers, others, copies_of_weights(trainer))
+        buffers = {f"buffer {name}": [buffer] for name, buffer in trainer.lightning_module.named_buffers()}
+        return TrainingState(self._parameters, trainer.optimizers, others, buffers | copies_of_weights(trainer))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns statistics, rollbacks and gentle steps, without snapshots; waits for pending losses."""

@@ -3,7 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from lightning_lowbit._lightning import LightningModule, Trainer, is_validation_of_fit, say_once
+from lightning_lowbit._lightning import (
+    LightningModule,
+    Trainer,
+    is_validation_of_fit,
+    rank_zero_warn,
+    say_once,
+    total_steps,
+)
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow, AtPlateau, Below, Plateau
 from lightning_lowbit.callbacks.switches.step_triggers import AtFraction, AtStep, AtTokens, Trigger
@@ -63,7 +70,7 @@ class Switch(LowBitCallback):
         self._conflicting = [
             other for other in callbacks if isinstance(other, Switch) and other.changes == self.changes
         ]
-        due, total = self._resolve(trainer, pl_module), trainer.estimated_stepping_batches
+        due, total = self._resolve(trainer, pl_module), total_steps(trainer)
         # Manual optimization may take more steps than there are batches.
         if self._trigger.is_known and pl_module.automatic_optimization and due >= total:
             say_once(
@@ -93,6 +100,14 @@ class Switch(LowBitCallback):
             self._act(trainer, pl_module)
         else:
             self._done = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warns if nothing counts the steps, which a switch of any trigger waits for."""
+        if trainer.global_step == 0 and not pl_module.automatic_optimization and self is self._conflicting[0]:
+            rank_zero_warn(
+                f"{type(self).__name__} goes by trainer.global_step, which is still 0 after an epoch: Lightning counts "
+                "the steps of self.optimizers(), but not those of raw optimizers (use_pl_optimizer=False)."
+            )
 
     def _act(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._done or self._acted == trainer.global_step:

@@ -15,7 +15,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, rank_zero_warn
+from lightning_lowbit._lightning import (
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    rank_zero_warn,
+    total_steps,
+)
 from lightning_lowbit.checks import integer, number
 from lightning_lowbit.saved_state import NUMBER, count
 
@@ -175,9 +181,10 @@ def steps_of(
         raise MisconfigurationException(
             f"{share_of}, whose number is not known in manual optimization: set max_steps, or {instead}."
         )
-    total = trainer.estimated_stepping_batches
+    total = total_steps(trainer)
     if total == math.inf:
         raise MisconfigurationException(
-            f"{share_of}, and this run has no end: set max_steps or max_epochs, or {instead}."
+            f"{share_of}, and the end of this run is not known: set max_steps, or max_epochs for data with a length, "
+            f"or {instead}."
         )
     return round(share * total)

@@ -43,9 +43,7 @@ class WeightDecaySwitch(Switch):
                     f"WeightDecaySwitch needs optimizers with weight decay, and {type(optimizer).__name__} has none. "
                     "Use one that has, such as AdamW, or leave out the callback."
                 )
-        for group in _groups(trainer):
-            if "weight_decay" in group:
-                group.setdefault(_INITIAL, group["weight_decay"])
+        _note_new_groups(trainer)
         if not any(group.get(_INITIAL) for group in _groups(trainer)):
             raise MisconfigurationException(
                 "WeightDecaySwitch changes a weight decay above 0, and here it is 0 for all parameters. Give the "
@@ -54,12 +52,27 @@ class WeightDecaySwitch(Switch):
         super().on_train_start(trainer, pl_module)
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _note_new_groups(trainer)
         decaying = [group for group in _groups(trainer) if group.get(_INITIAL)]
         before = sorted({group["weight_decay"] for group in decaying} - {self.to})
         if before:
             rank_zero_info(f"Step {trainer.global_step}: weight decay {', '.join(map(str, before))} -> {self.to}.")
         for group in decaying:
             group["weight_decay"] = self.to
+
+    def proceed(self, trainer: Trainer, pl_module: LightningModule, steps: int) -> bool:
+        """Goes on for groups that join, as from ``BaseFinetuning``; later changes by hand stay."""
+        for group in _note_new_groups(trainer):
+            if group[_INITIAL]:
+                group["weight_decay"] = self.to
+        return False
+
+
+def _note_new_groups(trainer: Trainer) -> list[dict[str, Any]]:
+    new = [group for group in _groups(trainer) if "weight_decay" in group and _INITIAL not in group]
+    for group in new:
+        group[_INITIAL] = group["weight_decay"]
+    return new
 
 
 def _groups(trainer: Trainer) -> list[dict[str, Any]]:

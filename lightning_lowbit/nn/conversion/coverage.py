@@ -10,7 +10,7 @@ found by the number of its autograd node. With the layers' casts this gives, for
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -175,13 +175,23 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 native[kind] += flops
         return {kind: flops / max(self.model_flops + self.recomputed, 1) for kind, flops in native.items()}
 
-    def coverage(self, phase: str | None = None, hp_bits: int = 16) -> Coverage:
-        """Returns the low-bit share in a phase or (None) with the casts in force; high precision has ``hp_bits``."""
+    def casts(self) -> dict[str, LinearCasts]:
+        """Returns the casts of the converted layers now, in any phase."""
+        return {name: layer.full_casts for name, layer in self._layers.items()}
+
+    def coverage(
+        self, phase: str | None = None, hp_bits: int = 16, full_casts: Mapping[str, LinearCasts] | None = None
+    ) -> Coverage:
+        """Returns the low-bit share in a phase or (None) with the casts in force; high precision has ``hp_bits``.
+
+        With ``full_casts`` it is that of a phase of other casts than those of now, by layer.
+        """
+        full_casts = full_casts or {}
         low_bit, bits, uncovered = 0, 0.0, Counter(self.others)
         whole = Counter[str]()  # of the converted layers whose GEMMs are all in high precision
         for (name, gemm), flops in self.gemms.items():
             layer = self._layers[name]
-            casts = layer.casts if phase is None else layer.full_casts.phase(phase)
+            casts = layer.casts if phase is None else full_casts.get(name, layer.full_casts).phase(phase)
             pair = [casts.cast_of(operand) for operand in casts.operands_of(gemm)]
             bits += flops * sum(hp_bits if cast is None else cast.bits for cast in pair) / 2
             if gemm in casts.quantized_gemms:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import LowBitPrecision, TernaryPrecision, quantize
+from lightning_lowbit import LowBitAdamW, LowBitPrecision, TernaryPrecision, quantize
 from lightning_lowbit.callbacks import osci_reset
 from lightning_lowbit.callbacks.osci_reset import OsciReset
 from tests.callbacks.osci_reset.weights import WEIGHT, Row, Watch, fit, logged, trainer
@@ -142,6 +142,15 @@ def test_sharded_weights_are_refused(monkeypatch):
     monkeypatch.setattr(osci_reset, "whole_layers", refuse)
     with pytest.raises(MisconfigurationException, match="sharded"):
         fit(OsciReset())
+
+
+def test_weights_that_an_optimizer_has_copies_of_are_refused():
+    class Masters(Small):
+        def configure_optimizers(self):
+            return LowBitAdamW(self.to(torch.bfloat16).parameters(), master_weights="fp16")
+
+    with pytest.raises(MisconfigurationException, match="its own copies: .* Leave out master_weights or the callback"):
+        fit(OsciReset(), model=Masters(), plugin=TernaryPrecision(quantize_output=True))
 
 
 def test_a_window_of_another_model_is_refused():

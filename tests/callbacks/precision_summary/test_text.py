@@ -1,13 +1,22 @@
 """What the precision summary says and measures."""
 
+import json
 import re
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowbit import FP4Precision, LowBitPrecision, LowBitProgressBar, PrecisionSummary, QAFSwitch
+from lightning_lowbit import (
+    FP4Precision,
+    LowBitPrecision,
+    LowBitProgressBar,
+    PrecisionSummary,
+    PrecisionSwitch,
+    QAFSwitch,
+)
 from lightning_lowbit.callbacks.layer_table import layer_table
 from lightning_lowbit.nn.native.devices import declared
 from lightning_lowbit.report.blocks import Table
@@ -217,6 +226,28 @@ def test_a_resumed_run_continues_the_average(tmp_path):
     data = summary.report_data(trainer)
     assert data["optimizer_steps_by_phase"] == {"fqt": 2, "qaf": 6}
     assert data["coverage"] == pytest.approx(2 * FIRST / TOTAL)
+
+
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
+@each("saved", [None, 1, 2, 3])
+def test_each_step_counts_with_its_casts(saved, tmp_path):
+    """In one run, and resumed before, at and after a switch of layers: 2 steps, and 3 that are not quantized."""
+
+    def run(steps, ckpt_path=None):
+        summary = PrecisionSummary(quiet=True)
+        switches = [PrecisionSwitch({".*": "bf16"}, step=2), QAFSwitch(step=1)]
+        trainer = trainer_with(summary, *switches, max_steps=steps)
+        trainer.fit(Two(), ckpt_path=ckpt_path)
+        return summary, trainer
+
+    if saved:
+        run(saved)[1].save_checkpoint(tmp_path / "x.ckpt")
+    summary, trainer = run(5, tmp_path / "x.ckpt" if saved else None)
+    assert summary.average_bits() == pytest.approx((BITS["fqt"] + BITS["qaf"] + 3 * 16) / 5)
+    data = summary.report_data(trainer)
+    assert data["bits_by_phase"] == pytest.approx({"fqt": BITS["fqt"], "qaf": (BITS["qaf"] + 3 * 16) / 4})
+    texts = json.dumps([asdict(section) for section in summary.report_sections(trainer)])
+    assert "16.00 bits per GEMM operand, with the last layers and casts." in texts
 
 
 def test_accumulated_gradients():

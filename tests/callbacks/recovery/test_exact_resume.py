@@ -4,9 +4,11 @@ import random
 import warnings
 
 import numpy as np
+import pytest
 import torch
 
-from lightning_lowbit import ExactResume
+from lightning_lowbit import CrashSafeCheckpoint, ExactResume
+from tests.launch import launch
 from tests.lightning_imports import BoringModel, quiet_trainer
 from tests.tables import each
 
@@ -41,6 +43,73 @@ def test_draws_depend_on_the_place_and_the_seed_alone(monkeypatch):
     assert not set(draws(seed=1)) & set(first)
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
     assert draws() == draws(seed=1)
+
+
+def test_an_epoch_of_raw_optimizers_draws_other_numbers_than_the_last():
+    class Raw(Draws):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+            self.optimizers(use_pl_optimizer=False).step()
+
+    quiet_trainer(max_epochs=3, limit_train_batches=4, limit_val_batches=0, callbacks=[ExactResume()]).fit(
+        model := Raw()
+    )
+    assert len(set(model.seen)) == 12
+
+
+class Loader:
+    """Eight noisy batches in a new order each epoch; it remembers its place."""
+
+    def __init__(self):
+        self.order, self.place = None, 0
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        if self.place in (0, 8):
+            self.order, self.place = torch.randperm(8).tolist(), 0
+        while self.place < 8:
+            number, self.place = self.order[self.place], self.place + 1
+            yield number + torch.randn(1, 32)
+
+    def state_dict(self):
+        return {"order": self.order, "place": self.place}
+
+    def load_state_dict(self, state):
+        self.order, self.place = state["order"], state["place"]
+
+
+class Augmented(Draws):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch + random.random() * np.random.rand()
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch.tolist())
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the resumed run saves none
+@each("step", [3, 11])
+def test_a_resumed_run_augments_its_batches_alike(step, tmp_path):
+    """Noise of the data and of a hook, in the middle of an epoch."""
+
+    def run(*callbacks, ckpt_path=None):
+        torch.seed()
+        trainer = quiet_trainer(
+            max_epochs=2,
+            callbacks=[ExactResume(), *callbacks],
+            limit_val_batches=0,
+            enable_checkpointing=bool(callbacks),
+        )
+        trainer.fit(model := Augmented(), Loader(), ckpt_path=ckpt_path)
+        return model.seen
+
+    folder = tmp_path / str(step)
+    whole = run(CrashSafeCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
+    assert run(ckpt_path=folder / f"step={step}.ckpt") == whole[2 * step :]
 
 
 class Places(BoringModel):
@@ -81,3 +150,10 @@ def test_a_run_continued_at_another_place_gets_a_warning(first, then, reason, tm
     assert (model.seen == whole.seen) == (reason is None)
     messages = [str(warning.message) for warning in records if "its epoch had ended" in str(warning.message)]
     assert len(messages) == (reason is not None) and all(reason in message for message in messages)
+
+
+def test_ranks_draw_alike_where_they_share_a_batch(tmp_path):
+    """With tensor parallelism they must, for replicated weights to stay the same."""
+    first, second = launch("tests.callbacks.recovery.ranks_exact_resume", 2, tmp_path, "ddp", "tp")
+    assert first["tp"] == second["tp"]
+    assert first["ddp"] == first["tp"] and not set(first["ddp"]) & set(second["ddp"])

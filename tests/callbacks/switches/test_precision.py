@@ -3,12 +3,22 @@
 import csv
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.nn import PRESETS
 from tests.callbacks.switches import runs
-from tests.lightning_imports import BoringModel, Callback, CSVLogger, MisconfigurationException, quiet_trainer
+from tests.lightning_imports import (
+    BoringModel,
+    Callback,
+    CSVLogger,
+    MisconfigurationException,
+    pytorch,
+    quiet_trainer,
+)
+from tests.tables import each
 
 
 class Two(BoringModel):
@@ -103,6 +113,47 @@ def test_needs_the_plugin():
         trainer.fit(BoringModel())
 
 
-def test_fraction_of_an_endless_run():
-    with pytest.raises(MisconfigurationException, match="set max_steps or max_epochs, or give step"):
-        fit(QAFSwitch(at=0.5), max_steps=-1, max_epochs=-1)
+def test_steps_that_nothing_counts_get_a_warning():
+    class Raw(Two):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+            self.optimizers(use_pl_optimizer=False).step()
+
+    switches = [QAFSwitch(step=4), PrecisionSwitch("bf16", step=5)]
+    with pytest.warns(UserWarning, match="QAFSwitch goes by trainer.global_step, which is still 0") as warned:
+        runs.trainer(runs.two_casts(), callbacks=switches, max_steps=-1, max_epochs=1).fit(Raw())
+    assert sum("goes by trainer.global_step" in str(warning.message) for warning in warned) == 1
+
+
+class Stream(IterableDataset):
+    """Data without a length."""
+
+    def __iter__(self):
+        return iter(torch.randn(4, 32, generator=torch.Generator().manual_seed(0)))
+
+
+class Streamed(Two):
+    def train_dataloader(self):
+        return DataLoader(Stream())
+
+
+@each("model, epochs", [(Two, -1), (Streamed, 2)])
+@pytest.mark.parametrize("switch", [lambda: QAFSwitch(at=0.9), lambda: PrecisionSwitch("fqt", step=1, over=0.5)])
+def test_fraction_of_a_run_whose_end_is_not_known(model, epochs, switch):
+    message = "the end of this run is not known: set max_steps, or max_epochs for data with a length, or give steps? "
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(switch(), model=model(), max_steps=-1, max_epochs=epochs, limit_train_batches=1.0)
+
+
+def test_a_step_of_a_run_whose_end_is_not_known(told):
+    seen = fit(QAFSwitch(step=6), model=Streamed(), max_steps=-1, max_epochs=2, limit_train_batches=1.0)
+    assert seen == ["fqt"] * 6 + ["qaf"] * 2
+    assert "will not act" not in told.text
+
+
+@each("schedule, expected", [({0: 4, 1: 1}, ["fqt"] * 6 + ["qaf"] * 3), ({0: 1, 1: 4}, ["fqt"] * 4 + ["qaf"] * 2)])
+def test_fraction_of_a_run_whose_accumulation_changes(schedule, expected):
+    schedule = pytorch.callbacks.GradientAccumulationScheduler(schedule)
+    assert fit(QAFSwitch(at=2 / 3), schedule, max_steps=-1, max_epochs=3, limit_train_batches=4) == expected

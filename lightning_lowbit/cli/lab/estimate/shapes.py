@@ -278,7 +278,8 @@ def _blocks(module: nn.Module, decoder: Decoder | None) -> Callable[[str], str |
 def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
     """Returns (shape, bytes of an element) of the optimizers' tensors by parameter, after a step on the meta device."""
     steps = getattr(trainer, "max_steps", None)
-    module.trainer = SimpleNamespace(estimated_stepping_batches=steps if steps and steps > 0 else 1, max_steps=steps)
+    total = steps if steps and steps > 0 else 1
+    module.trainer = SimpleNamespace(estimated_stepping_batches=total, max_steps=steps, callbacks=[])
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     states: dict[str, State] = {}
     with torch.device("meta"), backend("eager"), warnings.catch_warnings():

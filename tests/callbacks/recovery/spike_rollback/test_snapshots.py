@@ -4,6 +4,8 @@ import warnings
 from itertools import pairwise
 
 import pytest
+import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from lightning_lowbit import ConservativeGradScaler, FP8Precision, LowBitPrecision
@@ -19,6 +21,7 @@ from tests.callbacks.recovery.spike_rollback.runs import (
     trainer,
 )
 from tests.lightning_imports import Callback, MixedPrecision
+from tests.tables import each
 
 
 @pytest.mark.pairwise(1)
@@ -136,3 +139,51 @@ def test_what_an_optimizer_keeps_in_its_groups_goes_back_and_what_is_scheduled_s
         model = fit(Scripted(range(20), {BAD: "nan"}), rollback(), Counts())
     assert model.made.param_groups[0]["k"] == 15, "20 steps, of which five were undone"
     assert model.made.param_groups[0]["weight_decay"] == 0.02
+
+
+class Grows(Scripted):
+    """A layer with buffers joins after so many steps."""
+
+    def __init__(self, numbers, bad=None, *, joins):
+        super().__init__(numbers, bad, "AdamW")
+        self.joins, self.again = joins, None
+
+    def on_train_batch_start(self, batch, batch_idx):
+        step = self.trainer.global_step
+        if step == self.joins:
+            self.body.append(nn.BatchNorm1d(1))
+            self.made.add_param_group({"params": [*self.body[-1].parameters()]})
+        if step == 13:
+            self.again = {name: value.clone() for name, value in self.state_dict().items()}
+
+
+@each("joins", [6, 9, BAD])
+def test_a_layer_that_joins_goes_back_too(joins):
+    """To the snapshot of step 8 or, where it has joined since, to how it joined."""
+    with pytest.warns(UserWarning, match="weights of step 8") as warned:
+        model = fit(Grows(range(20), {BAD: "nan"}, joins=joins), rollback())
+    assert "Not restored" not in str(warned[-1].message)
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+    if joins < 8:
+        assert_same(model.end, fit(Grows(KEPT, joins=joins)).end, "not the run without these batches")
+    else:
+        assert model.again["body.4.weight"] == 1 and model.again["body.4.bias"] == 0, "not as it joined"
+
+
+def test_a_buffer_of_another_shape_is_named_and_left():
+    """A cache has grown since the snapshot, and another has joined."""
+
+    class Cached(Scripted):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.register_buffer("cache", torch.zeros(4), persistent=False)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.trainer.global_step == 10:
+                self.cache = torch.ones(8)
+                self.register_buffer("another", torch.ones(2), persistent=False)
+
+    with pytest.warns(UserWarning, match="Not restored: buffer cache, buffer another, which step 8 did not have so"):
+        model = fit(Cached(range(20), {BAD: "nan"}), rollback())
+    assert torch.equal(model.cache, torch.ones(8)) and torch.equal(model.another, torch.ones(2))
+    assert_same(model.end, fit(Scripted(KEPT)).end, "not the run without these batches")
