@@ -187,7 +187,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def from_checkpoint(cls, checkpoint: Checkpoint, *, weights_only: bool = True, **changes: Any) -> "LowBitPrecision":
         """Makes the plugin that a checkpoint was trained with: the same casts of the same layers, whatever its class.
 
-        In ``validate``, ``test`` and ``predict`` it also restores phase, λ and amaxes, with or without ``ckpt_path``.
+        In ``validate``, ``test`` and ``predict`` it also restores phase, λ and amaxes, with or without ``ckpt_path``,
+        unless it has been trained.
         In ``fit`` it restores them only from ``ckpt_path``; without it, a new run begins.
 
         Args:
@@ -347,7 +348,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if restored is not None:
             self._follow(restored, self._plan(module)[1])
         self._convert(module)
-        if self._origin is not None and self._state.runs.is_evaluating:
+        if self._origin is not None and self._state.runs.is_evaluating and not self._state.runs.is_trained:
             self._state.load(self._origin.state, self.casts)
         if restored is not None:
             self._state.compare(restored, "The model, restored from a checkpoint,")

@@ -119,6 +119,19 @@ class RunLayers:
         self.step = self.micro_batch = 0
         self.set_blend(1.0)
 
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the state of the run before the model is converted, for :meth:`put_back`."""
+        names = ("changed", "histories", "_phase", "step", "micro_batch", "_model")
+        return {name: getattr(self, name) for name in names} | {
+            "_temporary": dict(self._temporary),
+            "blend": float(self.blend),
+        }
+
+    def put_back(self, snapshot: Mapping[str, Any]) -> None:
+        """Takes the state of a snapshot, before the model is converted."""
+        vars(self).update({name: value for name, value in snapshot.items() if name != "blend"})
+        self.set_blend(snapshot["blend"])
+
     def expect(self, model: nn.Module) -> None:
         """Notes the model that is converted next; amaxes of another model are dropped."""
         if self._model is not None and self.model is not model:

@@ -123,8 +123,21 @@ class RunState:
                 part.restart()
         if is_new and self.scaling is not None:
             self.scaling.restart()  # also at first: another plugin may have used this scaler
+        self._keep_from_checkpoints(is_new)
         self.layers.expect(model)
         return is_new
+
+    def _keep_from_checkpoints(self, is_new: bool) -> None:
+        """Keeps the state from checkpoints that are evaluated: training goes on with the state before them."""
+        runs, parts = self.runs, (self.outputs, self.compute)
+        if runs.is_of_checkpoint and not is_new and not runs.is_evaluating:
+            self.layers.put_back(runs.before["layers"])
+            for part, before in zip(parts, runs.before["parts"], strict=True):
+                vars(part).update(before)
+        if is_new or not runs.is_evaluating:
+            runs.is_of_checkpoint = False
+        if not runs.is_of_checkpoint:
+            runs.before = {"layers": self.layers.snapshot(), "parts": [dict(vars(part)) for part in parts]}
 
     def follow_loss(self) -> None:
         """Lets the amaxes of output gradients follow the factor of the loss, of which this is the only account."""
@@ -187,7 +200,7 @@ class RunState:
                 f"The checkpoint's random bits are those of seed {state['seed']}, this run's of seed {layers.seed}: it "
                 f"will not repeat the uninterrupted run. Give seed={state['seed']} for that."
             )
-        if self.scaling is not None:
+        if self.scaling is not None and not self.runs.is_evaluating:
             self.scaling.load_state_dict(state)
         self.load(state, casts)
 
