@@ -391,6 +391,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss in fp16. In manual optimization, the first backward pass after a step updates the scale."""
         self._state.update_scale()
+        if self._state.scaling is not None:
+            self._state.scaling.before_backward(self._is_sharded)
         self.coverage_line.see(tensor, module, self.phase == "fqt")
         return super().pre_backward(tensor, module)
 
@@ -401,6 +403,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Stops recording only now: activation checkpointing runs forward passes within the backward pass."""
+        if self._state.scaling is not None:
+            self._state.scaling.after_backward()
         if self._state.is_automatic:
             self._layers.record(False)
             self.coverage_line.say(self._state.runs.trainer)
