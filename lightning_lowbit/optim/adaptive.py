@@ -123,8 +123,9 @@ class Adaptive(ClippedOptimizer):
         owner, before = type(self.optimizer).__name__, dict(self.optimizer.__dict__)
         try:
             self.optimizer.__setstate__(loaded)
-            # It has completed options that its earlier versions did not have.
-            needed, why = self.optimizer.defaults.keys(), ""
+            # It has completed options that its earlier versions did not have. `differentiable` is torch's own, which
+            # adds it to the defaults alone.
+            needed, why = self.optimizer.defaults.keys() - {"differentiable"}, ""
             missing = [some(needed - group.keys()) for group in self.param_groups if needed - group.keys()]
             if missing:
                 why = f"its groups have no {missing[0]}"

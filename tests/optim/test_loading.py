@@ -234,6 +234,37 @@ def test_second_moments_of_a_wrapped_optimizer_have_its_dtype():
             optimizer.step()
 
 
+class SignDescent(torch.optim.Optimizer):
+    """An optimizer of one's own, as few words as torch allows."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["last"] = parameter.grad.sign()
+                parameter.sub_(group["lr"] * self.state[parameter]["last"])
+
+
+@each("make", [SignDescent, torch.optim.Adafactor, torch.optim.AdamW, torch.optim.SGD])
+def test_a_state_with_a_group_that_was_added_later_is_loaded(make):
+    runs = []
+    for _ in range(2):
+        first, second = make_parameters(shapes=[(4, 3), (5,)])
+        optimizer = Adaptive(make([first]))
+        optimizer.add_param_group({"params": [second]})
+        runs.append(([first, second], optimizer))
+    train(runs[0][1], runs[0][0], range(3))
+    runs[1][1].load_state_dict(copy.deepcopy(runs[0][1].state_dict()))
+    for parameter, trained_one in zip(runs[1][0], runs[0][0], strict=True):
+        parameter.data.copy_(trained_one)
+    for parameters, optimizer in runs:
+        train(optimizer, parameters, range(3, 5))
+    assert_same(snapshot(runs[1][1], runs[1][0]), snapshot(runs[0][1], runs[0][0]), "it goes on otherwise")
+
+
 # --- in Lightning ---
 
 
