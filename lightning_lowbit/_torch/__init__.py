@@ -229,7 +229,8 @@ def forget_optimizer(scaler: GradScaler, optimizer: Optimizer) -> None:
 @contextmanager
 def without(scaler: GradScaler, optimizers: Iterable[Optimizer]) -> Generator[None, None, None]:
     """Context in which a scaler does not know some optimizers, so that an update forgets only the others."""
-    states = {id(optimizer): scaler._per_optimizer_states.pop(id(optimizer)) for optimizer in optimizers}
+    numbers = [id(optimizer) for optimizer in optimizers if id(optimizer) in scaler._per_optimizer_states]
+    states = {number: scaler._per_optimizer_states.pop(number) for number in numbers}
     yield
     scaler._per_optimizer_states.update(states)
 

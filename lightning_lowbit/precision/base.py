@@ -339,8 +339,6 @@ class LowBitPrecision(Shown, FSDPPrecision):
         trainer, module = checked_run(self, module)
         if self._state.begin(trainer, module):
             self.coverage_line.restart()
-        if self._state.scaling is not None:
-            self._state.scaling.check(module, type(trainer.strategy).__name__)
         self._layers.device, self._rank = trainer.strategy.root_device, data_rank(trainer)
         self._state.compute.decide(trainer.strategy)
         self.precision = self._state.compute.precision
@@ -390,9 +388,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss in fp16. In manual optimization, the first backward pass after a step updates the scale."""
-        self._state.update_scale()
-        if self._state.scaling is not None:
-            self._state.scaling.before_backward(self._is_sharded)
+        self._state.before_backward(self._is_sharded)
         self.coverage_line.see(tensor, module, self.phase == "fqt")
         return super().pre_backward(tensor, module)
 
@@ -403,8 +399,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Stops recording only now: activation checkpointing runs forward passes within the backward pass."""
-        if self._state.scaling is not None:
-            self._state.scaling.after_backward()
+        self._state.after_backward()
         if self._state.is_automatic:
             self._layers.record(False)
             self.coverage_line.say(self._state.runs.trainer)
@@ -416,7 +411,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
         else:
             closure()
-            self._unscale_(optimizer)
+            self._state.unscale_(optimizer, self._is_sharded)
             self._after_closure(model, optimizer)
             result = self._state.scaling.step(optimizer, **kwargs)
             if self._state.is_automatic:
@@ -426,10 +421,6 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if self._state.is_automatic:  # also if there was no backward pass
             self._layers.record(False)
         return result
-
-    def _unscale_(self, optimizer: Any) -> None:
-        if self._state.scaling is not None:
-            self._state.scaling.unscale_(optimizer, self._layers.device, self._is_sharded)
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Keeps the wrapped model: only the root module of FSDP1 can compute the norm of flat gradients."""
@@ -443,7 +434,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def clip_gradients(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
         """Unscales the gradients, then clips them. (In manual optimization, clipping comes before the step.)"""
         if clip_val > 0:
-            self._unscale_(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+            wrapped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+            self._state.unscale_(wrapped, self._is_sharded)
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
@@ -490,6 +482,4 @@ class LowBitPrecision(Shown, FSDPPrecision):
         super().teardown()
         self._layers.report_changes()
         self._layers.release(in_use=not self._state.runs.has_averages)
-        trainer = self._state.runs.trainer
-        if self._state.scaling is not None and trainer is not None and trainer.state.fn == "fit":
-            self._state.scaling.report(self.step)
+        self._state.report()

@@ -51,6 +51,9 @@ class RunLayers:
         changed: by layer, other casts that have been set since.
     """
 
+    #: Attributes that are otherwise in another run, besides λ. Loading a state replaces them and leaves their values.
+    OF_A_RUN = ("changed", "histories", "_phase", "_temporary", "step", "micro_batch", "_model")
+
     def __init__(
         self,
         seed: int,
@@ -119,19 +122,6 @@ class RunLayers:
         self.step = self.micro_batch = 0
         self.set_blend(1.0)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Returns the state of the run before the model is converted, for :meth:`put_back`."""
-        names = ("changed", "histories", "_phase", "step", "micro_batch", "_model")
-        return {name: getattr(self, name) for name in names} | {
-            "_temporary": dict(self._temporary),
-            "blend": float(self.blend),
-        }
-
-    def put_back(self, snapshot: Mapping[str, Any]) -> None:
-        """Takes the state of a snapshot, before the model is converted."""
-        vars(self).update({name: value for name, value in snapshot.items() if name != "blend"})
-        self.set_blend(snapshot["blend"])
-
     def expect(self, model: nn.Module) -> None:
         """Notes the model that is converted next; amaxes of another model are dropped."""
         if self._model is not None and self.model is not model:
@@ -186,7 +176,7 @@ class RunLayers:
 
     def set_phase(self, phase: str) -> None:
         self._phase = choose("phase", phase, PHASES)
-        self._temporary.clear()
+        self._temporary = {}
         self._apply_phase()
 
     def push_phase(self, owner: str, phase: str | None) -> None:

@@ -123,21 +123,25 @@ class RunState:
                 part.restart()
         if is_new and self.scaling is not None:
             self.scaling.restart()  # also at first: another plugin may have used this scaler
+        if self.scaling is not None:
+            self.scaling.check(model, type(trainer.strategy).__name__)
         self._keep_from_checkpoints(is_new)
         self.layers.expect(model)
         return is_new
 
     def _keep_from_checkpoints(self, is_new: bool) -> None:
         """Keeps the state from checkpoints that are evaluated: training goes on with the state before them."""
-        runs, parts = self.runs, (self.outputs, self.compute)
+        runs, parts = self.runs, (self.layers, self.outputs, self.compute)
         if runs.is_of_checkpoint and not is_new and not runs.is_evaluating:
-            self.layers.put_back(runs.before["layers"])
             for part, before in zip(parts, runs.before["parts"], strict=True):
                 vars(part).update(before)
+            self.layers.set_blend(runs.before["blend"])
         if is_new or not runs.is_evaluating:
             runs.is_of_checkpoint = False
         if not runs.is_of_checkpoint:
-            runs.before = {"layers": self.layers.snapshot(), "parts": [dict(vars(part)) for part in parts]}
+            layers = {name: vars(self.layers)[name] for name in self.layers.OF_A_RUN}
+            attributes = [layers, dict(vars(self.outputs)), dict(vars(self.compute))]
+            runs.before = {"parts": attributes, "blend": float(self.layers.blend)}
 
     def follow_loss(self) -> None:
         """Lets the amaxes of output gradients follow the factor of the loss, of which this is the only account."""
@@ -154,6 +158,27 @@ class RunState:
         if self.scaling is not None:
             self.scaling.update()
             self.follow_loss()
+
+    def before_backward(self, over_ranks: bool) -> None:
+        """Updates the loss scale if an optimizer has stepped; ``over_ranks``: all ranks must call this."""
+        self.update_scale()
+        if self.scaling is not None:
+            self.scaling.before_backward(over_ranks)
+
+    def after_backward(self) -> None:
+        if self.scaling is not None:
+            self.scaling.after_backward()
+
+    def unscale_(self, optimizer: Any, over_ranks: bool) -> None:
+        """Divides the gradients of an optimizer by the loss scale, if they are scaled."""
+        if self.scaling is not None:
+            self.scaling.unscale_(optimizer, self.layers.device, over_ranks)
+
+    def report(self) -> None:
+        """Logs how many steps of a training were skipped."""
+        trainer = self.runs.trainer
+        if self.scaling is not None and trainer is not None and trainer.state.fn == "fit":
+            self.scaling.report(self.layers.step)
 
     @property
     def trained(self) -> Trained:
