@@ -372,7 +372,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Returns the forward context with the random bits of this micro-batch, which its backward pass uses too."""
-        with self.forward_context():
+        with self.forward_context(), self._state.hearing(True):
             epoch = self._state.runs.trainer.current_epoch
             if epoch != self._epoch:
                 self._epoch = epoch
@@ -382,7 +382,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
             yield
         if not self._state.is_automatic:  # manual backward passes and steps ran in the context
             self._layers.record(False)
-            self._state.update_scale()
+            self._state.end_manual_step()
             self.coverage_line.say(self._state.runs.trainer)
         self.micro_batch += 1
 
@@ -407,17 +407,17 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         """Steps, counts the step, and moves staged amaxes into the histories."""
-        if self._state.scaling is None:
-            result = super().optimizer_step(optimizer, model, closure, **kwargs)
-        else:
-            closure()
-            self._state.unscale_(optimizer, self._is_sharded)
-            self._after_closure(model, optimizer)
-            result = self._state.scaling.step(optimizer, **kwargs)
-            if self._state.is_automatic:
-                self._state.update_scale()
-        torch.clear_autocast_cache()  # in manual optimization the context goes on, with copies of the weights before
-        self._layers.advance()
+        with self._state.hearing(False):
+            if self._state.scaling is None:
+                result = super().optimizer_step(optimizer, model, closure, **kwargs)
+            else:
+                closure()
+                self._state.unscale_(optimizer, self._is_sharded)
+                self._after_closure(model, optimizer)
+                result = self._state.scaling.step(optimizer, **kwargs)
+                if self._state.is_automatic:
+                    self._state.update_scale()
+        self._state.count_step()
         if self._state.is_automatic:  # also if there was no backward pass
             self._layers.record(False)
         return result
@@ -426,6 +426,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         """Keeps the wrapped model: only the root module of FSDP1 can compute the norm of flat gradients."""
         self._root, self._is_sharded = model, is_sharded(model)
         connect(model)
+        self._state.hear_steps(optimizers)
         self._asked, self.overridden = asked_options(optimizers, lr_schedulers), []
         if self.shared_amax:
             check_whole_weights(model)

@@ -214,6 +214,7 @@ class Runs:
       checkpoint
 
     Attributes:
+        handles: of hooks of the optimizers.
         before: the state before the evaluation that is under way, or before the first checkpoint that was evaluated.
         is_of_checkpoint: True if the state is that of a checkpoint that was evaluated.
     """
@@ -223,6 +224,7 @@ class Runs:
         self._trained: tuple[weakref.ref[Any], weakref.ref[nn.Module]] | None = None  # Trainer and model of the state
         self._displaced: list[weakref.ref[Any]] = []  # Trainers and models
         self._is_lost = False
+        self.handles: list[Any] = []
         self.before: dict[str, Any] = {}
         self.is_of_checkpoint = False
 
