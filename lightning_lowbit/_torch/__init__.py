@@ -7,8 +7,8 @@ torch.distributed, and ``devices`` knows where torch lacks dtypes and operators.
 
 import os
 import platform
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -204,6 +204,25 @@ def overflow_flags(scaler: GradScaler, optimizer: Optimizer | None = None) -> li
 def forget_optimizers(scaler: GradScaler) -> None:
     """Makes a scaler ready for other optimizers, also after a step that failed."""
     scaler._per_optimizer_states.clear()
+
+
+def forget_optimizer(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Makes a scaler ready for new gradients of an optimizer."""
+    scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+@contextmanager
+def without(scaler: GradScaler, optimizers: Iterable[Optimizer]) -> Generator[None, None, None]:
+    """Context in which a scaler does not know some optimizers, so that an update forgets only the others."""
+    numbers = [id(optimizer) for optimizer in optimizers if id(optimizer) in scaler._per_optimizer_states]
+    states = {number: scaler._per_optimizer_states.pop(number) for number in numbers}
+    yield
+    scaler._per_optimizer_states.update(states)
+
+
+def version(tensor: Tensor) -> tuple[int, int]:
+    """Returns the memory of a tensor, and how often that has been written to."""
+    return tensor.data_ptr(), tensor._version
 
 
 def mark_stepped(optimizer: Any) -> None:

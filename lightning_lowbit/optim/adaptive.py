@@ -123,8 +123,9 @@ class Adaptive(ClippedOptimizer):
         owner, before = type(self.optimizer).__name__, dict(self.optimizer.__dict__)
         try:
             self.optimizer.__setstate__(loaded)
-            # It has completed options that its earlier versions did not have.
-            needed, why = self.optimizer.defaults.keys(), ""
+            # It has completed options that its earlier versions did not have. `differentiable` is torch's own, which
+            # adds it to the defaults alone.
+            needed, why = self.optimizer.defaults.keys() - {"differentiable"}, ""
             missing = [some(needed - group.keys()) for group in self.param_groups if needed - group.keys()]
             if missing:
                 why = f"its groups have no {missing[0]}"
@@ -139,14 +140,22 @@ class Adaptive(ClippedOptimizer):
             )
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the wrapped optimizer, with the options of the rules."""
         return self.optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # as Lightning's BaseFinetuning does in a resumed run
+        self.optimizer.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state of the wrapped optimizer, with the scalars of the rules."""
         return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer, also in mid-training; an option out of range is a ValueError."""

@@ -187,7 +187,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def from_checkpoint(cls, checkpoint: Checkpoint, *, weights_only: bool = True, **changes: Any) -> "LowBitPrecision":
         """Makes the plugin that a checkpoint was trained with: the same casts of the same layers, whatever its class.
 
-        In ``validate``, ``test`` and ``predict`` it also restores phase, λ and amaxes, with or without ``ckpt_path``.
+        In ``validate``, ``test`` and ``predict`` it also restores phase, λ and amaxes, with or without ``ckpt_path``,
+        unless it has been trained.
         In ``fit`` it restores them only from ``ckpt_path``; without it, a new run begins.
 
         Args:
@@ -335,8 +336,6 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         trainer, module = checked_run(self, module)
         is_new = self._state.begin(trainer, module)
-        if self._state.scaling is not None:
-            self._state.scaling.check(module, type(trainer.strategy).__name__)
         self._layers.device, self._rank = trainer.strategy.root_device, data_rank(trainer)
         self._state.compute.decide(trainer.strategy)
         self.precision = self._state.compute.precision
@@ -347,7 +346,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self._root = module
         if is_new:
             self.coverage_line.count(module)
-        if self._origin is not None and self._state.runs.is_evaluating:
+        if self._origin is not None and self._state.runs.is_evaluating and not self._state.runs.is_trained:
             self._state.load(self._origin.state, self.casts)
         if restored is not None:
             self._state.compare(restored, "The model, restored from a checkpoint,")
@@ -372,7 +371,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Returns the forward context with the random bits of this micro-batch, which its backward pass uses too."""
-        with self.forward_context():
+        with self.forward_context(), self._state.hearing(True):
             epoch = self._state.runs.trainer.current_epoch
             if epoch != self._epoch:
                 self._epoch = epoch
@@ -383,12 +382,12 @@ class LowBitPrecision(Shown, FSDPPrecision):
             yield
         if not self._state.is_automatic:  # manual backward passes and steps ran in the context
             self._layers.record(False)
-            self._state.update_scale()
+            self._state.end_manual_step()
         self.micro_batch += 1
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss in fp16. In manual optimization, the first backward pass after a step updates the scale."""
-        self._state.update_scale()
+        self._state.before_backward(self._is_sharded)
         return super().pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -398,35 +397,33 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Stops recording only now: activation checkpointing runs forward passes within the backward pass."""
+        self._state.after_backward()
         if self._state.is_automatic:
             self._layers.record(False)
         return super().post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         """Steps, counts the step, and moves staged amaxes into the histories."""
-        if self._state.scaling is None:
-            result = super().optimizer_step(optimizer, model, closure, **kwargs)
-        else:
-            closure()
-            self._unscale_(optimizer)
-            self._after_closure(model, optimizer)
-            result = self._state.scaling.step(optimizer, **kwargs)
-            if self._state.is_automatic:
-                self._state.update_scale()
-        torch.clear_autocast_cache()  # in manual optimization the context goes on, with copies of the weights before
-        self._layers.advance()
+        with self._state.hearing(False):
+            if self._state.scaling is None:
+                result = super().optimizer_step(optimizer, model, closure, **kwargs)
+            else:
+                closure()
+                self._state.unscale_(optimizer, self._is_sharded)
+                self._after_closure(model, optimizer)
+                result = self._state.scaling.step(optimizer, **kwargs)
+                if self._state.is_automatic:
+                    self._state.update_scale()
+        self._state.count_step()
         if self._state.is_automatic:  # also if there was no backward pass
             self._layers.record(False)
         return result
-
-    def _unscale_(self, optimizer: Any) -> None:
-        if self._state.scaling is not None:
-            self._state.scaling.unscale_(optimizer, self._layers.device, self._is_sharded)
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Keeps the wrapped model: only the root module of FSDP1 can compute the norm of flat gradients."""
         self._root, self._is_sharded = model, is_sharded(model)
         connect(model)
+        self._state.hear_steps(optimizers)
         self._asked, self.overridden = asked_options(optimizers, lr_schedulers), []
         if self.shared_amax:
             check_whole_weights(model)
@@ -435,7 +432,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def clip_gradients(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
         """Unscales the gradients, then clips them. (In manual optimization, clipping comes before the step.)"""
         if clip_val > 0:
-            self._unscale_(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+            wrapped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+            self._state.unscale_(wrapped, self._is_sharded)
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
@@ -482,6 +480,4 @@ class LowBitPrecision(Shown, FSDPPrecision):
         super().teardown()
         self._layers.report_changes()
         self._layers.release(in_use=not self._state.runs.has_averages)
-        trainer = self._state.runs.trainer
-        if self._state.scaling is not None and trainer is not None and trainer.state.fn == "fit":
-            self._state.scaling.report(self.step)
+        self._state.report()

@@ -51,6 +51,9 @@ class RunLayers:
         changed: by layer, other casts that have been set since.
     """
 
+    #: Attributes that are otherwise in another run, besides λ. Loading a state replaces them and leaves their values.
+    OF_A_RUN = ("changed", "histories", "_phase", "_temporary", "step", "micro_batch", "_model")
+
     def __init__(
         self,
         seed: int,
@@ -173,7 +176,7 @@ class RunLayers:
 
     def set_phase(self, phase: str) -> None:
         self._phase = choose("phase", phase, PHASES)
-        self._temporary.clear()
+        self._temporary = {}
         self._apply_phase()
 
     def push_phase(self, owner: str, phase: str | None) -> None:

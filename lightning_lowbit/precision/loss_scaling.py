@@ -12,7 +12,16 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_lowbit._lightning import MisconfigurationException, Precision, rank_zero_info
-from lightning_lowbit._torch import current_scale, forget_optimizers, mark_stepped, unscales_in_step
+from lightning_lowbit._torch import (
+    current_scale,
+    forget_optimizer,
+    forget_optimizers,
+    mark_stepped,
+    unscales_in_step,
+    version,
+    without,
+)
+from lightning_lowbit.distributed import local
 from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, overflow, share_overflow
 from lightning_lowbit.precision.run_settings import ComputeDtype
 
@@ -53,12 +62,14 @@ class LossScaling:
         self._first = scaler.state_dict()
         self.skipped_steps = torch.tensor(0, device="cpu")
         self._has_stepped = False  # since the last update
+        self._unscaled: list[Optimizer] = []  # whose gradients were unscaled, and have not been used yet
+        self._versions: list[list[Any]] = []  # of their gradients before a backward pass
 
     def restart(self) -> None:
         """Resets the scaler for another run; the last one may have failed during a step."""
         self.load_state_dict({"scaler": self._first})
         forget_optimizers(self.scaler)
-        self._has_stepped = False
+        self._has_stepped, self._unscaled = False, []
 
     def check(self, model: nn.Module, strategy: str) -> None:
         """Refuses sharded scalers without a process group, and float16 parameters, which torch does not unscale."""
@@ -87,9 +98,29 @@ class LossScaling:
             self.scaler.scale(torch.zeros((), device=device))
         self.scaler.unscale_(optimizer)
         share_overflow(self.scaler, optimizer, device, over_ranks)
+        self._unscaled.append(optimizer)
+
+    def before_backward(self, over_ranks: bool) -> None:
+        """Forgets unscaled gradients that were cleared instead of used; ``over_ranks``: all ranks must call this."""
+        for optimizer in [*self._unscaled]:
+            if not _has_gradients(optimizer, over_ranks):
+                forget_optimizer(self.scaler, optimizer)
+                self._unscaled.remove(optimizer)
+        self._versions = [_versions(optimizer) for optimizer in self._unscaled]
+
+    def after_backward(self) -> None:
+        """Raises ``MisconfigurationException`` if scaled gradients were added to unscaled ones."""
+        for optimizer, before in zip(self._unscaled, self._versions, strict=True):
+            if _versions(optimizer) != before:
+                raise MisconfigurationException(
+                    f"In fp16 clip_gradients divides the gradients of {type(optimizer).__name__} by the loss scale, "
+                    "and this backward pass added scaled ones to them. Call step() or zero_grad() between "
+                    "clip_gradients and the next manual_backward; or accumulate first, and clip after the last one."
+                )
 
     def step(self, optimizer: Any, **kwargs: Any) -> Any:
         self._has_stepped = True
+        self._unscaled = [other for other in self._unscaled if other is not optimizer]
         skipped = overflow(self.scaler, optimizer)
         assert skipped is not None
         self.skipped_steps = self.skipped_steps.to(skipped.device, non_blocking=True) + skipped
@@ -105,7 +136,8 @@ class LossScaling:
         """Updates the scale after all optimizers stepped, if any has."""
         if self._has_stepped:  # gradients may be unscaled for clipping before the step
             self._has_stepped = False
-            self.scaler.update()
+            with without(self.scaler, self._unscaled):
+                self.scaler.update()
 
     @property
     def scale(self) -> float | Tensor:
@@ -128,3 +160,22 @@ class LossScaling:
                     f"{skipped} of {steps} optimizer steps were skipped, since a gradient was not finite in fp16; "
                     "global_step and learning-rate schedules have counted them. LossScaleMonitor shows when."
                 )
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor | None]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [None if parameter.grad is None else local(parameter.grad) for parameter in parameters]
+
+
+def _versions(optimizer: Optimizer) -> list[Any]:
+    return [None if gradient is None else version(gradient) for gradient in _gradients(optimizer)]
+
+
+def _has_gradients(optimizer: Optimizer, over_ranks: bool) -> bool:
+    """Returns whether a gradient is not None or zero, here or on another rank; the host waits only if some are left."""
+    here = any(bool(gradient.any()) for gradient in _gradients(optimizer) if gradient is not None)
+    if not over_ranks:
+        return here
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    return any(everywhere)

@@ -210,6 +210,13 @@ class Runs:
     any Trainer evaluates the model of the run      with its state
     another Trainer evaluates another model         with the state of the constructor
     one whose state was displaced meanwhile         an error, unless a checkpoint restores the state
+    the Trainer trains after it evaluated a         with the state before that checkpoint
+      checkpoint
+
+    Attributes:
+        handles: of hooks of the optimizers.
+        before: the state before the evaluation that is under way, or before the first checkpoint that was evaluated.
+        is_of_checkpoint: True if the state is that of a checkpoint that was evaluated.
     """
 
     def __init__(self) -> None:
@@ -217,6 +224,9 @@ class Runs:
         self._trained: tuple[weakref.ref[Any], weakref.ref[nn.Module]] | None = None  # Trainer and model of the state
         self._displaced: list[weakref.ref[Any]] = []  # Trainers and models
         self._is_lost = False
+        self.handles: list[Any] = []
+        self.before: dict[str, Any] = {}
+        self.is_of_checkpoint = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Runs, ()  # weak references cannot be pickled
@@ -234,6 +244,11 @@ class Runs:
     def has_averages(self) -> bool:
         """True if a callback evaluates and saves averages of weights, which the histories have not seen."""
         return self.trainer is not None and averaging_of(self.trainer) is not None
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the state is that of a training."""
+        return self._trained is not None
 
     def is_first(self) -> bool:
         """Returns whether no Trainer has used the plugin yet."""
@@ -267,6 +282,7 @@ class Runs:
 
     def restored(self, model: nn.Module | None) -> None:
         """Notes that a checkpoint has given the state of the run."""
+        self.is_of_checkpoint = self.is_evaluating and not self._is_lost  # of a lost run it is the only state
         self._is_lost = False
         self._forget(self.trainer, model)
 

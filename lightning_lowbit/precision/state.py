@@ -1,13 +1,20 @@
 """The state of a run. Checkpoints hold it under one key, as tensors and primitives that are the same on all ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from lightning_lowbit._lightning import LightningModule, rank_zero_info, rank_zero_warn, say_once
+from lightning_lowbit._lightning import (
+    LightningModule,
+    MisconfigurationException,
+    rank_zero_info,
+    rank_zero_warn,
+    say_once,
+)
 from lightning_lowbit.checks import positive, some
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import Selection
@@ -16,9 +23,12 @@ from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.precision.checkpoints.files import CHECKPOINT_KEY, state_of
 from lightning_lowbit.precision.checkpoints.trained import LACKING, Trained
+from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.layers import RunLayers
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
 from lightning_lowbit.precision.run_settings import ComputeDtype, Runs
+
+_MANY = 100  # training steps without a step of an optimizer
 
 
 class OutputLayers:
@@ -89,6 +99,7 @@ class RunState:
         self.fresh_histories, self.casts_of_checkpoint = False, True
         self.outputs, self.runs = OutputLayers(), Runs()
         self.scaling: LossScaling | None = None
+        self._hears_steps = self._has_warned = False
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -123,8 +134,25 @@ class RunState:
                 part.restart()
         if is_new and self.scaling is not None:
             self.scaling.restart()  # also at first: another plugin may have used this scaler
+        if self.scaling is not None:
+            self.scaling.check(model, type(trainer.strategy).__name__)
+        self._keep_from_checkpoints(is_new)
         self.layers.expect(model)
         return is_new
+
+    def _keep_from_checkpoints(self, is_new: bool) -> None:
+        """Keeps the state from checkpoints that are evaluated: training goes on with the state before them."""
+        runs, parts = self.runs, (self.layers, self.outputs, self.compute)
+        if runs.is_of_checkpoint and not is_new and not runs.is_evaluating:
+            for part, before in zip(parts, runs.before["parts"], strict=True):
+                vars(part).update(before)
+            self.layers.set_blend(runs.before["blend"])
+        if is_new or not runs.is_evaluating:
+            runs.is_of_checkpoint = False
+        if not runs.is_of_checkpoint:
+            layers = {name: vars(self.layers)[name] for name in self.layers.OF_A_RUN}
+            attributes = [layers, dict(vars(self.outputs)), dict(vars(self.compute))]
+            runs.before = {"parts": attributes, "blend": float(self.layers.blend)}
 
     def follow_loss(self) -> None:
         """Lets the amaxes of output gradients follow the factor of the loss, of which this is the only account."""
@@ -141,6 +169,83 @@ class RunState:
         if self.scaling is not None:
             self.scaling.update()
             self.follow_loss()
+
+    def before_backward(self, over_ranks: bool) -> None:
+        """Updates the loss scale if an optimizer has stepped; ``over_ranks``: all ranks must call this."""
+        self.update_scale()
+        if self.scaling is not None:
+            self.scaling.before_backward(over_ranks)
+
+    def hear_steps(self, optimizers: Iterable[Any]) -> None:
+        """Hears in manual optimization of steps that optimizers take themselves: Lightning does not tell of them."""
+        for handle in self.runs.handles:
+            handle.remove()
+        heard = [] if self.is_automatic else [o for o in optimizers if isinstance(o, torch.optim.Optimizer)]
+        self.runs.handles = [optimizer.register_step_pre_hook(self._check_step) for optimizer in heard]
+        self.runs.handles += [optimizer.register_step_post_hook(self._hear_step) for optimizer in heard]
+        self._has_warned = False
+
+    @contextmanager
+    def hearing(self, on: bool) -> Generator[None, None, None]:
+        """Context in which steps that optimizers take themselves are heard, or not."""
+        before, self._hears_steps = self._hears_steps, on
+        try:
+            yield
+        finally:
+            self._hears_steps = before
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._hears_steps and self.scaling is not None and overflow(self.scaling.scaler, optimizer) is None:
+            raise MisconfigurationException(
+                f"compute_dtype='fp16' scales the loss, and {type(optimizer).__name__}, which steps itself (as with "
+                "use_pl_optimizer=False), would take scaled gradients. Step what self.optimizers() returns, or train "
+                "with compute_dtype='bf16' or 'fp32'."
+            )
+
+    def _hear_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._hears_steps:
+            self.count_step()
+            self._warn_once(
+                f"{type(optimizer).__name__} steps itself, as with use_pl_optimizer=False. The plugin counts that, but "
+                "Lightning does not: global_step stays, and nothing acts that waits for a step, such as max_steps and "
+                "PrecisionSwitch. Step what self.optimizers() returns."
+            )
+
+    def count_step(self) -> None:
+        """Counts an optimizer step: amaxes enter the histories."""
+        torch.clear_autocast_cache()  # in manual optimization the context goes on, with copies of the weights before
+        self.layers.advance()
+
+    def end_manual_step(self) -> None:
+        """Ends a training step of manual optimization, and warns if no optimizer has stepped for long."""
+        self.update_scale()
+        batches = self.layers.micro_batch + 1
+        if self.layers.step == 0 and (batches == _MANY or self.runs.trainer.is_last_batch):
+            self._warn_once(
+                f"No optimizer step was counted in {batches} training steps: delayed scaling, and whatever waits for a "
+                "step, do not advance. Return the optimizers from configure_optimizers, and step what "
+                "self.optimizers() returns."
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if not self._has_warned:
+            rank_zero_warn(text)
+        self._has_warned = True
+
+    def after_backward(self) -> None:
+        if self.scaling is not None:
+            self.scaling.after_backward()
+
+    def unscale_(self, optimizer: Any, over_ranks: bool) -> None:
+        """Divides the gradients of an optimizer by the loss scale, if they are scaled."""
+        if self.scaling is not None:
+            self.scaling.unscale_(optimizer, self.layers.device, over_ranks)
+
+    def report(self) -> None:
+        """Logs how many steps of a training were skipped."""
+        trainer = self.runs.trainer
+        if self.scaling is not None and trainer is not None and trainer.state.fn == "fit":
+            self.scaling.report(self.layers.step)
 
     @property
     def trained(self) -> Trained:
@@ -187,7 +292,7 @@ class RunState:
                 f"The checkpoint's random bits are those of seed {state['seed']}, this run's of seed {layers.seed}: it "
                 f"will not repeat the uninterrupted run. Give seed={state['seed']} for that."
             )
-        if self.scaling is not None:
+        if self.scaling is not None and not self.runs.is_evaluating:
             self.scaling.load_state_dict(state)
         self.load(state, casts)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.optim import Adaptive, StableSPAM
-from tests.lightning_imports import LightningModule, quiet_trainer
+from tests.lightning_imports import LightningModule, pytorch, quiet_trainer
 from tests.optim.conformance.entries import ENTRIES, assert_nothing_happened
 from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
 from tests.tables import each
@@ -234,6 +234,37 @@ def test_second_moments_of_a_wrapped_optimizer_have_its_dtype():
             optimizer.step()
 
 
+class SignDescent(torch.optim.Optimizer):
+    """An optimizer of one's own, as few words as torch allows."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["last"] = parameter.grad.sign()
+                parameter.sub_(group["lr"] * self.state[parameter]["last"])
+
+
+@each("make", [SignDescent, torch.optim.Adafactor, torch.optim.AdamW, torch.optim.SGD])
+def test_a_state_with_a_group_that_was_added_later_is_loaded(make):
+    runs = []
+    for _ in range(2):
+        first, second = make_parameters(shapes=[(4, 3), (5,)])
+        optimizer = Adaptive(make([first]))
+        optimizer.add_param_group({"params": [second]})
+        runs.append(([first, second], optimizer))
+    train(runs[0][1], runs[0][0], range(3))
+    runs[1][1].load_state_dict(copy.deepcopy(runs[0][1].state_dict()))
+    for parameter, trained_one in zip(runs[1][0], runs[0][0], strict=True):
+        parameter.data.copy_(trained_one)
+    for parameters, optimizer in runs:
+        train(optimizer, parameters, range(3, 5))
+    assert_same(snapshot(runs[1][1], runs[1][0]), snapshot(runs[0][1], runs[0][0]), "it goes on otherwise")
+
+
 # --- in Lightning ---
 
 
@@ -267,3 +298,39 @@ def test_a_run_does_not_resume_with_its_layers_swapped(tmp_path):
     ):
         trainer(4).fit(Swapped(True), data, ckpt_path=tmp_path / "swap.ckpt")
     trainer(4).fit(Swapped(False), data, ckpt_path=tmp_path / "swap.ckpt")
+
+
+class Unfreezing(pytorch.callbacks.BaseFinetuning):
+    """Gives the first layer to the optimizer in the second epoch."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.wide)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.wide, optimizer)
+
+
+class FineTuned(Swapped):
+    def __init__(self, wrap):
+        torch.manual_seed(0)
+        super().__init__(False)
+        self.wrap = wrap
+
+    def configure_optimizers(self):
+        return self.wrap(torch.optim.AdamW(self.narrow.parameters(), lr=1e-3))
+
+
+def test_fine_tuning_resumes_as_with_the_wrapped_optimizer_alone(tmp_path):
+    """Lightning then assigns the groups to the optimizer."""
+    data = torch.utils.data.DataLoader(torch.randn(8, 16), batch_size=2)
+    models = []
+    for wrap in (lambda optimizer: optimizer, lambda optimizer: Adaptive(optimizer, element_clip=None, norm_clip=None)):
+        for epochs in (2, 3):
+            trainer = quiet_trainer(default_root_dir=tmp_path, max_epochs=epochs, callbacks=[Unfreezing()])
+            model = FineTuned(wrap)
+            trainer.fit(model, data, ckpt_path=None if epochs == 2 else tmp_path / "fine.ckpt")
+            trainer.save_checkpoint(tmp_path / "fine.ckpt")
+        assert len(trainer.optimizers[0].param_groups) == 2
+        models.append([parameter.detach() for parameter in model.parameters()])
+    assert_same(models[1], models[0], "another run")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lightning_lowbit import FP4Precision, FP8Precision
+from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision
 from tests.lightning_imports import Callback, MisconfigurationException, quiet_trainer
-from tests.precision.regression_model import Regression, flat
+from tests.precision.regression_model import Regression, flat, state
 from tests.tables import each
 
 LOST = "This plugin has been used with another model since it trained this one"
@@ -45,6 +45,11 @@ SAME_IN_EVALUATION = ("qaf", "plain")
 FAST = ("hp-forward", "delayed")
 CASES = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in STATES]
 some_states = pytest.mark.parametrize("state", CASES)
+
+
+def bf16_at_half(plugin):
+    plugin.set_phase("bf16")
+    plugin.set_blend(0.5)
 
 
 class Folds:
@@ -157,6 +162,32 @@ def test_two_models_in_one_trainer(state):
             folds.loss(0)
     else:
         assert folds.loss(0) == before
+
+
+@each("trained, is_origin", [(0, False), (0, True), (2, False), (2, True)])
+def test_evaluating_a_checkpoint_leaves_training_as_it_was(trained, is_origin):
+    """Before the first step, and between two fits of a Trainer; weights, which Lightning replaces, are put back."""
+    donor = quiet_trainer(fp8(), callbacks=[Change(bf16_at_half)], max_steps=3, limit_val_batches=0)
+    donor.fit(model(0))
+    donor.save_checkpoint("0.ckpt")
+    outcomes = []
+    for checkpoint in (None, "0.ckpt"):
+        plugin = LowBitPrecision.from_checkpoint("0.ckpt") if is_origin else fp8()
+        one, change = model(1), Change(lambda plugin: plugin.set_phase("hp-forward"))
+        trainer = quiet_trainer(plugin, callbacks=[change], max_steps=2, limit_val_batches=1)
+        if trained:
+            trainer.fit(one)
+        weights = {name: weight.clone() for name, weight in one.state_dict().items()}
+        trainer.validate(one, verbose=False, ckpt_path=checkpoint)
+        if checkpoint:
+            assert (plugin.phase, float(plugin.blend)) == ("bf16", 0.5), "it is not evaluated as it was trained"
+        one.load_state_dict(weights)
+        trainer.fit_loop.epoch_loop.max_steps = trained + 2
+        trainer.fit(one)
+        assert (plugin.phase, float(plugin.blend), plugin.step) == ("hp-forward", 1.0, trained + 2)
+        outcomes.append({"weights": flat(one), **state(plugin)["amax_history"]})
+    assert outcomes[0].keys() == outcomes[1].keys()
+    assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")

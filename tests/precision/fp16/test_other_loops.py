@@ -10,6 +10,7 @@ from lightning_lowbit import FP8Precision, LowBitPrecision, StableSPAM
 from tests.lightning_imports import MisconfigurationException, MixedPrecision
 from tests.precision.fp16.runs import MOVING, Overflowing, assert_same, fp16, moving, static, train
 from tests.precision.regression_model import Regression, flat, state, trainer
+from tests.tables import each
 
 
 class Absent(Regression):
@@ -74,7 +75,7 @@ def test_two_optimizers_share_a_backward_pass():
 
 
 class ClippedByHand(Manual):
-    """Clips one of two optimizers by hand, before or after the backward pass of the other.
+    """Clips one of two optimizers by hand, between its backward pass and that of the other, or after both.
 
     Attributes:
         norms: of both optimizers' gradients, as they step.
@@ -117,6 +118,69 @@ def test_clipping_by_hand_clips_true_gradients(between):
     assert found == norms(static(1.0)), "a scale is left in"
     assert found[::2] == pytest.approx([1e-3] * 4, rel=1e-3), "those that are clipped"
     assert min(found[1::2]) > 0.1, "those that are not"
+
+
+class LeftOut(Manual):
+    """Clips the first optimizer by hand, and leaves out its step in the second of four batches.
+
+    Attributes:
+        norms: of its gradients after clipping.
+    """
+
+    def __init__(self, set_to_none, with_other):
+        super().__init__()
+        self.set_to_none, self.with_other = set_to_none, with_other
+        self.norms = []
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        first.zero_grad(set_to_none=self.set_to_none)
+        second.zero_grad()
+        self.manual_backward(self.loss(8 * batch_idx, 1.0))
+        self.clip_gradients(first, gradient_clip_val=1e9)
+        self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.first.parameters()]).item())
+        if batch_idx != 1:
+            first.step()
+        if self.with_other:  # after its step the scale moves
+            second.step()
+
+
+@each("set_to_none, with_other", [(True, False), (False, True), (True, True)])
+def test_gradients_are_unscaled_after_a_step_that_was_left_out(set_to_none, with_other):
+    def norms(scaler):
+        model = LeftOut(set_to_none, with_other)
+        trainer(fp16(scaler), max_steps=8, limit_train_batches=4, max_epochs=1).fit(model)
+        return model.norms
+
+    found = norms(moving(growth_interval=1, cap=2.0**12))
+    assert len(found) == 4
+    assert found == pytest.approx(norms(static()), rel=0.02), "a scale is left in"
+
+
+class Late(ClippedByHand):
+    """Clips the first optimizer, steps the second, and steps the first after another backward pass, maybe its own."""
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        x = torch.ones(2, 16)
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(self.head(self.first(x)).float().square().mean())
+        self.clip_gradients(first, gradient_clip_val=1e-3)
+        second.step()
+        self.manual_backward(self.head(x if self.between else self.first(x)).float().square().mean())
+        first.step()
+
+
+def test_clipped_gradients_keep_their_size_while_another_optimizer_steps():
+    model = Late(between=True)
+    trainer(fp16(moving(growth_interval=1, cap=2.0**12)), max_steps=8, limit_train_batches=4).fit(model)
+    assert model.norms[1::2] == pytest.approx([1e-3] * 4, rel=1e-3)
+
+
+def test_scaled_gradients_are_not_added_to_clipped_ones():
+    with pytest.raises(MisconfigurationException, match="Call step.. or zero_grad"):
+        trainer(fp16(static()), max_steps=8, limit_train_batches=4).fit(Late(between=False))
 
 
 @pytest.mark.parametrize(
