@@ -113,6 +113,7 @@ def test_needs_the_plugin():
         trainer.fit(BoringModel())
 
 
+@pytest.mark.filterwarnings("ignore:SGD steps itself")  # the plugin's warning of the same steps
 def test_steps_that_nothing_counts_get_a_warning():
     class Raw(Two):
         automatic_optimization = False
