@@ -34,7 +34,7 @@ LAYER_FACTS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "computed": (
         lambda layer: not isinstance(layer.weight, nn.Parameter),
-        "its weight is computed from others, as weight_norm does: remove that first",
+        "its weight is computed from others, as by weight_norm, or a buffer: make it a parameter first",
     ),
     "stack": (
         lambda layer: layer.weight_matrix().dim() != 2,
