@@ -1,7 +1,9 @@
 """Modules of one's own, as Lightning lets them be made and loaded."""
 
 import torch
+import transformers
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_lowbit._lightning import LightningModule
 
@@ -90,3 +92,41 @@ class Partial(Plain):
     def on_save_checkpoint(self, checkpoint):
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: state[name] for name in state if not name.startswith("frozen")}
+
+
+_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TEXT = {**_SIZES, "num_key_value_heads": 2, "vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_IMAGES = {**_SIZES, "image_size": 16, "patch_size": 8}
+
+
+def _config(kind):
+    if kind == "t5":
+        sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+        return AutoConfig.for_model("t5", **sizes, decoder_start_token_id=0)
+    if kind == "llava":
+        parts = {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _IMAGES}
+        return AutoConfig.for_model("llava", **parts, image_token_index=95)
+    return AutoConfig.for_model(kind, **(_IMAGES if kind == "vit" else _TEXT))
+
+
+class Network(LightningModule):
+    """A network of ``transformers``, with the head of its kind."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        config = _config(kind)
+        name = {"t5": "T5ForConditionalGeneration", "llava": "LlavaForConditionalGeneration"}.get(kind)
+        name = {"vit": "ViTForImageClassification"}.get(kind, name)
+        cls = AutoModelForCausalLM.from_config if name is None else getattr(transformers, name)
+        self.net = cls(config)
+
+    def training_step(self, batch, index):
+        if self.hparams.kind == "vit":
+            return self.net(pixel_values=batch[:, :768].view(-1, 3, 16, 16)).logits.square().mean()
+        ids = batch[:, :8].abs().mul(20).long().clamp(3, 90)
+        return self.net(input_ids=ids, labels=ids).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
