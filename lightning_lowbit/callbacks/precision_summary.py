@@ -205,14 +205,14 @@ class PrecisionSummary(LowBitCallback):
         phases = dict.fromkeys(part.phase for part in parts if part.phase is not None)
         return {phase: _mean_bits([part for part in parts if part.phase == phase]) for phase in phases}
 
-    def _stretch(self) -> "_Stretch":
+    def _stretch(self) -> _Stretch:
         casts = {} if self.counter is None else self.counter.casts()
         stretch = next((one for one in self._since if one.casts == casts), None)
         if stretch is None:
             self._since.append(stretch := _Stretch(casts, Counter()))
         return stretch
 
-    def _parts(self, stretches: list["_Stretch"]) -> list["_Part"]:
+    def _parts(self, stretches: list[_Stretch]) -> list[_Part]:
         assert self.counter is not None and not self._counting
         bits, parts = torch.finfo(self._dtype).bits, []
         for casts, steps in stretches:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit.compilation import counted_for
+from lightning_lowbit.kernels.products import decode
 from lightning_lowbit.nn.core.how import How
 from lightning_lowbit.nn.core.operands import OperandHow, OperandInput, Pass
 from lightning_lowbit.nn.native.operand import values_of
@@ -104,7 +105,7 @@ def decoded(operand: Operand) -> Operand:
     """Multiplies a factor of rows into the values, in float32, for a contraction along them."""
     if operand.factor is None or not operand.factor.dim():
         return operand
-    return Operand(operand.values.float() * operand.factor)
+    return Operand(decode(operand.values, operand.factor, torch.float32))
 
 
 def cut_operand(operand: Operand, dim: int, start: int, end: int) -> Operand:

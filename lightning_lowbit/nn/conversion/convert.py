@@ -200,17 +200,17 @@ class Selection:
         }
         self._patterns = [*(only or ()), *others]
         self.casts: dict[str, LinearCasts] = {}
-        idle = dict(others)
-        for name in self._layers:
-            if name in chosen and name not in skipped:
-                usual = product_default if name in products else default
-                pattern = next((pattern for pattern in others if name in matches[pattern]), None)
-                self.casts[name] = usual if pattern is None else others[pattern]
-                idle.pop(pattern, None)  # type: ignore[arg-type]
-        if idle:
-            pattern = next(iter(idle))
+        deciding = {
+            name: next((pattern for pattern in others if name in matches[pattern]), None)
+            for name in self._layers
+            if name in chosen and name not in skipped
+        }
+        for name, pattern in deciding.items():
+            usual = product_default if name in products else default
+            self.casts[name] = usual if pattern is None else others[pattern]
+        if idle := [pattern for pattern in others if pattern not in deciding.values()]:
             raise ValueError(
-                f"overrides: {pattern!r} gives no layer its casts. It names {some(sorted(matches[pattern]))}; skip or "
+                f"overrides: {idle[0]!r} gives no layer its casts. It names {some(sorted(matches[idle[0]]))}; skip or "
                 "only leave these out, or an earlier pattern names them. Leave it out, or put it first."
             )
         check_planned_attention(self.casts, products)

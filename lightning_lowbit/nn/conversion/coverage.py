@@ -47,17 +47,13 @@ class Coverage:
     flops: int  # of all matrix products, attentions and convolutions; a multiplication and an addition are two
     low_bit: int  # of GEMMs whose two operands are both quantized
     average_bits: float  # per element of a GEMM operand, block scales included, weighted by FLOPs
+    outside: int  # outside of layers with a quantized GEMM
     uncovered: dict[str, int]
     uncounted: tuple[str, ...]  # operations that look like matrix products but have no FLOP formula
 
     @property
     def share(self) -> float:
         return self.low_bit / self.flops if self.flops else 0.0
-
-    @property
-    def outside(self) -> int:
-        """FLOPs outside of layers with a quantized GEMM."""
-        return sum(flops for name, flops in self.uncovered.items() if not name.endswith(")"))
 
 
 class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -207,6 +203,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops=total,
             low_bit=low_bit,
             average_bits=bits / total if total else float(hp_bits),
+            outside=sum(self.others.values()) + whole.total(),
             uncovered=dict(uncovered.most_common()),
             uncounted=tuple(sorted(self._uncounted)),
         )
