@@ -106,8 +106,8 @@ def total_steps(trainer: Trainer) -> float:
     schedules = [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
     if schedules and trainer.max_epochs != -1 and trainer.num_training_batches < math.inf:
         epochs = range(trainer.max_epochs or 0)
-        accumulated = [schedules[-1].get_accumulate_grad_batches(epoch) for epoch in epochs]
-        total = sum(math.ceil(trainer.num_training_batches / batches) for batches in accumulated)
+        accumulations = [schedules[-1].get_accumulate_grad_batches(epoch) for epoch in epochs]
+        total = sum(math.ceil(trainer.num_training_batches / batches) for batches in accumulations)
         return total if trainer.max_steps == -1 else min(total, trainer.max_steps)
     return math.inf if total == -1 else total
 

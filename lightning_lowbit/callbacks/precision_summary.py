@@ -313,8 +313,8 @@ class PrecisionSummary(LowBitCallback):
         if self.counter is not None and not self._counting:
             since = self._stretch().steps
             past = past + self._parts([stretch for stretch in self._since if stretch.steps is not since])
-        written = [[value for value in part if value is not None] for part in past]
-        return {"steps": dict(self._steps), "since": dict(since), "past": written}
+        rows = [[value for value in part if value is not None] for part in past]
+        return {"steps": dict(self._steps), "since": dict(since), "past": rows}
 
     def _load(self, state: dict[str, Any]) -> None:
         self._steps = Counter(state["steps"])

@@ -180,9 +180,9 @@ class RunState:
         """Hears in manual optimization of steps that optimizers take themselves: Lightning does not tell of them."""
         for handle in self.runs.handles:
             handle.remove()
-        heard = [] if self.is_automatic else [o for o in optimizers if isinstance(o, torch.optim.Optimizer)]
-        self.runs.handles = [optimizer.register_step_pre_hook(self._check_step) for optimizer in heard]
-        self.runs.handles += [optimizer.register_step_post_hook(self._hear_step) for optimizer in heard]
+        targets = [] if self.is_automatic else [o for o in optimizers if isinstance(o, torch.optim.Optimizer)]
+        self.runs.handles = [optimizer.register_step_pre_hook(self._check_step) for optimizer in targets]
+        self.runs.handles += [optimizer.register_step_post_hook(self._hear_step) for optimizer in targets]
         self._has_warned = False
 
     @contextmanager

@@ -56,8 +56,8 @@ class Snapshot:
             return
         weights, *_, copies = self._saved
         weights += self._copy(list(trained.weights[len(weights) :]), None)
-        joined = {place: list(tensors) for place, tensors in trained.copies.items() if place not in copies}
-        copies |= self._copy(joined, None)
+        newcomers = {place: list(tensors) for place, tensors in trained.copies.items() if place not in copies}
+        copies |= self._copy(newcomers, None)
 
     @torch.no_grad()
     def put_back(self, trained: TrainingState) -> list[str]:

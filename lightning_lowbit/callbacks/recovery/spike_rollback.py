@@ -162,8 +162,8 @@ class SpikeRollback(LowBitCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Adds parameters that have joined since, before their first update."""
         before = set(self._parameters)
-        if joined := [p for group in optimizer.param_groups for p in group["params"] if p not in before]:
-            self._parameters += joined
+        if newcomers := [p for group in optimizer.param_groups for p in group["params"] if p not in before]:
+            self._parameters += newcomers
             for snapshot in (self._trusted, self._candidate):
                 snapshot.add(self._state_of(trainer))
 

@@ -200,15 +200,15 @@ class Selection:
         }
         self._patterns = [*(only or ()), *others]
         self.casts: dict[str, LinearCasts] = {}
-        deciding = {
+        choices = {
             name: next((pattern for pattern in others if name in matches[pattern]), None)
             for name in self._layers
             if name in chosen and name not in skipped
         }
-        for name, pattern in deciding.items():
+        for name, pattern in choices.items():
             usual = product_default if name in products else default
             self.casts[name] = usual if pattern is None else others[pattern]
-        if idle := [pattern for pattern in others if pattern not in deciding.values()]:
+        if idle := [pattern for pattern in others if pattern not in choices.values()]:
             raise ValueError(
                 f"overrides: {idle[0]!r} gives no layer its casts. It names {some(sorted(matches[idle[0]]))}; skip or "
                 "only leave these out, or an earlier pattern names them. Leave it out, or put it first."

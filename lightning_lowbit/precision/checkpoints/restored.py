@@ -91,9 +91,9 @@ def run_hooks(module: nn.Module, loaded: Mapping[str, Any]) -> Mapping[str, Any]
     if is_overridden("configure_model", module):
         module.configure_model()
     state = loaded.get("state_dict")
-    changed = {**loaded, **({"state_dict": dict(state)} if isinstance(state, Mapping) else {})}
-    module.on_load_checkpoint(changed)
-    return changed
+    checkpoint = {**loaded, **({"state_dict": dict(state)} if isinstance(state, Mapping) else {})}
+    module.on_load_checkpoint(checkpoint)
+    return checkpoint
 
 
 class _AsTrained:
