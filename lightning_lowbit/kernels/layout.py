@@ -8,7 +8,7 @@ The scale of row r and block c, of C' blocks:
     ((r // 128) * (C' / 4) + c // 4) * 512  +  (r % 32) * 16  +  (r % 128) // 32 * 4  +  c % 4
 
 Tiles are filled up with zeros, as are codes up to the multiples that GEMMs ask for. AMD's GPUs take scales
-row by row, and GEMMs of blocks of 128 take everything as it is.
+row by row. GEMMs of blocks of 128 take codes as they are, and scales of rows one block after the other.
 """
 
 import torch
@@ -66,7 +66,7 @@ def unswizzle(flat: Tensor, rows: int, blocks: int) -> Tensor:
 
 
 def outer_major(scales: Tensor) -> Tensor:
-    """Returns a copy of ``[rows, blocks]`` with strides ``(1, rows)``."""
+    """Returns ``[rows, blocks]`` with strides ``(1, rows)``, itself if it has them."""
     return scales.t().contiguous().flatten().view(scales.shape[1], len(scales)).t()
 
 
@@ -124,7 +124,7 @@ def lay_out(codes: Tensor, scales: Tensor, cast: Cast, block: int, dim: int) -> 
     assert cast.scale.storage.dtype is not None
     scales = scales.to(cast.scale.storage.dtype).contiguous()
     if block == _LARGE:
-        return codes.contiguous(), scales
+        return codes.contiguous(), scales if keeps_tiles(cast, block, dim) else outer_major(scales)
     values = pad(codes, -rows % multiples()[0], -inner % multiples()[1])
     scales = pad(scales, len(values) - rows, values.shape[1] // block - scales.shape[1])
     flat = scales.flatten() if torch.version.hip is not None else swizzle(scales)
@@ -171,12 +171,12 @@ def _round_codes(
 
 def empty_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
     """Returns memory for codes, scales and the scale of a matrix in the layout of its GEMM."""
-    codes, scales = laid_out_shapes(call.cast, call.block, call.dim, x.shape[1 - call.dim], x.shape[call.dim])
-    return (
-        x.new_empty(codes, dtype=call.cast.format.dtype or torch.uint8),
-        x.new_empty(scales, dtype=call.cast.scale.storage.dtype),
-        x.new_empty((), dtype=torch.float32),
-    )
+    codes, shape = laid_out_shapes(call.cast, call.block, call.dim, x.shape[1 - call.dim], x.shape[call.dim])
+    if call.block == _LARGE and not keeps_tiles(call.cast, call.block, call.dim):
+        scales = x.new_empty(shape[::-1], dtype=torch.float32).t()
+    else:
+        scales = x.new_empty(shape, dtype=call.cast.scale.storage.dtype)
+    return x.new_empty(codes, dtype=call.cast.format.dtype or torch.uint8), scales, x.new_empty((), dtype=torch.float32)
 
 
 def make_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:

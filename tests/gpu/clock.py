@@ -1,12 +1,25 @@
 """Times of a device, and the two rates against which they stand: of copies and of GEMMs."""
 
+import fcntl
 import statistics
+import tempfile
 import time
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import torch
 
 SPIN = 2_000_000  # clocks for which the GPU waits, about a millisecond, while the host enqueues what is timed
+LOCK = Path(tempfile.gettempdir()) / "lowbit_gpu_lock"
+
+
+@contextmanager
+def turn(alone):
+    """Within this context one process measures alone, or several compile and warm up."""
+    with open(LOCK, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def synchronize(device):

@@ -60,7 +60,7 @@ class Model(LightningModule):
 
     def training_step(self, batch, _):
         loss = self.model(input_ids=batch, labels=batch).loss
-        self.steps.append(loss.detach())
+        self.steps.append(loss.detach().clone())  # a CUDA graph gives the next one in the same memory
         return loss
 
     def configure_optimizers(self):

@@ -34,7 +34,8 @@ def page(results):
         skipped=skipped(records),
         wrong="\n".join(line(record) for record in records if record["ok"] is False) or "- nothing",
         layers=layers(values(records, "layers")),
-        steps=steps(values(records, "steps")),
+        experts=experts(values(records, "layers")),
+        steps=steps(values(records, "steps") | values(records, "compiled")),
         optimizers=optimizers(values(records, "steps")),
     )
 
@@ -60,21 +61,33 @@ def parts(records):
 
 
 def skipped(records):
-    names = [f"`{record['name']}`" for record in records if record["ok"] is None and record["value"] is None]
-    return f"Skipped, for reasons in the lines: {', '.join(names)}." if names else ""
+    """The checks that were not made, by name but for those that had no time left."""
+    undone = [record for record in records if record["ok"] is None and record["value"] is None]
+    names = [f"`{record['name']}`" for record in undone if not record["why"].startswith("skipped: time")]
+    late = f"For {len(undone) - len(names)} checks no time was left." if len(undone) > len(names) else ""
+    return " ".join(filter(None, [f"Skipped, for reasons in the lines: {', '.join(names)}." if names else "", late]))
 
 
 def layers(checks):
     """Speeds beside ``nn.Linear``, one launch after the other and in a CUDA graph, and the largest memory."""
     rows = []
     for name in LAYERS:
-        runs = {width: checks.get(f"{width}: {name}", {}) for width in WIDTHS}
-        speeds = [run.get("its speed by nn.Linear", run.get("speed of both by nn.Linear")) for run in runs.values()]
-        speeds.append(runs[4096].get("speed by nn.Linear"))
+        runs = [checks.get(f"{width}: {name}", {}) for width in WIDTHS]
+        speeds = [run.get(key) for key in ("its speed by nn.Linear", "speed by nn.Linear") for run in runs]
         if any(speeds):
-            memory = _text(runs[4096].get("peak by nn.Linear"), 1)
+            memory = _text(checks.get(f"4096: {name}", {}).get("peak by nn.Linear"), 1)
             rows.append([f"`{name}`", *(_text(speed, 2) for speed in speeds), memory])
-    return table(["", *map(str, WIDTHS), "4096, in a CUDA graph", "memory, 4096"], rows)
+    widths = [*map(str, WIDTHS), *(f"{width}, graph" for width in WIDTHS)]
+    return table(["", *widths, "memory, 4096"], rows)
+
+
+def experts(checks):
+    """Times of a stack of experts: a row for its casts, a column for each way."""
+    times = {name.partition(": ")[2]: check.get("both passes, ms") for name, check in checks.items()}
+    ways = ["one by one", "grouped"]
+    names = dict.fromkeys(name.partition(", ")[0] for name in times if name.endswith(tuple(ways)))
+    rows = [[f"`{name}`", *(_text(times.get(f"{name}, {way}"), 1) for way in ways)] for name in names]
+    return table(["", *ways], [["bf16", "", _text(times.get("F.grouped_mm"), 1)], *rows])
 
 
 def steps(checks):
@@ -96,7 +109,7 @@ def optimizers(checks):
 
 
 def _text(number, places):
-    return f"{number:.{places}f}" if isinstance(number, int | float) else number or ""
+    return f"{number:.{places}f}" if isinstance(number, float) else number or ""
 
 
 if __name__ == "__main__":

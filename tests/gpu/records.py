@@ -121,7 +121,7 @@ def counts_of(records, part):
 
 
 def line(record):
-    why = " ".join(record["why"].split())[:600].replace("|", "\\|")
+    why = " ".join(record["why"].split())[:200].replace("|", "\\|")
     return f"- {record['part']}, `{record['name']}`: {why}"
 
 

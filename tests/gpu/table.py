@@ -61,8 +61,9 @@ PARTS = {
         Part("native", "native GEMMs: exact sums to the bit, others within two roundings", 40, 30, 6),
         Part("training", "40 steps in every preset: the loss falls by 30 %, close to bf16's", 90, 60, 8),
         Part("casts", "times of kernels", 35, 15, interpreted=True),
-        Part("layers", "times of a layer beside `nn.Linear`", 55, 25),
+        Part("layers", "times of a layer beside `nn.Linear`", 100, 25),
         Part("steps", "times of optimizers and training steps", 60, 50),
+        Part("compiled", "times of training steps that `torch.compile` captures in CUDA graphs", 100, 95, 9),
         Part("capture", "replays of CUDA graphs give the bits of direct passes", 25, 25),
     )
 }

@@ -33,7 +33,9 @@ def test_the_page_draws_what_a_run_has_measured_and_what_is_wrong(tmp_path):
     log.end("GPU", None, {"name": "H100"})
     log = records.Log(tmp_path, "layers")
     log.end("2048: nvfp4", None, {"its speed by nn.Linear": 0.5, "speed by nn.Linear": 0.7})
-    log.end("4096: nvfp4", None, {"its speed by nn.Linear": 0.125, "speed by nn.Linear": 1, "peak by nn.Linear": 2.0})
+    log.end("4096: nvfp4", None, {"its speed by nn.Linear": 0.125, "speed by nn.Linear": 1.0, "peak by nn.Linear": 2.0})
+    for way, seconds in (("int8, one by one", 8.0), ("F.grouped_mm", 0.5)):
+        log.end(f"64 experts: {way}", None, {"both passes, ms": seconds})
     log = records.Log(tmp_path, "steps")
     for way, seconds in (("a", 1.5), ("a, in a CUDA graph", float("inf"))):
         log.end(f"{way}: mxfp8", None, {"ms": seconds, "tokens/s": 5, "launches": 3})
@@ -41,7 +43,8 @@ def test_the_page_draws_what_a_run_has_measured_and_what_is_wrong(tmp_path):
     log.end("optimizer: AdamW", False, why="no | end")
     text = page.page(log.path)
     assert "Run on H100, Python 3.12, torch 2.13, Triton 3.7: 0 checks right, 1 wrong." in text
-    assert "| `nvfp4` | 0.50 | 0.12 |  | 1.00 | 2.0 |\n" in text
+    assert "| `nvfp4` | 0.50 | 0.12 |  | 0.70 | 1.00 |  | 2.0 |\n" in text
+    assert "|  | one by one | grouped |\n| --- | --- | --- |\n| bf16 |  | 0.5 |\n| `int8` | 8.0 |  |\n" in text
     assert "|  | a | a, in a CUDA graph |\n| --- | --- | --- |\n| `mxfp8` | 1.5 | inf |\n" in text
     assert "| SPAM | 3.0 | 110 | 8.00 |\n" in text
     assert "- steps, `optimizer: AdamW`: no \\| end" in text

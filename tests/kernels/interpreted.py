@@ -184,7 +184,7 @@ def differences_of_layout(cases):
         values = [_decoded(cast, codes) * scales for (codes, _), scales in zip(apart, spread, strict=True)]
         texts += _unequal((values[0], found[2]), (values[1], expected[2]), where)
         if x.isfinite().all():
-            bytes_ = [tuple(tensor.view(torch.uint8) for tensor in made[:2]) for made in (found, expected)]
+            bytes_ = [tuple(one.contiguous().view(torch.uint8) for one in made[:2]) for made in (found, expected)]
             texts += _unequal(*bytes_, f"bytes of {where}")
     return texts
 

@@ -197,10 +197,13 @@ def _lay_out(
     is_byte = (byte_row < tl.cdiv(rows, PADDED[0]) * PADDED[0]) & (byte < all_bytes)
     tl.store(codes + (byte_row.to(tl.int64) * all_bytes + byte), joined, mask=is_byte)
 
-    if CAST.scale == "fp32":  # as they are, a tile for all of its rows
+    if CAST.scale == "fp32":  # tiles as they are, scales of rows one block after the other
         down_block = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]
         right_block = right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]
-        place = down_block.to(tl.int64) * tl.cdiv(columns, SIDES[1]) + right_block
+        if SIDES[0] == 1:
+            place = right_block.to(tl.int64) * rows + down_block
+        else:
+            place = down_block.to(tl.int64) * tl.cdiv(columns, SIDES[1]) + right_block
         is_block = (down_block * SIDES[0] < rows) & (right_block * SIDES[1] < columns)
         tl.store(scales_at + place, stored_scales(scales, CAST), mask=is_block)
     else:

@@ -79,11 +79,17 @@ def _multiply_blocks_of_128(left: BlockOperand, right: BlockOperand, dtype: torc
     other, blocks = recipe, scales_b.shape[1]
     if has_tiles(right):  # [blocks, tiles], a column of scales in multiples of 16 bytes
         other = ScalingType.BlockWise128x128
-        scales_b = outer_major(F.pad(scales_b, (0, round_up(blocks, 4) - blocks)).t())
+        scales_b = _padded(scales_b, 0, round_up(blocks, 4) - blocks).t()
     else:
-        scales_b = outer_major(F.pad(scales_b, (0, 0, 0, len(b) - len(scales_b))))
-    scales_a = outer_major(F.pad(scales_a, (0, 0, 0, len(a) - len(scales_a))))
+        scales_b = _padded(scales_b, len(b) - len(scales_b), 0)
+    scales_a = _padded(scales_a, len(a) - len(scales_a), 0)
+    scales_a, scales_b = outer_major(scales_a), outer_major(scales_b)
     return F.scaled_mm(a, b.t(), scales_a, recipe, scales_b, other, output_dtype=dtype)
+
+
+def _padded(scales: Tensor, rows: int, columns: int) -> Tensor:
+    """Returns scales with zeros below and to the right, not copied if there are none."""
+    return F.pad(scales, (0, columns, 0, rows)) if rows or columns else scales
 
 
 def fp8_product(

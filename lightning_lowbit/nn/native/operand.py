@@ -23,7 +23,7 @@ class BlockOperand(NamedTuple):
     Attributes:
         values: codes of E2M1, uint8 ``[rows', k' / 2]``, or elements in float8 ``[rows', k']``, padded with zeros.
         scales: of blocks, in their storage dtype, in the order of tensor cores. In FP8 with blocks of 128
-            ``[rows, k / 128]`` or, for tiles, ``[rows / 128, k / 128]``, rounded up.
+            ``[rows, k / 128]`` with strides ``(1, rows)`` or, for tiles, ``[rows / 128, k / 128]``, rounded up.
         factor: float32, 0-d, multiplies the result; None for 1.
         kind: of the GEMM, a key of ``NATIVE``.
         size: rows and k.

@@ -23,16 +23,16 @@ def checks(setting):
     variants = [(name, "auto") for name in presets] + [(name, "emulated") for name in EMULATED]
     few = [(name, "auto") for name in FEW]
     sizes = {32: variants[:2]} if small else {4096: variants, 2048: few, 8192: few, 1024: few}
-    for casts in (None, *stacks.TIMED[: 1 if small else None]):
-        for grouped in ("auto", "native") if casts else ("auto",):
-            name = "F.grouped_mm" if casts is None else f"{casts}, {'grouped' if grouped == 'native' else 'one by one'}"
-            how = partial(stacks.measure_stack, casts, grouped, setting.device, small)
-            yield Check(f"{stacks.EXPERTS} experts: {name}", how, judges=False)
     for size, pairs in sizes.items():
         tokens = 32 if small else TOKENS
         for casts in (None, *pairs):
             name = "nn.Linear" if casts is None else casts[0] + ", emulated" * (casts[1] == "emulated")
             yield Check(f"{size}: {name}", partial(measure, casts, size, tokens, setting.device), judges=False)
+    for casts in (None, *stacks.TIMED[: 1 if small else None]):
+        for grouped in ("auto", "native") if casts else ("auto",):
+            name = "F.grouped_mm" if casts is None else f"{casts}, {'grouped' if grouped == 'native' else 'one by one'}"
+            how = partial(stacks.measure_stack, casts, grouped, setting.device, small)
+            yield Check(f"{stacks.EXPERTS} experts: {name}", how, judges=False)
 
 
 class Layer:
@@ -40,7 +40,7 @@ class Layer:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(size, size, bias=False)).to(device, torch.bfloat16)
         self.x = torch.randn(tokens, size, device=device, dtype=torch.bfloat16).requires_grad_()
-        self.g = torch.randn_like(self.x)
+        self.g, self.is_plain = torch.randn_like(self.x), casts is None
         if casts is not None:
             convert(self.model, casts[0], backend=casts[1])
             LayerKeys(self.model).fill_(1, device=torch.device(device))
@@ -56,7 +56,8 @@ class Layer:
 
     def both(self):
         self.clear()
-        self.model(self.x).backward(self.g)
+        with torch.autograd.set_multithreading_enabled(self.is_plain):  # as the plugin has it
+            self.model(self.x).backward(self.g)
 
 
 def measure(casts, size, tokens, device):

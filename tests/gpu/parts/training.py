@@ -30,6 +30,7 @@ CLASSES = {
     "nvfp4, saved codes": partial(LowBitPrecision, "nvfp4", save="codes"),
 }
 SAME = ("nvfp4", "nvfp4-nvidia", "mxfp8", "fp8-delayed", "ternary")
+COMPILED = (("nvfp4", None), ("nvfp4", "reduce-overhead"), ("fp8-delayed", "reduce-overhead"))
 OPTIMIZERS = {
     "StableSPAM": partial(StableSPAM, lr=RATE),
     "moments in FP8": partial(LowBitAdamW, lr=RATE, moments="fp8"),
@@ -38,6 +39,9 @@ OPTIMIZERS = {
 
 def checks(setting):
     small = setting.is_small
+    for name, mode in () if small else COMPILED:  # first, since they take longest
+        way = "compiled to CUDA graphs" if mode else "compiled"
+        yield Check(f"{name}, {way}", partial(learns, setting, partial(LowBitPrecision, name), compiles={"mode": mode}))
     plugins = {name: partial(LowBitPrecision, name) for name in PRESETS if name != "bf16"} | CLASSES
     for name in ("bf16-mixed", "16-mixed")[: 1 if small else 2]:
         yield Check(f"Lightning's {name}", partial(learns, setting, precision=name))
@@ -49,21 +53,19 @@ def checks(setting):
     for name in SAME[:1] if small else SAME:
         yield Check(f"{name}: kernels and plain code", partial(same_by_plain_code, setting, name))
     yield Check("resumed", partial(resumed, setting))
-    if not small:
-        yield Check("compiled", partial(learns, setting, plugins["nvfp4"], compiles=True))
 
 
 def _adamw(parameters):
     return torch.optim.AdamW(parameters, lr=RATE)
 
 
-def run(setting, plugin=None, steps=None, optimizer=_adamw, compiles=False, precision=None):
+def run(setting, plugin=None, steps=None, optimizer=_adamw, compiles=None, precision=None):
     """The losses of a run, and warnings of kernels."""
     steps = steps or (4 if setting.is_small else STEPS)
     batch, tokens, width = (2, 16, 32) if setting.is_small else (BATCH, TOKENS, 256)
     model = Model(llama(width, 2, tokens, attention="eager"), optimizer)
-    if compiles:
-        model.model.compile()
+    if compiles is not None:
+        model.model.compile(**compiles)
     plugins = [] if plugin is None else [plugin()]
     others = {} if precision is None else {"precision": precision}
     texts = fit(trainer(setting.device, steps, *plugins, **others), model, loader(batch, tokens, steps))

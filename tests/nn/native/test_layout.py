@@ -78,6 +78,13 @@ def test_scales_of_128_have_the_rows_first():
         assert outer_major(scales).stride() == (1, shape[0])
 
 
+def test_operands_of_fp8_have_the_scales_that_gemms_read():
+    for dim in (0, 1):
+        for x in (torch.randn(256, 384), torch.randn(384, 256).t()):
+            scales = block_operand(x, Cast("e4m3", Scale("fp32", 128)), "fp8-blockwise", dim).scales
+            assert outer_major(scales).data_ptr() == scales.data_ptr()
+
+
 def decoded(kind, cast, x, dim, key):
     """The packed and swizzled operand, decoded by formulas: float64, in the orientation of ``x``."""
     operand = block_operand(x, cast, kind, dim, key)

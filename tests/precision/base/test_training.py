@@ -89,6 +89,27 @@ def test_bf16_casts_train_as_lightnings_bf16_mixed_does_to_the_bit():
     )
 
 
+@pytest.mark.parametrize("is_automatic", [True, False])
+def test_backward_passes_stay_in_the_thread_that_calls_them(is_automatic):
+    class Watch(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization, self.seen = is_automatic, []
+
+        def training_step(self, batch, batch_index):
+            loss = super().training_step(batch, batch_index)["loss"]
+            loss.register_hook(lambda _: self.seen.append(torch._C._is_multithreading_enabled()))
+            if not is_automatic:
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+    model = Watch()
+    quiet(plugins=[FP4Precision()], max_steps=2).fit(model)
+    assert model.seen and not any(model.seen)
+    assert torch._C._is_multithreading_enabled()
+
+
 def test_manual_optimization_with_two_optimizers():
     model, plugin = GAN(), FP4Precision()
     before = [p.detach().clone() for p in model.parameters()]

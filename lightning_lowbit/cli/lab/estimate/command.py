@@ -204,6 +204,6 @@ def _closing(assumed: Assumptions, name: str, notes: Sequence[str]) -> str:
     about = (
         f"An estimate from formulas and from data sheets of {name}, not a measurement: GEMMs are assumed to reach "
         f"{assumed.utilization:.0%} of the peak, links {assumed.link_utilization:.0%}, and the host to take "
-        f"{assumed.launch * 1e6:.3g} microseconds for an operation of a layer (100 on the slow host of an H200)."
+        f"{assumed.launch * 1e6:.3g} microseconds for an operation of a layer (50 on the slow host of an H200)."
     )
     return "\n".join([about, *notes, _LEFT_OUT])

@@ -138,7 +138,7 @@ class Assumptions:
 
     utilization: float = 0.4
     link_utilization: float = 0.7
-    launch: float = 1e-4
+    launch: float = 5e-5
 
     def __post_init__(self) -> None:
         for name in ("utilization", "link_utilization"):

@@ -9,7 +9,7 @@ from lightning_lowbit.cli.lab.estimate.devices import DEVICES, GATHERS, STRATEGI
 from lightning_lowbit.cli.options import check_run, refuse_unknown
 from lightning_lowbit.cli.parser import Parser
 
-_EXAMPLES = {"peak": "bf16=989,fp8=1979, in TFLOP/s", "launch": "100, in microseconds"}
+_EXAMPLES = {"peak": "bf16=989,fp8=1979, in TFLOP/s", "launch": "50, in microseconds"}
 _SIZE = "80, in GB or GB/s"
 
 
@@ -52,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequence_length", type=int, help="tokens of a sequence; the data module's by default")
     add("--utilization", type=float, default=0.4, help="share of their peak that GEMMs are taken to reach; 0.4")
     add("--link_utilization", type=float, default=0.7, help="likewise of links; 0.7")
-    launch = "microseconds that a host takes for an operation of a layer; 100, as measured on a slow host"
-    add("--launch", metavar="US", default="100", help=launch)
+    launch = "microseconds that a host takes for an operation of a layer; 50, as measured on a slow host"
+    add("--launch", metavar="US", default="50", help=launch)
     add("--peak", metavar="KIND=TFLOPS,...", default="", help="other peaks, dense: bf16=989,fp8=1979,fp4=9000")
     add("--memory", metavar="GB", help="GB of a device, instead of the table's")
     add("--link", metavar="GB/s", help="GB/s that a device sends within its node, instead of the table's")

@@ -184,15 +184,12 @@ def describe(
 
 def operations(casts: LinearCasts) -> int:
     """Counts what the host starts for both passes of a layer: GEMMs, the autograd function around them, casts, amaxes
-    or scales of whole rows, and rotations. On an H200 presets launched that many kernels, to within a third."""
+    of tensors or second levels, and rotations. On an H200 presets launched that many kernels, to within a third."""
     quantized = {operand: cast for operand in OPERANDS if isinstance(cast := getattr(casts, operand), Cast)}
     gemms = {operand: operand.partition("_")[0] for operand in quantized}
     wide = sum(
-        cast.scale.needs_amax
-        or cast.scale.block in ("row", "tensor")
-        or cast.scale.two_level == "row"
-        or casts.native_gemms.get(gemms[operand]) == "fp8-blockwise"
-        for operand, cast in quantized.items()
+        cast.scale.needs_amax or cast.scale.block == "tensor" or cast.scale.two_level == "row"
+        for cast in quantized.values()
     )
     rotated = sum(gemm in casts.hadamard for gemm in gemms.values())
     return len(GEMMS) + (2 + len(quantized) + 2 * wide + 2 * rotated if quantized else 0)
