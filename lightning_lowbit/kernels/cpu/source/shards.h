@@ -36,7 +36,9 @@ void for_chunks(int64_t shards, int threads, Units units, Size size, Body body) 
     std::vector<int64_t> ends(shards);
     int64_t chunks = 0;
     for (int64_t i = 0; i < shards; i++) ends[i] = chunks += (units(i) + size(i) - 1) / size(i);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (chunks > 1)
+    // A thread takes up to 16 neighbors at a time, and reads on where it was; each has eight turns or more.
+    const int64_t turn = std::max<int64_t>(1, std::min<int64_t>(16, chunks / (8 * threads)));
+#pragma omp parallel for schedule(dynamic, turn) num_threads(threads) if (chunks > 1)
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         int64_t i = std::upper_bound(ends.begin(), ends.end(), chunk) - ends.begin();
         int64_t first = (chunk - (i ? ends[i - 1] : 0)) * size(i);
