@@ -267,8 +267,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
                 them.
 
         Raises:
-            ValueError: a pattern matches no converted layer, a preset or phase does not exist, the backend has no
-                native form of such casts, or layers could no longer share an amax. Nothing has changed then.
+            ValueError: a pattern gives no converted layer its casts, a preset or phase does not exist, the backend has
+                no native form of such casts, or layers could no longer share an amax. Nothing has changed then.
             MisconfigurationException: no model is converted yet; give ``overrides`` to the constructor.
 
         Examples:

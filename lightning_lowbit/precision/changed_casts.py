@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from torch import nn
 
-from lightning_lowbit.checks import choose
+from lightning_lowbit.checks import choose, some
 from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts.linear_casts import PHASES, PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, select
@@ -26,12 +26,18 @@ def named_casts(value: CastsLike) -> LinearCasts | str:
 def changed_casts(
     casts: Mapping[str, CastsLike], planned: Mapping[str, LinearCasts], model: nn.Module
 ) -> dict[str, LinearCasts]:
-    """Returns the casts that the first matching pattern gives each layer; ``ValueError`` for no match."""
+    """Returns the casts that the first matching pattern gives each layer; ``ValueError`` for one that gives none."""
     values = {pattern: named_casts(value) for pattern, value in casts.items()}
     changes: dict[str, LinearCasts] = {}
     for pattern, value in values.items():
-        for name in matches(pattern, planned, model):
-            changes.setdefault(name, planned[name].phase(value) if isinstance(value, str) else value)
+        names = matches(pattern, planned, model)
+        if names <= changes.keys():
+            raise ValueError(
+                f"casts: {pattern!r} gives no layer its casts: an earlier pattern names {some(sorted(names))}. "
+                "Leave it out, or put it first."
+            )
+        for name in names - changes.keys():
+            changes[name] = planned[name].phase(value) if isinstance(value, str) else value
     return {name: changes[name] for name in planned if name in changes}
 
 

@@ -221,9 +221,13 @@ def test_a_rollback_from_after_a_switch_to_before_it():
     ("to", "message"),
     [
         ({"heed": "bf16"}, r"to={'heed': 'bf16'}\) cannot be: casts: the pattern 'heed' matches no converted layer"),
-        ({"mlp": "mxfp4", "gate_proj": "bf16", "head": "bf16"}, "matches head, left in high precision by skip or only"),
+        ({"gate_proj": "bf16", "mlp": "mxfp4", "head": "bf16"}, "matches head, left in high precision by skip or only"),
+        (
+            {"mlp": "mxfp4", "gate_proj": "bf16"},
+            "'gate_proj' gives no layer its casts: an earlier pattern names .*put it first",
+        ),
     ],
-    ids=["no layer", "unconverted"],
+    ids=["no layer", "unconverted", "hidden"],
 )
 def test_patterns_without_a_layer(to, message):
     """At the start of training, and before anything is changed."""
