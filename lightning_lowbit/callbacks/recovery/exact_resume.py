@@ -62,6 +62,8 @@ class ExactResume(LowBitCallback):
         """Seeds each fetch too: the order of data is drawn with the first one of an epoch, alike on all ranks."""
 
         def before_fetch(number: int) -> None:
+            if self not in trainer.callbacks:  # type: ignore[attr-defined]
+                return  # taken out between two fits
             _seed(self.seed, trainer.current_epoch, number, data_rank(trainer) if number else 0, _FETCH)
 
         call_before_fetches(trainer, before_fetch)

@@ -59,6 +59,18 @@ def test_an_epoch_of_raw_optimizers_draws_other_numbers_than_the_last():
     assert len(set(model.seen)) == 12
 
 
+def test_a_trainer_without_the_callback_draws_as_its_user_seeds():
+    model, trainer = Draws(), quiet_trainer(max_epochs=1, limit_train_batches=2, callbacks=[ExactResume()])
+    trainer.fit(model)
+    trainer.callbacks = []
+    for epoch in (1, 2):
+        trainer.fit_loop.max_epochs = epoch + 1
+        torch.manual_seed(5)
+        trainer.fit(model)
+    assert model.seen[2] not in model.seen[:2]
+    assert [draw for draw, *_ in model.seen[2:4]] == [draw for draw, *_ in model.seen[4:]]
+
+
 class Loader:
     """Eight noisy batches in a new order each epoch; it remembers its place."""
 
