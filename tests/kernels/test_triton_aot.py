@@ -31,8 +31,6 @@ STOCHASTIC = NVFP4.replace(rounding="stochastic")
 TRITON_3_6 = {
     ("e2m1/e4m3:1x16+fp32:row~ along columns", 100): (180, 0),
     ("e2m1/e4m3:1x16+fp32~ along columns, for native GEMMs", 100): (255, 24),
-    ("e2m1/e4m3:1x16+fp32~ along rows and columns, for native GEMMs", 90): (255, 8),
-    ("e2m1/e4m3:1x16+fp32~ along rows and columns, for native GEMMs", 100): (255, 32),
 }
 
 
