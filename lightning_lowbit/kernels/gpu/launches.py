@@ -220,8 +220,6 @@ def layouts_launch(
 def _layouts_form(specs: tuple[str, ...], block: int, transposed: bool, fours: tuple[bool, ...]) -> Form:
     row, column = (_coding(Cast.from_spec(spec), four) for spec, four in zip(specs, fours, strict=True))
     tile, padded, warps = ((64, 64), multiples(), 1) if block < 128 else ((128, 128), (1, 1), 4)
-    if row["CAST"].stochastic:  # 255 registers of a thread would not do for its random bits
-        warps = max(warps, 2)
     constants = {"CAST_ROW": row.pop("CAST"), "CAST_COLUMN": column["CAST"], **row, "SIZE": block, "TILE": tile}
     constants |= {"SCALED": block, "PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
     return Form("lay_out_both", constants, warps)
