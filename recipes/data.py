@@ -38,6 +38,7 @@ SUFFIXES = {
     "json": tuple(suffix + packed for suffix in (".jsonl", ".json") for packed in ("", ".gz", ".zst")),
     "parquet": (".parquet",),
 }
+TABLES = (".csv", ".tsv", ".xlsx", ".arrow")
 PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip", ".tar")
 # Folders of the standard library to leave out.
 TESTS = {"test", "tests", "idle_test"}
@@ -54,6 +55,11 @@ def find_files(path: str | None) -> list[Path]:
     if root.is_file():
         if kind_of(root) is None and root.suffix.lower() in PACKED:
             raise ValueError(f"TextDataModule reads packed JSON, but no packed text such as {root}; unpack it first.")
+        if kind_of(root) is None and (root.suffix.lower() in TABLES or b"\0" in _beginning(root)):
+            raise ValueError(
+                f"TextDataModule reads text in UTF-8, JSON and Parquet, but {root} is none of these. Write its text to "
+                "*.txt, or its rows to *.jsonl or *.parquet."
+            )
         return [root]
     if not root.is_dir():
         raise ValueError(
@@ -74,6 +80,11 @@ def find_files(path: str | None) -> list[Path]:
             " give another `path`."
         )
     return [files[digest] for digest in sorted(files)]
+
+
+def _beginning(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(2**16)
 
 
 def read_rows(file: Path, kind: str) -> Iterator[dict[str, Any]]:

@@ -1,12 +1,13 @@
 """Image classification: a small ResNet and a small ViT, on handwritten digits or on a folder of images."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -16,6 +17,7 @@ from lightning_lowbit.packages import install
 from lightning_lowbit.precision.checkpoints.weights import load_weights
 from lightning_lowbit.precision.run_settings import global_seed
 
+from .loader import OrderedSamples, ResumableLoader, ShuffledShard, shard_of
 from .models import RecipeModule
 
 NETWORKS = ("resnet-small", "vit-small")
@@ -111,6 +113,19 @@ class ImageClassifier(RecipeModule):
         if initial is not None:
             load_weights(self, initial)
 
+    def prepare_data(self) -> None:
+        """Checks the data against the network, before any logger writes a file."""
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, ImageDataModule):
+            return
+        free = {"size"} if self.hparams["network"] == "resnet-small" else set()
+        for name, count in data.shape.items():
+            if count != self.hparams[name] and name not in free:
+                raise ValueError(
+                    f"The images have {name} {count}, and the network {self.hparams[name]}. Set "
+                    f"model.init_args.{name} to {count}, or choose other data."
+                )
+
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``[batch, classes]``."""
         logits: Tensor = self.model(images)
@@ -132,6 +147,21 @@ class ImageClassifier(RecipeModule):
 def count_images(batch: list[Tensor]) -> int:
     """Images of a batch, for :class:`lightning_lowbit.Throughput`."""
     return len(batch[1])
+
+
+class Images(OrderedSamples):
+    """Images ``[count, channels, size, size]`` and their classes ``[count]``."""
+
+    def __init__(self, images: Tensor, classes: Tensor) -> None:
+        self.images, self.classes = images, classes
+        digests = (hashlib.sha256(part.contiguous().numpy().data).hexdigest() for part in (images, classes))
+        self.order = dict(zip(("images", "classes"), digests, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return self.images[index], self.classes[index]
 
 
 class ImageDataModule(LightningDataModule):
@@ -174,20 +204,29 @@ class ImageDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         if self._images is None:
-            self._images = (
-                _digits() if self.path is None else _folder(Path(self.path), self.size, self.channels, self.seed)
-            )
+            path = None if self.path is None else Path(self.path).expanduser()
+            self._images = _digits() if path is None else _folder(path, self.size, self.channels, self.seed)
 
-    def _part(self, is_training: bool) -> TensorDataset:
+    @property
+    def shape(self) -> dict[str, int]:
+        """Channels, pixels each way and classes of the images, which are read."""
+        assert self._images is not None
+        images, classes = self._images
+        return {"channels": images.shape[1], "size": images.shape[2], "classes": int(classes.max()) + 1}
+
+    def _part(self, is_training: bool) -> Images:
         assert self._images is not None
         count = len(self._images[1])
         cut = count - round(count * self.val_fraction)
-        return TensorDataset(*(part[:cut] if is_training else part[cut:] for part in self._images))
+        return Images(*(part[:cut] if is_training else part[cut:] for part in self._images))
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Batches in an order of their own for each epoch."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return DataLoader(self._part(True), self.batch_size, shuffle=True, drop_last=True, generator=generator)
+        """Batches of this rank, in an order that depends only on ``seed`` and the epoch."""
+        part, ranks = self._part(True), shard_of(self)
+        if getattr(self.trainer, "overfit_batches", 0):  # the same few batches, repeated
+            return DataLoader(part, self.batch_size, drop_last=True)
+        sampler = ShuffledShard(part, ranks["num_replicas"], ranks["rank"], seed=self.seed, drop_last=True)
+        return ResumableLoader(part, sampler, self.batch_size)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self._part(False), self.batch_size)

@@ -121,11 +121,18 @@ def mark_dynamic(tensor: Tensor, dimension: int) -> None:
     torch._dynamo.mark_dynamic(tensor, dimension)
 
 
-def donated_buffers(allowed: bool) -> AbstractContextManager[None]:
-    """Sets whether compiled backward passes may reuse the memory of saved tensors."""
+@contextmanager
+def repeatable_backward() -> Generator[None, None, None]:
+    """Keeps compiled backward passes from reusing the memory of saved tensors, so that they can run again.
+
+    What was compiled before is compiled anew, with another key for caches: torch's keys do not tell this setting.
+    """
     from torch._functorch import config
 
-    return config.patch(donated_buffer=allowed)
+    caches: Any = torch.compiler.config
+    torch._dynamo.reset()
+    with config.patch(donated_buffer=False), caches.patch(cache_key_tag=f"{caches.cache_key_tag} repeatable"):
+        yield
 
 
 # --- CPUs -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from lightning_lowbit.export.formats.base import Format, NoClient, Options, Writ
 from lightning_lowbit.export.formats.names import DTYPES
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merge_adapters, rounding_errors
-from lightning_lowbit.export.parity import Parity, compare, outputs_difference
+from lightning_lowbit.export.parity import Parity, compare, explained_by, limits_of, outputs_difference
 from lightning_lowbit.export.reading.files import AGAIN
 from lightning_lowbit.export.record import NAME as RECORD
 from lightning_lowbit.export.record import write_record
@@ -315,10 +315,10 @@ def _compared(
             rank_zero_warn(f"The exported file makes another prompt than the tokenizer of the training: {chat}.")
         return {"parity": replace(report, chat=chat)}
     assert shape is not None
-    difference = outputs_difference(original, client, shape)
-    if not difference <= format.tolerance:
+    difference, limit = outputs_difference(original, client, shape), explained_by(format.tolerance, limits_of(rows))
+    if not difference <= limit:
         raise ValueError(
             f"The exported model computes something else: its output differs by {difference:.3g} of its norm, and "
-            f"rounding explains {format.tolerance:g}. Nothing was exported; parity=False (--no-parity) exports."
+            f"rounding explains {limit:g}. Nothing was exported; parity=False (--no-parity) exports."
         )
     return {"outputs": difference}

@@ -90,8 +90,8 @@ class Parity:
                 f"{max(self.layers[name] for name in wrong):.3g} of the norm, where rounding explains "
                 f"{self.limits[wrong[0]]:g}. Nothing was exported; parity=False (--no-parity) exports."
             )
-        few = IN_FOUR_BITS in self.limits.values()
-        limit = NETWORK if self.layers and self.unchanged else torch.inf if self.layers else tolerance * (1 + 2 * few)
+        explained = torch.inf if self.layers else explained_by(tolerance, self.limits)
+        limit = NETWORK if self.layers and self.unchanged else explained
         if not self.logits <= limit:
             raise ValueError(
                 f"The exported model computes other logits: they differ by {self.logits:.3g} of their norm, and the "
@@ -153,7 +153,7 @@ def compare(
     return Parity(
         weights=weights,
         layers=layers,
-        limits={row.name: _limit(row.inputs) for row in rows},
+        limits=limits_of(rows),
         others=_other_parameters(original, loaded, dtype) if layers else [],
         unchanged=not is_rescaled and all(row.inputs is None for row in rows),
         logits=_logits_difference(outputs, same),
@@ -170,10 +170,21 @@ def _logits_difference(outputs: Tensor, logits: Tensor) -> float:
     return float((outputs - logits).norm() / (logits - logits.mean(-1, keepdim=True)).norm())
 
 
+def limits_of(rows: Iterable[Written]) -> dict[str, float]:
+    """Returns the difference of outputs that rounding explains, by layer."""
+    return {row.name: _limit(row.inputs) for row in rows}
+
+
 def _limit(inputs: Inputs | None) -> float:
     if inputs is None:
         return LAYERS
     return IN_FOUR_BITS if inputs.cast.format.bits <= 4 else WITH_INPUTS
+
+
+def explained_by(tolerance: float, limits: Mapping[str, float]) -> float:
+    """Returns the difference of a network's outputs that rounding explains where the client shows no layers:
+    ``tolerance``, or three times as much with inputs in four bits."""
+    return tolerance * (3 if IN_FOUR_BITS in limits.values() else 1)
 
 
 def _logits(model: Any, tokens: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from lightning_lowbit._lightning import (
     Trainer,
     TrainerFn,
     WeightAveraging,
+    rank_zero_warn,
     say_once,
 )
 from lightning_lowbit._torch.sharding import is_flat_buffer
@@ -235,6 +236,22 @@ class Runs:
     def trainer(self) -> Any:
         """The Trainer that uses the plugin now, or did last; None if there is none anymore."""
         return None if self._trainer is None else self._trainer()
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that share a batch."""
+        kwargs = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return int(kwargs["num_replicas"]) if kwargs else 1
+
+    def warn_of_ranks(self, before: int) -> None:
+        """Warns where delayed scaling goes on with other shares of a batch: a mean over fewer rows has larger
+        gradients, and nothing else tells of them."""
+        if self.trainer is not None and not self.is_evaluating and before != self.ranks:
+            rank_zero_warn(
+                f"The checkpoint was trained on {before} ranks that share a batch, and this run has {self.ranks}. "
+                "Delayed scaling begins with the amaxes of gradients of then. If a rank has other numbers of rows now, "
+                "call trainer.precision_plugin.scale_gradients(rows_before / rows_now) in on_train_start."
+            )
 
     @property
     def is_evaluating(self) -> bool:

@@ -269,8 +269,8 @@ class RunState:
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         state = self.layers.state_dict()
-        if self.layers.histories and self.runs.has_averages:
-            state["averaged"] = True
+        if self.layers.histories:
+            state |= {"ranks": self.runs.ranks, "averaged": self.runs.has_averages}
         if self.scaling is not None:
             state |= self.scaling.state_dict()
         checkpoint[CHECKPOINT_KEY] = state | {"trained": self.trained.record()}
@@ -307,6 +307,8 @@ class RunState:
             )
         else:
             self.compare(Trained.read(state["trained"]), "The checkpoint")
+        if self.layers.histories and not self.fresh_histories:
+            self.runs.warn_of_ranks(state.get("ranks", self.runs.ranks))
         is_average = state.get("averaged", False) and (self.runs.is_evaluating or not self.runs.has_averages)
         self.layers.load_state_dict(state, not self.fresh_histories and not is_average, self._accumulated)
 

@@ -134,10 +134,11 @@ def test_modes_are_disabled_and_kernels_listed():
 
 def test_compilation_is_recognized():
     assert _torch.graph_in_compilation() is None
-    with _torch.donated_buffers(False):
+    with _torch.repeatable_backward():
         from torch._functorch import config
 
-        assert not config.donated_buffer
+        assert not config.donated_buffer and torch.compiler.config.cache_key_tag
+    assert config.donated_buffer and not torch.compiler.config.cache_key_tag
 
 
 def test_cpus_tell_their_units():

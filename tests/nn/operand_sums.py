@@ -37,11 +37,11 @@ class Made(NamedTuple):
 
 @contextmanager
 def captured():
-    """All that watched layers quantize within this context, in the order of their rows."""
-    made = defaultdict(list)
+    """All that watched layers quantize within this context, in the order in which their forward passes begin."""
+    made, seen = defaultdict(list), {}
 
     def note(how, source, operand, key, amax, rows):
-        layer = -1 if rows is None else rows.storage_offset() // rows.numel()
+        layer = -1 if rows is None else seen.setdefault(rows.data_ptr(), len(seen))
         if rows is not None and source.is_operand:  # what another GEMM made
             made[layer, how.name] = made[layer, SHARED[how.name]]
         elif rows is not None and how.cast is not None:

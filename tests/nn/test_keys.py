@@ -17,7 +17,7 @@ OTHERS = [index for index in range(len(OPERANDS)) if index not in WEIGHTS]
 
 
 class Wrapper(nn.Module):
-    """Puts its module under a name, as FSDP, torch.compile and activation checkpointing do."""
+    """Puts its module under a name, as FSDP, torch.compile, activation checkpointing and Fabric do."""
 
     def __init__(self, module, name):
         super().__init__()
@@ -88,7 +88,7 @@ def test_layers_are_known_by_name_not_by_place():
     assert torch.equal(keys_at(many, 1)[:2], keys_at(few, 1)), "further layers changed the keys of the first ones"
 
 
-@pytest.mark.parametrize("name", ["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"])
+@pytest.mark.parametrize("name", ["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"])
 def test_wrappers_leave_no_trace(name):
     wrapped = nn.ModuleDict({key: Wrapper(module, name) for key, module in model().items()})
     outer = Wrapper(wrapped, name)

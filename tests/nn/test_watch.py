@@ -76,7 +76,7 @@ def test_only_while_it_is_on(what):
     assert getattr(model.first.lowbit, what) is None
     watch.start(CPU)
     assert watch.sums.dtype == torch.float64
-    for layer, row in zip(watch.layers.values(), watch.sums, strict=True):
+    for layer, row in zip(watch.layers.values(), watch.rows, strict=True):
         assert getattr(layer.lowbit, what).data_ptr() == row.data_ptr()
     gradients(model, batch())
     watch.stop()

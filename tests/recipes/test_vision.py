@@ -11,6 +11,7 @@ from PIL import Image
 
 from lightning_lowbit import cli, export_checkpoint
 from lightning_lowbit.recipes.vision import ImageClassifier, ImageDataModule
+from tests.lightning_imports import quiet_trainer
 
 SMALL = """
 trainer: {max_steps: 2, log_every_n_steps: 1, val_check_interval: 1}
@@ -61,6 +62,38 @@ def test_mistakes_are_errors_of_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ValueError, match="pip install scikit-learn"):
         ImageDataModule().prepare_data()
+
+
+@pytest.mark.parametrize(("name", "count"), [("channels", 3), ("classes", 11), ("classes", 9), ("size", 10)])
+def test_images_that_do_not_fit_the_network_are_refused(name, count):
+    sizes = {"network": "vit-small", name: count}
+    trainer = quiet_trainer(max_steps=1)
+    with pytest.raises(
+        ValueError, match=f"images have {name} .*, and the network {count}. Set model.init_args.{name}"
+    ):
+        trainer.fit(ImageClassifier(**sizes), datamodule=ImageDataModule())
+
+
+@pytest.mark.parametrize("batches", [3, 6])
+def test_a_resumed_order_of_images_is_that_of_the_run(batches):
+    """Within an epoch of six batches, and at its end."""
+    loader, orders = ImageDataModule(batch_size=10), []
+    loader.prepare_data()
+
+    def epochs(loader, count, first=0):
+        for epoch in range(first, count):
+            loader.sampler.set_epoch(epoch)
+            yield from (images.sum().item() for images, _ in loader)
+
+    whole = list(epochs(loader.train_dataloader(), 3))
+    assert len(whole) == 18 and len(set(whole)) > 12, "each epoch has its own order"
+    half = loader.train_dataloader()
+    for _ in zip(range(batches), epochs(half, 3), strict=False):
+        pass
+    resumed = loader.train_dataloader()
+    resumed.load_state_dict(half.state_dict())
+    orders = list(epochs(resumed, 3, first=batches // 6))
+    assert orders == whole[batches:]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from lightning_lowbit._lightning import (
     random_states,
     set_random_states,
 )
-from lightning_lowbit._torch import current_scale, disable_current_modes, donated_buffers
+from lightning_lowbit._torch import current_scale, disable_current_modes, repeatable_backward
 from lightning_lowbit._torch.devices import wide_dtype
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
 from lightning_lowbit.distributed import all_reduce_, all_reduce_world_, local_gradient, sharding_of
@@ -75,7 +75,7 @@ class FromDraws(NoiseMeasurement):
             )
         _check_forward(converted_layers(pl_module))
         self.end()  # after a training that raised
-        self._settings.enter_context(donated_buffers(False))  # a second pass needs the buffers
+        self._settings.enter_context(repeatable_backward())
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check_forward(converted_layers(pl_module))  # casts may have changed
@@ -120,8 +120,8 @@ class FromLayers(NoiseMeasurement):
         trained = [name for name, layer in layers.items() if layer.weight.requires_grad]
         if watch is None or not trained:
             return None
-        all_reduce_world_(watch.sums)
-        rows = dict(zip(watch.layers, _unscaled(watch.sums, trainer).unbind(), strict=True))
+        all_reduce_world_(sums := watch.sums)
+        rows = dict(zip(watch.layers, _unscaled(sums, trainer).unbind(), strict=True))
         return {name: rows[name] for name in trained}
 
     def cancel(self, trainer: Trainer) -> None:

@@ -30,7 +30,7 @@ class Watch:
     ``"gradient_sums"``; ``of_blocks`` adds statistics of blocks to the former.
 
     Attributes:
-        sums: float64 (float32 on Apple's GPUs) ``[layers, 6, 8]`` or ``[layers, 2]``: of passes since the start.
+        rows: float64 (float32 on Apple's GPUs) ``[6, 8]`` or ``[2]`` of each layer: of passes since the start.
 
     Examples:
         >>> watch = Watch({"up": model.up}, "operand_sums")
@@ -44,21 +44,32 @@ class Watch:
         self, layers: Mapping[str, Any], what: Literal["operand_sums", "gradient_sums"], of_blocks: bool = False
     ) -> None:
         self.layers, self._what = dict(layers), what
-        *rows, size = _SHAPES[what]
-        self.sums = torch.zeros(len(self.layers), *rows, size + of_blocks * OF_BLOCKS)
+        *operands, size = _SHAPES[what]
+        self._shape = *operands, size + of_blocks * OF_BLOCKS
+        self._place(torch.device("cpu"))
 
     def start(self, device: torch.device) -> None:
         """Empties the rows, and gives them to the layers."""
-        device = torch.empty(0, device=device).device  # as tensors name it: cuda:0 for cuda
-        if self.sums.device == device and self.sums.dtype == wide_dtype(device):
-            self.sums.zero_()
-        else:
-            self.sums = torch.zeros_like(self.sums, dtype=wide_dtype(device), device=device)
+        if torch.empty(0, device=device).device != self._device:  # as tensors name it: cuda:0 for cuda
+            self._place(device)
+        for row in self.rows:
+            row.zero_()
         self.resume()
+
+    def _place(self, device: torch.device) -> None:
+        # No views of one tensor, which would share its version counter: in a model compiled in pieces the next piece
+        # would invalidate a backward pass.
+        self.rows = [torch.zeros(self._shape, dtype=wide_dtype(device), device=device) for _ in self.layers]
+        self._device = torch.empty(0, device=device).device
+
+    @property
+    def sums(self) -> Tensor:
+        """A copy of the rows: ``[layers, 6, 8]`` or ``[layers, 2]``."""
+        return torch.stack(self.rows) if self.rows else torch.zeros(0, *self._shape, dtype=torch.float64)
 
     def resume(self) -> None:
         """Gives the rows to the layers without emptying them."""
-        for layer, row in zip(self.layers.values(), self.sums, strict=True):
+        for layer, row in zip(self.layers.values(), self.rows, strict=True):
             setattr(layer.lowbit, self._what, row)
 
     def stop(self) -> None:

@@ -35,7 +35,7 @@ from lightning_lowbit.quant.scales import inverse
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
 # Children that wrappers add: a layer keeps its name, and so its key, when it is wrapped or compiled.
-_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_products")
+_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_products")
 _NOTHING = nullcontext()
 
 # How each layer computed its last pass, and the arguments of that. A copy of a layer, or a pickled one, has none.

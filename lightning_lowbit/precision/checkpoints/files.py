@@ -107,6 +107,7 @@ _STATE = {
     "blend?": _one_number,
     "accumulated?": _one_or_more,
     "averaged?": bool,
+    "ranks?": _one_or_more,
     "skipped_steps?": int,
     "scaler?": {},
     "casts?": {str: {}},

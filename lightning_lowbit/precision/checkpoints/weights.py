@@ -6,7 +6,7 @@ name torch's own descriptions alone, as ``weights_only`` promises.
 
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -32,6 +32,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
             raise ValueError("The checkpoint holds no weights (no state_dict): give weights=False to load the rest.")
     else:
         tensors = load_shards(needed, Path(checkpoint).expanduser())
+    tensors = {**_of_compiled(needed, tensors), **tensors}
     if not getattr(model, "strict_loading", True):
         needed = {name: tensor for name, tensor in needed.items() if name in tensors}
     if missing := [name for name in needed if name not in tensors]:
@@ -51,6 +52,12 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
         model.load_state_dict({name: tensors[name] for name in needed}, strict=getattr(model, "strict_loading", True))
     except RuntimeError as error:  # a matrix has another shape than that of the codes
         raise ValueError(str(error)) from error
+
+
+def _of_compiled(needed: Iterable[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns tensors by the names that a model has without ``torch.compile``, or with it."""
+    plain = {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items()}
+    return {name: plain[known] for name in needed if (known := name.replace("_orig_mod.", "")) in plain}
 
 
 def check_tensors(needed: Mapping[str, Any], tensors: Mapping[str, Any], same_dtype: bool = True) -> None:

@@ -257,6 +257,19 @@ def test_a_restored_model_does_not_train(tmp_path):
     assert run.global_step == 4, "a plugin trains it"
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_compiled_part_has_the_weights_of_one_that_is_not(is_compiled, tmp_path):
+    """``torch.compile`` of a module adds a part to the names of its weights."""
+    expected = train(PLUGINS["nvfp4"](), path := tmp_path / "last.ckpt")
+    checkpoint, model = torch.load(path, weights_only=True), Module()
+    if is_compiled:
+        model.net = torch.compile(model.net, backend="eager")
+    else:
+        weights = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name.replace("net.", "net._orig_mod."): one for name, one in weights.items()}
+    assert loss_of(restore(model, checkpoint)) == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.slow
 def test_a_restored_model_compiles(tmp_path):
     expected = train(PLUGINS["nvfp4"](), path := tmp_path / "last.ckpt")

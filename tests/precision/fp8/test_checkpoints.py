@@ -48,7 +48,7 @@ def test_a_checkpoint_holds_plain_weights_and_loads_everywhere():
     assert torch.equal(flat(plain), flat(model))
     held = checkpoint["lightning_lowbit"]
     expected = {"step", "trained", "micro_batch", "phase", "seed", "blend", "gradient_scale"}
-    expected |= {"amax_history", "channel_amax"}
+    expected |= {"amax_history", "channel_amax", "ranks", "averaged"}
     assert set(held) == expected
     for kind in ("amax_history", "channel_amax"):
         for key, amaxes in held[kind].items():
@@ -92,6 +92,19 @@ def test_a_checkpoint_evaluates_as_the_run_did(arguments, step):
 
     assert torch.equal(evaluate(), expected), "a checkpoint evaluates to another loss than the run it is of"
     assert not torch.equal(evaluate(fresh_histories=True), expected), "the histories make no difference"
+
+
+def test_another_number_of_ranks_is_said():
+    """Rows of a rank, of which the checkpoint knows nothing, decide about the sizes of gradients."""
+    saved(FP8Precision(**(arguments := {"history": 4})))
+    checkpoint = torch.load("x.ckpt", weights_only=True)
+    assert checkpoint["lightning_lowbit"]["ranks"] == 1
+    checkpoint["lightning_lowbit"]["ranks"] = 2
+    torch.save(checkpoint, "x.ckpt")
+    with pytest.warns(
+        UserWarning, match="trained on 2 ranks that share a batch, .* has 1. .*scale_gradients"
+    ):
+        resume(FP8Precision(**arguments))
 
 
 def test_fresh_histories_forget_those_of_the_checkpoint():

@@ -185,6 +185,13 @@ def test_meaningless_numbers_are_refused(argument):
         TextDataModule(**{argument: 0})
 
 
+@pytest.mark.parametrize(("name", "data"), [("rows.csv", b"a,b\n1,2\n"), ("weights.bin", b"text\0\1\2")])
+def test_files_that_are_no_text_are_refused(name, data, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=f"{name} is none of these. Write its text to"):
+        find_files(str(tmp_path / name))
+
+
 def test_packed_text_is_refused(tmp_path):
     (tmp_path / "text.txt.gz").write_bytes(b"packed")
     with pytest.raises(ValueError, match="unpack it first"):

@@ -223,6 +223,33 @@ def test_a_compiled_module(casts, backend):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
+def test_code_of_a_run_that_was_not_measured_is_not_taken(tmp_path, monkeypatch):
+    """It may write to what a second backward pass reads; torch keeps it on the disk, and in the process."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x):
+            return x + self.down(self.up(x).relu())
+
+    found = []
+    for compiles, monitors in ((False, []), (True, []), (True, [GradientNoiseMonitor(1)])):
+        model = Model(0.1)
+        torch.manual_seed(0)
+        model.net = nn.Sequential(Block(), nn.Linear(32, 32))
+        if compiles:
+            model.net[0].compile()
+        trainer(LowBitPrecision("nvfp4", compute_dtype="fp32", seed=2), *monitors, max_steps=3).fit(model)
+        found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    for compiled in found[1:]:
+        torch.testing.assert_close(compiled, found[0], rtol=0, atol=1e-4)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_other_callbacks_do_not_see_draws(recompute):
     """Neither what layers measure of their operands, nor FLOPs."""

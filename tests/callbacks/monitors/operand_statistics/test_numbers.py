@@ -187,6 +187,21 @@ def test_a_compiled_model_logs_the_same():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it itself
+def test_a_model_compiled_in_pieces_logs_the_same():
+    class Pieces(Two):
+        def configure_model(self):
+            for layer in self.layer:
+                layer.compile(backend="aot_eager")
+
+    found, expected = fit(Pieces(), max_steps=4), fit(max_steps=4)
+    assert found.keys() == expected.keys()
+    for step, row in expected.items():
+        assert found[step] == pytest.approx(row, rel=1e-5), f"step {step}"
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("casts", ["nvfp4", "quartet2"])
 def test_statistics_of_blocks_are_logged_and_reported(casts):
     """Of each layer and operand: scales between the least and the largest, and histograms that add up to 1."""
