@@ -68,9 +68,7 @@ def test_mistakes_are_errors_of_one_line(monkeypatch):
 def test_images_that_do_not_fit_the_network_are_refused(name, count):
     sizes = {"network": "vit-small", name: count}
     trainer = quiet_trainer(max_steps=1)
-    with pytest.raises(
-        ValueError, match=f"images have {name} .*, and the network {count}. Set model.init_args.{name}"
-    ):
+    with pytest.raises(ValueError, match=f"images have {name} .*, and the network {count}. Set model.init_args.{name}"):
         trainer.fit(ImageClassifier(**sizes), datamodule=ImageDataModule())
 
 
