@@ -36,6 +36,11 @@ def lacks(device: torch.device, dtype: torch.dtype | None) -> bool:
     return dtype in _LACKING.get(device.type, ())
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Returns a device as tensors name it, ``cuda:0`` for ``cuda``: the two do not compare equal."""
+    return torch.empty(0, device=device).device
+
+
 def wide_dtype(device: torch.device) -> torch.dtype:
     """Returns the dtype of sums over many elements: float64, or float32 on Apple's GPUs, which have no float64."""
     return torch.float32 if lacks(device, torch.float64) else torch.float64

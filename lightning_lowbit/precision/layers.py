@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_lowbit._lightning import MisconfigurationException, rank_zero_info, rank_zero_warn
 from lightning_lowbit._torch import NormBase
+from lightning_lowbit._torch.devices import with_index
 from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
 from lightning_lowbit.nn.casts.linear_casts import PHASES, LinearCasts
@@ -22,7 +23,7 @@ from lightning_lowbit.nn.conversion.smooth_swiglu import watch_up_projections
 from lightning_lowbit.nn.core.saving import check_save
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name
 from lightning_lowbit.nn.state.amax import AmaxHistories
-from lightning_lowbit.nn.state.keys import LayerKeys, unchanged, with_index
+from lightning_lowbit.nn.state.keys import LayerKeys, unchanged
 from lightning_lowbit.precision.changed_casts import changed_casts, check_changes, matches, smoothed
 from lightning_lowbit.precision.checkpoints.trained import primitive
 from lightning_lowbit.units import float32_products

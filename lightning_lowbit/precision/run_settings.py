@@ -249,7 +249,7 @@ class Runs:
         if self.trainer is not None and not self.is_evaluating and before != self.ranks:
             rank_zero_warn(
                 f"The checkpoint was trained on {before} ranks that share a batch, and this run has {self.ranks}. "
-                "Delayed scaling begins with the amaxes of gradients of then. If a rank has other numbers of rows now, "
+                "Delayed scaling begins with the amaxes of gradients of then. If a rank has more or fewer rows now, "
                 "call trainer.precision_plugin.scale_gradients(rows_before / rows_now) in on_train_start."
             )
 

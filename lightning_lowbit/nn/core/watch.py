@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbit._torch.devices import wide_dtype
+from lightning_lowbit._torch import foreach_zero_
+from lightning_lowbit._torch.devices import wide_dtype, with_index
 from lightning_lowbit.kernels import delayed_amax
 from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.quant.statistics import MAXIMA, OF_BLOCKS, SUMS
@@ -50,17 +51,17 @@ class Watch:
 
     def start(self, device: torch.device) -> None:
         """Empties the rows, and gives them to the layers."""
-        if torch.empty(0, device=device).device != self._device:  # as tensors name it: cuda:0 for cuda
+        if self._device != (device := with_index(device)):
             self._place(device)
-        for row in self.rows:
-            row.zero_()
+        if self.rows:
+            foreach_zero_(self.rows)
         self.resume()
 
     def _place(self, device: torch.device) -> None:
         # No views of one tensor, which would share its version counter: in a model compiled in pieces the next piece
         # would invalidate a backward pass.
         self.rows = [torch.zeros(self._shape, dtype=wide_dtype(device), device=device) for _ in self.layers]
-        self._device = torch.empty(0, device=device).device
+        self._device = device
 
     @property
     def sums(self) -> Tensor:

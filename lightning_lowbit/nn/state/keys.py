@@ -17,17 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit._torch import unseen_writes
+from lightning_lowbit._torch.devices import with_index
 from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.nn.core.calls import Calls, number_calls
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from lightning_lowbit.quant.rounding import mix_key
 
 _IS_WEIGHT = [operand.endswith("_w") for operand in OPERANDS]
-
-
-def with_index(device: torch.device) -> torch.device:
-    """Returns a device as tensors name it, ``cuda:0`` for ``cuda``: the two do not compare equal."""
-    return torch.empty(0, device=device).device
 
 
 class LayerKeys:
