@@ -1,6 +1,7 @@
 """Image classification: a small ResNet and a small ViT, on handwritten digits or on a folder of images."""
 
 import hashlib
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,11 @@ class Images(OrderedSamples):
 
     def __init__(self, images: Tensor, classes: Tensor) -> None:
         self.images, self.classes = images, classes
-        digests = (hashlib.sha256(part.contiguous().numpy().data).hexdigest() for part in (images, classes))
-        self.order = dict(zip(("images", "classes"), digests, strict=True))
+
+    @cached_property
+    def order(self) -> dict[str, Any]:  # type: ignore[override]
+        parts = {"images": self.images, "classes": self.classes}
+        return {name: hashlib.sha256(part.contiguous().numpy().data).hexdigest() for name, part in parts.items()}
 
     def __len__(self) -> int:
         return len(self.classes)

@@ -106,6 +106,12 @@ def data_rank(trainer: Trainer) -> int:
     return int(sampler.get("rank", trainer.global_rank))
 
 
+def data_ranks(trainer: Trainer) -> int:
+    """Returns how many ranks have batches of their own; model-parallel ranks with the same data count as one."""
+    sharding = trainer.distributed_sampler_kwargs
+    return int(sharding["num_replicas"]) if sharding else 1
+
+
 def global_seed() -> int:
     """Returns the seed of ``seed_everything``, which stores it in the environment; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
@@ -239,16 +245,15 @@ class Runs:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that share a batch."""
-        kwargs = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        return int(kwargs["num_replicas"]) if kwargs else 1
+        """The number of data-parallel ranks; 1 without a Trainer."""
+        return 1 if self.trainer is None else data_ranks(self.trainer)
 
     def warn_of_ranks(self, before: int) -> None:
-        """Warns where delayed scaling goes on with other shares of a batch: a mean over fewer rows has larger
-        gradients, and nothing else tells of them."""
+        """Warns where delayed scaling goes on with another number of data-parallel ranks: a mean over fewer rows has
+        larger gradients, and nothing else tells of them."""
         if self.trainer is not None and not self.is_evaluating and before != self.ranks:
             rank_zero_warn(
-                f"The checkpoint was trained on {before} ranks that share a batch, and this run has {self.ranks}. "
+                f"The checkpoint was trained on {before} data-parallel ranks, and this run has {self.ranks}. "
                 "Delayed scaling begins with the amaxes of gradients of then. If a rank has more or fewer rows now, "
                 "call trainer.precision_plugin.scale_gradients(rows_before / rows_now) in on_train_start."
             )

@@ -21,8 +21,8 @@ def render_run(
     run: Mapping[str, Any], contributed: Iterable[Section], exception: BaseException | None, configuration: str
 ) -> str:
     metrics = _metric_sections(run)
-    of_layers = [section for section in metrics if section.is_folded]  # may be many
-    sections = [*(section for section in metrics if not section.is_folded), *contributed, *of_layers]
+    details = [section for section in metrics if section.is_folded]  # may be many
+    sections = [*(section for section in metrics if not section.is_folded), *contributed, *details]
     if run["alerts"]:
         sections.insert(0, Section("Alerts", [Text(text) for text in run["alerts"]], is_alarming=True))
     if run["status"] == "failed":

@@ -72,6 +72,20 @@ def test_images_that_do_not_fit_the_network_are_refused(name, count):
         trainer.fit(ImageClassifier(**sizes), datamodule=ImageDataModule())
 
 
+def test_a_network_that_takes_images_of_any_size_does():
+    quiet_trainer(max_steps=1).fit(ImageClassifier(size=16), datamodule=ImageDataModule(batch_size=20))
+
+
+def test_the_same_few_images_come_in_their_order():
+    data = ImageDataModule(batch_size=20)
+    trainer = quiet_trainer(overfit_batches=2)
+    trainer.datamodule, data.trainer = data, trainer
+    data.prepare_data()
+    for _ in range(2):
+        images, _ = next(iter(data.train_dataloader()))
+        assert torch.equal(images, data._images[0][:20])
+
+
 @pytest.mark.parametrize("batches", [3, 6])
 def test_a_resumed_order_of_images_is_that_of_the_run(batches):
     """Within an epoch of six batches, and at its end."""

@@ -20,7 +20,7 @@ from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
 from lightning_lowbit.data_sheets import PEAKS
 from lightning_lowbit.nn import GemmCounter
-from lightning_lowbit.precision.run_settings import compute_dtype
+from lightning_lowbit.precision.run_settings import compute_dtype, data_ranks
 
 # Behind the name of a chip: other chips, and slower versions of one.
 _OTHERS = r"(?!\d| D\b| Laptop)"
@@ -64,8 +64,7 @@ class Throughput(LowBitCallback):
         self._restart()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        sharding = trainer.distributed_sampler_kwargs  # ranks that share a batch count as one
-        self._replicas = sharding["num_replicas"] if sharding else 1
+        self._replicas = data_ranks(trainer)
         self._peaks = peaks_of(trainer.strategy.root_device) if self.peak_flops is None else self.peak_flops
         self._begun, self._is_counting = False, True
 

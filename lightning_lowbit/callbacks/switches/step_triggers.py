@@ -23,6 +23,7 @@ from lightning_lowbit._lightning import (
     total_steps,
 )
 from lightning_lowbit.checks import integer, number
+from lightning_lowbit.precision.run_settings import data_ranks
 from lightning_lowbit.saved_state import NUMBER, count
 
 
@@ -144,8 +145,7 @@ class AtTokens(Trigger):
         if trainer.world_size == 1:
             return self.tokens + self._local
         local = torch.tensor(self._local, dtype=torch.int64, device=trainer.strategy.root_device)
-        sharding = trainer.distributed_sampler_kwargs  # model-parallel ranks share a batch
-        alike = trainer.world_size // (sharding["num_replicas"] if sharding else 1)
+        alike = trainer.world_size // data_ranks(trainer)  # model-parallel ranks share a batch
         return self.tokens + int(trainer.strategy.reduce(local, reduce_op="sum")) // alike
 
     def why(self) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
+from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.saved_state import is_dense, shown
 
@@ -32,7 +33,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
             raise ValueError("The checkpoint holds no weights (no state_dict): give weights=False to load the rest.")
     else:
         tensors = load_shards(needed, Path(checkpoint).expanduser())
-    tensors = {**_of_compiled(needed, tensors), **tensors}
+    tensors = {**_of_wrapped(needed, tensors), **tensors}
     if not getattr(model, "strict_loading", True):
         needed = {name: tensor for name, tensor in needed.items() if name in tensors}
     if missing := [name for name in needed if name not in tensors]:
@@ -54,10 +55,10 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
         raise ValueError(str(error)) from error
 
 
-def _of_compiled(needed: Iterable[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns tensors by the names that a model has without ``torch.compile``, or with it."""
-    plain = {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items()}
-    return {name: plain[known] for name in needed if (known := name.replace("_orig_mod.", "")) in plain}
+def _of_wrapped(needed: Iterable[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns tensors by the names that a model has without wrappers such as ``torch.compile``'s, or with them."""
+    plain = {clean_name(name): tensor for name, tensor in tensors.items()}
+    return {name: plain[known] for name in needed if (known := clean_name(name)) in plain}
 
 
 def check_tensors(needed: Mapping[str, Any], tensors: Mapping[str, Any], same_dtype: bool = True) -> None:

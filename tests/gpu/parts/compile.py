@@ -56,7 +56,7 @@ def compiled_here(name, launch):
     gpu.run(with_memory(launch, "cuda"))
     kernel = getattr(gpu._kernels()[0], launch.kernel)
     codes = [code for cache in kernel.device_caches.values() for code in cache[0].values()]
-    arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    arch = gpu._capability(torch.device("cuda"))
     if (spilled := 4 * max(code.n_spills for code in codes)) > bounds_of(name, arch)[1]:
         raise Wrong(f"{launch.kernel} spills {spilled} bytes: {launch.constants}")
     return {"registers": codes[-1].n_regs}

@@ -28,7 +28,7 @@ from tests.precision.checkpoints.ranks import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The checkpoint was trained on . ranks that share a batch"),  # of as many rows
+    pytest.mark.filterwarnings("ignore:The checkpoint was trained on . data-parallel ranks"),  # of as many rows
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
     # DCP of torch 2.13 says so where there is no process group; Lightning's consolidation has none on purpose.
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),

@@ -101,7 +101,7 @@ def test_another_number_of_ranks_is_said():
     assert checkpoint["lightning_lowbit"]["ranks"] == 1
     checkpoint["lightning_lowbit"]["ranks"] = 2
     torch.save(checkpoint, "x.ckpt")
-    with pytest.warns(UserWarning, match="trained on 2 ranks that share a batch, .* has 1. .*scale_gradients"):
+    with pytest.warns(UserWarning, match="trained on 2 data-parallel ranks, and this run has 1. .*scale_gradients"):
         resume(FP8Precision(**arguments))
 
 
