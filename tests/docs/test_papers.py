@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lowbit.cli.lab.compare.claims import verdict
+from lightning_lowbit.cli.lab.compare.claims import Interval, t_quantile, verdict
 from lightning_lowbit.cli.lab.compare.losses import differences
-from lightning_lowbit.cli.lab.compare.power import Interval, t_quantile
 from lightning_lowbit.cli.lab.compare.record import read_record
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lightning_lowbit.cli.lab.compare.charts import parts, study_charts
+from lightning_lowbit.cli.lab.compare.claims import Interval
 from lightning_lowbit.cli.lab.compare.losses import RATIO
-from lightning_lowbit.cli.lab.compare.power import Interval
 from lightning_lowbit.cli.lab.compare.results import write_comparison
 from tests.cli.compare.results import result, rows
 from tests.tables import each

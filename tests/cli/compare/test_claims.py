@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lowbit.cli.lab.compare.claims import claims_table, read_effects, verdict
+from lightning_lowbit.cli.lab.compare.claims import Interval, claims_table, read_effects, t_quantile, verdict
 from lightning_lowbit.cli.lab.compare.losses import differences
-from lightning_lowbit.cli.lab.compare.page import write_page
-from lightning_lowbit.cli.lab.compare.pilot import pilot_seeds, power_blocks, spread_of
-from lightning_lowbit.cli.lab.compare.power import Interval, Spread, pairs_for, power, resolved_by, t_quantile
-from lightning_lowbit.cli.lab.compare.results import write_comparison
+from lightning_lowbit.cli.lab.compare.power import (
+    Spread,
+    pairs_for,
+    pilot_seeds,
+    power,
+    power_blocks,
+    resolved_by,
+    spread_of,
+)
+from lightning_lowbit.cli.lab.compare.results import write_comparison, write_page
 from lightning_lowbit.cli.lab.compare.study import read_study
 from lightning_lowbit.report.tables import as_markdown
 from tests.cli.compare.results import result, rows

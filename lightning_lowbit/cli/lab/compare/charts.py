@@ -6,19 +6,19 @@ from dataclasses import replace
 from math import inf, isfinite, nan
 from statistics import mean, median
 
+from lightning_lowbit.cli.lab.compare.claims import Interval
 from lightning_lowbit.cli.lab.compare.losses import (
     LOSS,
     RATIO,
     Results,
     Steps,
     collect,
+    differences,
     final_loss,
     gap_histories,
-    gaps_to,
     group_by_step,
     history,
 )
-from lightning_lowbit.cli.lab.compare.power import Interval
 from lightning_lowbit.report.blocks import Chart, Series
 from lightning_lowbit.report.formatting import needs_log_axis
 
@@ -81,12 +81,10 @@ def _losses(results: Results) -> Chart:
 
 def _gaps(results: Results, baseline: str) -> Chart:
     """Draws a row for each number: dots are seeds, and bars are 95 % intervals."""
-    gaps = gaps_to(baseline, results)
-    others = [row for row in results if row != baseline]
-    lines: dict[str, tuple[list[float], list[float]]] = {baseline: ([0.5, len(others) + 0.5], [0.0, 0.0])}
+    gaps = {row: differences(results, row, baseline) for row in results if row != baseline}
+    lines: dict[str, tuple[list[float], list[float]]] = {baseline: ([0.5, len(gaps) + 0.5], [0.0, 0.0])}
     bands, names = {}, []
-    for number, row in enumerate(others, 1):
-        values = gaps.get(row, [])
+    for number, (row, values) in enumerate(gaps.items(), 1):
         diverged = not all(map(isfinite, values))
         ys = [*values, mean(values)] if values and not diverged else []
         name = f"{number} {row}"

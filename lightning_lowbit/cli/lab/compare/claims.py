@@ -4,15 +4,18 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from functools import cache
+from statistics import mean, stdev
 from typing import Any
+
+from scipy.stats import t
 
 from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.cli.configs import as_list
 from lightning_lowbit.cli.lab.compare.losses import Results, collect, differences, final_loss
-from lightning_lowbit.cli.lab.compare.power import Interval
 from lightning_lowbit.report.blocks import Table
 
+CONFIDENCE = 0.95
 SHOWN, CONTRADICTED, NOT_SHOWN, NO_POWER = "shown", "contradicted", "not shown", "no power"
 
 _DIRECTIONS = {"lower": -1, "higher": 1}
@@ -108,6 +111,41 @@ def _size(expected: Any, subject: str) -> tuple[int, float | None, bool]:
     return (1 if size > 0 else -1), abs(size) / (100 if match[2] else 1), bool(match[2])
 
 
+@cache
+def t_quantile(probability: float, df: int) -> float:
+    """Returns the quantile of Student's t with ``df`` degrees of freedom.
+
+    Examples:
+        >>> round(t_quantile(0.975, 2), 6), round(t_quantile(0.975, 9), 6)
+        (4.302653, 2.262157)
+    """
+    return float(t.ppf(probability, df))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The mean of paired differences with a two-sided 95 % interval; ``df`` are the degrees of freedom, pairs - 1."""
+
+    mean: float
+    low: float
+    high: float
+    df: int
+
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> "Interval | None":
+        """Returns the interval; None with fewer than two differences, or if one is not finite.
+
+        Examples:
+            >>> Interval.of([0.01, 0.02, 0.03])
+            Interval(mean=0.02, low=-0.0048..., high=0.0448..., df=2)
+        """
+        if len(differences) < 2 or not all(map(math.isfinite, differences)):
+            return None
+        center, df = mean(differences), len(differences) - 1
+        half = t_quantile((1 + CONFIDENCE) / 2, df) * stdev(differences) / math.sqrt(len(differences))
+        return cls(center, center - half, center + half, df)
+
+
 def verdict(interval: Interval | None, sign: int, size: float | None = None) -> str:
     """Judges by an interval an effect of a sign and a size, or of a sign alone.
 
@@ -134,20 +172,15 @@ def verdict(interval: Interval | None, sign: int, size: float | None = None) -> 
 def claims_table(effects: Sequence[Effect], results: Results) -> Table:
     rows = []
     for effect in effects:
-        cells = gap_cells(differences(results, effect.row, effect.against))
-        verdict = verdict_on(effect, results)
-        rows.append([effect.name, _expected(effect, results), *cells, verdict, effect.source])
+        cells, size = gap_cells(differences(results, effect.row, effect.against)), effect.amount(results)
+        expected = effect.expected + (f" ({effect.sign * size:+.4f})" if effect.is_share and size else "")
+        rows.append([effect.name, expected, *cells, verdict_on(effect, results), effect.source])
     return Table(["claim", "expected", "difference", "95 % interval", "verdict", "source"], rows)
 
 
 def verdict_on(effect: Effect, results: Results) -> str:
     interval = Interval.of(differences(results, effect.row, effect.against))
     return verdict(interval, effect.sign, effect.amount(results))
-
-
-def _expected(effect: Effect, results: Results) -> str:
-    size = effect.amount(results)
-    return f"{effect.expected} ({effect.sign * size:+.4f})" if effect.is_share and size else effect.expected
 
 
 def gap_cells(gaps: Sequence[float]) -> list[str]:

@@ -28,7 +28,7 @@ from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.checkpoints import find_checkpoints
 from lightning_lowbit.cli.configs import as_list, merge
 from lightning_lowbit.cli.lab.compare.losses import Finished, reduced
-from lightning_lowbit.cli.lab.compare.pilot import pilot_seeds
+from lightning_lowbit.cli.lab.compare.power import pilot_seeds
 from lightning_lowbit.cli.lab.compare.record import Record, read_record
 from lightning_lowbit.cli.lab.compare.study import Row, Study, distinct, product, read_study
 from lightning_lowbit.cli.mistakes import explain
@@ -105,11 +105,12 @@ def compare(options: Namespace) -> int:
     prepare(runs)
     if not options.pilot:
         print(record().power_text(), end="")
-    failed = [run for run, status in execute(todo, options.jobs, lambda: record().write(output)) if status != 0]
+    execute(todo, options.jobs, lambda: record().write(output))
     print(record().write(output))
     if options.pilot:
         nothing = "\nThe pilot says nothing: it needs two seeds of both rows whose losses are finite."
         print(record().power_text() or nothing)
+    failed = [run for run in todo if run.finished() is None]
     for run in failed:
         print(f"failed: {run.row}, seed {run.seed}; see {run.folder / 'log.txt'}", file=sys.stderr)
     return 1 if failed else 0
@@ -213,12 +214,12 @@ def environment(jobs: int) -> dict[str, str]:
     return {**shared, **os.environ}
 
 
-def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) -> list[tuple[Run, int]]:
-    """Runs ``jobs`` processes at a time and returns their exit statuses; a signal is forwarded to them."""
+def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) -> None:
+    """Runs ``jobs`` processes at a time; a signal is forwarded to them."""
     children: list[subprocess.Popen[bytes]] = []
     stopping, starting = threading.Event(), threading.Lock()
 
-    def train(run: Run) -> tuple[Run, int]:
+    def train(run: Run) -> None:
         # The process inherits the lock. If this command is killed and restarted, it waits for surviving processes.
         with (run.folder / "lock").open("w") as lock, (run.folder / "log.txt").open("ab") as log:
             while not _try_lock(lock) and not stopping.wait(0.2):
@@ -245,19 +246,17 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                 child.wait()
                 if not (resumes and run.was_at_its_end()):  # else killed in its last validation: start again
                     break
-        return run, 0 if run.finished() is not None else 1
 
     def terminate(*_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the children have ended
         raise SystemExit(TERMINATED)
 
-    statuses = []
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         with ThreadPoolExecutor(jobs) as pool:
             try:
                 for done in as_completed([pool.submit(train, run) for run in runs]):
-                    statuses.append(done.result())
+                    done.result()
                     after_each()
             except (KeyboardInterrupt, SystemExit) as interruption:
                 with starting:
@@ -270,4 +269,3 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                 raise
     finally:
         signal.signal(signal.SIGTERM, before)
-    return statuses

@@ -53,13 +53,14 @@ def reduced(run: Mapping[str, Any], report: str | None = None) -> Finished:
     names = dict.fromkeys((LOSS, PERPLEXITY, *run.get("validation_metrics", ())))
     environment = run.get("environment", {})
     date = {"date": environment["started"][:10]} if "started" in environment else {}
+    losses, speeds = ([value for _, value in _with_nan(values.get(name, ()))] for name in ("loss", "tokens/s"))
     return Finished(
         steps=run["steps"],
         seconds=_rounded(run["seconds"], _POINT) or 0.0,
         metrics={name: _rounded(run["metrics"][name], _FLOAT32) for name in names if name in run["metrics"]},
         history={name: _thinned(values[name]) for name in (LOSS, RATIO) if values.get(name)},
-        spikes=count_spikes([nan if value is None else value for _, value in values.get("loss", ())]),
-        tokens_per_second=_rounded(_median(values.get("tokens/s", ())), _POINT),
+        spikes=count_spikes(losses),
+        tokens_per_second=_rounded(median(speeds or [nan]), _POINT),
         peak_memory_bytes=run.get("peak_memory_bytes"),
         average_bits=_rounded(summary.get("average_bits"), _FLOAT32),
         noise_threshold=summary.get("gradient_noise", {}).get("threshold"),
@@ -73,8 +74,8 @@ def _rounded(value: float | None, digits: int) -> float | None:
     return float(f"{value:.{digits}g}") if value is not None and isfinite(value) else None
 
 
-def _median(points: History) -> float | None:
-    return median([nan if value is None else value for _, value in points]) if points else None
+def _with_nan(points: History) -> list[tuple[float, float]]:
+    return [(step, nan if value is None else value) for step, value in points]
 
 
 def _thinned(points: History) -> History:
@@ -100,7 +101,7 @@ def final_loss(run: Finished) -> float | None:
 
 
 def history(run: Finished, name: str) -> list[tuple[float, float]]:
-    return [(step, nan if value is None else value) for step, value in run.history.get(name, [])]
+    return _with_nan(run.history.get(name, ()))
 
 
 def differences(results: Results, row: str, other: str) -> list[float]:
@@ -109,12 +110,6 @@ def differences(results: Results, row: str, other: str) -> list[float]:
         (final_loss(run), final_loss(others[seed])) for seed, run in results.get(row, {}).items() if seed in others
     ]
     return [one - two for one, two in pairs if one is not None and two is not None]
-
-
-def gaps_to(baseline: str, results: Results) -> dict[str, list[float]]:
-    """Returns the :func:`differences` of the other rows that share a seed with the baseline."""
-    gaps = {row: differences(results, row, baseline) for row in results if row != baseline}
-    return {row: values for row, values in gaps.items() if values}
 
 
 def gap_histories(results: Results, row: str, baseline: str) -> list[list[tuple[float, float]]]:

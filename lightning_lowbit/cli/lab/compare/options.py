@@ -1,15 +1,12 @@
 """The options of ``lowbit compare``, read without torch."""
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from lightning_lowbit.checks import integer
 from lightning_lowbit.cli.configs import find_config
 from lightning_lowbit.cli.options import check_options, check_run, existing, refuse_unknown
 from lightning_lowbit.cli.parser import Parser
-
-_T = TypeVar("_T")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -68,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         "overlays, one of which each row takes; 'A+B' are two together, 'none' is none; of several --vary all "
         "combinations (repeat)"
     )
-    add("--vary", action="append", default=[], type=_items(str), metavar="A,B", help=vary)
-    add("--lr", type=_items(str), default=[], metavar="1e-3,3e-4", help="learning rates; the recipe's by default")
-    add("--seeds", type=_items(int), metavar="0,1,2", help="seeds; by default those of the study, or 0")
+    add("--vary", action="append", default=[], type=_names, metavar="A,B", help=vary)
+    add("--lr", type=_names, default=[], metavar="1e-3,3e-4", help="learning rates; the recipe's by default")
+    add("--seeds", type=_numbers, metavar="0,1,2", help="seeds; by default those of the study, or 0")
     add("--baseline", help="the row that gaps are relative to; by default that of the study, or the first")
     add("--output", help="folder of the runs; runs/compare by default, runs/studies with --study")
     again = "draws table, pictures and page again from the record of a study, into --output or the folder of the file"
@@ -82,11 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
-    def parse(text: str) -> list[_T]:
-        try:
-            return [kind(item) for item in text.split(",") if item]
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"takes whole numbers such as 0,1,2; got {text!r}") from None
+def _names(text: str) -> list[str]:
+    return [*filter(None, text.split(","))]
 
-    return parse
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [*map(int, _names(text))]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"takes whole numbers such as 0,1,2; got {text!r}") from None

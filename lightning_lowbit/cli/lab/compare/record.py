@@ -17,9 +17,8 @@ from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.checks import choose, from_fields, is_number
 from lightning_lowbit.cli.lab.compare.claims import Effect, read_effects
 from lightning_lowbit.cli.lab.compare.losses import Finished, Results
-from lightning_lowbit.cli.lab.compare.page import write_page
-from lightning_lowbit.cli.lab.compare.pilot import power_blocks
-from lightning_lowbit.cli.lab.compare.results import write_comparison
+from lightning_lowbit.cli.lab.compare.power import power_blocks
+from lightning_lowbit.cli.lab.compare.results import write_comparison, write_page
 from lightning_lowbit.report.blocks import Table, Text
 from lightning_lowbit.report.tables import as_markdown
 
