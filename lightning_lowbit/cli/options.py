@@ -112,10 +112,11 @@ def check_options(command: str, arguments: Sequence[str]) -> dict[str, str | Non
     return options
 
 
-def output_file(option: str, suffix: str, what: str) -> Path:
-    """Returns the path of a file that a command writes, whose name ends as it must; else raises a ``ValueError``."""
-    path = Path(option).expanduser()
-    if path.suffix != suffix:
+def output_file(option: str | None, source: str, ending: str, what: str) -> Path:
+    """Returns the path of a file that a command writes: of ``--output``, whose suffix must be that of the ``ending``
+    (else a ``ValueError``), or of the ``source``'s name with the ending, in the current folder."""
+    path = Path(option or f"{Path(source).resolve().stem}{ending}").expanduser()
+    if path.suffix != Path(ending).suffix:
         raise ValueError(f"--output is the name of a {what}; got {option!r}.")
     return path
 

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from lightning_lowbit.checks import integer, positive
 from lightning_lowbit.cli.options import existing, output_file
@@ -19,8 +18,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         integer("--num_fewshot", options.num_fewshot, 0, "a number of examples")
     if options.max_length is not None:
         integer("--max_length", options.max_length, 1, "a number of tokens")
-    name = options.output or f"{Path(options.model).resolve().stem}_evaluation.json"
-    options.output = output_file(name, ".json", "file such as results.json")
+    options.output = output_file(options.output, options.model, "_evaluation.json", "file such as results.json")
     options.model = existing(options.model, KINDS)
     if not is_installed("lm_eval"):
         raise ValueError(f"lowbit evaluate takes lm-evaluation-harness: {install_extra('lm_eval')}.")

@@ -13,7 +13,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_lowbit import cli
 from lightning_lowbit.cli.lab.inspect import command
-from lightning_lowbit.cli.lab.inspect.table import Inspection, _limits
 from lightning_lowbit.metrics import levels
 from lightning_lowbit.report.pictures import write_picture
 from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png, table
@@ -22,7 +21,7 @@ from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png, table
 def inspection(names, casts="nvfp4,mxfp4", weight=torch.randn):
     candidates = command.parse_casts(casts)
     errors = {name: [command.measure(weight(4, 32), candidate) for candidate in candidates] for name in names}
-    return Inspection(candidates, dict.fromkeys(names, (4, 32)), errors)
+    return command.Inspection(candidates, dict.fromkeys(names, (4, 32)), errors)
 
 
 def test_the_picture_has_all_weights_and_how_often_levels_are_used():
@@ -38,9 +37,9 @@ def test_the_picture_has_all_weights_and_how_often_levels_are_used():
 
 
 def test_small_differences_look_small():
-    assert _limits([20.0, 20.2]) == pytest.approx((18.6, 21.6))
-    assert _limits([10.0, 20.0, math.inf, -math.inf, math.nan]) == (10.0, 20.0)
-    assert _limits([math.inf]) == pytest.approx((-1.5, 1.5))
+    assert command._limits([20.0, 20.2]) == pytest.approx((18.6, 21.6))
+    assert command._limits([10.0, 20.0, math.inf, -math.inf, math.nan]) == (10.0, 20.0)
+    assert command._limits([math.inf]) == pytest.approx((-1.5, 1.5))
 
 
 def test_exact_weights_are_drawn():

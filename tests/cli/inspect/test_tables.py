@@ -12,7 +12,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from lightning_lowbit import Cast, FP4Precision, Scale, convert
 from lightning_lowbit.cli.lab.inspect import command
-from lightning_lowbit.cli.lab.inspect.table import Candidate
 from lightning_lowbit.metrics import cast_statistics
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import plan
@@ -120,7 +119,7 @@ def test_folders_of_transformers(capsys):
     torch.save(model.state_dict(), "old/pytorch_model.bin")
     expected = {name.removesuffix(".weight"): p for name, p in model.named_parameters() if p.dim() == 2}
     for checkpoint in ("whole", "whole/model.safetensors", "sharded", "weights.bin", "old"):
-        found = command.matrices(Path(checkpoint))
+        found = command.matrices(command.read_tensors(Path(checkpoint)), Path(checkpoint))
         assert set(found) == set(expected)
         assert all(torch.equal(found[name], expected[name]) for name in expected), checkpoint
         layers = [int(name.split(".")[2]) for name in found if ".mlp.up_proj" in name]
@@ -156,7 +155,7 @@ def test_slices_make_no_difference(preset):
 )
 def test_slices_make_no_difference_to_other_scales(scale):
     weight, cast = torch.randn(70, 96) * torch.randn(70, 1).exp(), Cast("int4", scale)
-    found = command.measure(weight, Candidate("it", cast), 96 * 20).floats()
+    found = command.measure(weight, command.Candidate("it", cast), 96 * 20).floats()
     assert found == pytest.approx(cast_statistics(weight.bfloat16(), cast).floats(), rel=1e-9)
 
 
@@ -176,7 +175,7 @@ def test_casts_are_presets_or_fields():
 def test_only_matches_as_the_plugin_does(capsys):
     model = llama()
     model.save_pretrained("model")
-    names = list(command.matrices(Path("model")))
+    names = list(command.matrices(command.read_tensors(Path("model")), Path("model")))
     layers = set(plan(model, "nvfp4"))
     assert layers == set(names) - {"model.embed_tokens"}
     for pattern in ("lm_head", "mlp", r"layers\.0", ".*_proj", "model", r"layers\.1\.self_attn", r"model\.layers", "1"):
@@ -210,7 +209,7 @@ def test_names_are_those_of_the_bare_model():
     state = {"model._orig_mod.up.weight": torch.ones(2, 2), "rnn.weight_ih": torch.ones(2, 2)}
     state |= {"bias": torch.ones(2), "experts": torch.ones(2, 2, 2), "none.weight": torch.ones(0, 2)}
     torch.save({"state_dict": state, "optimizer_states": [{"state": torch.ones(3, 3)}]}, "a.ckpt")
-    assert list(command.matrices(Path("a.ckpt"))) == ["model.up", "rnn.weight_ih"]
+    assert list(command.matrices(command.read_tensors(Path("a.ckpt")), Path("a.ckpt"))) == ["model.up", "rnn.weight_ih"]
 
 
 def test_weights_that_are_not_finite(capsys):

@@ -5,10 +5,12 @@ preset has a Hadamard transform in fprop, in blocks along in_features.
 """
 
 import json
+import math
 import operator
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
@@ -19,34 +21,46 @@ from torch import Tensor
 from lightning_lowbit._lightning import Tqdm
 from lightning_lowbit.checks import from_fields, some
 from lightning_lowbit.cli.lab.inspect.options import KINDS
-from lightning_lowbit.cli.lab.inspect.table import Candidate, Inspection
 from lightning_lowbit.cli.options import check_whole
 from lightning_lowbit.export.reading.files import opened
-from lightning_lowbit.metrics import CastStatistics, cast_statistics
+from lightning_lowbit.metrics import CastStatistics, cast_statistics, levels
 from lightning_lowbit.nn.casts.linear_casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.layers.layer import clean_name
 from lightning_lowbit.precision.checkpoints.files import load_checkpoint
-from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant import Cast, Hadamard
 from lightning_lowbit.quant.cast import current_names
 from lightning_lowbit.quant.shard import amax_of
+from lightning_lowbit.quant.statistics import sqnr_db
 from lightning_lowbit.quant.transforms import rotate
+from lightning_lowbit.report.blocks import Chart, HeatMap, Table
 from lightning_lowbit.report.pictures import write_picture
+from lightning_lowbit.report.tables import plain
 
 _WEIGHTS_ALONE = "Save the weights alone, torch.save(model.state_dict(), 'weights.pt'), and give that file."
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A cast, and the Hadamard transform of its preset in fprop."""
+
+    label: str
+    cast: Cast
+    hadamard: Hadamard | None = None
 
 
 def inspect(options: Namespace) -> None:
     path = options.checkpoint
     candidates = parse_casts(",".join(options.casts))
-    weights = matrices(path)
-    if stacks := [name for name, value in _named(path) if value.dim() > 2 and value.is_floating_point()]:
+    tensors = read_tensors(path)
+    weights = matrices(tensors, path)
+    if stacks := [_layer_of(key) for key, value in tensors.items() if value.dim() > 2 and value.is_floating_point()]:
         print(f"Left out, because they are no matrices: {some(stacks)} (convolutions, stacks of experts).")
     transposed = select(list(weights), options.transposed, "--transposed", "weight")
     chosen = select(list(weights), options.only, "--only", "weight") if options.only else set(weights)
     names = [name for name in weights if name in chosen]
     _check_numbers({name: weights[name] for name in names})
-    _check_layout(path, {name: weights[name] for name in names if name not in transposed})
+    _check_layout(tensors, {name: weights[name] for name in names if name not in transposed})
     errors = {}
     for name in Tqdm(names, leave=False, disable=None):  # a bar, only on a terminal
         weight = weights[name].t() if name in transposed else weights[name]
@@ -106,33 +120,21 @@ def operand(weight: Tensor, candidate: Candidate) -> Tensor:
     return rotate(weight, candidate.hadamard.diagonal(any_key, weight.device), 1)
 
 
-def _named(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a checkpoint; weights of layers have the names that ``skip`` takes."""
-    for file in _files(path):
-        for name, value in _read(file).items():
-            yield _layer_of(name, "weight"), value
-
-
-def _layer_of(name: str, kind: str) -> str:
-    """Returns the layer of a parameter: ``up`` of ``up.weight``, and ``in_proj`` of attention's ``in_proj_weight``."""
-    return re.sub(rf"\.{kind}$|(?<=\bin_proj)_{kind}$|(?<=\b[qkv]_proj)_{kind}$", "", clean_name(name))
-
-
-def matrices(path: Path) -> dict[str, Tensor]:
-    """Returns the floating point matrices of a checkpoint by name."""
+def matrices(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Returns the floating point matrices among tensors by key, by the names of layers that ``skip`` takes."""
     weights = {
-        name: value for name, value in _named(path) if value.dim() == 2 and value.is_floating_point() and value.numel()
+        _layer_of(key): value
+        for key, value in tensors.items()
+        if value.dim() == 2 and value.is_floating_point() and value.numel()
     }
     if not weights:
         raise ValueError(f"{path} holds no matrix of floating point numbers, so there is no weight to quantize.")
-    if _files(path)[0].suffix != ".safetensors":
-        return weights
+    return weights
 
-    def numbers_last(name: str) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
-    # They are sorted by letters: layers.10 before layers.2.
-    return {name: weights[name] for name in sorted(weights, key=numbers_last)}
+def _layer_of(key: str, kind: str = "weight") -> str:
+    """Returns the layer of a parameter: ``up`` of ``up.weight``, and ``in_proj`` of attention's ``in_proj_weight``."""
+    return re.sub(rf"\.{kind}$|(?<=\bin_proj)_{kind}$|(?<=\b[qkv]_proj)_{kind}$", "", clean_name(key))
 
 
 def _check_numbers(weights: Mapping[str, Tensor]) -> None:
@@ -150,19 +152,31 @@ def _check_numbers(weights: Mapping[str, Tensor]) -> None:
             )
 
 
-def _check_layout(path: Path, weights: Mapping[str, Tensor]) -> None:
-    for file in _files(path):
-        for key, bias in _read(file).items():
-            name = _layer_of(key, "bias")
-            if not key.endswith("bias") or name not in weights or bias.dim() != 1:
-                continue
-            shape = tuple(weights[name].shape)
-            if shape[0] != len(bias) == shape[1]:
-                raise ValueError(
-                    f"{name} has {len(bias)} biases and the shape {shape}: it is stored as [in_features, "
-                    "out_features], like transformers' Conv1D. Name all such weights, in GPT-2 --transposed "
-                    "'c_attn|c_proj|c_fc'."
-                )
+def _check_layout(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    for key, bias in tensors.items():
+        name = _layer_of(key, "bias")
+        if not key.endswith("bias") or name not in weights or bias.dim() != 1:
+            continue
+        shape = tuple(weights[name].shape)
+        if shape[0] != len(bias) == shape[1]:
+            raise ValueError(
+                f"{name} has {len(bias)} biases and the shape {shape}: it is stored as [in_features, out_features], "
+                "like transformers' Conv1D. Name all such weights, in GPT-2 --transposed 'c_attn|c_proj|c_fc'."
+            )
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Reads the tensors of a checkpoint by key, memory-mapped: the disk is read when they are used."""
+    files = _files(path)
+    tensors = {key: tensor for file in files for key, tensor in _read(file).items()}
+    if files[0].suffix != ".safetensors":
+        return tensors
+
+    def numbers_last(key: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in _layer_of(key).split(".")]
+
+    # They are sorted by letters: layers.10 before layers.2.
+    return {key: tensors[key] for key in sorted(tensors, key=numbers_last)}
 
 
 def _files(path: Path) -> list[Path]:
@@ -181,7 +195,6 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """Reads the tensors of a file by name, memory-mapped: the disk is read when they are used."""
     if file.exists() and not file.is_file():  # a pipe or a device may have no end
         raise ValueError(f"{file} is not a file. Give {KINDS}.")
     if file.suffix == ".safetensors":
@@ -191,3 +204,87 @@ def _read(file: Path) -> dict[str, Tensor]:
     state = loaded.get("state_dict", loaded)
     items = state.items() if isinstance(state, Mapping) else ()
     return {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}
+
+
+class Inspection:
+    """The errors of some casts in the weights of a checkpoint; raises a ``ValueError`` if no weight is finite.
+
+    ``shapes`` and ``errors`` are by name of the weight: its stored shape, and one error for each candidate. ``totals``
+    has for each candidate means of the finite weights' relative errors, weighted by their sizes: the error of all
+    elements together would depend mostly on the largest weights. ``codes`` are their histograms.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        shapes: Mapping[str, tuple[int, ...]],
+        errors: Mapping[str, Sequence[CastStatistics]],
+    ) -> None:
+        self.candidates, self.shapes = candidates, shapes
+        self.numbers = {name: [error.floats() for error in row] for name, row in errors.items()}
+        self.finite = [name for name, row in self.numbers.items() if not row[0]["not_finite"]]
+        if not self.finite:
+            raise ValueError("Every weight holds a NaN or an infinity. Take another checkpoint.")
+        self.elements = sum(math.prod(shapes[name]) for name in self.finite)
+        self.totals = [self._total(i) for i in range(len(candidates))]
+        codes = [[errors[name][i].codes for name in self.finite] for i in range(len(candidates))]
+        self.codes = [torch.stack(histograms).sum(0) for histograms in codes]
+
+    def _total(self, candidate: int) -> dict[str, float]:
+        def mean(metric: str) -> float:
+            rows = ((math.prod(self.shapes[name]), self.numbers[name][candidate]) for name in self.finite)
+            return sum(size * row[metric] for size, row in rows) / self.elements
+
+        total = {metric: mean(metric) for metric in ("relative_mse", "underflow", "saturation", "bias")}
+        return {**total, "sqnr": sqnr_db(1.0, total["relative_mse"])}
+
+    def table(self) -> str:
+        """Tabulates each weight and candidate, then, below a second header, each candidate over all weights."""
+        header = ["weight", "shape", "cast", "bits", "SQNR dB", "relative MSE", "underflow %", "saturation %", "bias %"]
+        shapes = {name: " x ".join(map(str, shape)) for name, shape in self.shapes.items()}
+
+        def lines(name: str, shape: str, row: Sequence[Mapping[str, float]]) -> list[list[str]]:
+            return [
+                [name, shape, candidate.label, f"{candidate.cast.bits:.4g}", *_cells(numbers)]
+                for candidate, numbers in zip(self.candidates, row, strict=True)
+            ]
+
+        weights = [line for name, row in self.numbers.items() for line in lines(name, shapes[name], row)]
+        means = lines(f"mean of {len(self.finite)}", f"{self.elements:,} elements", self.totals)
+        bad = [name for name in self.numbers if name not in self.finite]
+        caption = f"With a NaN or an infinity, and left out of the last lines: {', '.join(bad)}" if bad else ""
+        return plain(Table(header, [*weights, [""] * len(header), header, *means], caption))
+
+    def picture(self, title: str) -> list[HeatMap | Chart]:
+        """Returns the SQNR of each finite weight, and for each cast how often elements take each level."""
+        sqnr = [[numbers["sqnr"] for numbers in self.numbers[name]] for name in self.finite]
+        low, high = _limits([value for row in sqnr for value in row])
+        unit = "SQNR of the weight, dB (higher is better; inf: exact)"
+        labels = [candidate.label for candidate in self.candidates]
+        heat = HeatMap(self.finite, labels, sqnr, unit, low, high, caption=title)
+        return [heat, *map(self._level_chart, range(len(labels)))]
+
+    def _level_chart(self, i: int) -> Chart:
+        candidate, total = self.candidates[i], self.totals[i]
+        shares = (100 * self.codes[i] / self.codes[i].sum()).tolist()
+        errors = ", ".join(f"{metric} {total[metric]:.2%}" for metric in ("underflow", "saturation", "bias"))
+        return Chart(
+            f"{candidate.label}: {candidate.cast.bits:.4g} bits, mean {total['sqnr']:.1f} dB, {errors}",
+            {candidate.label: (levels(candidate.cast.grid), shares)},
+            "% of elements",
+            "level of the element, in units of its scale",
+            bands={candidate.label: ([0.0] * len(shares), shares)},
+        )
+
+
+def _cells(numbers: Mapping[str, float]) -> list[str]:
+    widths = {"underflow": "11.2f", "saturation": "12.2f", "bias": "+6.2f"}
+    percent = [f"{100 * numbers[name]:{width}}" for name, width in widths.items()]
+    return [f"{numbers['sqnr']:7.2f}", f"{numbers['relative_mse']:12.2e}", *percent]
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the ends of all finite values, at least 3 dB apart, so that small differences look small."""
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    room = max(3 - max(finite) + min(finite), 0.0) / 2
+    return min(finite) - room, max(finite) + room

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import yaml
 
@@ -17,8 +16,7 @@ KINDS = "a Lightning .ckpt, a state_dict from torch.save, a .safetensors file, o
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = _parser().parse_args(arguments)
-    name = options.output or f"{Path(options.checkpoint).resolve().stem}_casts.png"
-    options.output = output_file(name, ".png", "picture, such as casts.png")
+    options.output = output_file(options.output, options.checkpoint, "_casts.png", "picture, such as casts.png")
     options.checkpoint = existing(options.checkpoint, KINDS)
     _check_presets(",".join(options.casts))
     return options
