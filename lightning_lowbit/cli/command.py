@@ -15,7 +15,6 @@ from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, 
 from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path
 from lightning_lowbit.cli.options import check_run
 from lightning_lowbit.cli.parser import Parser
-from lightning_lowbit.cli.search_path import current_folder_last
 from lightning_lowbit.packages import install_extra, is_installed
 
 _USAGE = """\
@@ -62,31 +61,18 @@ _OPTIONS = """\
 # The subcommands of Lightning's command line.
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
-# The rooms of the other commands. ``options`` answers mistakes at once; ``command`` imports torch.
+# The rooms of the other commands, and the packages that they need beside jsonargparse, which reads configurations.
+# ``options`` of a room answers mistakes at once; ``command`` imports torch.
 _ROOMS = {
-    "compare": "lab.compare",
-    "inspect": "lab.inspect",
-    "export": "export",
-    "evaluate": "evaluate",
-    "estimate": "lab.estimate",
+    "compare": ("lab.compare", "matplotlib", "scipy"),
+    "inspect": ("lab.inspect", "safetensors"),
+    "export": ("export",),
+    "evaluate": ("evaluate",),
+    "estimate": ("lab.estimate",),
 }
 
-_PACKAGES = {
-    "compare": ("matplotlib", "scipy"),
-    "inspect": ("safetensors",),
-}  # beside jsonargparse, which reads configurations
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status. With ``LOWBIT_TRACEBACK=1`` errors keep their traceback."""
-    if arguments is None:
-        os.environ.setdefault("PYTHONSAFEPATH", "1")  # for processes that this one starts
-        arguments = sys.argv[1:]
-    with current_folder_last():
-        return _run(list(arguments))
-
-
-def _run(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     try:
         status = _dispatch(arguments)
         sys.stdout.flush()
@@ -113,28 +99,26 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"lightning_lowbit {metadata.version('lightning_lowbit')}")
         return 0
     name, *rest = arguments
-    packages = ("jsonargparse", *_PACKAGES.get(name, ())) if name in TRAINER_COMMANDS or name in _ROOMS else ()
-    if missing := [package for package in packages if not is_installed(package)]:
-        raise ValueError(f"`lowbit {name}` needs {' and '.join(missing)}: {install_extra('jsonargparse')}.")
-    if name in TRAINER_COMMANDS:
-        place = next((i for i, argument in enumerate(rest) if argument in ("-h", "--help")), None)
-        if place is not None and rest[place + 1 : place + 2] != ["all"]:
-            print(_short_help(name))
-            return 0
-        if place is not None:
-            del rest[place + 1]
-        check_run(name, rest)
-        import_module("lightning_lowbit.cli.run").run([name, *rest])
-        return 0
-    if name in _ROOMS:
-        room = f"lightning_lowbit.cli.{_ROOMS[name]}"
-        options = import_module(f"{room}.options").parse(rest)
-        return getattr(import_module(f"{room}.command"), name)(options) or 0
     commands: dict[str, Callable[[Sequence[str]], None]] = {"ls": _list, "cp": _copy}
-    if name not in commands:
-        names = [*commands, *_ROOMS, *TRAINER_COMMANDS]
+    if name in commands:
+        commands[name](rest)
+        return 0
+    if name not in (names := [*commands, *_ROOMS, *TRAINER_COMMANDS]):
         raise ValueError(f"There is no command {name!r}.{nearest(name, names)} Commands are: {', '.join(names)}.")
-    commands[name](rest)
+    room, *packages = _ROOMS.get(name, ("",))
+    if missing := [package for package in ("jsonargparse", *packages) if not is_installed(package)]:
+        raise ValueError(f"`lowbit {name}` needs {' and '.join(missing)}: {install_extra('jsonargparse')}.")
+    if room:
+        options = import_module(f"lightning_lowbit.cli.{room}.options").parse(rest)
+        return getattr(import_module(f"lightning_lowbit.cli.{room}.command"), name)(options) or 0
+    place = next((i for i, argument in enumerate(rest) if argument in ("-h", "--help")), None)
+    if place is not None and rest[place + 1 : place + 2] != ["all"]:
+        print(_short_help(name))
+        return 0
+    if place is not None:
+        del rest[place + 1]
+    check_run(name, rest)
+    import_module("lightning_lowbit.cli.run").run([name, *rest])
     return 0
 
 

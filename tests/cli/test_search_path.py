@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.search_path import current_folder_last
 from tests.tables import each
 
 LOWBIT = [str(Path(sys.executable).with_name("lowbit"))]
@@ -85,7 +84,7 @@ def test_modules_of_the_current_folder_are_found_last_and_only_by_the_command(tm
     (tmp_path / "difflib.py").touch()
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
     before = sys.path[:]
-    with current_folder_last():
+    with cli.current_folder_last():
         assert Path(find_spec("only_here").origin) == tmp_path / "only_here.py"
         assert Path(find_spec("difflib").origin) != tmp_path / "difflib.py"
     assert sys.path == before

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.evaluate.command import find_tasks, harness_model
-from lightning_lowbit.cli.evaluate.models import load
+from lightning_lowbit.cli.evaluate.command import find_tasks, harness_model, load
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.export.trained_model import read
 from tests.cli.evaluate.models import QUESTIONS, TEXTS, language_model, write_tasks

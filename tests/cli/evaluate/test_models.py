@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.evaluate import models
+from lightning_lowbit.cli.evaluate import command, options
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
 from lightning_lowbit.packages import install_extra, is_installed
 from tests.cli.evaluate.models import SIZES, Plain, language_model, train
@@ -32,7 +32,7 @@ def folder(tmp_path):
 
 
 def load(path, tokenizer=None, module=None):
-    return models.load(path, tokenizer, module, CPU)
+    return command.load(path, tokenizer, module, CPU)
 
 
 def test_a_checkpoint_has_the_tokenizer_of_its_data(checkpoint):
@@ -62,7 +62,7 @@ def test_a_folder_is_loaded_as_it_is(folder):
 
 def test_nothing_to_evaluate_is_told_with_what_is_possible(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"There is no .*last.ckpt. Give a checkpoint of a run \(.ckpt\), or a"):
-        load(tmp_path / "last.ckpt")
+        options.parse([str(tmp_path / "last.ckpt"), "--tasks=one"])
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for path in (tmp_path, tmp_path / "model.gguf"):
         with pytest.raises(ValueError, match="is neither a checkpoint nor a folder of Hugging Face. Give a checkpoint"):
@@ -113,7 +113,7 @@ def test_a_folder_without_some_weights_is_refused(folder):
     ],
 )
 def test_folders_that_would_load_without_their_quantization_are_refused(folder, method, message, monkeypatch):
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
     with pytest.raises(ValueError, match=message):
