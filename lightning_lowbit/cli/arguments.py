@@ -13,21 +13,13 @@ _UNKNOWN: Any = object()  # the value of an argument of which only a part is giv
 
 
 class _Argument(NamedTuple):
-    """An argument of a class or of the Trainer, as a configuration or the command line gives it.
+    """An argument of a class or of the Trainer, as a configuration or the command line gives it."""
 
-    Attributes:
-        path: of the class; None where nothing names one.
-        owner: the option whose value the class is; None for an item of a list.
-        option: of the argument.
-        where: the end of a sentence about it.
-        value: as it is written.
-    """
-
-    path: str | None
-    owner: str | None
+    path: str | None  # of the class; None where nothing names one
+    owner: str | None  # the option whose value the class is; None for an item of a list
     option: str
-    where: str
-    value: Any = _UNKNOWN
+    where: str  # the end of a sentence about it
+    value: Any = _UNKNOWN  # as it is written
 
     @property
     def place(self) -> str:

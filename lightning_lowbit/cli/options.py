@@ -29,12 +29,7 @@ _ALIASES = (None, "best", "hpc", "last", "last-good")  # of checkpoints
 
 
 def existing(name: str, kinds: str) -> Path:
-    """Returns the path of a file or folder that a command reads; ``kinds`` says in words what it may be.
-
-    Raises:
-        FileNotFoundError: there is none.
-        OSError: the system refuses the path.
-    """
+    """Returns the path of a file or folder to read, else an ``OSError``; ``kinds`` says in words what it may be."""
     path = Path(name).expanduser()
     try:
         path.stat()
@@ -51,11 +46,7 @@ def check_whole(path: Path) -> None:
 
 
 def check_checkpoint(path: str | None) -> bool:
-    """Returns whether ``--ckpt_path`` names a local file or folder; False for aliases and URLs.
-
-    Raises:
-        FileNotFoundError: it names one, and there is none.
-    """
+    """Returns whether ``--ckpt_path`` names a local file or folder, which must exist; False for aliases and URLs."""
     if path in _ALIASES or re.match(r"\w+:", str(path)):
         return False
     if not Path(str(path)).exists():
@@ -72,15 +63,9 @@ def check_run(command: str, arguments: Sequence[str], shown: str = "") -> None:
             exist, or a package of a recipe is not installed.
     """
     names, rest = split_configs(arguments)
-    options = check_options(command, rest)
     configs = {name: read_recipe(name) for name in names}
     check_recipe(names, [*configs.values()], [shown or command, *rest])
-    for name, config in configs.items():
-        trainer = config.get("trainer")
-        for key in trainer if isinstance(trainer, dict) else ():
-            _check_option(f"trainer.{key}", command, f" in {name}")
-    check_classes(configs, options, _parameters(command))
-    _check_precision(options, [*configs.values()])
+    options = check_options(command, rest, configs)
     for name in names:
         packages, otherwise = needs(find_config(name))
         absent = [package for package in packages if not is_installed(package)]
@@ -90,12 +75,15 @@ def check_run(command: str, arguments: Sequence[str], shown: str = "") -> None:
     check_checkpoint(options.get("ckpt_path"))
 
 
-def check_options(command: str, arguments: Sequence[str]) -> dict[str, str | None]:
-    """Returns options by names without hyphens; None for one without a value.
+def check_options(
+    command: str, arguments: Sequence[str], configs: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, str | None]:
+    """Returns options by names without hyphens; None for one without a value. ``configs`` are contents by name.
 
     Raises:
-        ValueError: an option of Lightning's command line or of its Trainer does not exist, or takes no such value.
+        ValueError: an option of Lightning's command line or of a class does not exist, or takes no such value.
     """
+    configs = configs or {}
     options: dict[str, str | None] = {}
     for i, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
@@ -107,8 +95,12 @@ def check_options(command: str, arguments: Sequence[str]) -> dict[str, str | Non
         _check_option(option, command)
         if options[option] is None and not _NEEDS_NO_VALUE.fullmatch(option):
             raise ValueError(f"--{option} takes a value, and none follows it.")
-    _check_precision(options, [])
-    check_classes({}, options, _parameters(command))
+    for name, config in configs.items():
+        trainer = config.get("trainer")
+        for key in trainer if isinstance(trainer, dict) else ():
+            _check_option(f"trainer.{key}", command, f" in {name}")
+    _check_precision(options, [*configs.values()])
+    check_classes(configs, options, _parameters(command))
     return options
 
 

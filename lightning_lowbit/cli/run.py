@@ -44,11 +44,11 @@ _CLI = TypeVar("_CLI", bound="LowBitCLI")
 
 
 def run(arguments: Sequence[str]) -> None:
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with warnings.catch_warnings():
         for message in _NOISE:
             warnings.filterwarnings("ignore", message)
         try:
-            _make(LowBitCLI, merge_configs(arguments, Path(folder) / "merged.yaml"))
+            _make(LowBitCLI, arguments)
         except SIGTERMException as stopped:  # without an exit status a job scheduler would see success
             if stopped.code is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
                 raise SystemExit(TERMINATED) from stopped
@@ -153,51 +153,52 @@ def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
 
 def check(arguments: Sequence[str]) -> None:
     """Parses a command line of :func:`run`, and creates only the plugin; a ``ValueError`` explains a mistake."""
-    with tempfile.TemporaryDirectory() as folder:
-        _make(_Parsed, merge_configs(arguments, Path(folder) / "merged.yaml"))
+    _make(_Parsed, arguments)
 
 
 def make_on_meta(arguments: Sequence[str]) -> "OnMeta":
-    """Creates the model, the data module and the plugin of :func:`run` on the meta device; errors as :func:`check`."""
-    with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
-        return _make(OnMeta, merge_configs(arguments, Path(folder) / "merged.yaml"))
+    """Creates the model, the data module and the plugins of :func:`run` on the meta device; errors as :func:`check`."""
+    with torch.device("meta"):
+        return _make(OnMeta, arguments)
 
 
-def _make(kind: type[_CLI], arguments: list[str]) -> _CLI:
-    return kind(
-        args=arguments,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        auto_configure_optimizers=False,
-        save_config_callback=SaveConfig,
-        save_config_kwargs={"overwrite": True},  # without a logger all runs share a folder
-        parser_kwargs={"prog": "lowbit", **_STRICT} | dict.fromkeys(LightningCLI.subcommands(), _STRICT),
-    )
+def _make(kind: type[_CLI], arguments: Sequence[str]) -> _CLI:
+    with tempfile.TemporaryDirectory() as folder:
+        return kind(
+            args=merge_configs(arguments, Path(folder) / "merged.yaml"),
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"overwrite": True},  # without a logger all runs share a folder
+            parser_kwargs={"prog": "lowbit", **_STRICT} | dict.fromkeys(LightningCLI.subcommands(), _STRICT),
+        )
 
 
 class _Parsed(LowBitCLI):
+    """Creates parts of a run, without a Trainer, which would look for devices.
+
+    Sets the attributes ``model`` and ``datamodule`` (None if no part, or not named), and ``plugins``, which check their
+    casts: the parser accepts any mapping for them.
+    """
+
+    parts: tuple[str, ...] = ()
+
     def _set_seed(self) -> None: ...
 
     def before_instantiate_classes(self) -> None: ...
 
     def instantiate_classes(self) -> None:
-        """Creates the plugin, which checks its casts; the parser accepts any mapping for them."""
         name = str(self.subcommand)
-        plugins = Namespace(plugins=self.config[name].trainer.plugins)  # type: ignore[no-untyped-call]
-        self._subcommand_parsers[name].instantiate(Namespace(trainer=plugins))  # type: ignore[no-untyped-call]
+        config = self.config[name]
+        plugins = Namespace(plugins=config.trainer.plugins)  # type: ignore[no-untyped-call]
+        wanted = Namespace(trainer=plugins, **{part: config[part] for part in self.parts})  # type: ignore[no-untyped-call]
+        parts = self._subcommand_parsers[name].instantiate(wanted)
+        self.model, self.datamodule = parts.get("model"), parts.get("data")
+        self.plugins: list[Any] = as_list(parts.trainer.plugins or [])
 
     def _run_subcommand(self, subcommand: str) -> None: ...
 
 
 class OnMeta(_Parsed):
-    """Creates the parts of a run without a Trainer, which would look for devices."""
-
-    def instantiate_classes(self) -> None:
-        """Sets the attributes ``model``, ``datamodule`` (or None) and ``plugins``."""
-        name = str(self.subcommand)
-        config = self.config[name]
-        trainer = Namespace(plugins=config.trainer.plugins)  # type: ignore[no-untyped-call]
-        wanted = Namespace(model=config.model, data=config.data, trainer=trainer)  # type: ignore[no-untyped-call]
-        parts = self._subcommand_parsers[name].instantiate(wanted)
-        self.model, self.datamodule = parts.model, parts.get("data")
-        self.plugins: list[Any] = as_list(parts.trainer.plugins or [])
+    parts = ("model", "data")

@@ -21,16 +21,10 @@ _OPEN = re.compile(r"\b(__getattr__|globals|locals|setattr|sys\.modules|exec)\b"
 
 
 class Module(NamedTuple):
-    """A module's source.
+    """A module's source."""
 
-    Attributes:
-        name: with its packages.
-        package: that relative imports begin at.
-        tree: of the source.
-    """
-
-    name: str
-    package: str
+    name: str  # with its packages
+    package: str  # that relative imports begin at
     tree: ast.Module
 
 
@@ -49,17 +43,11 @@ class Expression(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter of a method.
-
-    Attributes:
-        annotation: None if it has none.
-        default: None if it has none.
-        module: that holds the method.
-    """
+    """A parameter of a method; the annotation and the default are None if it has none."""
 
     annotation: ast.expr | None
     default: ast.expr | None
-    module: Module
+    module: Module  # that holds the method
 
 
 @cache

@@ -72,14 +72,8 @@ def check_class(option: str, value: Any, parameter: Parameter) -> None:
 
 
 def check_value(option: str, value: Any, parameter: Parameter, where: str = "") -> None:
-    """Raises a ``ValueError`` for a value that the annotation of its parameter excludes.
-
-    Args:
-        option: its name, without hyphens.
-        value: as a configuration or the command line gives it.
-        parameter: that gets it.
-        where: the configuration, as part of a sentence.
-    """
+    """Raises a ``ValueError`` for a value that the annotation of its parameter excludes; ``where`` names the
+    configuration that has it, as the end of a sentence."""
     kinds = _kinds_of(parameter)
     if kinds is None or "str" in kinds or any(_fits(value, kind) for kind in kinds) or _is_file(value):
         return

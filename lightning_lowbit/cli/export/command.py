@@ -15,21 +15,7 @@ def export(options: Namespace) -> None:
         print(f"{explanation} `lowbit export --help` describes them.")
         return
     signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind
-    exported = export_checkpoint(
-        options.checkpoint,
-        options.format,
-        options.output,
-        module=options.module,
-        calibrate=options.calibrate,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        shape=options.shape,
-        rescale=options.rescale,
-        merge=options.merge,
-        license=options.license,
-        overwrite=options.overwrite,
-        parity=not options.no_parity,
-    )
+    exported = export_checkpoint(**vars(options))
     total, few = exported.parameters
     print(layers_table(exported))
     print(f"\n{few:,} of {total:,} parameters in few bits, {exported.bytes:,} bytes on disk.")

@@ -50,5 +50,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--merge", action="store_true", help="adds adapters to the weights, and rounds the sums to few bits")
     add("--license", metavar="NAME", help="of the model, for its card: apache-2.0; else that of the base's card")
     add("--overwrite", action="store_true", help="replaces DIR if an export wrote it")
-    add("--no-parity", action="store_true", help="does not load and compare the result")
+    add("--no-parity", dest="parity", action="store_false", help="does not load and compare the result")
     return parser

@@ -2,20 +2,13 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import floor, log10
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_lowbit.cli.lab.estimate.devices import STRATEGIES, Assumptions, Batch, Device, Layout
-from lightning_lowbit.cli.lab.estimate.formulas import (
-    Collective,
-    StepTime,
-    communication,
-    flops,
-    memory,
-    times,
-)
+from lightning_lowbit.cli.lab.estimate.formulas import Collective, StepTime, communication, flops, memory, times
 from lightning_lowbit.cli.lab.estimate.shapes import Model, describe
 from lightning_lowbit.cli.run import make_on_meta
 from lightning_lowbit.precision import LowBitPrecision
@@ -23,8 +16,6 @@ from lightning_lowbit.report.blocks import Table, Text
 from lightning_lowbit.report.tables import plain
 
 _GIB = 2**30
-
-_T = TypeVar("_T")
 
 _LEFT_OUT = (
     "Not in it: the device's context, the allocator's gaps, workspaces of kernels and of quantization, everything that "
@@ -39,9 +30,9 @@ def estimate(options: Namespace) -> None:
     plugin = next((plugin for plugin in parts.plugins if isinstance(plugin, LowBitPrecision)), None)
     casts = "casts" if plugin is not None and plugin.quantize_before_gather else None
     gathers = (casts, getattr(parts.model, "gather_dtype", None))
-    problems = list[str]()
-    layout = _tried(lambda: _layout(options, trainer, "+".join(filter(None, gathers)) or "stored"), problems)
-    batch = _tried(lambda: _batch(options, parts.datamodule, trainer), problems)
+    problems = list[str]()  # all are said at once
+    layout = _layout(options, trainer, "+".join(filter(None, gathers)) or "stored", problems)
+    batch = _batch(options, parts.datamodule, trainer, problems)
     if layout is None or batch is None:
         raise ValueError(" ".join(problems))
     if layout.devices > layout.per_node and not device.network:
@@ -71,21 +62,12 @@ def estimate(options: Namespace) -> None:
     print(plain(Text(_head(model, batch, layout)), *tables, *map(Text, end)), end="")
 
 
-def _tried(make: Callable[[], _T], problems: list[str]) -> _T | None:
-    """Returns the result, or None and a problem more, so that all are said at once."""
-    try:
-        return make()
-    except ValueError as error:
-        problems.append(str(error))
-        return None
-
-
-def _layout(options: Namespace, trainer: Any, gathered: str) -> Layout:
+def _layout(options: Namespace, trainer: Any, gathered: str, problems: list[str]) -> Layout | None:
     named, per_node = trainer.strategy, _devices_of_a_node(trainer.devices)
-    devices, problems = options.devices, []
+    devices = options.devices
     if devices is None:
         if per_node is None:
-            problems = [f"trainer.devices is {trainer.devices!r}, which only a machine can tell: give --devices."]
+            problems.append(f"trainer.devices is {trainer.devices!r}, which only a machine can tell: give --devices.")
         devices = (per_node or 1) * trainer.num_nodes
     arguments = getattr(named, "init_args", None) or {}
     name = named if isinstance(named, str) else str(getattr(named, "class_path", "auto")).rpartition(".")[2]
@@ -96,7 +78,7 @@ def _layout(options: Namespace, trainer: Any, gathered: str) -> Layout:
     if strategy is None:
         problems.append(f"How {name} spreads a model is not known here: say --strategy ddp or --strategy fsdp.")
     if problems or strategy is None:
-        raise ValueError(" ".join(problems))
+        return None
     tensor_parallel = options.tensor_parallel
     if tensor_parallel is None:
         tensor_parallel = 1
@@ -117,14 +99,15 @@ def _devices_of_a_node(devices: Any) -> int | None:
     return count if isinstance(count, int) and count > 0 else None
 
 
-def _batch(options: Namespace, data: Any, trainer: Any) -> Batch:
+def _batch(options: Namespace, data: Any, trainer: Any, problems: list[str]) -> Batch | None:
     names = ("batch_size", "sequence_length")
     asked = {name: getattr(options, name) for name in names}
     sizes: dict[str, Any] = {name: getattr(data, name, None) if size is None else size for name, size in asked.items()}
     if missing := [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]:
         owner = type(data).__name__ if data is not None else "The configuration, which names no data,"
         sayings = " and ".join(f"no {name} of 1 or more (got {sizes[name]!r})" for name in missing)
-        raise ValueError(f"{owner} tells {sayings}: give {' and '.join(f'--{name}' for name in missing)}.")
+        problems.append(f"{owner} tells {sayings}: give {' and '.join(f'--{name}' for name in missing)}.")
+        return None
     return Batch(sizes["batch_size"], sizes["sequence_length"], trainer.accumulate_grad_batches or 1)
 
 
