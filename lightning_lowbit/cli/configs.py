@@ -2,20 +2,22 @@
 
 Mappings merge key by key, lists of callbacks are concatenated; any other value is replaced. A null at the head of an
 overlay's callbacks drops earlier callbacks. Fields of casts change the preset of an earlier configuration. If an
-overlay names another class, arguments that the new class also takes stay, such as an optimizer's learning rate.
+overlay names another class, arguments that the new class also takes stay, such as an optimizer's learning rate. For
+arguments of classes that take a list, a single item is accepted: ``skip lm_head`` means ``skip: [lm_head]``.
 """
 
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from lightning_lowbit.checks import nearest
-from lightning_lowbit.cli.lists import options_with_lists, with_lists
-from lightning_lowbit.cli.mistakes import arguments_of
+from lightning_lowbit.cli.mistakes import arguments_of, class_at
 
 # Folders of configurations that change a recipe, and of those that run a recipe many times.
 OVERLAY, STUDY = "overlays", "studies"
@@ -163,3 +165,60 @@ def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
         return rest
     merged.write_text(yaml.safe_dump(with_lists(config)))
     return [rest[0], "--config", str(merged), *rest[1:]] if rest else ["--config", str(merged)]
+
+
+def with_lists(config: Any) -> Any:
+    if isinstance(config, list):
+        return [with_lists(item) for item in config]
+    if not isinstance(config, Mapping):
+        return config
+    result = {key: with_lists(value) for key, value in config.items()}
+    if isinstance(arguments := result.get("init_args"), dict):
+        cls = class_at(result.get("class_path"))
+        result["init_args"] = {key: [value] if _is_item(value, cls, key) else value for key, value in arguments.items()}
+    return result
+
+
+def options_with_lists(arguments: Sequence[str], config: Mapping[str, Any]) -> list[str]:
+    """Does the same as :func:`with_lists` for a command line whose options change ``config``."""
+    result = list(arguments)
+    named: dict[str, str] = {}  # class paths by option
+    for i, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if not option.startswith("--") or (not equals and (i + 1 == len(arguments) or result[i + 1].startswith("--"))):
+            continue
+        value = value if equals else result[i + 1]
+        key = option.removeprefix("--").removesuffix("+").removesuffix(".class_path")
+        named[key] = value
+        owner, _, name = key.rpartition(".")
+        owner = owner.removesuffix(".init_args")
+        try:
+            item = yaml.safe_load(value)
+        except yaml.YAMLError:
+            item = value
+        if not option.endswith("+") and _is_item(item, class_at(named.get(owner) or _class_path(config, owner)), name):
+            value = yaml.safe_dump([item], default_flow_style=True, width=10**9).strip()
+            result[i if equals else i + 1] = f"{option}={value}" if equals else value
+    return result
+
+
+def _class_path(config: Any, path: str) -> Any:
+    for part in path.split("."):
+        within = config.get("init_args") if isinstance(config, Mapping) and part not in config else config
+        config = within.get(part) if isinstance(within, Mapping) else None
+        config = config[-1] if isinstance(config, list) and config else config
+    return config.get("class_path") if isinstance(config, Mapping) else config
+
+
+def _is_item(value: Any, cls: Any, argument: str) -> bool:
+    if cls is None or not isinstance(value, str | int | float):
+        return False
+    try:
+        owner = next(base for base in cls.__mro__ if argument in inspect.signature(base.__init__).parameters)
+        hint = get_type_hints(owner.__init__)[argument]
+    except (StopIteration, NameError, KeyError, ValueError):  # no such argument, or no type
+        return False
+    possible = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return not {Any, str, int, float} & set(possible) and any(
+        get_origin(kind) in (list, Iterable, Sequence, Collection) for kind in possible
+    )

@@ -2,18 +2,18 @@
 
 import difflib
 import errno
+import inspect
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from pydoc import locate
+from pydoc import ErrorDuringImport, locate
 from traceback import walk_tb
 from typing import Any
 
 from lightning_lowbit.checks import near, nearest
-from lightning_lowbit.cli.lists import class_at
 from lightning_lowbit.packages import install_extra
 
 _FROM_RUST = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors and tokenizers
@@ -137,6 +137,15 @@ def _first_cause(lines: list[str]) -> str:
     block = [bullet.replace("- ", "", 1), *others[: ends[0] if ends else None]]
     values = [line for line in others if "Given value:" in line and "Expected" in block[0]]
     return " ".join([*where, _first_cause(block), *values[:1]])
+
+
+def class_at(path: Any) -> Any:
+    """Returns the class with a path, or a name in this package; None if it cannot be imported."""
+    try:
+        cls = locate(str(path)) or locate(f"lightning_lowbit.{path}")
+    except ErrorDuringImport:
+        return None
+    return cls if inspect.isclass(cls) else None
 
 
 def arguments_of(class_path: str) -> set[str] | None:

@@ -1,7 +1,6 @@
 """One item in the place of a list, and nothing else in the place of anything."""
 
-from lightning_lowbit.cli.configs import merge_all
-from lightning_lowbit.cli.lists import options_with_lists, with_lists
+from lightning_lowbit.cli.configs import merge_all, options_with_lists, with_lists
 from tests.tables import each
 
 PLUGIN, SKIP = "--trainer.plugins", "--trainer.plugins.init_args.skip"

@@ -4,7 +4,6 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision, convert
-from lightning_lowbit.cli.lab.estimate.devices import DEVICES, arithmetic
 from lightning_lowbit.cli.lab.estimate.formulas import (
     Assumptions,
     Batch,
@@ -15,7 +14,8 @@ from lightning_lowbit.cli.lab.estimate.formulas import (
     memory,
     times,
 )
-from lightning_lowbit.cli.lab.estimate.shapes import Linear, Model, Weight
+from lightning_lowbit.cli.lab.estimate.options import DEVICES
+from lightning_lowbit.cli.lab.estimate.shapes import Linear, Model, Weight, arithmetic
 from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.casts.traits import GEMMS
 from lightning_lowbit.nn.conversion.coverage import GemmCounter

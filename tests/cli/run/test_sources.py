@@ -12,7 +12,7 @@ import lightning_lowbit
 from lightning_lowbit import cli
 from lightning_lowbit.cli import options
 from lightning_lowbit.cli.configs import recipes
-from lightning_lowbit.cli.lists import class_at
+from lightning_lowbit.cli.mistakes import class_at
 from lightning_lowbit.cli.sources import class_arguments, missing_class
 from tests.tables import each
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from math import floor, log10
 from typing import Any
 
-from lightning_lowbit.cli.lab.estimate.devices import STRATEGIES, Assumptions, Batch, Device, Layout
 from lightning_lowbit.cli.lab.estimate.formulas import Collective, StepTime, communication, flops, memory, times
+from lightning_lowbit.cli.lab.estimate.options import STRATEGIES, Assumptions, Batch, Device, Layout
 from lightning_lowbit.cli.lab.estimate.shapes import Model, describe
 from lightning_lowbit.cli.run import make_on_meta
 from lightning_lowbit.precision import LowBitPrecision

@@ -4,13 +4,13 @@ d data-parallel groups of t tensor-parallel devices, m micro-batches; b, r bytes
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, floor, prod
 
 import torch
 
-from lightning_lowbit.cli.lab.estimate.devices import Assumptions, Batch, Device, Layout
+from lightning_lowbit.cli.lab.estimate.options import Assumptions, Batch, Device, Layout
 from lightning_lowbit.cli.lab.estimate.shapes import Decoder, Model, Weight
 from lightning_lowbit.nn.casts.traits import GEMMS
 from lightning_lowbit.quant.operand import operand_dtype
@@ -82,10 +82,11 @@ def memory(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
     if layout.strategy == "ddp" and layout.devices > 1:
         sizes["buckets of DDP"] = sizes["gradients"]
     if layout.shards > 1:
-        sizes["gathered parameters"] = _gathered(model, layout)
-        blocks = [_total(weights, layout) for weights in _units(model).values()]
-        rest = sum(prod(w.shape) * _itemsize(w, layout) for w in _rest(model) if w.trained)
-        sizes["gradients to reduce"] = max(blocks, default=0) + rest
+        rest, blocks = _units(model.weights)
+        ordered: list[list[Weight]] = [[], [], *sorted(blocks, key=lambda block: _whole(block, layout))]
+        sizes["gathered parameters"] = _whole([*rest, *ordered[-1]], layout) + _payload(ordered[-2], layout)
+        reduced = sum(prod(w.shape) * _itemsize(w, layout) for w in rest if w.trained)
+        sizes["gradients to reduce"] = max((_total(block, layout) for block in blocks), default=0) + reduced
     sizes["weights to compute with"] = weight_copies(model, layout)
     sizes["activations"] = saved_activations(model, batch, layout)
     sizes["peak of backward"] = backward_peak(model, batch, layout)
@@ -144,32 +145,18 @@ def weight_copies(model: Model, layout: Layout) -> int:
     """Returns bytes of matrices in the compute dtype, if they are stored or gathered in another one."""
     if model.compute == _residual(model, layout):
         return 0
-    matrices = [w for w in model.weights if w.matrix and not w.recast]
-    outside = sum(prod(w.shape) for w in matrices if w.block is None)
-    blocks = Counter[str]()
-    for weight in matrices:
-        if weight.block is not None:
-            blocks[weight.block] += -(-prod(weight.shape) // layout.tensor_parallel)
-    inside = max(blocks.values(), default=0) if model.checkpointing else sum(blocks.values())
-    return model.compute * (outside + inside)
+    outside, blocks = _units(w for w in model.weights if w.matrix and not w.recast)
+    inside = [sum(-(-prod(w.shape) // layout.tensor_parallel) for w in block) for block in blocks]
+    elements = max(inside, default=0) if model.checkpointing else sum(inside)
+    return model.compute * (sum(prod(w.shape) for w in outside) + elements)
 
 
-def _gathered(model: Model, layout: Layout) -> int:
-    blocks = sorted(_units(model).values(), key=lambda weights: _whole(weights, layout))
-    taken = [_rest(model), *blocks[-1:]]
-    return sum(_whole(weights, layout) for weights in taken) + sum(_payload(block, layout) for block in blocks[-2:-1])
-
-
-def _units(model: Model) -> dict[str, list[Weight]]:
-    units: dict[str, list[Weight]] = {}
-    for weight in model.weights:
-        if weight.block is not None:
-            units.setdefault(weight.block, []).append(weight)
-    return units
-
-
-def _rest(model: Model) -> list[Weight]:
-    return [weight for weight in model.weights if weight.block is None]
+def _units(weights: Iterable[Weight]) -> tuple[list[Weight], list[list[Weight]]]:
+    """Returns the weights outside of blocks, and those of each block."""
+    units: dict[str | None, list[Weight]] = {None: []}
+    for weight in weights:
+        units.setdefault(weight.block, []).append(weight)
+    return units.pop(None), [*units.values()]
 
 
 def _total(weights: Sequence[Weight], layout: Layout) -> int:

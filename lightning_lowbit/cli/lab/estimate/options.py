@@ -1,16 +1,129 @@
-"""The options of ``lowbit estimate``, read without torch."""
+"""The options of ``lowbit estimate``, read without torch, and what they say: data sheets of devices, data of a step,
+layout over devices, assumed speeds."""
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from lightning_lowbit.checks import choose
-from lightning_lowbit.cli.lab.estimate.devices import DEVICES, GATHERS, STRATEGIES, Assumptions, Device
+from lightning_lowbit.checks import choose, fraction, integer
 from lightning_lowbit.cli.options import check_run, refuse_unknown
 from lightning_lowbit.cli.parser import Parser
+from lightning_lowbit.data_sheets import PEAKS
 
 _EXAMPLES = {"peak": "bf16=989,fp8=1979, in TFLOP/s", "launch": "50, in microseconds"}
 _SIZE = "80, in GB or GB/s"
+
+
+@dataclass(frozen=True)
+class Device:
+    """The data sheet of a device: memory in bytes; ``link`` (within a node) and ``network`` (between nodes) in bytes/s.
+
+    ``peaks`` are dense FLOP/s by arithmetic: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"fp8"`` (scales of tensors or rows),
+    ``"fp8-blockwise"`` and ``"mxfp8"`` (scales of blocks) and ``"fp4"``.
+    """
+
+    memory: float
+    peaks: Mapping[str, float]
+    link: float
+    network: float
+
+
+def _device(chip: str, memory: float, fp32: float, link: float, network: float) -> Device:
+    """Makes a device from GB, TFLOP/s, and GB/s in one direction; ``PEAKS`` has the peaks of its GEMMs."""
+    peaks = {_KINDS[dtype]: peak for dtype, peak in PEAKS[chip].items()} | {"fp32": fp32 * 1e12}
+    if "fp4" in peaks:
+        peaks["mxfp8"] = peaks["fp8"]
+    elif chip[0] == "H":  # Hopper has blocks of 128, Blackwell of 32, Ada none
+        peaks["fp8-blockwise"] = peaks["fp8"]
+    return Device(memory * 1e9, peaks, link * 1e9, network * 1e9)
+
+
+_KINDS = {"bfloat16": "bf16", "float8": "fp8", "int8": "int8", "float4": "fp4"}
+
+# NVIDIA's data sheets: SXM modules, and PCIe cards. The link is half of the printed NVLink bandwidth, which adds up
+# both directions, or PCIe in 16 lanes (8 of L4). A GPU of an SXM node has a network card of 200 (DGX A100) or
+# 400 Gbit/s; PCIe cards come without one, and 0 asks for --network.
+DEVICES = {
+    "a100": _device("A100", 80, 19.5, 300, 25),
+    "h100": _device("H100", 80, 67, 450, 50),
+    "h200": _device("H200", 141, 67, 450, 50),
+    "b200": _device("B200", 180, 80, 900, 50),
+    "l4": _device("L4", 24, 30.3, 16, 0),
+    "l40s": _device("L40S", 48, 91.6, 32, 0),
+    "rtx4090": _device("RTX 4090", 24, 82.6, 32, 0),
+    "rtx6000-ada": _device("RTX 6000 Ada", 48, 91.1, 32, 0),
+    "rtx5090": _device("RTX 5090", 32, 104.8, 64, 0),
+    "rtxpro6000": _device("RTX PRO 6000 Blackwell", 96, 125, 64, 0),
+}
+
+STRATEGIES = ("ddp", "fsdp")
+GATHERS = ("stored", "bf16", "casts", "casts+bf16")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The data of a step on a device: micro-batches of ``sequences`` sequences of ``length`` tokens."""
+
+    sequences: int
+    length: int
+    micro_batches: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a model over devices; raises a ``ValueError`` if the attributes contradict each other.
+
+    FSDP gathers parameters ``"stored"`` (in their dtype) or in ``"bf16"``. With ``"casts"`` it gathers quantized
+    matrices where possible, other parameters as stored; with ``"casts+bf16"`` others in bf16.
+    """
+
+    devices: int = 1
+    strategy: str = "ddp"  # or "fsdp": FSDP2 with one unit per decoder block and one for the rest
+    tensor_parallel: int = 1  # devices that share a block's matrices
+    gather: str = "stored"
+    per_node: int = 8
+
+    def __post_init__(self) -> None:
+        choose("strategy", self.strategy, STRATEGIES)
+        choose("--gather", self.gather, GATHERS)
+        for name in ("devices", "tensor_parallel", "per_node"):
+            integer(f"--{name}", getattr(self, name), 1)
+        if self.devices % (t := self.tensor_parallel):
+            raise ValueError(
+                f"{self.devices} devices do not divide into groups of {t}: give another --tensor_parallel."
+            )
+        if self.strategy == "ddp" and self.tensor_parallel > 1:
+            raise ValueError("Tensor parallelism comes with ModelParallelStrategy: give --strategy fsdp.")
+        if self.strategy == "ddp" and self.gather != "stored":
+            raise ValueError(f"--gather {self.gather} is what FSDP gathers, and DDP gathers nothing: leave it out.")
+
+    @property
+    def data_parallel(self) -> int:
+        return self.devices // self.tensor_parallel
+
+    @property
+    def shards(self) -> int:
+        return self.data_parallel if self.strategy == "fsdp" else 1
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Shares of the peaks that GEMMs and links reach, and seconds that a host takes for an operation of a layer.
+
+    The slow host of an H200 took 2.0 to 2.4 ms for the 22 operations of a layer in NVFP4 (docs/results/gpu.md).
+    """
+
+    utilization: float = 0.4
+    link_utilization: float = 0.7
+    launch: float = 5e-5
+
+    def __post_init__(self) -> None:
+        for name in ("utilization", "link_utilization"):
+            fraction(f"--{name}", getattr(self, name), "a share of the peak")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -18,7 +131,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options, rest = _parser().parse_known_args(arguments)
     refuse_unknown(rest, _parser())
     check_run("fit", rest, shown="estimate")
-    options.sheet, options.rest = _device(options), rest
+    options.sheet, options.rest = _changed(options), rest
     launch = _positive("launch", options.launch) / 1e6
     options.assumed = Assumptions(options.utilization, options.link_utilization, launch)
     return options
@@ -62,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _device(options: argparse.Namespace) -> Device:
+def _changed(options: argparse.Namespace) -> Device:
     try:
         device = DEVICES[choose("--device", options.device, DEVICES)]
     except ValueError as error:

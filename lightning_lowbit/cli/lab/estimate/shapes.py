@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_lowbit._torch import ConvNd
-from lightning_lowbit.cli.lab.estimate.devices import arithmetic
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS
@@ -29,6 +28,12 @@ from lightning_lowbit.quant import Cast
 
 # What configurations call the number of experts that each token gets.
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+# Elements and scales (format, block) of block-scaled tensor cores: NVFP4 and MXFP4, MXFP8 and MXFP6.
+_BLOCK_SCALED = {
+    "fp4": ({"e2m1"}, {("e4m3", 16), ("e8m0", 32)}),
+    "mxfp8": ({"e4m3", "e5m2", "e3m2", "e2m3"}, {("e8m0", 32)}),
+}
 
 # (shape, bytes of an element) of an optimizer's tensors for a parameter.
 State = tuple[tuple[tuple[int, ...], int], ...]
@@ -180,6 +185,21 @@ def describe(
     ]
     checkpointing = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
     return Model(weights, linears, decoder, compute, checkpointing, convolutions), notes
+
+
+def arithmetic(casts: LinearCasts, gemm: str, high: str = "bf16") -> str:
+    """Returns the arithmetic of a GEMM, a key of :attr:`Device.peaks`; ``high`` if no hardware multiplies its casts."""
+    if gemm not in casts.quantized_gemms:
+        return high
+    if (kind := casts.native_gemms.get(gemm)) in ("fp8", "int8", "fp8-blockwise"):
+        return kind
+    operands = [cast for name in casts.operands_of(gemm) if (cast := casts.cast_of(name)) is not None]
+    used = [cast.scale for cast in operands]
+    formats = {(s.format, s.block[-1] if isinstance(s.block, tuple) else s.block) for s in used}
+    for kind, (elements, scales) in _BLOCK_SCALED.items():
+        if {cast.element for cast in operands} <= elements and len(formats) == 1 and formats <= scales:
+            return kind
+    return high
 
 
 def operations(casts: LinearCasts) -> int:
