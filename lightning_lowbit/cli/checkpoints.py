@@ -39,11 +39,11 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
         _check_strategy(newest, trainer)
         print(f"Resuming from {newest}")
         return str(newest)
-    if not check_checkpoint(path):
+    if path is None or not check_checkpoint(path):
         return path
-    _check_strategy(Path(str(path)), trainer)
-    fault = damage(Path(str(path)))
-    if fault == FOREIGN and is_text(Path(str(path))):
+    _check_strategy(Path(path), trainer)
+    fault = damage(Path(path))
+    if fault == FOREIGN and is_text(Path(path)):
         raise ValueError(f"{path} is a text, and no checkpoint. Give the path of one, or leave out --ckpt_path.")
     if fault not in (None, FOREIGN):  # other plugins may write other files
         raise ValueError(f"The checkpoint {path} is damaged: it {fault}. Give another one, or --ckpt_path last-good.")

@@ -88,11 +88,11 @@ def _located(spec: ModuleSpec | None) -> tuple[str | None, list[str]]:
 
 def find_class(path: str) -> Class | None:
     """Finds the definition of ``package.module.Class``."""
-    definition = _follow(path, frozenset())
+    definition = _follow(path)
     return definition if isinstance(definition, Class) else None
 
 
-def _follow(path: str, passed: frozenset[str]) -> Class | Expression | None:
+def _follow(path: str, passed: frozenset[str] = frozenset()) -> Class | Expression | None:
     name, _, attribute = path.rpartition(".")
     module = read_module(name) if name else None
     return None if module is None else resolve(attribute, module, passed)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_lowbit.cli.lab.estimate.options import Device
 from lightning_lowbit.cli.lab.estimate.formulas import Assumptions, Batch, Layout, flops, times
+from lightning_lowbit.cli.lab.estimate.options import Device
 from lightning_lowbit.cli.lab.estimate.shapes import describe as shapes_of
 from lightning_lowbit.recipes.models import CausalLM
 from tests.benchmarks.environment import describe, keep_large_blocks

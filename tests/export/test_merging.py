@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from lightning_lowbit import LinearCasts, LowBitPrecision, export_checkpoint, pack_frozen
 from lightning_lowbit.cli import main
-from lightning_lowbit.cli.evaluate import models
+from lightning_lowbit.cli.evaluate import command
 from lightning_lowbit.export.checkpoint import explain_formats
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merge_adapters
@@ -167,7 +167,7 @@ def test_adapters_are_refused_by_the_name_of_the_flag(adapted, tmp_path):
 
 
 def test_adapters_are_evaluated_beside_their_base(adapted):
-    evaluated = models.load(adapted("nvfp4"), None, LORA, torch.device("cpu"))
+    evaluated = command.load(adapted("nvfp4"), None, LORA, torch.device("cpu"))
     assert hasattr(evaluated.model, "peft_config") and "nvfp4-nvidia in 14 layers" in evaluated.about
 
 

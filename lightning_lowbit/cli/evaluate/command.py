@@ -74,7 +74,9 @@ def evaluate(options: argparse.Namespace) -> None:
         task_manager=manager,
     )
     print("\n".join(make_table(results, which) for which in ("results", "groups") if which in results))
-    _report_fixed_shots(results["n-shot"], options.num_fewshot)
+    shots = options.num_fewshot
+    if fixed := [name for name, number in results["n-shot"].items() if shots is not None and number != shots]:
+        print(f"Without --num_fewshot {shots}: {some(fixed)}, which fix their number of examples.")
     results = {"model": {"path": str(path), **loaded.facts}, **results}
     options.output.write_text(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
     print(f"Results: {options.output}")
@@ -141,12 +143,6 @@ def harness_model(loaded: Loaded, batch_size: int | str = 1, max_length: int | N
         )
     finally:
         logger.setLevel(level)
-
-
-def _report_fixed_shots(shots: Mapping[str, int], wanted: int | None) -> None:
-    fixed = [name for name, number in shots.items() if wanted is not None and number != wanted]
-    if fixed:
-        print(f"Without --num_fewshot {wanted}: {some(fixed)}, which fix their number of examples.")
 
 
 def load(path: Path, tokenizer: str | None, module: str | None, device: torch.device) -> Loaded:

@@ -12,20 +12,6 @@ KINDS = "a checkpoint of a run (.ckpt), or a folder with a config.json, as `lowb
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    options = _parser().parse_args(arguments)
-    options.limit, options.batch_size = _limit(options.limit), _batch_size(options.batch_size)
-    if options.num_fewshot is not None:
-        integer("--num_fewshot", options.num_fewshot, 0, "a number of examples")
-    if options.max_length is not None:
-        integer("--max_length", options.max_length, 1, "a number of tokens")
-    options.output = output_file(options.output, options.model, "_evaluation.json", "file such as results.json")
-    options.model = existing(options.model, KINDS)
-    if not is_installed("lm_eval"):
-        raise ValueError(f"lowbit evaluate takes lm-evaluation-harness: {install_extra('lm_eval')}.")
-    return options
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "lowbit evaluate",
         "runs/quickstart/version_0/checkpoints/last.ckpt --tasks wikitext",
@@ -48,16 +34,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="NAME", help=tokenizer)
     add("--module", metavar="CLASS", help="package.module.Class that was trained, for checkpoints not of a recipe")
     add("--output", metavar="FILE.json", help="the results; <model>_evaluation.json in the current folder by default")
-    return parser
-
-
-def _limit(limit: float | None) -> float | None:
+    options = parser.parse_args(arguments)
+    limit, size = options.limit, options.batch_size
     if limit is not None and positive("--limit", limit, "a number of documents") > 1 and not limit.is_integer():
         raise ValueError(f"--limit is a whole number of documents, or a share below 1; got {limit}.")
-    return limit
-
-
-def _batch_size(size: str) -> int | str:
-    if size == "auto":
-        return size
-    return integer("--batch_size", int(size) if size.isdecimal() else size, 1, "auto or a number of requests")
+    if size != "auto":
+        number = int(size) if size.isdecimal() else size
+        options.batch_size = integer("--batch_size", number, 1, "auto or a number of requests")
+    if options.num_fewshot is not None:
+        integer("--num_fewshot", options.num_fewshot, 0, "a number of examples")
+    if options.max_length is not None:
+        integer("--max_length", options.max_length, 1, "a number of tokens")
+    options.output = output_file(options.output, options.model, "_evaluation.json", "file such as results.json")
+    options.model = existing(options.model, KINDS)
+    if not is_installed("lm_eval"):
+        raise ValueError(f"lowbit evaluate takes lm-evaluation-harness: {install_extra('lm_eval')}.")
+    return options

@@ -10,21 +10,6 @@ from lightning_lowbit.export.formats.names import ABOUT, DTYPES
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    options = _parser().parse_args(arguments)
-    if options.format is not None and options.output is None:
-        raise ValueError(f"--format {options.format} needs --output, the folder to make: --output my-{options.format}.")
-    options.checkpoint = existing(options.checkpoint, "a checkpoint (.ckpt) of a run with a plugin of lightning_lowbit")
-    return options
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        return [integer("--shape", int(size), 1) for size in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"takes sizes such as 2,3,32,32; got {text!r}") from None
-
-
-def _parser() -> argparse.ArgumentParser:
     width = max(map(len, ABOUT))
     formats = "\n".join(f"  {name:{width}}  {about}" for name, about in ABOUT.items())
     parser = Parser(
@@ -51,4 +36,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--license", metavar="NAME", help="of the model, for its card: apache-2.0; else that of the base's card")
     add("--overwrite", action="store_true", help="replaces DIR if an export wrote it")
     add("--no-parity", dest="parity", action="store_false", help="does not load and compare the result")
-    return parser
+    options = parser.parse_args(arguments)
+    if options.format is not None and options.output is None:
+        raise ValueError(f"--format {options.format} needs --output, the folder to make: --output my-{options.format}.")
+    options.checkpoint = existing(options.checkpoint, "a checkpoint (.ckpt) of a run with a plugin of lightning_lowbit")
+    return options
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [integer("--shape", int(size), 1) for size in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"takes sizes such as 2,3,32,32; got {text!r}") from None

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_lowbit
 from lightning_lowbit import export_checkpoint, load, load_compressed
-from lightning_lowbit.cli.evaluate import models
+from lightning_lowbit.cli.evaluate import command
 from lightning_lowbit.export.formats.gguf.vocabulary import vocabulary
 from lightning_lowbit.export.tokenizer import load_tokenizer
 from lightning_lowbit.export.trained_model import read
@@ -54,7 +54,7 @@ def folder(tmp_path, ran):
 ENTRIES = {
     "load": load,
     "load_compressed": lambda folder: load_compressed(torch.nn.Linear(2, 2), folder),
-    "evaluate": lambda folder: models.load(folder, None, None, torch.device("cpu")),
+    "evaluate": lambda folder: command.load(folder, None, None, torch.device("cpu")),
     "tokenizer": lambda folder: load_tokenizer(str(folder)),
     "tokenizer of recipes": lambda folder: PretrainedTokenizer(str(folder)),
     "network": lambda folder: network_config(str(folder)),
@@ -84,7 +84,7 @@ def test_a_network_of_transformers_is_taken_without_the_code_beside_it(folder, r
     own = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "code.A"}}
     (folder / "config.json").write_text(json.dumps(own))
     assert isinstance(CausalLM(str(folder), pretrained=True).model, LlamaForCausalLM)
-    assert isinstance(models.load(folder, "bytes", None, torch.device("cpu")).model, LlamaForCausalLM)
+    assert isinstance(command.load(folder, "bytes", None, torch.device("cpu")).model, LlamaForCausalLM)
     assert not ran.exists()
 
 

@@ -128,16 +128,6 @@ class Assumptions:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the options, with ``sheet`` (of the device), ``assumed``, and those of ``lowbit fit`` in ``rest``."""
-    options, rest = _parser().parse_known_args(arguments)
-    refuse_unknown(rest, _parser())
-    check_run("fit", rest, shown="estimate")
-    options.sheet, options.rest = _changed(options), rest
-    launch = _positive("launch", options.launch) / 1e6
-    options.assumed = Assumptions(options.utilization, options.link_utilization, launch)
-    return options
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "lowbit estimate",
         "--config quickstart --device h100",
@@ -172,7 +162,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", metavar="GB/s", help="GB/s that a device sends within its node, instead of the table's")
     add("--network", metavar="GB/s", help="GB/s that a device sends to other nodes, instead of the table's")
     add("--json", action="store_true", help="prints bytes, FLOPs and seconds for programs")
-    return parser
+    options, rest = parser.parse_known_args(arguments)
+    refuse_unknown(rest, parser)
+    check_run("fit", rest, shown="estimate")
+    options.sheet, options.rest = _changed(options), rest
+    seconds = _positive("launch", options.launch) / 1e6
+    options.assumed = Assumptions(options.utilization, options.link_utilization, seconds)
+    return options
 
 
 def _changed(options: argparse.Namespace) -> Device:

@@ -15,26 +15,6 @@ KINDS = "a Lightning .ckpt, a state_dict from torch.save, a .safetensors file, o
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    options = _parser().parse_args(arguments)
-    options.output = output_file(options.output, options.checkpoint, "_casts.png", "picture, such as casts.png")
-    options.checkpoint = existing(options.checkpoint, KINDS)
-    _check_presets(",".join(options.casts))
-    return options
-
-
-def _check_presets(text: str) -> None:
-    """Raises a ``ValueError`` for a preset that does not exist, as far as a text tells without torch."""
-    try:
-        items = yaml.safe_load(f"[{text}]")
-    except yaml.YAMLError:
-        return
-    presets = table_keys(PRESETS)
-    for item in items or ():
-        if presets and isinstance(item, str):
-            choose("preset", item, presets)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "lowbit inspect",
         "runs/quickstart/version_0/checkpoints/last.ckpt --casts nvfp4,int4",
@@ -59,4 +39,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", action="append", default=[], metavar="PATTERN", help=only)
     add("--transposed", action="append", default=[], metavar="PATTERN", help=transposed)
     add("--output", metavar="FILE.png", help="the picture; <checkpoint>_casts.png in the current folder by default")
-    return parser
+    options = parser.parse_args(arguments)
+    options.output = output_file(options.output, options.checkpoint, "_casts.png", "picture, such as casts.png")
+    options.checkpoint = existing(options.checkpoint, KINDS)
+    _check_presets(",".join(options.casts))
+    return options
+
+
+def _check_presets(text: str) -> None:
+    """Raises a ``ValueError`` for a preset that does not exist, as far as a text tells without torch."""
+    try:
+        items = yaml.safe_load(f"[{text}]")
+    except yaml.YAMLError:
+        return
+    presets = table_keys(PRESETS)
+    for item in items or ():
+        if presets and isinstance(item, str):
+            choose("preset", item, presets)
