@@ -31,13 +31,8 @@ def check_classes(
     configs: Mapping[str, Mapping[str, Any]], options: Mapping[str, str | None], parameters: Mapping[str, Parameter]
 ) -> None:
     """Raises a ``ValueError`` for a class that does not exist, for an argument that a class does not take, and for a
-    value that an argument does not take.
-
-    Args:
-        configs: contents of configurations by name.
-        options: texts of the command line by names without hyphens.
-        parameters: of options that belong to no class, such as ``trainer.max_steps``.
-    """
+    value that an argument does not take: in contents of configurations by name, and in texts of the command line by
+    names without hyphens. ``parameters`` are of options that belong to no class, such as ``trainer.max_steps``."""
     classes: dict[str, str] = {}  # paths by option, as far as the arguments are read
     arguments: list[_Argument] = []
     for name, config in configs.items():

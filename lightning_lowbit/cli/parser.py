@@ -10,13 +10,8 @@ _TYPES = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses the options of a command; a mistake is a ``ValueError``. Options are not abbreviated.
-
-    Args:
-        prog: the command, such as ``lowbit inspect``.
-        example: arguments with which it works.
-        **settings: of ``argparse.ArgumentParser``.
-    """
+    """Parses the options of a command, ``prog``, which works with the arguments of the ``example``; a mistake is a
+    ``ValueError``. Options are not abbreviated."""
 
     def __init__(self, prog: str, example: str, **settings: Any) -> None:
         super().__init__(prog, allow_abbrev=False, **settings)

@@ -78,17 +78,12 @@ def _blocks(blocks: Sequence[Block]) -> str:
     for is_chart, group in groupby(blocks, key=lambda block: isinstance(block, Chart)):
         members = list(group)
         if not is_chart:
-            parts += [_block(block) for block in members]
+            parts += [_DRAWS[type(block)](block) for block in members]
         else:
             kind = "single" if len(members) == 1 else "multiples"
             figures = "\n".join(draw(chart, kind) for chart in members)  # type: ignore[arg-type]
             parts.append(f'<div class="{kind}">\n{figures}\n</div>')
     return "\n".join(parts)
-
-
-def _block(block: Block) -> str:
-    draws: dict[type, Callable[..., str]] = {HeatMap: _heat_map, Table: as_html, Text: _text}
-    return draws[type(block)](block)
 
 
 def _text(block: Text) -> str:
@@ -134,3 +129,6 @@ def _scale(block: HeatMap) -> str:
     unit = f" {escape(block.unit)}" if block.unit else ""
     swatches = "".join(f'<i class="h{step}"></i>' for step in steps)
     return f'<span class="key">{ends[0]}: ≤ {block.low:g}{unit}{swatches}≥ {block.high:g}{unit}: {ends[1]}</span>'
+
+
+_DRAWS: dict[type, Callable[..., str]] = {HeatMap: _heat_map, Table: as_html, Text: _text}

@@ -31,21 +31,13 @@ _NO_LOGITS = (
 
 @dataclass(frozen=True)
 class Loaded:
-    """A causal language model on its device.
-
-    Attributes:
-        model: of ``transformers``.
-        tokenizer: of ``transformers``.
-        about: its precision, in a line.
-        facts: entries about the model in the results.
-        as_trained: arguments of the harness's model that tokenize as the training did.
-    """
+    """A causal language model of ``transformers`` on its device, and its tokenizer."""
 
     model: Any
     tokenizer: Any
-    about: str
-    facts: Mapping[str, Any]
-    as_trained: Mapping[str, Any] = field(default_factory=dict)
+    about: str  # its precision, in a line
+    facts: Mapping[str, Any]  # entries about the model in the results
+    as_trained: Mapping[str, Any] = field(default_factory=dict)  # what makes the harness tokenize as the training did
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -95,12 +87,8 @@ def _device(name: str | None) -> torch.device:
 
 
 def find_tasks(names: Sequence[str], include: Sequence[str]) -> tuple[list[str], Any]:
-    """Finds the tasks, groups and tags of ``--tasks``, and the harness's ``TaskManager`` that knows them.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: there is no such task.
-    """
+    """Finds the tasks, groups and tags of ``--tasks`` (else a ``ValueError``), and the ``TaskManager`` that knows them,
+    with those in files and folders of the user, which must exist."""
     from lm_eval.tasks import TaskManager
 
     wanted = [name.strip() for text in names for name in text.split(",") if name.strip()]
@@ -185,6 +173,7 @@ def _load_checkpoint(path: Path, tokenizer: str | None, module: str | None, devi
 def _load_folder(folder: Path, tokenizer: str | None, device: torch.device) -> Loaded:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as METHODS
 
     config = read_json(folder / "config.json")
     classes = config.get("architectures") or []
@@ -194,7 +183,13 @@ def _load_folder(folder: Path, tokenizer: str | None, device: torch.device) -> L
         raise ValueError(_NO_LOGITS.format(folder, classes[0]))
     quantization = config.get("quantization_config") or {}
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    _check_method(folder, method)
+    if method is not None and method not in METHODS:  # transformers would ignore it with a warning
+        raise ValueError(
+            f"{folder} is quantized by {method!r}, which transformers does not load. Evaluate it in the engine that it "
+            f"was written for: lm_eval --model vllm --model_args pretrained={folder}."
+        )
+    if method == "compressed-tensors" and find_spec("compressed_tensors") is None:
+        raise ValueError(f"{folder} takes a package to load: {install('compressed-tensors')}.")
     try:  # some formats load on their device alone
         place = device if device.type != "cpu" else None
         model = pretrained(AutoModelForCausalLM, folder, dtype="auto", device_map=place)
@@ -204,16 +199,3 @@ def _load_folder(folder: Path, tokenizer: str | None, device: torch.device) -> L
     dtype = str(model.dtype).removeprefix("torch.")
     about = f"in {dtype}, {f'quantized by {method}' if method else 'not quantized'}"
     return Loaded(model, loaded, about, {"dtype": dtype, "quantization": method})
-
-
-def _check_method(folder: Path, method: str | None) -> None:
-    """Refuses a method that ``transformers`` would ignore with a warning."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as METHODS
-
-    if method is not None and method not in METHODS:
-        raise ValueError(
-            f"{folder} is quantized by {method!r}, which transformers does not load. Evaluate it in the engine that it "
-            f"was written for: lm_eval --model vllm --model_args pretrained={folder}."
-        )
-    if method == "compressed-tensors" and find_spec("compressed_tensors") is None:
-        raise ValueError(f"{folder} takes a package to load: {install('compressed-tensors')}.")

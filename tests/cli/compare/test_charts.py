@@ -8,7 +8,7 @@ import pytest
 from lightning_lowbit.cli.lab.compare.charts import parts, study_charts
 from lightning_lowbit.cli.lab.compare.claims import Interval
 from lightning_lowbit.cli.lab.compare.losses import RATIO
-from lightning_lowbit.cli.lab.compare.results import write_comparison
+from lightning_lowbit.cli.lab.compare.record import write_comparison
 from tests.cli.compare.results import result, rows
 from tests.tables import each
 

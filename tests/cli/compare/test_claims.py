@@ -17,7 +17,7 @@ from lightning_lowbit.cli.lab.compare.power import (
     resolved_by,
     spread_of,
 )
-from lightning_lowbit.cli.lab.compare.results import write_comparison, write_page
+from lightning_lowbit.cli.lab.compare.record import write_comparison, write_page
 from lightning_lowbit.cli.lab.compare.study import read_study
 from lightning_lowbit.report.tables import as_markdown
 from tests.cli.compare.results import result, rows

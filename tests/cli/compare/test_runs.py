@@ -12,7 +12,7 @@ import yaml
 
 from lightning_lowbit import cli
 from lightning_lowbit.cli.lab.compare.command import _is_running, environment, runs_of
-from lightning_lowbit.cli.lab.compare.results import markdown
+from lightning_lowbit.cli.lab.compare.record import markdown
 from lightning_lowbit.cli.lab.compare.study import product
 from tests.cli.compare.results import result
 from tests.launch import start, wait_for

@@ -231,11 +231,9 @@ class Inspection:
         self.codes = [torch.stack(histograms).sum(0) for histograms in codes]
 
     def _total(self, candidate: int) -> dict[str, float]:
-        def mean(metric: str) -> float:
-            rows = ((math.prod(self.shapes[name]), self.numbers[name][candidate]) for name in self.finite)
-            return sum(size * row[metric] for size, row in rows) / self.elements
-
-        total = {metric: mean(metric) for metric in ("relative_mse", "underflow", "saturation", "bias")}
+        rows = [(math.prod(self.shapes[name]), self.numbers[name][candidate]) for name in self.finite]
+        metrics = ("relative_mse", "underflow", "saturation", "bias")
+        total = {metric: sum(size * row[metric] for size, row in rows) / self.elements for metric in metrics}
         return {**total, "sqnr": sqnr_db(1.0, total["relative_mse"])}
 
     def table(self) -> str:
