@@ -13,8 +13,7 @@ from pathlib import Path
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, needs, recipes
 from lightning_lowbit.cli.mistakes import explain, hidden, is_of_a_path
-from lightning_lowbit.cli.options import check_run
-from lightning_lowbit.cli.parser import Parser
+from lightning_lowbit.cli.options import Parser, check_run
 from lightning_lowbit.packages import install_extra, is_installed
 
 _USAGE = """\

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from lightning_lowbit.checks import near
+from lightning_lowbit.checks import near, nearest
 from lightning_lowbit.cli.arguments import check_classes
 from lightning_lowbit.cli.configs import check_recipe, find_config, needs, read_recipe, recipes, split_configs
 from lightning_lowbit.cli.sources import Parameter, find_class, method_parameters
@@ -24,8 +24,58 @@ _OPTIONS = {"config", "c", "help", "h", "print_config", "seed_everything", "trai
 _OBJECTS = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
 _SEED = ast.parse("int | bool", mode="eval").body  # as Lightning's command line declares it
 
+_TYPES = {"int": "a whole number", "float": "a number"}
+
 _NEEDS_NO_VALUE = re.compile(r"print_config|([\w.]+\.)?help")
 _ALIASES = (None, "best", "hpc", "last", "last-good")  # of checkpoints
+
+
+class Parser(argparse.ArgumentParser):
+    """Parses the options of a command, ``prog``, which works with the arguments of the ``example``; a mistake is a
+    ``ValueError``. Options are not abbreviated."""
+
+    def __init__(self, prog: str, example: str, **settings: Any) -> None:
+        super().__init__(prog, allow_abbrev=False, **settings)
+        self._example = f"{prog} {example}".strip()
+        self._unknown: list[str] = []
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options = (argument.partition("=")[0] for argument in args or ())
+        known = self._option_string_actions
+        self._unknown = [option for option in options if option.startswith("--") and option not in known]
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{self._explain(message)} For example: {self._example}. `{self.prog} --help` tells more.")
+
+    def _explain(self, message: str) -> str:
+        """Says what is missing or wrong, from a message of argparse."""
+        if self._unknown and message.startswith(("unrecognized arguments: -", "the following arguments are required")):
+            option = self._unknown[0]
+            return f"There is no option {option}.{nearest(option, sorted(self._option_string_actions))}"
+        if missing := re.fullmatch("the following arguments are required: (.*)", message):
+            return f"{self.prog} needs {' and '.join(map(self._described, missing[1].split(', ')))}."
+        if unknown := re.fullmatch("unrecognized arguments: (.*)", message):
+            return f"{self.prog} takes no further argument; got {unknown[1]!r}."
+        if not (argument := re.fullmatch(r"argument ([^ :]+): (.*)", message, re.DOTALL)):
+            return f"{message.rstrip('.').capitalize()}."
+        option, problem = argument[1].rpartition("/")[2], argument[2]
+        if problem == "expected one argument":
+            return f"{option} takes a value, and none follows it."
+        if choice := re.match("invalid choice: '(.*?)' ", problem):
+            choices = [*(self._option_string_actions[option].choices or ())]
+            return f"{option} has no {choice[1]!r}.{nearest(choice[1], choices)} Choose one of: {', '.join(choices)}."
+        if value := re.fullmatch("invalid (.*) value: (.*)", problem):
+            return f"{option} takes {_TYPES.get(value[1], 'other values')}; got {value[2]}."
+        return f"{option} {problem.rstrip('.')}."  # of a type of ours
+
+    def _described(self, name: str) -> str:
+        """Names a missing argument with the words of its help."""
+        actions = (action for action in self._actions if name in (action.dest, action.metavar, *action.option_strings))
+        action = next(actions, None)
+        about = re.split("[;,(]", str(action.help))[0].strip() if action is not None and action.help else ""
+        name = name if name.startswith("-") else name.upper()
+        return f"{name} ({about})" if about else name
 
 
 def existing(name: str, kinds: str) -> Path:
@@ -59,8 +109,7 @@ def check_run(command: str, arguments: Sequence[str], shown: str = "") -> None:
 
     Raises:
         FileNotFoundError: there is no such recipe or checkpoint.
-        ValueError: nothing names a model, a configuration is no YAML, an option of the Trainer or of a class does not
-            exist, or a package of a recipe is not installed.
+        ValueError: as :func:`check_options`; nothing names a model, or a package of a recipe is not installed.
     """
     names, rest = split_configs(arguments)
     configs = {name: read_recipe(name) for name in names}

@@ -155,7 +155,6 @@ def _span_colors(chart: Chart) -> dict[str, str]:
 def _plot(chart: Chart, kind: str) -> str:
     is_single = kind == "single"
     series = {name: [*zip(xs, ys, strict=True)] for name, (xs, ys) in chart.series.items()}
-    points = {name: [(x, y) for x, y in line if math.isfinite(y)] for name, line in series.items()}
     across = Axis.around([x for xs, _ in chart.series.values() for x in xs], 0.01, chart.x_log)
     up = y_axis(chart)
     counts = not up.log and all(float(y).is_integer() for y in _values(chart))
@@ -164,6 +163,7 @@ def _plot(chart: Chart, kind: str) -> str:
     grid = "".join(f"M0 {1000 * (1 - y):.1f}h1000" for y, _ in y_ticks)
     spans, names = _spans(chart, across)
     colored, most = _colored(chart), max(20, _MOST_DRAWN // len(series))
+    points: dict[str, _Points] = {name: [xy for xy in series[name] if math.isfinite(xy[1])] for name in colored}
     in_front = sorted(series, key=lambda name: name in colored)  # drawn last
     lines = [_band(chart, name, across, up, color) for name, color in colored.items() if name in chart.bands]
     lines += [_line(series[name], across, up, colored.get(name, ""), most) for name in in_front]
@@ -175,7 +175,7 @@ def _plot(chart: Chart, kind: str) -> str:
         + "".join(f'<span class="y" style="bottom:{_percent(y)}">{text}</span>' for y, text in y_ticks)
         + f'{unit}{names}<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{label}">'
         + f'{spans}<path class="grid" d="{grid}"/>{"".join(lines)}</svg>'
-        + _bands(chart, {name: points[name] for name in colored}, across, up, _MOST_BANDS[kind])
+        + _bands(chart, points, across, up, _MOST_BANDS[kind])
         + "</div>"
     )
 

@@ -16,11 +16,7 @@ _LINES = ("-", "--", ":", "-.")  # for each, ten colors
 
 
 def write_picture(path: Path, *blocks: Chart | HeatMap) -> None:
-    """Draws charts and heat maps below each other.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Draws charts and heat maps below each other; a ``ValueError`` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

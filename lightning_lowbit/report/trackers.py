@@ -10,7 +10,6 @@ _LONGEST = 5000  # characters of a tag in MLflow
 
 
 def send_start(trainer: Trainer, precision: Mapping[str, str]) -> None:
-
     def to_wandb(logger: WandbLogger) -> None:
         settings = {f"lightning_lowbit/{name}": text for name, text in precision.items()}
         logger.experiment.config.update(settings, allow_val_change=True)

@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from lightning_lowbit.checks import integer, positive
-from lightning_lowbit.cli.options import existing, output_file
-from lightning_lowbit.cli.parser import Parser
+from lightning_lowbit.cli.options import Parser, existing, output_file
 from lightning_lowbit.packages import install_extra, is_installed
 
 KINDS = "a checkpoint of a run (.ckpt), or a folder with a config.json, as `lowbit export` and save_pretrained write"

@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from lightning_lowbit.checks import integer
-from lightning_lowbit.cli.options import existing
-from lightning_lowbit.cli.parser import Parser
+from lightning_lowbit.cli.options import Parser, existing
 from lightning_lowbit.export.formats.names import ABOUT, DTYPES
 
 

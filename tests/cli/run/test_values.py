@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_lowbit import CrashSafeCheckpoint, FP4Precision, FP8Precision, LowBitPrecision, StableSPAM, cli, nn
 from lightning_lowbit._lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning_lowbit.cli import options
+from lightning_lowbit.cli.arguments import NAMES, PRESETS, SHORT, check_value
 from lightning_lowbit.cli.mistakes import class_at
 from lightning_lowbit.cli.sources import PACKAGES, class_arguments, class_names, table_keys
-from lightning_lowbit.cli.values import NAMES, PRESETS, SHORT, check_value
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
 from tests.tables import each

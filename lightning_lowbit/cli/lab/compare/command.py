@@ -73,7 +73,12 @@ class Run:
 def compare(options: Namespace) -> int:
     if options.record is not None:
         return _draw_again(options)
-    study, rest = _study(options), options.rest
+    rest = options.rest
+    if options.study is not None:
+        study = read_study(options.study, options.seeds)
+    else:
+        usual = [0] if options.seeds is None else options.seeds
+        study = Study(product(options.config, options.vary, options.lr, usual))
     output = Path(options.output or ("runs/studies" if study.name else "runs/compare")).expanduser()
     planned = runs = runs_of(study.rows, output, rest)
     rows = list(dict.fromkeys(run.row for run in runs))
@@ -130,13 +135,6 @@ def _draw_again(options: Namespace) -> int:
     output.mkdir(parents=True, exist_ok=True)
     print(record.write(output))
     return 0
-
-
-def _study(options: Namespace) -> Study:
-    if options.study is not None:
-        return read_study(options.study, options.seeds)
-    seeds = [0] if options.seeds is None else options.seeds
-    return Study(product(options.config, options.vary, options.lr, seeds))
 
 
 def runs_of(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list[Run]:

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_lowbit.checks import integer
 from lightning_lowbit.cli.configs import find_config
-from lightning_lowbit.cli.options import check_options, check_run, existing, refuse_unknown
-from lightning_lowbit.cli.parser import Parser
+from lightning_lowbit.cli.options import Parser, check_options, check_run, existing, refuse_unknown
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_lowbit.checks import choose, fraction, integer
-from lightning_lowbit.cli.options import check_run, refuse_unknown
-from lightning_lowbit.cli.parser import Parser
+from lightning_lowbit.cli.options import Parser, check_run, refuse_unknown
 from lightning_lowbit.data_sheets import PEAKS
 
 _EXAMPLES = {"peak": "bf16=989,fp8=1979, in TFLOP/s", "launch": "50, in microseconds"}

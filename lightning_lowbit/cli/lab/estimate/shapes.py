@@ -280,8 +280,8 @@ def _find_decoder(module: nn.Module) -> tuple[Any, Decoder | None]:
 
 
 def _blocks(module: nn.Module, decoder: Decoder | None) -> Callable[[str], str | None]:
-    lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
-    lists = [name for name in lists if decoder and len(module.get_submodule(name)) == decoder.blocks]  # type: ignore[arg-type]
+    lists = {name: len(part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList)}
+    lists = {name: length for name, length in lists.items() if decoder and length == decoder.blocks}
 
     def block_of(name: str) -> str | None:
         for blocks in lists:

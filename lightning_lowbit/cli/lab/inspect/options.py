@@ -6,10 +6,9 @@ from collections.abc import Sequence
 import yaml
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.cli.options import existing, output_file
-from lightning_lowbit.cli.parser import Parser
+from lightning_lowbit.cli.arguments import PRESETS
+from lightning_lowbit.cli.options import Parser, existing, output_file
 from lightning_lowbit.cli.sources import table_keys
-from lightning_lowbit.cli.values import PRESETS
 
 KINDS = "a Lightning .ckpt, a state_dict from torch.save, a .safetensors file, or a folder of transformers' weights"
 
