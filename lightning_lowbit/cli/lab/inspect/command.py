@@ -169,7 +169,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Reads the tensors of a checkpoint by key, memory-mapped: the disk is read when they are used."""
     files = _files(path)
     tensors = {key: tensor for file in files for key, tensor in _read(file).items()}
-    if files[0].suffix != ".safetensors":
+    if not tensors or files[0].suffix != ".safetensors":
         return tensors
 
     def numbers_last(key: str) -> list[tuple[int, str]]:
