@@ -11,15 +11,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.reading.files import (
-    AGAIN,
-    INDEX,
-    WHOLE,
-    first_line,
-    is_saved_safely,
-    locate,
-    read_json,
-)
+from lightning_lowbit.export.reading.files import AGAIN, INDEX, WHOLE, first_line, is_saved_safely, locate, read_json
 from lightning_lowbit.export.tokenizer import fitting_tokenizer, load_tokenizer
 from lightning_lowbit.export.trained_model import TrainedModel, parameters_on_meta
 

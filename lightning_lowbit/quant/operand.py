@@ -189,13 +189,7 @@ def surrogate_factor(kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | 
 
 
 def through_rounding(
-    gradient: Tensor,
-    kind: str,
-    x: Tensor,
-    cast: Cast,
-    dim: int,
-    amax: Tensor | None = None,
-    shard: Shard | None = None,
+    gradient: Tensor, kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None, shard: Shard | None = None
 ) -> Tensor:
     """Turns the gradient of quantized values into that of ``x``: multiplied in float32, rounded once."""
     spec = None if shard is None else shard.spec

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit._torch.devices import lacks
-from lightning_lowbit.quant.blocks import (
-    ALL,
-    as_matrix,
-    from_blocks,
-    from_matrix,
-    scales_view,
-    tile_of,
-    to_blocks,
-)
+from lightning_lowbit.quant.blocks import ALL, as_matrix, from_blocks, from_matrix, scales_view, tile_of, to_blocks
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.scaling import round_matrix
