@@ -104,10 +104,8 @@ class Scale:
             if not is_number(value):
                 raise ValueError(f"Scale.{name} is a number; got {value!r}.")
             if not (0 < value <= largest or (name == "epsilon" and value == 0)):
-                bracket = "[" if name == "epsilon" else "("
-                raise ValueError(
-                    f"Scale.{name} must lie in {bracket}0, {largest:g}] for {self.format} scales; got {value!r}."
-                )
+                interval = f"{'[' if name == 'epsilon' else '('}0, {largest:g}]"
+                raise ValueError(f"Scale.{name} must lie in {interval} for {self.format} scales; got {value!r}.")
         refuse(self, None)
 
     @property
@@ -142,27 +140,22 @@ class Scale:
         if isinstance(self.block, tuple):
             block = "x".join(map(str, self.block))
             block = f"[{block}]" if self.block[0] == 1 else block  # a tile, whatever the contraction axis
-        parts = [f"{self.format}:{block}"]
-        if self.two_level:
-            parts.append("+fp32" + (":row" if self.two_level == "row" else ""))
-            parts.append("" if self.top is None else f"<{self.top:g}")
-        if self.rounding != SCALE_ROUNDINGS[self.format][0]:
-            parts.append("^" if self.rounding == "up" else f"({self.rounding})")
-        if self.four_over_six is not None:
-            parts.append(f"(4/6 {self.four_over_six})")
-        if self.correction is not None:
-            parts.append(f"(corrected {self.correction})")
-        if self.prescale != 1:
-            parts.append(f"(x{self.prescale:g})")
-        if self.margin:
-            parts.append(f"(margin {self.margin})")
-        if (self.statistic, self.factor) != ("absmax", 1):
-            parts.append(f"({self.statistic}{'' if self.factor == 1 else f' x{self.factor:g}'})")
-        if self.epsilon:
-            parts.append(f"(epsilon {self.epsilon:g})")
-        if self.source == "delayed":
-            parts.append(f"(delayed {self.history}{'' if self.algorithm == 'max' else f' {self.algorithm}'})")
-        return "".join(parts)
+        by = "" if self.factor == 1 else f" x{self.factor:g}"
+        algorithm = "" if self.algorithm == "max" else f" {self.algorithm}"
+        marks = (
+            (self.two_level, "+fp32"),
+            (self.two_level == "row", ":row"),
+            (self.two_level and self.top, f"<{self.top or 0:g}"),
+            (self.rounding != SCALE_ROUNDINGS[self.format][0], "^" if self.rounding == "up" else f"({self.rounding})"),
+            (self.four_over_six, f"(4/6 {self.four_over_six})"),
+            (self.correction, f"(corrected {self.correction})"),
+            (self.prescale != 1, f"(x{self.prescale:g})"),
+            (self.margin, f"(margin {self.margin})"),
+            ((self.statistic, self.factor) != ("absmax", 1), f"({self.statistic}{by})"),
+            (self.epsilon, f"(epsilon {self.epsilon:g})"),
+            (self.source == "delayed", f"(delayed {self.history}{algorithm})"),
+        )
+        return f"{self.format}:{block}" + "".join(text for applies, text in marks if applies)
 
 
 @dataclass(frozen=True)
@@ -259,8 +252,7 @@ class Cast:
         return self.format.bits + shared / (math.prod(block) if isinstance(block, tuple) else block)
 
     def __str__(self) -> str:
-        marks = ("~" if self.rounding == "stochastic" else "") + ("≈" if self.round_to_bfloat16 else "")
-        return f"{self.element}/{self.scale}{marks}"
+        return f"{self.element}/{self.scale}{'~' * (self.rounding == 'stochastic')}{'≈' * self.round_to_bfloat16}"
 
 
 def current_names(settings: Mapping[str, Any], warn: bool = False) -> dict[str, Any]:

@@ -93,25 +93,20 @@ class Hadamard:
 
     def diagonal(self, key: Tensor | None, device: torch.device) -> Tensor:
         """Returns the signs of T: float32 ``[size]``; keyed ones need ``key``, int64 of one element."""
-        return self._diagonals(None if key is None else key.reshape(()), device)
+        return self.diagonals(None if key is None else key.reshape(()), device)
 
     def diagonals(self, keys: Tensor | None, device: torch.device) -> Tensor:
         """Returns the signs of several products: float32 ``[products, size]``, from a key of each, int64
         ``[products]``; or the fixed signs of all of them, ``[size]``."""
-        return self._diagonals(keys, device)
-
-    def _diagonals(self, key: Tensor | None, device: torch.device) -> Tensor:
-        if self.signs == "fixed":
-            return _signs(None, self.size, device)
-        if key is None:
+        if self.signs == "keyed" and keys is None:
             raise ValueError(
                 "Keyed signs of a Hadamard transform need a key. In a layer, keys are set by the plugin, as in "
                 "Trainer(plugins=[FP4Precision()]), or by lightning_lowbit.nn.LayerKeys in a loop of your own."
             )
-        return _signs(key, self.size, device)
+        return _signs(keys if self.signs == "keyed" else None, self.size, device)
 
     def __str__(self) -> str:
-        return f"{self.size}" + ("~" if self.signs == "keyed" else "")
+        return f"{self.size}{'~' if self.signs == 'keyed' else ''}"
 
 
 @cache
