@@ -76,10 +76,10 @@ class CastCall(NamedTuple):
         whose elements have no random bits. A row is as long as :func:`~.blocks.element_index` counts it."""
         if self.cast.rounding != "stochastic":
             return True
-        shape = self.shape(x)
+        shape, tile = self.shape(x), tile_of(self.cast, self.dim, 2)
         if self.shard is None:
-            return _width(self.cast, self.dim, shape) % 4 == 0
-        _, columns, first = self.shard.place(shape, tile_of(self.cast, self.dim, 2))
+            return (shape[1] if ALL in tile else shape[1] + -shape[1] % tile[1]) % 4 == 0
+        _, columns, first = self.shard.place(shape, tile)
         return columns % 4 == first % 4 == 0
 
     def is_regular(self, device: torch.device) -> bool:
@@ -97,12 +97,6 @@ class CastCall(NamedTuple):
         if side > 1 and scale.two_level == "row":
             return False
         return not self.shard.splits(scale.correction or side if side > 1 else side)
-
-
-def _width(cast: Cast, dim: int, shape: torch.Size) -> int:
-    """Returns the random bits per row of a matrix: its columns, filled up to whole blocks."""
-    tile = tile_of(cast, dim, 2)
-    return shape[1] if ALL in tile else shape[1] + -shape[1] % tile[1]
 
 
 def are_regular(draws: bool, needs_amax: bool, key: Tensor | None, amax: Tensor | None, device: torch.device) -> bool:

@@ -9,7 +9,6 @@ The derivative of rounding is zero almost everywhere. The gradient of an operand
               of a smooth step, steep in the middle, flat at the levels (arXiv 2501.17116, section 3.1; k = 5)
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -71,17 +70,13 @@ class StackOperand(NamedTuple):
 
     def products(self) -> list[Operand]:
         """Returns the operand of each product."""
-        values, factor = self.values, self.factor
-        if self.ends is None:
-            matrices = values.unbind()
-        else:
+        values, factor, sizes = self.values, self.factor, None
+        if self.ends is not None:
             sizes = [end - start for start, end in pairwise((0, *self.ends))]
-            matrices = torch.split(values, sizes)
-        factors: Sequence[Tensor | None] = [None] * len(matrices)
-        if factor is not None and self.ends is not None and factor.dim() == 2:
-            factors = torch.split(factor, sizes)
-        elif factor is not None:
-            factors = factor.unbind()
+        matrices = values.unbind() if sizes is None else torch.split(values, sizes)
+        if factor is None:
+            return [Operand(matrix) for matrix in matrices]
+        factors = factor.unbind() if sizes is None or factor.dim() != 2 else torch.split(factor, sizes)
         return [Operand(*pair) for pair in zip(matrices, factors, strict=True)]
 
 
@@ -174,9 +169,6 @@ def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None,
     scaled = make_scales(x, CastCall(cast, dim, amax=amax, shard=shard))
     factor = encode_factor(scaled.scales, scaled.decode, cast)
     return from_blocks(scaled.blocks.float() * factor, x.shape, tile_of(cast, dim, 2))
-
-
-# --- surrogates -------------------------------------------------------------------------------------------------------
 
 
 def surrogate_factor(kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> Tensor:
