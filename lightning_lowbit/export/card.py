@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lightning_lowbit.export.formats.base import Format
+from lightning_lowbit.export.formats.names import ABOUT
 from lightning_lowbit.export.formats.usage import usage
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.report.blocks import Table
@@ -40,7 +41,7 @@ def card(exported: "Exported", original: TrainedModel, format: Format, license: 
     blocks = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {exported.folder.name}",
-        f"Trained in few bits with lightning_lowbit, and exported as `{format.name}` ({format.about}).",
+        f"Trained in few bits with lightning_lowbit, and exported as `{format.name}` ({ABOUT[format.name]}).",
         f"{few:,} of {total:,} parameters ({few / total:.0%}) are in few bits, those of {len(exported.rows)} layers; "
         "the rest is in high precision.",
         "The license is not known." if metadata["license"] == "unknown" else "",

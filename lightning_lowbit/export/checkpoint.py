@@ -20,7 +20,7 @@ from lightning_lowbit.export.formats.base import Format, NoClient, Options, Writ
 from lightning_lowbit.export.formats.names import DTYPES
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merge_adapters, rounding_errors
-from lightning_lowbit.export.parity import Parity, compare, explained_by, limits_of, outputs_difference
+from lightning_lowbit.export.parity import Parity, compare, limits_of, outputs_difference, outputs_limit
 from lightning_lowbit.export.reading.files import AGAIN
 from lightning_lowbit.export.record import NAME as RECORD
 from lightning_lowbit.export.record import write_record
@@ -309,13 +309,13 @@ def _compared(
         return {"why_not": "the model is no causal language model of transformers; its client loads it"}
     if tokens is not None:
         report = compare(original, client, rows, format.weights(original, options), tokens, options.dtype, format.shown)
-        report.check(format.tolerance)
+        report.check()
         chat = None if format.chat is None else format.chat(original, client)
         if chat is not None and not chat.is_same_prompt:
             rank_zero_warn(f"The exported file makes another prompt than the tokenizer of the training: {chat}.")
         return {"parity": replace(report, chat=chat)}
     assert shape is not None
-    difference, limit = outputs_difference(original, client, shape), explained_by(format.tolerance, limits_of(rows))
+    difference, limit = outputs_difference(original, client, shape), outputs_limit(limits_of(rows))
     if not difference <= limit:
         raise ValueError(
             f"The exported model computes something else: its output differs by {difference:.3g} of its norm, and "

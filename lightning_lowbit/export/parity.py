@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.formats.base import Chat, Inputs, Written, shown_weight
-from lightning_lowbit.export.trained_model import TrainedModel, hp_forward
+from lightning_lowbit.export.formats.base import Chat, Inputs, Written
+from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.quant import quantize
 
 # Largest relative differences of a layer's output, as a norm: bfloat16 rounds it; and engines make scales of inputs in
@@ -33,6 +34,10 @@ LAYERS, WITH_INPUTS, IN_FOUR_BITS = 0.01, 0.03, 0.1
 # Largest relative difference of logits where all layers compute the same from inputs in high precision: 22 small models
 # had at most 0.02 (2026-11-23), and a wrong constant of the network, such as an epsilon, makes far more.
 NETWORK = 0.25
+
+# Largest relative difference of outputs that rounding explains where the client shows no layers; with inputs in four
+# bits three times as much.
+OUTPUTS = 0.05
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,8 @@ class Parity:
     merged: float | None = None
     chat: Chat | None = None
 
-    def check(self, tolerance: float) -> None:
-        """Raises a ``ValueError`` if parameters or layers differ, or logits by more than rounding explains, which is
-        ``tolerance`` where the client shows no layers."""
+    def check(self) -> None:
+        """Raises a ``ValueError`` if parameters or layers differ, or logits by more than rounding explains."""
         if wrong := [name for name, difference in self.weights.items() if not difference == 0]:
             raise ValueError(
                 f"The exported weights of {some(wrong)} are not those of the training: they differ by up to "
@@ -90,8 +94,8 @@ class Parity:
                 f"{max(self.layers[name] for name in wrong):.3g} of the norm, where rounding explains "
                 f"{self.limits[wrong[0]]:g}. Nothing was exported; parity=False (--no-parity) exports."
             )
-        explained = torch.inf if self.layers else explained_by(tolerance, self.limits)
-        limit = NETWORK if self.layers and self.unchanged else explained
+        shown = NETWORK if self.unchanged else torch.inf
+        limit = shown if self.layers else outputs_limit(self.limits)
         if not self.logits <= limit:
             raise ValueError(
                 f"The exported model computes other logits: they differ by {self.logits:.3g} of their norm, and the "
@@ -99,10 +103,9 @@ class Parity:
             )
 
     def __str__(self) -> str:
-        hidden = "not shown by the client"
         lines = [
-            f"weights, largest difference: {_largest(self.weights) or hidden}",
-            f"layers, relative difference: {_largest(self.layers) or hidden}",
+            f"weights, largest difference: {_largest(self.weights)}",
+            f"layers, relative difference: {_largest(self.layers)}",
             f"logits, relative difference: {self.logits:.2g} with the same operands in few bits",
             f"loss: {self.exported:.4f}, in training {self.trained:.4f} ({self.tokens} tokens)",
             f"greedy tokens equal: {self.same:.1%} with the same operands, {self.greedy:.1%} of the training's",
@@ -113,7 +116,7 @@ class Parity:
 
 
 def _largest(differences: Mapping[str, float]) -> str:
-    return f"{max(differences.values()):.2g}" if differences else ""
+    return f"{max(differences.values()):.2g}" if differences else "not shown by the client"
 
 
 @torch.no_grad()
@@ -123,20 +126,11 @@ def compare(
     rows: Sequence[Written],
     written: Iterable[Weight],
     tokens: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-    shown: Callable[[Any, Weight], Tensor | None] = shown_weight,
+    dtype: torch.dtype,
+    shown: Callable[[Any, Weight], Tensor | None],
 ) -> Parity:
-    """Compares an exported model with the training on some tokens.
-
-    Args:
-        original: the trained model.
-        loaded: the client's model, called as that of ``transformers``.
-        rows: of the layers in the files.
-        written: the weights as the format stores them.
-        tokens: int64 ``[sequences, length]``.
-        dtype: of the files' parameters in high precision.
-        shown: the weight of a loaded layer, as numbers, if it shows it.
-    """
+    """Compares the client's model with the training on some tokens, int64 ``[sequences, length]``. ``rows`` are of the
+    layers in the files, ``written`` the weights there, ``dtype`` that of the other parameters."""
     outputs = _logits(loaded, tokens)
     weights, layers, is_rescaled = _layers(loaded, {row.name: row.inputs for row in rows}, written, tokens[:1], shown)
     trained = _logits(original.model if original.unmerged is None else original.unmerged, tokens)
@@ -172,19 +166,12 @@ def _logits_difference(outputs: Tensor, logits: Tensor) -> float:
 
 def limits_of(rows: Iterable[Written]) -> dict[str, float]:
     """Returns the difference of outputs that rounding explains, by layer."""
-    return {row.name: _limit(row.inputs) for row in rows}
+    bits = {row.name: None if row.inputs is None else row.inputs.cast.format.bits for row in rows}
+    return {name: LAYERS if b is None else WITH_INPUTS if b > 4 else IN_FOUR_BITS for name, b in bits.items()}
 
 
-def _limit(inputs: Inputs | None) -> float:
-    if inputs is None:
-        return LAYERS
-    return IN_FOUR_BITS if inputs.cast.format.bits <= 4 else WITH_INPUTS
-
-
-def explained_by(tolerance: float, limits: Mapping[str, float]) -> float:
-    """Returns the difference of a network's outputs that rounding explains where the client shows no layers:
-    ``tolerance``, or three times as much with inputs in four bits."""
-    return tolerance * (3 if IN_FOUR_BITS in limits.values() else 1)
+def outputs_limit(limits: Mapping[str, float]) -> float:
+    return OUTPUTS * (3 if IN_FOUR_BITS in limits.values() else 1)
 
 
 def _logits(model: Any, tokens: Tensor) -> Tensor:
@@ -214,7 +201,7 @@ def _high_precision_inputs(original: TrainedModel, names: Sequence[str]) -> Gene
     before = {name: original.layers[name].casts for name in names}
     try:
         for name, casts in before.items():
-            original.layers[name].casts = hp_forward(casts)
+            original.layers[name].casts = LinearCasts(fprop_w=casts.fprop_w)
         yield
     finally:
         for name, casts in before.items():
@@ -228,8 +215,7 @@ def _layers(
     tokens: Tensor,
     shows: Callable[[Any, Weight], Tensor | None],
 ) -> tuple[dict[str, float], dict[str, float], bool]:
-    """Returns the differences of a loaded model's layers from the files: of weights, and of outputs for an input; and
-    whether weights were quantized again."""
+    """Returns the differences of layers from the files, of weights and outputs, and if weights were quantized again."""
     modules = dict(loaded.named_modules()) if isinstance(loaded, nn.Module) else {}
     passed: dict[str, tuple[Tensor, Tensor]] = {}
     names = {id(module): name for name, module in modules.items() if name in inputs}
@@ -245,8 +231,7 @@ def _layers(
     weights, layers, is_rescaled = dict[str, float](), dict[str, float](), False
     for weight in written if handles else ():
         is_rescaled = is_rescaled or weight.error > 0
-        matrix = shows(modules.get(weight.name), weight)
-        if matrix is not None:
+        if (matrix := shows(modules.get(weight.name), weight)) is not None:
             weights[weight.name] = _beyond_rounding(matrix, weight.quantized.dequantize())
         if weight.name in passed:
             layers[weight.name] = _difference(weight, inputs[weight.name], *passed[weight.name])
@@ -267,10 +252,8 @@ def _other_parameters(original: TrainedModel, loaded: nn.Module, dtype: torch.dt
 
 
 def _beyond_rounding(loaded: Tensor, exact: Tensor) -> float:
-    """Returns a weight's largest difference beyond its rounding to a dtype and that of its scale in float32.
-
-    Some products of codes and scales lie in the middle between two numbers of bfloat16, or beside it.
-    """
+    """Returns a weight's largest difference beyond its rounding to a dtype and that of its scale in float32."""
+    # Some products of codes and scales lie in the middle between two numbers of bfloat16, or beside it.
     ends = [(exact * (1 + sign * 2.0**-22)).to(loaded.dtype).float() for sign in (-1, 1)]
     low, high, values = torch.minimum(*ends), torch.maximum(*ends), loaded.float()
     return float(torch.maximum(low - values, values - high).clamp(min=0).max())

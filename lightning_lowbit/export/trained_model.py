@@ -266,11 +266,6 @@ def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module]:
     return name, models[name]
 
 
-def hp_forward(casts: LinearCasts) -> LinearCasts:
-    """Returns casts of a forward pass with the same weight, and activations in high precision."""
-    return LinearCasts(fprop_w=casts.fprop_w)
-
-
 def is_language_model(model: Any) -> bool:
     """Returns whether a model is a causal language model of ``transformers``, called with ``input_ids`` alone."""
     config = getattr(model, "config", None)

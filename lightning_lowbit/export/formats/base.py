@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import SafetensorsWriter, write_network
-from lightning_lowbit.export.formats.names import ABOUT
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, weights
 from lightning_lowbit.nn.casts.traits import INDEX
@@ -118,8 +117,6 @@ class Format:
         needs_network: refuses models that are not of ``transformers``.
         accepts: raises a ``ValueError`` for models that it cannot hold, whatever their casts.
         traces: files are a trace of the model, with an input of a shape, so that any module can be compared.
-        tolerance: largest relative difference of logits, as a norm, that rounding explains, where the client does not
-            show the outputs of its layers.
         fused: engines take one scale of the tensor for q, k and v, and for gate and up.
         rounds_scales: engines keep scales of rows and blocks in the dtype of the model.
         dtypes: of tensors that are not quantized, the default first.
@@ -137,7 +134,6 @@ class Format:
     needs_network: bool = True
     accepts: Callable[[TrainedModel], object] | None = None
     traces: bool = False
-    tolerance: float = 0.05
     fused: bool = False
     rounds_scales: bool = False
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
@@ -146,11 +142,6 @@ class Format:
     own_cast: Cast | None = None
     programs: tuple[str, ...] = ()
     chat: Callable[[TrainedModel, Any], Chat | None] | None = None
-
-    @property
-    def about(self) -> str:
-        """A line for people: the weights of the format, and the programs that load it."""
-        return ABOUT[self.name]
 
     def weights(self, original: TrainedModel, options: Options) -> Iterator[Weight]:
         """The weights of all layers as the format stores them; see :func:`lightning_lowbit.export.weights.weights`."""
