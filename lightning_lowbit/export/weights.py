@@ -123,16 +123,9 @@ def weights(
 ) -> Iterator[Weight]:
     """Yields the weights of all layers that have one matrix, one at a time, in the model's order.
 
-    Args:
-        original: the model.
-        fused: the format's engines take one scale of the tensor for each group of layers.
-        rescale: changes scales where an engine needs others: groups of layers are quantized again, and other weights
-            keep their codes.
-        scale_dtype: in which engines keep scales of rows and blocks; None for that of the file.
-
-    Raises:
-        ValueError: engines need other scales, and ``rescale`` is False, or no such scale is near; or a weight is not
-            finite.
+    ``fused`` and ``rescale`` are those of a format and its options; ``scale_dtype`` is that of rows' and blocks' scales
+    in engines, None for the file's. A ``ValueError`` where engines need other scales, and ``rescale`` is False or no
+    such scale is near; or for a weight that is not finite.
     """
     fusing = fused_groups(original) if fused else []
     amaxes: dict[str, Tensor] = {}
@@ -145,10 +138,8 @@ def weights(
             raise ValueError(f"The weight of {name} holds NaN or infinities: export a checkpoint from before.")
         amaxes |= _largest(original, read, [group for group in fusing if group[0] in read], rescale)
         trained = quantize(weight, cast, amax=layer.scaled_by(weight))
-        stored = Weight(name, layer, trained)
-        if name in amaxes:
-            changed = quantize(weight, cast, amax=amaxes[name])
-            stored = Weight(name, layer, changed, _distance(changed, trained))
+        changed = quantize(weight, cast, amax=amaxes[name]) if name in amaxes else trained
+        stored = Weight(name, layer, changed, _distance(changed, trained) if name in amaxes else 0.0)
         yield stored if scale_dtype is None else _rounded(stored, scale_dtype, rescale)
 
 
@@ -226,10 +217,7 @@ def divisor(scale: Tensor) -> Tensor:
     and the result is the number that comes closest.
     """
     numbers = [scale.reciprocal()]
-    for end in (0.0, torch.inf):
-        number = numbers[0]
-        for _ in range(2):
-            number = number.nextafter(torch.full_like(number, end))
-            numbers.append(number)
+    for end in (torch.zeros_like(scale), torch.full_like(scale, torch.inf)):
+        numbers += [numbers[0].nextafter(end), numbers[0].nextafter(end).nextafter(end)]
     near = torch.stack(numbers)
     return near[(near.reciprocal() - scale).abs().argmin()]

@@ -237,17 +237,9 @@ def _format(
     activations: bool = False,
     dtype: torch.dtype | None = torch.bfloat16,
 ) -> Format:
-    """Returns a format of this family.
-
-    Args:
-        name, own_cast, fused: of :class:`Format`.
-        held: the casts of weights that ``holds`` accepts, in words.
-        holds: returns whether the format holds a cast of a weight.
-        encode: a layer's weight in the file.
-        activations: engines quantize inputs to NVFP4, too.
-        dtype: in which transformers computes with a folder, as compressed-tensors unpacks weights to bfloat16; None for
-            the dtype of the folder.
-    """
+    """Returns a format of this family. ``held`` says which casts of weights it ``holds``, with ``activations`` engines
+    quantize inputs to NVFP4, too, and transformers computes in ``dtype`` (None: that of the folder), as
+    compressed-tensors unpacks weights to bfloat16."""
     return Format(
         name,
         partial(_obstacle, held, holds, activations),

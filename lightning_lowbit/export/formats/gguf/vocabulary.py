@@ -6,12 +6,13 @@ tokenizer with another one cannot be told to it: the file then has no vocabulary
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from lightning_lowbit.export.tokenizer import byte_characters
+from lightning_lowbit.export.reading.files import first_line
+from lightning_lowbit.export.tokenizer import byte_characters, load_tokenizer
 
 # Regular expressions that cut a text, in LLaMA 3 and in Qwen2, which differ in how many digits stay together.
 _QUOTES, _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -33,8 +34,7 @@ class Vocabulary:
 
     Attributes:
         pre: llama.cpp's name of the cut of texts.
-        tokens: of each id; a byte is a character of :func:`byte_characters`.
-        types: of each id, llama.cpp's numbers.
+        tokens, types: of each id; a byte is a character of :func:`byte_characters`, types are llama.cpp's numbers.
         merges: pairs of pieces, the most frequent first.
         special: ids by their names in a file: ``bos`` and ``eos`` of a text, ``eot`` of a turn, ``eom``, ``unk``,
             ``sep``, ``pad``, ``mask``.
@@ -66,13 +66,11 @@ def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vo
             return f"the model has {size} ids, fewer than bytes"
         pieces = _filled(dict(enumerate(byte_characters())), {}, size)
         return Vocabulary(_OF_BYTES, *pieces, [_NO_MERGE], {"bos": 0, "eos": 0}, {"bos": False, "eos": False})
-    from transformers import AutoTokenizer
-
     try:
-        loaded = AutoTokenizer.from_pretrained(os.path.expanduser(tokenizer), trust_remote_code=False)
+        loaded = load_tokenizer(tokenizer)
         content = json.loads(loaded.backend_tokenizer.to_str())
-    except Exception as error:  # a missing network, file or package: each has its own class
-        return f"{tokenizer!r} cannot be loaded ({str(error).strip().splitlines()[0]})"
+    except Exception as error:  # it is missing, or written in Python: each has its own class
+        return f"{tokenizer!r} cannot be loaded ({first_line(error)})"
     model = content["model"]
     pre, added = _cut(content), _added(loaded)
     if pre is None:
@@ -119,11 +117,9 @@ def _added(tokenizer: Any) -> dict[str, bool] | None:
     """Returns whether a tokenizer puts ``bos`` before a text, and ``eos`` behind it; None if it puts other tokens."""
     text = tokenizer("a", add_special_tokens=False)["input_ids"]
     around = tokenizer("a")["input_ids"]
-    for bos in (False, True):
-        for eos in (False, True):
-            before, behind = [tokenizer.bos_token_id] * bos, [tokenizer.eos_token_id] * eos
-            if around == [*before, *text, *behind]:
-                return {"bos": bos, "eos": eos}
+    for bos, eos in product((False, True), repeat=2):
+        if around == [*[tokenizer.bos_token_id] * bos, *text, *[tokenizer.eos_token_id] * eos]:
+            return {"bos": bos, "eos": eos}
     return None
 
 
