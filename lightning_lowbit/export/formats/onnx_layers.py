@@ -64,19 +64,17 @@ class Decoded(nn.Module):
         """``transposed`` decodes to ``[in, out]``. ``codes``, of another shape, are those of rows in dimension 0."""
         super().__init__()
         self.number, unit = stored_as(quantized.cast)
-        scales, zeros = by_row(quantized, quantized.multipliers() * unit), None
-        if quantized.zero_points is not None:
-            zeros = by_row(quantized, quantized.zero_points)
+        block, zeros = quantized.cast.scale.block, quantized.zero_points
+        scales = by_row(quantized, quantized.multipliers() * unit)
         codes = quantized.codes if codes is None else codes
         if zeros is None:
             codes = (quantized.cast.format.decode(codes) / unit).to(_DTYPES.get(self.number, torch.int8))
         self.attributes: dict[str, Any] = {}
         if scales.shape[1] > 1:
-            block = quantized.cast.scale.block
-            size = block[1] if isinstance(block, tuple) else int(block)
-            self.attributes = {"axis": 0 if transposed else 1, "block_size": size}
+            size = block[1] if isinstance(block, tuple) else block
+            self.attributes = {"axis": int(not transposed), "block_size": size}
         elif len(scales) > 1:
-            self.attributes = {"axis": 1 if transposed else 0}
+            self.attributes = {"axis": int(transposed)}
 
         def laid_out(values: Tensor) -> Tensor:
             if scales.shape[1] == 1:
@@ -85,13 +83,11 @@ class Decoded(nn.Module):
 
         self.register_buffer("codes", codes.t().contiguous() if transposed else codes.contiguous())
         self.register_buffer("scales", laid_out(scales))
-        self.register_buffer("zeros", None if zeros is None else laid_out(zeros))
+        self.register_buffer("zeros", None if zeros is None else laid_out(by_row(quantized, zeros)))
 
     def forward(self) -> Tensor:
-        inputs = (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
-        return symbolic(
-            "DequantizeLinear", inputs, self.attributes, dtype=torch.float32, shape=self.codes.shape, version=21
-        )
+        inputs, shape = [self.codes, self.scales, *([] if self.zeros is None else [self.zeros])], self.codes.shape
+        return symbolic("DequantizeLinear", inputs, self.attributes, dtype=torch.float32, shape=shape, version=21)
 
 
 def input_obstacle(cast: Cast) -> str | None:
@@ -286,9 +282,10 @@ def patches(x: Tensor, window: Window) -> Tensor:
     return x.permute(0, *range(2, 2 + n), *range(2 + n, 2 + 2 * n), 1).flatten(n + 1)
 
 
-def attach(layer: QuantizedLayer, weight: Weight | None, inputs: InputRounding | None) -> None:
-    """Lets a converted layer compute by these operators; ``weight`` is None for one in high precision."""
+def attach(layer: QuantizedLayer, weight: Weight | None, inputs: InputRounding | None) -> Any:
+    """Lets a converted layer compute by these operators, which it returns; ``weight`` is None in high precision."""
     is_image = isinstance(layer, QuantizedConvolution)
     module = Convolution(layer, weight, inputs) if is_image else Product(weight, inputs)
     layer.add_module("in_onnx", module)
     vars(layer)["forward" if is_image else "quantized_forward"] = module
+    return module
