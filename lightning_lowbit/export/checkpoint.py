@@ -4,6 +4,7 @@ import errno
 import os
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,16 +122,13 @@ def export_checkpoint(
     amaxes = input_amaxes(original, tokens) if calibrate is not None and tokens is not None else None
     options = Options(rescale, amaxes, dense_dtype, shape)
     try:
-        with being_written(output) as partial:
-            try:
-                partial.mkdir()
-                exported = _export(original, chosen, options, tokens, parity, partial, output)
-                write_record(original, chosen.name, partial)
-                (partial / "README.md").write_text(card(exported, original, chosen, license))
-                put_in_place(partial, output)
-            except BaseException:
-                remove(partial)
-                raise
+        with being_written(output) as partial, ExitStack() as stack:
+            stack.callback(remove, partial)  # what is in place is no longer there
+            partial.mkdir()
+            exported = _export(original, chosen, options, tokens, parity, partial, output)
+            write_record(original, chosen.name, partial)
+            (partial / "README.md").write_text(card(exported, original, chosen, license))
+            put_in_place(partial, output)
     except Exception as error:  # of the system, or of a library that wraps it
         if (message := _unwritten(error, output)) is not None:
             raise OSError(message) from error
@@ -218,16 +216,15 @@ _ADVICE = dict.fromkeys(
 
 def _unwritten(error: Exception, output: Path) -> str | None:
     """Returns why the system let no export be written, and a remedy, in words; None if that was not the reason."""
-    number_in_text = re.search(r"os error (\d+)", str(error))  # of safetensors
-    number = getattr(error, "errno", None) or (int(number_in_text[1]) if number_in_text else None)
+    in_text = re.search(r"os error (\d+)", str(error))  # of safetensors
+    number = getattr(error, "errno", None) or (int(in_text[1]) if in_text else None)
     if isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)):  # of numpy
         number = errno.ENOSPC
-    parent = output.absolute().parent
-    if isinstance(error, OSError) and error.filename is not None:
-        path = Path(os.fsdecode(error.filename)).absolute()
-        if not (path.is_relative_to(parent) or parent.is_relative_to(path)):
-            return None  # of another file, such as one that is read
-    return _ADVICE[number].format(folder=parent, error=os.strerror(number)) if number in _ADVICE else None
+    parent, name = output.absolute().parent, getattr(error, "filename", None)
+    path = parent if name is None else Path(os.fsdecode(name)).absolute()
+    if number not in _ADVICE or not (path.is_relative_to(parent) or parent.is_relative_to(path)):
+        return None  # such as of another file, which is read
+    return _ADVICE[number].format(folder=parent, error=os.strerror(number))
 
 
 def _export(
@@ -244,13 +241,13 @@ def _export(
     if original.unmerged is not None:
         changes = rounding_errors(original)
         rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
-    comparison: dict[str, Any] = {"why_not": "it was not asked for"}
+    compared: dict[str, Any] = {"why_not": "it was not asked for"}
     if parity:
-        comparison = _compared(format, original, partial, rows, options, tokens)
+        compared = _compared(format, original, partial, rows, options, tokens)
     total = sum(parameter.numel() for parameter in original.model.parameters())
     few = sum(layer.weight_matrix().numel() for layer in original.layers.values())
     size = sum(path.stat().st_size for path in partial.rglob("*"))
-    return Exported(output, rows, size, (total, few), **comparison)
+    return Exported(output, rows, size, (total, few), **compared)
 
 
 def fitting(original: TrainedModel) -> list[str]:
@@ -268,9 +265,9 @@ def explain_formats(original: TrainedModel) -> str:
         )
     if names := fitting(original):
         return f"Formats that hold it: {some(names, 20)}. Give one: --format NAME --output DIR."
+    reason = ""
     try:
         FORMATS["dequantized"].check(original)  # which holds the most
-        reason = ""
     except ValueError as error:
         reason = f"{error} "
     return f"No format holds it. {reason}Leave such layers in high precision in training (skip), or use restore."
@@ -284,8 +281,7 @@ def _compared(
     options: Options,
     tokens: Tensor | None,
 ) -> dict[str, Any]:
-    """Compares the model in a folder with the training, and raises an error if it computes something else. Returns one
-    of the last fields of :class:`Exported`."""
+    """Returns one of the last fields of :class:`Exported`; an error if the folder's model computes something else."""
     if format.load is None:
         return {"why_not": "the format's client is not a package of Python"}
     shape = example_shape(original, options)
