@@ -31,25 +31,15 @@ from lightning_lowbit.packages import install
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported folder.
-
-    Attributes:
-        folder: holds the files.
-        rows: one for each quantized layer.
-        bytes: of the folder.
-        parameters: numbers of all parameters, and of parameters in few bits.
-        parity: the report, of a model that takes tokens.
-        outputs: the relative difference from the training's, of other models.
-        why_not: there is neither, in words.
-    """
+    """An exported folder."""
 
     folder: Path
-    rows: Sequence[Written]
-    bytes: int
-    parameters: tuple[int, int]
-    parity: Parity | None = None
-    outputs: float | None = None
-    why_not: str | None = None
+    rows: Sequence[Written]  # one for each quantized layer
+    bytes: int  # of the folder
+    parameters: tuple[int, int]  # numbers of all parameters, and of parameters in few bits
+    parity: Parity | None = None  # the report, of a model that takes tokens
+    outputs: float | None = None  # the relative difference from the training's, of other models
+    why_not: str | None = None  # there is neither, in words
 
     def compared(self) -> str:
         """Returns the result of the comparison, in lines."""

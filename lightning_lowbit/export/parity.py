@@ -44,37 +44,23 @@ OUTPUTS = 0.05
 class Parity:
     """The comparison of an exported model with the training.
 
-    Attributes:
-        weights: by layer, the largest difference of the loaded weight from codes · scales beyond the rounding to its
-            dtype; empty where the client does not show its weights.
-        layers: by layer, the norm of the difference of its output, relative to that of the output; empty where the
-            client shows none.
-        limits: by layer, the difference of outputs that rounding explains.
-        others: parameters in high precision that differ from the training's, rounded to the dtype of the files.
-        unchanged: inputs and weights are those of the training, so that logits must be.
-        logits: norm of the difference of logits, relative to theirs, from the same operands in few bits.
-        trained, exported: losses (nats per token) of the training's forward pass, and of the exported model.
-        greedy: share of positions whose most likely next token is that of the training's forward pass.
-        same: share of positions whose most likely token is that of the same operands in few bits.
-        tokens: number of positions that were compared.
-        merged: norm of the difference of logits, relative to theirs, from the training's forward pass with adapters
-            that are not merged; None without adapters.
-        chat: the answers of both to a question, where the format's files tell in their own way how a prompt is made.
+    ``weights``, ``layers`` and ``limits`` are by layer, the former two empty where the client shows none; differences
+    of outputs and logits are norms, relative to theirs.
     """
 
-    weights: Mapping[str, float]
-    layers: Mapping[str, float]
-    limits: Mapping[str, float]
-    others: Sequence[str]
-    unchanged: bool
-    logits: float
-    trained: float
-    exported: float
-    greedy: float
-    same: float
-    tokens: int
-    merged: float | None = None
-    chat: Chat | None = None
+    weights: Mapping[str, float]  # the largest difference from codes · scales, beyond the rounding to the loaded dtype
+    layers: Mapping[str, float]  # the difference of outputs
+    limits: Mapping[str, float]  # that which rounding explains
+    others: Sequence[str]  # parameters in high precision that differ from the training's, in the dtype of the files
+    unchanged: bool  # inputs and weights are those of the training, so that logits must be
+    logits: float  # the difference, from the same operands in few bits
+    trained: float  # loss of the training's forward pass, in nats per token
+    exported: float  # loss of the exported model
+    greedy: float  # share of positions whose most likely next token is that of the training's forward pass
+    same: float  # share of positions whose most likely token is that of the same operands in few bits
+    tokens: int  # number of positions that were compared
+    merged: float | None = None  # the difference of logits from adapters that are not merged; None without adapters
+    chat: Chat | None = None  # where the format's files tell in their own way how a prompt is made
 
     def check(self) -> None:
         """Raises a ``ValueError`` if parameters or layers differ, or logits by more than rounding explains."""

@@ -17,17 +17,11 @@ _VERSION = 1
 
 
 class Record(NamedTuple):
-    """The casts with which an exported model was trained.
+    """The casts with which an exported model was trained."""
 
-    Attributes:
-        format: of the folder.
-        casts: of each layer that is quantized.
-        input_amaxes: by layer, the amax by which the training's forward pass scales its input, with delayed scaling.
-    """
-
-    format: str
-    casts: Mapping[str, LinearCasts]
-    input_amaxes: Mapping[str, float]
+    format: str  # of the folder
+    casts: Mapping[str, LinearCasts]  # of each layer that is quantized
+    input_amaxes: Mapping[str, float]  # by layer, the amax that scales its input, with delayed scaling
 
 
 def write_record(original: TrainedModel, format: str, folder: Path) -> None:

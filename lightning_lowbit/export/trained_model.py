@@ -42,25 +42,18 @@ _OBJECTS = (
 class TrainedModel:
     """A trained model.
 
-    Attributes:
-        model: evaluates as it was trained, under the autocast of the training; a model of ``transformers`` where the
-            trained module holds one.
-        layers: the layers whose weights the forward pass quantizes, by their names in ``model``.
-        dtype: of the computation in training; weights are rounded to it before they are quantized.
-        config: the configuration of ``transformers``; None for other models.
-        facts: of the training, for the model card: ``step``, ``phase``, ``tokenizer``, hyper-parameters, and those of
-            the folder of the ``run``.
-        shared: the names of layers whose weights are scaled by one amax, a list for each group.
-        unmerged: the model of the training with its adapters, which ``model`` has in its weights; None without any.
+    ``model`` evaluates as it was trained, under the autocast of the training; it is one of ``transformers`` where the
+    trained module holds one. ``facts`` of the training are for the model card: ``step``, ``phase``, ``tokenizer``,
+    hyper-parameters, and those of the folder of the ``run``.
     """
 
     model: nn.Module
-    layers: Mapping[str, QuantizedLayer]
-    dtype: torch.dtype
-    config: Any | None = None
+    layers: Mapping[str, QuantizedLayer]  # whose weights the forward pass quantizes, by their names in ``model``
+    dtype: torch.dtype  # of the computation in training; weights are rounded to it before they are quantized
+    config: Any | None = None  # of ``transformers``; None for other models
     facts: Mapping[str, Any] = field(default_factory=dict)
-    shared: Sequence[Sequence[str]] = ()
-    unmerged: nn.Module | None = None
+    shared: Sequence[Sequence[str]] = ()  # groups of layers whose weights are scaled by one amax, by name
+    unmerged: nn.Module | None = None  # with the adapters of the training, which ``model`` has in its weights
 
     @property
     def has_adapters(self) -> bool:

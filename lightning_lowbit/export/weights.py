@@ -29,19 +29,12 @@ TAKES |= {"delayed", "surrogate", "unpackable"}
 
 @dataclass(frozen=True)
 class Weight:
-    """A layer's weight in few bits.
+    """A layer's weight in few bits."""
 
-    Attributes:
-        name: of the layer in the model.
-        layer: the converted layer.
-        quantized: codes and scales, ``[out_features, in_features]``, blocks along in_features.
-        error: the largest difference from the weight of the training's forward pass; above 0 after ``rescale``.
-    """
-
-    name: str
+    name: str  # of the layer in the model
     layer: QuantizedLayer
-    quantized: Quantized
-    error: float = 0.0
+    quantized: Quantized  # ``[out_features, in_features]``, blocks along in_features
+    error: float = 0.0  # the largest difference from the weight of the training's forward pass, after ``rescale``
 
     @property
     def cast(self) -> Cast:

@@ -16,23 +16,18 @@ from lightning_lowbit.quant.transforms import rotated_shape
 class CastCall(NamedTuple):
     """The recipe for making an operand of a GEMM from a matrix.
 
-    Attributes:
-        cast, dim, key, amax: as in :func:`lightning_lowbit.quantize`; ``dim`` is 0 or 1.
-        dtype: of the values; None takes :func:`operand_dtype`.
-        shard: the shard that the matrix is, None for a whole matrix.
-        rotation: the signs of a Hadamard transform that comes first, float32 ``[n]``; ``amax`` and ``shard`` then
-            describe the rotated matrix.
-        block: the elements for which a native GEMM takes one scale; 0 for other GEMMs.
+    ``cast``, ``dim`` (0 or 1), ``key`` and ``amax`` are as in :func:`lightning_lowbit.quantize`. A rotation comes first:
+    ``amax`` and ``shard`` then describe the rotated matrix.
     """
 
     cast: Cast
     dim: int
     key: Tensor | None = None
     amax: Tensor | None = None
-    dtype: torch.dtype | None = None
-    shard: Shard | None = None
-    rotation: Tensor | None = None
-    block: int = 0
+    dtype: torch.dtype | None = None  # of the values; None takes :func:`operand_dtype`
+    shard: Shard | None = None  # the shard that the matrix is, None for a whole matrix
+    rotation: Tensor | None = None  # the signs of a Hadamard transform, float32 ``[n]``
+    block: int = 0  # the elements for which a native GEMM takes one scale; 0 for other GEMMs
 
     def values_dtype(self, source: torch.dtype) -> torch.dtype:
         """Returns the dtype of the values that are made from a tensor of the dtype ``source``."""

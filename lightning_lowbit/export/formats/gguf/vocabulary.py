@@ -32,23 +32,17 @@ _NO_MERGE = "!! !!"  # a list must not be empty, and pieces begin as one charact
 class Vocabulary:
     """Byte-level pieces.
 
-    Attributes:
-        pre: llama.cpp's name of the cut of texts.
-        tokens, types: of each id; a byte is a character of :func:`byte_characters`, types are llama.cpp's numbers.
-        merges: pairs of pieces, the most frequent first.
-        special: ids by their names in a file: ``bos`` and ``eos`` of a text, ``eot`` of a turn, ``eom``, ``unk``,
-            ``sep``, ``pad``, ``mask``.
-        added: of ``bos`` and ``eos``, True if it stands before a text, or behind it.
-        template: of a chat, in Jinja, or several by name; None without one.
+    ``special`` are ids by their names in a file: ``bos`` and ``eos`` of a text, ``eot`` of a turn, ``eom``, ``unk``,
+    ``sep``, ``pad``, ``mask``; ``added`` tells of ``bos`` and ``eos`` if it stands before a text, or behind it.
     """
 
-    pre: str
-    tokens: Sequence[str]
-    types: Sequence[int]
-    merges: Sequence[str]
+    pre: str  # llama.cpp's name of the cut of texts
+    tokens: Sequence[str]  # of each id; a byte is a character of :func:`byte_characters`
+    types: Sequence[int]  # of each id, llama.cpp's numbers
+    merges: Sequence[str]  # pairs of pieces, the most frequent first
     special: Mapping[str, int]
     added: Mapping[str, bool]
-    template: str | Mapping[str, str] | None = None
+    template: str | Mapping[str, str] | None = None  # of a chat, in Jinja, or several by name
 
 
 def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vocabulary | str:
