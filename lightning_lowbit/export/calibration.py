@@ -14,12 +14,8 @@ LENGTH, SEQUENCES = 128, 16  # tokens of a sequence, and how many
 
 
 def tokens_of(original: TrainedModel, text: str | Path | None) -> Tensor:
-    """Token ids, int64 ``[sequences, length]``: of a text file, or drawn at random where there is none.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the checkpoint does not tell its tokenizer; or the text is shorter than a sequence.
-    """
+    """Token ids, int64 ``[sequences, length]``: of a text file, or drawn at random where there is none. An error for a
+    text that is missing or shorter than a sequence, or where the checkpoint does not tell its tokenizer."""
     whole: Any = original.config
     config = whole.get_text_config()
     vocabulary, positions = int(config.vocab_size), int(getattr(config, "max_position_embeddings", LENGTH) or LENGTH)

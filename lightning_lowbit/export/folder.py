@@ -35,13 +35,8 @@ class SafetensorsWriter:
         return _size(tensors)
 
     def finish(self, original: TrainedModel, without: set[str], dtype: torch.dtype) -> None:
-        """Writes the other tensors of a model, and the index; names of several files tell their number.
-
-        Args:
-            original: the model. Of tied tensors the first one is written.
-            without: names of tensors to leave out.
-            dtype: of floating point parameters; buffers keep theirs.
-        """
+        """Writes the other tensors of a model, of tied ones the first, ``without`` those of some names, and the index.
+        Floating point parameters are cast to ``dtype``. Names of several files tell their number."""
         parameters = dict(original.model.named_parameters(remove_duplicate=False))
         seen: set[int] = set()
         for name, tensor in original.model.state_dict(keep_vars=True).items():
@@ -74,10 +69,8 @@ class SafetensorsWriter:
 def write_network(
     original: TrainedModel, folder: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None
 ) -> None:
-    """Writes the configuration of a model of ``transformers``, that of its generation, and its tokenizer.
-
-    ``dtype`` is that of the tensors that are not quantized, ``quantization`` the ``quantization_config``, if any.
-    """
+    """Writes the configuration of a model of ``transformers`` with a ``quantization_config``, if any, and the ``dtype``
+    of the tensors that are not quantized; the configuration of its generation; and its tokenizer."""
     config = copy.deepcopy(original.config)
     assert config is not None
     config.architectures, config.dtype = [type(original.model).__name__], dtype
@@ -147,11 +140,8 @@ def pretrained(cls: Any, folder: Path, **arguments: Any) -> Any:
 
 
 def empty_network(config: Mapping[str, Any], folder: Path) -> Any:
-    """Returns the network of a folder's configuration without its quantization, with parameters on the meta device.
-
-    Raises:
-        ValueError: ``transformers`` has no such network, or cannot make it of this configuration.
-    """
+    """Returns the network of a folder's configuration without its quantization, with parameters on the meta device. A
+    ``ValueError`` if ``transformers`` has no such network, or cannot make it of this configuration."""
     from transformers import AutoConfig, GenerationConfig
 
     cls = architecture(config, folder)
@@ -169,11 +159,7 @@ def empty_network(config: Mapping[str, Any], folder: Path) -> Any:
 
 
 def architecture(config: Mapping[str, Any], folder: Path) -> Any:
-    """Returns the class of ``transformers`` that a configuration names.
-
-    Raises:
-        ValueError: there is no such class.
-    """
+    """Returns the class of ``transformers`` that a configuration names; a ``ValueError`` if there is none."""
     import transformers
 
     names = config.get("architectures")

@@ -39,11 +39,8 @@ def write_record(original: TrainedModel, format: str, folder: Path) -> None:
 
 
 def read_record(folder: Path) -> Record | None:
-    """Returns the record of an exported folder; None for folders of others.
-
-    Raises:
-        ValueError: the file is damaged, or of a later version.
-    """
+    """Returns the record of an exported folder, None for folders of others; a ``ValueError`` for a damaged or later
+    one."""
     path = folder / NAME
     if not path.exists():
         return None

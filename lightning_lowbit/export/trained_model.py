@@ -40,18 +40,14 @@ _OBJECTS = (
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained model.
-
-    ``model`` evaluates as it was trained, under the autocast of the training; it is one of ``transformers`` where the
-    trained module holds one. ``facts`` of the training are for the model card: ``step``, ``phase``, ``tokenizer``,
-    hyper-parameters, and those of the folder of the ``run``.
-    """
+    """A trained model. ``model`` evaluates as it was trained, under the autocast of the training; it is one of
+    ``transformers`` where the trained module holds one."""
 
     model: nn.Module
     layers: Mapping[str, QuantizedLayer]  # whose weights the forward pass quantizes, by their names in ``model``
     dtype: torch.dtype  # of the computation in training; weights are rounded to it before they are quantized
     config: Any | None = None  # of ``transformers``; None for other models
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the training, for the model card
     shared: Sequence[Sequence[str]] = ()  # groups of layers whose weights are scaled by one amax, by name
     unmerged: nn.Module | None = None  # with the adapters of the training, which ``model`` has in its weights
 

@@ -16,8 +16,8 @@ from lightning_lowbit.quant.transforms import rotated_shape
 class CastCall(NamedTuple):
     """The recipe for making an operand of a GEMM from a matrix.
 
-    ``cast``, ``dim`` (0 or 1), ``key`` and ``amax`` are as in :func:`lightning_lowbit.quantize`. A rotation comes first:
-    ``amax`` and ``shard`` then describe the rotated matrix.
+    ``cast``, ``dim`` (0 or 1), ``key`` and ``amax`` are as in :func:`lightning_lowbit.quantize`. After a rotation
+    ``amax`` and ``shard`` describe the rotated matrix.
     """
 
     cast: Cast

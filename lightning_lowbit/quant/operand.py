@@ -48,11 +48,10 @@ class Operand(NamedTuple):
 class StackOperand(NamedTuple):
     """The operands of all products of a stack, such as those of experts.
 
-    Attributes:
-        values: matrices ``[products, rows, columns]``; with ``ends`` the rows of all of them, ``[rows, columns]``.
-        factor: as of an :class:`Operand` for each product, float32 ``[products]``, ``[products, rows, 1]`` or
-            ``[products, 1, columns]``; with ``ends`` one number for each row ``[rows, 1]``. None for 1.
-        ends: where the rows of each product end; None for matrices.
+    ``values`` are matrices ``[products, rows, columns]``; with ``ends``, where the rows of each product end, the rows
+    of all of them, ``[rows, columns]``. ``factor`` is as of an :class:`Operand` for each product, float32
+    ``[products]``, ``[products, rows, 1]`` or ``[products, 1, columns]``; with ``ends`` one number for each row
+    ``[rows, 1]``.
     """
 
     values: Tensor

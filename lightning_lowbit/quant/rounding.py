@@ -108,9 +108,7 @@ _MULTIPLIERS = tuple(int32(number) for number in (0x9E3779B1, 0x21F0AAAD, 0x735A
 
 
 def uniform(index: Tensor, key: Tensor) -> Tensor:
-    """Uniform float32 numbers in (0, 1) with 16 random bits, a pure function of an int32 index and an int64 key (0-d).
-    Beyond 2^32 elements they repeat. Keys should be as random as those of :func:`mix_key`: with a small one, the bits
-    of the element whose index equals the key are 0."""
+    """Uniform float32 numbers in (0, 1) with 16 of :func:`random_bits`, of the same arguments."""
     return _centered(random_bits(index, key) >> 16)
 
 

@@ -115,10 +115,8 @@ def make_scales(x: Tensor, call: CastCall, mean: Tensor | None = None) -> Scaled
     """Cuts a matrix ``[rows, columns]`` into blocks and makes their scales.
 
     ``mean`` (of magnitudes) is of the global matrix, one element; None measures it. Scales that round stochastically
-    round to nearest without a key.
-
-    Raises:
-        ValueError: a shard boundary splits a block, or an amax is given for a cast that does not use it.
+    round to nearest without a key. A ``ValueError`` if a shard boundary splits a block, or for an amax that the cast
+    does not use.
     """
     cast, shard, scale = call.cast, call.shard, call.cast.scale
     tile = tile_of(cast, call.dim, 2)

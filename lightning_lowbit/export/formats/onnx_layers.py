@@ -49,12 +49,8 @@ def stored_as(cast: Cast) -> tuple[int, float]:
 
 
 class Decoded(nn.Module):
-    """A weight as ``DequantizeLinear`` decodes it, to the values of ``quantized.dequantize()``.
-
-    Attributes:
-        number: the type of the codes in the file.
-        codes, scales, zeros: its inputs; codes of four bits are int8 or uint8 here.
-    """
+    """A weight as ``DequantizeLinear`` decodes it, to the values of ``quantized.dequantize()``: ``number`` is the type
+    of its ``codes`` in the file, of which those of four bits are int8 or uint8 here."""
 
     codes: Tensor
     scales: Tensor
@@ -106,12 +102,8 @@ def input_obstacle(cast: Cast) -> str | None:
 
 class InputRounding(nn.Module):
     """Rounds an input ``[..., features]`` to few bits, as a cast does, in the order of operations of
-    :mod:`lightning_lowbit.quant.scaling`.
-
-    Args:
-        cast: of the input.
-        amax: of the tensor, 0-d, if it is known; else scales are made of the input's own.
-    """
+    :mod:`lightning_lowbit.quant.scaling`. ``amax`` of the tensor, 0-d, is None if scales are made of the input's
+    own."""
 
     numerator: Tensor
     amax: Tensor | None

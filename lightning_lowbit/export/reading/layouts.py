@@ -118,11 +118,8 @@ class Layout(NamedTuple):
 
 
 def codes_of(name: str, tensors: Parts, layouts: Sequence[Layout]) -> Codes:
-    """Returns the codes of a layer, by the one of some layouts that its tensors have.
-
-    Raises:
-        ValueError: its tensors have none of them; or scales are not finite, or codes mean no number.
-    """
+    """Returns the codes of a layer, by the one of some layouts that its tensors have. A ``ValueError`` if they have
+    none of them, scales are not finite, or codes mean no number."""
     for part, reason in REFUSED.items():
         if part in tensors:
             raise ValueError(f"{name} has {reason}")
@@ -152,11 +149,8 @@ def layouts(method: str, schemes: Sequence[Scheme], rows: int, columns: int) -> 
 
 
 def check_scheme(scheme: Scheme, where: str) -> Scheme:
-    """The arguments of a group's weights in ``config.json``, with compressed-tensors' defaults, if they can be read.
-
-    Raises:
-        ValueError: the format or strategy is unknown, or a number is wrong or missing.
-    """
+    """The arguments of a group's weights in ``config.json``, with compressed-tensors' defaults; a ``ValueError`` if the
+    format or strategy is unknown, or a number is wrong or missing."""
     size = scheme.get("group_size")
     inferred = {None: "tensor", -1: "channel"}.get(size, "group") if isinstance(size, int | None) else "group"
     scheme = {"num_bits": 8, "type": "int", "symmetric": True, **scheme, "strategy": scheme.get("strategy") or inferred}

@@ -109,13 +109,8 @@ _FROM_CODES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
 
 
 def block_type(cast: Cast, in_features: int, ternary: BlockType = TQ2_0) -> BlockType | str:
-    """Returns the block type that holds the codes of a weight, or why none does, in words.
-
-    Args:
-        cast: of the weight.
-        in_features: of the layer.
-        ternary: ``TQ1_0`` or ``TQ2_0``, where blocks of 256 fit; else ternary weights are in ``Q4_0``.
-    """
+    """Returns the block type that holds the codes of a weight with some ``in_features``, or why none does, in words.
+    ``ternary`` is ``TQ1_0`` or ``TQ2_0``, where blocks of 256 fit; else ternary weights are in ``Q4_0``."""
     scale = cast.scale
     if scale.statistic == "minmax":
         return "it has zero points (statistic='minmax'), which no block type holds with its scale exactly"
@@ -145,11 +140,8 @@ def has_scale(cast: Cast) -> bool:
 
 
 def pack(quantized: Quantized, kind: BlockType) -> Blocks:
-    """Returns a matrix in blocks of a type that :func:`block_type` gave for its cast.
-
-    Raises:
-        ValueError: a scale is NaN or infinite, as of a weight that is.
-    """
+    """Returns a matrix in blocks of a type that :func:`block_type` gave for its cast; a ``ValueError`` if a scale is
+    NaN or infinite, as of a weight that is."""
     out, inner = quantized.codes.shape
     cast, tensor_scale = quantized.cast, quantized.tensor_scale
     decoded = replace(quantized, tensor_scale=None).multipliers()

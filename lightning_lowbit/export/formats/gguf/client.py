@@ -17,15 +17,8 @@ _QUIET: list[Any] = []  # llama.cpp keeps a pointer to the function that takes i
 
 
 class LlamaCpp(nn.Module):
-    """A GGUF file in llama.cpp.
-
-    Args:
-        file: the path.
-
-    Raises:
-        NoClient: there is no package with llama.cpp, or its library does not load here.
-        ValueError: llama.cpp cannot read the file; its messages tell why.
-    """
+    """A GGUF file in llama.cpp. :class:`NoClient` where there is no package with llama.cpp, or its library does not
+    load; a ``ValueError`` if it cannot read the file, with its messages."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()

@@ -92,11 +92,8 @@ def head_size(config: Any) -> int:
 
 
 def network_of(config: Any) -> Network:
-    """Returns the network of a configuration of ``transformers``.
-
-    Raises:
-        ValueError: llama.cpp has none that computes the same.
-    """
+    """Returns the network of a configuration of ``transformers``; a ``ValueError`` if llama.cpp has none that computes
+    the same."""
     kind = getattr(config, "model_type", None)
     network = NETWORKS.get(str(kind))
     if network is None:

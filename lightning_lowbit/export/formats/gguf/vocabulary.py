@@ -46,13 +46,8 @@ class Vocabulary:
 
 
 def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vocabulary | str:
-    """Returns the vocabulary of a tokenizer, or why a file cannot tell it, in words.
-
-    Args:
-        tokenizer: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes.
-        size: number of ids of the model; ids without a token are filled.
-        ends: ids at which the model's generation stops.
-    """
+    """Returns the vocabulary of a tokenizer, or why a file cannot tell it, in words. ``size`` is the number of ids of
+    the model, which are filled where they have no token; at the ids ``ends`` its generation stops."""
     if tokenizer is None:
         return "the checkpoint does not name one: give --tokenizer bytes, a folder, or a name on the Hugging Face Hub"
     if tokenizer == "bytes":
