@@ -15,16 +15,22 @@ from torch import Tensor
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.checks import choose, some
-from lightning_lowbit.export.calibration import input_amaxes, tokens_of
 from lightning_lowbit.export.card import card
+from lightning_lowbit.export.folder import RECORD, write_record
 from lightning_lowbit.export.formats.base import Format, NoClient, Options, Written, example_shape
 from lightning_lowbit.export.formats.names import DTYPES
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merge_adapters, rounding_errors
-from lightning_lowbit.export.parity import Parity, compare, limits_of, outputs_difference, outputs_limit
+from lightning_lowbit.export.parity import (
+    Parity,
+    compare,
+    input_amaxes,
+    limits_of,
+    outputs_difference,
+    outputs_limit,
+    tokens_of,
+)
 from lightning_lowbit.export.reading.files import AGAIN
-from lightning_lowbit.export.record import NAME as RECORD
-from lightning_lowbit.export.record import write_record
 from lightning_lowbit.export.trained_model import TrainedModel, is_language_model, read
 from lightning_lowbit.packages import install
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.folder import empty_network
+from lightning_lowbit.export.folder import RECORD, empty_network, read_record
 from lightning_lowbit.export.reading.files import AGAIN, read_json, read_tensors
 from lightning_lowbit.export.reading.layouts import FLOATS, PARTS, Scheme, check_scheme, codes_of, layers_of, layouts
-from lightning_lowbit.export.record import NAME, read_record
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more
 from lightning_lowbit.nn.conversion.frozen import keep_bytes
@@ -69,7 +68,7 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
     if record is not None and quantized:
         delayed = {name for name, layer_casts in record.casts.items() if "fprop_x" in layer_casts.delayed}
         if wrong := sorted((record.casts.keys() ^ layers.keys()) | (record.input_amaxes.keys() ^ delayed)):
-            raise ValueError(f"{folder / NAME} and the weights differ in how {some(wrong)} was trained. {AGAIN}")
+            raise ValueError(f"{folder / RECORD} and the weights differ in how {some(wrong)} was trained. {AGAIN}")
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:

@@ -8,11 +8,14 @@
 A client that keeps activations in high precision computes other logits than a training that quantized them: closer to
 the unquantized ones. A layer's output depends on its own operands alone: so layers decide. Logits decide where
 the client shows no layers, and where inputs stay in high precision tell whether the rest of the network is the same.
+Text for it serves for calibration, too: the amaxes of activations.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.formats.base import Chat, Inputs, Written
+from lightning_lowbit.export.tokenizer import load_tokenizer
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
@@ -255,3 +259,50 @@ def _difference(weight: Weight, inputs: Inputs | None, x: Tensor, y: Tensor) -> 
     if isinstance(weight.layer.bias, Tensor):
         product += weight.layer.bias.float()
     return float((y.flatten(0, -2).float() - product).norm() / product.norm().clamp(min=1e-12))
+
+
+LENGTH, SEQUENCES = 128, 16  # tokens of a sequence, and how many
+
+
+def tokens_of(original: TrainedModel, text: str | Path | None) -> Tensor:
+    """Token ids, int64 ``[sequences, length]``: of a text file, or drawn at random where there is none. An error for a
+    text that is missing or shorter than a sequence, or where the checkpoint does not tell its tokenizer."""
+    whole: Any = original.config
+    config = whole.get_text_config()
+    vocabulary, positions = int(config.vocab_size), int(getattr(config, "max_position_embeddings", LENGTH) or LENGTH)
+    length = min(LENGTH, positions)
+    if text is None:
+        return torch.randint(vocabulary, (4, length), generator=torch.Generator().manual_seed(0))
+    path, name = Path(text).expanduser(), original.facts.get("tokenizer")
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file of text {path}. Give one in UTF-8.")
+    if name is None:
+        raise ValueError("The checkpoint does not tell its tokenizer: give --tokenizer bytes, or a folder or name.")
+    ids = torch.tensor(load_tokenizer(name)(path.read_text(errors="replace"), add_special_tokens=False)["input_ids"])
+    count = min(len(ids) // length, SEQUENCES)
+    if count == 0:
+        raise ValueError(f"{path} has {len(ids)} tokens, and a sequence {length}: give a longer text.")
+    if int(ids.max()) >= vocabulary:
+        raise ValueError(
+            f"The tokenizer {name!r} gives the token {int(ids.max())}, and the model has {vocabulary}: give the "
+            "tokenizer of the training (--tokenizer)."
+        )
+    return ids[: count * length].view(count, length)
+
+
+@torch.no_grad()
+def input_amaxes(original: TrainedModel, tokens: Tensor) -> dict[str, float]:
+    """Returns the largest magnitude of each layer's input, by name, over the training's forward pass of some tokens."""
+    amaxes: dict[str, float] = dict.fromkeys(original.layers, 0.0)
+
+    def note(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        amaxes[name] = max(amaxes[name], float(inputs[0].detach().to(original.dtype).abs().amax()))
+
+    handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in original.layers.items()]
+    try:
+        for part in torch.split(tokens, 4):
+            original.model(input_ids=part)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return amaxes

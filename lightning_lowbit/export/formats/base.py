@@ -102,7 +102,7 @@ class Format:
     computes_in: torch.dtype | None = None  # the only dtype in which transformers computes; None for the folder's
     shown: Callable[[Any, Weight], Tensor | None] = shown_weight  # of a loaded layer, as numbers; None if it shows none
     own_cast: Cast | None = None  # of sums of weights and adapters, where the format cannot hold the cast of the base
-    programs: tuple[str, ...] = ()  # for its folders, keys of ``PROGRAMS`` in ``usage.py``
+    programs: tuple[str, ...] = ()  # for its folders, keys of ``PROGRAMS`` in ``card.py``
     chat: Callable[[TrainedModel, Any], Chat | None] | None = None  # of formats with prompts of their own
 
     def weights(self, original: TrainedModel, options: Options) -> Iterator[Weight]:
