@@ -64,6 +64,7 @@ MOVED = {
     "optim.spam": ("optim.adam",),
     "optim.stable_spam": ("optim.adam",),
     "precision.checkpoints.planned": ("precision.state", "precision.base"),
+    "quant.refusals": ("quant.cast",),
     "quant.surrogate": ("quant.operand",),
     "report.cast_words": ("report.contents",),
     "report.console": ("report.tables",),

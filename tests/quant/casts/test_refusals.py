@@ -9,7 +9,7 @@ import torch
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
 from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
-from lightning_lowbit.quant.refusals import refusal as reason
+from lightning_lowbit.quant.cast import refusal as reason
 from tests.tables import each
 
 BLOCKS = (8, 16, (16, 16), "row", "tensor")
