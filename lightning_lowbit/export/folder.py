@@ -111,10 +111,8 @@ def load_network(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
 def pretrained(cls: Any, folder: Path, **arguments: Any) -> Any:
     """Returns a model in evaluation mode that ``from_pretrained`` of a class of ``transformers`` makes of a folder.
 
-    Raises:
-        ValueError: the folder takes code of its own, which is not run; a file is missing or damaged; or a tensor is
-            missing, is not the model's, or has another shape or a dtype of codes.
-        ImportError: a package is missing.
+    An ``ImportError`` if a package is missing; a ``ValueError`` if the folder takes code of its own, which is not run,
+    a file is missing or damaged, or a tensor is missing, is not the model's, or has another shape or a dtype of codes.
     """
     from transformers.utils import logging
 

@@ -69,12 +69,8 @@ def fitting_tokenizer(name: str, model: Any) -> Any:
 
 
 def byte_characters() -> list[str]:
-    """Returns the visible character that stands for each byte in byte-level vocabularies (GPT-2's ``encoder.py``).
-
-    Examples:
-        >>> byte_characters()[97], byte_characters()[32]
-        ('a', 'Ġ')
-    """
+    """Returns the visible character that stands for each byte in byte-level vocabularies (GPT-2's ``encoder.py``):
+    ``"Ġ"`` for a space."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]

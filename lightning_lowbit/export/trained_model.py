@@ -58,18 +58,13 @@ class TrainedModel:
 
 
 def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = True) -> TrainedModel:
-    """Reads a checkpoint; runs no code that the file names.
+    """Reads a checkpoint, a file or a folder of shards, of a run with a plugin of this package; runs no code that it
+    names.
 
-    Args:
-        checkpoint: a file, or a folder of shards, that a run with a plugin of this package wrote.
-        module: the class of the trained ``LightningModule``, ``"package.module.Class"``, made from the file's
-            hyper-parameters. None: that of a recipe.
-        in_few_bits: refuses a model whose forward pass quantizes no weight, and that has no adapters.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, tells no casts, or is of a class that was not given; its hyper-parameters do
-            not make the model; or nothing in the forward pass is quantized.
+    ``module`` is the class of the trained ``LightningModule``, ``"package.module.Class"``, made from the file's
+    hyper-parameters; None for that of a recipe. ``in_few_bits`` refuses a model whose forward pass quantizes no weight,
+    and that has no adapters. A ``ValueError`` if the file is damaged, tells no casts, or is of a class that was not
+    given, or if its hyper-parameters do not make the model.
     """
     loaded = load_checkpoint(checkpoint, advice=_OBJECTS)
     state = state_of(loaded)

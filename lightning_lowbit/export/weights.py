@@ -204,11 +204,8 @@ def has_second_level(cast: Cast) -> bool:
 
 
 def divisor(scale: Tensor) -> Tensor:
-    """Returns the number whose reciprocal in float32 is a scale, 0-d float32: engines divide by it.
-
-    A scale that is itself a reciprocal has one, within two neighbors of its reciprocal. For others there may be none,
-    and the result is the number that comes closest.
-    """
+    """Returns the number whose reciprocal in float32 is a scale, 0-d float32: engines divide by it. A scale that is
+    itself a reciprocal has one, within two neighbors of its reciprocal; for others the result may only come close."""
     numbers = [scale.reciprocal()]
     for end in (torch.zeros_like(scale), torch.full_like(scale, torch.inf)):
         numbers += [numbers[0].nextafter(end), numbers[0].nextafter(end).nextafter(end)]

@@ -126,11 +126,8 @@ class Format:
         check(original, {name: self.obstacle(name, layer) for name, layer in original.layers.items()}, self.name)
 
     def write(self, original: TrainedModel, folder: Path, options: Options) -> list[Written]:
-        """Writes a model to a folder that exists; returns a row for each quantized layer.
-
-        Raises:
-            ValueError: the format cannot hold the model or a layer, or a package is missing.
-        """
+        """Writes a model to a folder that exists; returns a row for each quantized layer. A ``ValueError`` if the
+        format cannot hold the model or a layer, or a package is missing."""
         return self.writes(self, original, folder, options)
 
 
