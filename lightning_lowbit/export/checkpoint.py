@@ -121,7 +121,15 @@ def export_checkpoint(
         with being_written(output) as partial, ExitStack() as stack:
             stack.callback(remove, partial)  # what is in place is no longer there
             partial.mkdir()
-            exported = _export(original, chosen, options, tokens, parity, partial, output)
+            rows = chosen.write(original, partial, options)
+            if original.unmerged is not None:
+                changes = rounding_errors(original)
+                rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
+            compared: dict[str, Any] = {"why_not": "it was not asked for"}
+            if parity:
+                compared = _compared(chosen, original, partial, rows, options, tokens)
+            size = sum(path.stat().st_size for path in partial.rglob("*"))
+            exported = Exported(output, rows, size, original.parameters, **compared)
             write_record(original, chosen.name, partial)
             (partial / "README.md").write_text(card(exported, original, chosen, license))
             put_in_place(partial, output)
@@ -221,29 +229,6 @@ def _unwritten(error: Exception, output: Path) -> str | None:
     if number not in _ADVICE or not (path.is_relative_to(parent) or parent.is_relative_to(path)):
         return None  # such as of another file, which is read
     return _ADVICE[number].format(folder=parent, error=os.strerror(number))
-
-
-def _export(
-    original: TrainedModel,
-    format: Format,
-    options: Options,
-    tokens: Tensor | None,
-    parity: bool,
-    partial: Path,
-    output: Path,
-) -> Exported:
-    """Writes the model to ``partial``, and compares it with the training."""
-    rows = format.write(original, partial, options)
-    if original.unmerged is not None:
-        changes = rounding_errors(original)
-        rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
-    compared: dict[str, Any] = {"why_not": "it was not asked for"}
-    if parity:
-        compared = _compared(format, original, partial, rows, options, tokens)
-    total = sum(parameter.numel() for parameter in original.model.parameters())
-    few = sum(layer.weight_matrix().numel() for layer in original.layers.values())
-    size = sum(path.stat().st_size for path in partial.rglob("*"))
-    return Exported(output, rows, size, (total, few), **compared)
 
 
 def fitting(original: TrainedModel) -> list[str]:

@@ -56,6 +56,12 @@ class TrainedModel:
         """Returns whether the model has adapters of PEFT (:mod:`lightning_lowbit.export.merging`)."""
         return hasattr(self.model, "peft_config")
 
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """Returns numbers of all parameters, and of parameters in few bits."""
+        total = sum(parameter.numel() for parameter in self.model.parameters())
+        return total, sum(layer.weight_matrix().numel() for layer in self.layers.values())
+
 
 def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = True) -> TrainedModel:
     """Reads a checkpoint, a file or a folder of shards, of a run with a plugin of this package; runs no code that it

@@ -43,6 +43,8 @@ class LlamaCpp(nn.Module):
         if loaded == self.ffi.NULL:
             raise ValueError(f"llama.cpp cannot read {file}: {''.join(messages[-3:]).strip()}")
         self.file = self.ffi.gc(loaded, self.lib.llama_model_free)
+        self.vocab = self.lib.llama_model_get_vocab(self.file)
+        self.has_tokenizer = bool(self.lib.llama_vocab_type(self.vocab) != 0)  # LLAMA_VOCAB_TYPE_NONE
 
     def _silence(self, messages: list[str]) -> None:
         """Collects warnings and errors, which llama.cpp would print with all else."""
@@ -53,10 +55,6 @@ class LlamaCpp(nn.Module):
 
         _QUIET[:] = [self.ffi.callback("void(enum ggml_log_level, const char *, void *)", take)]
         self.lib.llama_log_set(_QUIET[0], self.ffi.NULL)
-
-    @property
-    def vocab(self) -> Any:
-        return self.lib.llama_model_get_vocab(self.file)
 
     def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
         """Returns ``logits``, float32 (batch, length, vocab_size), of int64 tokens (batch, length). A ``ValueError``
@@ -101,20 +99,11 @@ class LlamaCpp(nn.Module):
         count = self.lib.llama_detokenize(self.vocab, [*tokens], len(tokens), room, size, False, True)
         return str(self.ffi.buffer(room, max(count, 0))[:].decode(errors="replace"))
 
-    @property
-    def has_tokenizer(self) -> bool:
-        return bool(self.lib.llama_vocab_type(self.vocab) != 0)  # LLAMA_VOCAB_TYPE_NONE
-
-    @property
-    def chat_template(self) -> str | None:
-        template = self.lib.llama_model_chat_template(self.file, self.ffi.NULL)
-        return None if template == self.ffi.NULL else self.ffi.string(template).decode()
-
     def prompt(self, question: str) -> list[int]:
         """Returns the ids of a question as llama.cpp's programs make them: by the file's template of a chat, if it has
         one, without a second ``bos``."""
-        template = self.chat_template
-        if template is None:
+        template = self.lib.llama_model_chat_template(self.file, self.ffi.NULL)
+        if template == self.ffi.NULL:
             return self.tokenize(question, special=True)
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -122,10 +111,9 @@ class LlamaCpp(nn.Module):
             self.ffi.string(self.lib.llama_vocab_get_text(self.vocab, id)).decode()
             for id in (self.lib.llama_vocab_bos(self.vocab), self.lib.llama_vocab_eos(self.vocab))
         )
-        conversation = [{"role": "user", "content": question}]
         rendered: Any = render_jinja_template(
-            conversations=[conversation],
-            chat_template=template,
+            conversations=[[{"role": "user", "content": question}]],
+            chat_template=self.ffi.string(template).decode(),
             add_generation_prompt=True,
             bos_token=bos,
             eos_token=eos,
