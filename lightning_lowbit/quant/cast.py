@@ -316,12 +316,12 @@ def current_names(settings: Mapping[str, Any], warn: bool = False) -> dict[str, 
     return {name: value for name, value in settings.items() if name != "rounded"} | replaced
 
 
-def _takes_old_names(init: Callable[..., None]) -> Callable[..., None]:
-    @wraps(init)
-    def init_with_old_names(self: Cast, *args: Any, **settings: Any) -> None:
-        init(self, *args, **current_names(settings, warn=True))
-
-    return init_with_old_names
+_init: Callable[..., None] = Cast.__init__
 
 
-Cast.__init__ = _takes_old_names(Cast.__init__)  # type: ignore[method-assign]
+@wraps(_init)
+def _init_with_old_names(self: Cast, *args: Any, **settings: Any) -> None:
+    _init(self, *args, **current_names(settings, warn=True))
+
+
+Cast.__init__ = _init_with_old_names  # type: ignore[method-assign]

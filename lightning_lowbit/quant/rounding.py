@@ -94,9 +94,6 @@ def round_stochastic(value: Tensor, format: Format, draws: Tensor) -> Tensor:
     return _to_multiple(value + (draws - 0.5) * step, step)
 
 
-# --- random bits ------------------------------------------------------------------------------------------------------
-
-
 def int32(number: int) -> int:
     """Wraps an integer as int32 arithmetic does."""
     return (number + 2**31) % 2**32 - 2**31

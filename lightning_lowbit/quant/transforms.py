@@ -57,8 +57,6 @@ def smoothing_factor(amax: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.where(torch.isfinite(amax) & (amax > 0), factor, 1.0).to(dtype)
 
 
-# --- rotation ---------------------------------------------------------------------------------------------------------
-
 SIZES = (16, 32, 64, 128)
 
 # Transformer Engine's signs for groups of 16; larger groups repeat them.

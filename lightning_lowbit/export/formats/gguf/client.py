@@ -35,7 +35,13 @@ class LlamaCpp(nn.Module):
             why = f"it needs {match[1]}" if match else str(error).splitlines()[0]
             raise NoClient(f"the llama.cpp of llama-cpp-py-sync does not load here: {why}") from error
         messages: list[str] = []
-        self._silence(messages)
+
+        def take(level: int, text: Any, _: Any) -> None:
+            if level >= 3:  # GGML_LOG_LEVEL_WARN; llama.cpp would print them with all else
+                messages.append(self.ffi.string(text).decode(errors="replace"))
+
+        _QUIET[:] = [self.ffi.callback("void(enum ggml_log_level, const char *, void *)", take)]
+        self.lib.llama_log_set(_QUIET[0], self.ffi.NULL)
         self.lib.llama_backend_init()
         settings = self.lib.llama_model_default_params()
         settings.n_gpu_layers = 0
@@ -45,16 +51,6 @@ class LlamaCpp(nn.Module):
         self.file = self.ffi.gc(loaded, self.lib.llama_model_free)
         self.vocab = self.lib.llama_model_get_vocab(self.file)
         self.has_tokenizer = bool(self.lib.llama_vocab_type(self.vocab) != 0)  # LLAMA_VOCAB_TYPE_NONE
-
-    def _silence(self, messages: list[str]) -> None:
-        """Collects warnings and errors, which llama.cpp would print with all else."""
-
-        def take(level: int, text: Any, _: Any) -> None:
-            if level >= 3:  # GGML_LOG_LEVEL_WARN
-                messages.append(self.ffi.string(text).decode(errors="replace"))
-
-        _QUIET[:] = [self.ffi.callback("void(enum ggml_log_level, const char *, void *)", take)]
-        self.lib.llama_log_set(_QUIET[0], self.ffi.NULL)
 
     def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
         """Returns ``logits``, float32 (batch, length, vocab_size), of int64 tokens (batch, length). A ``ValueError``
