@@ -97,16 +97,14 @@ def matrices(
         companions |= dict.fromkeys(joined, joined)
     waiting: dict[str, Tensor] = {}
     for name in original.layers:
-        read: dict[str, Tensor] = {}
-        if name not in waiting:
-            for member in companions.get(name, [name]):
-                read[member] = original.layers[member].weight_matrix().detach().to(original.dtype)
-            for group in original.shared:
-                if group[0] in read:
-                    amax = torch.stack([amax_of(read[member]) for member in group]).amax()
-                    for member in group:
-                        original.layers[member].lowbit.weight_amax = amax
-            waiting |= read
+        layers = {} if name in waiting else {member: original.layers[member] for member in companions.get(name, [name])}
+        read = {member: layer.weight_matrix().detach().to(original.dtype) for member, layer in layers.items()}
+        for group in original.shared:
+            if group[0] in read:
+                amax = torch.stack([amax_of(read[member]) for member in group]).amax()
+                for member in group:
+                    layers[member].lowbit.weight_amax = amax
+        waiting |= read
         yield name, waiting.pop(name), read
 
 

@@ -21,6 +21,12 @@ from lightning_lowbit.formats import Format
 # binades than this use other arithmetic.
 _MAX_CHAIN = 8
 
+# The remedy where a key is missing.
+KEYS = (
+    "In a layer, keys are set by the plugin, as in Trainer(plugins=[FP4Precision()]), or by lightning_lowbit.nn."
+    "LayerKeys in a loop of your own."
+)
+
 
 def grid_step(magnitude: Tensor, format: Format) -> Tensor:
     """Spacing of ``format`` at float32 magnitudes in [0, format.max]: float32 powers of two, the same shape."""

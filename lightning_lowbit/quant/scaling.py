@@ -46,7 +46,7 @@ from lightning_lowbit.quant.blocks import (
 )
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.rounding import mix_key, round_nearest, round_stochastic, uniform, uniform_by_fours
+from lightning_lowbit.quant.rounding import KEYS, mix_key, round_nearest, round_stochastic, uniform, uniform_by_fours
 from lightning_lowbit.quant.scales import (
     block_amax,
     block_ends,
@@ -210,11 +210,7 @@ def rounding_key(cast: Cast, key: Tensor | int | None, device: torch.device) -> 
     if not cast.draws:
         return None
     if key is None:
-        raise ValueError(
-            f"{cast} rounds stochastically and needs a key: quantize(x, cast, key=...). In a layer, keys are "
-            "set by the plugin, as in Trainer(plugins=[FP4Precision()]), or by lightning_lowbit.nn.LayerKeys in a loop "
-            "of your own."
-        )
+        raise ValueError(f"{cast} rounds stochastically and needs a key: quantize(x, cast, key=...). {KEYS}")
     if not isinstance(key, Tensor):
         key = torch.tensor(key, device=device)
     if key.dtype != torch.int64 or key.numel() != 1:

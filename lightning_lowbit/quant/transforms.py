@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_lowbit._torch.devices import power_of_two
 from lightning_lowbit.checks import choose
 from lightning_lowbit.compilation import opaque
-from lightning_lowbit.quant.rounding import mix_key, uniform
+from lightning_lowbit.quant.rounding import KEYS, mix_key, uniform
 from lightning_lowbit.quant.scales import binary_exponent, block_amax
 
 # Factors and products stay far from the ends of float32's and bfloat16's range. In float16 the factors and their
@@ -97,10 +97,7 @@ class Hadamard:
         """Returns the signs of several products: float32 ``[products, size]``, from a key of each, int64
         ``[products]``; or the fixed signs of all of them, ``[size]``."""
         if self.signs == "keyed" and keys is None:
-            raise ValueError(
-                "Keyed signs of a Hadamard transform need a key. In a layer, keys are set by the plugin, as in "
-                "Trainer(plugins=[FP4Precision()]), or by lightning_lowbit.nn.LayerKeys in a loop of your own."
-            )
+            raise ValueError(f"Keyed signs of a Hadamard transform need a key. {KEYS}")
         return _signs(keys if self.signs == "keyed" else None, self.size, device)
 
     def __str__(self) -> str:

@@ -83,8 +83,7 @@ def input_amax(weight: Weight, options: Options) -> float:
     if amax is None:
         raise ValueError(
             "The format keeps a static scale for the activations of each layer, which takes data: give calibration "
-            "text (--calibrate FILE), or take a format whose engines leave activations in high precision, or scale "
-            "them by themselves."
+            "text (--calibrate FILE), or a format that leaves activations in high precision, or scales them itself."
         )
     return max(amax, 1e-12)
 
