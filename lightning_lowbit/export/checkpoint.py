@@ -4,6 +4,7 @@ import errno
 import os
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,41 +15,37 @@ from torch import Tensor
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.checks import choose, some
-from lightning_lowbit.export.calibration import input_amaxes, tokens_of
 from lightning_lowbit.export.card import card
+from lightning_lowbit.export.folder import RECORD, write_record
 from lightning_lowbit.export.formats.base import Format, NoClient, Options, Written, example_shape
 from lightning_lowbit.export.formats.names import DTYPES
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.merging import merge_adapters, rounding_errors
-from lightning_lowbit.export.parity import Parity, compare, explained_by, limits_of, outputs_difference
+from lightning_lowbit.export.parity import (
+    Parity,
+    compare,
+    input_amaxes,
+    limits_of,
+    outputs_difference,
+    outputs_limit,
+    tokens_of,
+)
 from lightning_lowbit.export.reading.files import AGAIN
-from lightning_lowbit.export.record import NAME as RECORD
-from lightning_lowbit.export.record import write_record
 from lightning_lowbit.export.trained_model import TrainedModel, is_language_model, read
 from lightning_lowbit.packages import install
 
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported folder.
-
-    Attributes:
-        folder: holds the files.
-        rows: one for each quantized layer.
-        bytes: of the folder.
-        parameters: numbers of all parameters, and of parameters in few bits.
-        parity: the report, of a model that takes tokens.
-        outputs: the relative difference from the training's, of other models.
-        why_not: there is neither, in words.
-    """
+    """An exported folder."""
 
     folder: Path
-    rows: Sequence[Written]
-    bytes: int
-    parameters: tuple[int, int]
-    parity: Parity | None = None
-    outputs: float | None = None
-    why_not: str | None = None
+    rows: Sequence[Written]  # one for each quantized layer
+    bytes: int  # of the folder
+    parameters: tuple[int, int]  # numbers of all parameters, and of parameters in few bits
+    parity: Parity | None = None  # the report, of a model that takes tokens
+    outputs: float | None = None  # the relative difference from the training's, of other models
+    why_not: str | None = None  # there is neither, in words
 
     def compared(self) -> str:
         """Returns the result of the comparison, in lines."""
@@ -121,16 +118,21 @@ def export_checkpoint(
     amaxes = input_amaxes(original, tokens) if calibrate is not None and tokens is not None else None
     options = Options(rescale, amaxes, dense_dtype, shape)
     try:
-        with being_written(output) as partial:
-            try:
-                partial.mkdir()
-                exported = _export(original, chosen, options, tokens, parity, partial, output)
-                write_record(original, chosen.name, partial)
-                (partial / "README.md").write_text(card(exported, original, chosen, license))
-                put_in_place(partial, output)
-            except BaseException:
-                remove(partial)
-                raise
+        with being_written(output) as partial, ExitStack() as stack:
+            stack.callback(remove, partial)  # what is in place is no longer there
+            partial.mkdir()
+            rows = chosen.write(original, partial, options)
+            if original.unmerged is not None:
+                changes = rounding_errors(original)
+                rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
+            compared: dict[str, Any] = {"why_not": "it was not asked for"}
+            if parity:
+                compared = _compared(chosen, original, partial, rows, options, tokens)
+            size = sum(path.stat().st_size for path in partial.rglob("*"))
+            exported = Exported(output, rows, size, original.parameters, **compared)
+            write_record(original, chosen.name, partial)
+            (partial / "README.md").write_text(card(exported, original, chosen, license))
+            put_in_place(partial, output)
     except Exception as error:  # of the system, or of a library that wraps it
         if (message := _unwritten(error, output)) is not None:
             raise OSError(message) from error
@@ -218,39 +220,15 @@ _ADVICE = dict.fromkeys(
 
 def _unwritten(error: Exception, output: Path) -> str | None:
     """Returns why the system let no export be written, and a remedy, in words; None if that was not the reason."""
-    number_in_text = re.search(r"os error (\d+)", str(error))  # of safetensors
-    number = getattr(error, "errno", None) or (int(number_in_text[1]) if number_in_text else None)
+    in_text = re.search(r"os error (\d+)", str(error))  # of safetensors
+    number = getattr(error, "errno", None) or (int(in_text[1]) if in_text else None)
     if isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)):  # of numpy
         number = errno.ENOSPC
-    parent = output.absolute().parent
-    if isinstance(error, OSError) and error.filename is not None:
-        path = Path(os.fsdecode(error.filename)).absolute()
-        if not (path.is_relative_to(parent) or parent.is_relative_to(path)):
-            return None  # of another file, such as one that is read
-    return _ADVICE[number].format(folder=parent, error=os.strerror(number)) if number in _ADVICE else None
-
-
-def _export(
-    original: TrainedModel,
-    format: Format,
-    options: Options,
-    tokens: Tensor | None,
-    parity: bool,
-    partial: Path,
-    output: Path,
-) -> Exported:
-    """Writes the model to ``partial``, and compares it with the training."""
-    rows = format.write(original, partial, options)
-    if original.unmerged is not None:
-        changes = rounding_errors(original)
-        rows = [replace(row, error=max(row.error, changes[row.name])) for row in rows]
-    comparison: dict[str, Any] = {"why_not": "it was not asked for"}
-    if parity:
-        comparison = _compared(format, original, partial, rows, options, tokens)
-    total = sum(parameter.numel() for parameter in original.model.parameters())
-    few = sum(layer.weight_matrix().numel() for layer in original.layers.values())
-    size = sum(path.stat().st_size for path in partial.rglob("*"))
-    return Exported(output, rows, size, (total, few), **comparison)
+    parent, name = output.absolute().parent, getattr(error, "filename", None)
+    path = parent if name is None else Path(os.fsdecode(name)).absolute()
+    if number not in _ADVICE or not (path.is_relative_to(parent) or parent.is_relative_to(path)):
+        return None  # such as of another file, which is read
+    return _ADVICE[number].format(folder=parent, error=os.strerror(number))
 
 
 def fitting(original: TrainedModel) -> list[str]:
@@ -268,9 +246,9 @@ def explain_formats(original: TrainedModel) -> str:
         )
     if names := fitting(original):
         return f"Formats that hold it: {some(names, 20)}. Give one: --format NAME --output DIR."
+    reason = ""
     try:
         FORMATS["dequantized"].check(original)  # which holds the most
-        reason = ""
     except ValueError as error:
         reason = f"{error} "
     return f"No format holds it. {reason}Leave such layers in high precision in training (skip), or use restore."
@@ -284,8 +262,7 @@ def _compared(
     options: Options,
     tokens: Tensor | None,
 ) -> dict[str, Any]:
-    """Compares the model in a folder with the training, and raises an error if it computes something else. Returns one
-    of the last fields of :class:`Exported`."""
+    """Returns one of the last fields of :class:`Exported`; an error if the folder's model computes something else."""
     if format.load is None:
         return {"why_not": "the format's client is not a package of Python"}
     shape = example_shape(original, options)
@@ -309,13 +286,13 @@ def _compared(
         return {"why_not": "the model is no causal language model of transformers; its client loads it"}
     if tokens is not None:
         report = compare(original, client, rows, format.weights(original, options), tokens, options.dtype, format.shown)
-        report.check(format.tolerance)
+        report.check()
         chat = None if format.chat is None else format.chat(original, client)
         if chat is not None and not chat.is_same_prompt:
             rank_zero_warn(f"The exported file makes another prompt than the tokenizer of the training: {chat}.")
         return {"parity": replace(report, chat=chat)}
     assert shape is not None
-    difference, limit = outputs_difference(original, client, shape), explained_by(format.tolerance, limits_of(rows))
+    difference, limit = outputs_difference(original, client, shape), outputs_limit(limits_of(rows))
     if not difference <= limit:
         raise ValueError(
             f"The exported model computes something else: its output differs by {difference:.3g} of its norm, and "

@@ -1,27 +1,25 @@
-"""A folder of ``transformers``: weights in shards, configuration, tokenizer; tensors are written as they come."""
+"""A folder of ``transformers``: weights in shards, configuration, tokenizer; tensors are written as they come.
+
+``lowbit.json`` in it says how each layer was trained, for ``load``.
+"""
 
 import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_lowbit._lightning import rank_zero_warn
-from lightning_lowbit.checks import some
-from lightning_lowbit.export.reading.files import (
-    AGAIN,
-    INDEX,
-    WHOLE,
-    first_line,
-    is_saved_safely,
-    locate,
-    read_json,
-)
+from lightning_lowbit.checks import choose, integer, number, some, text
+from lightning_lowbit.export.reading.files import AGAIN, INDEX, WHOLE, first_line, is_saved_safely, locate, read_json
 from lightning_lowbit.export.tokenizer import fitting_tokenizer, load_tokenizer
 from lightning_lowbit.export.trained_model import TrainedModel, parameters_on_meta
+from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.traits import OPERANDS
+from lightning_lowbit.precision.checkpoints.trained import primitive
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of dtypes that weights have
 _SHARD = 2**29  # bytes of tensors that wait to be written, of which safetensors makes a copy
@@ -43,13 +41,8 @@ class SafetensorsWriter:
         return _size(tensors)
 
     def finish(self, original: TrainedModel, without: set[str], dtype: torch.dtype) -> None:
-        """Writes the other tensors of a model, and the index; names of several files tell their number.
-
-        Args:
-            original: the model. Of tied tensors the first one is written.
-            without: names of tensors to leave out.
-            dtype: of floating point parameters; buffers keep theirs.
-        """
+        """Writes the other tensors of a model, of tied ones the first, ``without`` those of some names, and the index.
+        Floating point parameters are cast to ``dtype``. Names of several files tell their number."""
         parameters = dict(original.model.named_parameters(remove_duplicate=False))
         seen: set[int] = set()
         for name, tensor in original.model.state_dict(keep_vars=True).items():
@@ -63,8 +56,8 @@ class SafetensorsWriter:
             self._files[0][0].rename(self.folder / WHOLE)
             return
         files: dict[str, str] = {}
-        for number, (path, names, _) in enumerate(self._files, 1):
-            final = path.rename(self.folder / f"model-{number:05}-of-{len(self._files):05}.safetensors")
+        for place, (path, names, _) in enumerate(self._files, 1):
+            final = path.rename(self.folder / f"model-{place:05}-of-{len(self._files):05}.safetensors")
             files |= dict.fromkeys(names, final.name)
         index = {"metadata": {"total_size": sum(size for *_, size in self._files)}, "weight_map": files}
         write_json(self.folder / INDEX, index)
@@ -82,10 +75,8 @@ class SafetensorsWriter:
 def write_network(
     original: TrainedModel, folder: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None
 ) -> None:
-    """Writes the configuration of a model of ``transformers``, that of its generation, and its tokenizer.
-
-    ``dtype`` is that of the tensors that are not quantized, ``quantization`` the ``quantization_config``, if any.
-    """
+    """Writes the configuration of a model of ``transformers`` with a ``quantization_config``, if any, and the ``dtype``
+    of the tensors that are not quantized; the configuration of its generation; and its tokenizer."""
     config = copy.deepcopy(original.config)
     assert config is not None
     config.architectures, config.dtype = [type(original.model).__name__], dtype
@@ -120,10 +111,8 @@ def load_network(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
 def pretrained(cls: Any, folder: Path, **arguments: Any) -> Any:
     """Returns a model in evaluation mode that ``from_pretrained`` of a class of ``transformers`` makes of a folder.
 
-    Raises:
-        ValueError: the folder takes code of its own, which is not run; a file is missing or damaged; or a tensor is
-            missing, is not the model's, or has another shape or a dtype of codes.
-        ImportError: a package is missing.
+    An ``ImportError`` if a package is missing; a ``ValueError`` if the folder takes code of its own, which is not run,
+    a file is missing or damaged, or a tensor is missing, is not the model's, or has another shape or a dtype of codes.
     """
     from transformers.utils import logging
 
@@ -155,11 +144,8 @@ def pretrained(cls: Any, folder: Path, **arguments: Any) -> Any:
 
 
 def empty_network(config: Mapping[str, Any], folder: Path) -> Any:
-    """Returns the network of a folder's configuration without its quantization, with parameters on the meta device.
-
-    Raises:
-        ValueError: ``transformers`` has no such network, or cannot make it of this configuration.
-    """
+    """Returns the network of a folder's configuration without its quantization, with parameters on the meta device. A
+    ``ValueError`` if ``transformers`` has no such network, or cannot make it of this configuration."""
     from transformers import AutoConfig, GenerationConfig
 
     cls = architecture(config, folder)
@@ -177,11 +163,7 @@ def empty_network(config: Mapping[str, Any], folder: Path) -> Any:
 
 
 def architecture(config: Mapping[str, Any], folder: Path) -> Any:
-    """Returns the class of ``transformers`` that a configuration names.
-
-    Raises:
-        ValueError: there is no such class.
-    """
+    """Returns the class of ``transformers`` that a configuration names; a ``ValueError`` if there is none."""
     import transformers
 
     names = config.get("architectures")
@@ -198,3 +180,53 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _size(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+RECORD = "lowbit.json"
+_VERSION = 1
+
+
+class Record(NamedTuple):
+    """The casts with which an exported model was trained."""
+
+    format: str  # of the folder
+    casts: Mapping[str, LinearCasts]  # of each layer that is quantized
+    input_amaxes: Mapping[str, float]  # by layer, the amax that scales its input, with delayed scaling
+
+
+def write_record(original: TrainedModel, format: str, folder: Path) -> None:
+    """Writes the casts of the quantized layers by name, each once."""
+    names: dict[LinearCasts, str] = {}
+    layers = {name: names.setdefault(layer.full_casts, str(len(names))) for name, layer in original.layers.items()}
+    casts = {name: primitive(casts) for casts, name in names.items()}
+    amaxes = {
+        name: float(layer.lowbit.amaxes.in_force[OPERANDS.index("fprop_x")])
+        for name, layer in original.layers.items()
+        if layer.lowbit.amaxes is not None and "fprop_x" in layer.full_casts.delayed
+    }
+    content = {"version": _VERSION, "format": format, "layers": layers, "casts": casts, "input_amaxes": amaxes}
+    write_json(folder / RECORD, content)
+
+
+def read_record(folder: Path) -> Record | None:
+    """Returns the record of an exported folder, None for folders of others; a ``ValueError`` for a damaged or later
+    one."""
+    path = folder / RECORD
+    if not path.exists():
+        return None
+    record = read_json(path)
+    try:
+        version: Any = integer("version", record.get("version"), 1)
+        if version > _VERSION:
+            raise ValueError(f"it has version {version}, and this lightning_lowbit reads up to {_VERSION}")
+        parts: dict[str, Any] = {key: record.get(key) for key in ("casts", "layers", "input_amaxes")}
+        for key, part in parts.items():
+            if not isinstance(part, dict):
+                raise ValueError(f"it has {key} {part!r}, no mapping")
+        casts = {name: LinearCasts.of(value) for name, value in parts["casts"].items()}
+        layers = {layer: casts[choose("casts", name, casts)] for layer, name in parts["layers"].items()}
+        amaxes = {layer: number("input_amaxes", amax, at_least=0) for layer, amax in parts["input_amaxes"].items()}
+        format: Any = text("format", record.get("format"))
+    except (ValueError, TypeError) as error:  # fields of casts are of any type
+        raise ValueError(f"{path} cannot be read ({error}). {AGAIN}") from error
+    return Record(format, layers, amaxes)

@@ -7,16 +7,15 @@ the casts. A model is changed only after everything has been compared with it.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.folder import empty_network
+from lightning_lowbit.export.folder import RECORD, empty_network, read_record
 from lightning_lowbit.export.reading.files import AGAIN, read_json, read_tensors
 from lightning_lowbit.export.reading.layouts import FLOATS, PARTS, Scheme, check_scheme, codes_of, layers_of, layouts
-from lightning_lowbit.export.record import NAME, read_record
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more
 from lightning_lowbit.nn.conversion.frozen import keep_bytes
@@ -26,6 +25,7 @@ from lightning_lowbit.precision.checkpoints.weights import differs
 from lightning_lowbit.quant import Cast
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_Layers = dict[str, tuple[LinearCasts, Frozen, Tensor]]  # casts and bytes by name
 _METHODS = ("compressed-tensors", "modelopt", "bitnet")  # whose folders are read
 
 
@@ -63,21 +63,18 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
     if casts is not None:
         record = None
     recorded = {} if record is None else {name: _current(layer_casts) for name, layer_casts in record.casts.items()}
-    default = None if casts is None else LinearCasts.of(casts)
     model = empty_network(config, folder)
-    contents = _read(model, folder, config, recorded, default, dtype, quantized)
+    layers, others = _read(model, folder, config, recorded, casts, dtype, quantized)
     if record is not None and quantized:
         delayed = {name for name, layer_casts in record.casts.items() if "fprop_x" in layer_casts.delayed}
-        wrong = (record.casts.keys() ^ contents.layers.keys()) | (record.input_amaxes.keys() ^ delayed)
-        if wrong:
-            names = some(sorted(wrong))
-            raise ValueError(f"{folder / NAME} and the weights differ in how {names} was trained. {AGAIN}")
+        if wrong := sorted((record.casts.keys() ^ layers.keys()) | (record.input_amaxes.keys() ^ delayed)):
+            raise ValueError(f"{folder / RECORD} and the weights differ in how {some(wrong)} was trained. {AGAIN}")
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
                 module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
     model.tie_weights()
-    _fill(model, contents)
+    _fill(model, layers, others)
     _scale_inputs(model, {} if record is None else record.input_amaxes)
     return model.eval()
 
@@ -110,35 +107,21 @@ def load_compressed(
         >>> model = load_compressed(model, "llama-fp8")
     """
     folder = Path(folder).expanduser()
-    default = None if casts is None else LinearCasts.of(casts)
-    return _fill(model, _read(model, folder, _config(folder), {}, default, dtype))
-
-
-class _Contents(NamedTuple):
-    """The tensors of a folder: quantized layers by name, each with casts and bytes, and all other tensors."""
-
-    layers: Mapping[str, tuple[LinearCasts, Frozen, Tensor]]
-    others: Mapping[str, Tensor]
+    return _fill(model, *_read(model, folder, _config(folder), {}, casts, dtype))
 
 
 def _read(
     model: nn.Module,
     folder: Path,
     config: Mapping[str, Any],
-    casts: Mapping[str, LinearCasts],
-    default: LinearCasts | None,
+    recorded: Mapping[str, LinearCasts],
+    casts: CastsLike | None,
     dtype: torch.dtype,
     quantized: bool = True,
-) -> _Contents:
-    """Reads a folder, and compares it with a model, which may be on the meta device.
-
-    Args:
-        model: of the folder's architecture.
-        folder, config: as for :func:`load_compressed`, and its ``config.json``.
-        casts, default: of the layers by name, and of all other layers.
-        dtype: of the computation.
-        quantized: False for a folder of plain weights.
-    """
+) -> tuple[_Layers, dict[str, Tensor]]:
+    """Returns the layers and all other tensors of a folder, compared with a model, which may be on the meta device.
+    Layers have ``recorded`` casts, by name, or ``casts``; a folder that is not ``quantized`` holds plain weights."""
+    default = None if casts is None else LinearCasts.of(casts)
     method, schemes = _schemes(config, folder / "config.json") if quantized else ("", [])
     tensors = read_tensors(folder)
     names = layers_of(tensors) if quantized else []
@@ -148,12 +131,12 @@ def _read(
             f"{folder} has quantized weights of {len(lacking)} layers that {type(model).__name__} does not have as "
             f"nn.Linear, e.g. {some(lacking)}. Build the model from the checkpoint's own config.json."
         )
-    layers: dict[str, tuple[LinearCasts, Frozen, Tensor]] = {}
+    layers: _Layers = {}
     for name in names:
         parts = {part: tensors.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in tensors}
         shape: torch.Size = modules[name].weight.shape
         codes = codes_of(name, parts, layouts(method, schemes, *shape))
-        layer_casts = casts.get(name, default)
+        layer_casts = recorded.get(name, default)
         weight = None if layer_casts is None else layer_casts.fprop_w
         if isinstance(weight, Cast) and weight.scale.block == "tensor":
             codes = codes.with_one_scale()
@@ -161,15 +144,15 @@ def _read(
         assert isinstance(layer_casts.fprop_w, Cast)
         frozen = Frozen(layer_casts.fprop_w, shape, dtype)
         layers[name] = layer_casts, frozen, joined(codes.packed(name, layer_casts.fprop_w))
-    return _Contents(layers, _others(model, tensors, {f"{name}.weight" for name in names}, folder))
+    return layers, _others(model, tensors, {f"{name}.weight" for name in names}, folder)
 
 
 @torch.no_grad()
-def _fill(model: _Model, contents: _Contents) -> _Model:
+def _fill(model: _Model, layers: _Layers, others: dict[str, Tensor]) -> _Model:
     """Gives a model the contents of a folder."""
-    model.load_state_dict(dict(contents.others), strict=False)
-    convert_more(model, {name: casts for name, (casts, _, _) in contents.layers.items()})
-    for name, (_, frozen, data) in contents.layers.items():
+    model.load_state_dict(others, strict=False)
+    convert_more(model, {name: casts for name, (casts, _, _) in layers.items()})
+    for name, (_, frozen, data) in layers.items():
         layer: Any = model.get_submodule(name)
         keep_bytes(layer, frozen, data.to(layer.weight.device))
     return model
@@ -186,16 +169,17 @@ def _schemes(whole: Mapping[str, Any], path: Path) -> tuple[str, Sequence[Scheme
         )
     if method != "compressed-tensors":
         return method, []
-    groups = config.get("config_groups")
+    groups, schemes = config.get("config_groups"), []
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ValueError(f"{path} has config_groups that are no mapping of mappings. {AGAIN}")
-    weights = {name: group["weights"] for name, group in groups.items() if group.get("weights") is not None}
-    if not all(isinstance(arguments, dict) for arguments in weights.values()):
-        raise ValueError(f"{path} has weights in config_groups that are no mapping. {AGAIN}")
-    formats = {name: groups[name].get("format") or config.get("format") for name in weights}
-    return method, [
-        check_scheme({**weights[name], "format": formats[name]}, f"{path}, config_groups.{name}") for name in weights
-    ]
+    for name, group in groups.items():
+        weights = group.get("weights")
+        if not isinstance(weights, dict | None):
+            raise ValueError(f"{path} has weights in config_groups that are no mapping. {AGAIN}")
+        if weights is not None:
+            scheme = {**weights, "format": group.get("format") or config.get("format")}
+            schemes.append(check_scheme(scheme, f"{path}, config_groups.{name}"))
+    return method, schemes
 
 
 def _casts(name: str, cast: Cast, casts: LinearCasts | None, columns: int) -> LinearCasts:

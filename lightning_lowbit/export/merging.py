@@ -30,15 +30,8 @@ from lightning_lowbit.quant import Cast
 @torch.no_grad()
 def merge_adapters(original: TrainedModel, format: Format, dtype: torch.dtype) -> TrainedModel:
     """A model whose adapters are merged, with weights in few bits that a format holds, and inputs in high precision.
-
-    Args:
-        original: a model with adapters of PEFT.
-        format: of the export.
-        dtype: of the files, in which engines may keep scales.
-
-    Raises:
-        ValueError: the adapters cannot be merged, or the format holds neither the cast of the base nor has one.
-    """
+    Engines may keep scales in the ``dtype`` of the files. A ``ValueError`` if the adapters cannot be merged, or the
+    format holds neither the cast of the base nor has one."""
     trained: Any = original.model
     model, own_cast = _dense(trained), format.own_cast
     if own_cast is not None and format.rounds_scales:

@@ -39,11 +39,7 @@ def bytes_tokenizer() -> "PreTrainedTokenizerFast":
 
 def load_tokenizer(name: str) -> Any:
     """Returns a tokenizer of ``transformers``: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes; code
-    beside it is not run.
-
-    Raises:
-        ValueError: there is no such tokenizer.
-    """
+    beside it is not run. A ``ValueError`` if there is none."""
     if name == "bytes":
         return bytes_tokenizer()
     from transformers import AutoTokenizer
@@ -57,12 +53,8 @@ def load_tokenizer(name: str) -> Any:
 
 
 def fitting_tokenizer(name: str, model: Any) -> Any:
-    """Returns a tokenizer as :func:`load_tokenizer` gives it, all of whose ids a model of ``transformers`` takes; but
-    for special tokens, which no text gives.
-
-    Raises:
-        ValueError: there is no such tokenizer, or it has more ids.
-    """
+    """Returns :func:`load_tokenizer`; a ``ValueError`` if it has ids that a model of ``transformers`` does not take,
+    but for special tokens, which no text gives."""
     tokenizer = load_tokenizer(name)
     added = tokenizer.added_tokens_decoder.items()
     special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
@@ -77,12 +69,8 @@ def fitting_tokenizer(name: str, model: Any) -> Any:
 
 
 def byte_characters() -> list[str]:
-    """Returns the visible character that stands for each byte in byte-level vocabularies (GPT-2's ``encoder.py``).
-
-    Examples:
-        >>> byte_characters()[97], byte_characters()[32]
-        ('a', 'Ġ')
-    """
+    """Returns the visible character that stands for each byte in byte-level vocabularies (GPT-2's ``encoder.py``):
+    ``"Ġ"`` for a space."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]

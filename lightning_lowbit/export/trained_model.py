@@ -40,47 +40,37 @@ _OBJECTS = (
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained model.
-
-    Attributes:
-        model: evaluates as it was trained, under the autocast of the training; a model of ``transformers`` where the
-            trained module holds one.
-        layers: the layers whose weights the forward pass quantizes, by their names in ``model``.
-        dtype: of the computation in training; weights are rounded to it before they are quantized.
-        config: the configuration of ``transformers``; None for other models.
-        facts: of the training, for the model card: ``step``, ``phase``, ``tokenizer``, hyper-parameters, and those of
-            the folder of the ``run``.
-        shared: the names of layers whose weights are scaled by one amax, a list for each group.
-        unmerged: the model of the training with its adapters, which ``model`` has in its weights; None without any.
-    """
+    """A trained model. ``model`` evaluates as it was trained, under the autocast of the training; it is one of
+    ``transformers`` where the trained module holds one."""
 
     model: nn.Module
-    layers: Mapping[str, QuantizedLayer]
-    dtype: torch.dtype
-    config: Any | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    shared: Sequence[Sequence[str]] = ()
-    unmerged: nn.Module | None = None
+    layers: Mapping[str, QuantizedLayer]  # whose weights the forward pass quantizes, by their names in ``model``
+    dtype: torch.dtype  # of the computation in training; weights are rounded to it before they are quantized
+    config: Any | None = None  # of ``transformers``; None for other models
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the training, for the model card
+    shared: Sequence[Sequence[str]] = ()  # groups of layers whose weights are scaled by one amax, by name
+    unmerged: nn.Module | None = None  # with the adapters of the training, which ``model`` has in its weights
 
     @property
     def has_adapters(self) -> bool:
         """Returns whether the model has adapters of PEFT (:mod:`lightning_lowbit.export.merging`)."""
         return hasattr(self.model, "peft_config")
 
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """Returns numbers of all parameters, and of parameters in few bits."""
+        total = sum(parameter.numel() for parameter in self.model.parameters())
+        return total, sum(layer.weight_matrix().numel() for layer in self.layers.values())
+
 
 def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = True) -> TrainedModel:
-    """Reads a checkpoint; runs no code that the file names.
+    """Reads a checkpoint, a file or a folder of shards, of a run with a plugin of this package; runs no code that it
+    names.
 
-    Args:
-        checkpoint: a file, or a folder of shards, that a run with a plugin of this package wrote.
-        module: the class of the trained ``LightningModule``, ``"package.module.Class"``, made from the file's
-            hyper-parameters. None: that of a recipe.
-        in_few_bits: refuses a model whose forward pass quantizes no weight, and that has no adapters.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, tells no casts, or is of a class that was not given; its hyper-parameters do
-            not make the model; or nothing in the forward pass is quantized.
+    ``module`` is the class of the trained ``LightningModule``, ``"package.module.Class"``, made from the file's
+    hyper-parameters; None for that of a recipe. ``in_few_bits`` refuses a model whose forward pass quantizes no weight,
+    and that has no adapters. A ``ValueError`` if the file is damaged, tells no casts, or is of a class that was not
+    given, or if its hyper-parameters do not make the model.
     """
     loaded = load_checkpoint(checkpoint, advice=_OBJECTS)
     state = state_of(loaded)
@@ -264,11 +254,6 @@ def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module]:
             "exported."
         )
     return name, models[name]
-
-
-def hp_forward(casts: LinearCasts) -> LinearCasts:
-    """Returns casts of a forward pass with the same weight, and activations in high precision."""
-    return LinearCasts(fprop_w=casts.fprop_w)
 
 
 def is_language_model(model: Any) -> bool:

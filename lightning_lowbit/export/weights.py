@@ -29,19 +29,12 @@ TAKES |= {"delayed", "surrogate", "unpackable"}
 
 @dataclass(frozen=True)
 class Weight:
-    """A layer's weight in few bits.
+    """A layer's weight in few bits."""
 
-    Attributes:
-        name: of the layer in the model.
-        layer: the converted layer.
-        quantized: codes and scales, ``[out_features, in_features]``, blocks along in_features.
-        error: the largest difference from the weight of the training's forward pass; above 0 after ``rescale``.
-    """
-
-    name: str
+    name: str  # of the layer in the model
     layer: QuantizedLayer
-    quantized: Quantized
-    error: float = 0.0
+    quantized: Quantized  # ``[out_features, in_features]``, blocks along in_features
+    error: float = 0.0  # the largest difference from the weight of the training's forward pass, after ``rescale``
 
     @property
     def cast(self) -> Cast:
@@ -104,16 +97,14 @@ def matrices(
         companions |= dict.fromkeys(joined, joined)
     waiting: dict[str, Tensor] = {}
     for name in original.layers:
-        read: dict[str, Tensor] = {}
-        if name not in waiting:
-            for member in companions.get(name, [name]):
-                read[member] = original.layers[member].weight_matrix().detach().to(original.dtype)
-            for group in original.shared:
-                if group[0] in read:
-                    amax = torch.stack([amax_of(read[member]) for member in group]).amax()
-                    for member in group:
-                        original.layers[member].lowbit.weight_amax = amax
-            waiting |= read
+        layers = {} if name in waiting else {member: original.layers[member] for member in companions.get(name, [name])}
+        read = {member: layer.weight_matrix().detach().to(original.dtype) for member, layer in layers.items()}
+        for group in original.shared:
+            if group[0] in read:
+                amax = torch.stack([amax_of(read[member]) for member in group]).amax()
+                for member in group:
+                    layers[member].lowbit.weight_amax = amax
+        waiting |= read
         yield name, waiting.pop(name), read
 
 
@@ -123,16 +114,9 @@ def weights(
 ) -> Iterator[Weight]:
     """Yields the weights of all layers that have one matrix, one at a time, in the model's order.
 
-    Args:
-        original: the model.
-        fused: the format's engines take one scale of the tensor for each group of layers.
-        rescale: changes scales where an engine needs others: groups of layers are quantized again, and other weights
-            keep their codes.
-        scale_dtype: in which engines keep scales of rows and blocks; None for that of the file.
-
-    Raises:
-        ValueError: engines need other scales, and ``rescale`` is False, or no such scale is near; or a weight is not
-            finite.
+    ``fused`` and ``rescale`` are those of a format and its options; ``scale_dtype`` is that of rows' and blocks' scales
+    in engines, None for the file's. A ``ValueError`` where engines need other scales, and ``rescale`` is False or no
+    such scale is near; or for a weight that is not finite.
     """
     fusing = fused_groups(original) if fused else []
     amaxes: dict[str, Tensor] = {}
@@ -145,10 +129,8 @@ def weights(
             raise ValueError(f"The weight of {name} holds NaN or infinities: export a checkpoint from before.")
         amaxes |= _largest(original, read, [group for group in fusing if group[0] in read], rescale)
         trained = quantize(weight, cast, amax=layer.scaled_by(weight))
-        stored = Weight(name, layer, trained)
-        if name in amaxes:
-            changed = quantize(weight, cast, amax=amaxes[name])
-            stored = Weight(name, layer, changed, _distance(changed, trained))
+        changed = quantize(weight, cast, amax=amaxes[name]) if name in amaxes else trained
+        stored = Weight(name, layer, changed, _distance(changed, trained) if name in amaxes else 0.0)
         yield stored if scale_dtype is None else _rounded(stored, scale_dtype, rescale)
 
 
@@ -220,16 +202,10 @@ def has_second_level(cast: Cast) -> bool:
 
 
 def divisor(scale: Tensor) -> Tensor:
-    """Returns the number whose reciprocal in float32 is a scale, 0-d float32: engines divide by it.
-
-    A scale that is itself a reciprocal has one, within two neighbors of its reciprocal. For others there may be none,
-    and the result is the number that comes closest.
-    """
+    """Returns the number whose reciprocal in float32 is a scale, 0-d float32: engines divide by it. A scale that is
+    itself a reciprocal has one, within two neighbors of its reciprocal; for others the result may only come close."""
     numbers = [scale.reciprocal()]
-    for end in (0.0, torch.inf):
-        number = numbers[0]
-        for _ in range(2):
-            number = number.nextafter(torch.full_like(number, end))
-            numbers.append(number)
+    for end in (torch.zeros_like(scale), torch.full_like(scale, torch.inf)):
+        numbers += [numbers[0].nextafter(end), numbers[0].nextafter(end).nextafter(end)]
     near = torch.stack(numbers)
     return near[(near.reciprocal() - scale).abs().argmin()]

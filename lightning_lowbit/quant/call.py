@@ -16,23 +16,18 @@ from lightning_lowbit.quant.transforms import rotated_shape
 class CastCall(NamedTuple):
     """The recipe for making an operand of a GEMM from a matrix.
 
-    Attributes:
-        cast, dim, key, amax: as in :func:`lightning_lowbit.quantize`; ``dim`` is 0 or 1.
-        dtype: of the values; None takes :func:`operand_dtype`.
-        shard: the shard that the matrix is, None for a whole matrix.
-        rotation: the signs of a Hadamard transform that comes first, float32 ``[n]``; ``amax`` and ``shard`` then
-            describe the rotated matrix.
-        block: the elements for which a native GEMM takes one scale; 0 for other GEMMs.
+    ``cast``, ``dim`` (0 or 1), ``key`` and ``amax`` are as in :func:`lightning_lowbit.quantize`. After a rotation
+    ``amax`` and ``shard`` describe the rotated matrix.
     """
 
     cast: Cast
     dim: int
     key: Tensor | None = None
     amax: Tensor | None = None
-    dtype: torch.dtype | None = None
-    shard: Shard | None = None
-    rotation: Tensor | None = None
-    block: int = 0
+    dtype: torch.dtype | None = None  # of the values; None takes :func:`operand_dtype`
+    shard: Shard | None = None  # the shard that the matrix is, None for a whole matrix
+    rotation: Tensor | None = None  # the signs of a Hadamard transform, float32 ``[n]``
+    block: int = 0  # the elements for which a native GEMM takes one scale; 0 for other GEMMs
 
     def values_dtype(self, source: torch.dtype) -> torch.dtype:
         """Returns the dtype of the values that are made from a tensor of the dtype ``source``."""
@@ -76,10 +71,10 @@ class CastCall(NamedTuple):
         whose elements have no random bits. A row is as long as :func:`~.blocks.element_index` counts it."""
         if self.cast.rounding != "stochastic":
             return True
-        shape = self.shape(x)
+        shape, tile = self.shape(x), tile_of(self.cast, self.dim, 2)
         if self.shard is None:
-            return _width(self.cast, self.dim, shape) % 4 == 0
-        _, columns, first = self.shard.place(shape, tile_of(self.cast, self.dim, 2))
+            return (shape[1] if ALL in tile else shape[1] + -shape[1] % tile[1]) % 4 == 0
+        _, columns, first = self.shard.place(shape, tile)
         return columns % 4 == first % 4 == 0
 
     def is_regular(self, device: torch.device) -> bool:
@@ -97,12 +92,6 @@ class CastCall(NamedTuple):
         if side > 1 and scale.two_level == "row":
             return False
         return not self.shard.splits(scale.correction or side if side > 1 else side)
-
-
-def _width(cast: Cast, dim: int, shape: torch.Size) -> int:
-    """Returns the random bits per row of a matrix: its columns, filled up to whole blocks."""
-    tile = tile_of(cast, dim, 2)
-    return shape[1] if ALL in tile else shape[1] + -shape[1] % tile[1]
 
 
 def are_regular(draws: bool, needs_amax: bool, key: Tensor | None, amax: Tensor | None, device: torch.device) -> bool:

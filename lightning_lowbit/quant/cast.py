@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from lightning_lowbit.checks import choose, flag, from_fields, is_number
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, integer
-from lightning_lowbit.quant.refusals import refuse
 
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
@@ -51,7 +50,7 @@ class Scale:
         algorithm: ``"max"`` or ``"most_recent"`` of the remembered amaxes.
 
     Raises:
-        ValueError: an unknown value, or a combination without meaning (:mod:`lightning_lowbit.quant.refusals`).
+        ValueError: an unknown value, or a combination without meaning.
 
     Examples:
         >>> Scale("e4m3", 16, two_level=True)  # NVFP4's
@@ -104,11 +103,9 @@ class Scale:
             if not is_number(value):
                 raise ValueError(f"Scale.{name} is a number; got {value!r}.")
             if not (0 < value <= largest or (name == "epsilon" and value == 0)):
-                bracket = "[" if name == "epsilon" else "("
-                raise ValueError(
-                    f"Scale.{name} must lie in {bracket}0, {largest:g}] for {self.format} scales; got {value!r}."
-                )
-        refuse(self, None)
+                interval = f"{'[' if name == 'epsilon' else '('}0, {largest:g}]"
+                raise ValueError(f"Scale.{name} must lie in {interval} for {self.format} scales; got {value!r}.")
+        _refuse(self, None)
 
     @property
     def storage(self) -> Format:
@@ -142,27 +139,75 @@ class Scale:
         if isinstance(self.block, tuple):
             block = "x".join(map(str, self.block))
             block = f"[{block}]" if self.block[0] == 1 else block  # a tile, whatever the contraction axis
-        parts = [f"{self.format}:{block}"]
-        if self.two_level:
-            parts.append("+fp32" + (":row" if self.two_level == "row" else ""))
-            parts.append("" if self.top is None else f"<{self.top:g}")
-        if self.rounding != SCALE_ROUNDINGS[self.format][0]:
-            parts.append("^" if self.rounding == "up" else f"({self.rounding})")
-        if self.four_over_six is not None:
-            parts.append(f"(4/6 {self.four_over_six})")
-        if self.correction is not None:
-            parts.append(f"(corrected {self.correction})")
-        if self.prescale != 1:
-            parts.append(f"(x{self.prescale:g})")
-        if self.margin:
-            parts.append(f"(margin {self.margin})")
-        if (self.statistic, self.factor) != ("absmax", 1):
-            parts.append(f"({self.statistic}{'' if self.factor == 1 else f' x{self.factor:g}'})")
-        if self.epsilon:
-            parts.append(f"(epsilon {self.epsilon:g})")
-        if self.source == "delayed":
-            parts.append(f"(delayed {self.history}{'' if self.algorithm == 'max' else f' {self.algorithm}'})")
-        return "".join(parts)
+        by = "" if self.factor == 1 else f" x{self.factor:g}"
+        algorithm = "" if self.algorithm == "max" else f" {self.algorithm}"
+        marks = (
+            (self.two_level, "+fp32"),
+            (self.two_level == "row", ":row"),
+            (self.two_level and self.top, f"<{self.top or 0:g}"),
+            (self.rounding != SCALE_ROUNDINGS[self.format][0], "^" if self.rounding == "up" else f"({self.rounding})"),
+            (self.four_over_six, f"(4/6 {self.four_over_six})"),
+            (self.correction, f"(corrected {self.correction})"),
+            (self.prescale != 1, f"(x{self.prescale:g})"),
+            (self.margin, f"(margin {self.margin})"),
+            ((self.statistic, self.factor) != ("absmax", 1), f"({self.statistic}{by})"),
+            (self.epsilon, f"(epsilon {self.epsilon:g})"),
+            (self.source == "delayed", f"(delayed {self.history}{algorithm})"),
+        )
+        return f"{self.format}:{block}" + "".join(text for applies, text in marks if applies)
+
+
+def _refuse(scale: Scale, element: str | None) -> None:
+    """Raises a ``ValueError`` for fields without a meaning together. A scale alone has no element."""
+    if (message := refusal(scale, element)) is not None:
+        raise ValueError(f"{message} Got {scale}" + (f" for {element}." if element else "."))
+
+
+def refusal(s: Scale, e: str | None) -> str | None:
+    """Returns why fields have no meaning together, with the remedy; None for all others, which are honored."""
+    if s.two_level and s.format == "fp32":
+        return "fp32 scales have the range and digits of a second level: leave out two_level, or take format='e4m3'."
+    if s.two_level and s.block == "tensor":
+        return "With block='tensor' a second level scales the same elements again: leave out two_level, or take blocks."
+    if s.two_level == "row" and not _holds_blocks(0, s.block):
+        return "two_level='row' is a scale above the blocks of a row: take a block such as 16, or two_level=True."
+    if s.top is not None and not s.two_level:
+        return "Scale.top says where the tensor's scale maps its largest element: take two_level=True, or leave it out."
+    if (s.top or 0) * (ELEMENT_FORMATS[e].max if e else 1) >= 2.0**128:
+        return "Scale.top times the largest element exceeds float32: take a smaller top, or leave it out."
+    if s.prescale != 1 and (s.format, s.rounding) != ("e8m0", "floor"):
+        return "Elements saturate and need prescale under e8m0 scales with rounding='floor' alone: leave out prescale."
+    if s.prescale != 1 and s.two_level:
+        return "With two levels the scale of the tensor makes the room: leave out prescale, or two_level."
+    if s.four_over_six is not None and s.format in ("e8m0", "bf16", "fp16", "fp32"):
+        return "4/6 needs scales that hold 6/4 of each other: take an ExMy format, 'e4m3', or leave out four_over_six."
+    if s.four_over_six is not None and not s.per_block:
+        return "4/6 chooses per block: take a block such as 16, or leave out four_over_six."
+    if s.four_over_six is not None and e not in (None, "e2m1"):
+        return "4/6 maps a block's amax to 6 or 4, levels of e2m1: take element='e2m1', or leave out four_over_six."
+    if s.four_over_six is not None and s.rounding == "stochastic" and s.correction is None:
+        return "4/6 compares two scales that round to nearest: leave out rounding='stochastic', or take a correction."
+    if s.correction and (s.rounding != "stochastic" or not _holds_blocks(s.correction, s.block)):
+        return "A correction needs rounding='stochastic' and whole blocks, as 128 of 16: take these, or leave it out."
+    if s.format != "fp32" and (s.statistic, s.factor, s.epsilon) != ("absmax", s.factor if s.correction else 1, 0):
+        return "Scale.statistic, factor and epsilon are of fp32 scales: take format='fp32', or leave them out."
+    if s.statistic != "absmax" and s.margin > 0:
+        return "Scale.margin leaves room above the amax, which this scale does not use: leave it out, or take factor."
+    if s.statistic != "absmax" and s.source == "delayed":
+        return "Delayed scaling remembers amaxes, which this scale lacks: take statistic='absmax', or source='current'."
+    if s.statistic == "minmax" and not (e or "int").startswith("int"):
+        return "With 'minmax' elements count steps, as integers do: take 'int2' to 'int8', or statistic='absmax'."
+    if s.margin > 0 and s.format != "fp32":
+        return "Scale.margin leaves room above the amax in fp32 scales: take format='fp32', or leave out margin."
+    if s.source == "delayed" and not s.needs_amax:
+        return "A delay remembers the amax of the tensor: take block='tensor', two_level=True, or source='current'."
+    if s.source != "delayed" and (s.history, s.algorithm) != (16, "max"):
+        return "Scale.history and Scale.algorithm are of delayed scaling: take source='delayed', or leave both out."
+    return None
+
+
+def _holds_blocks(group: int, block: object) -> bool:
+    return isinstance(block, int) and block > 1 and group % block == 0
 
 
 @dataclass(frozen=True)
@@ -178,7 +223,7 @@ class Cast:
             quantization does. By default operands that bfloat16 does not hold exactly are float32, as is their GEMM.
 
     Raises:
-        ValueError: an unknown value, or a combination without meaning (:mod:`lightning_lowbit.quant.refusals`).
+        ValueError: an unknown value, or a combination without meaning.
 
     Examples:
         >>> Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic")
@@ -198,7 +243,7 @@ class Cast:
         if not isinstance(self.scale, Scale):
             raise ValueError(f"Cast.scale is a Scale or a mapping of its fields; got {self.scale!r}.")
         flag("Cast.round_to_bfloat16", self.round_to_bfloat16)
-        refuse(self.scale, self.element)
+        _refuse(self.scale, self.element)
         if self.scale.correction is not None and self.rounding == "stochastic":
             raise ValueError(f"Elements of corrected scales round to nearest: take rounding='nearest'. Got {self}.")
         settings = {name: getattr(self, name) for name in ("element", "rounding", "round_to_bfloat16")}
@@ -259,8 +304,7 @@ class Cast:
         return self.format.bits + shared / (math.prod(block) if isinstance(block, tuple) else block)
 
     def __str__(self) -> str:
-        marks = ("~" if self.rounding == "stochastic" else "") + ("≈" if self.round_to_bfloat16 else "")
-        return f"{self.element}/{self.scale}{marks}"
+        return f"{self.element}/{self.scale}{'~' * (self.rounding == 'stochastic')}{'≈' * self.round_to_bfloat16}"
 
 
 def current_names(settings: Mapping[str, Any], warn: bool = False) -> dict[str, Any]:
@@ -272,12 +316,12 @@ def current_names(settings: Mapping[str, Any], warn: bool = False) -> dict[str, 
     return {name: value for name, value in settings.items() if name != "rounded"} | replaced
 
 
-def _takes_old_names(init: Callable[..., None]) -> Callable[..., None]:
-    @wraps(init)
-    def init_with_old_names(self: Cast, *args: Any, **settings: Any) -> None:
-        init(self, *args, **current_names(settings, warn=True))
-
-    return init_with_old_names
+_init: Callable[..., None] = Cast.__init__
 
 
-Cast.__init__ = _takes_old_names(Cast.__init__)  # type: ignore[method-assign]
+@wraps(_init)
+def _init_with_old_names(self: Cast, *args: Any, **settings: Any) -> None:
+    _init(self, *args, **current_names(settings, warn=True))
+
+
+Cast.__init__ = _init_with_old_names  # type: ignore[method-assign]

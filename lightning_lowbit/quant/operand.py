@@ -9,7 +9,6 @@ The derivative of rounding is zero almost everywhere. The gradient of an operand
               of a smooth step, steep in the middle, flat at the levels (arXiv 2501.17116, section 3.1; k = 5)
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -49,11 +48,10 @@ class Operand(NamedTuple):
 class StackOperand(NamedTuple):
     """The operands of all products of a stack, such as those of experts.
 
-    Attributes:
-        values: matrices ``[products, rows, columns]``; with ``ends`` the rows of all of them, ``[rows, columns]``.
-        factor: as of an :class:`Operand` for each product, float32 ``[products]``, ``[products, rows, 1]`` or
-            ``[products, 1, columns]``; with ``ends`` one number for each row ``[rows, 1]``. None for 1.
-        ends: where the rows of each product end; None for matrices.
+    ``values`` are matrices ``[products, rows, columns]``; with ``ends``, where the rows of each product end, the rows
+    of all of them, ``[rows, columns]``. ``factor`` is as of an :class:`Operand` for each product, float32
+    ``[products]``, ``[products, rows, 1]`` or ``[products, 1, columns]``; with ``ends`` one number for each row
+    ``[rows, 1]``.
     """
 
     values: Tensor
@@ -71,17 +69,13 @@ class StackOperand(NamedTuple):
 
     def products(self) -> list[Operand]:
         """Returns the operand of each product."""
-        values, factor = self.values, self.factor
-        if self.ends is None:
-            matrices = values.unbind()
-        else:
+        values, factor, sizes = self.values, self.factor, None
+        if self.ends is not None:
             sizes = [end - start for start, end in pairwise((0, *self.ends))]
-            matrices = torch.split(values, sizes)
-        factors: Sequence[Tensor | None] = [None] * len(matrices)
-        if factor is not None and self.ends is not None and factor.dim() == 2:
-            factors = torch.split(factor, sizes)
-        elif factor is not None:
-            factors = factor.unbind()
+        matrices = values.unbind() if sizes is None else torch.split(values, sizes)
+        if factor is None:
+            return [Operand(matrix) for matrix in matrices]
+        factors = factor.unbind() if sizes is None or factor.dim() != 2 else torch.split(factor, sizes)
         return [Operand(*pair) for pair in zip(matrices, factors, strict=True)]
 
 
@@ -176,9 +170,6 @@ def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None,
     return from_blocks(scaled.blocks.float() * factor, x.shape, tile_of(cast, dim, 2))
 
 
-# --- surrogates -------------------------------------------------------------------------------------------------------
-
-
 def surrogate_factor(kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> Tensor:
     """Returns the factor of the quantized matrix's gradient, float32, by a ``kind`` of ``SURROGATES``.
 
@@ -189,13 +180,7 @@ def surrogate_factor(kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | 
 
 
 def through_rounding(
-    gradient: Tensor,
-    kind: str,
-    x: Tensor,
-    cast: Cast,
-    dim: int,
-    amax: Tensor | None = None,
-    shard: Shard | None = None,
+    gradient: Tensor, kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None, shard: Shard | None = None
 ) -> Tensor:
     """Turns the gradient of quantized values into that of ``x``: multiplied in float32, rounded once."""
     spec = None if shard is None else shard.spec

@@ -50,7 +50,7 @@ def packed_bits(cast: Cast) -> float:
     """Bits per element of a packed matrix, without scales per row or tensor."""
     per_block = cast.scale.per_block
     block = math.prod(cast.scale.block) if isinstance(cast.scale.block, tuple) else cast.scale.block
-    scale = 8 * scale_bytes(cast.scale.storage) / int(block) if per_block else 0.0
+    scale = 8 * _scale_bytes(cast) / int(block) if per_block else 0.0
     return 8 / per_byte(cast.format) + scale
 
 
@@ -130,15 +130,15 @@ def packed_bytes(rows: int, columns: int, cast: Cast, dim: int) -> int:
         return codes
     down, across = tile_of(cast, dim, 2)
     blocks = (1 if down == ALL else -(-rows // down)) * (1 if across == ALL else -(-columns // across))
-    return codes + blocks * scale_bytes(cast.scale.storage)
+    return codes + blocks * _scale_bytes(cast)
 
 
 def per_byte(format: Format) -> int:
     return 8 // format.bits
 
 
-def scale_bytes(storage: Format) -> int:
-    return 1 if storage.dtype is None else storage.dtype.itemsize
+def _scale_bytes(cast: Cast) -> int:
+    return -(-cast.scale.storage.bits // 8)
 
 
 def _encode(values: Tensor, format: Format) -> Tensor:

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit._torch.devices import lacks
-from lightning_lowbit.quant.blocks import (
-    ALL,
-    as_matrix,
-    from_blocks,
-    from_matrix,
-    scales_view,
-    tile_of,
-    to_blocks,
-)
+from lightning_lowbit.quant.blocks import ALL, as_matrix, from_blocks, from_matrix, scales_view, tile_of, to_blocks
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.scaling import round_matrix
@@ -121,17 +113,15 @@ def quantize(
         codes = cast.format.encode(elements)
     else:
         codes = from_blocks(to_blocks(elements, tile) + zeros, matrix.shape, tile).nan_to_num(nan=0.0).to(torch.uint8)
-    has_tensor_scale = bool(cast.scale.two_level) or cast.scale.prescale != 1
-    storage, stored, factor = cast.scale.storage, per_block(stored), scaled.factor(matrix.shape, tile)
+    storage, stored, tensor_scale = cast.scale.storage, per_block(stored), None
+    if cast.scale.two_level or cast.scale.prescale != 1:
+        tensor_scale = scaled.factor(matrix.shape, tile)
+        tensor_scale = from_matrix(tensor_scale, x.shape, dim) if tensor_scale.dim() else tensor_scale
     is_code = storage.dtype is None or lacks(x.device, storage.dtype)
     return Quantized(
         codes=from_matrix(codes, x.shape, dim),
         scales=storage.encode(stored) if is_code else stored.to(storage.dtype),
-        tensor_scale=None
-        if not has_tensor_scale
-        else factor
-        if factor.dim() == 0
-        else from_matrix(factor, x.shape, dim),
+        tensor_scale=tensor_scale,
         cast=cast,
         dim=dim,
         zero_points=None if zeros is None else per_block(zeros).nan_to_num(nan=0.0).to(torch.uint8),

@@ -21,6 +21,12 @@ from lightning_lowbit.formats import Format
 # binades than this use other arithmetic.
 _MAX_CHAIN = 8
 
+# The remedy where a key is missing.
+KEYS = (
+    "In a layer, keys are set by the plugin, as in Trainer(plugins=[FP4Precision()]), or by lightning_lowbit.nn."
+    "LayerKeys in a loop of your own."
+)
+
 
 def grid_step(magnitude: Tensor, format: Format) -> Tensor:
     """Spacing of ``format`` at float32 magnitudes in [0, format.max]: float32 powers of two, the same shape."""
@@ -94,9 +100,6 @@ def round_stochastic(value: Tensor, format: Format, draws: Tensor) -> Tensor:
     return _to_multiple(value + (draws - 0.5) * step, step)
 
 
-# --- random bits ------------------------------------------------------------------------------------------------------
-
-
 def int32(number: int) -> int:
     """Wraps an integer as int32 arithmetic does."""
     return (number + 2**31) % 2**32 - 2**31
@@ -108,9 +111,7 @@ _MULTIPLIERS = tuple(int32(number) for number in (0x9E3779B1, 0x21F0AAAD, 0x735A
 
 
 def uniform(index: Tensor, key: Tensor) -> Tensor:
-    """Uniform float32 numbers in (0, 1) with 16 random bits, a pure function of an int32 index and an int64 key (0-d).
-    Beyond 2^32 elements they repeat. Keys should be as random as those of :func:`mix_key`: with a small one, the bits
-    of the element whose index equals the key are 0."""
+    """Uniform float32 numbers in (0, 1) with 16 of :func:`random_bits`, of the same arguments."""
     return _centered(random_bits(index, key) >> 16)
 
 

@@ -197,9 +197,7 @@ def corrected_scales(
         return scales
     norm, product = (group_sums(_square(blocks, scales, decode_scale, cast=cast, coded=it)) for it in (False, True))
     wanted = scales * torch.where(product == 0, 1.0, norm / product)
-    if draws is None:
-        return round_nearest(wanted, cast.scale.storage)
-    return round_stochastic(wanted, cast.scale.storage, draws)
+    return _round_exmy(wanted, cast, draws)
 
 
 @compiled

@@ -46,7 +46,7 @@ from lightning_lowbit.quant.blocks import (
 )
 from lightning_lowbit.quant.call import CastCall
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.rounding import mix_key, round_nearest, round_stochastic, uniform, uniform_by_fours
+from lightning_lowbit.quant.rounding import KEYS, mix_key, round_nearest, round_stochastic, uniform, uniform_by_fours
 from lightning_lowbit.quant.scales import (
     block_amax,
     block_ends,
@@ -65,33 +65,6 @@ from lightning_lowbit.quant.scales import (
 from lightning_lowbit.quant.shard import Shard, amax_of
 
 _SALT = 0x5363616C  # separates the bits of scales from those of elements, which share the key
-
-
-class Statistic(NamedTuple):
-    """A statistic of blocks, from which scales are made.
-
-    Attributes:
-        measure: its parts over dimensions of a blocked view, which keep the size 1.
-        reductions: how each part is reduced over processes that hold parts of a block.
-        value: the statistic from the parts and the number of elements, and the lower end of the range or None.
-    """
-
-    measure: Callable[[Tensor, tuple[int, ...]], tuple[Tensor, ...]]
-    reductions: tuple[ReduceOp.RedOpType, ...]
-    value: Callable[[tuple[Tensor, ...], Callable[[], Tensor]], tuple[Tensor, Tensor | None]]
-
-
-STATISTICS = {
-    "absmax": Statistic(
-        lambda blocks, dims: (block_amax(blocks, dims),), (ReduceOp.MAX,), lambda parts, count: (parts[0], None)
-    ),
-    "absmean": Statistic(
-        lambda blocks, dims: (block_sum(blocks, dims),),
-        (ReduceOp.SUM,),
-        lambda parts, count: ((parts[0] / count()).float(), None),
-    ),
-    "minmax": Statistic(block_ends, (ReduceOp.MIN, ReduceOp.MAX), lambda parts, count: block_range(*parts)[::-1]),
-}
 
 
 class Scaled(NamedTuple):
@@ -142,10 +115,8 @@ def make_scales(x: Tensor, call: CastCall, mean: Tensor | None = None) -> Scaled
     """Cuts a matrix ``[rows, columns]`` into blocks and makes their scales.
 
     ``mean`` (of magnitudes) is of the global matrix, one element; None measures it. Scales that round stochastically
-    round to nearest without a key.
-
-    Raises:
-        ValueError: a shard boundary splits a block, or an amax is given for a cast that does not use it.
+    round to nearest without a key. A ``ValueError`` if a shard boundary splits a block, or for an amax that the cast
+    does not use.
     """
     cast, shard, scale = call.cast, call.shard, call.cast.scale
     tile = tile_of(cast, call.dim, 2)
@@ -167,11 +138,11 @@ def make_scales(x: Tensor, call: CastCall, mean: Tensor | None = None) -> Scaled
         decode = inverse(encode)
     draws = None
     if call.key is not None and scale.rounding == "stochastic":
-        draws = scale_draws(
-            x, blocks, tile, call.key, shard if shard is None or not is_cut else shard._replace(start=0)
-        )
-    known = amax if scale.block == "tensor" else None
-    if (known := mean if known is None else known) is not None:
+        whole = shard._replace(start=0) if shard is not None and is_cut else shard
+        offset = None if whole is None else whole.offset(x.shape, tile, x.device)
+        draws = uniform(element_index(blocks, offset, dims), mix_key(call.key ^ _SALT))  # by the first element of each
+    known = amax if scale.block == "tensor" and amax is not None else mean
+    if known is not None:
         scales = scales_of(known.float().reshape(1, 1), encode, cast, draws)
     elif scale.statistic == "absmax" and not is_cut:
         if scale.four_over_six is not None:
@@ -208,29 +179,30 @@ def _block_statistic(
     x: Tensor, blocks: Tensor, tile: Tile, cast: Cast, shard: Shard | None
 ) -> tuple[Tensor, Tensor | None]:
     """Returns each block's statistic over all processes that hold parts of it, and the lower end of its range."""
-    statistic = STATISTICS[cast.scale.statistic]
-    parts = statistic.measure(blocks, block_dims(blocks, tile))
-    if shard is not None and shard.cuts(tile):
-        parts = tuple(shard.reduce(part, op) for part, op in zip(parts, statistic.reductions, strict=True))
-    shape = x.shape if shard is None else shard.global_shape(x.shape)
-    return statistic.value(parts, lambda: elements_per_block(x, blocks, tile, shape))
+    dims, statistic = block_dims(blocks, tile), cast.scale.statistic
+    cut = shard if shard is not None and shard.cuts(tile) else None
+    if statistic == "minmax":
+        low, high = block_ends(blocks, dims)
+        low, span = block_range(_reduced(low, ReduceOp.MIN, cut), _reduced(high, ReduceOp.MAX, cut))
+        return span, low
+    if statistic == "absmean":
+        total = _reduced(block_sum(blocks, dims), ReduceOp.SUM, cut)
+        shape = x.shape if shard is None else shard.global_shape(x.shape)
+        return (total / elements_per_block(x, blocks, tile, shape)).float(), None
+    return _reduced(block_amax(blocks, dims), ReduceOp.MAX, cut), None
+
+
+def _reduced(part: Tensor, op: ReduceOp.RedOpType, shard: Shard | None) -> Tensor:
+    return part if shard is None else shard.reduce(part, op)
 
 
 def row_amax(x: Tensor, blocks: Tensor, tile: Tile, shard: Shard | None) -> Tensor:
     """Returns the amax of each block's row (with blocks along columns, its column): float32, one for each block."""
     along = 1 if tile[1] > 1 else 0
-    amax = block_amax(x, (along,))
-    if shard is not None and shard.dim == along:
-        amax = shard.reduce(amax, ReduceOp.MAX)
+    amax = _reduced(block_amax(x, (along,)), ReduceOp.MAX, shard if shard is not None and shard.dim == along else None)
     if along == 0:
         return amax.unsqueeze(0)
     return amax.expand(len(x), len(blocks) // max(len(x), 1)).reshape(-1, 1)
-
-
-def scale_draws(x: Tensor, blocks: Tensor, tile: Tile, key: Tensor, shard: Shard | None) -> Tensor:
-    """Uniform numbers in (0, 1) for the scales of blocks, by the global index of the first element of each."""
-    offset = None if shard is None else shard.offset(x.shape, tile, x.device)
-    return uniform(element_index(blocks, offset, block_dims(blocks, tile)), mix_key(key ^ _SALT))
 
 
 def rounding_key(cast: Cast, key: Tensor | int | None, device: torch.device) -> Tensor | None:
@@ -238,11 +210,7 @@ def rounding_key(cast: Cast, key: Tensor | int | None, device: torch.device) -> 
     if not cast.draws:
         return None
     if key is None:
-        raise ValueError(
-            f"{cast} rounds stochastically and needs a key: quantize(x, cast, key=...). In a layer, keys are "
-            "set by the plugin, as in Trainer(plugins=[FP4Precision()]), or by lightning_lowbit.nn.LayerKeys in a loop "
-            "of your own."
-        )
+        raise ValueError(f"{cast} rounds stochastically and needs a key: quantize(x, cast, key=...). {KEYS}")
     if not isinstance(key, Tensor):
         key = torch.tensor(key, device=device)
     if key.dtype != torch.int64 or key.numel() != 1:

@@ -9,7 +9,7 @@ With x the matrix, q its quantized values and s the scales of its blocks, tensor
 """
 
 import math
-from typing import overload
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ OF_BLOCKS = 3 + 2 * BINS
 _SIZE = len(SUMS) + len(MAXIMA)
 _ADDED, _MAXIMA, _BLOCKS = slice(len(SUMS)), slice(len(SUMS), _SIZE), slice(_SIZE, None)
 
+_Number = TypeVar("_Number", Tensor, float)
+
 # Elements to measure, about: enough for an SQNR to some tenths of a decibel, even if rows differ.
 SAMPLE = 2**15
 
@@ -38,15 +40,7 @@ SAMPLE = 2**15
 _SLACK = 1 + 2.0**-20
 
 
-@overload
-def sqnr_db(signal_power: Tensor, noise_power: Tensor) -> Tensor: ...
-
-
-@overload
-def sqnr_db(signal_power: float, noise_power: float) -> float: ...
-
-
-def sqnr_db(signal_power: Tensor | float, noise_power: Tensor | float) -> Tensor | float:
+def sqnr_db(signal_power: _Number, noise_power: _Number) -> _Number:
     """Returns ``10 log10(signal_power / noise_power)`` of Σ x² and Σ (x - q)², numbers or tensors; ∞ without noise."""
     if isinstance(signal_power, Tensor) and isinstance(noise_power, Tensor):
         return torch.where(noise_power == 0, math.inf, 10 * torch.log10(signal_power / noise_power))

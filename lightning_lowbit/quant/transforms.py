@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_lowbit._torch.devices import power_of_two
 from lightning_lowbit.checks import choose
 from lightning_lowbit.compilation import opaque
-from lightning_lowbit.quant.rounding import mix_key, uniform
+from lightning_lowbit.quant.rounding import KEYS, mix_key, uniform
 from lightning_lowbit.quant.scales import binary_exponent, block_amax
 
 # Factors and products stay far from the ends of float32's and bfloat16's range. In float16 the factors and their
@@ -56,8 +56,6 @@ def smoothing_factor(amax: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
     factor = power_of_two((-exponent - (mantissa > 1).to(torch.int32)).clamp(-limit, limit))
     return torch.where(torch.isfinite(amax) & (amax > 0), factor, 1.0).to(dtype)
 
-
-# --- rotation ---------------------------------------------------------------------------------------------------------
 
 SIZES = (16, 32, 64, 128)
 
@@ -93,25 +91,17 @@ class Hadamard:
 
     def diagonal(self, key: Tensor | None, device: torch.device) -> Tensor:
         """Returns the signs of T: float32 ``[size]``; keyed ones need ``key``, int64 of one element."""
-        return self._diagonals(None if key is None else key.reshape(()), device)
+        return self.diagonals(None if key is None else key.reshape(()), device)
 
     def diagonals(self, keys: Tensor | None, device: torch.device) -> Tensor:
         """Returns the signs of several products: float32 ``[products, size]``, from a key of each, int64
         ``[products]``; or the fixed signs of all of them, ``[size]``."""
-        return self._diagonals(keys, device)
-
-    def _diagonals(self, key: Tensor | None, device: torch.device) -> Tensor:
-        if self.signs == "fixed":
-            return _signs(None, self.size, device)
-        if key is None:
-            raise ValueError(
-                "Keyed signs of a Hadamard transform need a key. In a layer, keys are set by the plugin, as in "
-                "Trainer(plugins=[FP4Precision()]), or by lightning_lowbit.nn.LayerKeys in a loop of your own."
-            )
-        return _signs(key, self.size, device)
+        if self.signs == "keyed" and keys is None:
+            raise ValueError(f"Keyed signs of a Hadamard transform need a key. {KEYS}")
+        return _signs(keys if self.signs == "keyed" else None, self.size, device)
 
     def __str__(self) -> str:
-        return f"{self.size}" + ("~" if self.signs == "keyed" else "")
+        return f"{self.size}{'~' if self.signs == 'keyed' else ''}"
 
 
 @cache

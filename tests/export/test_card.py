@@ -9,9 +9,8 @@ import torch
 import yaml
 
 from lightning_lowbit import export_checkpoint
-from lightning_lowbit.export.card import portable
+from lightning_lowbit.export.card import PROGRAMS, portable
 from lightning_lowbit.export.formats.table import FORMATS
-from lightning_lowbit.export.formats.usage import PROGRAMS
 from lightning_lowbit.recipes.models import CausalLM
 from tests.tables import each
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import SafetensorsWriter, write_network
-from lightning_lowbit.export.formats.names import ABOUT
 from lightning_lowbit.export.trained_model import TrainedModel
 from lightning_lowbit.export.weights import Weight, check, weights
 from lightning_lowbit.nn.casts.traits import INDEX
@@ -19,20 +18,12 @@ from lightning_lowbit.quant import Cast
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of an export.
+    """Settings of an export."""
 
-    Attributes:
-        rescale: changes scales where an engine needs others: it rounds them and keeps the codes, or quantizes weights
-            again by the scale of a group.
-        input_amaxes: by layer, the amax of its input over calibration data; None without calibration.
-        dtype: of the tensors that are not quantized.
-        shape: of an input of the model, for formats that trace it; None for tokens.
-    """
-
-    rescale: bool = False
-    input_amaxes: Mapping[str, float] | None = None
-    dtype: torch.dtype = torch.bfloat16
-    shape: Sequence[int] | None = None
+    rescale: bool = False  # where an engine needs other scales, rounds them, or quantizes the weights of a group again
+    input_amaxes: Mapping[str, float] | None = None  # by layer, over calibration data; None without calibration
+    dtype: torch.dtype = torch.bfloat16  # of the tensors that are not quantized
+    shape: Sequence[int] | None = None  # of an input of the model, for formats that trace it; None for tokens
 
 
 class NoClient(Exception):
@@ -48,40 +39,24 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """A layer in an exported file.
-
-    Attributes:
-        name: of the layer.
-        cast: of its weight.
-        format: of the file.
-        bytes: on disk.
-        error: the largest difference of its weight from that of the training.
-        inputs: engines' quantization of its input; None for high precision.
-    """
+    """A layer in an exported file."""
 
     name: str
-    cast: str
-    format: str
-    bytes: int
-    error: float
-    inputs: Inputs | None = None
+    cast: str  # of its weight
+    format: str  # of the file
+    bytes: int  # on disk
+    error: float  # the largest difference of its weight from that of the training
+    inputs: Inputs | None = None  # engines' quantization of its input; None for high precision
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A question to the training and to an exported model; of each pair, the training's comes first.
-
-    Attributes:
-        question: in words.
-        ids: of the prompt.
-        prompts: as texts.
-        answers: the greedy ones.
-    """
+    """A question to the training and to an exported model; of each pair, the training's comes first."""
 
     question: str
-    ids: tuple[Sequence[int], Sequence[int]]
+    ids: tuple[Sequence[int], Sequence[int]]  # of the prompt
     prompts: tuple[str, str]
-    answers: tuple[str, str]
+    answers: tuple[str, str]  # the greedy ones
 
     @property
     def is_same_prompt(self) -> bool:
@@ -109,48 +84,26 @@ def shown_weight(loaded: Any, weight: Weight) -> Tensor | None:
 class Format:
     """A format of files.
 
-    Attributes:
-        name: as ``--format`` takes it.
-        obstacle: the reason in words for which it cannot hold a layer (its name, the layer); None if it can.
-        writes: writes the model's files to a folder that exists, such as :func:`by_layer`; see :meth:`write`.
-        load: reads a folder back by the real client, ready to be called as the model is; None without a client in
-            Python. Raises an ``ImportError`` that names a missing package, or a :class:`NoClient`.
-        needs_network: refuses models that are not of ``transformers``.
-        accepts: raises a ``ValueError`` for models that it cannot hold, whatever their casts.
-        traces: files are a trace of the model, with an input of a shape, so that any module can be compared.
-        tolerance: largest relative difference of logits, as a norm, that rounding explains, where the client does not
-            show the outputs of its layers.
-        fused: engines take one scale of the tensor for q, k and v, and for gate and up.
-        rounds_scales: engines keep scales of rows and blocks in the dtype of the model.
-        dtypes: of tensors that are not quantized, the default first.
-        computes_in: the only dtype in which transformers computes with a folder; None for the folder's.
-        shown: the weight of a loaded layer, as numbers; None if the layer does not show it.
-        own_cast: rounds sums of weights and adapters where the format cannot hold the cast of the base.
-        programs: for its folders, keys of ``PROGRAMS`` of :mod:`lightning_lowbit.export.formats.usage`.
-        chat: a short chat with the training and with the loaded file, for formats with prompts of their own.
+    ``obstacle`` returns why it cannot hold a layer (its name, the layer), in words, or None; ``writes`` is called by
+    :meth:`write`, such as :func:`by_layer`. ``load`` reads a folder back by the real client, ready to be called as the
+    model is; it raises an ``ImportError`` that names a missing package, or a :class:`NoClient`.
     """
 
-    name: str
+    name: str  # as ``--format`` takes it
     obstacle: Callable[[str, QuantizedLayer], str | None]
     writes: Callable[["Format", TrainedModel, Path, Options], list[Written]]
-    load: Callable[[Path], nn.Module] | None = None
-    needs_network: bool = True
-    accepts: Callable[[TrainedModel], object] | None = None
-    traces: bool = False
-    tolerance: float = 0.05
-    fused: bool = False
-    rounds_scales: bool = False
-    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
-    computes_in: torch.dtype | None = None
-    shown: Callable[[Any, Weight], Tensor | None] = shown_weight
-    own_cast: Cast | None = None
-    programs: tuple[str, ...] = ()
-    chat: Callable[[TrainedModel, Any], Chat | None] | None = None
-
-    @property
-    def about(self) -> str:
-        """A line for people: the weights of the format, and the programs that load it."""
-        return ABOUT[self.name]
+    load: Callable[[Path], nn.Module] | None = None  # None without a client in Python
+    needs_network: bool = True  # refuses models that are not of ``transformers``
+    accepts: Callable[[TrainedModel], object] | None = None  # raises a ``ValueError``, whatever the casts
+    traces: bool = False  # files are a trace of the model, with an input of a shape: any module can be compared
+    fused: bool = False  # engines take one scale of the tensor for q, k and v, and for gate and up
+    rounds_scales: bool = False  # engines keep scales of rows and blocks in the dtype of the model
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)  # of the rest, default first
+    computes_in: torch.dtype | None = None  # the only dtype in which transformers computes; None for the folder's
+    shown: Callable[[Any, Weight], Tensor | None] = shown_weight  # of a loaded layer, as numbers; None if it shows none
+    own_cast: Cast | None = None  # of sums of weights and adapters, where the format cannot hold the cast of the base
+    programs: tuple[str, ...] = ()  # for its folders, keys of ``PROGRAMS`` in ``card.py``
+    chat: Callable[[TrainedModel, Any], Chat | None] | None = None  # of formats with prompts of their own
 
     def weights(self, original: TrainedModel, options: Options) -> Iterator[Weight]:
         """The weights of all layers as the format stores them; see :func:`lightning_lowbit.export.weights.weights`."""
@@ -173,11 +126,8 @@ class Format:
         check(original, {name: self.obstacle(name, layer) for name, layer in original.layers.items()}, self.name)
 
     def write(self, original: TrainedModel, folder: Path, options: Options) -> list[Written]:
-        """Writes a model to a folder that exists; returns a row for each quantized layer.
-
-        Raises:
-            ValueError: the format cannot hold the model or a layer, or a package is missing.
-        """
+        """Writes a model to a folder that exists; returns a row for each quantized layer. A ``ValueError`` if the
+        format cannot hold the model or a layer, or a package is missing."""
         return self.writes(self, original, folder, options)
 
 

@@ -83,8 +83,7 @@ def input_amax(weight: Weight, options: Options) -> float:
     if amax is None:
         raise ValueError(
             "The format keeps a static scale for the activations of each layer, which takes data: give calibration "
-            "text (--calibrate FILE), or take a format whose engines leave activations in high precision, or scale "
-            "them by themselves."
+            "text (--calibrate FILE), or a format that leaves activations in high precision, or scales them itself."
         )
     return max(amax, 1e-12)
 
@@ -237,17 +236,9 @@ def _format(
     activations: bool = False,
     dtype: torch.dtype | None = torch.bfloat16,
 ) -> Format:
-    """Returns a format of this family.
-
-    Args:
-        name, own_cast, fused: of :class:`Format`.
-        held: the casts of weights that ``holds`` accepts, in words.
-        holds: returns whether the format holds a cast of a weight.
-        encode: a layer's weight in the file.
-        activations: engines quantize inputs to NVFP4, too.
-        dtype: in which transformers computes with a folder, as compressed-tensors unpacks weights to bfloat16; None for
-            the dtype of the folder.
-    """
+    """Returns a format of this family. ``held`` says which casts of weights it ``holds``, with ``activations`` engines
+    quantize inputs to NVFP4, too, and transformers computes in ``dtype`` (None: that of the folder), as
+    compressed-tensors unpacks weights to bfloat16."""
     return Format(
         name,
         partial(_obstacle, held, holds, activations),

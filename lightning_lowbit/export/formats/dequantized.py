@@ -68,11 +68,6 @@ def _quantized_parameter(layer: QuantizedLayer, matrix: Tensor) -> Tensor:
 
 FORMATS = {
     "dequantized": Format(
-        "dequantized",
-        _obstacle,
-        _write,
-        load_network,
-        needs_network=False,
-        programs=("transformers", "vLLM"),
+        "dequantized", _obstacle, _write, load_network, needs_network=False, programs=("transformers", "vLLM")
     )
 }

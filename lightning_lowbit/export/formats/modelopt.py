@@ -89,12 +89,7 @@ def _configure(algorithm: str, original: TrainedModel, folder: Path, _: Mapping[
 _NVFP4_WEIGHTS = compressed_tensors.FORMATS["nvfp4-w4a16"]
 FORMATS = {
     name: Format(
-        name,
-        obstacle,
-        _write,
-        fused=True,
-        own_cast=own_cast,
-        programs=("TensorRT-LLM", "vLLM", "lightning_lowbit"),
+        name, obstacle, _write, fused=True, own_cast=own_cast, programs=("TensorRT-LLM", "vLLM", "lightning_lowbit")
     )
     for name, obstacle, own_cast in (
         ("modelopt-nvfp4", _NVFP4_WEIGHTS.obstacle, _NVFP4_WEIGHTS.own_cast),

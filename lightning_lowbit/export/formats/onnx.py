@@ -68,8 +68,7 @@ def _write(format: Format, original: TrainedModel, folder: Path, options: Option
     rows = []
     for weight in format.weights(original, options):
         inputs = _inputs(weight.name, weight.layer, options)
-        attach(twins[weight.name], weight, inputs)
-        rows.append(_row(weight, inputs))
+        rows.append(_row(weight, attach(twins[weight.name], weight, inputs).weight, inputs))
     for name, layer in layers.items():
         if name not in forward:
             twins[name].casts = LinearCasts()  # its backward pass alone was quantized
@@ -84,8 +83,7 @@ def _write(format: Format, original: TrainedModel, folder: Path, options: Option
     return rows
 
 
-def _row(weight: Weight, inputs: InputRounding | None) -> Written:
-    decoded = Decoded(weight.quantized, transposed=False)
+def _row(weight: Weight, decoded: Decoded, inputs: InputRounding | None) -> Written:
     codes = decoded.codes.numel() // (2 if decoded.number in _FOUR_BITS else 1)
     size = codes + 4 * decoded.scales.numel() + (0 if decoded.zeros is None else decoded.zeros.numel())
     amax = None if inputs is None or inputs.amax is None else float(inputs.amax)

@@ -49,12 +49,8 @@ def stored_as(cast: Cast) -> tuple[int, float]:
 
 
 class Decoded(nn.Module):
-    """A weight as ``DequantizeLinear`` decodes it, to the values of ``quantized.dequantize()``.
-
-    Attributes:
-        number: the type of the codes in the file.
-        codes, scales, zeros: its inputs; codes of four bits are int8 or uint8 here.
-    """
+    """A weight as ``DequantizeLinear`` decodes it, to the values of ``quantized.dequantize()``: ``number`` is the type
+    of its ``codes`` in the file, of which those of four bits are int8 or uint8 here."""
 
     codes: Tensor
     scales: Tensor
@@ -64,19 +60,17 @@ class Decoded(nn.Module):
         """``transposed`` decodes to ``[in, out]``. ``codes``, of another shape, are those of rows in dimension 0."""
         super().__init__()
         self.number, unit = stored_as(quantized.cast)
-        scales, zeros = by_row(quantized, quantized.multipliers() * unit), None
-        if quantized.zero_points is not None:
-            zeros = by_row(quantized, quantized.zero_points)
+        block, zeros = quantized.cast.scale.block, quantized.zero_points
+        scales = by_row(quantized, quantized.multipliers() * unit)
         codes = quantized.codes if codes is None else codes
         if zeros is None:
             codes = (quantized.cast.format.decode(codes) / unit).to(_DTYPES.get(self.number, torch.int8))
         self.attributes: dict[str, Any] = {}
         if scales.shape[1] > 1:
-            block = quantized.cast.scale.block
-            size = block[1] if isinstance(block, tuple) else int(block)
-            self.attributes = {"axis": 0 if transposed else 1, "block_size": size}
+            size = block[1] if isinstance(block, tuple) else block
+            self.attributes = {"axis": int(not transposed), "block_size": size}
         elif len(scales) > 1:
-            self.attributes = {"axis": 1 if transposed else 0}
+            self.attributes = {"axis": int(transposed)}
 
         def laid_out(values: Tensor) -> Tensor:
             if scales.shape[1] == 1:
@@ -85,13 +79,11 @@ class Decoded(nn.Module):
 
         self.register_buffer("codes", codes.t().contiguous() if transposed else codes.contiguous())
         self.register_buffer("scales", laid_out(scales))
-        self.register_buffer("zeros", None if zeros is None else laid_out(zeros))
+        self.register_buffer("zeros", None if zeros is None else laid_out(by_row(quantized, zeros)))
 
     def forward(self) -> Tensor:
-        inputs = (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
-        return symbolic(
-            "DequantizeLinear", inputs, self.attributes, dtype=torch.float32, shape=self.codes.shape, version=21
-        )
+        inputs, shape = [self.codes, self.scales, *([] if self.zeros is None else [self.zeros])], self.codes.shape
+        return symbolic("DequantizeLinear", inputs, self.attributes, dtype=torch.float32, shape=shape, version=21)
 
 
 def input_obstacle(cast: Cast) -> str | None:
@@ -110,12 +102,8 @@ def input_obstacle(cast: Cast) -> str | None:
 
 class InputRounding(nn.Module):
     """Rounds an input ``[..., features]`` to few bits, as a cast does, in the order of operations of
-    :mod:`lightning_lowbit.quant.scaling`.
-
-    Args:
-        cast: of the input.
-        amax: of the tensor, 0-d, if it is known; else scales are made of the input's own.
-    """
+    :mod:`lightning_lowbit.quant.scaling`. ``amax`` of the tensor, 0-d, is None if scales are made of the input's
+    own."""
 
     numerator: Tensor
     amax: Tensor | None
@@ -286,9 +274,10 @@ def patches(x: Tensor, window: Window) -> Tensor:
     return x.permute(0, *range(2, 2 + n), *range(2 + n, 2 + 2 * n), 1).flatten(n + 1)
 
 
-def attach(layer: QuantizedLayer, weight: Weight | None, inputs: InputRounding | None) -> None:
-    """Lets a converted layer compute by these operators; ``weight`` is None for one in high precision."""
+def attach(layer: QuantizedLayer, weight: Weight | None, inputs: InputRounding | None) -> Any:
+    """Lets a converted layer compute by these operators, which it returns; ``weight`` is None in high precision."""
     is_image = isinstance(layer, QuantizedConvolution)
     module = Convolution(layer, weight, inputs) if is_image else Product(weight, inputs)
     layer.add_module("in_onnx", module)
     vars(layer)["forward" if is_image else "quantized_forward"] = module
+    return module

@@ -37,12 +37,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def locate(folder: Path) -> dict[str, Place]:
-    """Finds the tensors of a folder by name; reads the headers of its files alone.
-
-    Raises:
-        ValueError: there are no files of weights, one is missing, damaged or outside of the folder, the index and the
-            files differ, or two files hold a tensor of the same name.
-    """
+    """Finds the tensors of a folder by name; reads the headers of its files alone. A ``ValueError`` if one is missing,
+    damaged or outside of the folder, the index and the files differ, or two files hold a tensor of the same name."""
     index = _index(folder)
     places: dict[str, Place] = {}
     for name in sorted({*index.values()}) if index is not None else [WHOLE]:

@@ -42,6 +42,10 @@ REFUSED = {
 PARTS = (WEIGHT, *UNUSED, *QUANTIZED, *REFUSED)
 
 _NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
+_NVFP4_PARTS = {
+    "nvfp4-pack-quantized": ("weight_packed", "weight_global_scale"),
+    "modelopt": ("weight", "weight_scale_2"),
+}
 _E4M3, _BYTES, _FLOATS = (torch.float8_e4m3fn,), (torch.uint8,), tuple(FLOATS)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -114,11 +118,8 @@ class Layout(NamedTuple):
 
 
 def codes_of(name: str, tensors: Parts, layouts: Sequence[Layout]) -> Codes:
-    """Returns the codes of a layer, by the one of some layouts that its tensors have.
-
-    Raises:
-        ValueError: its tensors have none of them; or scales are not finite, or codes mean no number.
-    """
+    """Returns the codes of a layer, by the one of some layouts that its tensors have. A ``ValueError`` if they have
+    none of them, scales are not finite, or codes mean no number."""
     for part, reason in REFUSED.items():
         if part in tensors:
             raise ValueError(f"{name} has {reason}")
@@ -136,13 +137,8 @@ def codes_of(name: str, tensors: Parts, layouts: Sequence[Layout]) -> Codes:
 
 
 def layouts(method: str, schemes: Sequence[Scheme], rows: int, columns: int) -> list[Layout]:
-    """Returns the layouts that a weight ``[rows, columns]`` may have in the files of a quantization method.
-
-    Args:
-        method: ``quant_method`` in ``config.json``.
-        schemes: for compressed-tensors, the arguments of the weights of each group, with its ``format``.
-        rows, columns: of the weight.
-    """
+    """Returns the layouts that a weight ``[rows, columns]`` may have in the files of a quantization method; ``schemes``
+    are, for compressed-tensors, the arguments of the weights of each group, with its ``format``."""
     if method == "bitnet":
         quarter = {"weight": Part(_BYTES, [(rows // 4, columns)]), "weight_scale": _SCALAR}
         return [Layout(quarter, _ternary)] if rows % 4 == 0 else []
@@ -153,17 +149,12 @@ def layouts(method: str, schemes: Sequence[Scheme], rows: int, columns: int) -> 
 
 
 def check_scheme(scheme: Scheme, where: str) -> Scheme:
-    """The arguments of a group's weights in ``config.json``, with compressed-tensors' defaults, if they can be read.
-
-    Raises:
-        ValueError: the format or strategy is unknown, or a number is wrong or missing.
-    """
+    """The arguments of a group's weights in ``config.json``, with compressed-tensors' defaults; a ``ValueError`` if the
+    format or strategy is unknown, or a number is wrong or missing."""
     size = scheme.get("group_size")
     inferred = {None: "tensor", -1: "channel"}.get(size, "group") if isinstance(size, int | None) else "group"
     scheme = {"num_bits": 8, "type": "int", "symmetric": True, **scheme, "strategy": scheme.get("strategy") or inferred}
     choose(f"format in {where}", scheme.get("format"), _FORMATS)
-    choose(f"strategy in {where}", scheme.get("strategy"), ("tensor", "channel", "group", "tensor_group", "block"))
-    choose(f"type in {where}", scheme.get("type"), ("float", "int"))
     integer(f"num_bits in {where}", scheme.get("num_bits"), 2, "bits of an element", at_most=8)
     if scheme["symmetric"] is not True:
         raise ValueError(f"The weights in {where} have {REFUSED['weight_zero_point']}")
@@ -176,35 +167,33 @@ def check_scheme(scheme: Scheme, where: str) -> Scheme:
         for size in tile:
             integer(f"block_structure in {where}", size, 1, meaning)
     needed = _FORMATS[scheme["format"]]
-    if any(scheme[key] not in values for key, values in needed.items()):
+    arguments = {key: scheme.get(key) for key in needed}
+    if any(arguments[key] not in values for key, values in needed.items()):
         takes = ", ".join(f"{key} {' or '.join(map(str, values))}" for key, values in needed.items())
-        raise ValueError(
-            f"{scheme['format']} in {where} takes {takes}; got { ({key: scheme[key] for key in needed}) }."
-        )
+        raise ValueError(f"{scheme['format']} in {where} takes {takes}; got {arguments}.")
     return scheme
 
 
 # The arguments of weights that each format takes.
 _MX = {"type": ("float",), "strategy": ("group",), "group_size": (32,)}
+_NUMBERS = {"num_bits": (8,), "strategy": ("tensor", "channel", "group", "block")}
 _FORMATS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "nvfp4-pack-quantized": {"type": ("float",), "num_bits": (4,), "strategy": ("tensor_group",), "group_size": (16,)},
     "mxfp4-pack-quantized": {**_MX, "num_bits": (4,)},
     "mxfp6-pack-quantized": {**_MX, "num_bits": (6,)},
     "mxfp8-quantized": {**_MX, "num_bits": (8,)},
-    "float-quantized": {"type": ("float",), "num_bits": (8,), "strategy": ("tensor", "channel", "group", "block")},
+    "float-quantized": {**_NUMBERS, "type": ("float",)},
     "pack-quantized": {"type": ("int",), "strategy": ("tensor", "channel", "group")},
     "int-quantized": {"type": ("int",), "num_bits": (8,), "strategy": ("tensor", "channel", "group")},
-    "naive-quantized": {"num_bits": (8,), "strategy": ("tensor", "channel", "group", "block")},
+    "naive-quantized": {**_NUMBERS, "type": ("float", "int")},
 }
 
 
 def _layout(scheme: Scheme, rows: int, columns: int) -> Layout:
     format, bits = scheme["format"], scheme.get("num_bits", 4)
     packed = Part(_BYTES, [(rows, -(-columns * bits // 8))])
-    if format in ("nvfp4-pack-quantized", "modelopt"):
-        weight, scale = (
-            ("weight", "weight_scale_2") if format == "modelopt" else ("weight_packed", "weight_global_scale")
-        )
+    if format in _NVFP4_PARTS:
+        weight, scale = _NVFP4_PARTS[format]
         blocks = Part(_E4M3, [(rows, -(-columns // 16))])
         return Layout({weight: packed, "weight_scale": blocks, scale: _SCALAR}, partial(_nvfp4, columns, weight, scale))
     if format.startswith("mxfp"):

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from lightning_lowbit.export.checkpoint import _compared
 from lightning_lowbit.export.formats.base import NoClient, Options
 from lightning_lowbit.export.formats.gguf import GGUF
-from lightning_lowbit.export.formats.gguf.chat import QUESTION, chat
+from lightning_lowbit.export.formats.gguf.client import QUESTION, chat
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from tests.export.llama_cpp import tokenizers
 from tests.export.originals import language_model

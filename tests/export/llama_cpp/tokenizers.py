@@ -4,7 +4,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from lightning_lowbit.export.formats.gguf.chat import QUESTION
+from lightning_lowbit.export.formats.gguf.client import QUESTION
 from lightning_lowbit.export.formats.gguf.vocabulary import _CUTS
 
 ANSWER = "a tiny quantized model."

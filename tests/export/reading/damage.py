@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_lowbit import LinearCasts
+from lightning_lowbit.export.folder import write_record
 from lightning_lowbit.export.formats.base import Options
 from lightning_lowbit.export.formats.table import FORMATS
-from lightning_lowbit.export.record import write_record
 from tests.export.originals import language_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -4,8 +4,7 @@ from functools import partial
 
 from lightning_lowbit.export.formats.base import Format
 from lightning_lowbit.export.formats.gguf.blocks import TQ1_0, TQ2_0, BlockType
-from lightning_lowbit.export.formats.gguf.chat import chat
-from lightning_lowbit.export.formats.gguf.client import LlamaCpp
+from lightning_lowbit.export.formats.gguf.client import LlamaCpp, chat
 from lightning_lowbit.export.formats.gguf.files import FILE, obstacle, write
 from lightning_lowbit.export.formats.gguf.networks import network_of
 from lightning_lowbit.quant import Cast, Scale

@@ -26,40 +26,26 @@ from lightning_lowbit.quant import Cast, Quantized
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block type.
+    """A block type."""
 
-    Attributes:
-        name: as llama.cpp writes it.
-        number: of the type in a file (``ggml_type``).
-        file_type: of a file that is mostly of this type (``llama_ftype``).
-        elements: of a block, along in_features.
-        bytes: of a block.
-        scale_block: elements that have one scale.
-        pack: elements ``[out, blocks, elements]`` and scales ``[out, blocks, elements / scale_block]``, both as stored
-            in a ``Quantized``, to uint8 ``[out, blocks, bytes]``.
-    """
-
-    name: str
-    number: int
-    file_type: int
-    elements: int
-    bytes: int
-    scale_block: int
-    pack: Callable[[Tensor, Tensor], Tensor]
+    name: str  # as llama.cpp writes it
+    number: int  # ``ggml_type``
+    file_type: int  # ``llama_ftype`` of a file that is mostly of this type
+    elements: int  # of a block, along in_features
+    bytes: int  # of a block
+    scale_block: int  # elements that have one scale
+    pack: Callable[[Tensor, Tensor], Tensor]  # elements and scales ``[out, blocks, n]``, as stored in a ``Quantized``
 
 
 class Blocks(NamedTuple):
     """A matrix as a file holds it.
 
-    Attributes:
-        data: uint8 ``[out_features, bytes of a row]``.
-        scale: float32, 0-d: the tensor ``NAME.scale``; None without one.
-        error: the largest difference from the values of the codes; above 0 where float16 rounds a scale, and infinite
-            where a scale is beyond its normal numbers.
+    ``error`` is the largest difference from the values of the codes: above 0 where float16 rounds a scale, and infinite
+    where a scale is beyond its normal numbers.
     """
 
-    data: Tensor
-    scale: Tensor | None
+    data: Tensor  # uint8 ``[out_features, bytes of a row]``
+    scale: Tensor | None  # the tensor ``NAME.scale``, float32, 0-d
     error: float
 
 
@@ -123,13 +109,8 @@ _FROM_CODES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
 
 
 def block_type(cast: Cast, in_features: int, ternary: BlockType = TQ2_0) -> BlockType | str:
-    """Returns the block type that holds the codes of a weight, or why none does, in words.
-
-    Args:
-        cast: of the weight.
-        in_features: of the layer.
-        ternary: ``TQ1_0`` or ``TQ2_0``, where blocks of 256 fit; else ternary weights are in ``Q4_0``.
-    """
+    """Returns the block type that holds the codes of a weight with some ``in_features``, or why none does, in words.
+    ``ternary`` is ``TQ1_0`` or ``TQ2_0``, where blocks of 256 fit; else ternary weights are in ``Q4_0``."""
     scale = cast.scale
     if scale.statistic == "minmax":
         return "it has zero points (statistic='minmax'), which no block type holds with its scale exactly"
@@ -159,11 +140,8 @@ def has_scale(cast: Cast) -> bool:
 
 
 def pack(quantized: Quantized, kind: BlockType) -> Blocks:
-    """Returns a matrix in blocks of a type that :func:`block_type` gave for its cast.
-
-    Raises:
-        ValueError: a scale is NaN or infinite, as of a weight that is.
-    """
+    """Returns a matrix in blocks of a type that :func:`block_type` gave for its cast; a ``ValueError`` if a scale is
+    NaN or infinite, as of a weight that is."""
     out, inner = quantized.codes.shape
     cast, tensor_scale = quantized.cast, quantized.tensor_scale
     decoded = replace(quantized, tensor_scale=None).multipliers()

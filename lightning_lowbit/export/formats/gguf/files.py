@@ -34,12 +34,9 @@ def obstacle(name: str, layer: QuantizedLayer, ternary: BlockType = TQ2_0) -> st
 def write(
     format: Format, original: TrainedModel, folder: Path, options: Options, ternary: BlockType = TQ2_0
 ) -> list[Written]:
-    """Writes ``model.gguf``, with ternary weights in blocks of type ``ternary`` where these fit.
-
-    Raises:
-        ValueError: llama.cpp has no such network, or no block type for a layer; float16 does not hold a scale, and
-            ``options.rescale`` is False; or the package ``gguf`` is missing.
-    """
+    """Writes ``model.gguf``, with ternary weights in blocks of type ``ternary`` where these fit. A ``ValueError`` if
+    llama.cpp has no such network, or no block type for a layer; float16 does not hold a scale, and ``options.rescale``
+    is False; or the package ``gguf`` is missing."""
     network = network_of(original.config)
     check(original, {name: _obstacle(network, name, layer, ternary) for name, layer in original.layers.items()}, "gguf")
     from gguf import GGUFWriter  # here, as its absence is told by then

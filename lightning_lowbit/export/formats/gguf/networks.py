@@ -19,27 +19,16 @@ from lightning_lowbit.packages import install
 
 @dataclass(frozen=True)
 class Network:
-    """A network that llama.cpp runs.
+    """A network that llama.cpp runs."""
 
-    Attributes:
-        architecture: its name there.
-        more: names of parts of a block in files that the package ``gguf`` does not know, by their last names here.
-        activation: the only one that llama.cpp computes there, as ``transformers`` names it.
-        interleaved: rotations are of neighbors, see above.
-        scaled: parts of a block, as files call them, whose product llama.cpp multiplies by ``NAME.scale``.
-        biases: its linear layers may have biases.
-        fixed: values of the configuration that llama.cpp takes for granted.
-        remedy: for networks with other values, a piece of the error message.
-    """
-
-    architecture: str
-    activation: str = "silu"
-    interleaved: bool = False
-    scaled: str = r"attn_(q|k|v|output)|ffn_(gate|up|down)"
-    biases: bool = False
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    more: Mapping[str, str] = field(default_factory=dict)
-    remedy: str = ""
+    architecture: str  # its name there
+    activation: str = "silu"  # the only one that llama.cpp computes there, as ``transformers`` names it
+    interleaved: bool = False  # rotations are of neighbors, see above
+    scaled: str = r"attn_(q|k|v|output)|ffn_(gate|up|down)"  # parts that llama.cpp multiplies by ``NAME.scale``
+    biases: bool = False  # its linear layers may have biases
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # of the configuration, which llama.cpp takes for granted
+    more: Mapping[str, str] = field(default_factory=dict)  # parts that ``gguf`` does not know, by their last names here
+    remedy: str = ""  # for networks with other values, a piece of the error message
 
     def name(self, name: str) -> str | None:
         """Returns the name of a module of the model in files; None if they have no such part."""
@@ -103,11 +92,8 @@ def head_size(config: Any) -> int:
 
 
 def network_of(config: Any) -> Network:
-    """Returns the network of a configuration of ``transformers``.
-
-    Raises:
-        ValueError: llama.cpp has none that computes the same.
-    """
+    """Returns the network of a configuration of ``transformers``; a ``ValueError`` if llama.cpp has none that computes
+    the same."""
     kind = getattr(config, "model_type", None)
     network = NETWORKS.get(str(kind))
     if network is None:

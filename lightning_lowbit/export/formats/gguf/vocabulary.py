@@ -6,12 +6,13 @@ tokenizer with another one cannot be told to it: the file then has no vocabulary
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from lightning_lowbit.export.tokenizer import byte_characters
+from lightning_lowbit.export.reading.files import first_line
+from lightning_lowbit.export.tokenizer import byte_characters, load_tokenizer
 
 # Regular expressions that cut a text, in LLaMA 3 and in Qwen2, which differ in how many digits stay together.
 _QUOTES, _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -31,34 +32,22 @@ _NO_MERGE = "!! !!"  # a list must not be empty, and pieces begin as one charact
 class Vocabulary:
     """Byte-level pieces.
 
-    Attributes:
-        pre: llama.cpp's name of the cut of texts.
-        tokens: of each id; a byte is a character of :func:`byte_characters`.
-        types: of each id, llama.cpp's numbers.
-        merges: pairs of pieces, the most frequent first.
-        special: ids by their names in a file: ``bos`` and ``eos`` of a text, ``eot`` of a turn, ``eom``, ``unk``,
-            ``sep``, ``pad``, ``mask``.
-        added: of ``bos`` and ``eos``, True if it stands before a text, or behind it.
-        template: of a chat, in Jinja, or several by name; None without one.
+    ``special`` are ids by their names in a file: ``bos`` and ``eos`` of a text, ``eot`` of a turn, ``eom``, ``unk``,
+    ``sep``, ``pad``, ``mask``; ``added`` tells of ``bos`` and ``eos`` if it stands before a text, or behind it.
     """
 
-    pre: str
-    tokens: Sequence[str]
-    types: Sequence[int]
-    merges: Sequence[str]
+    pre: str  # llama.cpp's name of the cut of texts
+    tokens: Sequence[str]  # of each id; a byte is a character of :func:`byte_characters`
+    types: Sequence[int]  # of each id, llama.cpp's numbers
+    merges: Sequence[str]  # pairs of pieces, the most frequent first
     special: Mapping[str, int]
     added: Mapping[str, bool]
-    template: str | Mapping[str, str] | None = None
+    template: str | Mapping[str, str] | None = None  # of a chat, in Jinja, or several by name
 
 
 def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vocabulary | str:
-    """Returns the vocabulary of a tokenizer, or why a file cannot tell it, in words.
-
-    Args:
-        tokenizer: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes.
-        size: number of ids of the model; ids without a token are filled.
-        ends: ids at which the model's generation stops.
-    """
+    """Returns the vocabulary of a tokenizer, or why a file cannot tell it, in words. ``size`` is the number of ids of
+    the model, which are filled where they have no token; at the ids ``ends`` its generation stops."""
     if tokenizer is None:
         return "the checkpoint does not name one: give --tokenizer bytes, a folder, or a name on the Hugging Face Hub"
     if tokenizer == "bytes":
@@ -66,13 +55,11 @@ def vocabulary(tokenizer: str | None, size: int, ends: Sequence[int] = ()) -> Vo
             return f"the model has {size} ids, fewer than bytes"
         pieces = _filled(dict(enumerate(byte_characters())), {}, size)
         return Vocabulary(_OF_BYTES, *pieces, [_NO_MERGE], {"bos": 0, "eos": 0}, {"bos": False, "eos": False})
-    from transformers import AutoTokenizer
-
     try:
-        loaded = AutoTokenizer.from_pretrained(os.path.expanduser(tokenizer), trust_remote_code=False)
+        loaded = load_tokenizer(tokenizer)
         content = json.loads(loaded.backend_tokenizer.to_str())
-    except Exception as error:  # a missing network, file or package: each has its own class
-        return f"{tokenizer!r} cannot be loaded ({str(error).strip().splitlines()[0]})"
+    except Exception as error:  # it is missing, or written in Python: each has its own class
+        return f"{tokenizer!r} cannot be loaded ({first_line(error)})"
     model = content["model"]
     pre, added = _cut(content), _added(loaded)
     if pre is None:
@@ -119,11 +106,9 @@ def _added(tokenizer: Any) -> dict[str, bool] | None:
     """Returns whether a tokenizer puts ``bos`` before a text, and ``eos`` behind it; None if it puts other tokens."""
     text = tokenizer("a", add_special_tokens=False)["input_ids"]
     around = tokenizer("a")["input_ids"]
-    for bos in (False, True):
-        for eos in (False, True):
-            before, behind = [tokenizer.bos_token_id] * bos, [tokenizer.eos_token_id] * eos
-            if around == [*before, *text, *behind]:
-                return {"bos": bos, "eos": eos}
+    for bos, eos in product((False, True), repeat=2):
+        if around == [*[tokenizer.bos_token_id] * bos, *text, *[tokenizer.eos_token_id] * eos]:
+            return {"bos": bos, "eos": eos}
     return None
 
 
