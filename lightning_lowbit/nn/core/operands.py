@@ -261,8 +261,8 @@ class OperandHow:
         else:
             assert self.source_cast is not None
             key, amax = self.key(pass_), self.scaling.scaling_amax(source, pass_)
-            arguments = source.values, self.source_cast, self.kind, self.dim, key, amax, self.shard, source.rotation
-            operand = native_operand(*arguments, pass_.ends)
+            call = CastCall(self.source_cast, self.dim, key, amax, None, self.shard, source.rotation)
+            operand = native_operand(source.values, self.kind, call, pass_.ends)
             if sums is not None and self.cast is not None:
                 self.record(sums, source.values, operand.decoded(source.values.dtype, self.dim), amax)
         return operand if watch is None else watch.observe(self, source, operand, key, amax)
