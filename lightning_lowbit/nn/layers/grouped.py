@@ -37,7 +37,7 @@ from lightning_lowbit.nn.core.operands import Pass
 from lightning_lowbit.nn.core.watch import is_observed
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
-from lightning_lowbit.nn.native.grouped import dtype_obstacle, grouped_obstacle, has_grouped_gemm
+from lightning_lowbit.nn.native.grouped import grouped_obstacle, has_grouped_gemm
 
 # int32 [experts], or the same numbers on the host.
 Offsets = Tensor | Sequence[int]
@@ -251,7 +251,7 @@ class GroupedLayer(QuantizedLayer):
         """Also raises a ``ValueError`` where ``grouped="native"`` cannot be honored."""
         if self.lowbit.grouped == "auto" or self.lowbit.blend is not None:
             return False
-        reason = grouping_obstacle(self.lowbit.casts) or grouped_obstacle(device) or dtype_obstacle(dtype)
+        reason = grouping_obstacle(self.lowbit.casts) or grouped_obstacle(device, dtype)
         if reason is not None:
             raise ValueError(f"Layer {self.name_in_model}: grouped='native', but {reason}, or leave grouped out.")
         return has_grouped_gemm(device)
