@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.checks import integer
 from lightning_lowbit.distributed import local, offsets_of
-from lightning_lowbit.nn.casts.grouping import grouping_obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.traits import OPERANDS, OPERANDS_OF
 from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.function import QuantizedGemms
 from lightning_lowbit.nn.core.gemm import no_autocast
@@ -38,6 +38,8 @@ from lightning_lowbit.nn.core.watch import is_observed
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
 from lightning_lowbit.nn.native.grouped import grouped_obstacle, has_grouped_gemm
+from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant.call import operand_dtype
 
 # int32 [experts], or the same numbers on the host.
 Offsets = Tensor | Sequence[int]
@@ -118,13 +120,41 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | N
     return torch.cat([*results, results[0].new_zeros(len(rest), weight.shape[1])])
 
 
+def grouping_obstacle(casts: LinearCasts) -> str | None:
+    """Returns why grouped GEMMs do not serve casts, and what to do, in words; None if they do.
+
+    Examples:
+        >>> grouping_obstacle(LinearCasts.preset("fp8-blockwise"))
+        'elements times scales of fprop_x are not exact in bfloat16, in which grouped GEMMs multiply: give the casts …'
+    """
+    for name in OPERANDS:
+        cast = casts.cast_of(name)
+        if cast is not None and operand_dtype(torch.bfloat16, cast) != torch.bfloat16:
+            return (
+                f"elements times scales of {name} are not exact in bfloat16, in which grouped GEMMs multiply: give the "
+                "casts round_to_bfloat16 (every: {round_to_bfloat16: true} beside a preset), or other casts"
+            )
+    rotated = [
+        name for gemm in casts.hadamard for name in OPERANDS_OF[gemm] if not isinstance(getattr(casts, name), Cast)
+    ]
+    for what, others in (
+        ("rotated operands in high precision", rotated),
+        ("delayed scaling", casts.traits.delayed),
+        ("means that are subtracted", casts.subtract_mean),
+        ("surrogate gradients", casts.surrogate),
+        ("operands that are quantized again", casts.requantize),
+    ):
+        if others:
+            return f"{what} are computed for one expert after the other ({', '.join(others)}): give other casts"
+    return None
+
+
 def _split(x: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Splits off the rows of each expert, and last those of none."""
     return torch.split(x, [end - start for start, end in zip((0, *ends), (*ends, len(x)), strict=True)])
 
 
 def _by_expert(rows: Sequence[Any], weights: Sequence[Any], biases: Sequence[Any]) -> Iterable[tuple[Any, ...]]:
-    """Returns the rows, the matrix and the bias of each expert; without ``biases``, a bias is None."""
     return zip(rows, weights, biases or [None] * len(weights), strict=True)
 
 
