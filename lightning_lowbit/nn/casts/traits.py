@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 OPERANDS = ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
 GEMMS = ("fprop", "dgrad", "wgrad")
 
-# Operands that may equal one of another GEMM. x is not among them: a quantized copy would have to be kept for the
-# backward pass by each layer that reads it.
+# Operands that may equal one of another GEMM; x would have to be kept for the backward pass by each of its readers.
 SHARED = {"dgrad_w": "fprop_w", "wgrad_g": "dgrad_g"}
 
 # The dimension of each operand that its GEMM contracts.
@@ -84,6 +83,8 @@ def traits_of(casts: "LinearCasts") -> CastTraits:
     repeated = {a for a, b in SHARED.items() if a in cast_of and cast_of[a] == cast_of.get(b) and not altered & {a, b}}
     from_fprop = frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize)
     shared = (repeated & without_axis) - drawing
+    sources = {name: cast for name in OPERANDS if (cast := casts.cast_of(name)) is not None}
+    rounded = [name for name, cast in sources.items() if cast.round_to_bfloat16 and not cast.fits_bfloat16]
     delayed = {name: cast for name, cast in cast_of.items() if cast.scale.source == "delayed"}
     kinds = {gemm: kinds_of_gemm for gemm in GEMMS if (kinds_of_gemm := native_kinds(casts, gemm))}
     return CastTraits(
@@ -97,14 +98,10 @@ def traits_of(casts: "LinearCasts") -> CastTraits:
         shared=frozenset(shared),
         casts_g_twice=cast_of.keys() >= OF_G and not OF_G & (altered | shared | delayed.keys()),
         transient=frozenset(OPERANDS) - {f"fprop_{name[-1]}" for name in from_fprop | shared},
-        rounding=frozenset(GEMM[name] for name in OPERANDS if _is_rounded(casts.cast_of(name))),
+        rounding=frozenset(GEMM[name] for name in rounded),
         native_kinds=kinds,
         coded=_coded(casts),
     )
-
-
-def _is_rounded(cast: Cast | None) -> bool:
-    return cast is not None and cast.round_to_bfloat16 and not cast.fits_bfloat16
 
 
 def _coded(casts: "LinearCasts") -> str | None:
