@@ -42,10 +42,7 @@ def now() -> Instant:
 
 
 class Times(NamedTuple):
-    """The times of one product, in seconds: by native GEMMs of codes, in emulation, and unquantized.
-
-    ``is_quiet`` tells whether the machine had cores for all threads.
-    """
+    """The times of one product in seconds, and whether the machine had cores for all threads."""
 
     native: float
     emulated: float
@@ -54,34 +51,23 @@ class Times(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """The speed of a CPU's GEMMs of codes.
+    """The speed of a CPU's GEMMs of codes."""
 
-    Attributes:
-        instructions: which multiply codes.
-        threads: their number.
-        dtype: of the computation, and of the product that is not quantized.
-        times: which were measured.
-        is_native: whether the CPU takes these GEMMs, or leaves them out as slower ones.
-    """
-
-    instructions: str
+    instructions: str  # which multiply codes
     threads: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the computation, and of the product that is not quantized
     times: Times
-    is_native: bool = True
+    is_native: bool = True  # whether the CPU takes these GEMMs, or leaves them out as slower ones
 
     def __str__(self) -> str:
         native, emulated, unquantized, is_quiet = self.times
-        name = str(self.dtype).removeprefix("torch.")
-        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        place = "Native" if self.is_native else "Left out"
-        gemms = f"{place} on this CPU: GEMMs of codes by {self.instructions}"
+        gemms = f"{'Native' if self.is_native else 'Left out'} on this CPU: GEMMs of codes by {self.instructions}"
         if not is_quiet:
             return f"{gemms}. Their speed was not measured: other processes took the cores meanwhile."
         text = (
-            f"{gemms}, measured here at {unquantized / native:.2f} "
-            f"times the speed of {name} and {emulated / native:.2f} times that of the emulation (NVFP4 with its casts, "
-            f"{_SIZE} × {_SIZE} × {_SIZE}, {threads})."
+            f"{gemms}, measured here at {unquantized / native:.2f} times the speed of "
+            f"{str(self.dtype).removeprefix('torch.')} and {emulated / native:.2f} times that of the emulation (NVFP4 "
+            f"with its casts, {_SIZE} × {_SIZE} × {_SIZE}, {self.threads} thread{'s' * (self.threads > 1)})."
         )
         if self.is_native:
             return text + " The emulation is faster here: backend='emulated' takes it." * (native > _TIE * emulated)
@@ -139,8 +125,7 @@ def measured(dtype: torch.dtype, threads: int, by_units: bool, clock: Callable[[
     """Returns the times that a file keeps, or those of :func:`measure`, which it then keeps.
 
     Args:
-        dtype: of the computation.
-        threads: torch's number of threads.
+        dtype, threads: of the computation.
         by_units: whether products of this dtype are not float32's.
         clock: as in :func:`measure`.
     """

@@ -18,25 +18,16 @@ _INTEGERS = tuple(f"int{bits}" for bits in range(2, 9))
 
 @dataclass(frozen=True)
 class NativeGemm:
-    """A GEMM of quantized elements.
+    """A GEMM of quantized elements."""
 
-    Attributes:
-        elements: formats of the elements, of both operands.
-        needs: the hardware, in words.
-        nvidia: the least compute capability of an NVIDIA GPU, and the first that is too new, if there is one; None for
-            a GEMM of CPUs.
-        scale: format of the scales of blocks; None for other scales.
-        block: elements along the contraction axis that share a scale; 0 for scales of tensors or rows.
-        amd: architectures of AMD GPUs.
-        results: dtypes that the GEMM gives; others are computed from emulated operands.
-    """
-
-    elements: tuple[str, ...]
-    needs: str
+    elements: tuple[str, ...]  # formats of the elements, of both operands
+    needs: str  # the hardware, in words
+    # The least compute capability of an NVIDIA GPU, and the first that is too new, if there is one; None for CPUs.
     nvidia: tuple[tuple[int, int], tuple[int, int] | None] | None
-    scale: str | None = None
-    block: int = 0
-    amd: tuple[str, ...] = ()
+    scale: str | None = None  # format of the scales of blocks
+    block: int = 0  # elements along the contraction axis that share a scale; 0 for scales of tensors or rows
+    amd: tuple[str, ...] = ()  # architectures of AMD GPUs
+    # Dtypes that the GEMM gives; others are computed from emulated operands.
     results: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
 
