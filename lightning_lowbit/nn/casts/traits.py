@@ -32,39 +32,21 @@ INDEX = {operand: i for i, operand in enumerate(OPERANDS)}
 
 @dataclass(frozen=True)
 class CastTraits:
-    """Facts about casts that a pass through a layer asks for, worked out once.
+    """Facts about casts that a pass through a layer asks for, worked out once. Sets hold operands."""
 
-    Attributes:
-        is_empty: nothing is quantized.
-        draws: results depend on keys.
-        drawing: the operands that round stochastically.
-        delayed: the casts with delayed scaling, by operand.
-        scaled_by_amax: the operands whose scales need the amax of the whole tensor.
-        altered: the operands that are not the tensor itself: of GEMMs with a transform or without means, or quantized
-            again.
-        from_fprop: the operands that are made from operands of the forward pass: reused, or quantized again.
-        shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
-        casts_g_twice: dgrad and wgrad take two casts of g itself, scaled by the same amax.
-        transient: the operands that are not kept from the forward pass to the backward pass.
-        rounding: the GEMMs with an operand that differs in bfloat16 from its codes times their scales.
-        native_kinds: the GEMMs that hardware may compute on quantized elements, with the kinds, keys of ``NATIVE``.
-        coded: the operand whose codes replace x in memory with save='codes' (fprop_x or wgrad_x); None where the
-            backward pass needs x itself.
-    """
-
-    is_empty: bool
-    draws: bool
-    drawing: frozenset[str]
-    delayed: dict[str, Cast]
-    scaled_by_amax: frozenset[str]
-    altered: frozenset[str]
-    from_fprop: frozenset[str]
-    shared: frozenset[str]
-    casts_g_twice: bool
-    transient: frozenset[str]
-    rounding: frozenset[str]
-    native_kinds: dict[str, tuple[str, ...]]
-    coded: str | None
+    is_empty: bool  # nothing is quantized
+    draws: bool  # results depend on keys
+    drawing: frozenset[str]  # those that round stochastically
+    delayed: dict[str, Cast]  # the casts with delayed scaling, by operand
+    scaled_by_amax: frozenset[str]  # those whose scales need the amax of the whole tensor
+    altered: frozenset[str]  # not the tensor itself: of GEMMs with a transform or without means, or quantized again
+    from_fprop: frozenset[str]  # made from operands of the forward pass: reused, or quantized again
+    shared: frozenset[str]  # equal to the one in SHARED to the bit: the same tensor, by a cast without an axis
+    casts_g_twice: bool  # dgrad and wgrad take two casts of g itself, scaled by the same amax
+    transient: frozenset[str]  # not kept from the forward pass to the backward pass
+    rounding: frozenset[str]  # of GEMMs: one operand differs in bfloat16 from its codes times their scales
+    native_kinds: dict[str, tuple[str, ...]]  # by GEMM, those of hardware on quantized elements: keys of NATIVE
+    coded: str | None  # whose codes replace x in memory with save='codes'; None where the backward pass needs x itself
 
     def __new__(cls, *_: Any, **__: Any) -> "CastTraits":
         """Takes the arguments with which earlier versions pickled traits: the casts work them out again."""

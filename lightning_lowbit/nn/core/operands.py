@@ -58,9 +58,7 @@ class Pass(NamedTuple):
             ``[products, out, in]``; None for one product.
     """
 
-    keys: Tensor | None = (
-        None  # int64 [6], of the call: a copy, as the layer's may be refilled before the backward pass
-    )
+    keys: Tensor | None = None  # int64 [6], of the call: a copy, as those of the layer may be refilled meanwhile
     number: int | None = None
     amaxes: Amaxes | None = None
     blend: Tensor | None = None  # float32, 0-d: λ of annealing; None for fully quantized operands

@@ -84,12 +84,11 @@ def _local(spread: DTensor, placements: Sequence[Placement]) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """``DTensor.to_local``, also for shards of different sizes.
+    """``DTensor.to_local``, also for shards of different sizes."""
 
-    It takes the strides of a gradient from the shard, so that they differ among processes. Where gradients are
-    accumulated, torch 2.11 then gathers those whose strides are not the weight's: only some processes take part, and
-    wait for the others.
-    """
+    # It takes the strides of a gradient from the shard, so that they differ among processes. Where gradients are
+    # accumulated, torch 2.11 then gathers those whose strides are not the weight's: only some processes take part, and
+    # wait for the others.
 
     @staticmethod
     def forward(ctx: Any, spread: DTensor, placements: Sequence[Placement]) -> Tensor:

@@ -170,10 +170,9 @@ def ends_of(offsets: Offsets, rows: int, experts: int) -> tuple[int, ...]:
 
 
 class _Parts(torch.autograd.Function):
-    """The rows, the matrix and the bias of each expert, as views, and the gradients of the whole from theirs.
+    """The rows, the matrix and the bias of each expert, as views, and the gradients of the whole from theirs."""
 
-    Torch would join gradients under the autocast that is in force in the backward pass, which takes some dtypes alone.
-    """
+    # Torch would join gradients under the autocast of the backward pass, which takes some dtypes alone.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ends: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -227,14 +226,10 @@ def _one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, how: How, pass_:
 
 
 class GroupedLayer(QuantizedLayer):
-    """Base class of converted stacks.
-
-    Attributes:
-        first_expert: global index of the first expert of a weight that is a plain tensor.
-    """
+    """Base class of converted stacks."""
 
     kind = "experts"
-    first_expert: int = 0
+    first_expert: int = 0  # global index of the first expert of a weight that is a plain tensor
 
     def check_casts(self, casts: LinearCasts) -> None:
         """Also raises a ``ValueError`` for smoothing, whose factors would be those of all experts together."""

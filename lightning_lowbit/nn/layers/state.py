@@ -19,15 +19,12 @@ class LayerState:
     """The settings of a converted layer, and the tensors that its passes read and write: its attribute ``lowbit``.
 
     Tensors belong to other objects, such as :class:`lightning_lowbit.nn.LayerKeys`, and are no buffers of the module.
-
     """
 
     casts: LinearCasts = LinearCasts()  # in force
     full_casts: LinearCasts = LinearCasts()  # outside any phase
     keys: Tensor | None = None  # of stochastic rounding, int64 [6], in the order of OPERANDS; None until set
-    calls: Calls | None = (
-        None  # numbers the calls within a micro-batch, which have their own keys; None: all have these
-    )
+    calls: Calls | None = None  # numbers those within a micro-batch, which have their own keys; None: all have these
     plugin_is_gone: bool = False  # nothing renews keys and amaxes anymore, so that training warns or raises
     amaxes: LayerAmaxes | None = None  # kept between steps; None until set
     exact: bool = False  # computes float32 GEMMs over exact operands
