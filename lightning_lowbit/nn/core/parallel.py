@@ -33,8 +33,7 @@ WHOLE = Shards()
 def tensor_parallel(
     multiply: Callable[[Tensor, Tensor, Tensor | None, Shards], Tensor], x: Tensor, weight: DTensor, bias: Any
 ) -> DTensor:
-    """Multiplies by a weight that is a DTensor; ``multiply`` gives x · Wᵀ + b of shards. Returns ``[...,
-    out_features]``.
+    """Multiplies by a weight that is a DTensor; ``multiply`` gives x · Wᵀ + b of shards.
 
     ``x`` is a DTensor over the weight's mesh, redistributed where needed. The weight, ``[out_features, in_features]``,
     is whole or sharded over one dimension of its mesh. The output is sharded along the features if the weight is, and a

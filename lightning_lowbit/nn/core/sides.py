@@ -34,12 +34,8 @@ Saved = tuple[Any, Tensor | None, Tensor | None, Tensor | None, torch.Size]
 
 
 class Matrix:
-    """``x`` as a matrix. Saves it, or its operand where the backward pass takes that.
-
-    Args:
-        first: how fprop takes it.
-        second: how the backward pass takes it.
-    """
+    """``x`` as a matrix, which fprop takes as ``first`` says, and the backward pass as ``second`` says. Saves it, or
+    its operand where the backward pass takes that."""
 
     def __init__(self, first: OperandHow, second: OperandHow) -> None:
         self.first, self.second, self.dtype = first, second, first.compute_dtype
@@ -210,12 +206,7 @@ class FrozenBytes(Parameter):
 
 
 class Gradient:
-    """``g``, which both GEMMs of the backward pass read.
-
-    Args:
-        dgrad, wgrad: how each of them takes it.
-        is_cast_twice: whether a kernel may make both operands in one read.
-    """
+    """``g``, which both GEMMs of the backward pass read; ``is_cast_twice``: a kernel may make both operands at once."""
 
     def __init__(self, dgrad: OperandHow, wgrad: OperandHow, is_cast_twice: bool) -> None:
         self.dgrad, self.wgrad = dgrad, wgrad

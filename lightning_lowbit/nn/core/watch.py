@@ -96,11 +96,8 @@ _OBSERVERS: list[Callable[..., Any]] = []
 
 @contextmanager
 def observed(observer: Callable[..., Any]) -> Iterator[None]:
-    """Calls ``observer(how, source, operand, key, amax, operand_sums)`` for each operand of passes that begin here.
-
-    GEMMs take the operand that it returns. ``how`` is an ``OperandHow``, ``source`` an ``OperandInput``; ``key`` and
-    ``amax`` are None where the source is taken as it is.
-    """
+    """Calls ``observer(how, source, operand, key, amax, operand_sums)`` for each operand of passes that begin here, and
+    takes the operand that it returns. ``key`` and ``amax`` are None where the source is taken as it is."""
     _OBSERVERS.append(observer)
     try:
         yield

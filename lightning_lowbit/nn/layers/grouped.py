@@ -121,12 +121,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | N
 
 
 def grouping_obstacle(casts: LinearCasts) -> str | None:
-    """Returns why grouped GEMMs do not serve casts, and what to do, in words; None if they do.
-
-    Examples:
-        >>> grouping_obstacle(LinearCasts.preset("fp8-blockwise"))
-        'elements times scales of fprop_x are not exact in bfloat16, in which grouped GEMMs multiply: give the casts …'
-    """
+    """Returns why grouped GEMMs do not serve casts, and what to do, in words; None if they do."""
     for name in OPERANDS:
         cast = casts.cast_of(name)
         if cast is not None and operand_dtype(torch.bfloat16, cast) != torch.bfloat16:

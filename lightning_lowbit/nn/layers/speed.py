@@ -107,12 +107,7 @@ def times_from(source: Callable[[torch.dtype], Times]) -> Iterator[None]:
 
 def cpu_speed(dtype: torch.dtype, is_native: bool = True) -> Speed | None:
     """Returns the speed of GEMMs of codes for passes in a dtype, with torch's number of threads, and measures it if no
-    process of this machine has; None where the C++ kernels do not multiply codes. ``is_native`` is for the words.
-
-    Examples:
-        >>> print(cpu_speed(torch.bfloat16))
-        Native on this CPU: GEMMs of codes by AVX-512 VNNI, measured here at 1.40 times the speed of bfloat16 …
-    """
+    process of this machine has; None where the C++ kernels do not multiply codes. ``is_native`` is for the words."""
     if not takes_cpp(_CPU) or dtype not in results("cpu") or (name := instructions()) is None:
         return None
     threads = torch.get_num_threads()
@@ -122,13 +117,8 @@ def cpu_speed(dtype: torch.dtype, is_native: bool = True) -> Speed | None:
 
 @cache
 def measured(dtype: torch.dtype, threads: int, by_units: bool, clock: Callable[[], Instant] = now) -> Times:
-    """Returns the times that a file keeps, or those of :func:`measure`, which it then keeps.
-
-    Args:
-        dtype, threads: of the computation.
-        by_units: whether products of this dtype are not float32's.
-        clock: as in :func:`measure`.
-    """
+    """Returns the times that a file keeps, or those of :func:`measure`, which it then keeps; ``by_units``: whether
+    products of this dtype are not float32's."""
     name = f"torch{torch.__version__}-{threads}-{str(dtype).removeprefix('torch.')}{'' if by_units else '-in-float32'}"
     if (figures := read_figures(name, _FIGURES)) is not None:
         native, emulated, unquantized = (figures[field] for field in _FIGURES)
@@ -140,12 +130,7 @@ def measured(dtype: torch.dtype, threads: int, by_units: bool, clock: Callable[[
 
 
 def measure(dtype: torch.dtype, clock: Callable[[], Instant] = now) -> Times:
-    """Measures the three products in turn for about 0.2 s, and returns the shortest time of each.
-
-    Args:
-        dtype: of both matrices and of the result.
-        clock: returns seconds of time, and those in which this thread has computed.
-    """
+    """Measures the three products in turn for about 0.2 s, and returns the shortest time of each."""
     with torch.no_grad(), no_autocast("cpu"), disable_current_modes():
         products = _products(dtype)
         for product in products:

@@ -28,16 +28,13 @@ _CAPABILITIES = (9, 10)  # the first numbers of those for which torch 2.13 has a
 
 
 def grouped_product(left: StackOperand, right: StackOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiplies the operands of all products of a stack.
+    """Multiplies the operands of all products of a stack, to ``[rows, n]``, or ``[products, m, n]``.
 
     Args:
         left: grouped rows ``[rows, k]``; or, transposed, those of a second grouped operand ``[m, rows]``.
         right: matrices ``[products, k, n]``, or grouped rows ``[rows, n]``.
         bias: ``[products, n]``, for grouped rows; or None.
         dtype: bfloat16, of the result.
-
-    Returns:
-        ``[rows, n]``, or ``[products, m, n]``.
     """
     assert left.ends is not None
     if right.ends is not None:

@@ -88,15 +88,7 @@ def block_operand(
     amax: Tensor | None = None,
     shard: Shard | None = None,
 ) -> BlockOperand:
-    """Quantizes one operand of a GPU's block-scaled GEMM, as :func:`lightning_lowbit.quant.quantize_operand` with the
-    same arguments and errors.
-
-    Examples:
-        >>> x = torch.randn(4, 64)
-        >>> operand = block_operand(x, Cast("e2m1", Scale("e4m3", 16, two_level=True)), "nvfp4", dim=1)
-        >>> operand.values.shape, operand.scales.shape
-        (torch.Size([16, 32]), torch.Size([512]))
-    """
+    """Quantizes one operand of a GPU's block-scaled GEMM, with the arguments and errors of ``quantize_operand``."""
     return _arranged(*lay_out_operand(x, cast, NATIVE[kind].block, dim, key, amax, shard), cast, kind, dim, x.shape)
 
 
