@@ -33,6 +33,7 @@ MOVED = {
     "nn.amax": ("nn.state.amax",),
     "nn.attention.hosts": ("nn.attention.modules",),
     "nn.calls": ("nn.core.calls",),
+    "nn.casts.grouping": ("nn.layers.grouped",),
     "nn.casts.plan": ("nn.casts.traits",),
     "nn.casts_from_yaml": ("nn.casts.from_yaml",),
     "nn.conversion.layers": ("nn.conversion.inventory", "nn.layers.layer"),

@@ -1,6 +1,6 @@
 """Combinations of fields of casts that are refused, each with a remedy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lightning_lowbit.nn.casts.traits import GEMM, OPERANDS, OPERANDS_OF
@@ -65,34 +65,26 @@ def _correction(casts: "LinearCasts") -> Iterator[str]:
             )
 
 
-# Casts that can have no surrogate (of a kind), and the message.
-_WITHOUT_SURROGATE: tuple[tuple[Callable[[Cast | None, str], object], str], ...] = (
-    (
-        lambda cast, kind: cast is None,
-        "surrogate names {operand}, which is not quantized: leave it out of surrogate.",
-    ),
-    (
-        lambda cast, kind: cast and cast.scale.statistic == "minmax",
-        "The surrogate of {operand} counts levels from zero, and with statistic='minmax' those of a block begin "
-        "elsewhere: leave {operand} out of surrogate, or take another statistic.",
-    ),
-    (
-        lambda cast, kind: cast and kind == "dge" and cast.rounding == "stochastic",
-        "The surrogate 'dge' stands for rounding to nearest, and {operand} rounds stochastically, whose mean is the "
-        "identity already: leave {operand} out of surrogate, or round it to nearest.",
-    ),
-    (
-        lambda cast, kind: cast and cast.scale.rounding == "stochastic",
-        "The surrogate of {operand} needs the scales, which round stochastically: leave {operand} out of surrogate, or "
-        "take scales with rounding='nearest'.",
-    ),
-)
-
-
 def _surrogate(casts: "LinearCasts") -> Iterator[str]:
     for operand, kind in casts.surrogate.items():
         cast = getattr(casts, operand)
-        yield from (text.format(operand=operand) for is_wrong, text in _WITHOUT_SURROGATE if is_wrong(cast, kind))
+        if cast is None:
+            yield f"surrogate names {operand}, which is not quantized: leave it out of surrogate."
+        elif cast.scale.statistic == "minmax":
+            yield (
+                f"The surrogate of {operand} counts levels from zero, and with statistic='minmax' those of a block "
+                f"begin elsewhere: leave {operand} out of surrogate, or take another statistic."
+            )
+        elif kind == "dge" and cast.rounding == "stochastic":
+            yield (
+                f"The surrogate 'dge' stands for rounding to nearest, and {operand} rounds stochastically, whose mean "
+                f"is the identity already: leave {operand} out of surrogate, or round it to nearest."
+            )
+        elif cast.scale.rounding == "stochastic":
+            yield (
+                f"The surrogate of {operand} needs the scales, which round stochastically: leave {operand} out of "
+                "surrogate, or take scales with rounding='nearest'."
+            )
         if "fprop" in casts.subtract_mean:
             yield (
                 f"A surrogate of {operand} and subtract_mean in fprop contradict each other, since the product with "

@@ -89,13 +89,8 @@ CAST_FACTS: dict[str, tuple[Callable[["LinearCasts"], object], str]] = {
 
 
 def obstacle(casts: "LinearCasts", takes: Collection[str], layer: Any = None) -> str | None:
-    """Returns the sentence of the first fact that is not among ``takes``; None if there is none.
-
-    Args:
-        casts: of the layer, in force.
-        takes: keys of ``LAYER_FACTS`` and ``CAST_FACTS``.
-        layer: converted, or an ``nn.Linear``; None for the facts of casts alone.
-    """
+    """Returns the sentence of the first fact that is not among ``takes``, keys of ``LAYER_FACTS`` and ``CAST_FACTS``;
+    None if there is none. ``layer`` is converted, or an ``nn.Linear``; None for the facts of casts alone."""
     if layer is not None:
         for fact, (holds, sentence) in LAYER_FACTS.items():
             if fact not in takes and holds(layer):

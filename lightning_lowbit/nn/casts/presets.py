@@ -107,17 +107,15 @@ def _mxfp8() -> LinearCasts:
 def _mxfp8_nvfp4() -> LinearCasts:
     """``mxfp8`` (arXiv 2506.08027) in the forward pass, ``nvfp4`` (arXiv 2505.19115) in the backward pass, one of the
     combinations in Transformer Engine's custom recipes: for models whose loss suffers from FP4 in the forward pass."""
-    return _combined(_mxfp8(), _nvfp4())
+    forward = _mxfp8()
+    return _nvfp4().replace(fprop_x=forward.fprop_x, fprop_w=forward.fprop_w)
 
 
 def _nvfp4_mxfp8() -> LinearCasts:
     """``nvfp4`` (arXiv 2505.19115) in the forward pass, ``mxfp8`` (arXiv 2506.08027) in the backward pass: a
     model that is served in FP4 is trained in FP4, with gradients of 8 bits."""
-    return _combined(_nvfp4(), _mxfp8())
-
-
-def _combined(forward: LinearCasts, backward: LinearCasts) -> LinearCasts:
-    return backward.replace(fprop_x=forward.fprop_x, fprop_w=forward.fprop_w)
+    forward = _nvfp4()
+    return _mxfp8().replace(fprop_x=forward.fprop_x, fprop_w=forward.fprop_w)
 
 
 def _ufp4() -> LinearCasts:
@@ -133,14 +131,7 @@ def _ufp4() -> LinearCasts:
 def _fully(nearest: Cast) -> LinearCasts:
     """All six operands in one cast, with the roundings of FP4 All the Way (section 3.2)."""
     stochastic = replace(nearest, rounding="stochastic")
-    return LinearCasts(
-        fprop_x=nearest,
-        fprop_w=nearest,
-        dgrad_g=stochastic,
-        dgrad_w=nearest,
-        wgrad_g=stochastic,
-        wgrad_x=stochastic,
-    )
+    return LinearCasts(nearest, nearest, dgrad_g=stochastic, dgrad_w=nearest, wgrad_g=stochastic, wgrad_x=stochastic)
 
 
 def _fp8(**scale: Any) -> LinearCasts:
@@ -222,13 +213,7 @@ PRESETS |= {
     "fp8-current": _fp8_current,
     "fp8-row": _fp8_row,
     "fp8-blockwise": _fp8_blockwise,
-    "int8": partial(_integer, 8),
-    "int7": partial(_integer, 7),
-    "int6": partial(_integer, 6),
-    "int5": partial(_integer, 5),
-    "int4": partial(_integer, 4),
-    "int3": partial(_integer, 3),
-    "int2": partial(_integer, 2),
+    **{f"int{bits}": partial(_integer, bits) for bits in range(8, 1, -1)},
     "e1m2": _e1m2,
     "ternary": _ternary,
 }

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 OPERANDS = ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
 GEMMS = ("fprop", "dgrad", "wgrad")
 
-# Operands that may equal one of another GEMM. x is not among them: a quantized copy would have to be kept for the
-# backward pass by each layer that reads it.
+# Operands that may equal one of another GEMM; x would have to be kept for the backward pass by each of its readers.
 SHARED = {"dgrad_w": "fprop_w", "wgrad_g": "dgrad_g"}
 
 # The dimension of each operand that its GEMM contracts.
@@ -33,39 +32,21 @@ INDEX = {operand: i for i, operand in enumerate(OPERANDS)}
 
 @dataclass(frozen=True)
 class CastTraits:
-    """Facts about casts that a pass through a layer asks for, worked out once.
+    """Facts about casts that a pass through a layer asks for, worked out once. Sets hold operands."""
 
-    Attributes:
-        is_empty: nothing is quantized.
-        draws: results depend on keys.
-        drawing: the operands that round stochastically.
-        delayed: the casts with delayed scaling, by operand.
-        scaled_by_amax: the operands whose scales need the amax of the whole tensor.
-        altered: the operands that are not the tensor itself: of GEMMs with a transform or without means, or quantized
-            again.
-        from_fprop: the operands that are made from operands of the forward pass: reused, or quantized again.
-        shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
-        casts_g_twice: dgrad and wgrad take two casts of g itself, scaled by the same amax.
-        transient: the operands that are not kept from the forward pass to the backward pass.
-        rounding: the GEMMs with an operand that differs in bfloat16 from its codes times their scales.
-        native_kinds: the GEMMs that hardware may compute on quantized elements, with the kinds, keys of ``NATIVE``.
-        coded: the operand whose codes replace x in memory with save='codes' (fprop_x or wgrad_x); None where the
-            backward pass needs x itself.
-    """
-
-    is_empty: bool
-    draws: bool
-    drawing: frozenset[str]
-    delayed: dict[str, Cast]
-    scaled_by_amax: frozenset[str]
-    altered: frozenset[str]
-    from_fprop: frozenset[str]
-    shared: frozenset[str]
-    casts_g_twice: bool
-    transient: frozenset[str]
-    rounding: frozenset[str]
-    native_kinds: dict[str, tuple[str, ...]]
-    coded: str | None
+    is_empty: bool  # nothing is quantized
+    draws: bool  # results depend on keys
+    drawing: frozenset[str]  # those that round stochastically
+    delayed: dict[str, Cast]  # the casts with delayed scaling, by operand
+    scaled_by_amax: frozenset[str]  # those whose scales need the amax of the whole tensor
+    altered: frozenset[str]  # not the tensor itself: of GEMMs with a transform or without means, or quantized again
+    from_fprop: frozenset[str]  # made from operands of the forward pass: reused, or quantized again
+    shared: frozenset[str]  # equal to the one in SHARED to the bit: the same tensor, by a cast without an axis
+    casts_g_twice: bool  # dgrad and wgrad take two casts of g itself, scaled by the same amax
+    transient: frozenset[str]  # not kept from the forward pass to the backward pass
+    rounding: frozenset[str]  # of GEMMs: one operand differs in bfloat16 from its codes times their scales
+    native_kinds: dict[str, tuple[str, ...]]  # by GEMM, those of hardware on quantized elements: keys of NATIVE
+    coded: str | None  # whose codes replace x in memory with save='codes'; None where the backward pass needs x itself
 
     def __new__(cls, *_: Any, **__: Any) -> "CastTraits":
         """Takes the arguments with which earlier versions pickled traits: the casts work them out again."""
@@ -84,6 +65,8 @@ def traits_of(casts: "LinearCasts") -> CastTraits:
     repeated = {a for a, b in SHARED.items() if a in cast_of and cast_of[a] == cast_of.get(b) and not altered & {a, b}}
     from_fprop = frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize)
     shared = (repeated & without_axis) - drawing
+    sources = {name: cast for name in OPERANDS if (cast := casts.cast_of(name)) is not None}
+    rounded = [name for name, cast in sources.items() if cast.round_to_bfloat16 and not cast.fits_bfloat16]
     delayed = {name: cast for name, cast in cast_of.items() if cast.scale.source == "delayed"}
     kinds = {gemm: kinds_of_gemm for gemm in GEMMS if (kinds_of_gemm := native_kinds(casts, gemm))}
     return CastTraits(
@@ -97,14 +80,10 @@ def traits_of(casts: "LinearCasts") -> CastTraits:
         shared=frozenset(shared),
         casts_g_twice=cast_of.keys() >= OF_G and not OF_G & (altered | shared | delayed.keys()),
         transient=frozenset(OPERANDS) - {f"fprop_{name[-1]}" for name in from_fprop | shared},
-        rounding=frozenset(GEMM[name] for name in OPERANDS if _is_rounded(casts.cast_of(name))),
+        rounding=frozenset(GEMM[name] for name in rounded),
         native_kinds=kinds,
         coded=_coded(casts),
     )
-
-
-def _is_rounded(cast: Cast | None) -> bool:
-    return cast is not None and cast.round_to_bfloat16 and not cast.fits_bfloat16
 
 
 def _coded(casts: "LinearCasts") -> str | None:

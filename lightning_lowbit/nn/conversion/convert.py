@@ -22,8 +22,7 @@ from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_
 from lightning_lowbit.nn.core.saving import Readers, check_save
 from lightning_lowbit.nn.layers.classes import convert_layer, convertible, without_weight
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
-from lightning_lowbit.nn.layers.native import BACKENDS, has_native_gemms, nearest
-from lightning_lowbit.nn.native.devices import native_obstacle
+from lightning_lowbit.nn.layers.native import BACKENDS, first_kind
 
 # Mapping before LinearCasts: a command line takes the first type that fits, and LinearCasts would fill in defaults.
 CastsLike = str | Mapping[str, Any] | LinearCasts
@@ -331,8 +330,9 @@ def check_backend(
         )
     if device is not None:
         for kinds in {casts.traits.native_kinds[gemm] for _, casts, gemm in quantized}:
-            if all(native_obstacle(device, kind) is not None for kind in kinds):
-                has_native_gemms(device, nearest(device, kinds), backend)  # raises
+            kind, reason, remedy = first_kind(device, kinds, backend)
+            if kind is None:
+                raise ValueError(f"backend='native': {reason}. {remedy}")
 
 
 def set_phase(model: nn.Module, phase: str) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from torch import nn
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.nn.casts.grouping import grouping_obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.layers.classes import convertible, kind_of
+from lightning_lowbit.nn.layers.grouped import grouping_obstacle
 from lightning_lowbit.nn.layers.layer import clean_name
 
 # How the products of a stack are multiplied: as the backend has it, or by one GEMM for all of them.

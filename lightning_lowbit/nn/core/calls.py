@@ -115,7 +115,12 @@ def _hash_of_product(number: int) -> int:
 
 @cache
 def _hash(number: int, unit: str = "call") -> int:
-    return int.from_bytes(hashlib.blake2b(f"{unit} {number}".encode(), digest_size=8).digest(), "little", signed=True)
+    return hash_text(f"{unit} {number}")
+
+
+def hash_text(text: str) -> int:
+    """Returns an int64 hash of a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------

@@ -11,19 +11,11 @@ from lightning_lowbit.quant import Cast, Operand
 
 
 class Frozen(NamedTuple):
-    """Describes the bytes of a frozen weight.
+    """Describes the bytes of a frozen weight: uint8, 1-D, those of :class:`Packed` and the matrix's float32 scale."""
 
-    The bytes, uint8, 1-D, are those of :class:`Packed` and then the float32 scale of the matrix.
-
-    Attributes:
-        cast: by which the matrix was quantized along its columns.
-        shape: ``[out_features, in_features]``.
-        dtype: from which it was quantized.
-    """
-
-    cast: Cast
-    shape: torch.Size
-    dtype: torch.dtype
+    cast: Cast  # by which the matrix was quantized along its columns
+    shape: torch.Size  # [out_features, in_features]
+    dtype: torch.dtype  # from which it was quantized
 
     def pack(self, weight: Tensor) -> Tensor:
         """Packs a weight, which is rounded to ``dtype`` first."""

@@ -30,10 +30,8 @@ _TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ONE_BYTE = frozenset((*_FP8, torch.int8))
 
-
 # Up to this inner size int32 holds the sum of products of int8 values, which are at most 127 · 127.
 _LONGEST = (2**31 - 1) // 127**2
-
 
 _NOTHING = nullcontext()
 
@@ -195,24 +193,13 @@ def _block_matmul(
     b = BlockOperand(right, right_scales, right_factor, kind, (columns, inner))
     wide = torch.float32 in results(kind)  # where it is not, bias and factors come after a rounding to bfloat16
     product, factors = block_product(a, b, torch.float32 if bias is not None and wide else dtype)
-    return product if not factors and bias is None else finish(product, factors, bias, dtype)
+    return finish(product, factors, bias, dtype)
 
 
 @opaque(lambda mean, weight, factor, bias: weight.new_empty((1, weight.shape[1]), dtype=torch.float32))
 def mean_times(mean: Tensor, weight: Tensor, factor: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Computes ``μᵀ · W * factor + bias``: what a mean that was split off adds to every row of a result.
-
-    It stays in float32: it enters all rows alike, and its rounding would not average out over tokens.
-
-    Args:
-        mean: float32 ``[1, k]``.
-        weight: ``[k, n]``.
-        factor: float32, 0-d, of the weight; None for 1.
-        bias: ``[n]`` or None.
-
-    Returns:
-        float32 ``[1, n]``.
-    """
+    """Computes ``μᵀ · W * factor + bias``, ``[1, n]``: what a mean that was split off adds to every row of a result.
+    It stays in float32: it enters all rows alike, and its rounding would not average out over tokens."""
     with within_cast():
         product = mean @ weight.float()
     if factor is not None:

@@ -18,9 +18,7 @@ class How:
     """The three GEMMs of a layer, and what x, w and g are.
 
     Args:
-        casts: the casts in force.
-        dtype: of the computation.
-        device: where it runs.
+        casts, dtype, device: the casts in force, in what the pass computes, and where.
         exact: computes float32 GEMMs over exact operands.
         shards: which of x, w and g are shards of global matrices.
         layer: what errors of the backward pass call the layer.
@@ -31,6 +29,9 @@ class How:
         native: the GEMMs that the device computes natively, with their kinds.
         recasts: saves the parameter itself for the backward pass, and quantizes it again there.
         is_grouped: takes stacks of products, each of whose GEMMs is a grouped one.
+
+    Attributes:
+        takes_stacks: whether one pass computes a stack of products, each of whose GEMMs is one call.
     """
 
     def __init__(
@@ -60,13 +61,11 @@ class How:
         self.fprop, self.dgrad, self.wgrad = (GemmHow(gemm, operands, casts) for gemm in GEMMS)
         x, w = (self.fprop.left, self.wgrad.right), (self.fprop.right, self.dgrad.right)
         self.x = Matrix(*x)
+        # Codes of the forward pass lie along its contraction.
+        are_codes_read = traits.coded == "wgrad_x" or (x[0].kind is None and x[1].kind is None)
         if window is not None:
             self.x = Patches(*x, window, takes_tensor="fprop_x" not in traits.altered)
-        elif (
-            saves_codes
-            and traits.coded is not None
-            and (traits.coded == "wgrad_x" or (x[0].kind is None and x[1].kind is None))
-        ):  # codes of the forward pass lie along its contraction
+        elif saves_codes and traits.coded is not None and are_codes_read:
             self.x = Codes(*x, traits.coded)
         self.w = Parameter(*w)
         if frozen is not None:
@@ -76,7 +75,6 @@ class How:
         elif recasts and not (("dgrad_w" in traits.from_fprop or w[1].is_reused) and "fprop_w" in traits.altered):
             self.w = Recast(*w)
         self.g = Gradient(self.dgrad.left, self.wgrad.left, traits.casts_g_twice)
-        #: Whether one pass computes a stack of products, each of whose GEMMs is one call.
         self.takes_stacks = all(operand.takes_stacks for operand in operands.values()) and (
             type(self.x) is Matrix or (is_grouped and type(self.x) is Codes)
         )

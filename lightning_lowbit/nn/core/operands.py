@@ -6,7 +6,6 @@ A :class:`Pass` holds the rest, and an :class:`OperandInput` is the tensor that 
 
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.core.calls import keys_of_product, keys_of_products
 from lightning_lowbit.nn.core.gemm import mean_times
-from lightning_lowbit.nn.core.parallel import WHOLE, Shards
+from lightning_lowbit.nn.core.parallel import Shards
 from lightning_lowbit.nn.core.watch import Watched, add_gradients_, stage_and_choose
 from lightning_lowbit.nn.native.operand import AnyOperand, native_operand
 from lightning_lowbit.nn.native.table import BLOCK_SCALED
@@ -33,55 +32,37 @@ from lightning_lowbit.units import has_units
 
 
 class PrequantizedWeight(NamedTuple):
-    """A weight that was quantized before it was gathered (:mod:`lightning_lowbit.nn.sharded.gather`).
+    """A weight that was quantized before it was gathered (:mod:`lightning_lowbit.nn.sharded.gather`)."""
 
-    Attributes:
-        source_dtype: in which it was quantized.
-        dtype: of its operand; may be narrower than that of the gathered tensor.
-        factor: of its operand, float32, 0-d or ``[out_features, 1]``; None for 1.
-        amax: float32, 0-d; None if the cast does not need it.
-    """
-
-    source_dtype: torch.dtype
-    dtype: torch.dtype
-    factor: Tensor | None
-    amax: Tensor | None
+    source_dtype: torch.dtype  # in which it was quantized
+    dtype: torch.dtype  # of its operand; may be narrower than that of the gathered tensor
+    factor: Tensor | None  # of its operand, float32, 0-d or [out_features, 1]; None for 1
+    amax: Tensor | None  # float32, 0-d; None if the cast does not need it
 
 
 class Amaxes(NamedTuple):
-    """The amaxes of a pass that come from other passes or layers.
+    """The amaxes of a pass that come from other passes or layers."""
 
-    Attributes:
-        in_force: float32 ``[6]``, which delayed scaling uses.
-        staged: float32 ``[6]``, to which it records; None to record nothing.
-        weight: float32, 0-d, which scales the weight; None for its own.
-    """
-
-    in_force: Tensor | None
-    staged: Tensor | None
-    weight: Tensor | None
+    in_force: Tensor | None  # float32 [6], which delayed scaling uses
+    staged: Tensor | None  # float32 [6], to which it records; None to record nothing
+    weight: Tensor | None  # float32, 0-d, which scales the weight; None for its own
 
 
 class Pass(NamedTuple):
     """The settings of a pass that differ from those of other passes of the layer.
 
     Attributes:
-        keys: int64 ``[6]``, of the call: a copy, since the layer's keys may be refilled before the backward pass.
         number: of one of several products of the call, such as an expert, or of the first one of a stack; None for the
             only one.
-        amaxes: from other passes or layers; None for none.
-        blend: float32, 0-d: λ of annealing; None for fully quantized operands.
-        watch: what is measured; None for nothing.
-        gathered: of a weight that was quantized before it was gathered; None for others.
         ends: of the rows of each product of a stack, whose matrices x and g are in one and whose weights are
             ``[products, out, in]``; None for one product.
     """
 
-    keys: Tensor | None = None
+    keys: Tensor | None = None  # int64 [6], of the call: a copy, as those of the layer may be refilled meanwhile
     number: int | None = None
     amaxes: Amaxes | None = None
-    blend: Tensor | None = None
-    watch: Watched | None = None
+    blend: Tensor | None = None  # float32, 0-d: λ of annealing; None for fully quantized operands
+    watch: Watched | None = None  # what is measured; None for nothing
     gathered: PrequantizedWeight | None = None
     ends: tuple[int, ...] | None = None
 
@@ -101,10 +82,6 @@ class Pass(NamedTuple):
         if self.ends is not None:
             return self._replace(keys=keys_of_products(self.keys, self.number, len(self.ends)), number=None)
         return self._replace(keys=keys_of_product(self.keys, self.number), number=None)
-
-    def sum_of_rows(self, g: Tensor) -> Tensor:
-        """Returns the sum of the rows of ``g``, of a stack ``[products, columns]``."""
-        return g.sum(0) if self.ends is None else torch.stack([rows.sum(0) for rows in split_rows(g, self.ends)])
 
     def add_gradients_(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
         """Adds statistics of a weight's gradient, or of those of a stack, to ``gradient_sums``."""
@@ -130,53 +107,36 @@ class Pass(NamedTuple):
 
 
 class OperandInput(NamedTuple):
-    """The input of an operand: ``values * factor``, which its cast quantizes.
+    """The input of an operand: ``values * factor``, which its cast quantizes."""
 
-    Attributes:
-        values: a matrix, or a :class:`BlockOperand`.
-        amax: float32, 0-d, of the matrix; None if its cast needs none, or measures it.
-        factor: float32, 0-d or one number per row or column; None for 1.
-        is_operand: whether it is quantized already.
-        rotation: signs of a Hadamard transform that the kernel of a cast applies; None for none.
-        codes: what the backward pass gets in place of the matrix, as bytes and a factor; None for the matrix.
-    """
-
-    values: Any
-    amax: Tensor | None = None
-    factor: Tensor | None = None
-    is_operand: bool = False
-    rotation: Tensor | None = None
-    codes: tuple[Tensor, Tensor] | None = None
+    values: Any  # a matrix, or a BlockOperand
+    amax: Tensor | None = None  # float32, 0-d, of the matrix; None if its cast needs none, or measures it
+    factor: Tensor | None = None  # float32, 0-d or one number per row or column; None for 1
+    is_operand: bool = False  # whether it is quantized already
+    rotation: Tensor | None = None  # signs of a Hadamard transform that the kernel of a cast applies; None for none
+    codes: tuple[Tensor, Tensor] | None = None  # saved in place of the matrix, bytes and a factor; None for the matrix
 
 
 class OperandHow:
     """The way in which one operand is made.
 
     Attributes:
-        name: such as ``"wgrad_x"``.
-        index: of the name in ``OPERANDS``.
         dim: the dimension that its GEMM contracts.
         cast: its cast; None in high precision, and for ``"fprop"``.
         source_cast: the same with ``"fprop"`` resolved; ``scaling`` is the operand with this cast.
         kind: of a native GEMM that takes codes with the scales of blocks; None for other GEMMs.
-        is_grouped: whether it is one of a grouped GEMM, of all products of a stack.
-        is_usual: whether it is neither of these.
-        compute_dtype: of the computation.
+        is_grouped: whether it is one of a grouped GEMM, of all products of a stack; ``is_usual``: neither of these.
         dtype: of the values; None for the default of :func:`quantize_operand`.
-        exact: whether float32 GEMMs are computed over exact operands.
-        transform: the Hadamard transform of its GEMM, None for none; ``signs_index``: of the key of the signs.
+        signs_index: of the key of the signs of ``transform``, the Hadamard transform of its GEMM.
         cut: the shard that its tensor is, and ``shard``: the same as its GEMM takes it, padded; None if whole.
         draws: whether it has a key. In a compiled graph also where it draws no bits: this use in the forward pass keeps
             the call's keys from being computed in the backward pass, when the layer has those of another call.
-        is_delayed: whether it is scaled by an amax of former steps.
-        needs_amax: whether its scales need the amax of the whole tensor.
-        shares_amax: whether that is the amax of the tensor itself, which other operands may need, too.
+        shares_amax: whether its scales need the amax of the tensor itself, which other operands may need, too.
         is_reused: whether another GEMM has quantized it in the form that this one takes.
         reused: the index of the operand that it then is; None for others.
         places: where its amax is staged: at its index, and at those of operands that reuse it.
         requantizes: whether it is quantized from the decoded operand of the forward pass.
         saves_operand: whether the forward pass saves its operand for this one, and not the tensor.
-        surrogate: the derivative of rounding; None for straight through.
         takes_stacks: whether one call makes the operands of all products of a stack.
     """
 
@@ -186,10 +146,10 @@ class OperandHow:
         casts: LinearCasts,
         dtype: torch.dtype,
         device: torch.device,
-        exact: bool = False,
-        native: Mapping[str, str] = MappingProxyType({}),
-        shards: Shards = WHOLE,
-        is_grouped: bool = False,
+        exact: bool,
+        native: Mapping[str, str],
+        shards: Shards,
+        is_grouped: bool,
     ) -> None:
         traits, gemm, cast = casts.traits, GEMM[name], getattr(casts, name)
         self.name, self.index, self.dim = name, INDEX[name], CONTRACTION[name]
@@ -200,11 +160,8 @@ class OperandHow:
         self.kind = native.get(gemm) if native.get(gemm) in BLOCK_SCALED else None
         self.is_grouped, self.is_usual = is_grouped, self.kind is None and not is_grouped
         self.compute_dtype, self.exact = dtype, exact
-        self.dtype: torch.dtype | None = None
-        if exact:
-            self.dtype = torch.float32
-        elif gemm in native and self.source_cast is not None:
-            self.dtype = self.source_cast.grid.gemm_dtype
+        codes_dtype = self.source_cast.grid.gemm_dtype if gemm in native and self.source_cast is not None else None
+        self.dtype = torch.float32 if exact else codes_dtype
         is_widened = name in traits.transient and device.type == "cpu" and not has_units(dtype, device)
         if self.dtype is None and is_widened and not is_grouped:
             self.dtype = torch.float32  # in which the GEMM computes: nothing is to convert
@@ -261,8 +218,8 @@ class OperandHow:
         else:
             assert self.source_cast is not None
             key, amax = self.key(pass_), self.scaling.scaling_amax(source, pass_)
-            arguments = source.values, self.source_cast, self.kind, self.dim, key, amax, self.shard, source.rotation
-            operand = native_operand(*arguments, pass_.ends)
+            call = CastCall(self.source_cast, self.dim, key, amax, None, self.shard, source.rotation)
+            operand = native_operand(source.values, self.kind, call, pass_.ends)
             if sums is not None and self.cast is not None:
                 self.record(sums, source.values, operand.decoded(source.values.dtype, self.dim), amax)
         return operand if watch is None else watch.observe(self, source, operand, key, amax)
@@ -299,8 +256,7 @@ class OperandHow:
         return tuple(accumulate(-(-(end - start) // group) * group for start, end in pairwise((0, *ends))))
 
     def key(self, pass_: Pass) -> Tensor | None:
-        """Returns the key of the operand's random bits, int64, 0-d or one for each product of a stack; None if it draws
-        none."""
+        """Returns the key of the random bits, int64, 0-d or one for each product of a stack; None if it draws none."""
         return None if pass_.keys is None or not self.draws else pass_.keys[self.index]
 
     def scaling_amax(self, source: OperandInput, pass_: Pass) -> Tensor | None:
@@ -401,11 +357,9 @@ class GemmHow:
     def _split_means(
         self, left: OperandInput, right: OperandInput, bias: Tensor | None
     ) -> tuple[OperandInput, OperandInput, Tensor]:
-        """Splits off the operands' means over the tokens, whose rank-one product is returned, plus bias.
-
-        ``(A + 1μᵀ) B = A B + 1 (μᵀ B)``. Where both operands have tokens, ``(A + 1νᵀ)ᵀ (B + 1μᵀ) = Aᵀ B + tokens · ν
-        μᵀ``, since the columns of A and B then sum to zero; splitting one of them gives the same.
-        """
+        """Splits off the operands' means over the tokens, whose rank-one product is returned, plus bias."""
+        # (A + 1μᵀ) B = A B + 1 (μᵀ B). Where both operands have tokens, (A + 1νᵀ)ᵀ (B + 1μᵀ) = Aᵀ B + tokens · ν μᵀ,
+        # since the columns of A and B then sum to zero; splitting one of them gives the same.
         rest, mean = split_mean(left.values)
         if self.right.name.endswith("_w"):
             weight = right.values.t() if self.right.dim == 1 else right.values

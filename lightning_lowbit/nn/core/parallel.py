@@ -33,8 +33,7 @@ WHOLE = Shards()
 def tensor_parallel(
     multiply: Callable[[Tensor, Tensor, Tensor | None, Shards], Tensor], x: Tensor, weight: DTensor, bias: Any
 ) -> DTensor:
-    """Multiplies by a weight that is a DTensor; ``multiply`` gives x · Wᵀ + b of shards. Returns ``[...,
-    out_features]``.
+    """Multiplies by a weight that is a DTensor; ``multiply`` gives x · Wᵀ + b of shards.
 
     ``x`` is a DTensor over the weight's mesh, redistributed where needed. The weight, ``[out_features, in_features]``,
     is whole or sharded over one dimension of its mesh. The output is sharded along the features if the weight is, and a
@@ -84,12 +83,11 @@ def _local(spread: DTensor, placements: Sequence[Placement]) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """``DTensor.to_local``, also for shards of different sizes.
+    """``DTensor.to_local``, also for shards of different sizes."""
 
-    It takes the strides of a gradient from the shard, so that they differ among processes. Where gradients are
-    accumulated, torch 2.11 then gathers those whose strides are not the weight's: only some processes take part, and
-    wait for the others.
-    """
+    # It takes the strides of a gradient from the shard, so that they differ among processes. Where gradients are
+    # accumulated, torch 2.11 then gathers those whose strides are not the weight's: only some processes take part, and
+    # wait for the others.
 
     @staticmethod
     def forward(ctx: Any, spread: DTensor, placements: Sequence[Placement]) -> Tensor:

@@ -47,11 +47,8 @@ def saved_bits(casts: "LinearCasts", save: str, dtype: torch.dtype) -> float:
 
 
 class Readers:
-    """Finds layers that read one tensor together.
-
-    One tensor serves all of them: where their codes would take more memory, they save the tensor. Instead of codes of
-    4.5 bits, four layers save one bfloat16 tensor.
-    """
+    """Finds layers that read one tensor together. Where their codes would take more memory, they save the tensor, which
+    serves all of them: instead of codes of 4.5 bits, four layers save one bfloat16 tensor."""
 
     def __init__(self) -> None:
         self._forget()

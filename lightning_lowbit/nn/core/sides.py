@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels import Packed, pack_operand, quantize_both, rotate, unpack_operand
+from lightning_lowbit.kernels.gemms import split_rows
 from lightning_lowbit.kernels.operands import reads_once
 from lightning_lowbit.kernels.products import decode
 from lightning_lowbit.kernels.stacks import empty_product, joined
@@ -33,12 +34,8 @@ Saved = tuple[Any, Tensor | None, Tensor | None, Tensor | None, torch.Size]
 
 
 class Matrix:
-    """``x`` as a matrix. Saves it, or its operand where the backward pass takes that.
-
-    Args:
-        first: how fprop takes it.
-        second: how the backward pass takes it.
-    """
+    """``x`` as a matrix, which fprop takes as ``first`` says, and the backward pass as ``second`` says. Saves it, or
+    its operand where the backward pass takes that."""
 
     def __init__(self, first: OperandHow, second: OperandHow) -> None:
         self.first, self.second, self.dtype = first, second, first.compute_dtype
@@ -209,12 +206,7 @@ class FrozenBytes(Parameter):
 
 
 class Gradient:
-    """``g``, which both GEMMs of the backward pass read.
-
-    Args:
-        dgrad, wgrad: how each of them takes it.
-        is_cast_twice: whether a kernel may make both operands in one read.
-    """
+    """``g``, which both GEMMs of the backward pass read; ``is_cast_twice``: a kernel may make both operands at once."""
 
     def __init__(self, dgrad: OperandHow, wgrad: OperandHow, is_cast_twice: bool) -> None:
         self.dgrad, self.wgrad = dgrad, wgrad
@@ -241,9 +233,11 @@ class Gradient:
 
     def sum_of_rows(self, g: Tensor, pass_: Pass) -> Tensor:
         """Returns the sum of the rows of ``g``, of a stack ``[products, columns]``."""
-        if pass_.ends is not None and self.wgrad.is_grouped and g.dtype == torch.bfloat16:
+        if pass_.ends is None:
+            return g.sum(0)
+        if self.wgrad.is_grouped and g.dtype == torch.bfloat16:
             return sums_of_rows(g, pass_.ends)
-        return pass_.sum_of_rows(g)
+        return torch.stack([rows.sum(0) for rows in split_rows(g, pass_.ends)])
 
     def reused(self, source: OperandInput, operand: AnyOperand) -> OperandInput:
         """Returns the input of wgrad's operand: ``source``, or the operand of dgrad where wgrad takes the same."""
@@ -263,10 +257,8 @@ def _packed(how: OperandHow, source: OperandInput, pass_: Pass) -> Packed:
     assert how.cast is not None
     if how.transform is not None:
         source = how.with_rotation(source, how.signs(pass_, source.values.device))
-    sums = pass_.operand_sums
-    call = CastCall(
-        how.cast, how.dim, how.key(pass_), how.scaling_amax(source, pass_), None, how.shard, source.rotation
-    )
+    sums, key, amax = pass_.operand_sums, how.key(pass_), how.scaling_amax(source, pass_)
+    call = CastCall(how.cast, how.dim, key, amax, None, how.shard, source.rotation)
     if pass_.ends is None:
         return _packed_one(how, source.values, call, sums)
     matrices = enumerate(StackOperand(source.values, None, pass_.ends).products())
@@ -302,18 +294,17 @@ def _unpacked_stack(how: OperandHow, packed: Packed, columns: int, ends: tuple[i
     cast = how.source_cast
     assert cast is not None
     shapes = [torch.Size((end - start, columns)) for start, end in pairwise((0, *ends))]
-    factors = [shape[1 - how.dim] if cast.scale.two_level == "row" else 1 for shape in shapes]
-    sizes = [packed_bytes(shape[0], shape[1], cast, how.dim) for shape in shapes]
+    has_rows = cast.scale.two_level == "row"
+    factors = torch.split(packed.factor, [shape[1 - how.dim] if has_rows else 1 for shape in shapes])
+    codes = torch.split(packed.data, [packed_bytes(shape[0], shape[1], cast, how.dim) for shape in shapes])
     products = []
-    for shape, data, factor in zip(
-        shapes, torch.split(packed.data, sizes), torch.split(packed.factor, factors), strict=True
-    ):
-        if not shape.numel():
+    for shape, data, factor in zip(shapes, codes, factors, strict=True):
+        if shape.numel():
+            factor = factor.reshape(factor_shape(shape, cast, how.dim) if has_rows else ())
+            one = unpack_operand(Packed(data, factor), cast, how.dim, shape, how.compute_dtype, how.dtype)
+        else:
             call = CastCall(cast, how.dim, dtype=how.dtype or operand_dtype(how.compute_dtype, cast))
-            products.append(empty_product(data.new_empty(shape), call))
-            continue
-        factor = factor.reshape(factor_shape(shape, cast, how.dim) if cast.scale.two_level == "row" else ())
-        one = unpack_operand(Packed(data, factor), cast, how.dim, shape, how.compute_dtype, how.dtype)
+            one = empty_product(data.new_empty(shape), call)
         products.append(one)
     stack = joined(products, how.dim, is_grouped=True)
     return OperandInput(stack.values, None, stack.factor, is_operand=True)

@@ -23,8 +23,6 @@ from lightning_lowbit.kernels import delayed_amax
 from lightning_lowbit.nn.casts.traits import OPERANDS
 from lightning_lowbit.quant.statistics import MAXIMA, OF_BLOCKS, SUMS
 
-_SHAPES: dict[str, tuple[int, ...]] = {"operand_sums": (6, len(SUMS) + len(MAXIMA)), "gradient_sums": (2,)}
-
 
 class Watch:
     """Rows for the statistics of converted layers, given by name. ``what`` is ``"operand_sums"`` or
@@ -45,8 +43,8 @@ class Watch:
         self, layers: Mapping[str, Any], what: Literal["operand_sums", "gradient_sums"], of_blocks: bool = False
     ) -> None:
         self.layers, self._what = dict(layers), what
-        *operands, size = _SHAPES[what]
-        self._shape = *operands, size + of_blocks * OF_BLOCKS
+        size = len(SUMS) + len(MAXIMA) + of_blocks * OF_BLOCKS
+        self._shape = (len(OPERANDS), size) if what == "operand_sums" else (2,)
         self._place(torch.device("cpu"))
 
     def start(self, device: torch.device) -> None:
@@ -98,11 +96,8 @@ _OBSERVERS: list[Callable[..., Any]] = []
 
 @contextmanager
 def observed(observer: Callable[..., Any]) -> Iterator[None]:
-    """Calls ``observer(how, source, operand, key, amax, operand_sums)`` for each operand of passes that begin here.
-
-    GEMMs take the operand that it returns. ``how`` is an ``OperandHow``, ``source`` an ``OperandInput``; ``key`` and
-    ``amax`` are None where the source is taken as it is.
-    """
+    """Calls ``observer(how, source, operand, key, amax, operand_sums)`` for each operand of passes that begin here, and
+    takes the operand that it returns. ``key`` and ``amax`` are None where the source is taken as it is."""
     _OBSERVERS.append(observer)
     try:
         yield
@@ -130,17 +125,13 @@ def add_gradients_(sums: Tensor, quantized: Tensor, exact: Tensor) -> None:
 
 class LayerAmaxes(NamedTuple):
     """A layer's views of the state of :class:`lightning_lowbit.nn.AmaxHistories`: float32, 0 where there is no amax.
+    The staged ones are of the current step."""
 
-    ``in_force`` and ``staged``, ``[6]``, are for delayed scaling; ``channels`` and ``staged_channels``,
-    ``[in_features]``, for smoothed channels (else empty). The staged ones are of the current step. All layers share
-    ``switch``, a list of one bool: whether passes stage their amaxes; None where no histories renew them anymore.
-    """
-
-    in_force: Tensor
-    staged: Tensor
-    channels: Tensor
+    in_force: Tensor  # [6], for delayed scaling
+    staged: Tensor  # [6]
+    channels: Tensor  # [in_features], for smoothed channels; else empty
     staged_channels: Tensor
-    switch: list[bool] | None
+    switch: list[bool] | None  # one bool for all layers: whether passes stage; None where no histories renew amaxes
 
     def __deepcopy__(self, memo: Any) -> "LayerAmaxes":
         """Copies without the switch: in training zeros, so that a copy scales by its own amaxes; later the same

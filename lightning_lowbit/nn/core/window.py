@@ -23,18 +23,13 @@ from lightning_lowbit.quant import Cast
 
 
 class Window(NamedTuple):
-    """The places where a kernel is applied; all fields have one number per dimension of space.
-
-    Attributes:
-        kernel, stride, dilation: of the convolution.
-        before, after: rows of zeros around an image; negative ones at the end cut it.
-    """
+    """The places where a kernel is applied; all fields have one number per dimension of space."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    before: tuple[int, ...]  # rows of zeros in front of an image
+    after: tuple[int, ...]  # and behind it; negative ones cut it
 
     @property
     def spans(self) -> tuple[int, ...]:

@@ -56,11 +56,8 @@ def kind_of(modules: dict[str, nn.Module], name: str) -> str:
 
 
 def obstacle(module: Any) -> str | None:
-    """Returns why a module cannot be converted although its class can; None if it can, or has been.
-
-    Raises:
-        ValueError: it is of a class that was registered as linear, and has no weight of two dimensions.
-    """
+    """Returns why a module cannot be converted although its class can; None if it can, or has been. Raises a
+    ``ValueError`` for one of a class that was registered as linear without a weight of two dimensions."""
     if isinstance(module, (QuantizedLayer, CompositeLayer)):
         return None
     cls = quantized_class(type(module))

@@ -60,12 +60,9 @@ class PartLayer(QuantizedLayer):
 
 
 class CompositeLayer(nn.Module):
-    """Base class of converted modules that compute by parts.
+    """Base class of converted modules that compute by parts."""
 
-    Attributes:
-        called_children: names of children that this class calls, while the original class reads their weights.
-    """
-
+    # Names of children that this class calls, while the original class reads their weights.
     called_children: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod

@@ -11,7 +11,7 @@ instead of keeping them.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ class QuantizedConvolution(QuantizedLayer):
 
     kind = "convolution"
     keeps_parameter = False
+    patched_side: ClassVar[int] = 0  # where patches are: 0 for the input, 1 for the output
 
     in_channels: Any  # as nn.Conv2d and the others declare them
     out_channels: Any
@@ -53,17 +54,15 @@ class QuantizedConvolution(QuantizedLayer):
         return DEPTHWISE if module.in_channels == module.groups > 1 else None
 
     def weight_matrix(self) -> Tensor:
-        """Returns the weight as ``[C_out, kernel · C_in]``, channels innermost, or ``[groups, …]`` a stack of such
-        matrices: a copy, unless the weight is in channels-last order."""
+        """Returns the weight as ``[C_out, kernel · C_in]``, of a transposed convolution ``[kernel · C_out, C_in]``,
+        channels innermost, or ``[groups, …]`` a stack of such: a copy, unless the weight is in channels-last order."""
         return self._matrices(self.weight)[0]
 
     def _matrices(self, weight: Any) -> tuple[Tensor, Tensor]:
         """Returns :meth:`weight_matrix`, and the weight in the same order before its dimensions are merged."""
-        if self.groups == 1:
-            view = weight.movedim(1, -1)
-            return view.flatten(1), view
-        view = weight.unflatten(0, (self.groups, -1)).movedim(2, -1)
-        return view.flatten(2), view
+        stack = int(self.groups > 1)  # dimensions before those of a matrix
+        view = (weight.unflatten(0, (self.groups, -1)) if stack else weight).movedim(1 + stack, -1)
+        return view.flatten(1 + stack), view
 
     def set_weight_matrix(self, values: Tensor) -> None:
         view = self._matrices(self.weight.detach())[1]
@@ -71,10 +70,10 @@ class QuantizedConvolution(QuantizedLayer):
 
     @property
     def size_text(self) -> str:
-        """The size in tables, such as ``64×3×3 → 128``, of each group."""
-        kernel = "".join(f"×{k}" for k in self.kernel_size)
-        text = f"{self.in_channels // self.groups}{kernel} → {self.out_channels // self.groups}"
-        return text if self.groups == 1 else f"{text}, {self.groups} groups"
+        """The size in tables, of each group: ``64×3×3 → 128``, or ``128 → 64×2×2`` of a transposed convolution."""
+        sizes = [str(channels // self.groups) for channels in (self.in_channels, self.out_channels)]
+        sizes[self.patched_side] += "".join(f"×{k}" for k in self.kernel_size)
+        return " → ".join(sizes) + f", {self.groups} groups" * (self.groups > 1)
 
     def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
         """Returns the elements of an input pixel, and the bits of each that a pass in ``dtype`` saves for backward:
@@ -151,23 +150,12 @@ class QuantizedConvolution(QuantizedLayer):
 class QuantizedTransposed(QuantizedConvolution):
     """Base class of converted transposed convolutions: rounded outputs of the GEMM are added up in float32."""
 
-    def weight_matrix(self) -> Tensor:
-        """Returns a copy ``[kernel · C_out, C_in]``, channels innermost, or ``[groups, …]`` a stack of such."""
-        return super().weight_matrix()
+    patched_side = 1
 
     def _matrices(self, weight: Any) -> tuple[Tensor, Tensor]:
-        if self.groups == 1:
-            view = weight.movedim((1, 0), (-2, -1))
-            return view.flatten(0, -2), view
-        view = weight.unflatten(0, (self.groups, -1)).movedim((2, 1), (-2, -1))
-        return view.flatten(1, -2), view
-
-    @property
-    def size_text(self) -> str:
-        """The size in tables, such as ``128 → 64×2×2``, of each group."""
-        kernel = "".join(f"×{k}" for k in self.kernel_size)
-        text = f"{self.in_channels // self.groups} → {self.out_channels // self.groups}{kernel}"
-        return text if self.groups == 1 else f"{text}, {self.groups} groups"
+        stack = int(self.groups > 1)
+        view = (weight.unflatten(0, (self.groups, -1)) if stack else weight).movedim((1 + stack, stack), (-2, -1))
+        return view.flatten(stack, -2), view
 
     def saved_input(self, dtype: torch.dtype) -> tuple[int, float]:
         return self.in_channels, saved_bits(self.full_casts, self.lowbit.save, dtype)
@@ -219,14 +207,7 @@ class QuantConvTranspose3d(QuantizedTransposed, nn.ConvTranspose3d):
 
 _CLASSES: dict[Any, type[QuantizedConvolution]] = {
     cls.__bases__[1]: cls
-    for cls in (
-        QuantConv1d,
-        QuantConv2d,
-        QuantConv3d,
-        QuantConvTranspose1d,
-        QuantConvTranspose2d,
-        QuantConvTranspose3d,
-    )
+    for cls in (QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d)
 }
 
 

@@ -67,19 +67,18 @@ class RoutedExperts(CompositeLayer):
         # The one wait for the device: all products take these numbers, in the backward pass too.
         ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=x.device), right=True).tolist()
         # Each index occurs once, so that sums of gradients do not depend on the order in which a GPU adds.
-        y = self._experts(x[:, None].expand(-1, k, -1).flatten(0, 1).index_select(0, order), ends)
+        y: Tensor = self._experts(x[:, None].expand(-1, k, -1).flatten(0, 1).index_select(0, order), ends)
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
         y = y * weights.flatten().index_select(0, order).masked_fill(experts >= self.num_experts, 0.0)[:, None]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         return y.index_select(0, back).view(tokens, k, y.shape[1]).sum(1).to(x.dtype).view_as(hidden_states)
 
-    def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
+    def _experts(self, x: Tensor, ends: Sequence[int]) -> Any:
         """Runs each expert on its rows of ``x``, which end at ``ends``."""
         h = self.part("gate_up_proj" if self.has_gate else "up_proj")(x, ends)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-        y: Tensor = self.part("down_proj")(h, ends)
-        return y
+        return self.part("down_proj")(h, ends)
 
 
 class ExpertsAndIdentities(RoutedExperts):
@@ -98,10 +97,9 @@ class ExpertsAndIdentities(RoutedExperts):
         y = super()._quantized(hidden_states, chosen, weights)
         return (y + hidden_states * unchanged).to(hidden_states.dtype)
 
-    def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
+    def _experts(self, x: Tensor, ends: Sequence[int]) -> Any:
         gate, up = self.part("gate_up_proj")(x, [*ends, *[ends[-1]] * self.zero_expert_num]).chunk(2, dim=-1)
-        y: Tensor = self.part("down_proj")(self.act_fn(gate) * up, ends)
-        return y
+        return self.part("down_proj")(self.act_fn(gate) * up, ends)
 
 
 class MergedExperts(RoutedExperts):
@@ -113,10 +111,9 @@ class MergedExperts(RoutedExperts):
     def make_parts(module: Any) -> dict[str, PartLayer]:
         return {name: MergedProduct(module.mlp, name, module.num_experts, name == "w2") for name in ("w1", "v1", "w2")}
 
-    def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
+    def _experts(self, x: Tensor, ends: Sequence[int]) -> Any:
         gate, up = (self.part(name)(x, ends) for name in ("w1", "v1"))
-        y: Tensor = self.part("w2")(self.mlp.activation_fn(gate) * up, ends)
-        return y
+        return self.part("w2")(self.mlp.activation_fn(gate) * up, ends)
 
 
 class MergedProduct(GroupedProduct):

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.checks import integer
 from lightning_lowbit.distributed import local, offsets_of
-from lightning_lowbit.nn.casts.grouping import grouping_obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
+from lightning_lowbit.nn.casts.traits import OPERANDS, OPERANDS_OF
 from lightning_lowbit.nn.core.calls import keys_of_call
 from lightning_lowbit.nn.core.function import QuantizedGemms
 from lightning_lowbit.nn.core.gemm import no_autocast
@@ -37,7 +37,9 @@ from lightning_lowbit.nn.core.operands import Pass
 from lightning_lowbit.nn.core.watch import is_observed
 from lightning_lowbit.nn.layers.composite import PartLayer
 from lightning_lowbit.nn.layers.layer import QuantizedLayer
-from lightning_lowbit.nn.native.grouped import dtype_obstacle, grouped_obstacle, has_grouped_gemm
+from lightning_lowbit.nn.native.grouped import grouped_obstacle, has_grouped_gemm
+from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant.call import operand_dtype
 
 # int32 [experts], or the same numbers on the host.
 Offsets = Tensor | Sequence[int]
@@ -118,13 +120,36 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | N
     return torch.cat([*results, results[0].new_zeros(len(rest), weight.shape[1])])
 
 
+def grouping_obstacle(casts: LinearCasts) -> str | None:
+    """Returns why grouped GEMMs do not serve casts, and what to do, in words; None if they do."""
+    for name in OPERANDS:
+        cast = casts.cast_of(name)
+        if cast is not None and operand_dtype(torch.bfloat16, cast) != torch.bfloat16:
+            return (
+                f"elements times scales of {name} are not exact in bfloat16, in which grouped GEMMs multiply: give the "
+                "casts round_to_bfloat16 (every: {round_to_bfloat16: true} beside a preset), or other casts"
+            )
+    rotated = [
+        name for gemm in casts.hadamard for name in OPERANDS_OF[gemm] if not isinstance(getattr(casts, name), Cast)
+    ]
+    for what, others in (
+        ("rotated operands in high precision", rotated),
+        ("delayed scaling", casts.traits.delayed),
+        ("means that are subtracted", casts.subtract_mean),
+        ("surrogate gradients", casts.surrogate),
+        ("operands that are quantized again", casts.requantize),
+    ):
+        if others:
+            return f"{what} are computed for one expert after the other ({', '.join(others)}): give other casts"
+    return None
+
+
 def _split(x: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Splits off the rows of each expert, and last those of none."""
     return torch.split(x, [end - start for start, end in zip((0, *ends), (*ends, len(x)), strict=True)])
 
 
 def _by_expert(rows: Sequence[Any], weights: Sequence[Any], biases: Sequence[Any]) -> Iterable[tuple[Any, ...]]:
-    """Returns the rows, the matrix and the bias of each expert; without ``biases``, a bias is None."""
     return zip(rows, weights, biases or [None] * len(weights), strict=True)
 
 
@@ -140,10 +165,9 @@ def ends_of(offsets: Offsets, rows: int, experts: int) -> tuple[int, ...]:
 
 
 class _Parts(torch.autograd.Function):
-    """The rows, the matrix and the bias of each expert, as views, and the gradients of the whole from theirs.
+    """The rows, the matrix and the bias of each expert, as views, and the gradients of the whole from theirs."""
 
-    Torch would join gradients under the autocast that is in force in the backward pass, which takes some dtypes alone.
-    """
+    # Torch would join gradients under the autocast of the backward pass, which takes some dtypes alone.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ends: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -197,14 +221,10 @@ def _one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, how: How, pass_:
 
 
 class GroupedLayer(QuantizedLayer):
-    """Base class of converted stacks.
-
-    Attributes:
-        first_expert: global index of the first expert of a weight that is a plain tensor.
-    """
+    """Base class of converted stacks."""
 
     kind = "experts"
-    first_expert: int = 0
+    first_expert: int = 0  # global index of the first expert of a weight that is a plain tensor
 
     def check_casts(self, casts: LinearCasts) -> None:
         """Also raises a ``ValueError`` for smoothing, whose factors would be those of all experts together."""
@@ -251,7 +271,7 @@ class GroupedLayer(QuantizedLayer):
         """Also raises a ``ValueError`` where ``grouped="native"`` cannot be honored."""
         if self.lowbit.grouped == "auto" or self.lowbit.blend is not None:
             return False
-        reason = grouping_obstacle(self.lowbit.casts) or grouped_obstacle(device) or dtype_obstacle(dtype)
+        reason = grouping_obstacle(self.lowbit.casts) or grouped_obstacle(device, dtype)
         if reason is not None:
             raise ValueError(f"Layer {self.name_in_model}: grouped='native', but {reason}, or leave grouped out.")
         return has_grouped_gemm(device)

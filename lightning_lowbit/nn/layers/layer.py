@@ -177,19 +177,16 @@ class QuantizedLayer(NativeGemms):
         frozen: Frozen | None = None,
         number: int | None = None,
     ) -> Tensor:
-        """Computes ``x · Wᵀ + b`` with quantized operands.
-
-        With six casts of None it equals ``nn.Linear`` bit for bit, on CPUs without instructions for the dtype up to the
-        order of sums.
+        """Computes ``x · Wᵀ + b`` with quantized operands. With six casts of None it equals ``nn.Linear`` bit for bit,
+        on CPUs without instructions for the dtype up to the order of sums.
 
         Args:
             x: ``[..., in_features]``; with a ``window`` images ``[N, C, *sizes]``.
             weight: ``[out_features, in_features]``, or the bytes of a ``frozen`` one.
             bias: ``[out_features]`` or None.
-            shards: which of x, w and g are shards of global matrices.
+            shards, frozen: see :class:`lightning_lowbit.nn.core.how.How`.
             window: of a convolution, whose result has a row per position.
             keys: of this call; None for those of a new one.
-            frozen: what the bytes are; None for a matrix.
             number: of one of several products of the call; None for the only one.
         """
         if x.is_nested:
@@ -270,15 +267,12 @@ class QuantizedLayer(NativeGemms):
         return Pass(keys, number, amaxes, state.blend, watch, gathered)
 
     def _saves_codes(self, source: Tensor, dtype: torch.dtype, window: Window | None, pass_: Pass) -> bool:
-        """Returns whether this pass saves codes of its input: not if a second backward pass will draw the random bits
-        of x anew, and not if there will be none."""
+        """Returns whether this pass saves codes of its input."""
         readers, calls = self.lowbit.readers, self.lowbit.calls
         if readers is None or window is not None or (calls is not None and calls.drawn is not None):
-            return False
-        saves, draws = readers.pack(self, source, dtype), self.casts.traits.draws
-        if pass_.blend is not None or pass_.gradient_sums is not None or (pass_.keys is None and draws):
-            return False
-        return saves
+            return False  # in the last case a second backward pass draws the random bits of x anew
+        saves, lacks_keys = readers.pack(self, source, dtype), pass_.keys is None and self.casts.traits.draws
+        return saves and pass_.blend is None and pass_.gradient_sums is None and not lacks_keys
 
     def _how(
         self,
@@ -304,15 +298,11 @@ class QuantizedLayer(NativeGemms):
         return how
 
     def _smoothed(self, x: Tensor, weight: Tensor, shards: Shards) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Multiplies x and w by the smoothing factor s, and returns with them the factor of the product (None for 1).
-
-        Y = (X · diag(s)) · (W · diag(1/s))ᵀ + b      per channel
-        Y = diag(1/s) · (diag(s) · X) · Wᵀ + b        per token
-        """
-        if self.lowbit.casts.smooth == "channel":
+        """Multiplies x and w by the smoothing factor s, and returns with them a factor of the product, or None."""
+        if self.lowbit.casts.smooth == "channel":  # Y = (X · diag(s)) · (W · diag(1/s))ᵀ + b
             s = smoothing_factor(self._channel_amax(x, shards), x.dtype)
             return x * s, weight * inverse(s), None
-        s = smoothing_factor(self._token_amax(x, shards), x.dtype)
+        s = smoothing_factor(self._token_amax(x, shards), x.dtype)  # Y = diag(1/s) · (diag(s) · X) · Wᵀ + b
         return x * s, weight, inverse(s)
 
     def _channel_amax(self, x: Tensor, shards: Shards) -> Tensor:

@@ -27,10 +27,8 @@ SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 
 class Projection(PartLayer):
-    """The weight of one or three projections. A call multiplies its input by one, two or all of them.
-
-    Each call is a GEMM of its own, within which scales are shared: in self-attention, those of the whole weight.
-    """
+    """The weight of one or three projections. A call multiplies its input by one, two or all of them, in one GEMM,
+    within which scales are shared: in self-attention, those of the whole weight."""
 
     def __init__(self, owner: nn.Module, weight: str, bias: str | None, part: int = 0, parts: int = 1) -> None:
         super().__init__(owner, weight, bias)

@@ -22,25 +22,17 @@ def obstacle_of(device: torch.device, kind: str, backend: str) -> str | None:
     return slower_because(kind) if obstacle is None and backend == "auto" else obstacle
 
 
-def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> bool:
-    """Returns whether GEMMs of a kind (a key of ``NATIVE``) run natively on a device; raises a ``ValueError`` if they
-    cannot, with ``backend="native"``."""
-    obstacle = obstacle_of(device, kind, backend)
-    if obstacle is not None and backend == "native":
-        raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
-    return obstacle is None
+Choice = tuple[str | None, str, str]
 
 
-def nearest(device: torch.device, kinds: Sequence[str]) -> str:
-    """Returns the kind of native GEMM that a device comes closest to, for reasons why it has none of them."""
-    return kinds[-1 if device.type == "cpu" else 0]
-
-
-def _first(device: torch.device, kinds: Sequence[str], backend: str) -> str | None:
+def first_kind(device: torch.device, kinds: Sequence[str], backend: str) -> Choice:
+    """Returns the first kind (a key of ``NATIVE``) of GEMMs that a device computes natively; else None, why not, of the
+    kind that it comes closest to, and what to do."""
     for kind in kinds:  # a loop: graphs that are compiled take no closures here
         if obstacle_of(device, kind, backend) is None:
-            return kind
-    return None
+            return kind, "", ""
+    obstacle = obstacle_of(device, kinds[-1 if device.type == "cpu" else 0], backend)
+    return None, obstacle or "", "Use backend='auto' or 'emulated'."
 
 
 class NativeGemms(nn.Module):
@@ -69,12 +61,12 @@ class NativeGemms(nn.Module):
             return {}
         casts_in_force = casts or state.casts
         native: dict[str, str] = {}
-        for gemm, kinds in casts_in_force.traits.native_kinds.items():
-            kind = _first(device, kinds, state.backend)
-            if kind is None:
-                has_native_gemms(device, nearest(device, kinds), state.backend)  # raises, if it must
-            elif dtype is None or _gives(kind, dtype, state.backend, casts_in_force, gemm):
+        for gemm in casts_in_force.traits.native_kinds:
+            kind, reason, remedy = _choice(device, dtype, state.backend, casts_in_force, gemm)
+            if kind is not None:
                 native[gemm] = kind
+            elif state.backend == "native":
+                raise ValueError(f"backend='native': {reason}. {remedy}")
         if native and casts is None and state.prequantized_weight is not None:
             return _without_codes(native, state)
         return native
@@ -92,34 +84,23 @@ class NativeGemms(nn.Module):
         state, casts = self.lowbit, self.lowbit.full_casts
         if state.exact or state.backend == "emulated":
             return "exact=True" if state.exact else "backend='emulated'"
-        kinds = casts.traits.native_kinds.get(gemm, ())
-        if not kinds:
+        if gemm not in casts.traits.native_kinds:
             return "no native GEMM takes these casts"
-        kind = _first(device, kinds, state.backend)
-        if kind is None:
-            return obstacle_of(device, nearest(device, kinds), state.backend)
-        obstacle = None if dtype is None else _dtype_obstacle(kind, dtype, casts, gemm)
-        return None if obstacle is None else obstacle[0]
+        return _choice(device, dtype, state.backend, casts, gemm)[1] or None
 
 
-def _gives(kind: str, dtype: torch.dtype, backend: str, casts: LinearCasts, gemm: str) -> bool:
-    """Returns whether native GEMMs of a kind have results of a dtype; raises otherwise for ``backend="native"``."""
-    if (obstacle := _dtype_obstacle(kind, dtype, casts, gemm)) is None:
-        return True
-    if backend == "native":
-        raise ValueError("backend='native': {}. {}, or use backend='auto'.".format(*obstacle))
-    return False
-
-
-def _dtype_obstacle(kind: str, dtype: torch.dtype, casts: LinearCasts, gemm: str) -> tuple[str, str] | None:
-    """Returns why native GEMMs of a kind do not serve a pass in a dtype, and what to do; None if they do."""
+def _choice(device: torch.device, dtype: torch.dtype | None, backend: str, casts: LinearCasts, gemm: str) -> Choice:
+    """Does :func:`first_kind` for a GEMM of passes in a dtype (None for any)."""
+    kind, reason, remedy = first_kind(device, casts.traits.native_kinds[gemm], backend)
     if kind == "cpu" and dtype == torch.bfloat16 and gemm in casts.traits.rounding:
         reason = f"{gemm} rounds operands to bfloat16 (round_to_bfloat16), and GEMMs of codes do not"
-        return reason, "Give its casts round_to_bfloat16=False (every: {round_to_bfloat16: false} beside a preset)"
-    if kind not in BLOCK_SCALED or dtype in results(kind):
-        return None
-    names = " or ".join(str(result).removeprefix("torch.") for result in results(kind))
-    return f"{kind} GEMMs give {names} here, and this pass computes in {dtype}", "Train in bf16"
+        remedy = "Give its casts round_to_bfloat16=False (every: {round_to_bfloat16: false} beside a preset)"
+    elif kind in BLOCK_SCALED and dtype is not None and dtype not in results(kind):
+        names = " or ".join(str(result).removeprefix("torch.") for result in results(kind))
+        reason, remedy = f"{kind} GEMMs give {names} here, and this pass computes in {dtype}", "Train in bf16"
+    else:
+        return kind, reason, remedy
+    return None, reason, f"{remedy}, or use backend='auto'."
 
 
 def _without_codes(native: dict[str, str], state: LayerState) -> dict[str, str]:

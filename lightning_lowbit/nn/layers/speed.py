@@ -42,10 +42,7 @@ def now() -> Instant:
 
 
 class Times(NamedTuple):
-    """The times of one product, in seconds: by native GEMMs of codes, in emulation, and unquantized.
-
-    ``is_quiet`` tells whether the machine had cores for all threads.
-    """
+    """The times of one product in seconds, and whether the machine had cores for all threads."""
 
     native: float
     emulated: float
@@ -54,34 +51,23 @@ class Times(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """The speed of a CPU's GEMMs of codes.
+    """The speed of a CPU's GEMMs of codes."""
 
-    Attributes:
-        instructions: which multiply codes.
-        threads: their number.
-        dtype: of the computation, and of the product that is not quantized.
-        times: which were measured.
-        is_native: whether the CPU takes these GEMMs, or leaves them out as slower ones.
-    """
-
-    instructions: str
+    instructions: str  # which multiply codes
     threads: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the computation, and of the product that is not quantized
     times: Times
-    is_native: bool = True
+    is_native: bool = True  # whether the CPU takes these GEMMs, or leaves them out as slower ones
 
     def __str__(self) -> str:
         native, emulated, unquantized, is_quiet = self.times
-        name = str(self.dtype).removeprefix("torch.")
-        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        place = "Native" if self.is_native else "Left out"
-        gemms = f"{place} on this CPU: GEMMs of codes by {self.instructions}"
+        gemms = f"{'Native' if self.is_native else 'Left out'} on this CPU: GEMMs of codes by {self.instructions}"
         if not is_quiet:
             return f"{gemms}. Their speed was not measured: other processes took the cores meanwhile."
         text = (
-            f"{gemms}, measured here at {unquantized / native:.2f} "
-            f"times the speed of {name} and {emulated / native:.2f} times that of the emulation (NVFP4 with its casts, "
-            f"{_SIZE} × {_SIZE} × {_SIZE}, {threads})."
+            f"{gemms}, measured here at {unquantized / native:.2f} times the speed of "
+            f"{str(self.dtype).removeprefix('torch.')} and {emulated / native:.2f} times that of the emulation (NVFP4 "
+            f"with its casts, {_SIZE} × {_SIZE} × {_SIZE}, {self.threads} thread{'s' * (self.threads > 1)})."
         )
         if self.is_native:
             return text + " The emulation is faster here: backend='emulated' takes it." * (native > _TIE * emulated)
@@ -121,12 +107,7 @@ def times_from(source: Callable[[torch.dtype], Times]) -> Iterator[None]:
 
 def cpu_speed(dtype: torch.dtype, is_native: bool = True) -> Speed | None:
     """Returns the speed of GEMMs of codes for passes in a dtype, with torch's number of threads, and measures it if no
-    process of this machine has; None where the C++ kernels do not multiply codes. ``is_native`` is for the words.
-
-    Examples:
-        >>> print(cpu_speed(torch.bfloat16))
-        Native on this CPU: GEMMs of codes by AVX-512 VNNI, measured here at 1.40 times the speed of bfloat16 …
-    """
+    process of this machine has; None where the C++ kernels do not multiply codes. ``is_native`` is for the words."""
     if not takes_cpp(_CPU) or dtype not in results("cpu") or (name := instructions()) is None:
         return None
     threads = torch.get_num_threads()
@@ -136,14 +117,8 @@ def cpu_speed(dtype: torch.dtype, is_native: bool = True) -> Speed | None:
 
 @cache
 def measured(dtype: torch.dtype, threads: int, by_units: bool, clock: Callable[[], Instant] = now) -> Times:
-    """Returns the times that a file keeps, or those of :func:`measure`, which it then keeps.
-
-    Args:
-        dtype: of the computation.
-        threads: torch's number of threads.
-        by_units: whether products of this dtype are not float32's.
-        clock: as in :func:`measure`.
-    """
+    """Returns the times that a file keeps, or those of :func:`measure`, which it then keeps; ``by_units``: whether
+    products of this dtype are not float32's."""
     name = f"torch{torch.__version__}-{threads}-{str(dtype).removeprefix('torch.')}{'' if by_units else '-in-float32'}"
     if (figures := read_figures(name, _FIGURES)) is not None:
         native, emulated, unquantized = (figures[field] for field in _FIGURES)
@@ -155,12 +130,7 @@ def measured(dtype: torch.dtype, threads: int, by_units: bool, clock: Callable[[
 
 
 def measure(dtype: torch.dtype, clock: Callable[[], Instant] = now) -> Times:
-    """Measures the three products in turn for about 0.2 s, and returns the shortest time of each.
-
-    Args:
-        dtype: of both matrices and of the result.
-        clock: returns seconds of time, and those in which this thread has computed.
-    """
+    """Measures the three products in turn for about 0.2 s, and returns the shortest time of each."""
     with torch.no_grad(), no_autocast("cpu"), disable_current_modes():
         products = _products(dtype)
         for product in products:

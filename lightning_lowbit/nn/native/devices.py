@@ -89,10 +89,8 @@ def native_obstacle(device: torch.device, kind: str) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def slower_because(kind: str) -> str | None:
-    """Returns why native GEMMs of a kind are slower than emulated ones on their device; None if they are faster.
-
-    The instruction set alone decides, so that bits never depend on a timing; ``nn/layers/speed.py`` measures.
-    """
+    """Returns why native GEMMs of a kind are slower than emulated ones on their device; None if they are faster. The
+    instruction set alone decides, so that bits never depend on a timing; ``nn/layers/speed.py`` measures."""
     if kind != "cpu" or "cpu" in _declarations:
         return None
     if has_amx():

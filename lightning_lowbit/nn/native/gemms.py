@@ -28,10 +28,8 @@ def results(kind: str) -> tuple[torch.dtype, ...]:
 
 
 def block_product(left: BlockOperand, right: BlockOperand, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Returns the product ``[rows, columns]`` of ``[rows, k]`` and ``[columns, k]``, and the factors that it lacks.
-
-    The product has ``dtype`` if it lacks none. Otherwise it is float32 where the GEMM gives float32.
-    """
+    """Returns the product ``[rows, columns]`` of ``[rows, k]`` and ``[columns, k]``, and the factors that it lacks. It
+    has ``dtype`` if it lacks none, and else is float32 where the GEMM gives float32."""
     kind, (rows, inner), columns = left.kind, left.size, right.size[0]
     inside = kind == "nvfp4"  # its GEMM multiplies the product of two factors in
     factors = [] if inside else [factor for factor in (left.factor, right.factor) if factor is not None]
@@ -99,11 +97,9 @@ def fp8_product(
     dtype: torch.dtype,
     fast: bool,
 ) -> Tensor:
-    """Multiplies FP8 values ``[m, k]`` and ``[k, n]``, padded to multiples of 16 for the inner size and columns.
-
-    The result is rounded once, after bias and scales: in the GEMM for bfloat16, behind it for all else. ``fast`` keeps
-    sums in the tensor cores.
-    """
+    """Multiplies FP8 values ``[m, k]`` and ``[k, n]``, padded to multiples of 16 for the inner size and columns. The
+    result is rounded once, after bias and scales: in the GEMM for bfloat16, behind it for all else. ``fast`` keeps sums
+    in the tensor cores."""
     left, right = matrices
     scales = [factor for factor in factors if factor is not None]
     rows, inner, columns = len(left), len(right), right.shape[1]

@@ -28,16 +28,13 @@ _CAPABILITIES = (9, 10)  # the first numbers of those for which torch 2.13 has a
 
 
 def grouped_product(left: StackOperand, right: StackOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiplies the operands of all products of a stack.
+    """Multiplies the operands of all products of a stack, to ``[rows, n]``, or ``[products, m, n]``.
 
     Args:
         left: grouped rows ``[rows, k]``; or, transposed, those of a second grouped operand ``[m, rows]``.
         right: matrices ``[products, k, n]``, or grouped rows ``[rows, n]``.
         bias: ``[products, n]``, for grouped rows; or None.
         dtype: bfloat16, of the result.
-
-    Returns:
-        ``[rows, n]``, or ``[products, m, n]``.
     """
     assert left.ends is not None
     if right.ends is not None:
@@ -118,21 +115,16 @@ def _product_of_rows(device: torch.device, ends: tuple[int, ...], rows: int) -> 
 
 
 @cache
-def grouped_obstacle(device: torch.device) -> str | None:
-    """Returns why a device has no grouped GEMM of torch's, in words; None if it has one."""
-    if device.type == "cpu":
-        return None  # a loop of torch's own
-    if device.type != "cuda" or torch.version.hip is not None:
+def grouped_obstacle(device: torch.device, dtype: torch.dtype | None = None) -> str | None:
+    """Returns why no grouped GEMM of torch's serves passes on a device in a dtype (None for any), in words; None if one
+    does."""
+    if device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major not in _CAPABILITIES:
+            name = torch.cuda.get_device_name(device)
+            return f"torch has no grouped GEMM for {name}, of compute capability {major}.{minor}, but a loop"
+    elif device.type != "cpu":  # where torch has a loop of its own
         return f"torch's grouped GEMM was not tried on {'AMD GPUs' if torch.version.hip else repr(device.type)}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major in _CAPABILITIES:
-        return None
-    name = torch.cuda.get_device_name(device)
-    return f"torch has no grouped GEMM for {name}, of compute capability {major}.{minor}, but a loop"
-
-
-def dtype_obstacle(dtype: torch.dtype | None) -> str | None:
-    """Returns why no grouped GEMM serves passes in a dtype, in words; None if one does, and for None."""
     if dtype in (None, torch.bfloat16):
         return None
     return f"grouped GEMMs multiply in bfloat16, and layers compute in {dtype}: train in bf16"

@@ -42,7 +42,6 @@ class BlockOperand(NamedTuple):
     def decoded(self, dtype: torch.dtype, dim: int = 1) -> Operand:
         """Returns the emulation's operand for a pass in ``dtype``, with contraction axis ``dim``, bit for bit."""
         native = NATIVE[self.kind]
-        assert native.block is not None
         codes, scales = taken_apart(self.values, self.scales, native.block, *self.size)
         elements = ELEMENT_FORMATS[native.elements[0]].decode(codes) if codes.dtype == torch.uint8 else codes.float()
         scales = repeated(scales.float(), *self.size, 128 if has_tiles(self) else 1, native.block)
@@ -66,25 +65,17 @@ def has_tiles(operand: BlockOperand) -> bool:
 
 
 def native_operand(
-    x: Tensor,
-    cast: Cast,
-    kind: str,
-    dim: int,
-    key: Tensor | None = None,
-    amax: Tensor | None = None,
-    shard: Shard | None = None,
-    rotation: Tensor | None = None,
-    ends: tuple[int, ...] | None = None,
+    x: Tensor, kind: str, call: CastCall, ends: tuple[int, ...] | None = None
 ) -> BlockOperand | CodeOperand:
-    """Makes one operand of a block-scaled native GEMM of this ``kind``, with the arguments and errors of
-    :func:`lightning_lowbit.kernels.quantize_operand`. The GEMM of a CPU quantizes it; with ``ends``, those of all
-    products of a stack (:func:`lightning_lowbit.kernels.gemms.stack_operand`)."""
+    """Makes one operand of a block-scaled native GEMM of this ``kind``. The GEMM of a CPU quantizes it; with ``ends``,
+    those of all products of a stack (:func:`lightning_lowbit.kernels.gemms.stack_operand`)."""
+    cast, dim, key, amax, _, shard, rotation, _ = call
     if kind == "cpu":
         if ends is not None:
-            return stack_operand(x, CastCall(cast, dim, key, amax, None, shard, rotation), ends)
+            return stack_operand(x, call, ends)
         if shard is not None and amax is None and cast.scale.needs_amax:
-            amax = amax_of(x, shard.spec, rotation, dim)
-        return code_operand(x, CastCall(cast, dim, key, amax, None, shard, rotation))
+            call = call._replace(amax=amax_of(x, shard.spec, rotation, dim))
+        return code_operand(x, call)
     return block_operand(x if rotation is None else rotate(x, rotation, dim), cast, kind, dim, key, amax, shard)
 
 
@@ -97,34 +88,22 @@ def block_operand(
     amax: Tensor | None = None,
     shard: Shard | None = None,
 ) -> BlockOperand:
-    """Quantizes one operand of a GPU's block-scaled GEMM, as :func:`lightning_lowbit.quant.quantize_operand` with the
-    same arguments and errors.
+    """Quantizes one operand of a GPU's block-scaled GEMM, with the arguments and errors of ``quantize_operand``."""
+    return _arranged(*lay_out_operand(x, cast, NATIVE[kind].block, dim, key, amax, shard), cast, kind, dim, x.shape)
 
-    Examples:
-        >>> x = torch.randn(4, 64)
-        >>> operand = block_operand(x, Cast("e2m1", Scale("e4m3", 16, two_level=True)), "nvfp4", dim=1)
-        >>> operand.values.shape, operand.scales.shape
-        (torch.Size([16, 32]), torch.Size([512]))
-    """
-    block = NATIVE[kind].block
-    assert block is not None
-    values, scales, factor = lay_out_operand(x, cast, block, dim, key, amax, shard)
-    return BlockOperand(values, scales, factor if has_factor(cast) else None, kind, (x.shape[1 - dim], x.shape[dim]))
+
+def _arranged(
+    values: Tensor, scales: Tensor, factor: Tensor, cast: Cast, kind: str, dim: int, shape: torch.Size
+) -> BlockOperand:
+    return BlockOperand(values, scales, factor if has_factor(cast) else None, kind, (shape[1 - dim], shape[dim]))
 
 
 def block_operands(
     x: Tensor, casts: tuple[Cast, Cast], kind: str, keys: tuple[Tensor | None, Tensor | None], amax: Tensor | None
 ) -> tuple[BlockOperand, BlockOperand]:
     """Makes :func:`block_operand` along rows (dim 1) and along columns (dim 0) of a matrix, from one read on GPUs."""
-    block = NATIVE[kind].block
-    assert block is not None
-    row, column = (
-        BlockOperand(values, scales, factor if has_factor(cast) else None, kind, (x.shape[1 - dim], x.shape[dim]))
-        for (values, scales, factor), cast, dim in zip(
-            lay_out_both(x, casts, block, keys, amax), casts, (1, 0), strict=True
-        )
-    )
-    return row, column
+    row, column = lay_out_both(x, casts, NATIVE[kind].block, keys, amax)
+    return _arranged(*row, casts[0], kind, 1, x.shape), _arranged(*column, casts[1], kind, 0, x.shape)
 
 
 def unpacked_native_operand(
@@ -134,7 +113,4 @@ def unpacked_native_operand(
     (:func:`lightning_lowbit.kernels.pack_operand`). The GEMM of a CPU unpacks it."""
     if kind == "cpu":
         return packed_operand(Packed(data, factor), cast, dim, shape)
-    block = NATIVE[kind].block
-    assert block is not None
-    values, scales = lay_out_packed(data, cast, block, dim, shape)
-    return BlockOperand(values, scales, factor if has_factor(cast) else None, kind, (shape[1 - dim], shape[dim]))
+    return _arranged(*lay_out_packed(data, cast, NATIVE[kind].block, dim, shape), factor, cast, kind, dim, shape)

@@ -13,46 +13,33 @@ from lightning_lowbit.kernels.cpu.gemms import shared_block
 from lightning_lowbit.kernels.layout import block_shape
 from lightning_lowbit.quant import Cast
 
-_ALL_RESULTS = (torch.bfloat16, torch.float16, torch.float32)
+_INTEGERS = tuple(f"int{bits}" for bits in range(2, 9))
 
 
 @dataclass(frozen=True)
 class NativeGemm:
-    """A GEMM of quantized elements.
+    """A GEMM of quantized elements."""
 
-    Attributes:
-        elements: formats of the elements, of both operands.
-        scale: format of the scales of blocks; None for scales of tensors or rows.
-        block: elements along the contraction axis that share a scale; None for scales of tensors or rows.
-        needs: the hardware, in words.
-        nvidia: the least compute capability of an NVIDIA GPU, and the first that is too new, if there is one; None for
-            a GEMM of CPUs.
-        amd: architectures of AMD GPUs.
-        results: dtypes that the GEMM gives; others are computed from emulated operands.
-    """
-
-    elements: tuple[str, ...]
-    scale: str | None
-    block: int | None
-    needs: str
+    elements: tuple[str, ...]  # formats of the elements, of both operands
+    needs: str  # the hardware, in words
+    # The least compute capability of an NVIDIA GPU, and the first that is too new, if there is one; None for CPUs.
     nvidia: tuple[tuple[int, int], tuple[int, int] | None] | None
-    amd: tuple[str, ...] = ()
-    results: tuple[torch.dtype, ...] = _ALL_RESULTS
+    scale: str | None = None  # format of the scales of blocks
+    block: int = 0  # elements along the contraction axis that share a scale; 0 for scales of tensors or rows
+    amd: tuple[str, ...] = ()  # architectures of AMD GPUs
+    # Dtypes that the GEMM gives; others are computed from emulated operands.
+    results: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
 
 # By kind. Blocks, formats and hardware are those of torch 2.13's scaled_mm (ScaledBlas.cpp).
 NATIVE: dict[str, NativeGemm] = {
     "fp8": NativeGemm(
         elements=("e4m3", "e5m2"),
-        scale=None,
-        block=None,
         needs="native FP8 GEMMs need an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)",
         nvidia=((8, 9), None),
     ),
     "int8": NativeGemm(
-        elements=("ternary", *(f"int{bits}" for bits in range(2, 9))),
-        scale=None,
-        block=None,
+        elements=("ternary", *_INTEGERS),
         needs="native int8 GEMMs need an NVIDIA GPU of compute capability 7.5 or more, or a CPU with VNNI",
         nvidia=((7, 5), None),
     ),
@@ -90,8 +77,7 @@ NATIVE: dict[str, NativeGemm] = {
         nvidia=((9, 0), (10, 0)),
     ),
     "cpu": NativeGemm(  # kernels/gemms.py
-        elements=("e2m1", "e1m2", "ternary", *(f"int{bits}" for bits in range(2, 9))),
-        scale=None,
+        elements=("e2m1", "e1m2", "ternary", *_INTEGERS),
         block=16,
         needs="GEMMs of codes on CPUs need the C++ kernels",
         nvidia=None,
@@ -99,14 +85,11 @@ NATIVE: dict[str, NativeGemm] = {
     ),
 }
 
-BLOCK_SCALED = frozenset(kind for kind, native in NATIVE.items() if native.block is not None)
+BLOCK_SCALED = frozenset(kind for kind, native in NATIVE.items() if native.block)
 
 
 def kinds_of(casts: Sequence[Cast], dims: Sequence[int]) -> tuple[str, ...]:
-    """Returns the kinds of native GEMMs of two operands, left and right.
-
-    ``dims`` are the dimensions of the operands that the GEMM contracts.
-    """
+    """Returns the kinds of native GEMMs of two operands, left and right, which contract these ``dims`` of theirs."""
     return tuple(kind for kind, native in NATIVE.items() if _serves(kind, native, casts, dims))
 
 
@@ -115,14 +98,14 @@ def _serves(kind: str, native: NativeGemm, casts: Sequence[Cast], dims: Sequence
         return False
     if kind == "cpu":
         return shared_block(casts[0].spec, dims[0], casts[1].spec, dims[1]) is not None
-    if native.block is not None:
+    if native.block:
         return all(_has_blocks(cast, dim, native) for cast, dim in zip(casts, dims, strict=True))
     return not any(cast.scale.per_block for cast in casts) and _RULES[kind](*casts)
 
 
 def _has_blocks(cast: Cast, dim: int, native: NativeGemm) -> bool:
     """Returns whether the blocks of a cast consist of those of a native GEMM."""
-    if not cast.scale.per_block or cast.scale.format != native.scale or native.block is None:
+    if not cast.scale.per_block or cast.scale.format != native.scale:
         return False
     if cast.scale.two_level == "row" or cast.scale.rounding == "stochastic" or cast.scale.correction is not None:
         return False  # one factor per matrix; scales that elements are rounded with

@@ -8,7 +8,6 @@ calls, and not for w. Each call has its own keys, so that noise does not add up 
 so has each expert of a stack, for all operands (:func:`lightning_lowbit.nn.core.calls.keys_of_product`).
 """
 
-import hashlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +18,9 @@ from torch import Tensor, nn
 from lightning_lowbit._torch import unseen_writes
 from lightning_lowbit._torch.devices import with_index
 from lightning_lowbit.nn.casts.traits import OPERANDS
-from lightning_lowbit.nn.core.calls import Calls, number_calls
+from lightning_lowbit.nn.core.calls import Calls, hash_text, number_calls
 from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from lightning_lowbit.quant.rounding import mix_key
-
-_IS_WEIGHT = [operand.endswith("_w") for operand in OPERANDS]
 
 
 class LayerKeys:
@@ -46,9 +43,9 @@ class LayerKeys:
     def __init__(self, model: nn.Module, seed: int = 0) -> None:
         self.seed = seed
         self.layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
-        salts = [[_salt(name, operand) for operand in OPERANDS] for name in self.layers]
+        salts = [[hash_text(f"{name}/{operand}") for operand in OPERANDS] for name in self.layers]
         self._salts = torch.tensor(salts, dtype=torch.int64).view(-1, len(OPERANDS))
-        self._is_weight = torch.tensor(_IS_WEIGHT)
+        self._is_weight = torch.tensor([operand.endswith("_w") for operand in OPERANDS])
         self._calls = Calls(self._is_weight.to(torch.int64) - 1)
         self._place(torch.device("cpu"))
 
@@ -100,17 +97,9 @@ class LayerKeys:
             number_calls(layer, keys, self._calls)
 
 
-def _salt(name: str, operand: str) -> int:
-    return _int64(hashlib.blake2b(f"{name}/{operand}".encode(), digest_size=8).digest())
-
-
 def hash_numbers(*numbers: int) -> int:
     """Returns an int64 hash of integers, the same in every process."""
-    return _int64(hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest())
-
-
-def _int64(digest: bytes) -> int:
-    return int.from_bytes(digest, "little", signed=True)
+    return hash_text(",".join(map(str, numbers)))
 
 
 @contextmanager
