@@ -59,11 +59,6 @@ def _power(value, GRID: tl.constexpr):
 
 
 @triton.jit
-def grid_step(value, GRID: tl.constexpr):
-    return _power(value, GRID) * 2.0 ** (-GRID.mantissa_bits)
-
-
-@triton.jit
 def _to_multiple(value, near, GRID: tl.constexpr):
     """Rounds ``value`` to the nearest multiple of the step at ``near``. The fused products are exact."""
     if GRID.is_uniform:
@@ -97,7 +92,7 @@ def round_nearest(value, GRID: tl.constexpr, KEEPS_NAN: tl.constexpr = True):
 @triton.jit
 def round_up(value, GRID: tl.constexpr):
     nearest = round_nearest(value, GRID)
-    above = at_most(nearest + grid_step(nearest, GRID), GRID.max)
+    above = at_most(nearest + _power(nearest, GRID) * 2.0 ** (-GRID.mantissa_bits), GRID.max)
     return tl.where(nearest < value, above, nearest)
 
 
@@ -142,14 +137,6 @@ def random_bits(index, low, high):
     word = word ^ (word >> 15)
     word = word * 0x735A2D97
     return word ^ (word >> 15)
-
-
-@triton.jit
-def random_of(index, low, high, GRID: tl.constexpr, CAPABILITY: tl.constexpr):
-    """Computes random bits of an index (uint32) by a key, as ``uniform`` of quant/rounding.py, for
-    :func:`round_stochastic`."""
-    word = random_bits(index, low, high)
-    return drawn_of(word, word == word, GRID, CAPABILITY)
 
 
 @triton.jit

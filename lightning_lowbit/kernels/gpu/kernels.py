@@ -262,71 +262,21 @@ def cast_stack(
     number, start, line, length, height, width, program = product_of(ends, rows, columns, PROGRAM, ROTATION, PRODUCTS)
     x += number.to(tl.int64) * product_stride if ends is None else start.to(tl.int64) * row_stride
     values += line.to(tl.int64) * width
-    amax = amax if amax is None else amax + number
-    key = key if key is None else key + number
-    signs = signs if signs is None else signs + number * SIGNS
-    if KERNEL == "cast_blocks":
-        cast_blocks(
-            x,
-            values,
-            factor + number,
-            amax,
-            key,
-            None,
-            height,
-            width,
-            row_stride,
-            column_stride,
-            CAST,
-            DTYPE,
-            THROUGH,
-            SIDES,
-            PADDED,
-            BLOCKS,
-            INTERPRETED,
-            signs,
-            length,
-            columns,
-            ROTATION,
-            program,
-        )
-    elif KERNEL == "cast_rows":
+    if amax is not None:
+        amax += number
+    if key is not None:
+        key += number
+    if signs is not None:
+        signs += number * SIGNS
+    if KERNEL == "cast_rows":
         factor += line if AXIS == 1 else number * columns
-        cast_rows(
-            x,
-            values,
-            factor,
-            amax,
-            key,
-            None,
-            height,
-            width,
-            row_stride,
-            column_stride,
-            CAST,
-            DTYPE,
-            AXIS,
-            TILE,
-            INTERPRETED,
-            program,
-        )
     else:
-        cast_tensor(
-            x,
-            values,
-            factor + number,
-            amax,
-            key,
-            None,
-            height,
-            width,
-            row_stride,
-            column_stride,
-            None,
-            CAST,
-            DTYPE,
-            TILE,
-            SUMS,
-            INTERPRETED,
-            program,
-        )
+        factor += number
+    matrix = (x, values, factor, amax, key, None, height, width, row_stride, column_stride)
+    if KERNEL == "cast_blocks":
+        source = (signs, length, columns)
+        cast_blocks(*matrix, CAST, DTYPE, THROUGH, SIDES, PADDED, BLOCKS, INTERPRETED, *source, ROTATION, program)
+    elif KERNEL == "cast_rows":
+        cast_rows(*matrix, CAST, DTYPE, AXIS, TILE, INTERPRETED, program)
+    else:
+        cast_tensor(*matrix, None, CAST, DTYPE, TILE, SUMS, INTERPRETED, program)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_lowbit.kernels.layout import block_shape, multiples, round_up
 from lightning_lowbit.kernels.memory import checked
-from lightning_lowbit.kernels.numbers import cast_numbers
+from lightning_lowbit.kernels.numbers import CastNumbers, cast_numbers
 from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
 from lightning_lowbit.quant.call import CastCall, is_rounded
 from lightning_lowbit.quant.cast import Cast
@@ -160,7 +160,7 @@ def pack_launch(x: Tensor, call: CastCall, amax: Tensor | None, data: Tensor, fa
         **_outside(x, call, amax),
         **_layout(x),
     }
-    constants = {**_coding(cast, call.in_fours(x)), "SIDES": sides}
+    constants = {"CAST": _coded(cast, call.in_fours(x)), "SIDES": sides}
     constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
     return launch("pack_blocks", _programs(x, (rows, columns)), arguments, constants, warps)
 
@@ -192,7 +192,7 @@ def _layout_form(spec: str, dim: int, block: int, transposed: bool, fours: bool)
     rows, columns, warps = _block_tile(transposed, sides, is_light=False)
     if sides[0] == 1 and sides[1] <= 32 and cast.scale.four_over_six is None:  # a thread has whole blocks
         rows, columns, warps = (64, 64, 1) if transposed else (8, 256, 1)
-    constants = {**_coding(cast, fours), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
+    constants = {"CAST": _coded(cast, fours), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
     if block == 128:  # which GEMMs take as it is
         rows, columns, warps = (128, 128, 4 if transposed else 8) if sides[0] == 128 else (64, 128, 4)
         constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
@@ -218,10 +218,10 @@ def layouts_launch(
 
 @cache
 def _layouts_form(specs: tuple[str, ...], block: int, transposed: bool, fours: tuple[bool, ...]) -> Form:
-    row, column = (_coding(Cast.from_spec(spec), four) for spec, four in zip(specs, fours, strict=True))
+    row, column = (_coded(Cast.from_spec(spec), four) for spec, four in zip(specs, fours, strict=True))
     tile, padded, warps = ((64, 64), multiples(), 1) if block < 128 else ((128, 128), (1, 1), 4)
-    constants = {"CAST_ROW": row.pop("CAST"), "CAST_COLUMN": column["CAST"], **row, "SIZE": block, "TILE": tile}
-    constants |= {"SCALED": block, "PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
+    constants = {"CAST_ROW": row, "CAST_COLUMN": column, "SIZE": block, "TILE": tile, "SCALED": block}
+    constants |= {"PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
     return Form("lay_out_both", constants, warps)
 
 
@@ -232,8 +232,8 @@ def unpack_launch(data: Tensor, cast: Cast, dim: int, source: torch.dtype, value
     checked("codes and scales", data, torch.uint8, packed_bytes(rows, columns, cast, dim), values.device)
     arguments: dict[str, Any] = {"x": data, "scales_at": data[packed_codes(values.shape, cast) :], "values": values}
     arguments |= {"rows": rows, "columns": columns}
-    constants = {**_coding(cast), "CAST": cast_numbers(cast), "SIDES": tile_of(cast, dim, 2)}
-    constants |= {"TILE": size, "THROUGH": through, "DTYPE": values.dtype}
+    constants = {"CAST": cast_numbers(cast), "SIDES": tile_of(cast, dim, 2), "TILE": size}
+    constants |= {"THROUGH": through, "DTYPE": values.dtype}
     return launch("unpack_blocks", _programs(values, size), arguments, constants)
 
 
@@ -249,10 +249,9 @@ def _outside(x: Tensor, call: CastCall, amax: Tensor | None, amaxes: int = 1) ->
     }
 
 
-def _coding(cast: Cast, fours: bool = True) -> dict[str, Any]:
-    """Returns constants of codes; their elements are rounded alone, since scales go beside them."""
-    numbers = cast_numbers(cast, fours)._replace(scaled=False)
-    return {"CAST": numbers, "CODING": cast.format.encoding, "BITS": cast.format.bits}
+def _coded(cast: Cast, fours: bool) -> CastNumbers:
+    """Returns the numbers of a cast to codes: its elements are rounded alone, since scales go beside them."""
+    return cast_numbers(cast, fours)._replace(scaled=False)
 
 
 def packed_codes(shape: torch.Size, cast: Cast) -> int:

@@ -233,7 +233,7 @@ def _lerp(old, new, weight):
 @triton.jit
 def _load_codes(address, element, mask, GRID: tl.constexpr, ALIGNED: tl.constexpr):
     codes = tl.load(_pointer(address, tl.uint8, ALIGNED) + element, mask=mask, other=0)
-    return value_of(codes.to(tl.int32), GRID, "sign-magnitude", 8)
+    return value_of(codes.to(tl.int32), GRID)
 
 
 @triton.jit
