@@ -100,18 +100,18 @@ def make_operand(x: Tensor, call: CastCall) -> Operand:
 
 def make_both(x: Tensor, row: CastCall, column: CastCall) -> tuple[Operand, Operand]:
     """Makes operands with blocks along rows (dim 1) and along columns (dim 0), from one read of ``x``."""
-    needs_amax = row if row.cast.scale.needs_amax else column
     operands = empty_operand(x, row), empty_operand(x, column)
     memory = [tensor for operand in operands for tensor in _filled(operand)]
-    run(launches.both_launch(x, (row, column), _amax(x, needs_amax), memory))
+    run(launches.both_launch(x, (row, column), _amax(x, row, column), memory))
     return operands
 
 
-def _amax(x: Tensor, call: CastCall) -> Tensor | None:
-    """Returns the amax that scales the matrix: that of the call, or measured; None for a cast that needs none."""
-    if not call.cast.scale.needs_amax:
-        return None
-    return amax_of(x, call.rotation, call.dim) if call.amax is None else call.amax.float()
+def _amax(x: Tensor, *calls: CastCall) -> Tensor | None:
+    """Returns the amax that scales the matrix: that of a call, or measured; None for casts that need none."""
+    for call in calls:
+        if call.cast.scale.needs_amax:
+            return amax_of(x, call.rotation, call.dim) if call.amax is None else call.amax.float()
+    return None
 
 
 def _filled(operand: Operand) -> tuple[Tensor, Tensor]:
@@ -180,9 +180,8 @@ def lay_out_both(x: Tensor, row: CastCall, column: CastCall) -> tuple[tuple[Tens
     it does not do one of them."""
     if 1 in x.shape and row.cast.element == "e4m3":
         return None
-    needs_amax = row if row.cast.scale.needs_amax else column
     laid_out = empty_laid_out(x, row), empty_laid_out(x, column)
-    run(launches.layouts_launch(x, (row, column), _amax(x, needs_amax), laid_out))
+    run(launches.layouts_launch(x, (row, column), _amax(x, row, column), laid_out))
     return laid_out
 
 
@@ -239,13 +238,14 @@ def pad_bytes(x: Tensor, rows: int, columns: int) -> Tensor:
 
 def draw_signs(keys: Tensor, size: int) -> Tensor:
     signs = torch.empty((*keys.shape, size), dtype=torch.float32, device=keys.device)
-    run(launches.signs_launch(keys, signs))
+    run(launches.launch("draw_signs", keys.numel(), {"x": keys, "signs": signs}, {"SIZE": size}, warps=1))
     return signs
 
 
 def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor:
     result = torch.empty_like(amax)
-    run(launches.delay_launch(amax, in_force[places[0]], staged, places, result))
+    arguments = {"x": amax, "in_force": in_force[places[0]], "staged": staged, "result": result}
+    run(launches.launch("delay", 1, arguments, {"PLACES": sum(1 << place for place in places)}, warps=1))
     return result
 
 

@@ -192,12 +192,11 @@ def _layout_form(spec: str, dim: int, block: int, transposed: bool, fours: bool)
     rows, columns, warps = _block_tile(transposed, sides, is_light=False)
     if sides[0] == 1 and sides[1] <= 32 and cast.scale.four_over_six is None:  # a thread has whole blocks
         rows, columns, warps = (64, 64, 1) if transposed else (8, 256, 1)
-    constants = {"CAST": _coded(cast, fours), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
     if block == 128:  # which GEMMs take as it is
         rows, columns, warps = (128, 128, 4 if transposed else 8) if sides[0] == 128 else (64, 128, 4)
-        constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
-    padded = multiples() if block < 128 else (1, 1)
-    constants |= {"DIM": dim, "SCALED": block, "PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
+    constants: dict[str, Any] = {"CAST": _coded(cast, fours), "SIDES": sides, "DIM": dim, "SCALED": block}
+    constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
+    constants |= {"PADDED": multiples() if block < 128 else (1, 1), "CONTIGUOUS": 0 if transposed else 1}
     return Form("lay_out_blocks", constants, warps), (rows, columns)
 
 
@@ -232,7 +231,7 @@ def unpack_launch(data: Tensor, cast: Cast, dim: int, source: torch.dtype, value
     checked("codes and scales", data, torch.uint8, packed_bytes(rows, columns, cast, dim), values.device)
     arguments: dict[str, Any] = {"x": data, "scales_at": data[packed_codes(values.shape, cast) :], "values": values}
     arguments |= {"rows": rows, "columns": columns}
-    constants = {"CAST": cast_numbers(cast), "SIDES": tile_of(cast, dim, 2), "TILE": size}
+    constants: dict[str, Any] = {"CAST": cast_numbers(cast), "SIDES": tile_of(cast, dim, 2), "TILE": size}
     constants |= {"THROUGH": through, "DTYPE": values.dtype}
     return launch("unpack_blocks", _programs(values, size), arguments, constants)
 
@@ -304,25 +303,10 @@ def bytes_launch(x: Tensor, result: Tensor) -> Launch:
     return launch("pad_bytes", _programs(result, size), arguments, {"TILE": size})
 
 
-def signs_launch(keys: Tensor, signs: Tensor) -> Launch:
-    """Writes signs, float32 ``[..., size]``, drawn by each of the keys."""
-    arguments = {"x": checked("keys", keys, torch.int64, keys.numel(), keys.device), "signs": signs}
-    return launch("draw_signs", keys.numel(), arguments, {"SIZE": signs.shape[-1]}, 1)
-
-
 def sums_launch(x: Tensor, sums: Tensor) -> Launch:
     """Writes sums of magnitudes, float64 ``[SUMS]``."""
     arguments = {"x": x, "amax": None, "sums": sums, **_layout(x)}
     return launch("measure", SUMS, arguments, {"TILE": (64, 64) if is_transposed(x) else (4, 1024)})
-
-
-def delay_launch(
-    amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int], result: Tensor
-) -> Launch:
-    """Raises ``staged`` ``[6]`` at ``places`` to ``amax``, and writes the amax that scales an operand: float32."""
-    constants = {"PLACES": sum(1 << place for place in places)}
-    arguments = {"x": amax, "in_force": in_force, "staged": staged, "result": result}
-    return launch("delay", 1, arguments, constants, 1)
 
 
 def scale_and_round_launch(product: Tensor, factors: list[Tensor], bias: Tensor | None, result: Tensor) -> Launch:
