@@ -183,7 +183,7 @@ def make_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes a matrix ``[rows, columns]`` into the layout of a GEMM with a scale for each ``call.block`` elements.
     Returns codes, scales, and the scale of the matrix, float32, 0-d (1 for none)."""
     scaled, codes = round_matrix(x, call, rounding=_round_codes)
-    scales = scaled.stored(call.cast).reshape(_blocks(call.cast, call.dim, x.shape))
+    scales = scaled.stored(call.cast).reshape(blocks_of(call.cast, call.dim, x.shape))
     # Results of an operator share no memory: decode may be a view.
     return *lay_out(codes, scales, call.cast, call.block, call.dim), scaled.decode.reshape(()).clone()
 
@@ -191,8 +191,9 @@ def make_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
 def lay_out_bytes(data: Tensor, cast: Cast, block: int, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Brings bytes of :func:`lightning_lowbit.quant.packed.pack` for a matrix of ``shape`` into the layout."""
     codes, scales = unpacked_codes(data, cast, shape.numel())
-    return lay_out(codes.view(shape), scales.view(_blocks(cast, dim, shape)), cast, block, dim)
+    return lay_out(codes.view(shape), scales.view(blocks_of(cast, dim, shape)), cast, block, dim)
 
 
-def _blocks(cast: Cast, dim: int, shape: torch.Size) -> list[int]:
+def blocks_of(cast: Cast, dim: int, shape: torch.Size) -> list[int]:
+    """Returns the numbers of blocks along the rows and columns of a matrix."""
     return [-(-size // side) for size, side in zip(shape, tile_of(cast, dim, 2), strict=True)]
