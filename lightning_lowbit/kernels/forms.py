@@ -40,6 +40,10 @@ def cast_form(x: Tensor, call: CastCall) -> CastForm | None:
     """Returns the form of a cast of a whole matrix, or of a shard that needs no other process."""
     if not 0 < x.numel() < 2**31 or x.dim() != 2 or not call.is_regular(x.device) or not call.stands_alone():
         return None
+    return form_of(x, call)
+
+
+def form_of(x: Tensor, call: CastCall) -> CastForm | None:
     group = 0
     if call.rotation is not None:
         if not triton.are_signs(call.rotation, x, call.dim):
