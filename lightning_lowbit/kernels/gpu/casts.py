@@ -32,7 +32,6 @@ from lightning_lowbit.quant.transforms import SIZES, rotated_shape
 
 _HERE = nullcontext()
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
-_NARROWING = {"DTYPE", "DTYPE_ROW", "ROTATION"}  # constants of kernels that round to a dtype
 _OUTPUTS = (*_INPUTS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -312,8 +311,6 @@ def compiled_for(launch: Launch, capability: int) -> dict[str, Any]:
     constants = {
         name: names[value] if isinstance(value, torch.dtype) else value for name, value in launch.constants.items()
     }
-    if not _NARROWING.isdisjoint(constants):
-        constants["INTERPRETED"] = interpreted
     for name, value in constants.items():
         if isinstance(value, CastNumbers):
             constants[name] = value._replace(capability=0 if interpreted else capability)

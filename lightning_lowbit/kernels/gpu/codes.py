@@ -153,7 +153,6 @@ def unpack_blocks(
     TILE: tl.constexpr,
     THROUGH: tl.constexpr,
     DTYPE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Decodes values from the bytes of codes ``x`` and of block scales."""
     ELEMENTS: tl.constexpr = CAST.elements
@@ -178,5 +177,5 @@ def unpack_blocks(
             else:
                 scale = tl.where(code == _NAN, float("nan"), _magnitude_of_code(code, STORAGE))
         value = value * scale
-    value = stored(value, THROUGH, DTYPE, INTERPRETED)
+    value = stored(value, THROUGH, DTYPE)
     tl.store(values + (row.to(tl.int64) * columns + column), value, mask=mask)
