@@ -46,7 +46,7 @@ def cast_form(x: Tensor, call: CastCall) -> CastForm | None:
 def form_of(x: Tensor, call: CastCall) -> CastForm | None:
     group = 0
     if call.rotation is not None:
-        if not triton.are_signs(call.rotation, x, call.dim):
+        if not triton.rotates(x, call.rotation, call.dim):
             return None
         group = len(call.rotation)
     dtype = call.values_dtype(x.dtype)
@@ -107,7 +107,7 @@ def layouts_sample(form: tuple[CastForm, CastForm], device: torch.device) -> tup
 
 def rotation_form(x: Tensor, rotation: Tensor | None, dim: int) -> tuple[int, int, torch.dtype] | None:
     """Returns the size of groups (0 for none), their dimension, and the dtype of a matrix to rotate or measure."""
-    if x.numel() == 0 or x.dim() != 2 or (rotation is not None and not triton.are_signs(rotation, x, dim)):
+    if x.numel() == 0 or x.dim() != 2 or (rotation is not None and not triton.rotates(x, rotation, dim)):
         return None
     return (0, 1, x.dtype) if rotation is None else (len(rotation), dim, x.dtype)
 

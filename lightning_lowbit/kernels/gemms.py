@@ -186,11 +186,8 @@ def _products_one_by_one(left: CodeOperand, right: CodeOperand, bias: Tensor | N
     return torch.cat(results) if left.call.dim == 1 else torch.stack(results)
 
 
-# What an operator takes in place of an operand.
-_Spelled = tuple[Tensor, str, int, Tensor | None, Tensor | None, str | None, Tensor | None, Tensor | None, list[int]]
-
-
-def _spelled(operand: CodeOperand) -> _Spelled:
+def _spelled(operand: CodeOperand) -> tuple[Any, ...]:
+    """Returns what an operator takes in place of an operand."""
     x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape, _ = operand
     return x, cast.spec, dim, key, amax, None if shard is None else shard.spec, rotation, factor, [*shape]
 

@@ -145,21 +145,9 @@ def taken_apart(values: Tensor, scales: Tensor, block: int, rows: int, inner: in
 
 
 @compiled
-def _round_codes(
-    blocks: Tensor,
-    scales: Tensor,
-    decode: Tensor,
-    zeros: Tensor | None = None,
-    corrected: Tensor | None = None,
-    key: Tensor | None = None,
-    offset: Tensor | None = None,
-    *,
-    cast: Cast,
-) -> Tensor:
+def _round_codes(blocks: Tensor, scales: Tensor, *others: Tensor | None, cast: Cast) -> Tensor:
     """Rounds a blocked view to codes of E2M1, or to elements in float8; arguments as of :func:`round_blocks`."""
-    elements = round_blocks(
-        blocks, scales, decode, zeros, corrected, key, offset, cast=cast, scaled=False, dtype=torch.float32
-    )
+    elements = round_blocks(blocks, scales, *others, cast=cast, scaled=False, dtype=torch.float32)
     if cast.format.dtype is not None:
         return elements.to(cast.format.dtype)
     magnitude = elements.abs()

@@ -178,8 +178,11 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
     place = None if call.shard is None else (ctypes.c_int32 * 2)(*call.shard.place(shape, numbers.tile)[1:])
     rotation, key = casts.rotation_of(one.rotation, dim), call.key if numbers.draws else None
     if products is not None:
-        key = None if key is None else key.contiguous()
-        _check_each(key, call.rotation, products)
+        if key is not None:
+            key = key.contiguous()
+            address("keys", key, torch.int64, products)
+        if call.rotation is not None and call.rotation.dim() == 2:
+            address("signs", call.rotation, torch.float32, products * call.rotation.shape[1])
     keep += x, key, place, rotation
     return _Operand(
         panels,
@@ -197,14 +200,6 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
         ends is not None,
         one.rotation is not call.rotation,
     )
-
-
-def _check_each(key: Tensor | None, rotation: Tensor | None, products: int) -> None:
-    """Compares what kernels read of the keys and signs of products with their memory."""
-    if key is not None:
-        address("keys", key, torch.int64, products)
-    if rotation is not None and rotation.dim() == 2:
-        address("signs", rotation, torch.float32, products * rotation.shape[1])
 
 
 def _packed_operand(

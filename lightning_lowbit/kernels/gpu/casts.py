@@ -21,14 +21,14 @@ from torch import Tensor
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.layout import block_shape, empty_laid_out
-from lightning_lowbit.kernels.memory import traits
+from lightning_lowbit.kernels.memory import are_signs, traits
 from lightning_lowbit.kernels.numbers import CastNumbers
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.call import CastCall, has_factor
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand, empty_operand
 from lightning_lowbit.quant.packed import Packed, empty_packed, per_byte
-from lightning_lowbit.quant.transforms import SIZES, rotated_shape
+from lightning_lowbit.quant.transforms import rotated_shape
 
 _HERE = nullcontext()
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -201,12 +201,9 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
     return amax
 
 
-def are_signs(rotation: Tensor, x: Tensor, dim: int) -> bool:
+def rotates(x: Tensor, rotation: Tensor, dim: int) -> bool:
     """Returns whether the kernels rotate groups of a matrix along a dimension by these signs."""
-    if type(rotation) is not Tensor or rotation.device != x.device or rotation.dtype != torch.float32:
-        return False
-    are_known = rotation.dim() == 1 and len(rotation) in SIZES and rotation.is_contiguous() and not rotation.is_neg()
-    return are_known and dim in (0, 1) and x.dtype in _INPUTS and x.numel() < 2**30
+    return are_signs(rotation, x, dim) and x.dtype in _INPUTS and x.numel() < 2**30
 
 
 def rotation_obstacle(cast: Cast, dim: int) -> str | None:

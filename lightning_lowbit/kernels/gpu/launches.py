@@ -26,6 +26,8 @@ from lightning_lowbit.quant.transforms import rotated_shape, rotation_factors
 LARGEST_BLOCK = 1024  # elements: a block lies in the registers of one program
 SUMS = 512  # programs that measure a mean
 
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
 
 class Form:
     """The form in which a kernel is compiled: its name, the constants in it, and how many warps a program has.
@@ -174,7 +176,7 @@ def layout_launch(
     arguments = {
         "x": x,
         "codes": as_bytes(codes),
-        "scales_at": _raw(scales),
+        "scales_at": as_bytes(scales),
         "factor": factor,
         **_outside(x, call, amax),
         **_layout(matrix),
@@ -209,7 +211,7 @@ def layouts_launch(
     arguments: dict[str, Any] = {"x": x}
     for name, call, (codes, scales, factor) in zip(("row", "column"), calls, operands, strict=True):
         outside = _outside(x, call, amax)
-        arguments |= {f"codes_{name}": as_bytes(codes), f"scales_{name}": _raw(scales)}
+        arguments |= {f"codes_{name}": as_bytes(codes), f"scales_{name}": as_bytes(scales)}
         arguments |= {f"factor_{name}": factor, f"amax_{name}": outside["amax"], f"key_{name}": outside["key"]}
     squares = [round_up(size, 128) // side for size, side in zip(x.shape, form.constants["TILE"], strict=True)]
     return Launch(form, squares[0] * squares[1], {**arguments, **_layout(x)})
@@ -340,12 +342,8 @@ def padded_sides(tile: Tile) -> Tile:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """FP8 as bytes, which the kernels write."""
-    return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else tensor
-
-
-def _raw(scales: Tensor) -> Tensor:
-    return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+    """Returns elements and scales of one byte as bytes, which the kernels write."""
+    return tensor.view(torch.uint8) if tensor.dtype in _BYTES else tensor
 
 
 def _power_of_two(size: int) -> int:
