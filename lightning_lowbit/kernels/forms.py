@@ -40,9 +40,13 @@ def cast_form(x: Tensor, call: CastCall) -> CastForm | None:
     """Returns the form of a cast of a whole matrix, or of a shard that needs no other process."""
     if not 0 < x.numel() < 2**31 or x.dim() != 2 or not call.is_regular(x.device) or not call.stands_alone():
         return None
+    return form_of(x, call)
+
+
+def form_of(x: Tensor, call: CastCall) -> CastForm | None:
     group = 0
     if call.rotation is not None:
-        if not triton.are_signs(call.rotation, x, call.dim):
+        if not triton.rotates(x, call.rotation, call.dim):
             return None
         group = len(call.rotation)
     dtype = call.values_dtype(x.dtype)
@@ -103,7 +107,7 @@ def layouts_sample(form: tuple[CastForm, CastForm], device: torch.device) -> tup
 
 def rotation_form(x: Tensor, rotation: Tensor | None, dim: int) -> tuple[int, int, torch.dtype] | None:
     """Returns the size of groups (0 for none), their dimension, and the dtype of a matrix to rotate or measure."""
-    if x.numel() == 0 or x.dim() != 2 or (rotation is not None and not triton.are_signs(rotation, x, dim)):
+    if x.numel() == 0 or x.dim() != 2 or (rotation is not None and not triton.rotates(x, rotation, dim)):
         return None
     return (0, 1, x.dtype) if rotation is None else (len(rotation), dim, x.dtype)
 

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_lowbit._torch import has_dispatch_mode
 from lightning_lowbit.kernels.cpu import gemms as cpp
+from lightning_lowbit.kernels.layout import blocks_of, repeated
 from lightning_lowbit.kernels.memory import Misfit
 from lightning_lowbit.kernels.operands import quantize_operand
 from lightning_lowbit.kernels.ops import Operation, call_from_specs, run
@@ -156,8 +157,7 @@ def _run(left: CodeOperand, right: CodeOperand, bias: Tensor | None, dtype: torc
             return _products_one_by_one(left, right, bias, dtype)
         product = left.x.new_zeros((left.rows, right.rows), dtype=torch.float32)
         return (product if bias is None else product + bias).to(dtype)
-    result: Tensor = run(MULTIPLY, left.x, left, right, bias, dtype)
-    return result
+    return run(MULTIPLY, left.x, left, right, bias, dtype)
 
 
 def _check_stack(left: CodeOperand, right: CodeOperand, ends: tuple[int, ...], bias: Tensor | None) -> None:
@@ -167,14 +167,10 @@ def _check_stack(left: CodeOperand, right: CodeOperand, ends: tuple[int, ...], b
     along_rows = left.call.dim == right.call.dim == 0 and right.ends == ends and bias is None
     along_columns = left.call.dim == 1 and right.x.dim() == 3 and len(right.x) == products
     along_columns &= bias is None or bias.shape == (products, right.rows)
-    has_keys = all(
-        not operand.call.cast.draws or (key := operand.call.key) is None or key.shape == (products,)
-        for operand in (left, right)
-    )
-    has_signs = all(
-        (signs := operand.call.rotation) is None or signs.dim() == 1 or len(signs) == products
-        for operand in (left, right)
-    )
+    calls = left.call, right.call
+    has_keys = all(not call.cast.draws or call.key is None or call.key.shape == (products,) for call in calls)
+    signs = [call.rotation for call in calls if call.rotation is not None]
+    has_signs = all(one.dim() == 1 or len(one) == products for one in signs)
     if not (is_ascending and (along_rows or along_columns) and has_keys and has_signs):
         sides = " and ".join(f"{tuple(side.shape)} along {side.call.dim}" for side in (left, right))
         raise Misfit(
@@ -190,11 +186,8 @@ def _products_one_by_one(left: CodeOperand, right: CodeOperand, bias: Tensor | N
     return torch.cat(results) if left.call.dim == 1 else torch.stack(results)
 
 
-# What an operator takes in place of an operand.
-_Spelled = tuple[Tensor, str, int, Tensor | None, Tensor | None, str | None, Tensor | None, Tensor | None, list[int]]
-
-
-def _spelled(operand: CodeOperand) -> _Spelled:
+def _spelled(operand: CodeOperand) -> tuple[Any, ...]:
+    """Returns what an operator takes in place of an operand."""
     x, (cast, dim, key, amax, _, shard, rotation, _), factor, shape, _ = operand
     return x, cast.spec, dim, key, amax, None if shard is None else shard.spec, rotation, factor, [*shape]
 
@@ -290,10 +283,7 @@ def _codes(operand: CodeOperand) -> tuple[Tensor, Tensor, Tensor | None]:
     elements = cast.format.decode(codes) if codes.dtype == torch.uint8 else codes.float()
     elements = elements.view(shape) / _form(operand).step
     if cast.scale.per_block:
-        blocks = [-(-size // side) for size, side in zip(shape, tile_of(cast, dim, 2), strict=True)]
-        scales = scales.view(blocks)
-        for axis, side in enumerate(tile_of(cast, dim, 2)):
-            scales = scales.repeat_interleave(side, axis).narrow(axis, 0, shape[axis])
+        scales = repeated(scales.view(blocks_of(cast, dim, shape)), shape[0], shape[1], *tile_of(cast, dim, 2))
     else:
         scales = torch.ones(shape)
     factor = unpacked_factor(x[None], factor, cast, shape.numel(), dim)
@@ -305,7 +295,7 @@ def _codes(operand: CodeOperand) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _form(operand: CodeOperand) -> cpp.Form:
-    return cpp.form_of(operand.call)
+    return cpp.form_of(operand.call.cast.spec, operand.call.dim)
 
 
 MULTIPLY = Operation("GEMMs of codes", plain_multiply, cpp.multiply)

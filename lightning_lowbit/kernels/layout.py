@@ -145,21 +145,9 @@ def taken_apart(values: Tensor, scales: Tensor, block: int, rows: int, inner: in
 
 
 @compiled
-def _round_codes(
-    blocks: Tensor,
-    scales: Tensor,
-    decode: Tensor,
-    zeros: Tensor | None = None,
-    corrected: Tensor | None = None,
-    key: Tensor | None = None,
-    offset: Tensor | None = None,
-    *,
-    cast: Cast,
-) -> Tensor:
+def _round_codes(blocks: Tensor, scales: Tensor, *others: Tensor | None, cast: Cast) -> Tensor:
     """Rounds a blocked view to codes of E2M1, or to elements in float8; arguments as of :func:`round_blocks`."""
-    elements = round_blocks(
-        blocks, scales, decode, zeros, corrected, key, offset, cast=cast, scaled=False, dtype=torch.float32
-    )
+    elements = round_blocks(blocks, scales, *others, cast=cast, scaled=False, dtype=torch.float32)
     if cast.format.dtype is not None:
         return elements.to(cast.format.dtype)
     magnitude = elements.abs()
@@ -183,7 +171,7 @@ def make_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes a matrix ``[rows, columns]`` into the layout of a GEMM with a scale for each ``call.block`` elements.
     Returns codes, scales, and the scale of the matrix, float32, 0-d (1 for none)."""
     scaled, codes = round_matrix(x, call, rounding=_round_codes)
-    scales = scaled.stored(call.cast).reshape(_blocks(call.cast, call.dim, x.shape))
+    scales = scaled.stored(call.cast).reshape(blocks_of(call.cast, call.dim, x.shape))
     # Results of an operator share no memory: decode may be a view.
     return *lay_out(codes, scales, call.cast, call.block, call.dim), scaled.decode.reshape(()).clone()
 
@@ -191,8 +179,9 @@ def make_laid_out(x: Tensor, call: CastCall) -> tuple[Tensor, Tensor, Tensor]:
 def lay_out_bytes(data: Tensor, cast: Cast, block: int, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Brings bytes of :func:`lightning_lowbit.quant.packed.pack` for a matrix of ``shape`` into the layout."""
     codes, scales = unpacked_codes(data, cast, shape.numel())
-    return lay_out(codes.view(shape), scales.view(_blocks(cast, dim, shape)), cast, block, dim)
+    return lay_out(codes.view(shape), scales.view(blocks_of(cast, dim, shape)), cast, block, dim)
 
 
-def _blocks(cast: Cast, dim: int, shape: torch.Size) -> list[int]:
+def blocks_of(cast: Cast, dim: int, shape: torch.Size) -> list[int]:
+    """Returns the numbers of blocks along the rows and columns of a matrix."""
     return [-(-size // side) for size, side in zip(shape, tile_of(cast, dim, 2), strict=True)]

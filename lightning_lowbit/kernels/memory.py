@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_lowbit.quant.transforms import SIZES
+
 CPU = torch.device("cpu")
 
 _T = TypeVar("_T", Tensor, Tensor | None)
@@ -68,6 +70,13 @@ def are_where_they_were(tensors: Sequence[Tensor], before: Sequence[Tensor], sta
     if len(tensors) != len(before) or not all(map(is_, tensors, before)):
         return False
     return array("q", [tensor.data_ptr() for tensor in tensors]) == starts
+
+
+def are_signs(rotation: Tensor, x: Tensor, dim: int) -> bool:
+    """Returns whether kernels may rotate groups of a matrix along a dimension by these signs."""
+    is_known = type(rotation) is Tensor and rotation.dtype == torch.float32 and rotation.device == x.device
+    is_vector = is_known and rotation.dim() == 1 and rotation.is_contiguous() and not rotation.is_neg()
+    return is_vector and len(rotation) in SIZES and dim in (0, 1)
 
 
 def layout(tensors: Iterable[Tensor]) -> list[object]:

@@ -9,12 +9,14 @@ from lightning_lowbit.quant.scales import e8m0_rule, fp32_numerator
 
 
 class Grid(NamedTuple):
-    """A number format as the kernels round to it."""
+    """A number format as the kernels round to it, and what its codes mean."""
 
     max: float
     mantissa_bits: int
     min_exponent: int
     is_uniform: bool  # one spacing from 0 to max
+    coding: str
+    bits: int
 
 
 class CastNumbers(NamedTuple):
@@ -56,7 +58,7 @@ class CastNumbers(NamedTuple):
 
 def grid_of(format: Format) -> Grid:
     uniform = format.max_exponent == format.min_exponent
-    return Grid(format.max, format.mantissa_bits, format.min_exponent, uniform)
+    return Grid(format.max, format.mantissa_bits, format.min_exponent, uniform, format.encoding, format.bits)
 
 
 @cache

@@ -41,8 +41,7 @@ def _plain_operand(x: Tensor, call: CastCall) -> Operand:
     """Makes the operand by plain code; a rotation and the cast after it each by their kernels."""
     if call.rotation is None:
         return make_operand(x, call)
-    rotated: Operand = run(CAST, rotate(x, call.rotation, call.dim), call._replace(rotation=None))
-    return rotated
+    return run(CAST, rotate(x, call.rotation, call.dim), call._replace(rotation=None))
 
 
 def _plain_amax(x: Tensor, rotation: Tensor | None, dim: int) -> Tensor:
@@ -92,8 +91,7 @@ def quantize_operand(
     call = CastCall(cast, dim, key, amax, dtype, shard, rotation)
     if is_compiling():
         return Operand(*run_in_graph(CAST, x, call))
-    operand: Operand = run(CAST, x, call)
-    return operand
+    return run(CAST, x, call)
 
 
 def quantize_both(
@@ -116,8 +114,7 @@ def quantize_both(
         CastCall(cast, dim, key, amax if cast.scale.needs_amax else None, dtype)
         for cast, dim, key, dtype in zip(casts, (1, 0), keys, dtypes, strict=True)
     ]
-    row, column = run(CAST_BOTH, x, *calls)
-    return row, column
+    return run(CAST_BOTH, x, *calls)
 
 
 def kernel_support(
@@ -172,8 +169,7 @@ def signs_of(transform: Hadamard, keys: Tensor | None, device: torch.device) -> 
     """Returns the signs of a rotation, as :meth:`~lightning_lowbit.quant.Hadamard.diagonals`, by the fastest code."""
     if keys is None or transform.signs == "fixed" or keys.device != device or is_compiling():
         return transform.diagonals(keys, device)
-    signs: Tensor = run(SIGNS, keys, transform.size)
-    return signs
+    return run(SIGNS, keys, transform.size)
 
 
 def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:

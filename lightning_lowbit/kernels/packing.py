@@ -32,8 +32,7 @@ from lightning_lowbit.quant.shard import Shard
 def _plain_pack(x: Tensor, call: CastCall) -> Packed:
     if call.rotation is None:
         return pack(x, call.cast, call.key, call.amax, None, call.shard, call.dim)
-    packed: Packed = run(PACK, rotate(x, call.rotation, call.dim), call._replace(rotation=None))
-    return packed
+    return run(PACK, rotate(x, call.rotation, call.dim), call._replace(rotation=None))
 
 
 def _plain_unpack(data: Tensor, factor: Tensor, call: CastCall, shape: torch.Size, source: torch.dtype) -> Operand:
@@ -80,8 +79,7 @@ def pack_operand(
     call = CastCall(cast, dim, key, amax, None, shard, rotation)
     if torch.compiler.is_compiling():
         return Packed(*run_in_graph(PACK, x, call))
-    packed: Packed = run(PACK, x, call)
-    return packed
+    return run(PACK, x, call)
 
 
 def unpack_operand(
@@ -158,9 +156,8 @@ def lay_out_operand(
     call = CastCall(cast, dim, key, amax, shard=shard, block=block)
     if torch.compiler.is_compiling():
         codes, scales, factor = run_in_graph(LAY_OUT, x, call)
-    else:
-        codes, scales, factor = run(LAY_OUT, x, call)
-    return codes, scales, factor
+        return codes, scales, factor
+    return run(LAY_OUT, x, call)
 
 
 def lay_out_both(
@@ -172,8 +169,7 @@ def lay_out_both(
         CastCall(cast, dim, key, amax if cast.scale.needs_amax else None, block=block)
         for cast, dim, key in zip(casts, (1, 0), keys, strict=True)
     ]
-    row, column = run(LAY_OUT_BOTH, x, *calls)
-    return row, column
+    return run(LAY_OUT_BOTH, x, *calls)
 
 
 def lay_out_packed(data: Tensor, cast: Cast, block: int, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:

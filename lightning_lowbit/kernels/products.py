@@ -50,9 +50,7 @@ SCALE_AND_ROUND = Operation(
     product_form,
     product_sample,
 )
-DELAY = Operation(
-    "delayed scaling", lambda *arguments: None, cpp_casts.delayed_amax, triton.delayed_amax, sample=amax_sample
-)
+DELAY = Operation("delayed scaling", _no_plain_code, cpp_casts.delayed_amax, triton.delayed_amax, sample=amax_sample)
 PAD = Operation("copies for GEMMs", layout.pad, triton=triton.pad_bytes, form=bytes_form, sample=bytes_sample)
 ADD_PATCHES = Operation("sums over patches", _no_plain_code, cpp.add_patches)
 
@@ -65,8 +63,7 @@ def scale_and_round(product: Tensor, factors: list[Tensor], bias: Tensor | None,
         factors: at most two, float32, 0-d, ``[m, 1]`` or ``[1, n]``, multiplied one by one.
         bias: a tensor that broadcasts to ``[m, n]``, or None.
     """
-    result: Tensor = run(SCALE_AND_ROUND, product, [resolved(factor) for factor in factors], resolved(bias), dtype)
-    return result
+    return run(SCALE_AND_ROUND, product, [resolved(factor) for factor in factors], resolved(bias), dtype)
 
 
 def decode(values: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -80,8 +77,7 @@ def decode(values: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """Returns a contiguous matrix of one-byte elements, with zeros below and to the right, by the fastest code."""
-    result: Tensor = run(PAD, matrix, rows, columns)
-    return result
+    return run(PAD, matrix, rows, columns)
 
 
 def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor | None:
@@ -108,8 +104,7 @@ def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: 
     is_covered &= staged is None or _is_plain(staged, count, device)
     if not is_covered or not 0 <= min(places) <= max(places) < count:
         return None
-    result: Tensor | None = run(DELAY, amax, in_force, staged, places)
-    return result
+    return run(DELAY, amax, in_force, staged, places)
 
 
 def _is_plain(tensor: Tensor, elements: int, device: torch.device) -> bool:
@@ -129,5 +124,4 @@ def add_patches(patches: Tensor, images: int, channels: int, dimensions: Sequenc
     """
     if torch.compiler.is_compiling() or patches.numel() == 0:
         return None
-    sums: Tensor | None = run(ADD_PATCHES, patches, images, channels, dimensions)
-    return sums
+    return run(ADD_PATCHES, patches, images, channels, dimensions)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels.forms import CastForm, elements_of
+from lightning_lowbit.kernels.forms import CastForm, elements_of, form_of
 from lightning_lowbit.kernels.gpu import casts
 from lightning_lowbit.kernels.gpu import stacks as triton
 from lightning_lowbit.kernels.operands import CAST
@@ -37,8 +37,7 @@ def quantize_stack(x: Tensor, call: CastCall, ends: Ends = None) -> StackOperand
         >>> quantize_stack(torch.randn(10, 64), call, (3, 3, 10)).factor.shape
         torch.Size([3])
     """
-    operand: StackOperand = run(CAST_STACK, x, call, ends)
-    return operand
+    return run(CAST_STACK, x, call, ends)
 
 
 def plain_stack(x: Tensor, call: CastCall, ends: Ends) -> StackOperand:
@@ -88,13 +87,8 @@ def stack_form(x: Tensor, call: CastCall, ends: Ends) -> StackForm | None:
         return None
     if call.cast.draws and (call.key is None or call.key.shape != (count,) or not call.key.is_contiguous()):
         return None
-    group = 0
-    if alone.rotation is not None:
-        if not casts.are_signs(alone.rotation, matrix, call.dim):
-            return None
-        group = len(alone.rotation)
-    form = CastForm(call.cast.spec, call.dim, x.dtype, call.values_dtype(x.dtype), group, 0, alone.in_fours(matrix))
-    return StackForm(form, ends is not None, call.rotation is not None and call.rotation.dim() == 2)
+    form, has_signs = form_of(matrix, alone), call.rotation is not None and call.rotation.dim() == 2
+    return None if form is None else StackForm(form, ends is not None, has_signs)
 
 
 def stack_sample(form: StackForm, device: torch.device) -> tuple[Tensor, CastCall, Ends] | None:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.memory import address, start
+from lightning_lowbit.kernels.memory import address, are_signs, start
 from lightning_lowbit.kernels.numbers import Grid, cast_numbers
 from lightning_lowbit.quant.blocks import Tile, tile_of
 from lightning_lowbit.quant.call import CastCall, are_regular, factor_shape, has_factor, is_rounded, operand_dtype
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand
-from lightning_lowbit.quant.transforms import SIZES, rotated_shape
+from lightning_lowbit.quant.transforms import rotated_shape
 
 # The numbers of dtypes, as source/rounding.h has them.
 INPUTS = {torch.float32: 0, torch.bfloat16: 1}
@@ -58,26 +58,17 @@ class _Rotation(ctypes.Structure):
 
 
 class CppCast(NamedTuple):
-    """A cast along one dimension, from one dtype to another, as the kernels take it.
+    """A cast along one dimension, from one dtype to another, as the kernels take it."""
 
-    Attributes:
-        numbers, address: the structure that the kernels read.
-        dtype: of the values.
-        tile: of blocks.
-        has_factor, has_factors: whether there is a factor, and one for each row or column.
-        draws, needs_amax: whether the cast needs a key, and the amax of the tensor.
-        rotates: whether the kernels rotate the matrix, too.
-    """
-
-    numbers: ctypes.Structure
+    numbers: ctypes.Structure  # what the kernels read, at the address
     address: int
-    dtype: torch.dtype
-    tile: Tile
+    dtype: torch.dtype  # of the values
+    tile: Tile  # of blocks
     has_factor: bool
-    has_factors: bool
-    draws: bool
-    needs_amax: bool
-    rotates: bool
+    has_factors: bool  # one for each row or column
+    draws: bool  # whether it needs a key
+    needs_amax: bool  # that of the tensor
+    rotates: bool  # whether the kernels rotate the matrix, too
 
 
 @cache
@@ -157,16 +148,9 @@ def takes(x: Tensor, form: CppCast, call: CastCall) -> bool:
     _, dim, key, amax, _, shard, rotation, _ = call
     if (form.draws or amax is not None) and not are_regular(form.draws, form.needs_amax, key, amax, x.device):
         return False
-    if rotation is not None and not (form.rotates and are_signs(rotation, dim)):
+    if rotation is not None and not (form.rotates and are_signs(rotation, x, dim)):
         return False
     return x.dim() == 2 and x.numel() > 0 and (shard is None or call.stands_alone())
-
-
-def are_signs(rotation: Tensor, dim: int) -> bool:
-    """Returns whether the kernels rotate groups along a dimension by these signs."""
-    is_known = type(rotation) is Tensor and rotation.dtype == torch.float32 and not rotation.is_neg()
-    is_vector = is_known and rotation.is_cpu and rotation.dim() == 1 and rotation.is_contiguous()
-    return is_vector and len(rotation) in SIZES and dim in (0, 1)
 
 
 def make_operand(x: Tensor, call: CastCall) -> Operand | None:
@@ -218,7 +202,7 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor |
     dtype, kernels, count = INPUTS.get(x.dtype), library(), x.numel()
     if dtype is None or kernels is None or count == 0:
         return None
-    if rotation is not None and not (x.dim() == 2 and are_signs(rotation, dim)):
+    if rotation is not None and not (x.dim() == 2 and are_signs(rotation, x, dim)):
         return None
     x, result = x.contiguous(), x.new_empty((), dtype=torch.float32)
     shape, signs = x.shape if x.dim() == 2 else (1, count), _reference(rotation_of(rotation, dim))
@@ -239,7 +223,7 @@ def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: 
 def rotate(x: Tensor, rotation: Tensor, dim: int) -> Tensor | None:
     """Rotates a float32 or bfloat16 matrix as :func:`lightning_lowbit.quant.rotate` does; None for all others."""
     dtype, kernels = INPUTS.get(x.dtype), library()
-    if dtype is None or kernels is None or x.numel() == 0 or x.dim() != 2 or not are_signs(rotation, dim):
+    if dtype is None or kernels is None or x.numel() == 0 or x.dim() != 2 or not are_signs(rotation, x, dim):
         return None
     x, result = x.contiguous(), x.new_empty(rotated_shape(x.shape, rotation, dim))
     signs = _reference(rotation_of(rotation, dim))

@@ -19,11 +19,6 @@ _CODINGS = {"sign-magnitude": 0, "twos-complement": 1, "offset": 2}
 _SCALES = {"e8m0": 4, "fp32": 5, "bf16": 6, "fp16": 7}  # all others: 3
 
 
-def covers(cast: Cast, columns: int) -> bool:
-    """Returns whether the kernels pack matrices with this many columns: a byte holds codes of one row alone."""
-    return casts.obstacle(cast) is None and columns % per_byte(cast.format) == 0 and library() is not None
-
-
 def pack(x: Tensor, call: CastCall) -> Packed | None:
     """Returns the packed operand of a resolved matrix; None for arguments that the kernels do not take."""
     form, shape = casts.cpp_cast(call.cast.spec, call.dim, x.dtype, torch.float32), call.shape(x)

@@ -71,13 +71,9 @@ class Form(NamedTuple):
     factor: bool  # one
 
 
-def form_of(call: CastCall) -> Form:
-    """Returns the form of a cast's operands."""
-    return _form(call.cast.spec, call.dim)
-
-
 @cache
-def _form(spec: str, dim: int) -> Form:
+def form_of(spec: str, dim: int) -> Form:
+    """Returns the form of the operands of a cast, given by its spec, along a dimension."""
     cast = Cast.from_spec(spec)
     block, format = cast.scale.block, cast.grid
     along = block[dim] if isinstance(block, tuple) else block
@@ -100,7 +96,7 @@ def shared_block(left: str, left_dim: int, right: str, right_dim: int) -> int | 
     These take elements of 127 steps on the left and 15 on the right; blocks of 16 or a multiple, of which one is a
     multiple of the other; and scales that show a NaN, since codes do not.
     """
-    forms = _form(left, left_dim), _form(right, right_dim)
+    forms = form_of(left, left_dim), form_of(right, right_dim)
     blocks = [form.block for form in forms if form.block]
     if any(casts.obstacle(cast) or packing_obstacle(cast) for cast in map(Cast.from_spec, (left, right))):
         return None
@@ -158,7 +154,7 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
     x, call, factor, shape, ends = operand
     if not (is_dense(x) and x.is_cpu):
         return None
-    form, dim, rows, inner = form_of(call), call.dim, operand.rows, operand.inner
+    form, dim, rows, inner = form_of(call.cast.spec, call.dim), call.dim, operand.rows, operand.inner
     panels = _Panels(None, None, rows, inner, dim, form.block, 0)
     count = rows if form.factors else int(form.factor)
     if factor is not None:
@@ -182,8 +178,11 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
     place = None if call.shard is None else (ctypes.c_int32 * 2)(*call.shard.place(shape, numbers.tile)[1:])
     rotation, key = casts.rotation_of(one.rotation, dim), call.key if numbers.draws else None
     if products is not None:
-        key = None if key is None else key.contiguous()
-        _check_each(key, call.rotation, products)
+        if key is not None:
+            key = key.contiguous()
+            address("keys", key, torch.int64, products)
+        if call.rotation is not None and call.rotation.dim() == 2:
+            address("signs", call.rotation, torch.float32, products * call.rotation.shape[1])
     keep += x, key, place, rotation
     return _Operand(
         panels,
@@ -201,14 +200,6 @@ def _operand(operand: Any, keep: list[Any]) -> _Operand | None:
         ends is not None,
         one.rotation is not call.rotation,
     )
-
-
-def _check_each(key: Tensor | None, rotation: Tensor | None, products: int) -> None:
-    """Compares what kernels read of the keys and signs of products with their memory."""
-    if key is not None:
-        address("keys", key, torch.int64, products)
-    if rotation is not None and rotation.dim() == 2:
-        address("signs", rotation, torch.float32, products * rotation.shape[1])
 
 
 def _packed_operand(

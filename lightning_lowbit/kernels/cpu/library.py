@@ -4,18 +4,24 @@ The sources in ``source/`` use C++ and OpenMP alone, no headers of torch: they c
 through ctypes with addresses and sizes. In the cache a library's name tells the kind of CPU that it is for, and a
 checksum of its content, which is compared before it is loaded. Where none can be built, :func:`library` warns once and
 returns None.
+
+Files beside it keep figures that were measured on this machine. They are data: only positive numbers under the expected
+names are taken. A file appears whole or not at all, so several processes may write it; the last one's stays.
 """
 
 import contextlib
 import ctypes
 import hashlib
 import itertools
+import json
 import os
 import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Mapping, Sequence
 from functools import cache
+from math import inf
 from pathlib import Path
 
 from lightning_lowbit.atomic_files import being_written, put_in_place, remove
@@ -27,6 +33,9 @@ from lightning_lowbit.kernels.cpu.variants import FLAGS, SOURCE, checksum, cpu, 
 _EXTRAS: tuple[list[str], ...] = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"], [])
 
 _LOADS = itertools.count()
+
+# Of a folder or file that is missing or cannot be trusted or written, and of a user without a home.
+_NO_FILE = OSError, RuntimeError
 
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _SIGNATURES = {
@@ -54,12 +63,6 @@ def library() -> ctypes.CDLL | None:
             stacklevel=2,
         )
     return kernels
-
-
-def place() -> tuple[Path, str]:
-    """Returns the folder that keeps libraries, and how the names of this CPU's begin; a ``RuntimeError`` as
-    :func:`_folder`."""
-    return _folder(), _name()
 
 
 @cache  # apart from the warning, which may be an error: a second call must not build again
@@ -211,3 +214,39 @@ def _folder() -> Path:
     if chosen := os.environ.get("LOWBIT_CACHE_DIR"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_lowbit"
+
+
+def write_figures(name: str, figures: Mapping[str, float]) -> None:
+    """Writes figures for all processes of this machine, if a folder keeps them.
+
+    Args:
+        name: what they depend on besides the library, for the name of the file.
+        figures: positive numbers by their names.
+
+    Examples:
+        >>> write_figures("torch2.13.0-2", {"seconds": 0.002})
+    """
+    with contextlib.suppress(*_NO_FILE):
+        file = f"{_name()}-{name}.json"
+        with trusted(_folder()) as folder, being_written(folder / file) as partial:
+            try:
+                partial.write_text(json.dumps({field: float(figure) for field, figure in figures.items()}))
+                partial.chmod(0o644)
+                put_in_place(partial, folder / file)
+            finally:
+                remove(partial)
+
+
+def read_figures(name: str, fields: Sequence[str]) -> dict[str, float] | None:
+    """Returns the figures that :func:`write_figures` has written; None for none, or other ``fields``."""
+    content = b""
+    with contextlib.suppress(*_NO_FILE), trusted(_folder()) as folder:
+        content = read_trusted(folder / f"{_name()}-{name}.json")
+    try:
+        figures = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(figures, dict) or set(figures) != set(fields):
+        return None
+    is_valid = all(isinstance(figure, float) and 0 < figure < inf for figure in figures.values())
+    return figures if is_valid else None

@@ -16,15 +16,7 @@ from lightning_lowbit.kernels.gpu.casts import run
 from lightning_lowbit.kernels.gpu.launches import launch
 from lightning_lowbit.kernels.memory import checked
 from lightning_lowbit.kernels.numbers import grid_of
-from lightning_lowbit.kernels.shards import (
-    FLOATING,
-    FP8,
-    KINDS,
-    NOTHING,
-    Decision,
-    ParameterShard,
-    indices_on,
-)
+from lightning_lowbit.kernels.shards import FLOATING, FP8, KINDS, NOTHING, Decision, ParameterShard, indices_on
 from lightning_lowbit.quant.rounding import mix_key
 
 BLOCK, BLOCKS = 128, 8  # elements of a block, and blocks of a program

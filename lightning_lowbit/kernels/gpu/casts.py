@@ -21,18 +21,17 @@ from torch import Tensor
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.layout import block_shape, empty_laid_out
-from lightning_lowbit.kernels.memory import traits
+from lightning_lowbit.kernels.memory import are_signs, traits
 from lightning_lowbit.kernels.numbers import CastNumbers
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.call import CastCall, has_factor
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand, empty_operand
 from lightning_lowbit.quant.packed import Packed, empty_packed, per_byte
-from lightning_lowbit.quant.transforms import SIZES, rotated_shape
+from lightning_lowbit.quant.transforms import rotated_shape
 
 _HERE = nullcontext()
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
-_NARROWING = {"DTYPE", "DTYPE_ROW", "ROTATION"}  # constants of kernels that round to a dtype
 _OUTPUTS = (*_INPUTS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -100,18 +99,18 @@ def make_operand(x: Tensor, call: CastCall) -> Operand:
 
 def make_both(x: Tensor, row: CastCall, column: CastCall) -> tuple[Operand, Operand]:
     """Makes operands with blocks along rows (dim 1) and along columns (dim 0), from one read of ``x``."""
-    needs_amax = row if row.cast.scale.needs_amax else column
     operands = empty_operand(x, row), empty_operand(x, column)
     memory = [tensor for operand in operands for tensor in _filled(operand)]
-    run(launches.both_launch(x, (row, column), _amax(x, needs_amax), memory))
+    run(launches.both_launch(x, (row, column), _amax(x, row, column), memory))
     return operands
 
 
-def _amax(x: Tensor, call: CastCall) -> Tensor | None:
-    """Returns the amax that scales the matrix: that of the call, or measured; None for a cast that needs none."""
-    if not call.cast.scale.needs_amax:
-        return None
-    return amax_of(x, call.rotation, call.dim) if call.amax is None else call.amax.float()
+def _amax(x: Tensor, *calls: CastCall) -> Tensor | None:
+    """Returns the amax that scales the matrix: that of a call, or measured; None for casts that need none."""
+    for call in calls:
+        if call.cast.scale.needs_amax:
+            return amax_of(x, call.rotation, call.dim) if call.amax is None else call.amax.float()
+    return None
 
 
 def _filled(operand: Operand) -> tuple[Tensor, Tensor]:
@@ -180,9 +179,8 @@ def lay_out_both(x: Tensor, row: CastCall, column: CastCall) -> tuple[tuple[Tens
     it does not do one of them."""
     if 1 in x.shape and row.cast.element == "e4m3":
         return None
-    needs_amax = row if row.cast.scale.needs_amax else column
     laid_out = empty_laid_out(x, row), empty_laid_out(x, column)
-    run(launches.layouts_launch(x, (row, column), _amax(x, needs_amax), laid_out))
+    run(launches.layouts_launch(x, (row, column), _amax(x, row, column), laid_out))
     return laid_out
 
 
@@ -203,12 +201,9 @@ def amax_of(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
     return amax
 
 
-def are_signs(rotation: Tensor, x: Tensor, dim: int) -> bool:
+def rotates(x: Tensor, rotation: Tensor, dim: int) -> bool:
     """Returns whether the kernels rotate groups of a matrix along a dimension by these signs."""
-    if type(rotation) is not Tensor or rotation.device != x.device or rotation.dtype != torch.float32:
-        return False
-    are_known = rotation.dim() == 1 and len(rotation) in SIZES and rotation.is_contiguous() and not rotation.is_neg()
-    return are_known and dim in (0, 1) and x.dtype in _INPUTS and x.numel() < 2**30
+    return are_signs(rotation, x, dim) and x.dtype in _INPUTS and x.numel() < 2**30
 
 
 def rotation_obstacle(cast: Cast, dim: int) -> str | None:
@@ -239,13 +234,14 @@ def pad_bytes(x: Tensor, rows: int, columns: int) -> Tensor:
 
 def draw_signs(keys: Tensor, size: int) -> Tensor:
     signs = torch.empty((*keys.shape, size), dtype=torch.float32, device=keys.device)
-    run(launches.signs_launch(keys, signs))
+    run(launches.launch("draw_signs", keys.numel(), {"x": keys, "signs": signs}, {"SIZE": size}, warps=1))
     return signs
 
 
 def delayed_amax(amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int]) -> Tensor:
     result = torch.empty_like(amax)
-    run(launches.delay_launch(amax, in_force[places[0]], staged, places, result))
+    arguments = {"x": amax, "in_force": in_force[places[0]], "staged": staged, "result": result}
+    run(launches.launch("delay", 1, arguments, {"PLACES": sum(1 << place for place in places)}, warps=1))
     return result
 
 
@@ -312,8 +308,6 @@ def compiled_for(launch: Launch, capability: int) -> dict[str, Any]:
     constants = {
         name: names[value] if isinstance(value, torch.dtype) else value for name, value in launch.constants.items()
     }
-    if not _NARROWING.isdisjoint(constants):
-        constants["INTERPRETED"] = interpreted
     for name, value in constants.items():
         if isinstance(value, CastNumbers):
             constants[name] = value._replace(capability=0 if interpreted else capability)

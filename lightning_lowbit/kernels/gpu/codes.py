@@ -45,45 +45,45 @@ def _magnitude_of_code(code, GRID: tl.constexpr):
 
 
 @triton.jit
-def code_of(value, GRID: tl.constexpr, CODING: tl.constexpr, BITS: tl.constexpr):
-    if CODING == "sign-magnitude":  # a product with a power of two leaves the format's exponent in that of float32
+def code_of(value, GRID: tl.constexpr):
+    if GRID.coding == "sign-magnitude":  # a product with a power of two leaves the format's exponent in that of float32
         bits = bits_of(value * 2.0 ** (-126 - GRID.min_exponent))
-        code = (bits >> (23 - GRID.mantissa_bits)) & ((1 << (BITS - 1)) - 1)
-        if BITS == 8:
+        code = (bits >> (23 - GRID.mantissa_bits)) & ((1 << (GRID.bits - 1)) - 1)
+        if GRID.bits == 8:
             code = tl.where(value == value, code, _NAN)
-        return code | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
+        return code | ((bits >> (32 - GRID.bits)) & (1 << (GRID.bits - 1)))
     else:
         whole = tl.where(value == value, value, 0.0).to(tl.int32)
-        if CODING == "offset":
+        if GRID.coding == "offset":
             whole += tl.cast(GRID.max, tl.int32)
-        return whole & ((1 << BITS) - 1)
+        return whole & ((1 << GRID.bits) - 1)
 
 
 @triton.jit
-def value_of(code, GRID: tl.constexpr, CODING: tl.constexpr, BITS: tl.constexpr):
-    if CODING == "sign-magnitude":
-        rest = code & ((1 << (BITS - 1)) - 1)
+def value_of(code, GRID: tl.constexpr):
+    if GRID.coding == "sign-magnitude":
+        rest = code & ((1 << (GRID.bits - 1)) - 1)
         value = _magnitude_of_code(rest, GRID)
         value = tl.where(code == rest, value, -value)
-        if BITS == 8:
+        if GRID.bits == 8:
             value = tl.where(rest == _NAN, float("nan"), value)
         return value
-    elif CODING == "offset":
+    elif GRID.coding == "offset":
         return code.to(tl.float32) - GRID.max
     else:
-        return tl.where(code >= (1 << (BITS - 1)), code - (1 << BITS), code).to(tl.float32)
+        return tl.where(code >= (1 << (GRID.bits - 1)), code - (1 << GRID.bits), code).to(tl.float32)
 
 
 @triton.jit
-def joined_codes(codes, BITS: tl.constexpr, SIDES: tl.constexpr):
+def joined_codes(codes, GRID: tl.constexpr, SIDES: tl.constexpr):
     """Bytes of neighboring columns: half or a quarter as many; ``SIDES`` is the shape of ``codes``."""
     rows: tl.constexpr = SIDES[0] * SIDES[1]
     columns: tl.constexpr = SIDES[2] * SIDES[3]
     joined = tl.reshape(codes, (rows, columns))
-    if BITS <= 4:
+    if GRID.bits <= 4:
         even, odd = tl.split(tl.reshape(joined, (rows, columns // 2, 2)))
-        joined = even | odd << BITS
-    if BITS == 2:
+        joined = even | odd << GRID.bits
+    if GRID.bits == 2:
         low, high = tl.split(tl.reshape(joined, (rows, columns // 4, 2)))
         joined = low | high << 4
     return joined
@@ -103,8 +103,6 @@ def pack_blocks(
     row_stride,
     column_stride,
     CAST: tl.constexpr,
-    CODING: tl.constexpr,
-    BITS: tl.constexpr,
     SIDES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -122,8 +120,8 @@ def pack_blocks(
     random = random_at(row, column, key, offset, width, CAST)
     rounded = round_elements(elements, 1.0, by, zeros, random, CAST)
     shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
-    joined = joined_codes(code_of(rounded, ELEMENTS, CODING, BITS), BITS, shape)
-    count: tl.constexpr = 8 // BITS
+    joined = joined_codes(code_of(rounded, ELEMENTS), ELEMENTS, shape)
+    count: tl.constexpr = 8 // ELEMENTS.bits
     wide: tl.constexpr = SIDES[1] * BLOCKS[1] // count
     byte_row = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0] * SIDES[0])[:, None]
     byte = right * wide + tl.arange(0, wide)[None, :]
@@ -151,22 +149,19 @@ def unpack_blocks(
     rows,
     columns,
     CAST: tl.constexpr,
-    CODING: tl.constexpr,
-    BITS: tl.constexpr,
     SIDES: tl.constexpr,
     TILE: tl.constexpr,
     THROUGH: tl.constexpr,
     DTYPE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Decodes values from the bytes of codes ``x`` and of block scales."""
     ELEMENTS: tl.constexpr = CAST.elements
     STORAGE: tl.constexpr = CAST.storage
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
-    count: tl.constexpr = 8 // BITS
+    count: tl.constexpr = 8 // ELEMENTS.bits
     joined = tl.load(x + (row.to(tl.int64) * (columns // count) + column // count), mask=mask, other=0).to(tl.int32)
-    code = (joined >> (column % count * BITS)) & ((1 << BITS) - 1)
-    value = value_of(code, ELEMENTS, CODING, BITS)
+    code = (joined >> (column % count * ELEMENTS.bits)) & ((1 << ELEMENTS.bits) - 1)
+    value = value_of(code, ELEMENTS)
     if CAST.scaled:
         place = (row // SIDES[0]).to(tl.int64) * tl.cdiv(columns, SIDES[1]) + column // SIDES[1]
         if CAST.scale == "fp32":
@@ -182,5 +177,5 @@ def unpack_blocks(
             else:
                 scale = tl.where(code == _NAN, float("nan"), _magnitude_of_code(code, STORAGE))
         value = value * scale
-    value = stored(value, THROUGH, DTYPE, INTERPRETED)
+    value = stored(value, THROUGH, DTYPE)
     tl.store(values + (row.to(tl.int64) * columns + column), value, mask=mask)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -59,11 +60,6 @@ def _power(value, GRID: tl.constexpr):
 
 
 @triton.jit
-def grid_step(value, GRID: tl.constexpr):
-    return _power(value, GRID) * 2.0 ** (-GRID.mantissa_bits)
-
-
-@triton.jit
 def _to_multiple(value, near, GRID: tl.constexpr):
     """Rounds ``value`` to the nearest multiple of the step at ``near``. The fused products are exact."""
     if GRID.is_uniform:
@@ -97,7 +93,7 @@ def round_nearest(value, GRID: tl.constexpr, KEEPS_NAN: tl.constexpr = True):
 @triton.jit
 def round_up(value, GRID: tl.constexpr):
     nearest = round_nearest(value, GRID)
-    above = at_most(nearest + grid_step(nearest, GRID), GRID.max)
+    above = at_most(nearest + _power(nearest, GRID) * 2.0 ** (-GRID.mantissa_bits), GRID.max)
     return tl.where(nearest < value, above, nearest)
 
 
@@ -145,36 +141,6 @@ def random_bits(index, low, high):
 
 
 @triton.jit
-def random_of(index, low, high, GRID: tl.constexpr, CAPABILITY: tl.constexpr):
-    """Computes random bits of an index (uint32) by a key, as ``uniform`` of quant/rounding.py, for
-    :func:`round_stochastic`."""
-    word = random_bits(index, low, high)
-    return drawn_of(word, word == word, GRID, CAPABILITY)
-
-
-@triton.jit
-def random_of_fours(
-    row, column, stride, first, low, high, FOURS: tl.constexpr, GRID: tl.constexpr, CAPABILITY: tl.constexpr
-):
-    """Computes random bits of the index ``row * stride + column + first``, as ``uniform_by_fours``, for
-    :func:`round_stochastic`.
-
-    With ``FOURS``, stride and first index are multiples of four. Compilers then see that neighbors share a hash.
-    """
-    if FOURS:
-        four = row * stride + first + (column & 0xFFFFFFFC)
-        place = column & 3
-    else:
-        index = row * stride + first + column
-        four = index & 0xFFFFFFFC
-        place = index & 3
-    word = random_bits(four, low, high)
-    other = word * 0x2C1B3C6D
-    other = other ^ (other >> 16)
-    return drawn_of(tl.where(place < 2, word, other), (place & 1) == 1, GRID, CAPABILITY)
-
-
-@triton.jit
 def key_halves(key):
     """Loads the two halves of a key (pointer to an int64), uint32."""
     word = tl.load(key).to(tl.uint64, bitcast=True)
@@ -204,18 +170,18 @@ def place_of(offset, columns):
 
 
 @triton.jit
-def stored(values, THROUGH: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+def stored(values, THROUGH: tl.constexpr, DTYPE: tl.constexpr):
     """Converts ``values`` to a dtype, rounded to the dtype ``THROUGH`` on the way."""
     if THROUGH == DTYPE:
-        return narrow(values, DTYPE, INTERPRETED)
+        return narrow(values, DTYPE)
     else:
-        return narrow(widen(narrow(values, THROUGH, INTERPRETED)), DTYPE, INTERPRETED)
+        return narrow(widen(narrow(values, THROUGH)), DTYPE)
 
 
 @triton.jit
-def narrow(values, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+def narrow(values, DTYPE: tl.constexpr):
     """Converts ``values`` to a dtype, FP8 to bytes. Triton's interpreter truncates to bfloat16, where GPUs round."""
-    if DTYPE == tl.bfloat16 and INTERPRETED:
+    if DTYPE == tl.bfloat16 and _IS_INTERPRETED:
         word = values.to(tl.uint32, bitcast=True)
         word = tl.where(values == values, word + 0x7FFF + ((word >> 16) & 1), 0x7FC00000)
         return (word >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

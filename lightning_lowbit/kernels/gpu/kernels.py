@@ -1,3 +1,4 @@
+# ruff: noqa: F401  all kernels have their names here, where launches look for them
 """The kernels. Each makes an operand in one launch, on a grid of one dimension; strides count elements.
 
 A program takes a tile of a matrix, or some blocks in a tile whose sides are powers of two
@@ -7,19 +8,11 @@ A program takes a tile of a matrix, or some blocks in a tile whose sides are pow
 import triton
 import triton.language as tl
 
-from lightning_lowbit.kernels.gpu.codes import pack_blocks as pack_blocks
-from lightning_lowbit.kernels.gpu.codes import unpack_blocks as unpack_blocks
-from lightning_lowbit.kernels.gpu.device import float_of, magnitude_bits, stored, widen
-from lightning_lowbit.kernels.gpu.layouts import lay_out_blocks as lay_out_blocks
-from lightning_lowbit.kernels.gpu.layouts import lay_out_both as lay_out_both
-from lightning_lowbit.kernels.gpu.passes import measure_shards as measure_shards
-from lightning_lowbit.kernels.gpu.passes import pass_over_shards as pass_over_shards
-from lightning_lowbit.kernels.gpu.passes import sum_partials as sum_partials
-from lightning_lowbit.kernels.gpu.products import cast_both as cast_both
-from lightning_lowbit.kernels.gpu.products import delay as delay
-from lightning_lowbit.kernels.gpu.products import measure as measure
-from lightning_lowbit.kernels.gpu.products import measure_stack as measure_stack
-from lightning_lowbit.kernels.gpu.products import scale_and_round as scale_and_round
+from lightning_lowbit.kernels.gpu.codes import pack_blocks, unpack_blocks
+from lightning_lowbit.kernels.gpu.device import float_of, magnitude_bits, narrow, stored, widen
+from lightning_lowbit.kernels.gpu.layouts import lay_out_blocks, lay_out_both
+from lightning_lowbit.kernels.gpu.passes import measure_shards, pass_over_shards, sum_partials
+from lightning_lowbit.kernels.gpu.products import cast_both, delay, measure, measure_stack, scale_and_round
 from lightning_lowbit.kernels.gpu.scales import (
     block_scales,
     encode_factor,
@@ -33,16 +26,16 @@ from lightning_lowbit.kernels.gpu.scales import (
 )
 from lightning_lowbit.kernels.gpu.tiles import (
     block_places,
+    draw_signs,
     first_index,
     load_elements,
     load_rotated,
+    pad_bytes,
     product_of,
     random_at,
+    rotate,
     tile_places,
 )
-from lightning_lowbit.kernels.gpu.tiles import draw_signs as draw_signs
-from lightning_lowbit.kernels.gpu.tiles import pad_bytes as pad_bytes
-from lightning_lowbit.kernels.gpu.tiles import rotate as rotate
 
 
 @triton.jit
@@ -63,7 +56,6 @@ def cast_blocks(
     SIDES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCKS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     signs=None,
     source_rows=None,
     source_columns=None,
@@ -83,7 +75,7 @@ def cast_blocks(
         elements = load_elements(x, row, column, row_stride, column_stride, mask)
     else:
         source_mask = (row < source_rows) & (column < source_columns)
-        elements = load_rotated(x, row, column, row_stride, column_stride, source_mask, signs, ROTATION, INTERPRETED)
+        elements = load_rotated(x, row, column, row_stride, column_stride, source_mask, signs, ROTATION)
 
     if CAST.by_row and SIDES[0] == 1:
         line = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]
@@ -102,7 +94,7 @@ def cast_blocks(
     scales, by, zeros = block_scales(elements, mask, encode, decode, index, key, CAST)
     random = random_at(row, column, key, offset, width, CAST)
     result = round_elements(elements, scales, by, zeros, random, CAST)
-    result = stored(result, THROUGH, DTYPE, INTERPRETED)
+    result = stored(result, THROUGH, DTYPE)
     tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
 
 
@@ -122,7 +114,6 @@ def cast_rows(
     DTYPE: tl.constexpr,
     AXIS: tl.constexpr,
     TILE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     program=None,
 ):
     """Casts rows (``AXIS`` 1) or columns (0): two loops along them, the second of which reads the cache."""
@@ -174,7 +165,7 @@ def cast_rows(
         row, column = (line, step) if AXIS == 1 else (step, line)
         random = random_at(row, column, key, offset, columns, CAST)
         result = round_elements(elements, scales, by, zeros, random, CAST)
-        result = stored(result, DTYPE, DTYPE, INTERPRETED)
+        result = narrow(result, DTYPE)
         tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
 
 
@@ -195,7 +186,6 @@ def cast_tensor(
     DTYPE: tl.constexpr,
     TILE: tl.constexpr,
     SUMS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     program=None,
 ):
     """Casts with one scale of the whole matrix, from its amax or from ``SUMS`` partial sums of its magnitudes."""
@@ -216,7 +206,7 @@ def cast_tensor(
     by = encode_factor(scales, decode, CAST)
     random = random_at(row, column, key, offset, columns, CAST)
     result = round_elements(elements, scales, by, 0.0, random, CAST)
-    result = stored(result, DTYPE, DTYPE, INTERPRETED)
+    result = narrow(result, DTYPE)
     tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
 
 
@@ -239,7 +229,6 @@ def cast_stack(
     PRODUCTS: tl.constexpr,
     CAST: tl.constexpr,
     DTYPE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     THROUGH: tl.constexpr = None,
     SIDES: tl.constexpr = None,
     PADDED: tl.constexpr = None,
@@ -262,71 +251,21 @@ def cast_stack(
     number, start, line, length, height, width, program = product_of(ends, rows, columns, PROGRAM, ROTATION, PRODUCTS)
     x += number.to(tl.int64) * product_stride if ends is None else start.to(tl.int64) * row_stride
     values += line.to(tl.int64) * width
-    amax = amax if amax is None else amax + number
-    key = key if key is None else key + number
-    signs = signs if signs is None else signs + number * SIGNS
-    if KERNEL == "cast_blocks":
-        cast_blocks(
-            x,
-            values,
-            factor + number,
-            amax,
-            key,
-            None,
-            height,
-            width,
-            row_stride,
-            column_stride,
-            CAST,
-            DTYPE,
-            THROUGH,
-            SIDES,
-            PADDED,
-            BLOCKS,
-            INTERPRETED,
-            signs,
-            length,
-            columns,
-            ROTATION,
-            program,
-        )
-    elif KERNEL == "cast_rows":
+    if amax is not None:
+        amax += number
+    if key is not None:
+        key += number
+    if signs is not None:
+        signs += number * SIGNS
+    if KERNEL == "cast_rows":
         factor += line if AXIS == 1 else number * columns
-        cast_rows(
-            x,
-            values,
-            factor,
-            amax,
-            key,
-            None,
-            height,
-            width,
-            row_stride,
-            column_stride,
-            CAST,
-            DTYPE,
-            AXIS,
-            TILE,
-            INTERPRETED,
-            program,
-        )
     else:
-        cast_tensor(
-            x,
-            values,
-            factor + number,
-            amax,
-            key,
-            None,
-            height,
-            width,
-            row_stride,
-            column_stride,
-            None,
-            CAST,
-            DTYPE,
-            TILE,
-            SUMS,
-            INTERPRETED,
-            program,
-        )
+        factor += number
+    matrix = (x, values, factor, amax, key, None, height, width, row_stride, column_stride)
+    if KERNEL == "cast_blocks":
+        source = (signs, length, columns)
+        cast_blocks(*matrix, CAST, DTYPE, THROUGH, SIDES, PADDED, BLOCKS, *source, ROTATION, program)
+    elif KERNEL == "cast_rows":
+        cast_rows(*matrix, CAST, DTYPE, AXIS, TILE, program)
+    else:
+        cast_tensor(*matrix, None, CAST, DTYPE, TILE, SUMS, program)

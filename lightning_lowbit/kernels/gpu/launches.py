@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_lowbit.kernels.layout import block_shape, multiples, round_up
 from lightning_lowbit.kernels.memory import checked
-from lightning_lowbit.kernels.numbers import cast_numbers
+from lightning_lowbit.kernels.numbers import CastNumbers, cast_numbers
 from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
 from lightning_lowbit.quant.call import CastCall, is_rounded
 from lightning_lowbit.quant.cast import Cast
@@ -25,6 +25,8 @@ from lightning_lowbit.quant.transforms import rotated_shape, rotation_factors
 
 LARGEST_BLOCK = 1024  # elements: a block lies in the registers of one program
 SUMS = 512  # programs that measure a mean
+
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 class Form:
@@ -160,7 +162,7 @@ def pack_launch(x: Tensor, call: CastCall, amax: Tensor | None, data: Tensor, fa
         **_outside(x, call, amax),
         **_layout(x),
     }
-    constants = {**_coding(cast, call.in_fours(x)), "SIDES": sides}
+    constants = {"CAST": _coded(cast, call.in_fours(x)), "SIDES": sides}
     constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
     return launch("pack_blocks", _programs(x, (rows, columns)), arguments, constants, warps)
 
@@ -174,7 +176,7 @@ def layout_launch(
     arguments = {
         "x": x,
         "codes": as_bytes(codes),
-        "scales_at": _raw(scales),
+        "scales_at": as_bytes(scales),
         "factor": factor,
         **_outside(x, call, amax),
         **_layout(matrix),
@@ -192,12 +194,11 @@ def _layout_form(spec: str, dim: int, block: int, transposed: bool, fours: bool)
     rows, columns, warps = _block_tile(transposed, sides, is_light=False)
     if sides[0] == 1 and sides[1] <= 32 and cast.scale.four_over_six is None:  # a thread has whole blocks
         rows, columns, warps = (64, 64, 1) if transposed else (8, 256, 1)
-    constants = {**_coding(cast, fours), "SIDES": sides, "BLOCKS": (rows // sides[0], columns // sides[1])}
     if block == 128:  # which GEMMs take as it is
         rows, columns, warps = (128, 128, 4 if transposed else 8) if sides[0] == 128 else (64, 128, 4)
-        constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
-    padded = multiples() if block < 128 else (1, 1)
-    constants |= {"DIM": dim, "SCALED": block, "PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
+    constants: dict[str, Any] = {"CAST": _coded(cast, fours), "SIDES": sides, "DIM": dim, "SCALED": block}
+    constants["BLOCKS"] = (rows // sides[0], columns // sides[1])
+    constants |= {"PADDED": multiples() if block < 128 else (1, 1), "CONTIGUOUS": 0 if transposed else 1}
     return Form("lay_out_blocks", constants, warps), (rows, columns)
 
 
@@ -210,7 +211,7 @@ def layouts_launch(
     arguments: dict[str, Any] = {"x": x}
     for name, call, (codes, scales, factor) in zip(("row", "column"), calls, operands, strict=True):
         outside = _outside(x, call, amax)
-        arguments |= {f"codes_{name}": as_bytes(codes), f"scales_{name}": _raw(scales)}
+        arguments |= {f"codes_{name}": as_bytes(codes), f"scales_{name}": as_bytes(scales)}
         arguments |= {f"factor_{name}": factor, f"amax_{name}": outside["amax"], f"key_{name}": outside["key"]}
     squares = [round_up(size, 128) // side for size, side in zip(x.shape, form.constants["TILE"], strict=True)]
     return Launch(form, squares[0] * squares[1], {**arguments, **_layout(x)})
@@ -218,10 +219,10 @@ def layouts_launch(
 
 @cache
 def _layouts_form(specs: tuple[str, ...], block: int, transposed: bool, fours: tuple[bool, ...]) -> Form:
-    row, column = (_coding(Cast.from_spec(spec), four) for spec, four in zip(specs, fours, strict=True))
+    row, column = (_coded(Cast.from_spec(spec), four) for spec, four in zip(specs, fours, strict=True))
     tile, padded, warps = ((64, 64), multiples(), 1) if block < 128 else ((128, 128), (1, 1), 4)
-    constants = {"CAST_ROW": row.pop("CAST"), "CAST_COLUMN": column["CAST"], **row, "SIZE": block, "TILE": tile}
-    constants |= {"SCALED": block, "PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
+    constants = {"CAST_ROW": row, "CAST_COLUMN": column, "SIZE": block, "TILE": tile, "SCALED": block}
+    constants |= {"PADDED": padded, "CONTIGUOUS": 0 if transposed else 1}
     return Form("lay_out_both", constants, warps)
 
 
@@ -232,8 +233,8 @@ def unpack_launch(data: Tensor, cast: Cast, dim: int, source: torch.dtype, value
     checked("codes and scales", data, torch.uint8, packed_bytes(rows, columns, cast, dim), values.device)
     arguments: dict[str, Any] = {"x": data, "scales_at": data[packed_codes(values.shape, cast) :], "values": values}
     arguments |= {"rows": rows, "columns": columns}
-    constants = {**_coding(cast), "CAST": cast_numbers(cast), "SIDES": tile_of(cast, dim, 2)}
-    constants |= {"TILE": size, "THROUGH": through, "DTYPE": values.dtype}
+    constants: dict[str, Any] = {"CAST": cast_numbers(cast), "SIDES": tile_of(cast, dim, 2), "TILE": size}
+    constants |= {"THROUGH": through, "DTYPE": values.dtype}
     return launch("unpack_blocks", _programs(values, size), arguments, constants)
 
 
@@ -249,10 +250,9 @@ def _outside(x: Tensor, call: CastCall, amax: Tensor | None, amaxes: int = 1) ->
     }
 
 
-def _coding(cast: Cast, fours: bool = True) -> dict[str, Any]:
-    """Returns constants of codes; their elements are rounded alone, since scales go beside them."""
-    numbers = cast_numbers(cast, fours)._replace(scaled=False)
-    return {"CAST": numbers, "CODING": cast.format.encoding, "BITS": cast.format.bits}
+def _coded(cast: Cast, fours: bool) -> CastNumbers:
+    """Returns the numbers of a cast to codes: its elements are rounded alone, since scales go beside them."""
+    return cast_numbers(cast, fours)._replace(scaled=False)
 
 
 def packed_codes(shape: torch.Size, cast: Cast) -> int:
@@ -305,25 +305,10 @@ def bytes_launch(x: Tensor, result: Tensor) -> Launch:
     return launch("pad_bytes", _programs(result, size), arguments, {"TILE": size})
 
 
-def signs_launch(keys: Tensor, signs: Tensor) -> Launch:
-    """Writes signs, float32 ``[..., size]``, drawn by each of the keys."""
-    arguments = {"x": checked("keys", keys, torch.int64, keys.numel(), keys.device), "signs": signs}
-    return launch("draw_signs", keys.numel(), arguments, {"SIZE": signs.shape[-1]}, 1)
-
-
 def sums_launch(x: Tensor, sums: Tensor) -> Launch:
     """Writes sums of magnitudes, float64 ``[SUMS]``."""
     arguments = {"x": x, "amax": None, "sums": sums, **_layout(x)}
     return launch("measure", SUMS, arguments, {"TILE": (64, 64) if is_transposed(x) else (4, 1024)})
-
-
-def delay_launch(
-    amax: Tensor, in_force: Tensor, staged: Tensor | None, places: Sequence[int], result: Tensor
-) -> Launch:
-    """Raises ``staged`` ``[6]`` at ``places`` to ``amax``, and writes the amax that scales an operand: float32."""
-    constants = {"PLACES": sum(1 << place for place in places)}
-    arguments = {"x": amax, "in_force": in_force, "staged": staged, "result": result}
-    return launch("delay", 1, arguments, constants, 1)
 
 
 def scale_and_round_launch(product: Tensor, factors: list[Tensor], bias: Tensor | None, result: Tensor) -> Launch:
@@ -357,12 +342,8 @@ def padded_sides(tile: Tile) -> Tile:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """FP8 as bytes, which the kernels write."""
-    return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else tensor
-
-
-def _raw(scales: Tensor) -> Tensor:
-    return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+    """Returns elements and scales of one byte as bytes, which the kernels write."""
+    return tensor.view(torch.uint8) if tensor.dtype in _BYTES else tensor
 
 
 def _power_of_two(size: int) -> int:

@@ -26,8 +26,6 @@ def lay_out_blocks(
     row_stride,
     column_stride,
     CAST: tl.constexpr,
-    CODING: tl.constexpr,
-    BITS: tl.constexpr,
     SIDES: tl.constexpr,
     BLOCKS: tl.constexpr,
     DIM: tl.constexpr,
@@ -44,25 +42,7 @@ def lay_out_blocks(
     across = tl.cdiv(tl.cdiv(columns, 4 * SCALED) * (4 * SCALED), SIDES[1] * BLOCKS[1])
     down, right = tl.program_id(0) // across, tl.program_id(0) % across
     at = (rows, columns, row_stride, column_stride, down, right)
-    _lay_out(
-        x,
-        codes,
-        scales_at,
-        factor,
-        amax,
-        key,
-        offset,
-        at,
-        CAST,
-        CODING,
-        BITS,
-        SIDES,
-        BLOCKS,
-        DIM,
-        SCALED,
-        PADDED,
-        CONTIGUOUS,
-    )
+    _lay_out(x, codes, scales_at, factor, amax, key, offset, at, CAST, SIDES, BLOCKS, DIM, SCALED, PADDED, CONTIGUOUS)
 
 
 @triton.jit
@@ -84,8 +64,6 @@ def lay_out_both(
     column_stride,
     CAST_ROW: tl.constexpr,
     CAST_COLUMN: tl.constexpr,
-    CODING: tl.constexpr,
-    BITS: tl.constexpr,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SCALED: tl.constexpr,
@@ -98,46 +76,12 @@ def lay_out_both(
     down, right = tl.program_id(0) // across, tl.program_id(0) % across
     blocks: tl.constexpr = (TILE[0], TILE[1] // SIZE)
     sides: tl.constexpr = (1, SIZE)
+    row = (codes_row, scales_row, factor_row, amax_row, key_row, None)
     at = (rows, columns, row_stride, column_stride, down, right)
-    _lay_out(
-        x,
-        codes_row,
-        scales_row,
-        factor_row,
-        amax_row,
-        key_row,
-        None,
-        at,
-        CAST_ROW,
-        CODING,
-        BITS,
-        sides,
-        blocks,
-        1,
-        SCALED,
-        PADDED,
-        CONTIGUOUS,
-    )
+    _lay_out(x, *row, at, CAST_ROW, sides, blocks, 1, SCALED, PADDED, CONTIGUOUS)
+    column = (codes_column, scales_column, factor_column, amax_column, key_column, None)
     at = (columns, rows, column_stride, row_stride, right, down)
-    _lay_out(
-        x,
-        codes_column,
-        scales_column,
-        factor_column,
-        amax_column,
-        key_column,
-        None,
-        at,
-        CAST_COLUMN,
-        CODING,
-        BITS,
-        sides,
-        blocks,
-        0,
-        SCALED,
-        PADDED,
-        1 - CONTIGUOUS,
-    )
+    _lay_out(x, *column, at, CAST_COLUMN, sides, blocks, 0, SCALED, PADDED, 1 - CONTIGUOUS)
 
 
 @triton.jit
@@ -151,8 +95,6 @@ def _lay_out(
     offset,
     at,
     CAST: tl.constexpr,
-    CODING: tl.constexpr,
-    BITS: tl.constexpr,
     SIDES: tl.constexpr,
     BLOCKS: tl.constexpr,
     DIM: tl.constexpr,
@@ -167,7 +109,7 @@ def _lay_out(
     row, column = places_of(down, right, SIDES, SIDES, BLOCKS)
     mask = (row < rows) & (column < columns)
     if SIDES[0] == 1 and SIDES[1] <= 32:
-        elements = _load_blocks(x, down, right, rows, columns, row_stride, column_stride, SIDES, BLOCKS, CONTIGUOUS)
+        elements = _load_blocks(x, at, SIDES, BLOCKS, CONTIGUOUS)
     else:
         elements = load_elements(x, row, column, row_stride, column_stride, mask)
 
@@ -184,12 +126,12 @@ def _lay_out(
     shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
     if CAST.capability >= 100 and ELEMENTS.max == 6.0:
         joined = e2m1_codes(elements, by, random, CAST, shape)
-    elif CAST.capability >= 89 and BITS == 8 and not CAST.stochastic:
+    elif CAST.capability >= 89 and ELEMENTS.bits == 8 and not CAST.stochastic:
         joined = fp8_codes(tl.reshape(elements * by, (shape[0] * shape[1], shape[2] * shape[3])), False)
     else:
         rounded = round_elements(elements, 1.0, by, zeros, random, CAST)
-        joined = joined_codes(code_of(rounded, ELEMENTS, CODING, BITS), BITS, shape).to(tl.uint8)
-    count: tl.constexpr = 8 // BITS
+        joined = joined_codes(code_of(rounded, ELEMENTS), ELEMENTS, shape).to(tl.uint8)
+    count: tl.constexpr = 8 // ELEMENTS.bits
     wide: tl.constexpr = SIDES[1] * BLOCKS[1] // count
     all_bytes = tl.cdiv(columns, PADDED[1]) * PADDED[1] // count
     byte_row = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0] * SIDES[0])[:, None]
@@ -207,24 +149,15 @@ def _lay_out(
         is_block = (down_block * SIDES[0] < rows) & (right_block * SIDES[1] < columns)
         tl.store(scales_at + place, stored_scales(scales, CAST), mask=is_block)
     else:
-        _store_swizzled(scales_at, scales, rows, columns, across, down, right, CAST, SIDES, BLOCKS, SCALED)
+        _store_swizzled(scales_at, scales, at, across, CAST, SIDES, BLOCKS, SCALED)
 
 
 @triton.jit
 def _store_swizzled(
-    scales_at,
-    scales,
-    rows,
-    columns,
-    across,
-    down,
-    right,
-    CAST: tl.constexpr,
-    SIDES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SCALED: tl.constexpr,
+    scales_at, scales, at, across, CAST: tl.constexpr, SIDES: tl.constexpr, BLOCKS: tl.constexpr, SCALED: tl.constexpr
 ):
     """Writes codes of scales in the order of tensor cores."""
+    rows, columns, _, _, down, right = at
     code = code_of_scale(stored_scales(scales, CAST), CAST)
     per_block: tl.constexpr = SIDES[1] // SCALED
     first = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * per_block
@@ -239,23 +172,13 @@ def _store_swizzled(
 
 
 @triton.jit
-def _load_blocks(
-    x,
-    down,
-    right,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    SIDES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,
-):
+def _load_blocks(x, at, SIDES: tl.constexpr, BLOCKS: tl.constexpr, CONTIGUOUS: tl.constexpr):
     """Loads blocks of one row as float32 ``[blocks, 1, blocks, elements]``.
 
     Triton gives neighboring places along the last dimensions to neighboring threads: there lie the blocks of a row, and
     if memory is contiguous along it, the elements of a load. The other elements of a block are in the same thread.
     """
+    rows, columns, row_stride, column_stride, down, right = at
     ELEMENTS: tl.constexpr = SIDES[1]
     VECTOR: tl.constexpr = min(128 // x.dtype.element_ty.primitive_bitwidth, ELEMENTS)
     if CONTIGUOUS == 0:

@@ -83,7 +83,6 @@ def pass_over_shards(
     SQUARE: tl.constexpr,
     BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Clips gradients, and then, by ``PASS``: "squares" only sums, "write" stores factor·clip(g) at the addresses of
     the weights, "update" is Adam.
@@ -123,7 +122,7 @@ def pass_over_shards(
         g = clipped * tl.load(numbers + ROW.factor * shards)
         weights = tl.load(shard + AT.weights)
     if PASS == "write":
-        tl.store(_pointer(weights, DTYPE, ALIGNED) + element, narrow(g, DTYPE, INTERPRETED), mask=mask)
+        tl.store(_pointer(weights, DTYPE, ALIGNED) + element, narrow(g, DTYPE), mask=mask)
     elif PASS == "update":
         means = tl.load(shard + AT.mean)
         if FP8:
@@ -147,7 +146,7 @@ def pass_over_shards(
             master = at_least(at_most(scaled, _FP16_MAX), -_FP16_MAX).to(tl.float16)
             tl.store(masters, master, mask=mask)
             p = master.to(tl.float32) * new_scale
-        tl.store(_pointer(weights, DTYPE, ALIGNED) + element, narrow(p, DTYPE, INTERPRETED), mask=mask)
+        tl.store(_pointer(weights, DTYPE, ALIGNED) + element, narrow(p, DTYPE), mask=mask)
 
         if FP8:
             low, high = key_halves(keys + row)
@@ -233,7 +232,7 @@ def _lerp(old, new, weight):
 @triton.jit
 def _load_codes(address, element, mask, GRID: tl.constexpr, ALIGNED: tl.constexpr):
     codes = tl.load(_pointer(address, tl.uint8, ALIGNED) + element, mask=mask, other=0)
-    return value_of(codes.to(tl.int32), GRID, "sign-magnitude", 8)
+    return value_of(codes.to(tl.int32), GRID)
 
 
 @triton.jit

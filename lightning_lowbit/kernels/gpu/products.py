@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lightning_lowbit.kernels.gpu.device import magnitude_bits, stored, widen
+from lightning_lowbit.kernels.gpu.device import magnitude_bits, narrow, stored, widen
 from lightning_lowbit.kernels.gpu.scales import block_scales, round_elements, tensor_scales
 from lightning_lowbit.kernels.gpu.tiles import load_elements, load_rotated, product_of, random_at, tile_places
 
@@ -35,7 +35,6 @@ def scale_and_round(
     SPREAD: tl.constexpr,
     TILE: tl.constexpr,
     DTYPE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Writes ``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes."""
     OF_FIRST: tl.constexpr = SPREAD[0]
@@ -49,7 +48,7 @@ def scale_and_round(
         values = values * _spread(second, row, column, rows, columns, OF_SECOND)
     if bias is not None:
         values = values + _spread(bias, row, column, rows, columns, OF_BIAS)
-    tl.store(result + (row.to(tl.int64) * columns + column), stored(values, DTYPE, DTYPE, INTERPRETED), mask=mask)
+    tl.store(result + (row.to(tl.int64) * columns + column), narrow(values, DTYPE), mask=mask)
 
 
 @triton.jit
@@ -81,7 +80,6 @@ def measure_stack(
     PRODUCTS: tl.constexpr,
     ROTATION: tl.constexpr = None,
     SIGNS: tl.constexpr = 0,
-    INTERPRETED: tl.constexpr = False,
 ):
     """Raises the bits of an amax for each product of a stack, with the arguments of :func:`cast_stack`."""
     number, start, _, source_rows, height, width, program = product_of(ends, rows, columns, TILE, ROTATION, PRODUCTS)
@@ -92,7 +90,7 @@ def measure_stack(
         elements = load_elements(x, row, column, row_stride, column_stride, mask)
     else:
         signs += number * SIGNS
-        elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION, INTERPRETED)
+        elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION)
     tl.atomic_max(amax + number, tl.max(magnitude_bits(elements)))
 
 
@@ -110,7 +108,6 @@ def measure(
     source_rows=None,
     source_columns=None,
     ROTATION: tl.constexpr = None,
-    INTERPRETED: tl.constexpr = False,
 ):
     """Writes the amax of the rotated matrix (its bits, by an atomic maximum); or without ``signs`` the partial sums of
     magnitudes, one per program."""
@@ -123,7 +120,7 @@ def measure(
             total += tl.abs(load_elements(x, row, column, row_stride, column_stride, mask)).to(tl.float64)
         else:
             mask = (row < source_rows) & (column < source_columns)
-            elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION, INTERPRETED)
+            elements = load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION)
             peaks = tl.maximum(peaks, magnitude_bits(elements))
     if signs is None:
         tl.store(sums + tl.program_id(0), tl.sum(total))
@@ -154,7 +151,6 @@ def cast_both(
     THROUGH_COLUMN: tl.constexpr,
     SIDES: tl.constexpr,
     TILE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Casts in blocks of 1 x ``SIDES[0]`` and of ``SIDES[1]`` x 1, from one read."""
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
@@ -164,12 +160,12 @@ def cast_both(
     along: tl.constexpr = (TILE[0], 1, TILE[1] // SIDES[0], SIDES[0])
     stride = tl.cdiv(columns, SIDES[0]) * SIDES[0]
     result = _cast_tile(elements, mask, row, column, stride, factor_row, amax_row, key_row, CAST_ROW, along)
-    result = stored(result, THROUGH_ROW, DTYPE_ROW, INTERPRETED)
+    result = stored(result, THROUGH_ROW, DTYPE_ROW)
     tl.store(values_row + target, result, mask=mask)
 
     down: tl.constexpr = (TILE[0] // SIDES[1], SIDES[1], TILE[1], 1)
     result = _cast_tile(elements, mask, row, column, columns, factor_column, amax_column, key_column, CAST_COLUMN, down)
-    result = stored(result, THROUGH_COLUMN, DTYPE_COLUMN, INTERPRETED)
+    result = stored(result, THROUGH_COLUMN, DTYPE_COLUMN)
     tl.store(values_column + target, result, mask=mask)
 
 

@@ -12,10 +12,11 @@ from lightning_lowbit.kernels.gpu.device import (
     at_least,
     at_most,
     bits_of,
+    drawn_of,
     float_of,
     magnitude_bits,
     mixed_halves,
-    random_of,
+    random_bits,
     round_nearest,
     round_stochastic,
     round_up,
@@ -79,30 +80,19 @@ def _wanted(amount, encode, CAST: tl.constexpr):
 
 
 @triton.jit
-def drawn_scales(amount, encode, index, key, CAST: tl.constexpr):
-    """Computes s with stochastic rounding. ``index`` is that of the first element of a block, for its random bits."""
+def _round_drawn(wanted, index, key, CAST: tl.constexpr):
+    """Rounds scales stochastically, by random bits (``uniform`` of quant/rounding.py) of the first element of a block,
+    whose ``index`` is uint32."""
     STORAGE: tl.constexpr = CAST.storage
     CAPABILITY: tl.constexpr = CAST.capability
-    low, high = _scale_key(key)
-    scales = round_stochastic(_wanted(amount, encode, CAST), random_of(index, low, high, STORAGE, CAPABILITY), STORAGE)
-    return tl.where(magnitude_bits(amount) < _INFINITY_BITS, scales, float("nan"))
-
-
-@triton.jit
-def _scale_key(key):
-    """Computes the halves of the key of scales, from a pointer to the key of elements."""
-    return mixed_halves(key, 0x5363616C)
-
-
-@triton.jit
-def _bf16(wanted, CAST: tl.constexpr):
-    bits = bits_of(at_most(wanted, CAST.storage.max))
-    return float_of((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000)
+    low, high = mixed_halves(key, 0x5363616C)
+    word = random_bits(index, low, high)
+    return round_stochastic(wanted, drawn_of(word, word == word, STORAGE, CAPABILITY), STORAGE)
 
 
 @triton.jit
 def scales_of(amount, encode, CAST: tl.constexpr):
-    """Computes s (e of fp32 scales) from the statistics of blocks; for stochastic rounding see :func:`drawn_scales`."""
+    """Computes s (e of fp32 scales) from the statistics of blocks, rounded to nearest."""
     STORAGE: tl.constexpr = CAST.storage
     if CAST.scale == "fp32":
         denominator = at_least(amount, CAST.epsilon) * CAST.factor
@@ -114,7 +104,8 @@ def scales_of(amount, encode, CAST: tl.constexpr):
     elif CAST.scale == "e8m0":
         scales = _e8m0(at_most(amount * encode, _FLOAT32_MAX), CAST)
     elif CAST.scale == "bf16":
-        scales = _bf16(tl.div_rn(amount, CAST.element_max) * encode, CAST)
+        bits = bits_of(at_most(tl.div_rn(amount, CAST.element_max) * encode, STORAGE.max))
+        scales = float_of((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000)
     elif CAST.scale == "fp16":
         scales = round_nearest(tl.div_rn(amount, CAST.element_max) * encode, STORAGE)
         scales = tl.where(amount > 0, at_least(scales, 2.0**-14), scales)
@@ -182,7 +173,7 @@ def _error(elements, scales, encode, decode, CAST: tl.constexpr):
 @triton.jit
 def block_scales(elements, mask, encode, decode, index, key, CAST: tl.constexpr):
     """Computes scales of blocks along axes 1 and 3 of four, factors of elements, and zero points. ``elements`` are 0
-    outside of ``mask``. Stochastic scales need ``index`` and ``key``, as :func:`drawn_scales`."""
+    outside of ``mask``. Stochastic scales need ``index`` and ``key``, as :func:`_round_drawn`."""
     doubled = bits_of(elements).to(tl.uint32, bitcast=True) << 1  # without a sign; NaN is the largest
     peaks = (tl.max(tl.max(doubled, 3, keep_dims=True), 1, keep_dims=True) >> 1).to(tl.int32, bitcast=True)
     amax = float_of(peaks)
@@ -211,7 +202,8 @@ def block_scales(elements, mask, encode, decode, index, key, CAST: tl.constexpr)
             scales = scales_of(span, encode, CAST)
             zeros = zero_points(least, scales, CAST)
         elif CAST.drawn and CAST.group == 0:
-            scales = drawn_scales(amax, encode, index, key, CAST)
+            scales = _round_drawn(_wanted(amax, encode, CAST), index, key, CAST)
+            scales = tl.where(peaks < _INFINITY_BITS, scales, float("nan"))
         else:
             scales = scales_of(amax, encode, CAST)
         factor = encode_factor(scales, decode, CAST)
@@ -226,14 +218,11 @@ def block_scales(elements, mask, encode, decode, index, key, CAST: tl.constexpr)
 def _corrected(elements, scales, factor, index, key, CAST: tl.constexpr):
     """Scales for decoding, with which the errors of ``CAST.group`` blocks cancel."""
     ELEMENTS: tl.constexpr = CAST.elements
-    STORAGE: tl.constexpr = CAST.storage
-    CAPABILITY: tl.constexpr = CAST.capability
     y, square = elements * factor, scales * scales
     norm = _group_sums(_sum_in_halves(y * y * square), elements.shape[3] > 1, CAST)
     product = _group_sums(_sum_in_halves(y * round_nearest(y, ELEMENTS) * square), elements.shape[3] > 1, CAST)
     wanted = scales * tl.where(product == 0, 1.0, tl.div_rn(norm, product))
-    low, high = _scale_key(key)
-    return round_stochastic(wanted, random_of(index, low, high, STORAGE, CAPABILITY), STORAGE)
+    return _round_drawn(wanted, index, key, CAST)
 
 
 @triton.jit

@@ -8,13 +8,13 @@ import triton.language as tl
 
 from lightning_lowbit.kernels.gpu.device import (
     bits_of,
+    drawn_of,
     float_of,
     key_halves,
     mixed_halves,
     narrow,
     place_of,
     random_bits,
-    random_of_fours,
     widen,
 )
 
@@ -103,9 +103,7 @@ def load_elements(x, row, column, row_stride, column_stride, mask):
 
 
 @triton.jit
-def load_rotated(
-    x, row, column, row_stride, column_stride, mask, signs, ROTATION: tl.constexpr, INTERPRETED: tl.constexpr
-):
+def load_rotated(x, row, column, row_stride, column_stride, mask, signs, ROTATION: tl.constexpr):
     """Loads elements with rotated groups (:func:`lightning_lowbit.quant.rotate`), rounded to the dtype of ``x``.
 
     The program has a tile of whole groups, or blocks in it whose sides are powers of two. ``ROTATION`` holds the axis
@@ -122,7 +120,7 @@ def load_rotated(
     values = _add_and_subtract(values, APART, APART * ROTATION[1])
     if ROTATION[3] != 1.0:
         values = values * ROTATION[3]
-    return widen(narrow(values, x.dtype.element_ty, INTERPRETED))
+    return widen(narrow(values, x.dtype.element_ty))
 
 
 @triton.jit
@@ -141,15 +139,28 @@ def _add_and_subtract(values, APART: tl.constexpr, END: tl.constexpr):
 
 @triton.jit
 def random_at(row, column, key, offset, width, CAST: tl.constexpr):
-    """Computes the random bits of elements at places of a matrix with ``width`` indices per row; 0 without any."""
+    """Computes the random bits of elements at places of a matrix with ``width`` indices per row, as
+    ``uniform_by_fours`` of quant/rounding.py, for :func:`round_stochastic`; 0 without any.
+
+    With ``CAST.fours`` each row begins with a multiple of four. Compilers then see that neighbors share a hash.
+    """
     ELEMENTS: tl.constexpr = CAST.elements
-    FOURS: tl.constexpr = CAST.fours
     CAPABILITY: tl.constexpr = CAST.capability
     if CAST.stochastic:
         low, high = key_halves(key)
         stride, first = place_of(offset, width)
         row, column = row.to(tl.uint32), column.to(tl.uint32)
-        return random_of_fours(row, column, stride, first, low, high, FOURS, ELEMENTS, CAPABILITY)
+        if CAST.fours:
+            four = row * stride + first + (column & 0xFFFFFFFC)
+            place = column & 3
+        else:
+            index = row * stride + first + column
+            four = index & 0xFFFFFFFC
+            place = index & 3
+        word = random_bits(four, low, high)
+        other = word * 0x2C1B3C6D
+        other = other ^ (other >> 16)
+        return drawn_of(tl.where(place < 2, word, other), (place & 1) == 1, ELEMENTS, CAPABILITY)
     else:
         return 0
 
@@ -185,11 +196,10 @@ def rotate(
     source_columns,
     TILE: tl.constexpr,
     ROTATION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """A rotated matrix in the dtype of ``x``."""
     row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     source_mask = (row < source_rows) & (column < source_columns)
-    elements = load_rotated(x, row, column, row_stride, column_stride, source_mask, signs, ROTATION, INTERPRETED)
-    result = narrow(elements, x.dtype.element_ty, INTERPRETED)
+    elements = load_rotated(x, row, column, row_stride, column_stride, source_mask, signs, ROTATION)
+    result = narrow(elements, x.dtype.element_ty)
     tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)

@@ -16,8 +16,8 @@ import torch
 from lightning_lowbit._torch import disable_current_modes
 from lightning_lowbit.compilation import takes_cpp
 from lightning_lowbit.kernels import quantize_operand
-from lightning_lowbit.kernels.cpu.figures import read_figures, write_figures
 from lightning_lowbit.kernels.cpu.gemms import instructions
+from lightning_lowbit.kernels.cpu.library import read_figures, write_figures
 from lightning_lowbit.kernels.gemms import code_operand
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.core.gemm import matmul, no_autocast

@@ -8,8 +8,8 @@ from multiprocessing import get_context
 
 import pytest
 
-from lightning_lowbit.kernels.cpu.figures import read_figures, write_figures
-from lightning_lowbit.kernels.cpu.library import place
+from lightning_lowbit.kernels.cpu import library
+from lightning_lowbit.kernels.cpu.library import read_figures, write_figures
 from tests.tables import each
 
 FIELDS = "native", "emulated"
@@ -17,7 +17,7 @@ FIGURES = {"native": 0.5, "emulated": 0.75}
 
 
 def file(cache, name="2-threads"):
-    return cache / f"{place()[1]}-{name}.json"
+    return cache / f"{library._name()}-{name}.json"
 
 
 def test_figures_are_read_as_they_were_written(cache):

@@ -23,12 +23,6 @@ struct Output {
 
 namespace {
 
-inline void put(int8_t *target, F32 value, int count) {
-    store_codes((uint8_t *)target, (U32)__builtin_convertvector(value, I32), count);
-}
-inline void put(float *target, F32 value, int count) { store(target, value, count); }
-inline void put(BF16 *target, F32 value, int count) { store(target, value, count); }
-
 // Constants of the generated code: the bits of a style are stochastic (1), per_block (2), wide (4), exact (8).
 
 template <unsigned kStyle, class In, class Out>
@@ -178,7 +172,7 @@ void cast_all(const Matrix<In> &x, const float *amax, const CastNumbers &numbers
     }
     Draws draws = {};
     if (numbers.stochastic_scales) {
-        uint64_t key = key_of_scales(uint64_t(*output.key));
+        uint64_t key = mix(uint64_t(*output.key) ^ 0x5363616Cull);
         draws = {uint32_t(key), uint32_t(key >> 32), output.all_columns, output.first};
     }
     float encode = 1.0f, stored = 1.0f;

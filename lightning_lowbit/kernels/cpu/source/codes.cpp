@@ -7,13 +7,6 @@
 
 namespace {
 
-inline void put(float *target, F32 value, int count) { store(target, value, count); }
-inline void put(BF16 *target, F32 value, int count) { store(target, value, count); }
-inline void put(int8_t *target, F32 value, int count) {
-    I32 whole = __builtin_convertvector(value, I32);
-    for (int lane = 0; lane < count; lane++) target[lane] = int8_t(whole[lane]);
-}
-
 // One for each column of a row: the scale of its tile.
 void spread_scales(const Codes &codes, const CastNumbers &numbers, int64_t columns, int64_t first, float *scales) {
     int64_t width = numbers.tile_columns, blocks = (columns + width - 1) / width;

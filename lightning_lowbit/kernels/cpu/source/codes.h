@@ -59,6 +59,13 @@ inline F32 value_of(U32 code, const Grid &grid, const Codes &codes) {
     return __builtin_convertvector(whole, F32);
 }
 
+// Elements of an operand, in its dtype.
+inline void put(float *target, F32 value, int count) { store(target, value, count); }
+inline void put(BF16 *target, F32 value, int count) { store(target, value, count); }
+inline void put(int8_t *target, F32 value, int count) {
+    store_codes((uint8_t *)target, (U32)__builtin_convertvector(value, I32), count);
+}
+
 // Writes the codes of `count` elements from the element `index` on, which begins a byte.
 inline void put_codes(const Codes &codes, uint8_t *target, int64_t index, U32 code, int count) {
     const int per_byte = codes.per_byte(), bits = codes.bits;
@@ -96,9 +103,7 @@ inline void put_scale(const Codes &codes, int64_t place, float value, const Grid
     if (codes.scale_coding == kWord) {
         memcpy(codes.scales + 4 * place, &value, sizeof value);
     } else if (codes.scale_coding == kExponent) {
-        uint32_t word;
-        memcpy(&word, &value, sizeof word);
-        codes.scales[place] = uint8_t(word >> 23);
+        codes.scales[place] = uint8_t(read<uint32_t>(&value) >> 23);
     } else if (codes.scale_coding == kBF16Word || codes.scale_coding == kFP16Word) {
         const bool is_bf16 = codes.scale_coding == kBF16Word;
         uint16_t word = uint16_t(is_bf16 ? bits(all(value))[0] >> 16 : code_of_magnitude(all(value), grid)[0]);

@@ -195,6 +195,14 @@ inline U32 random_bits(U32 index, uint32_t low, uint32_t high) {
     return word ^ (word >> 15);
 }
 
+// As mix_key of quant/rounding.py.
+inline uint64_t mix(uint64_t key) {
+    key += 0x9E3779B97F4A7C15ull;
+    key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9ull;
+    key = (key ^ (key >> 27)) * 0x94D049BB133111EBull;
+    return key ^ (key >> 31);
+}
+
 // Writes random numbers of 16 bits for `count` indices from a multiple of four on, and for fewer than 4 * kLanes more: four
 // from each hash.
 inline void write_random(uint16_t *target, uint32_t first, int64_t count, uint32_t low, uint32_t high) {

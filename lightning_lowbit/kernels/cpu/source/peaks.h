@@ -101,9 +101,7 @@ float amax_of(const In *x, int64_t count, int threads) {
         int32_t peak = peak_of(x + chunk * kChunk, rest < kChunk ? rest : kChunk);
         largest = peak > largest ? peak : largest;
     }
-    float result;
-    memcpy(&result, &largest, sizeof result);
-    return result;
+    return read<float>(&largest);
 }
 
 template <class In>

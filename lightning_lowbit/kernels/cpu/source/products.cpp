@@ -1,4 +1,7 @@
-// What is left to do after a GEMM: factors, bias, and the rounding of the result.
+// What is left to do around the casts of a GEMM: amaxes of delayed scaling before them; factors, bias, and the rounding of
+// the result after it.
+
+#include <cmath>
 
 #include "lanes.h"
 
@@ -65,4 +68,13 @@ EXPORT void lowbit_scale_and_round(const void *product, int32_t product_dtype, i
         case 3: return with_bias((const int32_t *)product);
         default: return with_bias((const float *)product);
     }
+}
+
+// Raises `staged` (null: records nothing) to a finite amax at the places whose bits are set, and writes the amax in
+// force or, while it is 0, the operand's own.
+EXPORT void lowbit_delayed_amax(const float *own, const float *in_force, float *staged, int32_t places, float *result) {
+    const float amax = *own;
+    for (int place = 0; staged && std::isfinite(amax) && places >> place; place++)
+        if (places >> place & 1 && amax > staged[place]) staged[place] = amax;
+    *result = *in_force > 0.0f ? *in_force : amax;
 }

@@ -151,9 +151,7 @@ float amax_of(const Matrix<In> &x, int threads) {
     });
     int32_t largest = 0;
     for (int32_t peak : peaks) largest = peak > largest ? peak : largest;
-    float result;
-    memcpy(&result, &largest, sizeof result);
-    return result;
+    return read<float>(&largest);
 }
 
 }  // namespace

@@ -52,14 +52,6 @@ struct Draws {
     }
 };
 
-// As mix_key of quant/rounding.py, of a key whose bits are those of scales.
-inline uint64_t key_of_scales(uint64_t key) {
-    key = (key ^ 0x5363616Cull) + 0x9E3779B97F4A7C15ull;
-    key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9ull;
-    key = (key ^ (key >> 27)) * 0x94D049BB133111EBull;
-    return key ^ (key >> 31);
-}
-
 // Entries of blocks in `columns_per_entry` columns each: what elements are multiplied by, and what they decode with. Those of
 // the next `rows_per_entry` rows begin `stride` further.
 struct Scales {

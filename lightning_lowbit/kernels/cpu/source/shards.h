@@ -118,13 +118,6 @@ struct Work {
     alignas(64) int32_t picks[kBlock];  // which of its neighbors has the moment
 };
 
-uint64_t mix(uint64_t key) {  // as mix_key in quant/rounding.py
-    key += 0x9E3779B97F4A7C15u;
-    key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9u;
-    key = (key ^ (key >> 27)) * 0x94D049BB133111EBu;
-    return key ^ (key >> 31);
-}
-
 U32 random_from(uint32_t index, uint64_t key) {
     return random_bits((U32)kLane + index, (uint32_t)key, (uint32_t)(key >> 32));
 }
