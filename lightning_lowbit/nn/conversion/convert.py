@@ -10,23 +10,25 @@ from torch import Tensor, nn
 from lightning_lowbit.checks import choose, number, some
 from lightning_lowbit.nn.attention.modules import attending, convert_attention, is_attention, other_attention
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
+from lightning_lowbit.nn.casts.grouping import grouping_obstacle
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
 from lightning_lowbit.nn.casts.traits import GEMMS, OPERANDS_OF
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.defaults import default_reasons, drop_named, mark_outputs, output_layers
-from lightning_lowbit.nn.conversion.grouping import check_grouped, check_stacks
 from lightning_lowbit.nn.conversion.patterns import Names
 from lightning_lowbit.nn.conversion.patterns import select as select
 from lightning_lowbit.nn.conversion.reasons import LAZY, class_reason
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.core.saving import Readers, check_save
-from lightning_lowbit.nn.layers.classes import convert_layer, convertible, without_weight
-from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
+from lightning_lowbit.nn.layers.classes import convert_layer, convertible, kind_of, without_weight
+from lightning_lowbit.nn.layers.layer import clean_name, quantized_layers
 from lightning_lowbit.nn.layers.native import BACKENDS, has_native_gemms, nearest
 from lightning_lowbit.nn.native.devices import native_obstacle
 
 # Mapping before LinearCasts: a command line takes the first type that fits, and LinearCasts would fill in defaults.
 CastsLike = str | Mapping[str, Any] | LinearCasts
+# How the products of a stack of experts are multiplied: as the backend has it, or by one GEMM for all of them.
+GROUPED = ("auto", "native")
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -93,7 +95,8 @@ def convert_layers(
     grouped: str = "auto",
 ) -> _Model:
     """Converts the layers of ``planned`` (casts by name in the model) in place; the others go to high precision."""
-    check_stacks(model, planned, grouped)
+    if grouped == "native":
+        _check_stacks(model, planned)
     check_save(planned, save)
     readers, before = Readers() if save == "codes" else None, quantized_layers(model)
     for name, former in before.items():
@@ -130,13 +133,11 @@ def _prepare(model: nn.Module) -> None:
         warnings.warn(f"{some(lazy)}: {LAZY}. It is left in high precision.", stacklevel=2)
     for module in model.modules():
         # In evaluation torch would run these blocks as one fused operation on the raw weights, unless this flag is 0.
-        if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
-            continue
-        if any(isinstance(part, QuantizedLayer) for part in module.modules()):
-            if isinstance(module, nn.TransformerEncoderLayer):
-                module.activation_relu_or_gelu = 0
-            else:  # for that operation it would give its layers a nested tensor where there is padding
-                module.use_nested_tensor = False
+        if isinstance(module, nn.TransformerEncoderLayer) and quantized_layers(module):
+            module.activation_relu_or_gelu = 0
+        # For that operation it would give its layers a nested tensor where there is padding.
+        if isinstance(module, nn.TransformerEncoder) and quantized_layers(module):
+            module.use_nested_tensor = False
 
 
 def casts_by_pattern(overrides: Mapping[str, CastsLike] | None) -> dict[str, LinearCasts]:
@@ -285,6 +286,27 @@ def check_planned_attention(planned: Mapping[str, LinearCasts], products: Mappin
             )
 
 
+def _check_stacks(model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
+    """Raises a ``ValueError`` where the layers of ``planned`` hold no stack, or one that grouped GEMMs do not serve."""
+    modules = convertible(model)
+    stacks = {name: casts for name, casts in planned.items() if name in modules and kind_of(modules, name) == "experts"}
+    if not stacks:
+        raise ValueError(
+            "grouped='native' is for stacks of experts, and none is among the layers to convert. Leave it out."
+        )
+    check_grouped_casts(stacks)
+
+
+def check_grouped_casts(stacks: Mapping[str, LinearCasts]) -> None:
+    """Raises a ``ValueError`` for the casts of a stack, by name, that grouped GEMMs do not serve."""
+    for name, casts in stacks.items():
+        if (reason := grouping_obstacle(casts)) is not None:
+            raise ValueError(
+                f"grouped='native' does not serve the casts of {clean_name(name) or 'the stack'}: {reason}, leave the "
+                "stack out by skip, or leave grouped out."
+            )
+
+
 def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, LinearCasts]:
     """Casts of a model's layers by the clean names of a checkpoint; a ``ValueError`` if it has no layer of a name."""
     layers = {clean_name(name): name for name in [*convertible(model), *attending(model)]}
@@ -306,18 +328,20 @@ def check_backend(
     """Raises a ``ValueError`` for an unknown backend, or one that the casts of a layer, the device or other settings do
     not support."""
     choose("backend", backend, BACKENDS)
-    check_grouped(grouped, exact, backend)
+    if choose("grouped", grouped, GROUPED) == "native" and (exact or backend == "native"):
+        other = "exact=True" if exact else "backend='native'"
+        raise ValueError(
+            f"grouped='native' multiplies the products of experts in bfloat16, and {other} does not: choose one."
+        )
     if backend != "native":
         return
     if exact:
         raise ValueError("exact emulates GEMMs, and backend='native' does not: choose one of them.")
-
     if attended := [name for name in planned if is_attention(name) and planned[name] != LinearCasts()]:
         raise ValueError(
             f"backend='native', but attention's products, such as {clean_name(attended[0])}, have no native GEMM. Use "
             "backend='auto', or leave out attention."
         )
-
     every = [(name, casts, gemm) for name, casts in planned.items() for gemm in GEMMS]
     quantized = [(name, casts, gemm) for name, casts, gemm in every if casts.has_cast(OPERANDS_OF[gemm])]
     if lacking := [(name, gemm) for name, casts, gemm in quantized if gemm not in casts.native_gemms]:
@@ -353,8 +377,8 @@ def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
     """
     if isinstance(blend, Tensor):
         if blend.shape != () or blend.dtype != torch.float32:
-            got = f"{blend.dtype} of shape {tuple(blend.shape)}"
-            raise ValueError(f"blend is a number or a 0-d float32 tensor; got {got}.")
+            shape = tuple(blend.shape)
+            raise ValueError(f"blend is a number or a 0-d float32 tensor; got {blend.dtype} of shape {shape}.")
         check_blend(blend.item())
     elif blend is not None:
         blend = None if check_blend(blend) == 1 else float(blend)

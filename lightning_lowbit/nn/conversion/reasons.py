@@ -8,8 +8,13 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from lightning_lowbit._torch import ConvNd
 from lightning_lowbit.nn.casts.linear_casts import LinearCasts
-from lightning_lowbit.nn.conversion.defaults import OUTPUT, default_reasons, is_left_output
-from lightning_lowbit.nn.conversion.moe import is_router_class
+from lightning_lowbit.nn.conversion.defaults import (
+    OUTPUT,
+    default_reasons,
+    is_left_output,
+    is_router_class,
+    modules_by_name,
+)
 from lightning_lowbit.nn.layers.classes import COMPUTED_WEIGHT, convertible, obstacle, odd_parameter, without_weight
 from lightning_lowbit.nn.layers.composite import CompositeLayer
 from lightning_lowbit.nn.layers.layer import QuantizedLayer, clean_name, quantized_layers
@@ -49,9 +54,7 @@ class Reasons:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules: dict[str, nn.Module] = {}
-        for name, module in model.named_modules():
-            self._modules.setdefault(clean_name(name), module)  # a composite layer before its parts
+        self._modules = modules_by_name(model)
         layers = quantized_layers(model)
         self._rest = _LEFT_OUT if layers else _NOT_CONVERTED
         casts = [layer.full_casts for layer in layers.values() if layer.full_casts != LinearCasts()]
