@@ -85,12 +85,11 @@ class QuantizedAttention(torch.autograd.Function):
         o = q.new_empty(len(w), queries, v.shape[-1])
         for start, end in how.tiles(queries):
             seen = how.keys_seen(end, keys)
-            p = _weights(
-                cut_operand(qx, 1, start, end), cut_operand(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how
-            )
+            rows, columns = cut_operand(qx, 1, start, end, queries), cut_operand(qw, 1, 0, seen, keys)
+            p = _weights(rows, columns, mask, start, keys, q.shape[:-2], how)
             p = how.dropped(p, start).to(q.dtype)
             qp = _tile_operand("fprop_x", p, how.pv, start, queries, how.tile, how.amax_of_p(q))
-            left, right = _first(qp, 2, seen, keys), transposed(_first(qv, 2, seen, keys))
+            left, right = cut_operand(qp, 2, 0, seen, keys), transposed(cut_operand(qv, 2, 0, seen, keys))
             o[:, start:end] = how.pv.multiply("fprop", left, right, wide).to(q.dtype)
         last = mark(ctx, o)
         ctx.save_for_backward(q, k, v, mask, last)
@@ -120,8 +119,10 @@ def _gradients(
     def score_gradient(start: int, end: int, again: bool = False) -> tuple[Tensor, Tensor]:
         """P and dS of a tile, ``[n, queries, keys]``."""
         seen = how.keys_seen(end, keys)
-        p = _weights(cut_operand(qx, 1, start, end), cut_operand(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
-        dp = pv.multiply("dgrad", cut_operand(g_dgrad, 1, start, end), _first(w_pv, 2, seen, keys), wide, again)
+        rows, columns = cut_operand(qx, 1, start, end, queries), cut_operand(qw, 1, 0, seen, keys)
+        p = _weights(rows, columns, mask, start, keys, q.shape[:-2], how)
+        left, right = cut_operand(g_dgrad, 1, start, end, queries), cut_operand(w_pv, 2, 0, seen, keys)
+        dp = pv.multiply("dgrad", left, right, wide, again)
         dp = how.dropped(F.pad(dp, (0, keys - seen)), start)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         return p, ds
@@ -146,13 +147,13 @@ def _gradients(
             qp = decoded(_tile_operand("fprop_x", p, pv_again, *tile, how.amax_of_p(q)))
         else:
             qp = _tile_operand("wgrad_x", p, pv, *tile, how.amax_of_p(q))
-        left = transposed(_cut(g_wgrad, start, end, queries))
-        dv[..., :seen] += pv.multiply("wgrad", left, _first(qp, 2, seen, keys), wide)
-        left, right = _tile_operand("dgrad_g", ds, qk, *tile, amax), _first(w_qk, 1, seen, keys)
-        product = qk.multiply("dgrad", _first(left, 2, seen, keys), right, wide)
+        left = transposed(cut_operand(g_wgrad, 1, start, end, queries))
+        dv[..., :seen] += pv.multiply("wgrad", left, cut_operand(qp, 2, 0, seen, keys), wide)
+        left = cut_operand(_tile_operand("dgrad_g", ds, qk, *tile, amax), 2, 0, seen, keys)
+        product = qk.multiply("dgrad", left, cut_operand(w_qk, 1, 0, seen, keys), wide)
         dq[:, start:end] = (product * how.scale).to(q.dtype)
-        left = transposed(_first(_tile_operand("wgrad_g", ds, qk, *tile, amax), 2, seen, keys))
-        dk[:, :seen] += qk.multiply("wgrad", left, _cut(x_qk, start, end, queries), wide)
+        left = transposed(cut_operand(_tile_operand("wgrad_g", ds, qk, *tile, amax), 2, 0, seen, keys))
+        dk[:, :seen] += qk.multiply("wgrad", left, cut_operand(x_qk, 1, start, end, queries), wide)
     dk = (dk * how.scale).to(k.dtype)
     return (
         dq.view(q.shape),
@@ -205,13 +206,3 @@ def _dgrad_weight(w: Tensor, product: ProductPass) -> Operand:
     if product.how.casts.dgrad_w == "fprop":
         return decoded(product.unrecorded().weight_operand("fprop_w", w))
     return product.weight_operand("dgrad_w", w)
-
-
-def _first(operand: Operand, dim: int, seen: int, keys: int) -> Operand:
-    """Cuts an operand to the keys a causal tile sees; uncut, it keeps the padding that a rotation added."""
-    return operand if seen == keys else cut_operand(operand, dim, 0, seen)
-
-
-def _cut(operand: Operand, start: int, end: int, queries: int) -> Operand:
-    """Cuts an operand to the rows of a tile; of a single tile, it keeps the padding that a rotation added."""
-    return operand if start == 0 and end == queries else cut_operand(operand, 1, start, end)

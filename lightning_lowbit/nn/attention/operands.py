@@ -62,16 +62,12 @@ class ProductPass(NamedTuple):
         if operand.dim == 1:
             w = _padded(w, 1, operand)
             values, factor = self._quantized(operand, w.reshape(-1, features))
-            factor = _view(factor, n, -1, 1)
-            values = values.view(n, w.shape[1], -1)[:, :out]
-            return Operand(values, factor if factor is None or not factor.dim() else factor[:, :out])
+            result = Operand(values.view(n, w.shape[1], -1), _view(factor, n, -1, 1))
+            return cut_operand(result, 1, 0, out, w.shape[1])
         w = _padded(w, 2, operand).transpose(0, 1)
         values, factor = self._quantized(operand, w.reshape(out, -1))
-        values, factor = (
-            values.view(len(values), n, -1).transpose(0, 1)[..., :features],
-            _view(factor, n, 1, w.shape[-1]),
-        )
-        return Operand(values, factor if factor is None or not factor.dim() else factor[..., :features])
+        result = Operand(values.view(len(values), n, -1).transpose(0, 1), _view(factor, n, 1, w.shape[-1]))
+        return cut_operand(result, 2, 0, features, w.shape[-1])
 
     def _quantized(
         self, operand: OperandHow, x: Tensor, amax: Tensor | None = None, shard: Shard | None = None
@@ -108,8 +104,11 @@ def decoded(operand: Operand) -> Operand:
     return Operand(decode(operand.values, operand.factor, torch.float32))
 
 
-def cut_operand(operand: Operand, dim: int, start: int, end: int) -> Operand:
-    """Cuts the rows (``dim=1``) or columns (2) of an operand from ``start`` to ``end``."""
+def cut_operand(operand: Operand, dim: int, start: int, end: int, size: int) -> Operand:
+    """Cuts the rows (``dim=1``) or columns (2) of an operand from ``start`` to ``end``, unless these are all ``size``:
+    uncut, it keeps the padding that a rotation added."""
+    if end - start == size:
+        return operand
     factor = operand.factor
     if factor is not None and factor.dim() and factor.shape[dim] > 1:
         factor = factor.narrow(dim, start, end - start)
