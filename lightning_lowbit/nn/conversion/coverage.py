@@ -213,9 +213,8 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_composite(operation: OpOverload) -> bool:
     """Returns whether an operation has no kernel of its own, and consists of others."""
     name: str = operation.name()  # type: ignore[no-untyped-call]
-    has = has_kernel
-    kernels = ("CPU", "CUDA", "CompositeExplicitAutograd")
-    return has(name, "CompositeImplicitAutograd") and not any(has(name, key) for key in kernels)
+    others = ("CPU", "CUDA", "CompositeExplicitAutograd")
+    return has_kernel(name, "CompositeImplicitAutograd") and not any(has_kernel(name, kernel) for kernel in others)
 
 
 def _is_nested(*values: Any) -> bool:

@@ -7,7 +7,7 @@ first block. Numbers count from the end, too: ``layers\\.-1`` is the last one.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 
 from torch import nn
 
@@ -115,16 +115,15 @@ def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]
     if not _NEGATIVE.search(pattern):
         return paths
     lengths: dict[tuple[str, ...], int] = {}
-    for path in (path for spelled in paths.values() for path in spelled):
+    for path in chain.from_iterable(paths.values()):
         for i, part in enumerate(path):
             if part.isdigit():
                 lengths[tuple(path[:i])] = max(lengths.get(tuple(path[:i]), 0), int(part) + 1)
 
-    def choices(path: Sequence[str], i: int) -> Iterable[str]:
-        return (path[i], str(int(path[i]) - lengths[tuple(path[:i])])) if path[i].isdigit() else (path[i],)
-
     def spell(path: Sequence[str]) -> list[list[str]]:
-        return [*map(list, product(*(choices(path, i) for i in range(len(path)))))]
+        numbers = {i: int(part) - lengths[tuple(path[:i])] for i, part in enumerate(path) if part.isdigit()}
+        choices = [(part, str(numbers[i])) if i in numbers else (part,) for i, part in enumerate(path)]
+        return [*map(list, product(*choices))]
 
     return {name: [spelling for path in spelled for spelling in spell(path)] for name, spelled in paths.items()}
 
